@@ -34,9 +34,9 @@ from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import StepSettings, TracedPeak
 
 BF16 = Precision("bfloat16", "bfloat16", "")
-MASTERS = Precision("bfloat16", "float32", "")
+FP32_MASTERS = Precision("bfloat16", "float32", "")
 
-SAMPLE = """
+SAMPLE_LINES = """
 Llama-3.2-1B full 2048 4
 Llama-3.2-1B full 2048 4 masters
 Llama-3.2-1B full 1024 2 masters off accum=4
@@ -159,7 +159,7 @@ over whole `logits`; adapters on `experts` too."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class SampleSetting:
     """One row of the sample, as the plan's words."""
 
     model: str
@@ -168,12 +168,12 @@ class Setting:
     precision: Precision
 
 
-def settings() -> dict[str, Setting]:
+def sample_settings() -> dict[str, SampleSetting]:
     """The sample by its own words."""
-    return {line: setting_of(line) for line in SAMPLE.strip().splitlines()}
+    return {line: parse_setting(line) for line in SAMPLE_LINES.strip().splitlines()}
 
 
-def setting_of(line: str) -> Setting:
+def parse_setting(line: str) -> SampleSetting:
     """What one line of the sample means."""
     model, mode, length, rows, *words = line.split()
     options = dict(word.partition("=")[::2] for word in words)
@@ -215,7 +215,7 @@ def setting_of(line: str) -> Setting:
         capability=(7, 5) if "apart" in options else (9, 0),
         eval_batch=int(options.get("eval", 0)),
     )
-    return Setting(model, config, step, MASTERS if "masters" in options else BF16)
+    return SampleSetting(model, config, step, FP32_MASTERS if "masters" in options else BF16)
 
 
 def _layout(options: Mapping[str, str]) -> Layout:
@@ -224,12 +224,12 @@ def _layout(options: Mapping[str, str]) -> Layout:
     return Layout("ddp", int(options["ddp"])) if "ddp" in options else SINGLE
 
 
-def predicted(setting: Setting, model: Mapping[str, Any]) -> MemoryEstimate:
+def predict_memory(setting: SampleSetting, model: Mapping[str, Any]) -> MemoryEstimate:
     """The estimate's answer for a model's config.json."""
     return estimate_memory(setting.config, parse_model_shape(dict(model), name=setting.model), setting.precision, setting.step)
 
 
-def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
+def trace_settings(setting: SampleSetting, model: Mapping[str, Any]) -> StepSettings:
     """The same step in the trace's words; of a mixture of experts in those of the plan's own trace."""
     config, step = setting.config, setting.step
     shape = parse_model_shape(dict(model), name=setting.model)
@@ -265,7 +265,7 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
     )
 
 
-def traced(setting: Setting, model: Mapping[str, Any]) -> TracedPeak:
+def trace_memory(setting: SampleSetting, model: Mapping[str, Any]) -> TracedPeak:
     """The trace's answer."""
     from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.confirm import cached_trace
@@ -273,10 +273,10 @@ def traced(setting: Setting, model: Mapping[str, Any]) -> TracedPeak:
     return cached_trace(trace_settings(setting, model))
 
 
-def row(setting: Setting, model: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
+def compare_setting(setting: SampleSetting, model: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
     """Both answers; the trace's from an earlier row where there is one."""
-    closed = predicted(setting, model)
-    traced_part = earlier or _traced_part(traced(setting, model))
+    closed = predict_memory(setting, model)
+    traced_part = earlier or _traced_part(trace_memory(setting, model))
     return {
         "closed_allocated": closed.allocated,
         "closed_reserved": closed.reserved,
@@ -290,7 +290,7 @@ def _traced_part(found: TracedPeak) -> dict[str, Any]:
     return {"traced_allocated": found.allocated, "traced_reserved": found.reserved, "phases": phases}
 
 
-def summary(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_ratios(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Estimate over trace for each row, and the spread: one GPU and FSDP2 apart."""
     ratios = {name: round(run["closed_allocated"] / run["traced_allocated"], 4) for name, run in runs.items()}
     groups: dict[str, list[float]] = {"one_gpu": [], "fsdp2": [], "ddp": []}
@@ -314,19 +314,19 @@ def main() -> int:
     words.add_argument("--again", action="store_true", help="compute the estimate again where a row is traced already")
     given = words.parse_args()
     done: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
-    for name, setting in settings().items():
+    for name, setting in sample_settings().items():
         if given.trace_again and given.trace_again in name:
             done.pop(name, None)
         if name in done and not given.again:
             continue
         model = json.loads((given.configs / setting.model / "config.json").read_text(encoding="utf-8"))
-        done[name] = row(setting, model, done.get(name))
+        done[name] = compare_setting(setting, model, done.get(name))
         ratio = done[name]["closed_allocated"] / done[name]["traced_allocated"]
         sys.stdout.write(f"{ratio:8.4f}  {done[name]['moment']:10}  {name}\n")
         sys.stdout.flush()
-        report = {"machine": detect_hardware().as_json(), "versions": installed_versions(), **summary(done), "runs": done}
+        report = {"machine": detect_hardware().as_json(), "versions": installed_versions(), **summarize_ratios(done), "runs": done}
         write_json(given.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report})
-    sys.stdout.write(json.dumps(summary(done)["error"], indent=1) + "\n")
+    sys.stdout.write(json.dumps(summarize_ratios(done)["error"], indent=1) + "\n")
     return 0
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
-class Setting:
+class LoadingSetting:
     """One run: `mode` of tuning, ranks, dtype of the files, and whether the model has experts."""
 
     mode: str
@@ -85,14 +85,14 @@ if "RANK" in os.environ:
 '''
 """sitecustomize.py of the ranks."""
 
-SETTINGS = (
-    *(Setting(mode, ranks) for mode in ("full", "lora", "qlora") for ranks in (2, 4)),
-    Setting("lora", stored="float32"),
-    Setting("lora", experts=True),
+LOADING_SETTINGS = (
+    *(LoadingSetting(mode, ranks) for mode in ("full", "lora", "qlora") for ranks in (2, 4)),
+    LoadingSetting("lora", stored="float32"),
+    LoadingSetting("lora", experts=True),
 )
 
 
-def make_run(folder: Path, setting: Setting) -> Path:
+def make_run(folder: Path, setting: LoadingSetting) -> Path:
     """The small run's rows and tokenizer with a larger model; returns its YAML."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3MoeConfig
@@ -113,7 +113,7 @@ def make_run(folder: Path, setting: Setting) -> Path:
     return path
 
 
-def measure(folder: Path, setting: Setting) -> dict[str, Any]:
+def measure_loading(folder: Path, setting: LoadingSetting) -> dict[str, Any]:
     """What each rank of one run took to load, beside the plan; the run ends then. And the bytes of the stored weights.
 
     Raises:
@@ -146,9 +146,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
     runs: dict[str, Any] = {}
-    for setting in SETTINGS:
+    for setting in LOADING_SETTINGS:
         with tempfile.TemporaryDirectory() as folder:
-            runs[setting.name] = found = measure(Path(folder), setting)
+            runs[setting.name] = found = measure_loading(Path(folder), setting)
         shown = ", ".join(f"{size / 2**20:.0f}" for size in found["device_by_rank"])
         print(f"{setting.name:28} {shown} MiB, predicted {found['predicted_device'] / 2**20:.0f} MiB", flush=True)
         date = datetime.now(UTC).date().isoformat()

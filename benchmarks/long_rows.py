@@ -15,8 +15,8 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 
 MILLION = 2**20
-FIRST = "https://github.com/huggingface/trl/pull/6845 (2026-08-21)"
-LATER = "https://github.com/huggingface/trl/pull/6846 (2026-08-21), examples/sft_qwen3_8b_1m_context"
+FIRST_SOURCE = "https://github.com/huggingface/trl/pull/6845 (2026-08-21)"
+SECOND_SOURCE = "https://github.com/huggingface/trl/pull/6846 (2026-08-21), examples/sft_qwen3_8b_1m_context"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LongRow:
     millions: int
     nodes: int
     step_s: float
-    source: str = FIRST
+    source: str = FIRST_SOURCE
     peak_bytes: float | None = None
 
     @property
@@ -38,7 +38,7 @@ class LongRow:
 
 
 LONG_ROWS = (
-    LongRow("Qwen/Qwen3-8B", 1, 1, 380, LATER, 56.2e9),
+    LongRow("Qwen/Qwen3-8B", 1, 1, 380, SECOND_SOURCE, 56.2e9),
     LongRow("Qwen/Qwen3-0.6B", 1, 1, 137),
     LongRow("Qwen/Qwen3-30B-A3B", 1, 1, 483),
     LongRow("Qwen/Qwen3-32B", 1, 1, 1295),
@@ -48,7 +48,7 @@ LONG_ROWS = (
 )
 
 
-def plan_of(row: LongRow) -> Plan:
+def plan_long_row(row: LongRow) -> Plan:
     """The plan of the same run. The model's positions are those that the run gives it (YaRN)."""
     tokens, gpus = row.millions * MILLION, 8 * row.nodes
     config = config_from_text(
@@ -65,7 +65,7 @@ def long_rows() -> dict[str, dict[str, Any]]:
     """Every run by its name: seconds of a step and bytes of a GPU, predicted and published, and the quotients."""
     found: dict[str, dict[str, Any]] = {}
     for row in LONG_ROWS:
-        plan = plan_of(row)
+        plan = plan_long_row(row)
         found[row.name] = {
             "source": row.source,
             "published_s": row.step_s,

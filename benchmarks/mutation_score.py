@@ -86,7 +86,7 @@ class Mutant:
         return source[: self.start] + self.after.encode() + source[self.end :]
 
 
-def mutants_of(path: str, source: str) -> list[Mutant]:
+def find_mutants(path: str, source: str) -> list[Mutant]:
     """Every mutant of a file; texts of errors and log lines, annotations and docstrings have none."""
     data = source.encode()
     starts = [0]
@@ -185,7 +185,7 @@ def own_tests(path: str, asked: Sequence[str] = ()) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MutantVerdict:
     """What became of a mutant: `killed`, `survived`, or `no tests`; `by` is the test file that failed."""
 
     mutant: Mutant
@@ -238,7 +238,7 @@ def _pytest_and_exit(tree: Path, tests: Sequence[str], seen: Path | None) -> Non
     """In the fork: the tests, with their words thrown away."""
     code = 3
     try:
-        _leave_with(os.getppid())
+        _end_with_parent(os.getppid())
         os.setsid()  # a group of its own, so that a mutant that hangs dies with the processes that its tests started
         os.chdir(tree)
         quiet = os.open(os.devnull, os.O_RDWR)
@@ -249,7 +249,7 @@ def _pytest_and_exit(tree: Path, tests: Sequence[str], seen: Path | None) -> Non
         # the parent imported the package for its own use; the fork has to read the mutant
         for name in [name for name in sys.modules if name.partition(".")[0] in (PACKAGE, "tests", "benchmarks")]:
             del sys.modules[name]
-        with _watched(tree, seen):
+        with _record_coverage(tree, seen):
             import pytest
 
             code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
@@ -258,7 +258,7 @@ def _pytest_and_exit(tree: Path, tests: Sequence[str], seen: Path | None) -> Non
 
 
 @contextlib.contextmanager
-def _watched(tree: Path, seen: Path | None) -> Iterator[None]:
+def _record_coverage(tree: Path, seen: Path | None) -> Iterator[None]:
     """Which test executes which line, kept in `seen`."""
     if seen is None:
         yield
@@ -275,7 +275,7 @@ def _watched(tree: Path, seen: Path | None) -> Iterator[None]:
         watch.save()
 
 
-def _leave_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """Have this process end with its parent, a killed one included."""
     from sft_play.process.signals import die_with_parent
 
@@ -318,16 +318,16 @@ _own: dict[str, Path] = {}
 """In a worker: its folder and its copy of the tree."""
 
 
-def _start(parent: str) -> None:
+def _start_worker(parent: str) -> None:
     """A worker: a copy of the tree of its own, and the large libraries."""
-    _leave_with(os.getppid())
+    _end_with_parent(os.getppid())
     _preload()
     folder = Path(parent, str(os.getpid()))
     folder.mkdir()
     _own.update(folder=folder, tree=copy_of_tree(folder))
 
 
-def _measure(file: str) -> Baseline:
+def _measure_baseline(file: str) -> Baseline:
     """In a worker: one test file without a mutant."""
     seen = _own["folder"] / f"{file}.coverage"
     for _ in range(2):  # a machine that is busy for a moment costs no file
@@ -337,7 +337,7 @@ def _measure(file: str) -> Baseline:
     return Baseline(file, took if passed else None, _own["tree"], seen)
 
 
-def _judge(job: tuple[Mutant, Sequence[Baseline]]) -> Verdict:
+def _judge(job: tuple[Mutant, Sequence[Baseline]]) -> MutantVerdict:
     """In a worker: what the tests say that execute the mutant's line, those of the quickest file first."""
     mutant, baselines = job
     target, seconds, asked = _own["tree"] / mutant.path, 0.0, 0
@@ -353,8 +353,8 @@ def _judge(job: tuple[Mutant, Sequence[Baseline]]) -> Verdict:
             target.write_bytes(source)
         seconds, asked = seconds + took, asked + 1
         if not passed:
-            return Verdict(mutant, "killed", baseline.file, seconds)
-    return Verdict(mutant, "survived" if asked else "no tests", "", seconds)
+            return MutantVerdict(mutant, "killed", baseline.file, seconds)
+    return MutantVerdict(mutant, "survived" if asked else "no tests", "", seconds)
 
 
 def _as_they_come(pool: ProcessPoolExecutor, ask: Callable[[T], R], about: Iterable[T]) -> Iterator[R]:
@@ -362,16 +362,16 @@ def _as_they_come(pool: ProcessPoolExecutor, ask: Callable[[T], R], about: Itera
         yield future.result()
 
 
-def judged(mutants: Sequence[Mutant], workers: int, asked: Sequence[str] = ()) -> Iterator[Verdict]:
+def judge_mutants(mutants: Sequence[Mutant], workers: int, asked: Sequence[str] = ()) -> Iterator[MutantVerdict]:
     """The verdict of every mutant, as they come; each test file is measured once without a mutant before."""
     files = sorted({file for mutant in mutants for file in own_tests(mutant.path, asked)})
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as parent,
-        ProcessPoolExecutor(workers, context, _start, (parent,)) as pool,  # its workers may have children; Pool's not
+        ProcessPoolExecutor(workers, context, _start_worker, (parent,)) as pool,  # its workers may have children
     ):
         baselines = {}
-        for one in _as_they_come(pool, _measure, files):
+        for one in _as_they_come(pool, _measure_baseline, files):
             baselines[one.file] = one
             usual = f"{one.seconds:.0f} s" if one.seconds is not None else "fails: it is not counted"
             sys.stderr.write(f"{one.file} without a mutant: {usual}\n")
@@ -394,7 +394,7 @@ def all_mutants(packages: Sequence[str]) -> list[Mutant]:
         mutant
         for package in packages
         for path in sorted((ROOT / PACKAGE / package).rglob("*.py"))
-        for mutant in mutants_of(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+        for mutant in find_mutants(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
     ]
 
 
@@ -407,10 +407,10 @@ def _is_code(mutant: Mutant) -> bool:
     return True
 
 
-def score(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def score(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:
     """Counts and the share that was killed, in all and by package."""
 
-    def share(some: Sequence[Verdict]) -> dict[str, Any]:
+    def share(some: Sequence[MutantVerdict]) -> dict[str, Any]:
         killed = sum(verdict.verdict == "killed" for verdict in some)
         return {"mutants": len(some), "killed": killed, "share": round(killed / len(some), 4) if some else None}
 
@@ -419,11 +419,11 @@ def score(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     return {**share(verdicts), "by_package": by_package}
 
 
-def report(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def report(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:
     """The score with its date, versions and every verdict, in the order of the code."""
     from sft_play.runs.manifest import installed_versions
 
-    def as_json(verdict: Verdict) -> dict[str, Any]:
+    def as_json(verdict: MutantVerdict) -> dict[str, Any]:
         mutant = asdict(verdict.mutant)
         return {**mutant, "verdict": verdict.verdict, "by": verdict.by, "seconds": round(verdict.seconds, 1)}
 
@@ -436,12 +436,12 @@ def report(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     }
 
 
-def killed_before(file: Path, drawn: Sequence[Mutant]) -> list[Verdict]:
+def previously_killed(file: Path, drawn: Sequence[Mutant]) -> list[MutantVerdict]:
     """Those of the drawn mutants that an earlier run killed: tests that were added since cannot change that."""
     names = Mutant.__dataclass_fields__
     written = json.loads(file.read_text(encoding="utf-8"))["verdicts"]
     verdicts = [
-        Verdict(Mutant(**{name: one[name] for name in names}), one["verdict"], one["by"], one["seconds"])
+        MutantVerdict(Mutant(**{name: one[name] for name in names}), one["verdict"], one["by"], one["seconds"])
         for one in written
     ]
     return [verdict for verdict in verdicts if verdict.verdict == "killed" and verdict.mutant in drawn]
@@ -468,9 +468,9 @@ def main() -> int:
     # shuffled whole and cut: a larger --count with the same seed holds the smaller sample
     random.Random(options.seed).shuffle(everything)
     drawn = list(itertools.islice(filter(_is_code, everything), options.count))
-    verdicts = killed_before(options.again, drawn) if options.again else []
+    verdicts = previously_killed(options.again, drawn) if options.again else []
     done = {verdict.mutant for verdict in verdicts}
-    for verdict in judged([one for one in drawn if one not in done], options.workers, options.tests.split()):
+    for verdict in judge_mutants([one for one in drawn if one not in done], options.workers, options.tests.split()):
         verdicts.append(verdict)
         if options.out:  # after each: a run that is stopped leaves what it found
             write_json(options.out, {"seed": options.seed, "drawn_from": len(everything), **report(verdicts)})

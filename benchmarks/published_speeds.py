@@ -29,8 +29,8 @@ from sft_play.planner.precision import Precision
 from sft_play.planner.speed.throughput import Speed, SpeedError, find_rates, find_speed_error, predict_speed
 from sft_play.trace.block_meter import load_planned_shape
 
-ROWS = Path(__file__).with_name("published_speeds.csv")
-TARGET = (6.5e9, 73e9)
+SPEEDS_FILE = Path(__file__).with_name("published_speeds.csv")
+TARGET_PARAMETERS = (6.5e9, 73e9)
 """Parameters of the models of 7B to 70B, as their names round them."""
 
 
@@ -66,7 +66,7 @@ def shape(name: str) -> ModelShape:
     return load_planned_shape(OTHER_MODELS.get(name) or load_config_json(name), name=name)
 
 
-_named = functools.cache(parse_hardware)
+_named_hardware = functools.cache(parse_hardware)
 
 
 @functools.cache
@@ -75,23 +75,23 @@ def _config(mode: str, rank: str, compiled: bool) -> RunConfig:
     return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}{lora}}}\ntrain: {{compile: {on}}}", name="row")
 
 
-def rows() -> list[dict[str, str]]:
+def read_speed_rows() -> list[dict[str, str]]:
     """Every published row, as its columns."""
-    with ROWS.open(encoding="utf-8", newline="") as file:
+    with SPEEDS_FILE.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
-def machine_of(row: Mapping[str, str]) -> Hardware:
+def row_hardware(row: Mapping[str, str]) -> Hardware:
     """The machine of a row."""
-    return _named(row["machine"])
+    return _named_hardware(row["machine"])
 
 
 PRECISION = Precision("bfloat16", "bfloat16", "")
 
 
-def step_of(row: Mapping[str, str]) -> Step:
+def row_step(row: Mapping[str, str]) -> Step:
     """The step of a row's settings."""
-    machine, model = machine_of(row), shape(row["model"])
+    machine, model = row_hardware(row), shape(row["model"])
     gpus, tensor, context = len(machine.gpus), int(row["tensor_parallel"]), int(row["context_parallel"])
     data = gpus // (tensor * context)
     name = row["layout"]
@@ -109,24 +109,24 @@ def step_of(row: Mapping[str, str]) -> Step:
     )
 
 
-def speed_of(row: Mapping[str, str]) -> Speed:
+def predict_row_speed(row: Mapping[str, str]) -> Speed:
     """The plan's speed of a row's settings."""
     rates, config = (
-        find_rates(machine_of(row), PRECISION),
+        find_rates(row_hardware(row), PRECISION),
         _config(row["mode"], row["lora_r"], row["kernels"] == "compiled"),
     )
-    return predict_speed(config, shape(row["model"]), PRECISION, step_of(row), rates)
+    return predict_speed(config, shape(row["model"]), PRECISION, row_step(row), rates)
 
 
-def error_of(row: Mapping[str, str]) -> SpeedError:
+def predict_error(row: Mapping[str, str]) -> SpeedError:
     """What the plan would say of the error of a row's speed."""
-    return find_speed_error(shape(row["model"]), PRECISION, machine_of(row), step_of(row))
+    return find_speed_error(shape(row["model"]), PRECISION, row_hardware(row), row_step(row))
 
 
-def compared(row: Mapping[str, str]) -> dict[str, Any]:
+def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
     """Predicted and published tokens per second and GPU of a row, and their quotient."""
-    machine, published = machine_of(row), float(row["tokens_per_s_gpu"])
-    predicted = speed_of(row).tokens_per_s / len(machine.gpus)
+    machine, published = row_hardware(row), float(row["tokens_per_s_gpu"])
+    predicted = predict_row_speed(row).tokens_per_s / len(machine.gpus)
     return {
         "source": row["source"],
         "date": row["date"],
@@ -134,57 +134,57 @@ def compared(row: Mapping[str, str]) -> dict[str, Any]:
         "kernels": row["kernels"],
         "gpus": len(machine.gpus),
         "mode": row["mode"],
-        "class": error_of(row).of,
+        "class": predict_error(row).of,
         "published": published,
         "predicted": round(predicted, 1),
         "ratio": predicted / published,
     }
 
 
-def of_target(row: Mapping[str, str]) -> bool:
+def is_target_size(row: Mapping[str, str]) -> bool:
     """Whether it is a model of 7B to 70B."""
-    return TARGET[0] < shape(row["model"]).params < TARGET[1]
+    return TARGET_PARAMETERS[0] < shape(row["model"]).params < TARGET_PARAMETERS[1]
 
 
-def published() -> dict[str, dict[str, Any]]:
+def compare_published() -> dict[str, dict[str, Any]]:
     """Every row by its id."""
-    return {row["id"]: compared(row) for row in rows()}
+    return {row["id"]: compare_speed(row) for row in read_speed_rows()}
 
 
-def errors(ratios: Sequence[float]) -> dict[str, float | int]:
+def summarize_errors(ratios: Sequence[float]) -> dict[str, float | int]:
     """How many, and median and 90th percentile of how far predictions are from what was published."""
     off = sorted(abs(ratio - 1) for ratio in ratios)
     at = min(len(off) - 1, int(0.9 * len(off)))
     return {"n": len(off), "median": statistics.median(off), "p90": off[at], "ratio": statistics.median(ratios)}
 
 
-def by_class(found: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
+def errors_by_class(found: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
     """The errors of the rows held out, 7B to 70B, by number of GPUs, mode, kernels, source, and by what the plan says
     of its error; `all sources` is the median of the sources' own medians, where a long table counts no more than a
     short one."""
-    found = found or published()
+    found = found or compare_published()
     groups: dict[str, list[float]] = defaultdict(list)
-    for row in rows():
+    for row in read_speed_rows():
         one = found[row["id"]]
-        if row["split"] != "held out" or not of_target(row):
+        if row["split"] != "held out" or not is_target_size(row):
             continue
         several = "several GPUs" if one["gpus"] > 1 else "one GPU"
         source = f"source {row['id'].split('/')[0]}"
         names = (several, row["mode"], f"{several}, {row['mode']}", f"{row['kernels']} kernels", one["class"], source)
         for name in ("all", *names):
             groups[name].append(one["ratio"])
-    made = {name: errors(groups[name]) for name in sorted(groups)}
+    made = {name: summarize_errors(groups[name]) for name in sorted(groups)}
     sources = [error["median"] for name, error in made.items() if name.startswith("source ")]
     made["all sources"] = {"n": len(sources), "median": statistics.median(sources), "p90": max(sources)}
     return made
 
 
-def within(found: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
+def shares_within_error(found: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
     """For each class of the plan, how many of the rows held out were measured within its share of the prediction."""
-    found = found or published()
+    found = found or compare_published()
     hits: dict[str, list[bool]] = defaultdict(list)
-    for row in rows():
-        error = error_of(row)
+    for row in read_speed_rows():
+        error = predict_error(row)
         if row["split"] == "held out" and error.share is not None:
             hits[error.of].append(abs(1 / found[row["id"]]["ratio"] - 1) <= error.share)
     return {name: {"n": len(found), "within": sum(found) / len(found)} for name, found in sorted(hits.items())}

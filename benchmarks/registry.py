@@ -59,9 +59,9 @@ from sft_play.training.class_checks import small_model
 from sft_play.training.class_checks.small_model import small_config
 
 ROOT = Path(__file__).resolve().parent.parent
-OUT = ROOT / "benchmarks" / "registry.json"
+REGISTRY_FILE = ROOT / "benchmarks" / "registry.json"
 MODES = ("lora", "qlora", "full")
-LARGEST = 150_000_000
+MAX_PARAMETERS = 150_000_000
 """Parameters of a model that is still tried where its class refuses small sizes."""
 VOCABULARY = 512
 _ROTATION = {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
@@ -70,7 +70,7 @@ _QWEN4 = {
     "indexer_compress_ratio": 8, "ple_layer_ids": [2], "ngram_vocab_size_base": 100, "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
-NEEDED: dict[str, dict[str, Any]] = {
+REQUIRED_FIELDS: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 5}},
     "cohere_compass": {"text_config": {"rope_parameters": _ROTATION}},
     "cohere_compass_text": {"rope_parameters": _ROTATION},
@@ -117,7 +117,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Sizes for which the config class has no default, or none that works."""
 BF16 = Precision("bfloat16", "bfloat16", "")
-RUN = """\
+RUN_YAML = """\
 model: {{name: {folder}/base, max_seq_len: 64}}
 tuning: {{mode: {mode}{rank}}}
 data: {{train_path: {folder}/rows.jsonl, val_path: null, test_path: null}}
@@ -127,7 +127,7 @@ output: {{dir: {folder}/outputs}}
 """
 
 
-def kinds() -> list[str]:
+def model_types() -> list[str]:
     """Model types of causal language models, with those that are refused by name, then of image-text classes."""
     causal = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     return [*causal, *(kind for kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if kind not in causal)]
@@ -146,13 +146,13 @@ def small_base(kind: str) -> Any:
     Raises:
         CannotBuild: with what the class says.
     """
-    auto, problems = _auto(kind), dict[str, None]()
+    auto, problems = _auto_class(kind), dict[str, None]()
     for narrow in ("all", "text", "nothing"):
         try:
-            config = _small(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})), narrow)
+            config = _small(CONFIG_MAPPING[kind](**REQUIRED_FIELDS.get(kind, {})), narrow)
             with torch.device("meta"):
                 size = sum(one.numel() for one in auto.from_config(config).parameters())
-            if size > LARGEST:
+            if size > MAX_PARAMETERS:
                 raise CannotBuild(f"its smallest has {size:,} parameters")
             torch.manual_seed(0)
             model = auto.from_config(config, dtype=torch.float32)
@@ -219,7 +219,7 @@ def _write_base(kind: str, folder: Path) -> Any:
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-WIDER = 8
+WIDTH_FACTOR = 8
 """How much wider than those that train here the models are whose plan and trace are compared: activations outweigh
 tables then, as they do in models of a usual size."""
 
@@ -231,7 +231,7 @@ def wide_config(kind: str) -> dict[str, Any]:
         Exception: whatever the class says of its sizes.
     """
     with _wider(small_model._NARROW_SIZES), _wider(_BESIDE):
-        config = _small(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})), "all")
+        config = _small(CONFIG_MAPPING[kind](**REQUIRED_FIELDS.get(kind, {})), "all")
     fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return fields
 
@@ -241,7 +241,7 @@ def _wider(sizes: dict[str, int]) -> Iterator[None]:
     """Widths `WIDER` times as large, counts as they are."""
     narrow = dict(sizes)
     counts = {name for name in narrow if "num_" in name or "vocab" in name or name.endswith("_heads")}
-    sizes.update({name: WIDER * size for name, size in narrow.items() if name not in counts})
+    sizes.update({name: WIDTH_FACTOR * size for name, size in narrow.items() if name not in counts})
     try:
         yield
     finally:
@@ -255,11 +255,11 @@ def agreement(fields: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"plan": "known" if shape.block_meter is None else "measured"}
     for mode in MODES:
         layers = None if mode != "lora" and shape.can_checkpoint else 0
-        found[f"trace_{mode}"] = _apart(fields, shape, mode, layers)
+        found[f"trace_{mode}"] = _trace_gap(fields, shape, mode, layers)
     return found
 
 
-def _apart(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int | None) -> float | None:
+def _trace_gap(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int | None) -> float | None:
     rank = "" if mode == "full" else ", lora: {r: 8}"
     run = config_from_text(f"model: {{name: m, max_seq_len: 128}}\ntuning: {{mode: {mode}{rank}}}\n", name="x")
     attentions: list[Literal["sdpa", "eager"]] = ["sdpa", "eager"] if shape.has_sdpa else ["eager"]
@@ -301,7 +301,7 @@ def _stopped_after(passes: int) -> Iterator[None]:
         PlannedTrainer.training_step = original  # type: ignore[method-assign]
 
 
-class Refused(Exception):
+class CommandFailed(Exception):
     """A command did not do what it was to."""
 
 
@@ -313,13 +313,13 @@ def _command(*words: str, code: int = 0) -> None:
         try:
             found = main(list(words))
         except Exception:  # a fault of ours, or of the class
-            raise Refused(f"{words[0]}: {traceback.format_exc().strip().splitlines()[-1][:300]}") from None
+            raise CommandFailed(f"{words[0]}: {traceback.format_exc().strip().splitlines()[-1][:300]}") from None
     if found != code:
         lines = [line for line in text.getvalue().splitlines() if line.strip()]
-        raise Refused(f"{words[0]}: exit {found}: {lines[-1][:300] if lines else ''}")
+        raise CommandFailed(f"{words[0]}: exit {found}: {lines[-1][:300] if lines else ''}")
 
 
-def life(kind: str, mode: str, folder: Path) -> dict[str, Any]:
+def check_lifecycle(kind: str, mode: str, folder: Path) -> dict[str, Any]:
     """Trained, resumed, merged, loaded again.
 
     Raises:
@@ -327,7 +327,7 @@ def life(kind: str, mode: str, folder: Path) -> dict[str, Any]:
     """
     rank = "" if mode == "full" else ", lora: {r: 4}"
     config = folder / f"{mode}.yaml"
-    config.write_text(RUN.format(folder=folder, mode=mode, rank=rank))
+    config.write_text(RUN_YAML.format(folder=folder, mode=mode, rank=rank))
     runs = {name: f"{mode}-{name}" for name in ("whole", "stopped")}
     _command("train", "--config", str(config), f"output.name={runs['whole']}")
     with _stopped_after(3):
@@ -337,9 +337,9 @@ def life(kind: str, mode: str, folder: Path) -> dict[str, Any]:
     one, two = (_tensors(folder / "outputs" / run / part) for run in runs.values())
     different = [name for name in one if name not in two or not torch.equal(one[name], two[name])]
     if different or one.keys() != two.keys():
-        raise Refused(f"resume: {len(different)} of {len(one)} tensors differ from the unbroken run's")
+        raise CommandFailed(f"resume: {len(different)} of {len(one)} tensors differ from the unbroken run's")
     if mode == "full":
-        return {"moved": _loads(kind, folder / "outputs" / runs["whole"] / part, folder / "base")}
+        return {"moved": _logit_change(kind, folder / "outputs" / runs["whole"] / part, folder / "base")}
     _command("merge", "--run", str(folder / "outputs" / runs["whole"]))
     return _merged(kind, folder / "outputs" / runs["whole"], folder / "base", quantised=mode == "qlora")
 
@@ -348,16 +348,16 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def _auto(kind: str) -> Any:
+def _auto_class(kind: str) -> Any:
     return AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
 
 
-def _plain(kind: str, folder: Path) -> Any:
+def _load_plain(kind: str, folder: Path) -> Any:
     """A model by transformers alone; every tensor has to be there."""
-    model, info = _auto(kind).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = _auto_class(kind).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     missing = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
     if missing:
-        raise Refused(f"reload: {len(missing)} tensors missing or unexpected, such as {missing[0]}")
+        raise CommandFailed(f"reload: {len(missing)} tensors missing or unexpected, such as {missing[0]}")
     return model.eval()
 
 
@@ -368,9 +368,9 @@ def _logits(model: Any) -> torch.Tensor:
     return logits
 
 
-def _loads(kind: str, trained: Path, base: Path) -> float:
+def _logit_change(kind: str, trained: Path, base: Path) -> float:
     """How far training moved the logits, over their spread."""
-    one, two = (_logits(_plain(kind, folder)) for folder in (trained, base))
+    one, two = (_logits(_load_plain(kind, folder)) for folder in (trained, base))
     return float((one - two).abs().max() / two.std())
 
 
@@ -379,8 +379,8 @@ def _merged(kind: str, run: Path, base: Path, *, quantised: bool) -> dict[str, f
     over their spread. The base of a QLoRA adapter is what NF4 stands for, so there it is only loaded."""
     from peft import PeftModel
 
-    merged = _logits(_plain(kind, run / "merged"))
-    adapted = PeftModel.from_pretrained(_plain(kind, base), run / "adapter").eval()
+    merged = _logits(_load_plain(kind, run / "merged"))
+    adapted = PeftModel.from_pretrained(_load_plain(kind, base), run / "adapter").eval()
     together, spread = _logits(adapted), float(merged.std())
     with adapted.disable_adapter():
         alone = _logits(adapted)
@@ -388,18 +388,18 @@ def _merged(kind: str, run: Path, base: Path, *, quantised: bool) -> dict[str, f
     gap = float((merged - together).abs().max()) / spread
     if not quantised:
         found["merge"] = gap
-        if gap > APART:
-            raise Refused(_why_apart(run, adapted, merged, gap))
-    if found["moved"] < APART:
-        raise Refused("reload: in plain PEFT the adapter changes nothing")
+        if gap > MAX_LOGIT_GAP:
+            raise CommandFailed(_explain_gap(run, adapted, merged, gap))
+    if found["moved"] < MAX_LOGIT_GAP:
+        raise CommandFailed("reload: in plain PEFT the adapter changes nothing")
     return found
 
 
-APART = 1e-3
+MAX_LOGIT_GAP = 1e-3
 """Of the logits' spread: more is no rounding in fp32."""
 
 
-def _why_apart(run: Path, adapted: Any, merged: torch.Tensor, gap: float) -> str:
+def _explain_gap(run: Path, adapted: Any, merged: torch.Tensor, gap: float) -> str:
     """Why plain PEFT's logits are so far from the merged ones: tensors of the adapter that it did not load, or another
     merge than of base and adapter."""
     parameters = dict(adapted.named_parameters())
@@ -407,7 +407,7 @@ def _why_apart(run: Path, adapted: Any, merged: torch.Tensor, gap: float) -> str
     lost = [name for name, one in tensors.items() if not torch.equal(_parameter(parameters, name), one)]
     loaded = _logits(load_trained_model(find_finished_run(ROOT, str(run))))
     own = float((merged - loaded).abs().max() / merged.std())
-    if lost and own <= APART:
+    if lost and own <= MAX_LOGIT_GAP:
         return (
             f"plain PEFT loads {len(tensors) - len(lost)} of this adapter's {len(tensors)} tensors, and its logits "
             f"differ by {gap:.2g} of their spread from the merge's; those of base and whole adapter by {own:.0e}"
@@ -423,7 +423,7 @@ def _parameter(parameters: Mapping[str, torch.Tensor], name: str) -> torch.Tenso
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
-PAGE = """\
+PAGE_TEMPLATE = """\
 # Model classes
 
 {seen} of the {all} causal language models and image-text classes of transformers {transformers}, each as a tiny model
@@ -453,12 +453,12 @@ must be installed to walk them here and to load their whole classes; training th
 """
 
 
-def page(book: Mapping[str, Any]) -> str:
+def format_page(book: Mapping[str, Any]) -> str:
     """docs/models.md of what was found."""
     notes: dict[str, int] = {}
 
     def cell(found: Any) -> str:
-        return f"[{notes.setdefault(_note(found), len(notes) + 1)}]" if isinstance(found, str) else "yes"
+        return f"[{notes.setdefault(_reason_text(found), len(notes) + 1)}]" if isinstance(found, str) else "yes"
 
     rows, counts = [], dict.fromkeys(("planned", "trained", "refused", "not_built"), 0)
     for kind, row in book["classes"].items():
@@ -476,12 +476,12 @@ def page(book: Mapping[str, Any]) -> str:
         rows.append(f"| {kind} | {row['plan']} | {trace} | {' | '.join(cell(row[mode]) for mode in MODES)} |")
     lines = (f"{number}. {text}" for text, number in notes.items())
     number = {"seen": len(rows), "all": book["all"]}
-    return PAGE.format(
+    return PAGE_TEMPLATE.format(
         **book["versions"], **counts, **number, date=book["date"], rows="\n".join(rows), notes="\n".join(lines)
     )
 
 
-def _note(reason: str) -> str:
+def _reason_text(reason: str) -> str:
     """A reason without the folder that the class was tried in."""
     return re.sub(r"/\S*registry-\w+/", "", " ".join(reason.split()))
 
@@ -489,7 +489,7 @@ def _note(reason: str) -> str:
 # --- the walk ---------------------------------------------------------------------------------------------------------
 
 
-def compared(kind: str, small: Any) -> dict[str, Any]:
+def compare_plan_and_trace(kind: str, small: Any) -> dict[str, Any]:
     """`agreement` of a wide model of the class; of the small one where it takes no other sizes.
 
     Raises:
@@ -501,7 +501,7 @@ def compared(kind: str, small: Any) -> dict[str, Any]:
         return agreement(json.loads(json.dumps(small.to_dict(), default=str)))
 
 
-def walked(kind: str, folder: Path) -> dict[str, Any]:
+def walk_class(kind: str, folder: Path) -> dict[str, Any]:
     """All that is found of a class."""
     row: dict[str, Any] = {}
     _write_rows(folder / "rows.jsonl")
@@ -511,57 +511,57 @@ def walked(kind: str, folder: Path) -> dict[str, Any]:
     except SftPlayError as error:
         return {"refused": str(error)}
     except Exception as error:  # each class checks its sizes in its own way, some only when they are saved
-        return {"not_built": _line(error)}
+        return {"not_built": _error_line(error)}
     try:
-        row |= compared(kind, config)
+        row |= compare_plan_and_trace(kind, config)
     except SftPlayError as error:
         return {"refused": str(error)}
     except Exception as error:  # a class that does not take its own config again
-        return {"not_built": f"{type(error).__name__}: {_line(error)}"}
+        return {"not_built": f"{type(error).__name__}: {_error_line(error)}"}
     for mode in MODES:
         try:
-            row[mode] = life(kind, mode, folder)
-        except Refused as error:
-            of_peft = str(error).startswith(("merge: its", "reload: in plain PEFT")) and _of_peft(kind, folder)
-            row[mode] = (of_peft or "") + _note(str(error))
+            row[mode] = check_lifecycle(kind, mode, folder)
+        except CommandFailed as error:
+            of_peft = str(error).startswith(("merge: its", "reload: in plain PEFT")) and _peft_failure(kind, folder)
+            row[mode] = (of_peft or "") + _reason_text(str(error))
         except Exception as error:  # transformers or PEFT, with what was written
-            row[mode] = f"reload: {_of_base(kind, folder / 'base')}{type(error).__name__}: {_line(error)}"
+            row[mode] = f"reload: {_base_failure(kind, folder / 'base')}{type(error).__name__}: {_error_line(error)}"
     return row
 
 
-def _of_base(kind: str, base: Path) -> str:
+def _base_failure(kind: str, base: Path) -> str:
     """Where the base alone does not run in plain transformers either: what says so."""
     try:
-        _logits(_plain(kind, base))
+        _logits(_load_plain(kind, base))
     except Exception:  # each class in its own way
         return "the base itself fails in plain transformers: "
     return ""
 
 
-def _of_peft(kind: str, folder: Path) -> str:
+def _peft_failure(kind: str, folder: Path) -> str:
     """Where plain PEFT loses an adapter that it made and wrote of the base itself: what says so."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     made = LoraConfig(r=4, target_modules=r".*\blayers\..*\.q_proj", init_lora_weights=False)
     try:
-        model = get_peft_model(_plain(kind, folder / "base"), made).eval()
+        model = get_peft_model(_load_plain(kind, folder / "base"), made).eval()
         model.save_pretrained(folder / "plain")
-        again = PeftModel.from_pretrained(_plain(kind, folder / "base"), folder / "plain").eval()
+        again = PeftModel.from_pretrained(_load_plain(kind, folder / "base"), folder / "plain").eval()
         is_lost = not torch.allclose(_logits(model), _logits(again), atol=1e-4)
     except Exception:  # a class without such layers
         return ""
     return "plain PEFT loses an adapter that it wrote itself: " if is_lost else ""
 
 
-def _line(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
 def main() -> None:
     """Walk, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--kinds", default=",".join(kinds()))
+    parser.add_argument("--out", type=Path, default=REGISTRY_FILE)
+    parser.add_argument("--kinds", default=",".join(model_types()))
     parser.add_argument("--again", action="store_true", help="those too that are in the file")
     parser.add_argument("--only-plans", action="store_true", help="compare plan and trace again, and train nothing")
     words = parser.parse_args()
@@ -569,7 +569,7 @@ def main() -> None:
     book = read_json(words.out) if words.out.is_file() else {}
     if book.get("versions") != installed_versions():
         book = {"versions": installed_versions(), "machine": detect_hardware().as_json(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
-    book["all"] = len(kinds())
+    book["all"] = len(model_types())
     rows: dict[str, Any] = book.setdefault("classes", {})
     for kind in filter(None, words.kinds.split(",")):
         if words.only_plans:
@@ -582,12 +582,12 @@ def main() -> None:
         rows[kind] = {"not_built": "it ended the process"}
         write_json(words.out, book)
         with tempfile.TemporaryDirectory(prefix="registry-") as place:
-            rows[kind] = walked(kind, Path(place))
+            rows[kind] = walk_class(kind, Path(place))
         print(kind, json.dumps(rows[kind]), flush=True)
         book["classes"] = {name: rows[name] for name in sorted(rows)}
         write_json(words.out, book)
-    if words.out == OUT:
-        (ROOT / "docs" / "models.md").write_text(page(book), encoding="utf-8")
+    if words.out == REGISTRY_FILE:
+        (ROOT / "docs" / "models.md").write_text(format_page(book), encoding="utf-8")
 
 
 def _compare_again(kind: str, rows: dict[str, Any]) -> None:
@@ -595,9 +595,9 @@ def _compare_again(kind: str, rows: dict[str, Any]) -> None:
     if "plan" not in rows.get(kind, {}):
         return
     try:
-        rows[kind] |= compared(kind, small_base(kind).config)
+        rows[kind] |= compare_plan_and_trace(kind, small_base(kind).config)
     except Exception as error:
-        rows[kind]["trace_failed"] = f"{type(error).__name__}: {_line(error)}"
+        rows[kind]["trace_failed"] = f"{type(error).__name__}: {_error_line(error)}"
 
 
 def _write_rows(path: Path) -> None:

@@ -19,8 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.closed_form import Setting, predicted, setting_of, trace_settings
-from benchmarks.memory_model.script_settings import as_script
+from benchmarks.closed_form import SampleSetting, predict_memory, parse_setting, trace_settings
+from benchmarks.memory_model.script_settings import to_script_settings
 from benchmarks.memory_model.streams import SimulatedOutOfMemory, replay
 from sft_play.facts.hardware import detect_hardware
 from sft_play.runs.files import write_json
@@ -31,10 +31,10 @@ LENGTHS = (0.45, 1.0, 0.6, 1.0)
 """Longest rows of four batches over the longest of all: rows that are padded to the longest of their batch."""
 LAYERS = 4
 """Layers of each model, of the kind that it begins with: more take longer and repeat the same sizes."""
-PRECISION = 16 << 20
+CAP_PRECISION = 16 << 20
 """Bytes to which `needed` is found."""
 
-SAMPLE = """
+RESERVED_SAMPLE = """
 SmolLM2-135M-Instruct qlora 2048 4 padded
 Llama-3.2-1B lora 2048 2 padded
 Llama-3.2-1B qlora 2048 4 padded
@@ -47,10 +47,10 @@ Llama-3.1-8B qlora 2048 2 padded
 """Rows in the words of benchmarks/closed_form.py."""
 
 
-def needed(events: list[Event], allocated: int, reserved: int) -> int:
+def required_cap(events: list[Event], allocated: int, reserved: int) -> int:
     """Bytes of the smallest card on which the events go through, between these two."""
     low, high = allocated, reserved  # below the one nothing fits, and on the other the steps did go through
-    while high - low > PRECISION:
+    while high - low > CAP_PRECISION:
         middle = (low + high) // 2
         try:
             replay(events, capacity=middle)
@@ -60,17 +60,17 @@ def needed(events: list[Event], allocated: int, reserved: int) -> int:
     return high
 
 
-def replayed(setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:
+def replay_setting(setting: SampleSetting, model: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes of the steps' replay, and both shares."""
     from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run it)
     from sft_play.trace.step import record_step
 
     settings = trace_settings(setting, model)
     lengths = tuple(int(settings.seq_len * share) for share in LENGTHS)
-    log = record_step(as_script(settings, lengths=lengths, optimizer_steps=len(lengths)))
+    log = record_step(to_script_settings(settings, lengths=lengths, optimizer_steps=len(lengths)))
     peaks = replay(log.events)
-    least = needed(log.events, peaks.allocated, peaks.reserved)
-    passing = max(1, peaks.allocated - predicted(setting, model).resident)
+    least = required_cap(log.events, peaks.allocated, peaks.reserved)
+    passing = max(1, peaks.allocated - predict_memory(setting, model).resident)
     expandable = replay(log.events, expandable_segments=True).reserved
     found = {"allocated": peaks.allocated, "reserved": peaks.reserved, "needed": least, "expandable": expandable}
     names = ("reserved", "needed", "expandable")
@@ -85,11 +85,11 @@ def main() -> int:
     words.add_argument("--out", type=Path, default=Path("reserved.json"))
     given = words.parse_args()
     done: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
-    for line in (line for line in SAMPLE.strip().splitlines() if line not in done):
-        setting = setting_of(line)
+    for line in (line for line in RESERVED_SAMPLE.strip().splitlines() if line not in done):
+        setting = parse_setting(line)
         model = json.loads((given.configs / setting.model / "config.json").read_text(encoding="utf-8"))
         model["num_hidden_layers"] = LAYERS
-        done[line] = replayed(setting, model)
+        done[line] = replay_setting(setting, model)
         sys.stdout.write(
             f"{done[line]['reserved_share']:7.3f} {done[line]['needed_share']:7.3f} "
             f"{done[line]['expandable_share']:7.3f}  {line}\n"

@@ -33,7 +33,7 @@ TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/b5bcd76c66d0/benchmarks
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """Published speeds of `few` and `more` GPUs (of the machine's form `{n}xNAME`), tokens per second and GPU.
 
     A speed that is given as seconds of the same work counts as its inverse: only quotients are used. `few_micro` is
@@ -69,22 +69,22 @@ MISTRAL, LLAMA, GPT2 = "mistralai/Mistral-7B-v0.1", "meta-llama/Meta-Llama-3-8B"
 A100 = "{n}xA100-80GB"
 NVLINK, HOST = "{n}xTITAN RTX,link=100GB/s", "{n}xTITAN RTX,link=16GB/s"
 """Two bridged cards; the same with NCCL_P2P_DISABLE=1, on a desktop board that gives each of two cards 8 lanes."""
-SCALING = (
-    Point("{n}xRTX PRO 4500", "meta-llama/Llama-3.1-8B", "lora", "ddp", 1, 4, 2777, 2679, 2, 2048, EXXACT),
-    Point("{n}xRTX PRO 6000", "meta-llama/Llama-3.1-8B", "lora", "ddp", 1, 2, 4962, 9541 / 2, 2, 2048, EXXACT),
-    Point(A100, MISTRAL, "full", "fsdp", 1, 2, 3420, 3252, 4, 4096, FMS),
-    Point(A100, MISTRAL, "full", "fsdp", 1, 4, 3420, 3325, 4, 4096, FMS),
-    Point(A100, MISTRAL, "full", "fsdp", 1, 4, 3567, 3522, 16, 4096, FMS),
-    Point(A100, MISTRAL, "lora", "fsdp", 1, 2, 3900, 3670, 4, 4096, FMS),
-    Point(A100, MISTRAL, "lora", "fsdp", 1, 4, 3900, 3674, 4, 4096, FMS),
-    Point(A100, MISTRAL, "lora", "fsdp", 1, 4, 3943, 3777, 8, 4096, FMS),
-    Point(A100, MISTRAL, "qlora", "fsdp", 1, 4, 4063, 3957, 4, 4096, FMS),
-    Point(A100, LLAMA, "full", "fsdp", 1, 4, 3294, 3202, 4, 4096, FMS),
-    Point(A100, LLAMA, "lora", "fsdp", 1, 4, 3844, 3606, 4, 4096, FMS),
-    Point(A100, LLAMA, "lora", "fsdp", 1, 4, 3892, 3766, 16, 4096, FMS),
-    Point(A100, LLAMA, "qlora", "fsdp", 1, 4, 4092, 4019, 8, 4096, FMS),
+SCALING_POINTS = (
+    ScalingPoint("{n}xRTX PRO 4500", "meta-llama/Llama-3.1-8B", "lora", "ddp", 1, 4, 2777, 2679, 2, 2048, EXXACT),
+    ScalingPoint("{n}xRTX PRO 6000", "meta-llama/Llama-3.1-8B", "lora", "ddp", 1, 2, 4962, 9541 / 2, 2, 2048, EXXACT),
+    ScalingPoint(A100, MISTRAL, "full", "fsdp", 1, 2, 3420, 3252, 4, 4096, FMS),
+    ScalingPoint(A100, MISTRAL, "full", "fsdp", 1, 4, 3420, 3325, 4, 4096, FMS),
+    ScalingPoint(A100, MISTRAL, "full", "fsdp", 1, 4, 3567, 3522, 16, 4096, FMS),
+    ScalingPoint(A100, MISTRAL, "lora", "fsdp", 1, 2, 3900, 3670, 4, 4096, FMS),
+    ScalingPoint(A100, MISTRAL, "lora", "fsdp", 1, 4, 3900, 3674, 4, 4096, FMS),
+    ScalingPoint(A100, MISTRAL, "lora", "fsdp", 1, 4, 3943, 3777, 8, 4096, FMS),
+    ScalingPoint(A100, MISTRAL, "qlora", "fsdp", 1, 4, 4063, 3957, 4, 4096, FMS),
+    ScalingPoint(A100, LLAMA, "full", "fsdp", 1, 4, 3294, 3202, 4, 4096, FMS),
+    ScalingPoint(A100, LLAMA, "lora", "fsdp", 1, 4, 3844, 3606, 4, 4096, FMS),
+    ScalingPoint(A100, LLAMA, "lora", "fsdp", 1, 4, 3892, 3766, 16, 4096, FMS),
+    ScalingPoint(A100, LLAMA, "qlora", "fsdp", 1, 4, 4092, 4019, 8, 4096, FMS),
     *(
-        Point(machine, GPT2 + size, "full", "ddp", 1, 2, 1600 * length / one, 800 * length / two, 4, length, TITAN,
+        ScalingPoint(machine, GPT2 + size, "full", "ddp", 1, 2, 1600 * length / one, 800 * length / two, 4, length, TITAN,
               precision="float32", checkpointing=False)
         for size, length, one, linked, not_linked in (
             ("", 128, 19.5621, 13.5368, 30.0181), ("", 256, 30.423, 18.6943, 35.4208),
@@ -94,25 +94,25 @@ SCALING = (
         )
         for machine, two in ((NVLINK, linked), (HOST, not_linked))
     ),
-    Point("{n}xRTX 4090", "meta-llama/Llama-2-7b-hf", "lora", "fsdp", 2, 2, 1 / 437, 1 / 481, 6, 2048, FSDP_QLORA,
+    ScalingPoint("{n}xRTX 4090", "meta-llama/Llama-2-7b-hf", "lora", "fsdp", 2, 2, 1 / 437, 1 / 481, 6, 2048, FSDP_QLORA,
           few_layout="ddp", few_micro=4, in_tokens=False),
-    Point("{n}xRTX 4090", "meta-llama/Llama-2-7b-hf", "qlora", "fsdp", 2, 2, 1 / 450, 1 / 466, 10, 2048, FSDP_QLORA,
+    ScalingPoint("{n}xRTX 4090", "meta-llama/Llama-2-7b-hf", "qlora", "fsdp", 2, 2, 1 / 450, 1 / 466, 10, 2048, FSDP_QLORA,
           few_layout="ddp", few_micro=8, in_tokens=False),
-    Point("{n}xRTX A5000", "meta-llama/Llama-2-70b-hf", "qlora", "fsdp", 4, 8, 1 / 4829 / 4, 1 / 2613 / 8, 1, 2048,
+    ScalingPoint("{n}xRTX A5000", "meta-llama/Llama-2-70b-hf", "qlora", "fsdp", 4, 8, 1 / 4829 / 4, 1 / 2613 / 8, 1, 2048,
           FSDP_QLORA, in_tokens=False),
-    Point("{n}xA100-40GB", "meta-llama/Llama-2-70b-hf", "qlora", "fsdp", 4, 8, 1 / 1266 / 4, 1 / 672 / 8, 4, 2048,
+    ScalingPoint("{n}xA100-40GB", "meta-llama/Llama-2-70b-hf", "qlora", "fsdp", 4, 8, 1 / 1266 / 4, 1 / 672 / 8, 4, 2048,
           FSDP_QLORA, in_tokens=False),
-    Point("{n}xH100,network=3200Gbps", "meta-llama/Llama-3.1-8B", "full", "fsdp", 8, 128, 5762, 5605, 2, 8192,
+    ScalingPoint("{n}xH100,network=3200Gbps", "meta-llama/Llama-3.1-8B", "full", "fsdp", 8, 128, 5762, 5605, 2, 8192,
           f"{TORCHTITAN}/llama3_h100_202412_torchtitan.md", checkpointing=False),
-    Point("{n}xH200,network=3200Gbps", "meta-llama/Llama-3.1-8B", "full", "fsdp", 32, 64, 10938, 10753, 2, 8192,
+    ScalingPoint("{n}xH200,network=3200Gbps", "meta-llama/Llama-3.1-8B", "full", "fsdp", 32, 64, 10938, 10753, 2, 8192,
           f"{TORCHTITAN}/llama3-8b_h200_202506_trainy-whitefiber.md (float8)", checkpointing=False),
 )  # fmt: skip
 
 
-def speed(point: Point, gpus: int, *, layout: str, micro: int, share: float | None = None) -> float:
+def speed(point: ScalingPoint, gpus: int, *, layout: str, micro: int, share: float | None = None) -> float:
     """Predicted tokens per second and GPU; `share`: what matrix products reach of the peak, if not the plan's."""
     words = point.machine.format(n=gpus if gpus <= 8 else f"{gpus // 8}x8")
-    hardware, config = _named(words), _config(point.mode)
+    hardware, config = _named_hardware(words), _config(point.mode)
     shape = load_planned_shape(load_config_json(point.model), name=point.model)
     precision = Precision(point.precision, point.precision, "")
     step = Step(
@@ -128,7 +128,7 @@ def speed(point: Point, gpus: int, *, layout: str, micro: int, share: float | No
     return predict_speed(config, shape, precision, step, rates).tokens_per_s / gpus
 
 
-_named = functools.cache(parse_hardware)
+_named_hardware = functools.cache(parse_hardware)
 
 
 @functools.cache
@@ -136,7 +136,7 @@ def _config(mode: str) -> RunConfig:
     return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}}}", name="point")
 
 
-def _fitted_share(point: Point) -> float | None:
+def _fitted_share(point: ScalingPoint) -> float | None:
     """The share of the peak with which the prediction on few GPUs is the published speed; None where none is."""
     if not point.in_tokens:
         return None
@@ -154,7 +154,7 @@ def _fitted_share(point: Point) -> float | None:
     return low
 
 
-def compared(point: Point) -> dict[str, Any]:
+def compare_scaling(point: ScalingPoint) -> dict[str, Any]:
     """How many times faster `more` GPUs are than `few` are, predicted and published, and the quotient of both."""
     share = _fitted_share(point)
     few_layout, few_micro = point.few_layout or point.layout, point.few_micro or point.micro
@@ -173,6 +173,6 @@ def compared(point: Point) -> dict[str, Any]:
     }
 
 
-def scaling() -> dict[str, dict[str, Any]]:
+def compare_scaling_points() -> dict[str, dict[str, Any]]:
     """Every point by its name."""
-    return {point.name: compared(point) for point in SCALING}
+    return {point.name: compare_scaling(point) for point in SCALING_POINTS}

@@ -35,7 +35,7 @@ MODELS = (
 LENGTH = 2048
 
 
-def lengths_of(rows: Path, tokenizer: Path) -> list[int]:
+def read_row_lengths(rows: Path, tokenizer: Path) -> list[int]:
     """Tokens of each row's texts, with eight of a template for each of two turns."""
     from transformers import AutoTokenizer
 
@@ -48,7 +48,7 @@ def lengths_of(rows: Path, tokenizer: Path) -> list[int]:
     return [min(LENGTH, len(one.ids) + 16) for one in encode.encode_batch(texts)]
 
 
-def plan_of(card: str, model: str, mode: str, batch: int, rows: RowTokens | None) -> Plan:
+def plan_short_rows(card: str, model: str, mode: str, batch: int, rows: RowTokens | None) -> Plan:
     """The plan of one card."""
     text = f"model: {{name: {model}, max_seq_len: {LENGTH}}}\ntuning: {{mode: {mode}}}\n"
     config = config_from_text(text + f"train: {{effective_batch_size: {batch}}}\n", name="short.yaml")
@@ -58,15 +58,15 @@ def plan_of(card: str, model: str, mode: str, batch: int, rows: RowTokens | None
 
 def main(rows: Path, tokenizer: Path, out: Path) -> None:
     """Print and write the table."""
-    known = summarize_row_tokens(Counter(lengths_of(rows, tokenizer)), limit=LENGTH)
+    known = summarize_row_tokens(Counter(read_row_lengths(rows, tokenizer)), limit=LENGTH)
     assert known is not None
     cards: list[dict[str, Any]] = []
     for batch in (32, 64):
         for card in dict.fromkeys(entry.name for entry in CATALOG_ENTRIES):
             for model, mode in MODELS:
-                full = plan_of(card, model, mode, batch, None)
+                full = plan_short_rows(card, model, mode, batch, None)
                 if full.fits and full.speed_known:
-                    short = plan_of(card, model, mode, batch, known)
+                    short = plan_short_rows(card, model, mode, batch, known)
                     by_rows = full.speed.tokens_per_s * known.mean / LENGTH  # the same micro-batch, each row a full one
                     cards.append(
                         {

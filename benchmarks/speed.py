@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import published_speeds
 from benchmarks.long_rows import long_rows
-from benchmarks.scaling import scaling
+from benchmarks.scaling import compare_scaling_points
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import detect_hardware, parse_hardware
@@ -88,8 +88,8 @@ def score(path: Path) -> dict[str, Any]:
 def main() -> int:
     """Print the errors of speeds held out, the table by source, GPU and mode, then how runs scale with GPUs, and write
     the file."""
-    rows = published_speeds.published()
-    classes, within = published_speeds.by_class(rows), published_speeds.within(rows)
+    rows = published_speeds.compare_published()
+    classes, within = published_speeds.errors_by_class(rows), published_speeds.shares_within_error(rows)
     sys.stdout.write(
         "Held out, 7B to 70B: median and 90th percentile of how far predictions are from what was published\n"
     )
@@ -107,7 +107,7 @@ def main() -> int:
     }
     for group, found in ratios.items():
         sys.stdout.write(f"{group:60s} {json.dumps({key: round(value, 2) for key, value in found.items()})}\n")
-    scaled = scaling()
+    scaled = compare_scaling_points()
     for name, found in scaled.items():
         sys.stdout.write(f"{name:90s} {found['published']:.2f}x published, {found['predicted']:.2f}x predicted\n")
     off = sorted(abs(found["ratio"] - 1) for found in scaled.values())

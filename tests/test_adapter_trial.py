@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from benchmarks.registry import NEEDED
+from benchmarks.registry import REQUIRED_FIELDS
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.models.families import MODEL_FAMILIES
@@ -488,6 +488,6 @@ def test_tokens_of_known_classes_see_only_those_before_them(kind):
     def moved(small, *, trust_remote_code):
         return adapter_trial._lookahead(adapter_trial._random_small_model(small, trust_remote_code))
 
-    found, problem = measure_small_model(AutoConfig.for_model(kind, **NEEDED.get(kind, {})), moved)
+    found, problem = measure_small_model(AutoConfig.for_model(kind, **REQUIRED_FIELDS.get(kind, {})), moved)
     assert found is not None, problem
     assert found < adapter_trial.LOOKAHEAD_TOLERANCE / 10

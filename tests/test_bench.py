@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.steps import bench, material
-from benchmarks.steps.order import Order
+from benchmarks.steps.order import ProcessOrder
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.units import GIB
 from tests import warm
@@ -57,7 +57,7 @@ def facts_of(config: Path, folder: Path) -> dict[str, Any]:
     """What peers are told of a run; its rows lie in `facts/rows`."""
     (folder / "facts").mkdir()
     words = ["train.max_steps=1", f"output.dir={json.dumps(str(folder / 'outputs'))}", "output.name=facts"]
-    order = Order("facts", str(folder / "r.json"), str(folder), 1, 1, config=str(config), overrides=words,
+    order = ProcessOrder("facts", str(folder / "r.json"), str(folder), 1, 1, config=str(config), overrides=words,
                   facts=str(folder / "facts"))  # fmt: skip
     importlib.import_module("benchmarks.steps.ours").measure(order)
     return order.known()
@@ -167,7 +167,7 @@ def test_rows_for_peers_are_those_that_trl_makes_itself(small, tiny_llama, tmp_p
 def test_tokens_are_counted_alike_padded_without_a_mask_and_packed(seed):
     """The same chats as one padded batch with a mask, one without, and as packs of which some places are empty."""
     torch = pytest.importorskip("torch")
-    from benchmarks.steps.recording import counts, digest_of
+    from benchmarks.steps.recording import count_batch, rows_digest
 
     draw, pad = random.Random(seed), 0
     chats = [[draw.randrange(1, 50) for _ in range(draw.randrange(2, 9))] for _ in range(6)]
@@ -188,12 +188,12 @@ def test_tokens_are_counted_alike_padded_without_a_mask_and_packed(seed):
         "position_ids": table([[place for n in pair for place in range(len(chats[n]))] for pair in pairs], 0),
     }
     total, trained = sum(map(len, chats)), sum(label != -100 for row in labels for label in row)
-    found = [counts(batch, pad_id=pad) for batch in (masked, padded, packed)]
+    found = [count_batch(batch, pad_id=pad) for batch in (masked, padded, packed)]
     assert [one["total"] for one in found] == [total] * 3
     assert [one["trained"] for one in found] == [trained] * 3
     assert [one["padded"] for one in found] == [batch["input_ids"].numel() for batch in (masked, padded, packed)]
     assert sorted(found[2]["lengths"]) == sorted(map(len, chats))
-    assert len({digest_of([one["rows"]]) for one in found}) == 1
+    assert len({rows_digest([one["rows"]]) for one in found}) == 1
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_trl_tries_powers_of_two_that_divide_the_step():
 
 
 def settings_of(peer: str, **changed: Any) -> dict[str, Any]:
-    order = Order("x", "r.json", "folder", warmup=2, steps=7, facts="facts")
+    order = ProcessOrder("x", "r.json", "folder", warmup=2, steps=7, facts="facts")
     module = importlib.import_module(f"benchmarks.steps.{peer}_peer")
     made: dict[str, Any] = module.settings(order, FACTS | changed, *([Path("rows.jsonl")] if peer == "axolotl" else []))
     return made

@@ -358,7 +358,7 @@ def judged(tokenizer, name: str, change: Any) -> str:
     inside = [any(first <= a and b <= last for first, last in spans) for a, b in encoding["offset_mapping"]]
     ids = encoding["input_ids"]
     labels = [token if trained else -100 for token, trained in zip(ids, inside, strict=True)]
-    return exact.problem(MULTI, exact.Mask(text, ids, labels), renderings, tokenizer)
+    return exact.find_mask_problem(MULTI, exact.JudgedMask(text, ids, labels), renderings, tokenizer)
 
 
 def bend(kind: str, name: str, which: int) -> Any:

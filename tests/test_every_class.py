@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from benchmarks.registry import NEEDED, OUT
+from benchmarks.registry import REQUIRED_FIELDS, REGISTRY_FILE
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import parse_hardware
@@ -46,7 +46,7 @@ def small_on_meta(kind: str):
 
     for make in (small_config, lambda config: config):
         try:
-            config = make(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})).get_text_config())
+            config = make(CONFIG_MAPPING[kind](**REQUIRED_FIELDS.get(kind, {})).get_text_config())
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(config), config
         except Exception:  # each class checks its sizes in its own way
@@ -115,7 +115,7 @@ def test_a_small_config_is_one_that_its_class_reads(kinds):
     seen = 0
     for kind in kinds or classes():
         try:
-            config = CONFIG_MAPPING[kind](**NEEDED.get(kind, {})).get_text_config()
+            config = CONFIG_MAPPING[kind](**REQUIRED_FIELDS.get(kind, {})).get_text_config()
         except Exception:  # it has no defaults
             continue
         small = small_config(config)
@@ -157,11 +157,11 @@ def test_small_models_do_in_short_rows_what_their_class_does_in_long_ones():
                 yield name
 
     found, seen = {}, 0
-    for kind, row in read_json(OUT)["classes"].items():
+    for kind, row in read_json(REGISTRY_FILE)["classes"].items():
         if "plan" not in row:
             continue
         try:
-            small = small_config(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})).get_text_config())
+            small = small_config(CONFIG_MAPPING[kind](**REQUIRED_FIELDS.get(kind, {})).get_text_config())
         except Exception:  # it has no defaults
             continue
         found |= dict.fromkeys(sizes(vars(small)), kind)

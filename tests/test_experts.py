@@ -512,12 +512,12 @@ def test_the_balance_loss_is_left_out_where_the_model_itself_gives_no_router_log
 @pytest.mark.parametrize("kind", ["afmoe", "aria_text", "dbrx", "deepseek_v3", "hunyuan_v1_moe", "qwen3_moe"])
 def test_router_logits_that_a_config_asks_for_without_a_weight_are_not_computed(kind):
     """TRL's head would compute a balance loss of them: no class's name for the number of experts, or of no router."""
-    from benchmarks.registry import NEEDED
+    from benchmarks.registry import REQUIRED_FIELDS
     from sft_play.training.class_checks.small_model import small_config
     from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import fit_balance_loss
 
-    config = small_config(AutoConfig.for_model(kind, **NEEDED.get(kind, {})))
+    config = small_config(AutoConfig.for_model(kind, **REQUIRED_FIELDS.get(kind, {})))
     config.output_router_logits = True
     if hasattr(config, "router_aux_loss_coef"):
         config.router_aux_loss_coef = 0.0
@@ -535,7 +535,7 @@ def test_no_class_ends_in_a_balance_loss_of_nothing(layers):
     """Every class whose config has a weight for one, of its usual blocks and of its first alone."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from benchmarks.registry import NEEDED, kinds
+    from benchmarks.registry import REQUIRED_FIELDS, model_types
     from sft_play.training.class_checks.small_model import measure_small_model, small_model
     from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
@@ -547,9 +547,9 @@ def test_no_class_ends_in_a_balance_loss_of_nothing(layers):
             return float(model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True, **options).loss)
 
     tried = 0
-    for kind in kinds():
+    for kind in model_types():
         try:
-            config = CONFIG_MAPPING[kind](**NEEDED.get(kind, {})).get_text_config()
+            config = CONFIG_MAPPING[kind](**REQUIRED_FIELDS.get(kind, {})).get_text_config()
             for name in ("layer_types", "mlp_layer_types") if layers else ():
                 if isinstance(getattr(config, name, None), list):
                     setattr(config, name, getattr(config, name)[:layers])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.loading import Setting, measure
+from benchmarks.loading import LoadingSetting, measure_loading
 from sft_play.training.model.fsdp_loading import _shard_units, base_parameter_name
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
@@ -24,18 +24,18 @@ HEAP = 128 * MIB
 @pytest.mark.parametrize(
     "setting",
     [
-        Setting("full"),
-        pytest.param(Setting("qlora"), marks=pytest.mark.slow),
-        pytest.param(Setting("lora", ranks=4), marks=pytest.mark.slow),
-        pytest.param(Setting("lora", stored="float32"), marks=pytest.mark.slow),
-        pytest.param(Setting("lora", experts=True), marks=pytest.mark.slow),
+        LoadingSetting("full"),
+        pytest.param(LoadingSetting("qlora"), marks=pytest.mark.slow),
+        pytest.param(LoadingSetting("lora", ranks=4), marks=pytest.mark.slow),
+        pytest.param(LoadingSetting("lora", stored="float32"), marks=pytest.mark.slow),
+        pytest.param(LoadingSetting("lora", experts=True), marks=pytest.mark.slow),
     ],
     ids=lambda setting: setting.name,
 )
 def test_what_each_rank_takes_to_load_is_what_is_planned(tmp_path, setting, monkeypatch):
     """glibc gives freed blocks of a MiB back at once here: how many it keeps depends on how busy the machine is."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
-    found = measure(tmp_path, setting)
+    found = measure_loading(tmp_path, setting)
     assert len(found["device_by_rank"]) == setting.ranks
     assert max(found["device_by_rank"]) <= found["predicted_device"] + HEAP
     if setting.mode == "full":  # fp32 copies of all weights would be twice their files

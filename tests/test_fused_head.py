@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from benchmarks.registry import CannotBuild, kinds, small_base, wide_config
+from benchmarks.registry import CannotBuild, model_types, small_base, wide_config
 from sft_play.facts.models.families import MODEL_FAMILIES
 from sft_play.training.class_checks import adapter_trial
 from sft_play.training.class_checks.small_model import VOCABULARY_SIZE, measure_small_model, small_config, small_model
@@ -115,7 +115,7 @@ def test_a_class_is_known_by_a_small_model_of_it(kind: str) -> None:
 
 @pytest.mark.slow
 def test_of_all_classes_of_the_table_none_has_logits_of_its_own() -> None:
-    found = {kind: shows(kind) for kind in kinds()}
+    found = {kind: shows(kind) for kind in model_types()}
     assert {kind for kind, is_own in found.items() if is_own and kind in MODEL_FAMILIES} == set()
     assert {kind for kind, is_own in found.items() if is_own} >= OTHERS
 

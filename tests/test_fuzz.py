@@ -21,8 +21,8 @@ SAMPLE = {"yaml": 60, "rows": 25, "words": 60, "make": 5, "templates": 40, "serv
 HAS_SERVE = all(find_spec(name) for name in ("fastapi", "openai", "uvicorn"))
 
 
-def verdicts(part: str, numbers: range, *, seed: int = 0) -> list[run.Tried]:
-    return list(run.tried(part, numbers, seed=seed))
+def verdicts(part: str, numbers: range, *, seed: int = 0) -> list[run.CaseResult]:
+    return list(run.run_cases(part, numbers, seed=seed))
 
 
 @pytest.mark.parametrize("part", SAMPLE)
@@ -36,13 +36,13 @@ def test_a_sample_finds_nothing(part):
 
 
 def test_every_part_has_a_share_and_a_module():
-    from benchmarks.fuzz.__main__ import SHARES
+    from benchmarks.fuzz.__main__ import DEFAULT_CASES
 
-    assert set(SHARES) == set(run.MODULES) == set(SAMPLE)
-    assert sum(SHARES[part] for part in ("words", "make")) == 2_000
+    assert set(DEFAULT_CASES) == set(run.PART_MODULES) == set(SAMPLE)
+    assert sum(DEFAULT_CASES[part] for part in ("words", "make")) == 2_000
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     assert {part: int(count.replace(",", "")) for part, count in re.findall(
-        r"`make fuzz PART=(\w+) N=.*\| ([\d,]+) \|", page)} == SHARES  # fmt: skip
+        r"`make fuzz PART=(\w+) N=.*\| ([\d,]+) \|", page)} == DEFAULT_CASES  # fmt: skip
 
 
 def test_a_case_is_made_from_its_numbers_alone():
@@ -63,7 +63,7 @@ def test_what_is_let_through_is_found(monkeypatch):
     monkeypatch.setattr(configs, "load_config", broken)
     tried = verdicts("yaml", range(5))
     assert [one.verdict for one in tried] == ["wrong"] * 5
-    assert all("KeyError: 'a bug'" in one.why for one in tried)
+    assert all("KeyError: 'a bug'" in one.reason for one in tried)
 
 
 @pytest.mark.parametrize(
@@ -77,22 +77,22 @@ def test_what_is_let_through_is_found(monkeypatch):
     ],
 )
 def test_words_and_exit_codes_have_to_agree(code, out, err, is_json, told):
-    with pytest.raises(run.Wrong, match=told):
-        run.require_told(code, out, err, is_json=is_json)
-    run.require_told(2, '{"ok": false}', "[plan] error: no", is_json=True)
-    run.require_told(0, "done", "", is_json=False)
+    with pytest.raises(run.FuzzFailure, match=told):
+        run.require_consistent_exit(code, out, err, is_json=is_json)
+    run.require_consistent_exit(2, '{"ok": false}', "[plan] error: no", is_json=True)
+    run.require_consistent_exit(0, "done", "", is_json=False)
 
 
 def test_time_memory_and_commands_that_were_run_are_judged(monkeypatch, tmp_path):
-    def told(judge: run.Judge) -> str:
+    def told(judge: run.CaseRunner) -> str:
         (tmp_path / "pwned").unlink(missing_ok=True)
-        return run._try(judge, "yaml", 0, random.Random(0), tmp_path).why
+        return run._run_case(judge, "yaml", 0, random.Random(0), tmp_path).reason
 
     assert told(lambda draw, folder: True) == ""
     assert "was run as a command" in told(lambda draw, folder: bool((folder / "pwned").write_text("x")))
-    monkeypatch.setattr(run, "MOST_SECONDS", -1.0)
+    monkeypatch.setattr(run, "MAX_CASE_SECONDS", -1.0)
     assert "it took" in told(lambda draw, folder: True)
-    monkeypatch.setattr(run, "MOST_BYTES", -1)
+    monkeypatch.setattr(run, "MAX_CASE_BYTES", -1)
     assert "MiB" in told(lambda draw, folder: True)
 
 
@@ -108,11 +108,11 @@ def test_a_case_that_kills_its_process_is_wrong_and_the_others_are_tried(monkeyp
     monkeypatch.setattr(
         run.subprocess, "Popen", lambda words, **more: popen([sys.executable, str(worker), *words[2:]], **more)
     )
-    tried = list(run.tried_apart("yaml", range(5), seed=0))
+    tried = list(run.run_cases_isolated("yaml", range(5), seed=0))
     assert [(one.number, one.verdict) for one in tried] == [
         (0, "refused"), (1, "refused"), (2, "wrong"), (3, "refused"), (4, "refused")
     ]  # fmt: skip
-    assert "-9" in tried[2].why
+    assert "-9" in tried[2].reason
 
 
 def test_make_fuzz_as_it_is_typed(tmp_path):

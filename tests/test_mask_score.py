@@ -50,7 +50,7 @@ def templates(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(templates, tokenizer) -> module.Score:
+def made(templates, tokenizer) -> module.MaskScore:
     """The score of these templates."""
     return score(templates, str(tokenizer))
 
@@ -180,7 +180,7 @@ def test_a_call_that_is_cut_in_half_is_called_wrong(tmp_path, tokenizer, monkeyp
 # The judge finds what is wrong: masks that were bent on purpose.
 
 
-def bent(change, monkeypatch, tokenizer, folder: Path) -> list[module.Row]:
+def bent(change, monkeypatch, tokenizer, folder: Path) -> list[module.MaskScoreRow]:
     """The rows of ChatML whose labels were changed behind the renderer's back."""
     real = Renderer.render
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks.closed_form import predicted, setting_of, settings, trace_settings
+from benchmarks.closed_form import predict_memory, parse_setting, sample_settings, trace_settings
 from sft_play.config.load import config_from_text
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.decoder import parse_model_shape
@@ -96,7 +96,7 @@ def test_a_large_tensor_keeps_its_segments_rest_up_to_one_mib():
 @pytest.mark.parametrize("text", ["off", "accum=2", "eval=4", "eager", "padded", "dropout=0.1", "dora", "loss=logits"])
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 def test_terms_add_up_to_the_highest_moment(mode, text):
-    setting = setting_of(f"Llama-3.1-8B {mode} 1024 2 {text}")
+    setting = parse_setting(f"Llama-3.1-8B {mode} 1024 2 {text}")
     found = estimate_memory(setting.config, llama_8b(), BF16, setting.step)
     assert found.allocated == sum(found.terms.values()) == max(found.moments.values()) == found.moments[found.moment]
     assert found.required == found.reserved + found.margin + found.outside_allocator
@@ -105,7 +105,7 @@ def test_terms_add_up_to_the_highest_moment(mode, text):
 
 
 def peak(line, shape=None, **step):
-    setting = setting_of(line)
+    setting = parse_setting(line)
     wanted = dataclasses.replace(setting.step, **step)
     return estimate_memory(setting.config, shape or llama_8b(), BF16, wanted)
 
@@ -339,13 +339,13 @@ def test_what_is_not_held_is_less_than_what_is():
 def test_the_kept_sample_is_within_three_percent_of_its_traces():
     """benchmarks/closed_form.json holds the traces; the estimate is computed again here."""
     runs = json.loads((ROOT / "benchmarks" / "closed_form.json").read_text())["runs"]
-    found = settings()
+    found = sample_settings()
     assert set(runs) == set(found)
     assert sum("fsdp" not in name and "ddp" not in name for name in runs) >= 60
     worst = {}
     for name, setting in found.items():
         model = model_config(setting.model)
-        ratio = predicted(setting, model).allocated / runs[name]["traced_allocated"]
+        ratio = predict_memory(setting, model).allocated / runs[name]["traced_allocated"]
         if abs(ratio - 1) > (0.10 if "fsdp" in name or "ddp" in name else 0.03):
             worst[name] = round(ratio, 3)
     assert not worst
@@ -371,13 +371,13 @@ def test_the_kept_sample_is_within_three_percent_of_its_traces():
 def test_the_closed_form_agrees_with_a_trace_of_the_real_step(line):
     from sft_play.trace.step import trace_step
 
-    setting = setting_of(line)
+    setting = parse_setting(line)
     model = model_config(setting.model)
     model["num_hidden_layers"] = 2
     if model.get("layer_types"):
         model["layer_types"] = model["layer_types"][:2]
     found = trace_step(trace_settings(setting, model))
-    assert predicted(setting, model).allocated == pytest.approx(found.allocated, rel=0.03)
+    assert predict_memory(setting, model).allocated == pytest.approx(found.allocated, rel=0.03)
 
 
 def test_the_documented_margins_are_those_of_the_table():

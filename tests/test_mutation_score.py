@@ -12,10 +12,10 @@ from benchmarks.mutation_score import (
     OWN_TESTS,
     PACKAGES,
     Mutant,
-    Verdict,
+    MutantVerdict,
     all_mutants,
-    killed_before,
-    mutants_of,
+    previously_killed,
+    find_mutants,
     score,
 )
 from tests.conftest import ROOT
@@ -35,7 +35,7 @@ def choose(items, most):
 
 
 def test_each_decision_is_changed_once_and_words_are_left():
-    found = mutants_of("sft_play/planner/x.py", SOURCE)
+    found = find_mutants("sft_play/planner/x.py", SOURCE)
     changes = {(mutant.before, mutant.after) for mutant in found}
     assert changes == {
         ("len(items) > most and not items[0]", "(len(items) > most or not items[0])"),
@@ -65,12 +65,12 @@ def test_every_package_has_mutants_and_its_test_files_are_there():
 
 @pytest.mark.parametrize("killed", [0, 1, 3])
 def test_what_was_killed_stays_killed_and_the_rest_is_judged_again(tmp_path, killed):
-    drawn = mutants_of("sft_play/planner/x.py", SOURCE)
-    verdicts = [Verdict(one, "killed" if place < killed else "survived", "t") for place, one in enumerate(drawn)]
+    drawn = find_mutants("sft_play/planner/x.py", SOURCE)
+    verdicts = [MutantVerdict(one, "killed" if place < killed else "survived", "t") for place, one in enumerate(drawn)]
     gone = Mutant("sft_play/planner/gone.py", 1, "constant", "0", "1", 0, 1)
-    written = [{**asdict(one.mutant), **asdict(one)} for one in [*verdicts, Verdict(gone, "killed", "t")]]
+    written = [{**asdict(one.mutant), **asdict(one)} for one in [*verdicts, MutantVerdict(gone, "killed", "t")]]
     (tmp_path / "first.json").write_text(json.dumps({"verdicts": written}))
-    assert [one.mutant for one in killed_before(tmp_path / "first.json", drawn)] == drawn[:killed]
+    assert [one.mutant for one in previously_killed(tmp_path / "first.json", drawn)] == drawn[:killed]
     assert (score(verdicts)["killed"], score(verdicts)["mutants"]) == (killed, len(drawn))
 
 

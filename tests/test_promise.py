@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.closed_form import predicted, setting_of
+from benchmarks.closed_form import predict_memory, parse_setting
 from benchmarks.memory_model.closed import NoClosedForm, closed_form
 from benchmarks.memory_model.published import PublishedRun, read_runs
-from benchmarks.memory_model.score import Promise, Scored, score
+from benchmarks.memory_model.score import Promise, ScoredRow, score
 from benchmarks.memory_model.script_settings import ScriptSettings
 from benchmarks.memory_model.streams import replay
-from benchmarks.reserved import PRECISION, needed
+from benchmarks.reserved import CAP_PRECISION, required_cap
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import (
     GRADIENT_SLACK,
@@ -34,21 +34,21 @@ LORA = {"peft_type": "LORA", "r": 8, "target_modules": "all-linear"}
 TERMS = {"weights": 1000, "adapters": 20, "optimizer": 40, "gradients": 80, "activations": 400, "loss_head": 200}
 
 
-def scored() -> list[Scored]:
+def scored() -> list[ScoredRow]:
     """The shared rows with an estimate and a measured figure; no trace is made."""
     found = []
     for run in read_runs(shared("published_peaks.csv")):
         if run.settings is None or not (run.measured_reserved or run.measured_allocated):
             continue
         try:
-            found.append(Scored(run, 0, 0, closed_form(run.settings)))
+            found.append(ScoredRow(run, 0, 0, closed_form(run.settings)))
         except NoClosedForm:
             continue
     return found
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Scored]:
+def rows() -> list[ScoredRow]:
     return scored()
 
 
@@ -93,10 +93,10 @@ def test_streams_never_lower_a_bound(seed: int) -> None:
 
 
 @pytest.mark.parametrize("group", ["all", "qlora", "lora", "eager", "sdpa"])
-def test_at_most_one_measured_run_in_twenty_reserved_more_than_was_promised(rows: list[Scored], group: str) -> None:
+def test_at_most_one_measured_run_in_twenty_reserved_more_than_was_promised(rows: list[ScoredRow], group: str) -> None:
     """Repeats of one setting count once, by their largest."""
     chosen = [row for row in rows if row.run.measured_reserved and group in ("all", row.run.mode, row.run.attention)]
-    largest: dict[str, Scored] = {}
+    largest: dict[str, ScoredRow] = {}
     for row in chosen:
         key = row.run.settings.as_json() if row.run.settings else ""
         if key not in largest or (row.run.measured_reserved or 0) > (largest[key].run.measured_reserved or 0):
@@ -122,10 +122,10 @@ def test_replays_stay_within_the_promise() -> None:
 
 def promised_to(line: str, *, layers: int | None) -> int:
     """Reserved bytes and margin of a benchmark's row; of a model cut to `layers`."""
-    setting = setting_of(line)
+    setting = parse_setting(line)
     model = model_config(setting.model)
     model |= {"num_hidden_layers": layers} if layers else {}
-    found = predicted(setting, model)
+    found = predict_memory(setting, model)
     return found.reserved + found.margin
 
 
@@ -135,17 +135,17 @@ def test_the_smallest_card_on_which_steps_go_through_is_found() -> None:
     events: list[Event] = [(ALLOC, 1, 48 * mib, 0), (FREE, 1, 0, 0), (ALLOC, 2, 64 * mib, 0), (ALLOC, 3, 64 * mib, 0)]
     peaks = replay(events, count_from="start")
     assert (peaks.allocated, peaks.reserved) == (128 * mib, 176 * mib)
-    assert 128 * mib <= needed(events, peaks.allocated, peaks.reserved) <= 128 * mib + PRECISION
+    assert 128 * mib <= required_cap(events, peaks.allocated, peaks.reserved) <= 128 * mib + CAP_PRECISION
 
 
-def test_few_measured_runs_would_have_been_refused(rows: list[Scored]) -> None:
+def test_few_measured_runs_would_have_been_refused(rows: list[ScoredRow]) -> None:
     """Most of those had filled nine tenths of their card: a search for the largest batch that runs."""
     promise = Promise.of(rows)
     assert promise.ran >= 50
     assert len(promise.refused) <= 0.10 * promise.ran
 
 
-def test_the_closed_form_meets_measured_allocated_bytes(rows: list[Scored]) -> None:
+def test_the_closed_form_meets_measured_allocated_bytes(rows: list[ScoredRow]) -> None:
     """One GPU and fused attention, whatever the script: the error's median is under 2%."""
     errors = sorted(
         abs(row.closed_allocated_error or 0)
@@ -190,9 +190,9 @@ def test_a_promise_counts_rows_settings_and_refusals() -> None:
     closed = closed_form(settings)
     promised = closed.reserved + closed.margin
 
-    def row(name: str, measured: int | None) -> Scored:
+    def row(name: str, measured: int | None) -> ScoredRow:
         run = PublishedRun(name, "A", "s", "lora", "single", None, measured, settings)
-        return Scored(run, 0, 0, closed)
+        return ScoredRow(run, 0, 0, closed)
 
     found = Promise.of([row("exact", promised), row("short", promised + 1), row("unknown", None)])
     assert (found.n, found.settings, found.short) == (2, 1, ("short",))

@@ -7,7 +7,7 @@ import json
 import pytest
 import transformers
 
-from benchmarks.registry import MODES, OUT, kinds, page, walked
+from benchmarks.registry import MODES, REGISTRY_FILE, model_types, format_page, walk_class
 from tests.conftest import ROOT
 
 AGAIN = ("qwen2_5_vl", "mistral3")
@@ -16,13 +16,13 @@ AGAIN = ("qwen2_5_vl", "mistral3")
 
 @pytest.fixture(scope="module")
 def book():
-    return json.loads(OUT.read_text(encoding="utf-8"))
+    return json.loads(REGISTRY_FILE.read_text(encoding="utf-8"))
 
 
 def test_the_page_is_made_of_the_table(book):
     if book["versions"]["transformers"] == transformers.__version__:
-        assert set(book["classes"]) <= set(kinds())
-    assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == page(book)
+        assert set(book["classes"]) <= set(model_types())
+    assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == format_page(book)
 
 
 def test_what_is_planned_agrees_with_its_trace_and_trains(book):
@@ -67,11 +67,11 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(
-    "kind", [*AGAIN, *(pytest.param(kind, marks=pytest.mark.slow) for kind in kinds() if kind not in AGAIN)]
+    "kind", [*AGAIN, *(pytest.param(kind, marks=pytest.mark.slow) for kind in model_types() if kind not in AGAIN)]
 )
 def test_a_class_still_does_what_the_table_says(kind, book, tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    found, known = walked(kind, tmp_path), book["classes"].get(kind)
+    found, known = walk_class(kind, tmp_path), book["classes"].get(kind)
     if known is None:
         pytest.skip("not in the table yet")
     if "timm" in found.get("not_built", ""):

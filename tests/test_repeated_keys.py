@@ -205,7 +205,7 @@ def test_the_model_spec_says_why_and_loading_puts_it_to_use(tiny_llama):
 def test_plan_and_trace_count_repeated_keys_alike(precision, capability, checkpointing):
     """Four layers of a grouped model, 2,048 tokens without padding: 6% at most apart, and no S x S scores in either."""
     from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
-    from benchmarks.memory_model.script_settings import as_script
+    from benchmarks.memory_model.script_settings import to_script_settings
     from sft_play.trace.settings import StepSettings
     from sft_play.trace.step import trace_step
 
@@ -220,7 +220,7 @@ def test_plan_and_trace_count_repeated_keys_alike(precision, capability, checkpo
         checkpointing=checkpointing, loss="logits", attention="sdpa", mask="ones", capability=capability,
         clip=False,
     )  # fmt: skip
-    traced = {on: trace_step(as_script(base, repeats_kv=on)).allocated for on in (True, False)}
+    traced = {on: trace_step(to_script_settings(base, repeats_kv=on)).allocated for on in (True, False)}
     config = config_from_text("model: {name: m}\ntuning: {mode: full}", name="x")
     step = Step(
         1, 1, 2048, checkpointed_layers=None if checkpointing else 0, loss="logits", capability=capability, saves=False

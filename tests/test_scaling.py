@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scaling import SCALING, compared
+from benchmarks.scaling import SCALING_POINTS, compare_scaling
 from sft_play.config.load import config_from_text
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
@@ -26,8 +26,8 @@ CARDS = ("RTX 4090", "RTX 3090", "A100-80GB", "H100", "L40S", "MyGPU,mem=24GiB,b
 
 def test_published_runs_scale_as_predicted():
     """Twenty independent settings of five sources; the hardest are small models in fp32 through the host's memory."""
-    found = {point.name: compared(point) for point in SCALING}
-    assert len(found) == len(SCALING) >= 30
+    found = {point.name: compare_scaling(point) for point in SCALING_POINTS}
+    assert len(found) == len(SCALING_POINTS) >= 30
     assert len({item["source"].split(" ")[0] for item in found.values()}) >= 6
     assert all(item["source"].startswith("https://") for item in found.values())
     off = {name: abs(item["ratio"] - 1) for name, item in found.items()}
@@ -42,7 +42,7 @@ def test_nothing_of_it_comes_out_without_a_term(monkeypatch):
     """Each constant is needed: without it the same published runs are predicted worse."""
 
     def error() -> float:
-        return statistics.mean(abs(compared(point)["ratio"] - 1) for point in SCALING)
+        return statistics.mean(abs(compare_scaling(point)["ratio"] - 1) for point in SCALING_POINTS)
 
     now = error()
     for name, value in (("OVERLAP_SHARE", 1.0), ("WAIT_SPREAD", 0.0), ("BUCKET_COPIES", 0), ("PCIE_SHARE", 0.75)):

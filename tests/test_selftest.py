@@ -17,10 +17,10 @@ import pytest
 
 from benchmarks.gpu_selftest import checks, environment, out_of_memory, probes, selftest, several, trials
 from benchmarks.gpu_selftest.checks import Peak
-from benchmarks.gpu_selftest.material import LARGE, ON_CPU, ON_GPU, write_rows
-from benchmarks.gpu_selftest.part import LATER, Book, Part, open_book
+from benchmarks.gpu_selftest.material import LARGE_MODEL, CPU_SIZE, GPU_SIZE, write_trial_rows
+from benchmarks.gpu_selftest.part import DEFERRED_REASON, SelftestRecord, Part, open_record
 from benchmarks.gpu_selftest.report import page_lines
-from benchmarks.gpu_selftest.trials import Bench
+from benchmarks.gpu_selftest.trials import TrialBench
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS
@@ -225,7 +225,7 @@ def test_losses_of_a_resumed_run_are_compared_at_every_step():
 
 
 def test_nine_trials_hold_every_pair_of_settings_and_come_first():
-    every, core = trials.trials(), trials.core()
+    every, core = trials.all_trials(), trials.core_trials()
     assert (len(every), len(set(every)), len(core)) == (36, 36, 9)
     assert every[:9] == core
     for begin in (0, 3, 6):  # what a little time reaches has every mode and every kind of rows
@@ -246,57 +246,57 @@ def test_nine_trials_hold_every_pair_of_settings_and_come_first():
 
 
 @pytest.fixture
-def on_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def on_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialBench:
     """A bench with the large model's config, beside a GPU that is not there."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(KNOWN_MODELS[LARGE].config))
-    write_rows(tmp_path, ON_GPU)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(KNOWN_MODELS[LARGE_MODEL].config))
+    write_trial_rows(tmp_path, GPU_SIZE)
     hardware = parse_hardware("1xH100")
     monkeypatch.setattr(trials, "detect_hardware", lambda: hardware)
-    return Bench(tmp_path, tmp_path, on_gpu=True)
+    return TrialBench(tmp_path, tmp_path, on_gpu=True)
 
 
 def test_every_trial_fits_a_large_card_and_one_micro_batch_does_not(on_h100):
-    plans = [trials.planned(on_h100.of(trial)) for trial in trials.trials()]
+    plans = [trials.plan_run(on_h100.of(trial)) for trial in trials.all_trials()]
     assert len(plans) == 36
     assert all(plan.fits and plan.layout == "single" for plan in plans)
-    assert {plan.batch.micro_batch for plan in plans} == {ON_GPU.micro_batch}
+    assert {plan.batch.micro_batch for plan in plans} == {GPU_SIZE.micro_batch}
     total = parse_hardware("1xH100").gpus[0].total_bytes
     sizes: dict[int, int] = {}
 
     def required(size: int) -> int:
-        sizes[size] = trials.planned(out_of_memory._config(on_h100, size)).memory.required
+        sizes[size] = trials.plan_run(out_of_memory._config(on_h100, size)).memory.required
         return sizes[size]
 
-    micro = trials.micro_batch_that_cannot_fit(required, total)
+    micro = trials.find_oversized_micro_batch(required, total)
     assert micro is not None
     assert sizes[micro] > 1.25 * total
     assert sizes[micro // 2] <= 1.25 * total
-    assert trials.micro_batch_that_cannot_fit(lambda size: 0, total) is None
+    assert trials.find_oversized_micro_batch(lambda size: 0, total) is None
 
 
 def test_a_trial_that_does_not_fit_is_left_out_by_its_plan(on_h100, monkeypatch):
     small = parse_hardware("1xRTX3060")
     monkeypatch.setattr(trials, "detect_hardware", lambda: small)
-    monkeypatch.setattr(trials, "run", lambda *_, **__: pytest.fail("it was started"))
-    part = trials.make(trials.Trial("full", False, "equal", "evaluate"), on_h100)
+    monkeypatch.setattr(trials, "run_module", lambda *_, **__: pytest.fail("it was started"))
+    part = trials.run_trial(trials.Trial("full", False, "equal", "evaluate"), on_h100)
     assert part.status == "skipped"
     assert "the plan says that it does NOT fit, too little GPU memory: needs" in part.reason
 
 
 def test_rows_are_of_their_kinds(tmp_path):
-    write_rows(tmp_path, ON_CPU, largest_batch=13)
+    write_trial_rows(tmp_path, CPU_SIZE, largest_batch=13)
 
     def words(name: str) -> list[int]:
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         return [len(row["messages"][1]["content"].split()) for row in rows]
 
-    needed = ON_CPU.effective_batch * ON_CPU.steps
-    assert words("equal") == [2 * ON_CPU.seq_len] * needed
+    needed = CPU_SIZE.effective_batch * CPU_SIZE.steps
+    assert words("equal") == [2 * CPU_SIZE.seq_len] * needed
     assert len(words("unequal")) == needed
     assert len(set(words("unequal"))) > 20
-    assert max(words("unequal")) == 2 * ON_CPU.seq_len  # the longest rows are those that a plan assumes
-    assert max(words("packed")) < ON_CPU.seq_len
+    assert max(words("unequal")) == 2 * CPU_SIZE.seq_len  # the longest rows are those that a plan assumes
+    assert max(words("packed")) < CPU_SIZE.seq_len
     assert len(words("out-of-memory")) >= 13
 
 
@@ -306,14 +306,14 @@ def numbers(**changes: Any) -> dict[str, Any]:
 
 def test_speed_is_judged_of_full_rows_on_a_device_whose_rates_are_known():
     slow = numbers(tokens_per_s=10.0)
-    assert len(trials.problems_of(numbers(), slow, rows="equal")) == 1
-    assert len(trials.problems_of(numbers(), slow, rows="packed")) == 1
-    assert trials.problems_of(numbers(), slow, rows="unequal") == []
-    assert trials.problems_of(numbers(tokens_per_s=None), slow, rows="equal") == []
+    assert len(trials.find_problems(numbers(), slow, rows="equal")) == 1
+    assert len(trials.find_problems(numbers(), slow, rows="packed")) == 1
+    assert trials.find_problems(numbers(), slow, rows="unequal") == []
+    assert trials.find_problems(numbers(tokens_per_s=None), slow, rows="equal") == []
     little = numbers(allocated=GIB)
-    assert len(trials.problems_of(numbers(), little, rows="equal")) == 1
-    assert trials.problems_of(numbers(), little, rows="unequal") == []
-    assert len(trials.problems_of(numbers(), numbers(reserved=4 * GIB), rows="unequal")) == 1
+    assert len(trials.find_problems(numbers(), little, rows="equal")) == 1
+    assert trials.find_problems(numbers(), little, rows="unequal") == []
+    assert len(trials.find_problems(numbers(), numbers(reserved=4 * GIB), rows="unequal")) == 1
 
 
 def test_the_first_steps_do_not_count_for_the_speed(tmp_path):
@@ -333,7 +333,7 @@ def test_loading_and_saving_are_judged_by_the_worst_trial_of_a_mode():
         trained("train/qlora/a", load=GIB, save=GIB), trained("train/qlora/b", load=3 * GIB, save=2 * GIB),
         trained("train/lora/a", load=None, save=None),
     ]  # fmt: skip
-    found = {part.name: part for part in trials.moments(parts, load_margin=0.06, margin_bytes=100)}
+    found = {part.name: part for part in trials.moment_parts(parts, load_margin=0.06, margin_bytes=100)}
     assert {name: part.status for name, part in found.items()} == {
         "load/qlora": "fail", "save/qlora": "pass", "load/lora": "skipped", "save/lora": "skipped",
         "load/full": "skipped", "save/full": "skipped",
@@ -359,7 +359,7 @@ def test_a_part_that_breaks_is_a_failure_and_the_others_go_on(tmp_path, monkeypa
     said: list[str] = []
     book = selftest.selftest(tmp_path / "a.json", progress=said.append)
     assert not book.ok
-    assert [part.name for part in book.failed] == ["first"]
+    assert [part.name for part in book.failed_parts] == ["first"]
     assert "ZeroDivisionError: an unlucky part (test_selftest.py, line" in book.parts["first"].reason
     assert book.parts["second"].status == "pass"
     assert any(line.startswith("FAIL  first") for line in said)
@@ -372,7 +372,7 @@ def test_a_part_that_breaks_is_a_failure_and_the_others_go_on(tmp_path, monkeypa
 def test_a_model_that_cannot_be_made_is_tried_once_and_said_of_every_trial(monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr(selftest, "_make_material", lambda bench: asked.append("") or "no model, log x")
-    steps = selftest._steps(Bench(Path(), Path(), on_gpu=False), ALONE, Book(Path(), {}))
+    steps = selftest._steps(TrialBench(Path(), Path(), on_gpu=False), ALONE, SelftestRecord(Path(), {}))
     found = [selftest._run(step, ALONE, 0.0) for step in steps if step.name.startswith("train/")]
     assert len(found) == 36
     assert {part.status for part in found} == {"fail"}
@@ -399,7 +399,7 @@ def test_one_that_was_broken_off_goes_on_and_one_that_was_finished_begins_again(
     monkeypatch.setattr(selftest, "TIME_S", {"cpu": -1.0, "cuda": -1.0})
     book = selftest.selftest(tmp_path / "a.json")
     assert made == ["one", "two", "two"]
-    assert book.parts["three"] == Part("three", "skipped", LATER)
+    assert book.parts["three"] == Part("three", "skipped", DEFERRED_REASON)
     assert "continues with what there was no time for" in (tmp_path / "a.txt").read_text()
     assert not json.loads((tmp_path / "a.json").read_text())["finished"]
     monkeypatch.undo()
@@ -431,7 +431,7 @@ def test_no_part_is_begun_after_the_minutes_that_were_given(tmp_path, monkeypatc
     steps = step("one", 100.0), step("several/two", 100.0), step("three", 1.0), step("four", 1e4, later=True)
     fake(monkeypatch, *steps)
     found = selftest.selftest(tmp_path / "a.json", minutes=3).parts  # 180 s: over after the second
-    assert [found[name].reason == LATER for name in ("one", "several/two", "three", "four")] == [False] * 2 + [True] * 2
+    assert [found[name].reason == DEFERRED_REASON for name in ("one", "several/two", "three", "four")] == [False] * 2 + [True] * 2
     assert not json.loads((tmp_path / "a.json").read_text())["finished"]
     book = selftest.selftest(tmp_path / "a.json", minutes=60)
     assert {book.parts[name].status for name in ("one", "several/two", "three", "four")} == {"pass"}
@@ -441,19 +441,19 @@ def test_no_part_is_begun_after_the_minutes_that_were_given(tmp_path, monkeypatc
 def test_the_answer_of_another_machine_or_of_other_versions_is_not_gone_on_with(tmp_path):
     path = tmp_path / "a.json"
 
-    def begun(machine: dict[str, Any]) -> Book:
-        book = open_book(path, machine)
+    def begun(machine: dict[str, Any]) -> SelftestRecord:
+        book = open_record(path, machine)
         book.add(Part("one", "pass", ""))
         return book
 
     begun(MACHINE)
-    assert "one" in open_book(path, {**MACHINE, "ram_free_bytes": 7}).parts
+    assert "one" in open_record(path, {**MACHINE, "ram_free_bytes": 7}).parts
     begun(MACHINE)
-    assert open_book(path, {**MACHINE, "cpu_name": "another"}).parts == {}
+    assert open_record(path, {**MACHINE, "cpu_name": "another"}).parts == {}
     begun(MACHINE)
     data = json.loads(path.read_text())
     path.write_text(json.dumps({**data, "versions": {"torch": "0"}}))
-    assert open_book(path, MACHINE).parts == {}
+    assert open_record(path, MACHINE).parts == {}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"parts": [{}]}', '{"rows": []}', "not JSON"])
@@ -461,7 +461,7 @@ def test_the_file_of_another_command_is_not_written_over(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="exists and is not a result of gpu-selftest"):
-        open_book(path, MACHINE)
+        open_record(path, MACHINE)
     assert path.read_text() == text
 
 
@@ -484,7 +484,7 @@ def test_minutes_are_given_to_the_command(command, tmp_path, monkeypatch):
     monkeypatch.setattr(selftest.time, "monotonic", lambda: next(now))
     code, printed = command("gpu-selftest", "--out", str(tmp_path / "a.json"), "--minutes", "0.01")
     assert code == 2, printed
-    assert f"SKIP  {'one':<34} {LATER}" in printed
+    assert f"SKIP  {'one':<34} {DEFERRED_REASON}" in printed
     code, printed = command("gpu-selftest", "--minutes", "few")
     assert code == 2
     assert "MINUTES=few is not a number of minutes, such as MINUTES=3" in printed
@@ -511,8 +511,8 @@ def test_the_exit_code_is_2_where_a_part_fails_and_0_where_none_does(command, tm
 
 
 def left_out(hardware: Hardware) -> dict[str, str | None]:
-    bench = Bench(Path(), Path(), on_gpu=bool(hardware.gpus))
-    steps = selftest._steps(bench, hardware, Book(Path(), {}))
+    bench = TrialBench(Path(), Path(), on_gpu=bool(hardware.gpus))
+    steps = selftest._steps(bench, hardware, SelftestRecord(Path(), {}))
     return {step.name: selftest._left_out(step, hardware, 0.0) for step in steps}
 
 
@@ -543,8 +543,8 @@ def test_a_package_that_is_missing_leaves_out_what_needs_it(monkeypatch):
 def test_trials_after_the_first_nine_wait_for_the_rest_and_for_time(monkeypatch):
     monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: object())
     hardware = parse_hardware("2xH100")
-    steps = selftest._steps(Bench(Path(), Path(), on_gpu=True), hardware, Book(Path(), {}))
-    late = [step.name for step in steps if selftest._left_out(step, hardware, 1e6) == LATER]
+    steps = selftest._steps(TrialBench(Path(), Path(), on_gpu=True), hardware, SelftestRecord(Path(), {}))
+    late = [step.name for step in steps if selftest._left_out(step, hardware, 1e6) == DEFERRED_REASON]
     assert late == [step.name for step in steps][-27:]
     assert selftest._left_out(steps[-1], hardware, selftest.TIME_S["cuda"] - 1) is None
 
@@ -561,7 +561,7 @@ def test_dtypes_of_every_trial_of_a_mode_count():
 
 
 def test_the_page_names_every_part(tmp_path):
-    book = Book(tmp_path / "a.json", {**MACHINE, "gpus": [{"name": "NVIDIA L4"}, {"name": "NVIDIA L4"}]})
+    book = SelftestRecord(tmp_path / "a.json", {**MACHINE, "gpus": [{"name": "NVIDIA L4"}, {"name": "NVIDIA L4"}]})
     for number, status in enumerate(("pass", "fail", "skipped")):
         book.add(Part(f"part-{number}", status, f"why {number}", log="x.log"))  # type: ignore[arg-type]
     page = page_lines(book)
@@ -614,7 +614,7 @@ def test_the_plan_says_what_it_learned_from_the_self_test():
 
 def test_a_trial_of_full_rows_on_a_gpu_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "user"))
-    bench = Bench(tmp_path, tmp_path, on_gpu=True)
+    bench = TrialBench(tmp_path, tmp_path, on_gpu=True)
     bench.cache.mkdir()
     bench.record.write_text(json.dumps({**vars(measured(model="/tmp/model", measured_tokens_per_s=9.0))}) + "\n")
     part = Part("train/lora/plain/equal/evaluate", "fail", "", {}, {"tokens_per_s": 80.0})
@@ -670,9 +670,9 @@ def test_a_few_parts_on_the_cpu(tmp_path, monkeypatch):
 
 @pytest.mark.build
 def test_a_trial_that_fails_says_the_last_line_and_its_log(tmp_path):
-    bench = Bench(tmp_path, tmp_path, on_gpu=False)
-    write_rows(tmp_path, ON_CPU)
-    part = trials.make(trials.Trial("lora", True, "equal", "evaluate"), bench)  # without a model
+    bench = TrialBench(tmp_path, tmp_path, on_gpu=False)
+    write_trial_rows(tmp_path, CPU_SIZE)
+    part = trials.run_trial(trials.Trial("lora", True, "equal", "evaluate"), bench)  # without a model
     assert part.status == "fail"
     assert "(exit code 2)" in part.reason
     assert part.log is not None
@@ -681,11 +681,11 @@ def test_a_trial_that_fails_says_the_last_line_and_its_log(tmp_path):
 
 @pytest.mark.build
 def test_a_process_that_hangs_or_raises_is_worded(tmp_path):
-    bench = Bench(tmp_path, tmp_path, on_gpu=False)
-    hung = trials.run(["benchmarks.gpu_selftest.probes", "nf4", "a"], tmp_path / "a.log", bench, limit_s=0.2)
+    bench = TrialBench(tmp_path, tmp_path, on_gpu=False)
+    hung = trials.run_module(["benchmarks.gpu_selftest.probes", "nf4", "a"], tmp_path / "a.log", bench, limit_s=0.2)
     assert hung.code is None
     assert "not done after" in hung.words
-    raised = trials.run(["benchmarks.gpu_selftest.probes", "nothing", "a"], tmp_path / "b.log", bench)
+    raised = trials.run_module(["benchmarks.gpu_selftest.probes", "nothing", "a"], tmp_path / "b.log", bench)
     assert raised.code == 1
     assert raised.words == "KeyError: 'nothing' (exit code 1)"
 

@@ -36,12 +36,12 @@ BF16 = Precision("bfloat16", "bfloat16", "")
 
 @pytest.fixture(scope="module")
 def published():
-    return published_speeds.published()
+    return published_speeds.compare_published()
 
 
 def test_speeds_that_were_not_fitted_are_predicted_within_15_percent(published):
     """The median of 115 runs of eight sources, and of the sources' own medians."""
-    found = published_speeds.by_class(published)
+    found = published_speeds.errors_by_class(published)
     assert found["all"]["n"] >= 100
     assert found["all sources"]["n"] >= 8
     assert found["all"]["median"] < 0.15
@@ -52,7 +52,7 @@ def test_speeds_that_were_not_fitted_are_predicted_within_15_percent(published):
 
 
 def test_each_row_says_where_and_when_it_was_read_and_whether_it_was_fitted():
-    rows = published_speeds.rows()
+    rows = published_speeds.read_speed_rows()
     assert len({row["id"] for row in rows}) == len(rows) >= 130
     for row in rows:
         assert re.match(r"github\.com/[\w.-]+/[\w.-]+@[0-9a-f]{7,}|github\.com/AnswerDotAI", row["source"]), row["id"]
@@ -63,7 +63,7 @@ def test_each_row_says_where_and_when_it_was_read_and_whether_it_was_fitted():
 
 
 def test_four_of_five_published_speeds_lie_within_what_the_plan_says(published):
-    found = published_speeds.within(published)
+    found = published_speeds.shares_within_error(published)
     assert set(found) == {DATA_CENTRE_ERROR.of, LONG_ROW_ERROR.of, WORKSTATION_ERROR.of}  # smaller models: benchmarks/speed.json
     assert all(one["within"] >= 0.75 for one in found.values()), found
 
@@ -82,9 +82,9 @@ def test_starting_kernels_is_neither_added_nor_hidden(monkeypatch, published):
     too slow where rows are short, and the larger of both too fast for the others of the source."""
 
     def off(size: str) -> float:
-        rows = [row for row in published_speeds.rows() if row["id"].startswith(f"qwen/{size}-")]
+        rows = [row for row in published_speeds.read_speed_rows() if row["id"].startswith(f"qwen/{size}-")]
         assert len(rows) == 6
-        return sum(abs(published_speeds.compared(row)["ratio"] - 1) for row in rows) / 6
+        return sum(abs(published_speeds.compare_speed(row)["ratio"] - 1) for row in rows) / 6
 
     now = off("14b"), off("1.8b")
     assert now[0] < 0.10

@@ -20,7 +20,7 @@ INSTALLED = ("transformers", "trl", "peft", "torch")
 
 
 def checks(source_of) -> tuple[int, list[str]]:
-    """How many defaults were compared with what `source_of` gives for a file, and those that differ."""
+    """How many defaults were compared with what `find_source` gives for a file, and those that differ."""
     wrong, compared = [], 0
     for tool in NAMED:
         for part in TOOLS[tool]["defaults"]:

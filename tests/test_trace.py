@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from benchmarks.memory_model import old_scripts  # which lets the tracer run them
-from benchmarks.memory_model.script_settings import as_script
+from benchmarks.memory_model.script_settings import to_script_settings
 from benchmarks.memory_model.streams import USED, WAIT, replay
 from sft_play.errors import ModelError
 from sft_play.facts.installed import installed_version
@@ -60,7 +60,7 @@ OF_SCRIPTS = {"sgd", "fsdp1", "holds_outputs", "checkpoints_wrappers"}
 def changed(changes: dict) -> StepSettings:
     """SMALL with these changes, as a script's where this toolkit's steps have no such thing."""
     is_script = OF_SCRIPTS & {*changes, changes.get("optimizer"), changes.get("strategy")}
-    return as_script(SMALL, **changes) if is_script else dataclasses.replace(SMALL, **changes)
+    return to_script_settings(SMALL, **changes) if is_script else dataclasses.replace(SMALL, **changes)
 
 
 def phase_peaks(log: StorageLog) -> dict[str, int]:
@@ -493,7 +493,7 @@ def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
 
 
 def test_the_first_fsdp_tells_the_allocator_of_other_streams_and_the_host_waits():
-    settings = as_script(SMALL, world=2, strategy="fsdp1", mixed_precision=None, autocast=None)
+    settings = to_script_settings(SMALL, world=2, strategy="fsdp1", mixed_precision=None, autocast=None)
     log = step.record_step(settings)
     assert {one[3] for one in log.events if one[0] == USED} >= {0}
     gathers_ahead = [one[2] for one in log.events if one[0] == WAIT]
@@ -514,7 +514,7 @@ def test_one_gpu_has_one_stream():
 def test_a_trace_says_the_larger_of_the_allocators_two_ways(strategy):
     settings = dataclasses.replace(SMALL, world=2 if strategy == "fsdp2" else 1, strategy=strategy)
     fixed = step.trace_step(settings)
-    growing = step.trace_step(as_script(settings, expandable_segments=True))
+    growing = step.trace_step(to_script_settings(settings, expandable_segments=True))
     assert fixed.reserved_either == growing.reserved_either == max(fixed.reserved, growing.reserved)
     assert fixed.reserved != growing.reserved  # pages of 20 MiB, where small segments are of 2
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.verify import layouts
-from benchmarks.verify.layouts import TOLERANCES, Case, Table, _Bench, _largest
-from benchmarks.verify.weights import apart
+from benchmarks.verify.layouts import TOLERANCES, LayoutCase, LayoutTable, _LayoutBench, _largest_difference
+from benchmarks.verify.weights import compare_tensors
 
 pytestmark = pytest.mark.build
 
@@ -20,21 +20,21 @@ def test_the_change_of_weights_is_compared_by_its_own_size():
     one = {"a": torch.tensor([3.0, 0.0, 0.0, 4.0]), "b": torch.zeros(2)}
     # |dw1| = 5; the other is 0.5 away in one place: 0.1
     other = {"a": torch.tensor([3.0, 0.5, 0.0, 4.0]), "b": torch.zeros(2)}
-    assert apart(start, one, other).largest == pytest.approx(0.1)
-    assert apart(start, one, other).tensor == "a"
-    assert apart(start, one, one).largest == 0.0
-    assert apart(start, one, {**one, "b": torch.ones(2)}).largest == math.inf  # the single process left b alone
-    assert apart(start, one, {"a": one["a"]}).largest == math.inf
-    assert apart(start, one, {**one, "a": torch.full((4,), float("nan"))}).largest == math.inf
+    assert compare_tensors(start, one, other).largest == pytest.approx(0.1)
+    assert compare_tensors(start, one, other).tensor == "a"
+    assert compare_tensors(start, one, one).largest == 0.0
+    assert compare_tensors(start, one, {**one, "b": torch.ones(2)}).largest == math.inf
+    assert compare_tensors(start, one, {"a": one["a"]}).largest == math.inf
+    assert compare_tensors(start, one, {**one, "a": torch.full((4,), float("nan"))}).largest == math.inf
 
 
 def test_losses_are_compared_at_every_step():
-    assert _largest([2.0, 4.0], [2.0, 4.2]) == pytest.approx(0.05)
-    assert _largest([2.0, 4.0], [2.0]) == math.inf
+    assert _largest_difference([2.0, 4.0], [2.0, 4.2]) == pytest.approx(0.05)
+    assert _largest_difference([2.0, 4.0], [2.0]) == math.inf
 
 
 def test_an_empty_table_is_not_good():
-    assert not Table().ok
+    assert not LayoutTable().ok
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_cannot_be_compared_is_one_message(command, monkeypatch, variables,
 @pytest.mark.slow
 def test_a_run_that_trains_another_model_is_found(monkeypatch, tmp_path, command):
     """Two ranks that train with another learning rate than the single process differ, and the exit code says so."""
-    honest = _Bench.settings
+    honest = _LayoutBench.settings
 
     def cheating(self, case, *, start):
         return [
@@ -66,10 +66,10 @@ def test_a_run_that_trains_another_model_is_found(monkeypatch, tmp_path, command
             *(["train.learning_rate=3e-3"] if case.ranks == 2 and not start else []),
         ]
 
-    cases = [Case("ddp", 2, "lora", 1)]
-    monkeypatch.setattr(_Bench, "settings", cheating)
+    cases = [LayoutCase("ddp", 2, "lora", 1)]
+    monkeypatch.setattr(_LayoutBench, "settings", cheating)
     monkeypatch.setattr(layouts, "_cases", lambda hardware, mode, bf16: cases)
-    monkeypatch.setattr(_Bench, "may_add_bf16", False)
+    monkeypatch.setattr(_LayoutBench, "may_add_bf16", False)
     words = ["verify-layouts", "--modes", "lora", "--layouts", "ddp", "--steps", "2", "--out", f"{tmp_path}/v.json"]
     code, printed = command(*words)
     assert code == 1, printed

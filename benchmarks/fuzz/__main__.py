@@ -11,53 +11,53 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz.run import MODULES, Tried, tried_apart, worker
+from benchmarks.fuzz.run import PART_MODULES, CaseResult, run_cases_isolated, run_worker
 
-SHARES = {"yaml": 10_000, "rows": 10_000, "words": 1_800, "make": 200, "serve": 1_000, "templates": 1_000}
+DEFAULT_CASES = {"yaml": 10_000, "rows": 10_000, "words": 1_800, "make": 200, "serve": 1_000, "templates": 1_000}
 """Cases of each part where N is not given."""
 
 
-def counted(cases: list[Tried], seconds: float) -> dict[str, Any]:
+def count_verdicts(cases: list[CaseResult], seconds: float) -> dict[str, Any]:
     """Counts of one part, and what was wrong."""
-    counts = Counter(one.verdict for one in cases)
+    counts = Counter(case.verdict for case in cases)
     return {
         "cases": len(cases),
         **{name: counts[name] for name in ("accepted", "refused", "wrong")},
         "seconds": round(seconds, 1),
-        "slowest_s": max((one.seconds for one in cases), default=0.0),
-        "found": [{"case": one.number, "why": one.why} for one in cases if one.verdict == "wrong"],
+        "slowest_s": max((case.seconds for case in cases), default=0.0),
+        "found": [{"case": case.number, "why": case.reason} for case in cases if case.verdict == "wrong"],
     }
 
 
 def main() -> int:
     """Run what N=, PART=, CASE= and SEED= ask for; OUT= is written after each part."""
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], *map(int, sys.argv[3:6]))
+        run_worker(sys.argv[2], *map(int, sys.argv[3:6]))
         return 0
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", default=os.environ.get("PART") or ",".join(SHARES))
+    parser.add_argument("--parts", default=os.environ.get("PART") or ",".join(DEFAULT_CASES))
     parser.add_argument("--n", type=int, default=int(os.environ.get("N") or 0), help="cases of each part")
     parser.add_argument("--case", type=int, default=os.environ.get("CASE"), help="this case alone")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("SEED") or 0))
     parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
     options = parser.parse_args()
-    unknown = set(options.parts.split(",")) - set(MODULES)
+    unknown = set(options.parts.split(",")) - set(PART_MODULES)
     if unknown:
-        parser.error(f"PART={options.parts}: the parts are {', '.join(MODULES)}")
+        parser.error(f"PART={options.parts}: the parts are {', '.join(PART_MODULES)}")
     report: dict[str, Any] = {"seed": options.seed, "parts": {}}
     for part in options.parts.split(","):
-        begun, cases = time.monotonic(), []
-        count = options.n or SHARES[part]
+        start_time, cases = time.monotonic(), []
+        count = options.n or DEFAULT_CASES[part]
         numbers = range(count) if options.case is None else range(options.case, options.case + 1)
-        for one in tried_apart(part, numbers, seed=options.seed):
-            cases.append(one)
-            if one.verdict == "wrong":
-                repeat = f"make fuzz PART={part} CASE={one.number} SEED={options.seed}"
-                sys.stdout.write(f"wrong: {repeat}\n  {one.why.rstrip().replace(chr(10), chr(10) + '  ')}\n")
+        for result in run_cases_isolated(part, numbers, seed=options.seed):
+            cases.append(result)
+            if result.verdict == "wrong":
+                repeat = f"make fuzz PART={part} CASE={result.number} SEED={options.seed}"
+                sys.stdout.write(f"wrong: {repeat}\n  {result.reason.rstrip().replace(chr(10), chr(10) + '  ')}\n")
                 sys.stdout.flush()
-        report["parts"][part] = found = counted(cases, time.monotonic() - begun)
-        shown = ", ".join(f"{found[name]:,} {name}" for name in ("accepted", "refused", "wrong"))
-        sys.stdout.write(f"{part}: {found['cases']:,} cases: {shown}; {found['seconds']:,.0f} s\n")
+        report["parts"][part] = counts = count_verdicts(cases, time.monotonic() - start_time)
+        verdict_counts = ", ".join(f"{counts[name]:,} {name}" for name in ("accepted", "refused", "wrong"))
+        sys.stdout.write(f"{part}: {counts['cases']:,} cases: {verdict_counts}; {counts['seconds']:,.0f} s\n")
         if options.out:
             options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(any(part["wrong"] for part in report["parts"].values()))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import Judge, Wrong, own_surroundings
+from benchmarks.fuzz.run import CaseRunner, FuzzFailure, isolated_environment
 
 _PATHS = ("/v1/chat/completions", "/v1/models", "/health", "/", "/v1/../etc", "/docs")
 _CHAT: dict[str, Any] = {
@@ -36,7 +36,7 @@ _HEADERS = (
 
 
 @contextlib.contextmanager
-def judging() -> Iterator[Judge]:
+def case_runner() -> Iterator[CaseRunner]:
     """Cases of requests to one server with a tiny model."""
     from transformers import LlamaForCausalLM
 
@@ -45,7 +45,7 @@ def judging() -> Iterator[Judge]:
     from tests.finished_runs import finished_run, make_base
     from tests.models import make_llama
 
-    with own_surroundings(), tempfile.TemporaryDirectory(prefix="fuzz-serve-") as home:
+    with isolated_environment(), tempfile.TemporaryDirectory(prefix="fuzz-serve-") as home:
         model = LlamaForCausalLM.from_pretrained(make_llama(Path(home) / "whole"))
         finished_run(Path(home) / "run", make_base(Path(home) / "base", model))
         service = serve.TransformersService(find_finished_run(Path(home), "run"), "127.0.0.1", 0)
@@ -55,11 +55,11 @@ def judging() -> Iterator[Judge]:
             request, is_whole = _request(draw, endpoint.port)
             status, said = _answered(endpoint.port, request, is_whole=is_whole)
             if status >= 500 or status == 0:
-                raise Wrong(f"status {status}: {said[:2000]!r}")
+                raise FuzzFailure(f"status {status}: {said[:2000]!r}")
             if 400 <= status < 500 and said.startswith(b"{") and "error" not in json.loads(said):
-                raise Wrong(f"status {status} without an error: {said[:500]!r}")
+                raise FuzzFailure(f"status {status} without an error: {said[:500]!r}")
             if _answered(endpoint.port, _plain("GET", "/health", endpoint.port))[0] != 200:
-                raise Wrong("the server does not answer the next request")
+                raise FuzzFailure("the server does not answer the next request")
             return status == 200
 
         try:
@@ -98,7 +98,7 @@ def _answered(port: int, request: bytes, *, is_whole: bool = True) -> tuple[int,
                 pieces.append(piece)
         except TimeoutError:
             if is_whole:
-                raise Wrong("no answer within 60 s") from None
+                raise FuzzFailure("no answer within 60 s") from None
         except OSError:  # it has closed what it does not understand
             pass
     head, _, body = b"".join(pieces).partition(b"\r\n\r\n")
@@ -106,7 +106,7 @@ def _answered(port: int, request: bytes, *, is_whole: bool = True) -> tuple[int,
     if not words:
         return 400, b""
     if len(words) < 2 or not words[1].isdigit():
-        raise Wrong(f"no HTTP answer: {head[:200]!r}")
+        raise FuzzFailure(f"no HTTP answer: {head[:200]!r}")
     # what is left of a mutated request may be answered as a second one
     length = re.search(rb"\ncontent-length: *(\d+)", head.lower())
     return int(words[1]), body[: int(length[1])] if length else body

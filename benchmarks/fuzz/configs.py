@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import Judge, Wrong, command, own_surroundings, require_told
+from benchmarks.fuzz.run import CaseRunner, FuzzFailure, run_command, isolated_environment, require_consistent_exit
 from sft_play.config.load import config_from_text, load_config, resolved_config
 from sft_play.config.options import all_options, option_accepts
 from sft_play.config.yaml_io import parse_yaml
@@ -50,7 +50,7 @@ _MACHINES = ("1xH100", "2xH200", "8xA100-80GB", "1xRTX4090", "4xL40S", "1xT4")
 
 
 @contextlib.contextmanager
-def judging() -> Iterator[Judge]:
+def case_runner() -> Iterator[CaseRunner]:
     """Cases of run YAMLs."""
     seeds = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.yaml"))]
     plain = [parse_yaml(seed.decode(), name="seed").data for seed in seeds]
@@ -66,10 +66,10 @@ def judging() -> Iterator[Judge]:
         accepted = _loads(path, overrides, why_refused)
         if accepted and draw.random() < 0.1:
             words = ["plan", "--config", str(path), "--hardware", draw.choice(_MACHINES), "--json", *overrides]
-            require_told(*command(words), is_json=True)
+            require_consistent_exit(*run_command(words), is_json=True)
         return accepted
 
-    with own_surroundings():
+    with isolated_environment():
         yield judge
 
 
@@ -120,15 +120,15 @@ def _loads(path: Path, overrides: list[str], why_refused: str) -> bool:
         loaded = load_config(path, overrides=overrides)
     except SftPlayError as error:
         if not str(error).strip():
-            raise Wrong("refused without a word") from error
+            raise FuzzFailure("refused without a word") from error
         return False
     if why_refused:
-        raise Wrong(f"accepted in spite of {why_refused}")
+        raise FuzzFailure(f"accepted in spite of {why_refused}")
     settings = resolved_config(loaded.config, effective_batch=8)
     if settings["model"].get("adapter") is None:  # what is written into a run folder is read again as the same
         read = config_from_text(json.dumps(settings, allow_nan=False), name="resolved.json")
         again = resolved_config(read, effective_batch=8)
         if again != settings:
             changed = {key for key in settings if again.get(key) != settings[key]}
-            raise Wrong(f"resolved.json reads otherwise in {changed}")
+            raise FuzzFailure(f"resolved.json reads otherwise in {changed}")
     return True

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import Judge, Wrong, command, files_below, own_surroundings, require_told
+from benchmarks.fuzz.run import CaseRunner, FuzzFailure, run_command, read_files, isolated_environment, require_consistent_exit
 from benchmarks.fuzz.templates import tokenizer
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError, SftPlayError, TokenizerError
@@ -50,12 +50,12 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 @contextlib.contextmanager
-def judging() -> Iterator[Judge]:
+def case_runner() -> Iterator[CaseRunner]:
     """Cases of data files."""
     from tests.models import CHATML
 
     files = [path.read_bytes() for path in sorted((ROOT / "tests" / "bundled" / "rows").glob("*.json*"))]
-    with own_surroundings(), tokenizer() as made:
+    with isolated_environment(), tokenizer() as made:
         made.chat_template = CHATML
 
         def judge(draw: random.Random, folder: Path) -> bool:
@@ -155,7 +155,7 @@ def _reads(draw: random.Random, path: Path, data: DataConfig, made: Any) -> bool
         for _, example in itertools.islice(reader.numbered_examples(), 60):
             if isinstance(example, BadRow):
                 if not example.reason.strip():
-                    raise Wrong("a bad row without a reason")
+                    raise FuzzFailure("a bad row without a reason")
                 continue
             good += 1
             content_digest(example)
@@ -163,10 +163,10 @@ def _reads(draw: random.Random, path: Path, data: DataConfig, made: Any) -> bool
             for one in renderer.expand(renderer.as_chat(example)):
                 row = renderer(one)
                 if isinstance(row, TokenRow) and len(row.input_ids) != len(row.labels):
-                    raise Wrong("the labels are not those of the tokens")
+                    raise FuzzFailure("the labels are not those of the tokens")
     except (DataError, TokenizerError) as error:
         if not str(error).strip():
-            raise Wrong("refused without a word") from error
+            raise FuzzFailure("refused without a word") from error
         return False
     return good > 0
 
@@ -178,16 +178,16 @@ def _processes(draw: random.Random, folder: Path, data: DataConfig) -> None:
     given = data.model_dump(mode="json", exclude_unset=True)
     config = {"model": {"name": "gpt2"}, "data": {**given, "process": {"raw_path": "raw", "out_dir": "out"}}}
     (folder / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    code, out, err = command(
+    code, out, err = run_command(
         ["process", "--config", "run.yaml", *(["--json"] if (is_json := draw.random() < 0.5) else [])]
     )
-    require_told(code, out, err, is_json=is_json)
-    written = files_below(folder / "out") if (folder / "out").exists() else {}
+    require_consistent_exit(code, out, err, is_json=is_json)
+    written = read_files(folder / "out") if (folder / "out").exists() else {}
     if code and written:
-        raise Wrong(f"refused, and it wrote {sorted(written)}")
+        raise FuzzFailure(f"refused, and it wrote {sorted(written)}")
     for name in written:
         if name.endswith(".jsonl"):
             try:
                 list(read_processed(folder / "out" / name))
             except SftPlayError as error:
-                raise Wrong(f"what it wrote cannot be read: {error}") from error
+                raise FuzzFailure(f"what it wrote cannot be read: {error}") from error

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import Judge, Wrong, own_surroundings
+from benchmarks.fuzz.run import CaseRunner, FuzzFailure, isolated_environment
 from sft_play.files import ROOT
 from sft_play.process.variables import VARIABLES, command_line_problem, all_targets
 
@@ -22,7 +22,7 @@ _INJECTED = (
 
 
 @contextlib.contextmanager
-def judging() -> Iterator[Judge]:
+def case_runner() -> Iterator[CaseRunner]:
     """Cases of make's command line."""
     known, every = list(VARIABLES), sorted(all_targets())
 
@@ -42,16 +42,16 @@ def judging() -> Iterator[Judge]:
             capture_output=True, text=True, timeout=120, env={**os.environ, "VENV": str(ROOT / ".venv")},
         )  # fmt: skip
         if pwned.exists() or (ROOT / "pwned").exists():
-            raise Wrong(f"a value was run: {words}")
+            raise FuzzFailure(f"a value was run: {words}")
         if done.returncode != 2 or "Traceback" in done.stderr:
-            raise Wrong(
+            raise FuzzFailure(
                 f"exit code {done.returncode} of make {goal} {words}: {done.stderr[-2000:]}{done.stdout[-500:]}"
             )
         if told is None and "none.yaml" not in done.stderr + done.stdout and "SET" not in done.stderr + done.stdout:
-            raise Wrong(f"make {goal} {words} said {done.stderr[-2000:]}")
+            raise FuzzFailure(f"make {goal} {words} said {done.stderr[-2000:]}")
         return False
 
-    with own_surroundings():
+    with isolated_environment():
         yield judge
 
 

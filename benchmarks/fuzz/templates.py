@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import Judge, Wrong, files_below, own_surroundings
+from benchmarks.fuzz.run import CaseRunner, FuzzFailure, read_files, isolated_environment
 from sft_play.errors import TokenizerError
 from sft_play.files import ROOT
 
@@ -51,22 +51,22 @@ _EXPRESSIONS = (
 
 
 @contextlib.contextmanager
-def judging() -> Iterator[Judge]:
+def case_runner() -> Iterator[CaseRunner]:
     """Cases of chat templates."""
     spec = find_spec("trl")
     assert spec is not None
     assert spec.origin is not None
     folders = (Path(spec.origin).parent / "chat_templates", ROOT / "tests" / "bundled" / "templates")
     seeds = [path.read_text(encoding="utf-8") for folder in folders for path in sorted(folder.glob("*.jinja"))]
-    with own_surroundings(), tokenizer() as made:
+    with isolated_environment(), tokenizer() as made:
 
         def judge(draw: random.Random, folder: Path) -> bool:
             source = _program(draw) if draw.random() < 0.4 else _mutated(draw, draw.choice(seeds))
             accepted = _renders(draw, source)
             if draw.random() < 0.3:
                 _masks(draw, made, source)
-            if files_below(folder):
-                raise Wrong(f"the template wrote {list(files_below(folder))}")
+            if read_files(folder):
+                raise FuzzFailure(f"the template wrote {list(read_files(folder))}")
             return accepted
 
         yield judge
@@ -148,10 +148,10 @@ def _renders(draw: random.Random, source: str) -> bool:
         written = template.render(_messages(draw), prompt=draw.random() < 0.5)
     except (TokenizerError, RenderError) as error:
         if not str(error).strip():
-            raise Wrong("refused without a word") from error
+            raise FuzzFailure("refused without a word") from error
         return False
     if not isinstance(written, str):
-        raise Wrong(f"rendered to {type(written)}")
+        raise FuzzFailure(f"rendered to {type(written)}")
     return True
 
 
@@ -173,4 +173,4 @@ def _masks(draw: random.Random, made: Any, source: str) -> None:
     if len(row.input_ids) != len(row.labels) or not all(
         label in (-100, i) for i, label in zip(row.input_ids, row.labels, strict=True)
     ):
-        raise Wrong("the labels are not those of the tokens")
+        raise FuzzFailure("the labels are not those of the tokens")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import Judge, Wrong, command, files_below, own_surroundings, require_told
+from benchmarks.fuzz.run import CaseRunner, FuzzFailure, run_command, read_files, isolated_environment, require_consistent_exit
 from sft_play.commands.request import flag_commands_table, read_request
 from sft_play.errors import SftPlayError
 from sft_play.process.variables import COMMANDS, VARIABLES
@@ -50,7 +50,7 @@ _VALUES = (
 
 
 @contextlib.contextmanager
-def judging() -> Iterator[Judge]:
+def case_runner() -> Iterator[CaseRunner]:
     """Cases of command lines."""
     flags = flag_commands_table()
 
@@ -65,18 +65,18 @@ def judging() -> Iterator[Judge]:
         if not is_quick:
             variables["CONFIG"] = "run.yaml"
             words = [word for word in words if not word.startswith("--config")]
-        before = files_below(folder)
+        before = read_files(folder)
         is_json = "--json" in words or variables.get("JSON", "0") not in ("", "0")
-        code, out, err = command(words, **variables)
+        code, out, err = run_command(words, **variables)
         if not {"-h", "--help"} & set(words):
-            require_told(code, out, err, is_json=is_json)
-        if code and (changed := {key for key, old in before.items() if files_below(folder).get(key) != old}):
-            raise Wrong(f"refused, and it changed {changed}")
-        if code and (more := files_below(folder).keys() - before.keys()):
-            raise Wrong(f"refused, and it wrote {sorted(more)}")
+            require_consistent_exit(code, out, err, is_json=is_json)
+        if code and (changed := {key for key, old in before.items() if read_files(folder).get(key) != old}):
+            raise FuzzFailure(f"refused, and it changed {changed}")
+        if code and (more := read_files(folder).keys() - before.keys()):
+            raise FuzzFailure(f"refused, and it wrote {sorted(more)}")
         return code == 0
 
-    with own_surroundings():
+    with isolated_environment():
         yield judge
 
 
@@ -117,7 +117,7 @@ def _is_read(words: list[str], variables: dict[str, str]) -> bool:
         read_request(words, {**os.environ, **variables})
     except SftPlayError as error:
         if not str(error).strip():
-            raise Wrong("refused without a word") from error
+            raise FuzzFailure("refused without a word") from error
         return False
     except SystemExit:  # --help
         return True

@@ -15,9 +15,9 @@ from benchmarks.gpu_selftest.checks import (
     nf4_problems,
     varlen_problems,
 )
-from benchmarks.gpu_selftest.material import LARGE
+from benchmarks.gpu_selftest.material import LARGE_MODEL
 from benchmarks.gpu_selftest.part import Part
-from benchmarks.gpu_selftest.trials import Bench, run
+from benchmarks.gpu_selftest.trials import TrialBench, run_module
 from sft_play.facts import compiler
 from sft_play.facts.gpus import unusable_accelerators
 from sft_play.facts.hardware import Hardware
@@ -48,7 +48,7 @@ def device(hardware: Hardware) -> Part:
     )
 
 
-def toolchain(_: Bench) -> Part:
+def toolchain(_: TrialBench) -> Part:
     """A C compiler and Python's headers, which Triton needs."""
     name, there = f"{PREFIX}compiler", compiler.find_toolchain(os.environ)
     measured = {"compiler": there.compiler, "failed": there.compile_error, "triton": there.has_triton, "built": there.has_built_module}
@@ -62,7 +62,7 @@ def toolchain(_: Bench) -> Part:
     return Part(name, "pass", f"{there.compiler} compiles against {there.headers}", measured=measured)
 
 
-def triton(bench: Bench) -> Part:
+def triton(bench: TrialBench) -> Part:
     """A Triton kernel, compiled and run."""
 
     def judge(measured: dict[str, Any]) -> list[str]:
@@ -74,7 +74,7 @@ def triton(bench: Bench) -> Part:
     )
 
 
-def nf4(bench: Bench) -> Part:
+def nf4(bench: TrialBench) -> Part:
     """NF4 and back, and a layer of it."""
     return _probe(
         bench,
@@ -84,7 +84,7 @@ def nf4(bench: Bench) -> Part:
     )
 
 
-def nvml(bench: Bench) -> Part:
+def nvml(bench: TrialBench) -> Part:
     """The driver's count of free memory, which a plan reads, against CUDA's."""
 
     def words(measured: dict[str, int]) -> str:
@@ -100,7 +100,7 @@ def nvml(bench: Bench) -> Part:
     )
 
 
-def attention(bench: Bench, hardware: Hardware) -> Part:
+def attention(bench: TrialBench, hardware: Hardware) -> Part:
     """Which kernel runs, for mask x grouped heads x dtype, compared with what the plan counts on."""
     predicted = kernels_of(hardware) if bench.on_gpu else {}
 
@@ -116,7 +116,7 @@ def attention(bench: Bench, hardware: Hardware) -> Part:
     return _probe(bench, "attention", judge, words=words, predicted=dict(predicted) or None)
 
 
-def varlen(bench: Bench) -> Part:
+def varlen(bench: TrialBench) -> Part:
     """Attention by the boundaries of packs, against one chat at a time."""
 
     def words(measured: dict[str, Any]) -> str:
@@ -132,7 +132,7 @@ def varlen(bench: Bench) -> Part:
 
 def kernels_of(hardware: Hardware) -> dict[str, str]:
     """The kernel that the plan counts on, by case, on the first GPU."""
-    shape, capability = load_model_shape(LARGE), hardware.gpus[0].capability
+    shape, capability = load_model_shape(LARGE_MODEL), hardware.gpus[0].capability
     preferred = prefers_cudnn(capability, cuda_libraries(), is_amd=hardware.gpus[0].is_amd)
     kernels = {}
     for dtype in ("bf16", "fp16", "fp32"):
@@ -149,7 +149,7 @@ def kernels_of(hardware: Hardware) -> dict[str, str]:
 
 
 def _probe(
-    bench: Bench,
+    bench: TrialBench,
     name: str,
     judge: Callable[[Any], list[str]],
     *,
@@ -159,7 +159,7 @@ def _probe(
     """Run a probe in its own process, and check its result."""
     out, log = bench.folder / f"{name}.json", bench.logs / f"environment-{name}.log"
     out.unlink(missing_ok=True)
-    ended = run(["benchmarks.gpu_selftest.probes", name, str(out)], log, bench)
+    ended = run_module(["benchmarks.gpu_selftest.probes", name, str(out)], log, bench)
     part = f"{PREFIX}{name}"
     kept: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
     if ended.code != 0 or not out.is_file():

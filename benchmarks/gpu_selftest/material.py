@@ -10,15 +10,15 @@ from pathlib import Path
 from benchmarks import starter_language as language
 from sft_play.facts.models.architecture import KNOWN_MODELS
 
-LARGE = "Qwen/Qwen2.5-0.5B"
+LARGE_MODEL = "Qwen/Qwen2.5-0.5B"
 """The model's shape on a GPU."""
-SEED = 11
-KINDS = ("packed", "equal", "unequal")
+MATERIAL_SEED = 11
+ROW_KINDS = ("packed", "equal", "unequal")
 HELD_OUT_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Size:
+class TrialSize:
     """Tokens of a row, rows of a micro-batch, micro-batches and optimizer steps of a trial."""
 
     seq_len: int
@@ -32,11 +32,11 @@ class Size:
         return self.micro_batch * self.grad_accum
 
 
-ON_GPU = Size(seq_len=512, micro_batch=4, grad_accum=2)
-ON_CPU = Size(seq_len=128, micro_batch=2, grad_accum=2)
+GPU_SIZE = TrialSize(seq_len=512, micro_batch=4, grad_accum=2)
+CPU_SIZE = TrialSize(seq_len=128, micro_batch=2, grad_accum=2)
 
 
-def write_model(folder: Path, *, large: bool) -> None:
+def write_trial_model(folder: Path, *, large: bool) -> None:
     """Tokenizer and random weights in bf16: Qwen2.5-0.5B's shape if `large`, else one of 0.4 million."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -45,9 +45,9 @@ def write_model(folder: Path, *, large: bool) -> None:
     from benchmarks.starter_base import make_tokenizer
 
     transformers_logging.disable_progress_bar()
-    tokenizer = make_tokenizer(language.corpus_documents(seed=SEED)[:200])
+    tokenizer = make_tokenizer(language.corpus_documents(seed=MATERIAL_SEED)[:200])
     tokenizer.save_pretrained(folder)
-    shape = dict(KNOWN_MODELS[LARGE].config)
+    shape = dict(KNOWN_MODELS[LARGE_MODEL].config)
     if not large:
         shape |= {
             "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -55,16 +55,16 @@ def write_model(folder: Path, *, large: bool) -> None:
         }  # fmt: skip
     shape |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    torch.manual_seed(SEED)
+    torch.manual_seed(MATERIAL_SEED)
     with torch.device("cuda" if large else "cpu"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     model.save_pretrained(folder)
 
 
-def write_rows(folder: Path, size: Size, *, largest_batch: int = 0) -> None:
+def write_trial_rows(folder: Path, size: TrialSize, *, largest_batch: int = 0) -> None:
     """Rows of every kind for `size`, held-out rows, and `largest_batch` full ones for a step that cannot fit."""
-    draw = random.Random(SEED)
-    words = [word for word in " ".join(language.corpus_documents(seed=SEED)[:50]).split() if word.isalpha()]
+    draw = random.Random(MATERIAL_SEED)
+    words = [word for word in " ".join(language.corpus_documents(seed=MATERIAL_SEED)[:50]).split() if word.isalpha()]
     needed, full = size.effective_batch * size.steps, 2 * size.seq_len  # a word is a token and more: cut to the length
 
     def rows(count: int, least: int, most: int) -> list[dict[str, object]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_selftest.checks import FREE_APART, out_of_memory_problems
-from benchmarks.gpu_selftest.material import write_rows
+from benchmarks.gpu_selftest.material import write_trial_rows
 from benchmarks.gpu_selftest.part import Part
-from benchmarks.gpu_selftest.trials import Bench, micro_batch_that_cannot_fit, planned, train
+from benchmarks.gpu_selftest.trials import TrialBench, find_oversized_micro_batch, plan_run, train_run
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.planner.plan import Plan
 
@@ -18,7 +18,7 @@ SETTLES_S = 10.0
 """A driver reclaims the memory of a process a moment after it ends."""
 
 
-def make(bench: Bench, hardware: Hardware) -> Part:
+def make(bench: TrialBench, hardware: Hardware) -> Part:
     """Give a run a micro-batch that its plan says cannot fit, let it run out of memory, and compare its message with
     the figures of the plan and the driver."""
     if hardware.pages:
@@ -27,16 +27,16 @@ def make(bench: Bench, hardware: Hardware) -> Part:
     plans: dict[int, Plan] = {}
 
     def required(micro: int) -> int:
-        plans[micro] = planned(_config(bench, micro))
+        plans[micro] = plan_run(_config(bench, micro))
         return plans[micro].memory.required
 
-    micro = micro_batch_that_cannot_fit(required, hardware.gpus[0].total_bytes)
+    micro = find_oversized_micro_batch(required, hardware.gpus[0].total_bytes)
     if micro is None:
         return Part(NAME, "skipped", "no micro-batch up to 4,096 needs more than this GPU has")
-    write_rows(bench.folder, bench.size, largest_batch=micro)
+    write_trial_rows(bench.folder, bench.size, largest_batch=micro)
     free_before = _free()
     log = bench.logs / f"{NAME}.log"
-    ended = train(bench, _config(bench, micro), log)
+    ended = train_run(bench, _config(bench, micro), log)
     free_after = _settled(free_before)
     plan = plans[micro]
     predicted: dict[str, Any] = {"required": plan.memory.required, "budget": plan.budget_bytes, "micro_batch": micro}
@@ -52,7 +52,7 @@ def make(bench: Bench, hardware: Hardware) -> Part:
     return Part(NAME, "fail" if problems else "pass", "; ".join(problems) or words, predicted, measured, **kept)
 
 
-def _config(bench: Bench, micro: int) -> Path:
+def _config(bench: TrialBench, micro: int) -> Path:
     return bench.config(
         "full",
         NAME,

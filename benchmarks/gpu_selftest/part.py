@@ -14,8 +14,8 @@ from sft_play.log import escape_control, one_line
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.manifest import installed_versions
 
-Status = Literal["pass", "fail", "skipped"]
-LATER = "out of time; make gpu-selftest with the same OUT continues it"
+PartStatus = Literal["pass", "fail", "skipped"]
+DEFERRED_REASON = "out of time; make gpu-selftest with the same OUT continues it"
 """The reason of a part that a later start of the same self-test runs."""
 
 
@@ -25,7 +25,7 @@ class Part:
     log."""
 
     name: str
-    status: Status
+    status: PartStatus
     reason: str
     predicted: dict[str, Any] | None = None
     measured: dict[str, Any] | None = None
@@ -35,11 +35,11 @@ class Part:
     @property
     def is_open(self) -> bool:
         """Whether a later start of the same self-test runs it."""
-        return self.status == "skipped" and self.reason == LATER
+        return self.status == "skipped" and self.reason == DEFERRED_REASON
 
 
 @dataclass
-class Book:
+class SelftestRecord:
     """All parts of a self-test by name, in the file that they are written to after each."""
 
     path: Path
@@ -60,14 +60,14 @@ class Book:
         return self.path.with_name(f"{self.path.stem}.txt")
 
     @property
-    def failed(self) -> list[Part]:
+    def failed_parts(self) -> list[Part]:
         """The parts that failed."""
         return [part for part in self.parts.values() if part.status == "fail"]
 
     @property
     def ok(self) -> bool:
         """Whether parts were run, and none failed."""
-        return not self.failed and any(part.status == "pass" for part in self.parts.values())
+        return not self.failed_parts and any(part.status == "pass" for part in self.parts.values())
 
     def add(self, part: Part) -> None:
         """Keep a part and write the file."""
@@ -97,33 +97,33 @@ class Book:
         write_text(self.page, "\n".join(lines) + "\n")
 
 
-def open_book(path: Path, machine: Mapping[str, Any]) -> Book:
+def open_record(path: Path, machine: Mapping[str, Any]) -> SelftestRecord:
     """The record at `path`: that of an earlier start on this machine that was interrupted, else a new one, written.
 
     Raises:
         ConfigError: the file is another's, or cannot be written.
     """
-    book = Book(path, dict(machine))
+    record = SelftestRecord(path, dict(machine))
     if path.exists() and not path.is_file():
-        what = "a folder" if path.is_dir() else "not a regular file"
-        raise ConfigError(f"OUT={one_line(str(path))} is {what}; name a file, such as OUT=selftest.json")
+        path_kind = "a folder" if path.is_dir() else "not a regular file"
+        raise ConfigError(f"OUT={one_line(str(path))} is {path_kind}; name a file, such as OUT=selftest.json")
     if path.exists():
-        earlier = _earlier(path)
-        same = _who(earlier["machine"]) == _who(book.machine) and earlier["versions"] == book.versions
-        if same and not earlier.get("finished"):
+        earlier = _read_earlier_record(path)
+        is_same_machine = _machine_identity(earlier["machine"]) == _machine_identity(record.machine) and earlier["versions"] == record.versions
+        if is_same_machine and not earlier.get("finished"):
             parts = [Part(**part) for part in earlier["parts"]]
-            book.parts = {part.name: part for part in parts if part.status != "skipped"}  # those are tried again
-    book.write()
+            record.parts = {part.name: part for part in parts if part.status != "skipped"}  # those are tried again
+    record.write()
     try:
-        book.logs.mkdir(exist_ok=True)
+        record.logs.mkdir(exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{one_line(str(book.logs))}, for the logs beside OUT=, cannot be created: "
+        raise ConfigError(f"{one_line(str(record.logs))}, for the logs beside OUT=, cannot be created: "
                           f"{error.strerror}") \
             from None  # fmt: skip
-    return book
+    return record
 
 
-def _earlier(path: Path) -> dict[str, Any]:
+def _read_earlier_record(path: Path) -> dict[str, Any]:
     """What an earlier self-test has written; raises ConfigError for anything else."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -136,6 +136,6 @@ def _earlier(path: Path) -> dict[str, Any]:
     )
 
 
-def _who(machine: Mapping[str, Any]) -> list[Any]:
+def _machine_identity(machine: Mapping[str, Any]) -> list[Any]:
     """What identifies a machine: names, not the memory that is free now."""
     return [[gpu["name"] for gpu in machine["gpus"]], machine["cpu_name"], machine["cpu_cores"]]

@@ -217,9 +217,9 @@ def main(words: Sequence[str]) -> int:
     watch_parent()
     name, out = words
     if name == "model":
-        from benchmarks.gpu_selftest.material import write_model
+        from benchmarks.gpu_selftest.material import write_trial_model
 
-        write_model(Path(out), large=torch.cuda.is_available())
+        write_trial_model(Path(out), large=torch.cuda.is_available())
         return 0
     Path(out).write_text(json.dumps(PROBES[name]()), encoding="utf-8")
     return 0

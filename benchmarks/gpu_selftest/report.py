@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu_selftest.part import LATER, Book, Part
+from benchmarks.gpu_selftest.part import DEFERRED_REASON, SelftestRecord, Part
 from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.log import one_line
 
@@ -14,7 +14,7 @@ def line_of(part: Part) -> str:
     return f"{WORDS[part.status]}  {part.name:<34} {one_line(part.reason, limit=400)}"
 
 
-def page_lines(book: Book) -> list[str]:
+def page_lines(book: SelftestRecord) -> list[str]:
     """The text report."""
     gpus = [gpu["name"] for gpu in book.machine["gpus"]]
     machine = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"
@@ -26,14 +26,14 @@ def page_lines(book: Book) -> list[str]:
             *result_lines(book)]  # fmt: skip
 
 
-def result_lines(book: Book) -> list[str]:
+def result_lines(book: SelftestRecord) -> list[str]:
     """The summary, and what to report."""
     count = {status: sum(part.status == status for part in book.parts.values()) for status in WORDS}
     took = f"{book.seconds / 60:.1f} min"
     lines = [f"{count['pass']} parts pass, {count['fail']} fail, {count['skipped']} are left out ({took}); {book.path}"]
-    if any(part.reason == LATER for part in book.parts.values()):
+    if any(part.reason == DEFERRED_REASON for part in book.parts.values()):
         lines.append(f"The same command with OUT={book.path} continues with what there was no time for")
-    if book.failed:
+    if book.failed_parts:
         lines.append(
             f"Report each part that fails in the project's issue tracker, with {book.path.name}, {book.page.name} and "
             "its log:"
@@ -41,5 +41,5 @@ def result_lines(book: Book) -> list[str]:
         gpus = book.machine["gpus"]
         device = gpus[0]["name"] if gpus else "the CPU"
         lines += [f"  gpu-selftest: {part.name} fails on {device} ({part.log or 'no log'})"
-                  for part in book.failed]  # fmt: skip
+                  for part in book.failed_parts]  # fmt: skip
     return lines

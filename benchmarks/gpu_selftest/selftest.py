@@ -20,10 +20,10 @@ from pathlib import Path
 
 from benchmarks.gpu_selftest import environment, out_of_memory, several, trials
 from benchmarks.gpu_selftest.checks import update_problems
-from benchmarks.gpu_selftest.material import write_rows
-from benchmarks.gpu_selftest.part import LATER, Book, Part, open_book
+from benchmarks.gpu_selftest.material import write_trial_rows
+from benchmarks.gpu_selftest.part import DEFERRED_REASON, SelftestRecord, Part, open_record
 from benchmarks.gpu_selftest.report import line_of, page_lines
-from benchmarks.gpu_selftest.trials import MODES, Bench, Trial
+from benchmarks.gpu_selftest.trials import MODES, TrialBench, Trial
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.log import one_line, redact
 from sft_play.planner import calibration
@@ -59,7 +59,7 @@ def selftest(
     minutes: float | None = None,
     only: Callable[[str], bool] = lambda name: True,
     progress: Callable[[str], None] = logger.info,
-) -> Book:
+) -> SelftestRecord:
     """Run every part that has not been run yet, and write them to `out` with a text report beside it.
 
     Args:
@@ -71,7 +71,7 @@ def selftest(
     """
     began = time.monotonic()
     hardware = detect_hardware()
-    book = open_book((out or OUT).expanduser(), hardware.as_json())
+    book = open_record((out or OUT).expanduser(), hardware.as_json())
     if book.parts:
         progress(f"{book.path} holds {len(book.parts)} parts of an interrupted self-test: continuing it")
     with signals.StopSignals(signals.raise_interrupt), _bench(book, hardware) as bench:
@@ -95,19 +95,19 @@ def selftest(
 
 
 @contextmanager
-def _bench(book: Book, hardware: Hardware) -> Iterator[Bench]:
+def _bench(book: SelftestRecord, hardware: Hardware) -> Iterator[TrialBench]:
     """A folder for the trials, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="sft-play-selftest-"))
     try:
-        yield Bench(folder, book.logs.resolve(), on_gpu=bool(hardware.gpus))
+        yield TrialBench(folder, book.logs.resolve(), on_gpu=bool(hardware.gpus))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _steps(bench: Bench, hardware: Hardware, book: Book) -> list[Step]:
+def _steps(bench: TrialBench, hardware: Hardware, book: SelftestRecord) -> list[Step]:
     """Every part that runs alone: first what the others depend on, then the trials that cover every pair of
     settings."""
-    torch, core = ("torch",), trials.core()
+    torch, core = ("torch",), trials.core_trials()
 
     @functools.cache  # once, also where it fails
     def problem() -> str | None:
@@ -123,13 +123,13 @@ def _steps(bench: Bench, hardware: Hardware, book: Book) -> list[Step]:
         return run
 
     def trial(one: Trial) -> Step:
-        make = with_material(lambda: _calibrating(trials.make(one, bench), one, bench))
+        make = with_material(lambda: _calibrating(trials.run_trial(one, bench), one, bench))
         return Step(one.name, make, packages=TRAINING, waits=one not in core, later=one not in core or not bench.on_gpu)
 
     def of_several(name: str, make: Callable[[], Part], *, gpus: int = 0) -> Step:
         return Step(f"{several.PREFIX}{name}", make, gpus=gpus, packages=torch if name == "all-reduce" else TRAINING)
 
-    every = [trial(one) for one in trials.trials()]
+    every = [trial(one) for one in trials.all_trials()]
     first = [step for step in every if not step.waits]
     return [
         Step(f"{environment.PREFIX}device", lambda: environment.device(hardware)),
@@ -153,13 +153,13 @@ def _steps(bench: Bench, hardware: Hardware, book: Book) -> list[Step]:
     ]  # fmt: skip
 
 
-def _make_material(bench: Bench) -> str | None:
+def _make_material(bench: TrialBench) -> str | None:
     """Create the model and the rows; returns why the model cannot be created, else None."""
     log = bench.logs / "model.log"
-    ended = trials.run(["benchmarks.gpu_selftest.probes", "model", str(bench.folder / "model")], log, bench)
+    ended = trials.run_module(["benchmarks.gpu_selftest.probes", "model", str(bench.folder / "model")], log, bench)
     if ended.code != 0:
         return f"the trials' model cannot be built: {ended.words}, log {log}"
-    write_rows(bench.folder, bench.size)
+    write_trial_rows(bench.folder, bench.size)
     return None
 
 
@@ -193,11 +193,11 @@ def _left_out(step: Step, hardware: Hardware, elapsed_s: float, *, minutes: floa
     if missing:
         return f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed (make setup)"
     if minutes is not None:
-        return LATER if elapsed_s > 60 * minutes else None
-    return LATER if step.later and elapsed_s > TIME_S["cuda" if hardware.gpus else "cpu"] else None
+        return DEFERRED_REASON if elapsed_s > 60 * minutes else None
+    return DEFERRED_REASON if step.later and elapsed_s > TIME_S["cuda" if hardware.gpus else "cpu"] else None
 
 
-def _calibrating(part: Part, trial: Trial, bench: Bench) -> Part:
+def _calibrating(part: Part, trial: Trial, bench: TrialBench) -> Part:
     """Record the speed of a trial on a GPU for later plans: of full rows, as a plan assumes them. On a CPU the model is
     too small to say anything about others."""
     if bench.on_gpu and trial.rows != "unequal" and part.measured:
@@ -208,11 +208,11 @@ def _calibrating(part: Part, trial: Trial, bench: Bench) -> Part:
     return part
 
 
-def _drawn(book: Book, hardware: Hardware) -> list[Part]:
+def _drawn(book: SelftestRecord, hardware: Hardware) -> list[Part]:
     """Parts derived from the trials: loading and saving, dtypes and what moves, the rates that plans learn."""
     parts = list(book.parts.values())
     return [
-        *trials.moments(parts, load_margin=LOAD_MARGIN, margin_bytes=MARGIN_BYTES),
+        *trials.moment_parts(parts, load_margin=LOAD_MARGIN, margin_bytes=MARGIN_BYTES),
         *(_updates(mode, parts) for mode in MODES),
         _calibration(parts, hardware),
     ]

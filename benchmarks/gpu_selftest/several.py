@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.gpu_selftest.checks import loss_problems, speed_problems
 from benchmarks.gpu_selftest.part import Part
-from benchmarks.gpu_selftest.trials import Bench, Ended, judged, run, train
+from benchmarks.gpu_selftest.trials import TrialBench, ProcessResult, judge_run_folder, run_module, train_run
 from sft_play.config.load import load_config
 from sft_play.diagnose import ranks, surroundings
 from sft_play.facts.hardware import Hardware
@@ -46,7 +46,7 @@ def _words(hardware: Hardware) -> list[str]:
     return ["--nproc", str(together(hardware).ranks)]
 
 
-def all_reduce(bench: Bench, hardware: Hardware) -> Part:
+def all_reduce(bench: TrialBench, hardware: Hardware) -> Part:
     """The doctor's all-reduce over every rank, and its bandwidth against the plan's figure."""
     name, machine, options = f"{PREFIX}all-reduce", together(hardware), _spread(hardware)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"} if not hardware.gpus else os.environ
@@ -76,12 +76,12 @@ def all_reduce(bench: Bench, hardware: Hardware) -> Part:
     )
 
 
-def verify_layouts(bench: Bench, hardware: Hardware) -> Part:
+def verify_layouts(bench: TrialBench, hardware: Hardware) -> Part:
     """`make verify-layouts` in bf16: DDP and FSDP2 against one process, LoRA, QLoRA and full."""
     name, out, log = f"{PREFIX}verify-layouts", bench.folder / "layouts.json", bench.logs / "verify-layouts.log"
     out.unlink(missing_ok=True)
     words = ["sft_play", "verify-layouts", "train.bf16=true", "--layouts", LAYOUTS, "--out", str(out)]
-    ended = run(words, log, bench, limit_s=VERIFY_S)
+    ended = run_module(words, log, bench, limit_s=VERIFY_S)
     kept: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
     if not out.is_file():
         return Part(name, "fail", ended.words, **kept)
@@ -95,16 +95,16 @@ def verify_layouts(bench: Bench, hardware: Hardware) -> Part:
     return Part(name, "fail" if problems else "pass", "; ".join(problems) or agreed, None, {"rows": rows}, **kept)
 
 
-def fsdp_qlora(bench: Bench, hardware: Hardware) -> Part:
+def fsdp_qlora(bench: TrialBench, hardware: Hardware) -> Part:
     """QLoRA under FSDP2: predicted against measured, per device."""
     bench.clean()
     ended = _start(bench, hardware, "whole", bench.logs / "fsdp-qlora.log")
-    part = judged(f"{PREFIX}fsdp-qlora", bench.run_folder.with_name("whole"), ended, rows="unequal")
+    part = judge_run_folder(f"{PREFIX}fsdp-qlora", bench.run_folder.with_name("whole"), ended, rows="unequal")
     losses = _losses(bench.run_folder.with_name("whole"))
     return dataclasses.replace(part, measured={**part.measured, "losses": losses}) if part.measured else part
 
 
-def resume(bench: Bench, hardware: Hardware, whole: Part | None) -> Part:
+def resume(bench: TrialBench, hardware: Hardware, whole: Part | None) -> Part:
     """The same run stopped halfway and resumed: the same losses as the unbroken one's."""
     name, log = f"{PREFIX}resume", bench.logs / "resume.log"
     if whole is None or not whole.measured:
@@ -113,7 +113,7 @@ def resume(bench: Bench, hardware: Hardware, whole: Part | None) -> Part:
     ended = _start(bench, hardware, "stopped", log, stop)
     if ended.code != 0:
         return Part(name, "fail", ended.words, seconds=round(ended.seconds, 1), log=str(log))
-    again = train(bench, _config(bench, hardware), log, "output.name=stopped", command="resume")
+    again = train_run(bench, _config(bench, hardware), log, "output.name=stopped", command="resume")
     kept: dict[str, Any] = {"seconds": round(ended.seconds + again.seconds, 1), "log": str(log)}
     if again.code != 0:
         return Part(name, "fail", again.words, **kept)
@@ -124,7 +124,7 @@ def resume(bench: Bench, hardware: Hardware, whole: Part | None) -> Part:
                 {"losses": losses}, **kept)  # fmt: skip
 
 
-def _config(bench: Bench, hardware: Hardware) -> Path:
+def _config(bench: TrialBench, hardware: Hardware) -> Path:
     count = together(hardware).ranks
     return bench.config(
         "qlora",
@@ -134,10 +134,10 @@ def _config(bench: Bench, hardware: Hardware) -> Path:
     )
 
 
-def _start(bench: Bench, hardware: Hardware, name: str, log: Path, *more: str) -> Ended:
+def _start(bench: TrialBench, hardware: Hardware, name: str, log: Path, *more: str) -> ProcessResult:
     config = _config(bench, hardware)
     words = ["sft_play", "train-distributed", "--config", str(config), "--strategy", "fsdp", *_words(hardware)]
-    return run([*words, f"output.name={name}", *more], log, bench, limit_s=RUN_S)
+    return run_module([*words, f"output.name={name}", *more], log, bench, limit_s=RUN_S)
 
 
 def _losses(folder: Path) -> list[float]:

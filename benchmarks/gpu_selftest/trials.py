@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_selftest.checks import Peak, moment_problems, peak_problems, speed_problems
-from benchmarks.gpu_selftest.material import KINDS, ON_CPU, ON_GPU, Size
+from benchmarks.gpu_selftest.material import ROW_KINDS, CPU_SIZE, GPU_SIZE, TrialSize
 from benchmarks.gpu_selftest.part import Part
 from sft_play.config.load import load_config
 from sft_play.facts.gpus.unusable_accelerators import VISIBILITY_VARIABLES
@@ -29,12 +29,12 @@ from sft_play.process.signals import child_environment
 from sft_play.starting.plan_run import has_eval, load_run_model_shape
 
 MODES = ("qlora", "lora", "full")
-JUDGED = ("evaluate", "generate")
-LIMIT_S = 300.0
+EVALUATIONS = ("evaluate", "generate")
+TRIAL_TIMEOUT_S = 300.0
 """A trial that takes longer hangs: on one H100 they are estimated at 15 to 25 s, most of it imports and loading."""
-MOMENTS = {"save": "saving", "evaluate": "evaluation"}
+MEASURED_MOMENTS = {"save": "saving", "evaluate": "evaluation"}
 """What is measured apart from the training."""
-WARM_UP = 3
+WARM_UP_STEPS = 3
 """Steps whose speed does not count."""
 ANSWER_TOKENS = {"cuda": 32, "cpu": 8}
 
@@ -55,23 +55,23 @@ class Trial:
         return f"train/{self.mode}/{how}/{self.rows}/{self.judged}"
 
 
-def trials() -> list[Trial]:
+def all_trials() -> list[Trial]:
     """All 36, first those that together cover every pair of settings (an orthogonal array of nine)."""
-    every = [Trial(*cell) for cell in itertools.product(MODES, (True, False), KINDS, JUDGED)]
-    first = core()
+    every = [Trial(*cell) for cell in itertools.product(MODES, (True, False), ROW_KINDS, EVALUATIONS)]
+    first = core_trials()
     return [*first, *(trial for trial in every if trial not in first)]
 
 
-def core() -> list[Trial]:
+def core_trials() -> list[Trial]:
     """Nine trials in which every pair of two settings' values occurs; every mode and kind of rows in three in a row."""
     checkpointing = {0: (True, True, False), 1: (True, False, True), 2: (False, True, True)}
     judged = {0: (0, 1, 1), 1: (1, 1, 0), 2: (0, 0, 1)}
-    cells = [(m, (m + shift) % len(KINDS)) for shift in range(len(KINDS)) for m in range(len(MODES))]
-    return [Trial(MODES[m], checkpointing[m][k], KINDS[k], JUDGED[judged[m][k]]) for m, k in cells]
+    cells = [(m, (m + shift) % len(ROW_KINDS)) for shift in range(len(ROW_KINDS)) for m in range(len(MODES))]
+    return [Trial(MODES[m], checkpointing[m][k], ROW_KINDS[k], EVALUATIONS[judged[m][k]]) for m, k in cells]
 
 
 @dataclass(frozen=True)
-class Bench:
+class TrialBench:
     """Where trials run: a folder with the model and the rows, the logs beside the result, the device."""
 
     folder: Path
@@ -79,9 +79,9 @@ class Bench:
     on_gpu: bool
 
     @property
-    def size(self) -> Size:
+    def size(self) -> TrialSize:
         """The size of a trial on this device."""
-        return ON_GPU if self.on_gpu else ON_CPU
+        return GPU_SIZE if self.on_gpu else CPU_SIZE
 
     @property
     def cache(self) -> Path:
@@ -141,7 +141,7 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessResult:
     """How a process ended: its exit code (None: it exceeded its time), its output, its log, its seconds."""
 
     code: int | None
@@ -159,7 +159,7 @@ class Ended:
         return one_line(redact(f"{last} ({how})"), limit=1200)
 
 
-def run(words: Sequence[str], log: Path, bench: Bench, *, limit_s: float = LIMIT_S) -> Ended:
+def run_module(words: Sequence[str], log: Path, bench: TrialBench, *, limit_s: float = TRIAL_TIMEOUT_S) -> ProcessResult:
     """Run `python -m WORDS` to its end, its output in `log`; whatever it started ends with it."""
     environment = child_environment(independent_environment(os.environ))
     environment |= {"SFT_PLAY_CACHE": str(bench.cache), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -187,32 +187,32 @@ def run(words: Sequence[str], log: Path, bench: Bench, *, limit_s: float = LIMIT
     with log.open("rb") as source:
         source.seek(start)
         text = source.read().decode("utf-8", "replace")
-    return Ended(code, text, log, time.monotonic() - began)
+    return ProcessResult(code, text, log, time.monotonic() - began)
 
 
-def train(bench: Bench, config: Path, log: Path, *words: str, command: str = "train") -> Ended:
+def train_run(bench: TrialBench, config: Path, log: Path, *words: str, command: str = "train") -> ProcessResult:
     """One run of a run YAML."""
-    return run(["sft_play", command, "--config", str(config), *words], log, bench)
+    return run_module(["sft_play", command, "--config", str(config), *words], log, bench)
 
 
-def make(trial: Trial, bench: Bench) -> Part:
+def run_trial(trial: Trial, bench: TrialBench) -> Part:
     """Run a trial and check its peak and its speed; one that does not fit by its plan is skipped."""
     bench.clean()
     config = bench.of(trial)
-    plan = planned(config) if bench.on_gpu else None
+    plan = plan_run(config) if bench.on_gpu else None
     if plan is not None and not plan.fits:
         return Part(trial.name, "skipped", f"the plan says that it {plan.choice.verdict}")
     log = bench.logs / f"{trial.name.removeprefix('train/').replace('/', '-')}.log"
-    return judged(trial.name, bench.run_folder, train(bench, config, log), rows=trial.rows)
+    return judge_run_folder(trial.name, bench.run_folder, train_run(bench, config, log), rows=trial.rows)
 
 
-def planned(config: Path) -> Plan:
+def plan_run(config: Path) -> Plan:
     """The plan of a run YAML on the first GPU, without earlier runs."""
     read = load_config(config).config
     return make_plan(PlanRequest(read, load_run_model_shape(read), detect_hardware().limit_gpus(1), allowed_layouts=("single",), has_eval=has_eval(read)))
 
 
-def judged(name: str, folder: Path, ended: Ended, *, rows: str) -> Part:
+def judge_run_folder(name: str, folder: Path, ended: ProcessResult, *, rows: str) -> Part:
     """The part that a run yields, from its plan and its summary."""
     common: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(ended.log)}
     if ended.code != 0 or not (folder / "summary.json").is_file():
@@ -220,7 +220,7 @@ def judged(name: str, folder: Path, ended: Ended, *, rows: str) -> Part:
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     predicted, measured = _predicted(plan), _measured(summary) | {"tokens_per_s": steady_speed(folder)}
-    problems = problems_of(predicted, measured, rows=rows)
+    problems = find_problems(predicted, measured, rows=rows)
     return Part(name, "fail" if problems else "pass", "; ".join(problems) or _words(predicted, measured),
                 predicted, measured, **common)  # fmt: skip
 
@@ -232,7 +232,7 @@ def _predicted(plan: dict[str, Any]) -> dict[str, Any]:
         "allocated": allocated,
         "reserved": reserved,
         **{name: peak[name] for name in ("margin", "load")},
-        **{name: peak["moments"].get(moment) for name, moment in MOMENTS.items()},
+        **{name: peak["moments"].get(moment) for name, moment in MEASURED_MOMENTS.items()},
         "tokens_per_s": plan["tokens_per_s"],
         "confirmed_by_trace": plan["confirmed_by_trace"],
         "precision": plan["precision"]["compute"],
@@ -249,7 +249,7 @@ def _measured(summary: dict[str, Any]) -> dict[str, Any]:
         "allocated": peak["measured_allocated"],
         "reserved": peak["measured_reserved"] if "measured_rss" not in peak else peak["measured_rss"],
         "load": by_moment.get("loading", {}).get("measured_allocated"),
-        **{name: by_moment.get(moment, {}).get("measured_allocated") for name, moment in MOMENTS.items()},
+        **{name: by_moment.get(moment, {}).get("measured_allocated") for name, moment in MEASURED_MOMENTS.items()},
         "updates": summary["updates"],
         "evaluations": len(summary["evaluations"]),
     }
@@ -260,10 +260,10 @@ def steady_speed(folder: Path) -> float:
     start."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [line for line in map(json.loads, lines) if "tokens_per_s" in line]
-    return float(statistics.median(line["tokens_per_s"] for line in steps[WARM_UP:] or steps))
+    return float(statistics.median(line["tokens_per_s"] for line in steps[WARM_UP_STEPS:] or steps))
 
 
-def problems_of(predicted: dict[str, Any], measured: dict[str, Any], *, rows: str) -> list[str]:
+def find_problems(predicted: dict[str, Any], measured: dict[str, Any], *, rows: str) -> list[str]:
     """What is wrong with a run of rows of a kind: its peak and, where the device's rates are known and the rows are
     full, as a plan assumes them, its speed."""
     full = rows != "unequal"
@@ -288,10 +288,10 @@ def _words(predicted: dict[str, Any], measured: dict[str, Any]) -> str:
     )
 
 
-def moments(parts: Iterable[Part], *, load_margin: float, margin_bytes: int) -> list[Part]:
+def moment_parts(parts: Iterable[Part], *, load_margin: float, margin_bytes: int) -> list[Part]:
     """`load/MODE`, `save/MODE` and so on: the most that a moment besides training held in any trial of a mode."""
     parts, results = list(parts), []
-    for mode, name in itertools.product(MODES, ("load", *MOMENTS)):
+    for mode, name in itertools.product(MODES, ("load", *MEASURED_MOMENTS)):
         of_mode = [part for part in parts if part.name.startswith(f"train/{mode}/") and part.measured]
         held = [
             (part, part.predicted[name], part.measured[name])
@@ -313,7 +313,7 @@ def moments(parts: Iterable[Part], *, load_margin: float, margin_bytes: int) -> 
     return results
 
 
-def micro_batch_that_cannot_fit(required: Callable[[int], int], budget: int, *, most: int = 4096) -> int | None:
+def find_oversized_micro_batch(required: Callable[[int], int], budget: int, *, most: int = 4096) -> int | None:
     """The smallest power of two whose step needs a quarter more than `budget` bytes; None up to `most`.
 
     Args:

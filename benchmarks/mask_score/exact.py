@@ -31,7 +31,7 @@ NOTHING_ENDS = "the template writes nothing behind a turn that could end it"
 
 
 @dataclass(frozen=True)
-class Case:
+class MaskCase:
     """A conversation in which every message has words of its own; `needed` ones must be written."""
 
     name: str
@@ -42,7 +42,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Mask:
+class JudgedMask:
     """What is judged: a text, its tokens and their labels, both of shape [T]; `partial` where turns are left out."""
 
     text: str
@@ -57,7 +57,7 @@ class Renderings:
     transformers has no limits: `limited` is asked first, and what does not end there is not begun here.
     """
 
-    def __init__(self, case: Case, tokenizer: Any, limited: ChatTemplate) -> None:
+    def __init__(self, case: MaskCase, tokenizer: Any, limited: ChatTemplate) -> None:
         self._case, self._tokenizer, self._limited = case, tokenizer, limited
         self._is_endless = False
         self.why = ""
@@ -113,7 +113,7 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
         yield made
 
 
-def problem(case: Case, mask: Mask, renderings: Renderings, tokenizer: Any) -> str:
+def find_mask_problem(case: MaskCase, mask: JudgedMask, renderings: Renderings, tokenizer: Any) -> str:
     """What is wrong with a mask; empty where it is exact, NOTHING_ENDS where it is and its answers end with nothing."""
     rendered = max((text for text in renderings.written if mask.text.startswith(text)), key=len, default=None)
     if rendered is None:
@@ -161,7 +161,7 @@ class _Turn:
 class _Judge:
     """What the characters of one text say of its turns."""
 
-    def __init__(self, case: Case, text: str, rendered: str, renderings: Renderings, tokenizer: Any) -> None:
+    def __init__(self, case: MaskCase, text: str, rendered: str, renderings: Renderings, tokenizer: Any) -> None:
         self._case, self._text, self._rendered = case, text, rendered
         self._renderings, self._tokenizer = renderings, tokenizer
         self._messages = renderings.written[rendered]
@@ -182,10 +182,10 @@ class _Judge:
         start = self._start(index, own)
         if start is None or not own:
             return _Turn(index, None)
-        foreign = [at for word in self._others(index) for at in _places(self._text, word) if at >= start]
+        foreign = [at for word in self._others(index) for at in _find_word(self._text, word) if at >= start]
         limit = min(foreign, default=len(self._text))
         last = max(
-            (at + len(word) for word in own for at in _places(self._text, word) if start <= at < limit), default=0
+            (at + len(word) for word in own for at in _find_word(self._text, word) if start <= at < limit), default=0
         )
         if not last:
             return _Turn(index, start)
@@ -202,14 +202,14 @@ class _Judge:
         probed = [tail for tail in tails if tail is not None]
         going_on = probed if is_last else [*probed, behind]
         # what all of these begin with is the turn's own; where they part, the next message has begun
-        always = self._headless(_common([*going_on, *([] if alone is None else [alone])]))
+        always = self._headless(_common_prefix([*going_on, *([] if alone is None else [alone])]))
         spoken = self._text[start:last]
         ends = self._ends_in(always, spoken)
         if not ends and alone is not None and self._ends_in(self._headless(alone), spoken):
             # it is closed only at the end of a conversation, or by a message of another role: those are asked as well
             others = [{**self._more(index)[0], "role": role} for role in ("assistant", "system")]
             varied = [self._tail([*turn, more], word, NEXT_WORD) for more in others]
-            history = _common([*going_on, *(tail for tail in varied if tail is not None)])
+            history = _common_prefix([*going_on, *(tail for tail in varied if tail is not None)])
             ends = self._ends_in(self._headless(alone if is_last else history), spoken)
         elif not ends and self._answer_end and self._messages[index].get("tool_calls") and self._answer_end in behind:
             # a call may be written otherwise as history (with its id): what ends an answer ends it
@@ -271,7 +271,7 @@ class _Judge:
     def _parted(self, index: int, prompt: str, own: Sequence[str]) -> int | None:
         """Where a turn begins whose prompt goes on otherwise: behind what prompt and text have in common behind the
         last word before the turn."""
-        firsts = [at for word in own for at in _places(self._text, word)]
+        firsts = [at for word in own for at in _find_word(self._text, word)]
         word = max(self._case.words[index - 1], key=prompt.rfind)
         last = self._text.rfind(word, 0, min(firsts, default=0))
         if last < 0 or word not in prompt:
@@ -281,11 +281,11 @@ class _Judge:
         given = self._given(tail, self._text[last : min(firsts)])
         # no more is given than a plain answer has of it: think text that is there is generated, its opening mark too
         plain = self._tail([*self._messages[:index], {"role": "assistant", "content": NEXT_WORD}], word, NEXT_WORD)
-        return None if given is None or plain is None else last + min(given, len(_common([tail, plain])))
+        return None if given is None or plain is None else last + min(given, len(_common_prefix([tail, plain])))
 
     def _given(self, tail: str, gap: str) -> int | None:
         """How much of a gap before a turn's first word its prompt gives; None where more of a header follows."""
-        given = len(_common([tail, gap]))
+        given = len(_common_prefix([tail, gap]))
         ahead, rest = gap[given:], tail[given:]
         if self._opener and self._opener in ahead:
             return None
@@ -313,7 +313,7 @@ class _Judge:
         at = plain.rfind(found.group(), 0, plain.rfind(max(_words(self._question["content"]), key=len)))
         if at < 0:
             return found.group()
-        return max(found.group(), _common([self._header.lstrip(), plain[at:]]), key=len)
+        return max(found.group(), _common_prefix([self._header.lstrip(), plain[at:]]), key=len)
 
     def _end_of_answer(self) -> str:
         """The first control token behind a plain answer, whether it stands alone or a question follows."""
@@ -404,7 +404,7 @@ def _renamed(content: Any) -> Any:
     return [{"type": "text", "text": NEXT_WORD}] if isinstance(content, list) else NEXT_WORD
 
 
-def _common(texts: Sequence[str]) -> str:
+def _common_prefix(texts: Sequence[str]) -> str:
     """The common beginning of texts, with no control token cut in two."""
     if not texts:
         return ""
@@ -414,7 +414,7 @@ def _common(texts: Sequence[str]) -> str:
     return low[: min([size, *cut])]
 
 
-def _places(text: str, word: str) -> Iterator[int]:
+def _find_word(text: str, word: str) -> Iterator[int]:
     return (found.start() for found in re.finditer(re.escape(word), text))
 
 

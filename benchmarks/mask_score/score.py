@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.mask_score.exact import NOTHING_ENDS, Case, Mask, Renderings, problem
+from benchmarks.mask_score.exact import NOTHING_ENDS, MaskCase, JudgedMask, Renderings, find_mask_problem
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
@@ -60,11 +60,11 @@ _CALL = {
 }
 
 
-def _case(name: str, *said: tuple[dict[str, Any], str], optional: str = "", tools: tuple[Any, ...] = ()) -> Case:
+def _case(name: str, *said: tuple[dict[str, Any], str], optional: str = "", tools: tuple[Any, ...] = ()) -> MaskCase:
     """A case of messages, each with the words that it alone has; `optional` ones need not be written."""
     words = tuple(tuple(own.split()) for _, own in said)
     needed = tuple(word for own in words for word in own if word not in optional.split())
-    return Case(name, tuple(message for message, _ in said), words, needed, tools)
+    return MaskCase(name, tuple(message for message, _ in said), words, needed, tools)
 
 
 _RESULT = {"role": "tool", "name": "get_weather", "tool_call_id": "Ab3dE6gH9", "content": '{"forecast": "vexlumpish"}'}
@@ -146,7 +146,7 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Row:
+class MaskScoreRow:
     """One template on one case."""
 
     template: str
@@ -161,10 +161,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Score:
+class MaskScore:
     """All templates on all cases; `ok` where no mask is wrong."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MaskScoreRow, ...]
 
     @property
     def ok(self) -> bool:
@@ -200,13 +200,13 @@ class Score:
         return lines
 
 
-def _cell(row: Row) -> str:
+def _cell(row: MaskScoreRow) -> str:
     if row.verdict == "exact":
         return row.method
     return {"refused": "refused", "cannot_render": "—", "wrong": "WRONG"}[row.verdict]
 
 
-def score(folder: Path, tokenizer: str) -> Score:
+def score(folder: Path, tokenizer: str) -> MaskScore:
     """The masks of every template below the folder, with this tokenizer (a folder or a hub id).
 
     Raises:
@@ -223,7 +223,7 @@ def score(folder: Path, tokenizer: str) -> Score:
     loaded = _load(tokenizer)
     parts = TokenizerParts.of(loaded)
     encoder = Encoder(parts)
-    return Score(tuple(row for file in files for row in _of_template(file, folder, loaded, parts, encoder)))
+    return MaskScore(tuple(row for file in files for row in _score_template(file, folder, loaded, parts, encoder)))
 
 
 def _load(name: str) -> Any:
@@ -242,7 +242,7 @@ def _load(name: str) -> Any:
     return tokenizer
 
 
-def _of_template(file: Path, folder: Path, tokenizer: Any, parts: TokenizerParts, encoder: Encoder) -> Iterator[Row]:
+def _score_template(file: Path, folder: Path, tokenizer: Any, parts: TokenizerParts, encoder: Encoder) -> Iterator[MaskScoreRow]:
     name = file.relative_to(folder).as_posix()
     try:
         own = copy.copy(tokenizer)
@@ -251,10 +251,10 @@ def _of_template(file: Path, folder: Path, tokenizer: Any, parts: TokenizerParts
         renderer.turns()
     except TokenizerError as error:
         for case in CASES:
-            yield Row(name, case.name, "", "cannot_render", one_line(str(error), limit=200))
+            yield MaskScoreRow(name, case.name, "", "cannot_render", one_line(str(error), limit=200))
         return
     for case in CASES:
-        yield _judged(name, case, renderer, own)
+        yield _judge_case(name, case, renderer, own)
 
 
 def _read(file: Path) -> str:
@@ -267,19 +267,19 @@ def _read(file: Path) -> str:
         raise TokenizerError(f"the file cannot be read: {error.strerror}") from error
 
 
-def _judged(name: str, case: Case, renderer: Renderer, tokenizer: Any) -> Row:
+def _judge_case(name: str, case: MaskCase, renderer: Renderer, tokenizer: Any) -> MaskScoreRow:
     renderings = Renderings(case, tokenizer, renderer.turns().template.jinja)
     found = renderer.render(Chat(f"{name}:{case.name}", case.messages, case.tools))
     if not renderings.written:
-        return Row(name, case.name, "", "cannot_render", renderings.why)
+        return MaskScoreRow(name, case.name, "", "cannot_render", renderings.why)
     if isinstance(found, BadRow):
         reason = found.reason + (f" ({found.detail})" if found.detail else "")
-        return Row(name, case.name, "", "refused", one_line(reason, limit=300))
-    mask = Mask(found.text, found.input_ids, found.labels, found.method == "last_turn")
-    wrong = problem(case, mask, renderings, tokenizer)
+        return MaskScoreRow(name, case.name, "", "refused", one_line(reason, limit=300))
+    mask = JudgedMask(found.text, found.input_ids, found.labels, found.method == "last_turn")
+    wrong = find_mask_problem(case, mask, renderings, tokenizer)
     if wrong == NOTHING_ENDS:
-        return Row(name, case.name, "", "refused", f"{wrong} (data.on_missing_end=train trains it all the same)")
+        return MaskScoreRow(name, case.name, "", "refused", f"{wrong} (data.on_missing_end=train trains it all the same)")
     if wrong:
-        return Row(name, case.name, found.method, "wrong", wrong)
+        return MaskScoreRow(name, case.name, found.method, "wrong", wrong)
     left = f"{found.untrained_turns} earlier turns are not trained" if found.untrained_turns else ""
-    return Row(name, case.name, found.method, "exact", left)
+    return MaskScoreRow(name, case.name, found.method, "exact", left)

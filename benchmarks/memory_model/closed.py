@@ -35,7 +35,7 @@ OPTIMIZERS = {
 """The config's names of the trace's optimizers."""
 
 
-def own_loss(run: ForwardPass, x: TensorRef, words: OutputHead) -> TensorRef:
+def script_loss(run: ForwardPass, x: TensorRef, words: OutputHead) -> TensorRef:
     """The class's own loss over whole logits: T*V*(e + 4 + 4) forward; 12*T*V, then T*V*e, backward."""
     tape, size = run.tape, x.elements // run.spec.hidden * words.vocab_size
     logits = run.dense(x, "head", run.spec.hidden, words.vocab_size, words.weight_width, trainable=words.trainable)
@@ -43,7 +43,7 @@ def own_loss(run: ForwardPass, x: TensorRef, words: OutputHead) -> TensorRef:
     return tape.op((wide,), size, 4, backward=single_gradient(size, 4), holds_output=True)
 
 
-LOSS_FUNCTIONS["model"] = own_loss
+LOSS_FUNCTIONS["model"] = script_loss
 
 
 class NoClosedForm(Exception):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory_model.published_columns import NotExpressible, Row, gib_in
-from benchmarks.memory_model.published_models import Config, ConfigOf, cached, known_config
+from benchmarks.memory_model.published_columns import NotExpressible, CsvRow, gib_in
+from benchmarks.memory_model.published_models import Config, ConfigOf, cache_configs, known_config
 from benchmarks.memory_model.published_sources import step_settings
 from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError
@@ -61,12 +61,12 @@ def read_runs(path: Path, *, config_of: ConfigOf | None = None) -> list[Publishe
     cannot be read, is no CSV, or lacks one of COLUMNS.
     """
     rows = read_rows(path)
-    configs = cached(config_of or known_config)
+    configs = cache_configs(config_of or known_config)
     adapters = read_adapter_configs(path)
     return [_run(row, configs, adapters.get(row.get("id", ""))) for row in rows]
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[CsvRow]:
     """The CSV's rows by column, texts stripped (a byte-order mark and any line ends are fine); errors as read_runs."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -90,7 +90,7 @@ def read_rows(path: Path) -> list[Row]:
         raise ConfigError(f"PEAKS={path}, line {reader.line_num}: not a CSV row ({error})") from None
 
 
-def _stripped(row: Mapping[str, Any]) -> Row:
+def _stripped(row: Mapping[str, Any]) -> CsvRow:
     return {name: _text(value) for name, value in row.items() if name}
 
 
@@ -113,7 +113,7 @@ def read_adapter_configs(path: Path) -> dict[str, Config]:
     return found
 
 
-def _run(row: Row, config_of: ConfigOf, run_info: Config | None) -> PublishedRun:
+def _run(row: CsvRow, config_of: ConfigOf, run_info: Config | None) -> PublishedRun:
     base = PublishedRun(
         id=row["id"],
         grade=row["class"].upper(),

@@ -12,7 +12,7 @@ from sft_play.errors import ModelError
 from sft_play.planner.precision import DtypeName
 from sft_play.units import GIB, MIB
 
-Row = Mapping[str, str]
+CsvRow = Mapping[str, str]
 """A line of the CSV by column, texts stripped; an empty text: not known."""
 
 
@@ -20,7 +20,7 @@ class NotExpressible(Exception):
     """A row that the tracer cannot stand for; the text is the reason, the same for rows of the same kind."""
 
 
-def _model(row: Row, config_of: ConfigOf) -> Config:
+def _model(row: CsvRow, config_of: ConfigOf) -> Config:
     name = row["model"]
     if not name:
         raise NotExpressible("no model is named")
@@ -38,7 +38,7 @@ def _unquantised(name: str) -> str:
     return re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
 
 
-def _number(row: Row, column: str) -> float | None:
+def _number(row: CsvRow, column: str) -> float | None:
     text = row.get(column, "")
     if not text:
         return None
@@ -51,7 +51,7 @@ def _number(row: Row, column: str) -> float | None:
     return value
 
 
-def count_in(row: Row, column: str, *, most: int = 2**24) -> int | None:
+def count_in(row: CsvRow, column: str, *, most: int = 2**24) -> int | None:
     """A whole number; None where the column is empty. Raises NotExpressible where it is something else."""
     value = _number(row, column)
     if value is None:
@@ -61,13 +61,13 @@ def count_in(row: Row, column: str, *, most: int = 2**24) -> int | None:
     return int(value)
 
 
-def gib_in(row: Row, column: str) -> int | None:
+def gib_in(row: CsvRow, column: str) -> int | None:
     """A size of the CSV, in GiB there, in bytes here; None where the column is empty."""
     value = _number(row, column)
     return None if value is None else round(value * GIB)
 
 
-def needed(value: int | None, what: str) -> int:
+def require_value(value: int | None, what: str) -> int:
     """The value; raises NotExpressible, which names `what`, where it is not known."""
     if value is None:
         raise NotExpressible(f"{what} is not known")
@@ -83,7 +83,7 @@ def _dtype(text: str) -> DtypeName | None:
     return _DTYPES[found[0]] if found else None
 
 
-def version_in(row: Row, column: str) -> tuple[int, ...]:
+def version_in(row: CsvRow, column: str) -> tuple[int, ...]:
     """`2.10.0+cu128` as (2, 10, 0); an unknown or nightly version is newer than any."""
     # newer than any: what a row does not say is taken as today's libraries do it
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", row.get(column, ""))
@@ -121,7 +121,7 @@ _CAPABILITY_UNKNOWN = (8, 0)
 """A card that the row does not name: one with flash attention and the small cuBLAS workspace."""
 
 
-def _card(row: Row) -> dict[str, Any]:
+def _card(row: CsvRow) -> dict[str, Any]:
     name = row.get("gpu", "").upper().replace("-", " ")
     # where a word begins; L40 and A100 come in the table before L4 and A10, which they begin with
     known = (capability for part, capability in _CAPABILITIES if re.search(rf"(?<![A-Z0-9]){part}", name))
@@ -132,7 +132,7 @@ def _card(row: Row) -> dict[str, Any]:
     return {"capability": next(known, _CAPABILITY_UNKNOWN), "capacity": capacity}
 
 
-def _targets(row: Row) -> str | list[str]:
+def _targets(row: CsvRow) -> str | list[str]:
     """The adapter's target modules as PEFT takes them; raises NotExpressible where the column does not name them."""
     text = row.get("lora_targets", "")
     if text in {"all-linear", "all linear"}:
@@ -152,7 +152,7 @@ _NOT_NF4 = re.compile(r"gptq|awq|aqlm|int8|fp8|^nf4$")
 _PEFT_TYPE = re.compile(r"peft_type=(\w+)")
 
 
-def _adapter(row: Row, run_info: Config | None) -> dict[str, Any] | None:
+def _adapter(row: CsvRow, run_info: Config | None) -> dict[str, Any] | None:
     """PEFT's config as plain data, from the whole config where there is one, else from the columns."""
     if row["mode"] == "full":
         return None
@@ -168,7 +168,7 @@ def _adapter(row: Row, run_info: Config | None) -> dict[str, Any] | None:
         variants = re.search(r"lora variants: ([^;]*)", row.get("notes", ""))
         used = variants[1].replace(",", " ").split() if variants else []
         # alpha changes no size; of dropout a source's description says where there was any
-        adapter |= {"r": needed(rank, "the adapter's rank"), "lora_alpha": 2 * (rank or 1), "lora_dropout": 0.0}
+        adapter |= {"r": require_value(rank, "the adapter's rank"), "lora_alpha": 2 * (rank or 1), "lora_dropout": 0.0}
         adapter |= dict.fromkeys(used, True)
         adapter["use_dora"] = row["mode"] == "dora" or "use_dora" in used
     elif rank is not None:
@@ -208,7 +208,7 @@ _OPTIMIZERS: tuple[tuple[str, str], ...] = (
 """Part of the column's text: the tracer's optimizer; an empty one is not traced. torch.optim.AdamW is foreach."""
 
 
-def _optimizer(row: Row) -> str:
+def _optimizer(row: CsvRow) -> str:
     text = row.get("optimizer", "").lower()
     if not text:
         raise NotExpressible("the optimizer is not known")
@@ -224,14 +224,14 @@ _ATTENTION = {"sdpa": "sdpa", "eager": "eager"} | dict.fromkeys(("flash2", "flas
 """Flash attention's versions hold the same for backward."""
 
 
-def _attention(row: Row) -> str:
+def _attention(row: CsvRow) -> str:
     text = row.get("attention", "")
     if text and text != "unknown" and text not in _ATTENTION:
         raise NotExpressible(f"attention {text} is not traced")
     return _ATTENTION.get(text, "sdpa")  # transformers' own choice since 4.36
 
 
-def _checkpointing(row: Row) -> dict[str, Any]:
+def _checkpointing(row: CsvRow) -> dict[str, Any]:
     text = row.get("gradient_checkpointing", "")
     if text == "offload":
         raise NotExpressible("activations are offloaded to host memory")
@@ -242,7 +242,7 @@ def _checkpointing(row: Row) -> dict[str, Any]:
     return {"checkpointing": text != "no", "reentrant": version_in(row, "transformers") < (5,)}
 
 
-def _loss(row: Row, model: Config) -> str:
+def _loss(row: CsvRow, model: Config) -> str:
     """How the loss of the row's transformers version treats the logits (models/*/modeling_*.py, loss/loss_utils.py)."""
     head = row.get("loss_head", "")
     if head == "liger":
@@ -264,12 +264,12 @@ _NEVER_UPCAST = {"gpt_bigcode", "gpt2", "gpt_neox", "opt", "bloom"}
 _LOOPED_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2", "deepseek_v3", "glm4_moe"}
 
 
-def _experts(row: Row, model: Config) -> str:
+def _experts(row: CsvRow, model: Config) -> str:
     is_older = version_in(row, "transformers") < (5,)
     return "loop" if is_older and model.get("model_type") in _LOOPED_EXPERTS else "stacked"
 
 
-def _ranks(row: Row) -> dict[str, Any]:
+def _ranks(row: CsvRow) -> dict[str, Any]:
     """Strategy and number of ranks; several words for the same thing are one, what is not traced is refused."""
     text = row["strategy"].lower()
     count = count_in(row, "n_gpus", most=2**16)
@@ -290,22 +290,22 @@ def _ranks(row: Row) -> dict[str, Any]:
             raise NotExpressible(reason)
     zero = re.fullmatch(r"zero([123])", text)
     if zero:
-        return {"strategy": f"zero{zero[1]}", "world": needed(count, "the number of GPUs")}
+        return {"strategy": f"zero{zero[1]}", "world": require_value(count, "the number of GPUs")}
     if text == "ddp":
-        return {"strategy": "ddp", "world": needed(count, "the number of GPUs")}
+        return {"strategy": "ddp", "world": require_value(count, "the number of GPUs")}
     if re.match(r"fsdp\b", text):
         # Layers checkpoint themselves, inside the wrapper, since transformers 4.52 (GradientCheckpointingLayer).
         outside = version_in(row, "transformers") < (4, 52)
-        ranks = needed(count, "the number of GPUs")
+        ranks = require_value(count, "the number of GPUs")
         return {"strategy": "fsdp1", "world": ranks, "checkpoints_wrappers": outside}
     if re.match(r"fsdp2\b", text) or re.fullmatch(r"cp \d+", text):
-        return {"strategy": "fsdp2", "world": needed(count, "the number of GPUs")}
+        return {"strategy": "fsdp2", "world": require_value(count, "the number of GPUs")}
     raise NotExpressible("how the ranks share the work is not known")
 
 
-def lengths_of(row: Row) -> dict[str, Any]:
+def row_lengths(row: CsvRow) -> dict[str, Any]:
     """Rows and tokens of a micro-batch as it runs: packed and padding-free rows are one row of all tokens."""
-    batch = needed(count_in(row, "micro_batch"), "the micro-batch")
+    batch = require_value(count_in(row, "micro_batch"), "the micro-batch")
     length = count_in(row, "seq_len")
     if length is None:
         tokens = _number(row, "tokens_per_microbatch")
@@ -318,7 +318,7 @@ def lengths_of(row: Row) -> dict[str, Any]:
     return {"micro_batch": batch, "seq_len": length}
 
 
-def columns_settings(row: Row, config_of: ConfigOf, run_info: Config | None) -> dict[str, Any]:
+def columns_settings(row: CsvRow, config_of: ConfigOf, run_info: Config | None) -> dict[str, Any]:
     """What the columns say of any run; a source's description goes over it."""
     quantised = row["mode"] == "qlora"
     if quantised and _NOT_NF4.search(row.get("quant", "")):

@@ -140,7 +140,7 @@ def _last_part(name: str) -> str:
     return name.rpartition("/")[2].lower()
 
 
-def cached(config_of: ConfigOf) -> ConfigOf:
+def cache_configs(config_of: ConfigOf) -> ConfigOf:
     @cache  # an error as a text, since a cache keeps no exceptions: the hub is asked once for a model that it lacks
     def ask(name: str) -> Config | str:
         try:

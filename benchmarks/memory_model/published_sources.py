@@ -13,11 +13,11 @@ from typing import Any
 
 from benchmarks.memory_model.published_columns import (
     NotExpressible,
-    Row,
+    CsvRow,
     columns_settings,
     count_in,
-    lengths_of,
-    needed,
+    row_lengths,
+    require_value,
     version_in,
 )
 from benchmarks.memory_model.published_models import Config, ConfigOf, known_config
@@ -32,15 +32,15 @@ class Source:
     why: str
     """What the script does that no column says, and where that was read."""
     fixed: Mapping[str, Any]
-    also: Callable[[Row, dict[str, Any], Config | None], dict[str, Any]] | None = None
-    lengths: Callable[[Row], dict[str, Any]] = lengths_of
+    also: Callable[[CsvRow, dict[str, Any], Config | None], dict[str, Any]] | None = None
+    lengths: Callable[[CsvRow], dict[str, Any]] = row_lengths
     refused: str = ""
     """Why no row of this source can be traced; empty where rows can."""
-    refuses: Callable[[Row], str] = lambda row: ""
+    refuses: Callable[[CsvRow], str] = lambda row: ""
     """The same of one row, by what only this source's rows say."""
 
 
-def _fitcheck(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
+def _fitcheck(row: CsvRow, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
     return {"expand_kv": said["attention"] == "sdpa"}
 
 
@@ -53,12 +53,12 @@ a smaller cap is bounded by it.
 """
 
 
-def _peft_lengths(row: Row) -> dict[str, Any]:
-    cap = needed(count_in(row, "seq_len"), "the length of a row")
-    return {**lengths_of(row), "seq_len": min(cap, PEFT_LONGEST_ROW)}
+def _peft_lengths(row: CsvRow) -> dict[str, Any]:
+    cap = require_value(count_in(row, "seq_len"), "the length of a row")
+    return {**row_lengths(row), "seq_len": min(cap, PEFT_LONGEST_ROW)}
 
 
-def _peft_metamath(row: Row, said: dict[str, Any], run_info: Config | None) -> dict[str, Any]:
+def _peft_metamath(row: CsvRow, said: dict[str, Any], run_info: Config | None) -> dict[str, Any]:
     train = (run_info or {}).get("train_config", {})
     changed: dict[str, Any] = {"clip": train.get("grad_norm_clip", 1.0) > 0}
     if said["optimizer"] == "lora_fa" and version_in(row, "peft") >= (0, 19, 2):
@@ -76,18 +76,18 @@ without padding. The longest row is not published; one figure for all rows of th
 """
 
 
-def _fms_lengths(row: Row) -> dict[str, Any]:
+def _fms_lengths(row: CsvRow) -> dict[str, Any]:
     if row.get("seq_len") or row.get("tokens_per_microbatch"):
-        return lengths_of(row)
+        return row_lengths(row)
     if "orca-math" not in row.get("notes", ""):
         raise NotExpressible("the length of a row is not known")
-    batch = needed(count_in(row, "micro_batch"), "the micro-batch")
+    batch = require_value(count_in(row, "micro_batch"), "the micro-batch")
     if row.get("padding", "") == "padded to longest":
         return {"micro_batch": batch, "seq_len": ORCA_LONGEST_ROW}
     return {"micro_batch": 1, "seq_len": ORCA_LONGEST_ROW + (batch - 1) * ORCA_MEAN_ROW}
 
 
-def _fms(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
+def _fms(row: CsvRow, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
     framework = re.search(r"framework_config=([\w-]*)", row.get("notes", ""))
     name = framework[1] if framework else "none"
     if "foak" in name or "liger" in name:
@@ -106,7 +106,7 @@ def _fms(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
     return changed
 
 
-def _torchtitan(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
+def _torchtitan(row: CsvRow, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
     return {"mixed_precision": "bfloat16", "reentrant": False, "expandable_segments": True}
 
 
@@ -114,17 +114,17 @@ _OWN_CLASSES = {"afmoe", "glm4_moe", "llama", "qwen3_moe"}
 """Model types that prime-rl replaces by classes of its own (prime_rl/trainer/models/__init__.py)."""
 
 
-def _is_prime_rl_sft(row: Row) -> str:
+def _is_prime_rl_sft(row: CsvRow) -> str:
     return "" if "type=sft" in row.get("notes", "") else "a step of reinforcement learning (prime-rl)"
 
 
-def _prime_rl(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
+def _prime_rl(row: CsvRow, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
     if said["model"].get("model_type") in _OWN_CLASSES:
         raise NotExpressible("a model class of its own (prime-rl)")
     return {"expandable_segments": True}
 
 
-def _has_wide_masters(row: Row) -> str:
+def _has_wide_masters(row: CsvRow) -> str:
     is_half = "bf16 master" in row.get("optimizer", "")
     return "ZeRO with master weights and states in half precision" if is_half else ""
 
@@ -240,19 +240,19 @@ SOURCES: tuple[Source, ...] = (
 _PLAIN = Source("", "any other source: what the columns say, as transformers' Trainer would run it", {})
 
 
-def source_of(row: Row) -> Source:
+def find_source(row: CsvRow) -> Source:
     """The description of the row's source; the plain one where there is none."""
     repository = row["source"].split(" ")[0].split("@")[0]
     return next((source for source in SOURCES if source.repository == repository), _PLAIN)
 
 
-def step_settings(row: Row, *, config_of: ConfigOf = known_config, run_info: Config | None = None) -> ScriptSettings:
+def step_settings(row: CsvRow, *, config_of: ConfigOf = known_config, run_info: Config | None = None) -> ScriptSettings:
     """The settings of the step that a row measured; raises NotExpressible with the reason where there are none."""
     if row["class"].upper() == "D":
         raise NotExpressible("class D: an estimate of the source, nothing was measured")
     if row["mode"] not in {"full", "lora", "qlora", "dora", "other-peft"}:
         raise NotExpressible("the mode is not full, lora, dora, qlora or another adapter")
-    source = source_of(row)
+    source = find_source(row)
     if source.refused or source.refuses(row):
         raise NotExpressible(source.refused or source.refuses(row))
     # columns first, what the script fixes over them, then what only this source's rows say, and the lengths last

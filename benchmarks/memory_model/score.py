@@ -35,10 +35,10 @@ from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
-Trace = Callable[[ScriptSettings], TracedPeak]
+TraceFunction = Callable[[ScriptSettings], TracedPeak]
 Progress = Callable[[str], None]
 
-WANTED: Mapping[str, Mapping[str, tuple[float, float]]] = {
+TARGET_ERRORS: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "one GPU, lora dora full, sdpa or flash": {"allocated": (0.003, 0.015), "reserved": (0.01, 0.06)},
     "one GPU, qlora": {"allocated": (0.01, 0.03), "reserved": (0.03, 0.14)},
     "fsdp": {"allocated": (0.05, 0.15)},
@@ -47,7 +47,7 @@ WANTED: Mapping[str, Mapping[str, tuple[float, float]]] = {
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredRow:
     """A row that the tracer expresses, or the estimate alone; bytes, None where there is no such figure."""
 
     run: PublishedRun
@@ -155,7 +155,7 @@ class Group:
     promise: Promise
 
     @classmethod
-    def of(cls, rows: Iterable[Scored]) -> Group:
+    def of(cls, rows: Iterable[ScoredRow]) -> Group:
         """The group of these rows."""
         rows = list(rows)
 
@@ -204,7 +204,7 @@ class Promise:
     """Median of promised / measured - 1."""
 
     @classmethod
-    def of(cls, rows: Iterable[Scored]) -> Promise:
+    def of(cls, rows: Iterable[ScoredRow]) -> Promise:
         """The promise to these rows; those without an estimate or a measured figure take no part."""
         known = [row for row in rows if row.closed is not None and row.run.measured_reserved]
         over = sorted((row.promised or 0) / (row.run.measured_reserved or 1) - 1 for row in known)
@@ -225,12 +225,12 @@ class Promise:
         return plain | {"median_over": _rounded(self.median_over)}
 
 
-def _card(row: Scored) -> int:
+def _card(row: ScoredRow) -> int:
     """Bytes of the card that a row ran on; 0 where that is not known."""
     return (row.run.settings.capacity or 0) if row.run.settings is not None else 0
 
 
-def _distinct(rows: Iterable[Scored]) -> int:
+def _distinct(rows: Iterable[ScoredRow]) -> int:
     """Distinct settings of rows."""
     return len({row.run.settings.as_json() for row in rows if row.run.settings is not None})
 
@@ -239,7 +239,7 @@ def _distinct(rows: Iterable[Scored]) -> int:
 class ScoreReport:
     """What a score found, row by row, and why rows are missing."""
 
-    rows: tuple[Scored, ...]
+    rows: tuple[ScoredRow, ...]
     refused: tuple[PublishedRun, ...] = ()
     """Rows without a prediction; each has a reason."""
     groups: Mapping[str, Group] = field(default_factory=dict)
@@ -265,7 +265,7 @@ class ScoreReport:
             "summary": {name: group.as_json() for name, group in self.groups.items()},
             "wanted": {
                 name: {kind: {"median_abs_error": asked[0], "p95_abs_error": asked[1]} for kind, asked in kinds.items()}
-                for name, kinds in WANTED.items()
+                for name, kinds in TARGET_ERRORS.items()
             },
             "seconds": round(self.seconds, 1),
         }
@@ -340,7 +340,7 @@ def score(
     out: Path | None = None,
     *,
     progress: Progress | None = None,
-    trace: Trace | None = None,
+    trace: TraceFunction | None = None,
     config_of: ConfigOf | None = None,
 ) -> ScoreReport:
     """Trace the rows of a CSV file of measured peaks and compare; the JSON goes to `out` where one is given.
@@ -353,26 +353,26 @@ def score(
         _require_writable(out)
     runs = sorted(read_runs(peaks, config_of=config_of), key=lambda one: one.grade)
     answers = _traces(runs, trace, progress)
-    rows: list[Scored] = []
+    rows: list[ScoredRow] = []
     refused: list[PublishedRun] = []
     unknown: Counter[str] = Counter()
     for run in runs:
         answer = run.reason if run.settings is None else answers[run.settings.as_json()]
         if isinstance(answer, TracedPeak) and run.settings is not None:
             closed = _closed(run.settings, unknown)
-            rows.append(Scored(run, answer.allocated, answer.reserved, closed))
-        elif run.settings is not None and is_closed_alone(run.settings):
-            rows.append(Scored(run, None, None, _closed(run.settings, unknown)))
+            rows.append(ScoredRow(run, answer.allocated, answer.reserved, closed))
+        elif run.settings is not None and is_estimate_only(run.settings):
+            rows.append(ScoredRow(run, None, None, _closed(run.settings, unknown)))
         else:
             refused.append(replace(run, reason=str(answer)))
     seconds = time.monotonic() - started
-    report = ScoreReport(tuple(rows), tuple(refused), groups_of(rows), seconds, dict(unknown.most_common()))
+    report = ScoreReport(tuple(rows), tuple(refused), group_rows(rows), seconds, dict(unknown.most_common()))
     if out is not None:
         _write(out, report)
     return report
 
 
-def is_closed_alone(settings: ScriptSettings) -> bool:
+def is_estimate_only(settings: ScriptSettings) -> bool:
     """Whether only the estimate can predict it: DeepSpeed ZeRO, and flash attention with sinks (gpt-oss)."""
     has_sinks = settings.model.get("model_type") == "gpt_oss" and settings.attention != "eager"
     return settings.strategy in ("zero1", "zero2", "zero3") or has_sinks
@@ -387,15 +387,15 @@ def _closed(settings: ScriptSettings, unknown: Counter[str]) -> MemoryEstimate |
         return None
 
 
-Answer = TracedPeak | str
+TraceAnswer = TracedPeak | str
 """A trace's peak, or why there is none."""
 
 
-def _traces(runs: Iterable[PublishedRun], trace: Trace | None, progress: Progress | None) -> dict[str, Answer]:
+def _traces(runs: Iterable[PublishedRun], trace: TraceFunction | None, progress: Progress | None) -> dict[str, TraceAnswer]:
     """The answer for each of the distinct settings, by their text; several at once where there are cores for it."""
     # each once: many rows repeat the settings of another, and a trace takes seconds
     distinct = {run.settings.as_json(): (run.id, run.settings) for run in runs if run.settings is not None}
-    found: dict[str, Answer] = {}
+    found: dict[str, TraceAnswer] = {}
     for key, answer in _answers({key: settings for key, (_, settings) in distinct.items()}, trace):
         found[key] = answer
         if progress is not None:
@@ -403,27 +403,27 @@ def _traces(runs: Iterable[PublishedRun], trace: Trace | None, progress: Progres
     return found
 
 
-def _answers(distinct: Mapping[str, ScriptSettings], trace: Trace | None) -> Iterator[tuple[str, Answer]]:
-    workers = min(len(distinct), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, MOST_WORKERS)
+def _answers(distinct: Mapping[str, ScriptSettings], trace: TraceFunction | None) -> Iterator[tuple[str, TraceAnswer]]:
+    workers = min(len(distinct), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, MAX_WORKERS)
     if trace is not None or workers < 2:
         for key, settings in distinct.items():
-            yield key, attempt(settings, trace)
+            yield key, trace_or_reason(settings, trace)
         return
     context = multiprocessing.get_context("spawn")  # torch has threads of its own, which a fork would lose
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(os.getpid(),)) as pool:
-        waiting = {pool.submit(attempt, settings): key for key, settings in distinct.items()}
+        waiting = {pool.submit(trace_or_reason, settings): key for key, settings in distinct.items()}
         for done in as_completed(waiting):
             yield waiting[done], done.result()
 
 
-def _tracer() -> Trace:
+def _tracer() -> TraceFunction:
     from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.confirm import cached_trace
 
     return cached_trace
 
 
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 """Processes at once: each holds the libraries and one model's graph, about a gigabyte."""
 
 
@@ -435,7 +435,7 @@ def _begin_worker(parent: int) -> None:
     torch.set_num_threads(1)
 
 
-def attempt(settings: ScriptSettings, trace: Trace | None = None) -> Answer:
+def trace_or_reason(settings: ScriptSettings, trace: TraceFunction | None = None) -> TraceAnswer:
     """The peak of these settings, or why there is none.
 
     A published run did fit: where the simulated card is too small by a little, it is traced without a bound.
@@ -445,7 +445,7 @@ def attempt(settings: ScriptSettings, trace: Trace | None = None) -> Answer:
     except MemoryError:  # the simulated card is full
         if settings.capacity is None:
             return "the simulated GPU is too small for it"
-        return attempt(replace(settings, capacity=None), trace)
+        return trace_or_reason(replace(settings, capacity=None), trace)
     except TraceUnavailable as why:
         return _first_sentence(f"{_method(settings)} cannot be traced: {why}")
     except Exception as error:  # one row must not end the score of hundreds; its reason is counted
@@ -479,13 +479,13 @@ def _write(out: Path, report: ScoreReport) -> None:
 # --- groups ---------------------------------------------------------------------------------------------------------
 
 
-def groups_of(rows: Iterable[Scored]) -> dict[str, Group]:
+def group_rows(rows: Iterable[ScoredRow]) -> dict[str, Group]:
     """Class A as asked, by mode, strategy, both, attention and source; the other classes by class and source."""
-    found: dict[str, list[Scored]] = {name: [] for name in WANTED}
+    found: dict[str, list[ScoredRow]] = {name: [] for name in TARGET_ERRORS}
     for row in rows:
         for name in _group_names(row.run):
             found.setdefault(name, []).append(row)
-    order = {name: place for place, name in enumerate(WANTED)}
+    order = {name: place for place, name in enumerate(TARGET_ERRORS)}
     names = sorted((name for name in found if found[name]), key=lambda name: (order.get(name, len(order)), name))
     return {name: Group.of(found[name]) for name in names}
 
@@ -545,7 +545,7 @@ def _spread(spread: Spread | None) -> str:
 
 def _verdict(name: str, group: Group) -> list[str]:
     lines = []
-    for kind, (median, p95) in WANTED.get(name, {}).items():
+    for kind, (median, p95) in TARGET_ERRORS.get(name, {}).items():
         spread = group.allocated if kind == "allocated" else group.reserved
         if spread is None:
             continue

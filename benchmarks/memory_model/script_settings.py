@@ -39,7 +39,7 @@ class ScriptSettings(StepSettings):
     """For fsdp1: the script checkpoints each layer's call with its FSDP wrapper, and gathers its weights once more."""
 
 
-def as_script(settings: StepSettings, **changes: Any) -> ScriptSettings:
+def to_script_settings(settings: StepSettings, **changes: Any) -> ScriptSettings:
     """The same step with what a script did otherwise."""
     own = {one.name: getattr(settings, one.name) for one in fields(settings)}
     return ScriptSettings(**{**own, **changes})

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps.order import Order, trainer_arguments
+from benchmarks.steps.order import ProcessOrder, trainer_arguments
 
 UNKNOWN = ("per_device_train_batch_size", "lr_scheduler_type", "report_to", "disable_tqdm")
 """Arguments of transformers' Trainer that its run YAML names otherwise or does not have."""
@@ -24,20 +24,20 @@ def main(path: Path) -> None:
     """Train until the recorder has seen enough."""
     from datasets import load_from_disk
 
-    from benchmarks.steps.peer import next_trainer_recorded, recorder_for
+    from benchmarks.steps.peer import record_next_in_context, make_recorder
 
-    order = Order.read(path)
+    order = ProcessOrder.read(path)
     facts = order.known()
     folder = Path(order.folder)
     rows = folder / "axolotl.jsonl"
     load_from_disk(str(Path(order.facts) / "rows")).to_json(str(rows))
     config = folder / "axolotl.yaml"
     config.write_text(json.dumps(settings(order, facts, rows)), encoding="utf-8")  # JSON is YAML
-    with next_trainer_recorded(recorder_for(order, facts)):
+    with record_next_in_context(make_recorder(order, facts)):
         importlib.import_module("axolotl.cli.train").do_cli(config=str(config))
 
 
-def settings(order: Order, facts: dict[str, Any], rows: Path) -> dict[str, Any]:
+def settings(order: ProcessOrder, facts: dict[str, Any], rows: Path) -> dict[str, Any]:
     """axolotl's run YAML for the facts of our run."""
     lora, warmup = facts["lora"], facts["trainer"]["warmup_steps"]
     of_trainer = trainer_arguments(facts, steps=order.total, micro=facts["micro_batch"])

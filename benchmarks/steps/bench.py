@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps.order import Order, trainer_arguments
+from benchmarks.steps.order import ProcessOrder, trainer_arguments
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.facts.hardware import detect_hardware
@@ -308,8 +308,8 @@ class _Bench:
             f"output.dir={json.dumps(str(self.folder / 'outputs'))}", f"output.name={name}", "output.if_exists=replace",
         ]  # fmt: skip
 
-    def _order(self, side: str, turn: int = 0, **more: Any) -> Order:
-        return Order(side, result=str(self.folder / f"{side}-{turn}.json"), folder=str(self.folder), warmup=self.warmup,
+    def _order(self, side: str, turn: int = 0, **more: Any) -> ProcessOrder:
+        return ProcessOrder(side, result=str(self.folder / f"{side}-{turn}.json"), folder=str(self.folder), warmup=self.warmup,
                      steps=self.steps, **more)  # fmt: skip
 
     def begins(self, side: str, turn: int, rounds: int) -> None:
@@ -374,7 +374,7 @@ class _Bench:
         facts: dict[str, Any] = json.loads((self._facts / "facts.json").read_text(encoding="utf-8"))
         return facts
 
-    def _measured(self, order: Order, module: str, python: str) -> Run:
+    def _measured(self, order: ProcessOrder, module: str, python: str) -> Run:
         """A run whose process measured itself."""
         path = order.write(self.folder / f"{order.side}-order.json")
         timed = self._run(order.side, [python, "-m", module, str(path)])

@@ -28,7 +28,7 @@ PACKED: dict[str, dict[str, Any]] = {"data": {"packing": "best_fit"}, "train": {
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPeer:
     """A comparison: its peer, how long it runs, and the settings that differ from those of `material`."""
 
     peer: str
@@ -39,11 +39,11 @@ class Measured:
 
 
 EVERY = {
-    "bare": Measured("bare", steps=8, warmup=2, rounds=3),
-    "trl": Measured("trl", steps=7, warmup=1, rounds=2),
-    "trl-packed": Measured("trl", steps=7, warmup=1, rounds=2, sections=PACKED),
-    "trl-cli": Measured("trl-cli", steps=99, warmup=1, rounds=2, sections={"train": {"effective_batch_size": 4}}),
-    "rows": Measured("trl", steps=30, warmup=2, rounds=2, sections={"train": {"effective_batch_size": 8}}),
+    "bare": MeasuredPeer("bare", steps=8, warmup=2, rounds=3),
+    "trl": MeasuredPeer("trl", steps=7, warmup=1, rounds=2),
+    "trl-packed": MeasuredPeer("trl", steps=7, warmup=1, rounds=2, sections=PACKED),
+    "trl-cli": MeasuredPeer("trl-cli", steps=99, warmup=1, rounds=2, sections={"train": {"effective_batch_size": 4}}),
+    "rows": MeasuredPeer("trl", steps=30, warmup=2, rounds=2, sections={"train": {"effective_batch_size": 8}}),
 }
 """Every comparison by its name in the file."""
 

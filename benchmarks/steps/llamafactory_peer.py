@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps.order import Order, trainer_arguments
+from benchmarks.steps.order import ProcessOrder, trainer_arguments
 
 ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2", "flash_attention_3": "fa3"}
 """transformers' names of attention implementations in its own words."""
@@ -20,15 +20,15 @@ ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2", "f
 
 def main(path: Path) -> None:
     """Train until the recorder has seen enough."""
-    from benchmarks.steps.peer import next_trainer_recorded, recorder_for
+    from benchmarks.steps.peer import record_next_in_context, make_recorder
 
-    order = Order.read(path)
+    order = ProcessOrder.read(path)
     facts = order.known()
-    with next_trainer_recorded(recorder_for(order, facts)):
+    with record_next_in_context(make_recorder(order, facts)):
         importlib.import_module("llamafactory.train.tuner").run_exp(args=settings(order, facts))
 
 
-def settings(order: Order, facts: dict[str, Any]) -> dict[str, Any]:
+def settings(order: ProcessOrder, facts: dict[str, Any]) -> dict[str, Any]:
     """LLaMA-Factory's arguments for the facts of our run."""
     lora = facts["lora"]
     made = trainer_arguments(facts, steps=order.total, micro=facts["micro_batch"]) | {

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Order:
+class ProcessOrder:
     """One process: which side, how many steps, and where things are.
 
     `config`, `overrides`: our run. `facts`: the folder with `facts.json` and `rows`, which our side writes where it
@@ -37,7 +37,7 @@ class Order:
         return path
 
     @classmethod
-    def read(cls, path: Path) -> Order:
+    def read(cls, path: Path) -> ProcessOrder:
         """The order in a file."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps.order import Order
+from benchmarks.steps.order import ProcessOrder
 from sft_play.config.load import load_config
 from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
@@ -36,7 +36,7 @@ def main(path: Path) -> int:
     os.environ.update(openmp_wait_variables(os.environ))
     os.environ.update(allocator_variables(os.environ))
     set_up_logging("bench", stream=sys.stderr)
-    order = Order.read(path)
+    order = ProcessOrder.read(path)
     try:
         measure(order)
     except SftPlayError as error:
@@ -45,9 +45,9 @@ def main(path: Path) -> int:
     return 0
 
 
-def measure(order: Order) -> None:
+def measure(order: ProcessOrder) -> None:
     """Start the run of an order; it ends after its last measured step, and its folder is left as it is."""
-    from benchmarks.steps.recording import Measured
+    from benchmarks.steps.recording import MeasurementDone
     from sft_play.starting.start import LaunchRequest, start_run
     from sft_play.training import run
 
@@ -55,21 +55,21 @@ def measure(order: Order) -> None:
     # the run's own code up to its training loop: what is measured is what `make train` does
     train, run.train_stage = run.train_stage, functools.partial(_train, order, run.train_stage)
     try:
-        with contextlib.suppress(Measured):
+        with contextlib.suppress(MeasurementDone):
             start_run(LaunchRequest(loaded))
     finally:
         run.train_stage = train
 
 
-def _train(order: Order, train: Callable[..., Any], job: Any, prepared: Any, watch: Any, **options: Any) -> Any:
+def _train(order: ProcessOrder, train: Callable[..., Any], job: Any, prepared: Any, watch: Any, **options: Any) -> Any:
     """The run's `train`, with a recorder at its trainer, and what a peer needs to know of the run written first."""
-    from benchmarks.steps.recording import Measured
+    from benchmarks.steps.recording import MeasurementDone
     from sft_play.training.loop.load_trainer import load_trainer
 
     if order.facts:
         write_facts(Path(order.facts), job, prepared)
     if order.side == "facts":
-        raise Measured
+        raise MeasurementDone
 
     def loaded_and_watched(*args: Any, **more: Any) -> Any:
         trainer = load_trainer(*args, **more)
@@ -79,9 +79,9 @@ def _train(order: Order, train: Callable[..., Any], job: Any, prepared: Any, wat
     return train(job, prepared, watch, load_trainer=loaded_and_watched, **options)
 
 
-def watched(trainer: Any, order: Order, job: Any) -> None:
+def watched(trainer: Any, order: ProcessOrder, job: Any) -> None:
     """Put a recorder at a trainer; under `bare` its `train` becomes the bare loop."""
-    from benchmarks.steps.recording import Recorder, record
+    from benchmarks.steps.recording import Recorder, record_trainer
 
     plan = job.plan
     settings = {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum,
@@ -94,7 +94,7 @@ def watched(trainer: Any, order: Order, job: Any) -> None:
     if order.side == "bare":
         trainer.train = functools.partial(bare_loop, trainer, recorder, plan=plan)
         return
-    record(trainer, recorder)
+    record_trainer(trainer, recorder)
     recorder.on_window = PartsOf(trainer, steps=order.steps)
 
 
@@ -140,7 +140,7 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     """
     import torch
 
-    from benchmarks.steps.recording import Measured
+    from benchmarks.steps.recording import MeasurementDone
     from sft_play.training.loop.collate import COUNT_KEYS, SOURCE
     from sft_play.training.loop.trainer import checkpoint_first_layers
 
@@ -158,7 +158,7 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     steps = list(_steps(trainer, wanted))  # all of them before the first: collating takes no time of a step
     model.train()
     compute = torch.autocast(args.device.type, torch.bfloat16) if args.bf16 else contextlib.nullcontext()
-    with contextlib.suppress(Measured):
+    with contextlib.suppress(MeasurementDone):
         for batches, trained in steps:
             for batch in batches:
                 inputs = {name: value for name, value in batch.items() if name not in (*COUNT_KEYS, SOURCE)}
@@ -172,7 +172,7 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
             schedule.step()
             optimizer.zero_grad()
             recorder.ended_step()
-    raise Measured
+    raise MeasurementDone
 
 
 def _steps(trainer: Any, count: int) -> Any:

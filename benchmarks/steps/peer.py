@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps.order import Order
-from benchmarks.steps.recording import Measured, Recorder, record, record_next
+from benchmarks.steps.order import ProcessOrder
+from benchmarks.steps.recording import MeasurementDone, Recorder, record_trainer, record_next_trainer
 
 
-def recorder_for(order: Order, facts: dict[str, Any], **others: Any) -> Recorder:
+def make_recorder(order: ProcessOrder, facts: dict[str, Any], **others: Any) -> Recorder:
     """The recorder of an order; `others`: settings of the peer that are not those of our run."""
     names = ("micro_batch", "grad_accum", "gradient_checkpointing", "packing")
     settings = {name: facts[name] for name in names} | others
@@ -24,16 +24,16 @@ def recorder_for(order: Order, facts: dict[str, Any], **others: Any) -> Recorder
     )  # fmt: skip
 
 
-def train_recorded(trainer: Any, recorder: Recorder) -> None:
+def train_until_recorded(trainer: Any, recorder: Recorder) -> None:
     """Train with a transformers Trainer until the recorder has seen enough."""
-    record(trainer, recorder)
-    with contextlib.suppress(Measured):
+    record_trainer(trainer, recorder)
+    with contextlib.suppress(MeasurementDone):
         trainer.train()
 
 
 @contextlib.contextmanager
-def next_trainer_recorded(recorder: Recorder) -> Iterator[None]:
+def record_next_in_context(recorder: Recorder) -> Iterator[None]:
     """The same of the Trainer that a library makes itself inside this context."""
-    record_next(recorder)
-    with contextlib.suppress(Measured):
+    record_next_trainer(recorder)
+    with contextlib.suppress(MeasurementDone):
         yield

@@ -22,7 +22,7 @@ IGNORED = -100
 """The label of a token that is not trained."""
 
 
-class Measured(BaseException):
+class MeasurementDone(BaseException):
     """The last measured step is over, and the result is written: nothing more of this run is needed.
 
     No `Exception`, so that no trainer takes it for a failure of its own.
@@ -60,7 +60,7 @@ class Recorder:
         self._losses.append(loss.detach())
 
     def ended_step(self) -> None:
-        """An optimizer step is over; raises Measured after the last."""
+        """An optimizer step is over; raises MeasurementDone after the last."""
         self._bounds.append(len(self._batches))
         done = len(self._bounds) - 1
         if done in (self._warmup, self._warmup + self._steps) and self._on_gpu:
@@ -77,10 +77,10 @@ class Recorder:
             self._cpu_s = time.process_time() - self._first_cpu_s
             more = self.on_window(False) or {}
             self._result.write_text(json.dumps({**self._facts, **self._measured(), **more}), encoding="utf-8")
-            raise Measured
+            raise MeasurementDone
 
     def _measured(self) -> dict[str, Any]:
-        counted = [[counts(batch, pad_id=self._pad_id) for batch in step] for step in self._by_step(self._batches)]
+        counted = [[count_batch(batch, pad_id=self._pad_id) for batch in step] for step in self._by_step(self._batches)]
         window = [one for step in counted[self._warmup :] for one in step]
         tokens = {name: sum(one[name] for one in window) for name in ("total", "trained", "padded")}
         lengths = [length for one in window for length in one["lengths"]]
@@ -98,8 +98,8 @@ class Recorder:
             "rows_per_s": len(lengths) / seconds,
             "weighted_length": sum(length**2 for length in lengths) / max(1, sum(lengths)),
             "losses": losses,
-            "step_digests": [digest_of(one["rows"] for one in step) for step in counted],
-            "rows_digest": digest_of(one["rows"] for step in counted for one in step),
+            "step_digests": [rows_digest(one["rows"] for one in step) for step in counted],
+            "rows_digest": rows_digest(one["rows"] for step in counted for one in step),
             "peak_bytes": peak_bytes(on_gpu=self._on_gpu),
         }
 
@@ -108,7 +108,7 @@ class Recorder:
         return [values[first:end] for first, end in pairs]
 
 
-class StepEnds(TrainerCallback):
+class StepEndCallback(TrainerCallback):
     """Tells a Recorder when an optimizer step of a Trainer is over."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -119,7 +119,7 @@ class StepEnds(TrainerCallback):
         self._recorder.ended_step()
 
 
-def record(trainer: Any, recorder: Recorder) -> None:
+def record_trainer(trainer: Any, recorder: Recorder) -> None:
     """Let a recorder see the micro-batches, losses and steps of a transformers Trainer."""
     real = trainer.training_step
 
@@ -131,10 +131,10 @@ def record(trainer: Any, recorder: Recorder) -> None:
         return loss
 
     trainer.training_step = training_step
-    trainer.add_callback(StepEnds(recorder))
+    trainer.add_callback(StepEndCallback(recorder))
 
 
-def counts(batch: dict[str, Any], *, pad_id: int) -> dict[str, Any]:
+def count_batch(batch: dict[str, Any], *, pad_id: int) -> dict[str, Any]:
     """What a micro-batch holds: places with padding, tokens, those that are trained, and of each chat its length and a
     digest of its ids.
 
@@ -170,7 +170,7 @@ def _chats(arrays: dict[str, Any], row: int, pad_id: int) -> list[tuple[int, int
     return [(first, after) for first, after in chats if after - first > 1 or not is_padding[first]]
 
 
-def digest_of(parts: Iterable[Iterable[str]]) -> str:
+def rows_digest(parts: Iterable[Iterable[str]]) -> str:
     """A digest of rows, whatever their order."""
     return hashlib.sha256(" ".join(sorted(row for part in parts for row in part)).encode()).hexdigest()[:16]
 
@@ -182,7 +182,7 @@ def peak_bytes(*, on_gpu: bool) -> dict[str, int | None]:
     return {"resident": kib * 1024, "allocated": held[0], "reserved": held[1]}
 
 
-def record_next(recorder: Recorder) -> None:
+def record_next_trainer(recorder: Recorder) -> None:
     """Record whichever transformers Trainer trains first in this process, for libraries that make their own."""
     from transformers import Trainer
 
@@ -190,7 +190,7 @@ def record_next(recorder: Recorder) -> None:
 
     def train(trainer: Any, *args: Any, **options: Any) -> Any:
         Trainer.train = real  # once: a library may make a second Trainer, to evaluate
-        record(trainer, recorder)
+        record_trainer(trainer, recorder)
         return trainer.train(*args, **options)
 
     Trainer.train = train

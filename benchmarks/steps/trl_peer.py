@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps.order import Order, trainer_arguments
+from benchmarks.steps.order import ProcessOrder, trainer_arguments
 
 _TRIED = ("seconds", "cpu_s", "rows_per_s", "tokens", "rows_digest")
 """What is kept of a try."""
@@ -25,7 +25,7 @@ _TRIED = ("seconds", "cpu_s", "rows_per_s", "tokens", "rows_digest")
 
 def main(path: Path) -> None:
     """Measure, or try micro-batches."""
-    order = Order.read(path)
+    order = ProcessOrder.read(path)
     facts = order.known()
     if order.side == "trl-tries":
         tried = [{"micro_batch": micro, **tried_run(order, facts, micro)}
@@ -35,28 +35,28 @@ def main(path: Path) -> None:
     train(order, facts, micro=order.settings.get("micro_batch", facts["micro_batch"]))
 
 
-def train(order: Order, facts: dict[str, Any], *, micro: int) -> None:
+def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:
     """Train until the recorder has seen enough."""
-    from benchmarks.steps.peer import recorder_for, train_recorded
+    from benchmarks.steps.peer import make_recorder, train_until_recorded
 
     trainer = make_trainer(order, facts, micro=micro)
     settings = {"micro_batch": micro, "grad_accum": trainer.args.gradient_accumulation_steps,
                 "packing": trainer.args.packing, "group_by_length": order.side == "trl-grouped"}  # fmt: skip
-    train_recorded(trainer, recorder_for(order, facts, **settings))
+    train_until_recorded(trainer, make_recorder(order, facts, **settings))
 
 
-def tried_run(order: Order, facts: dict[str, Any], micro: int) -> dict[str, Any]:
+def tried_run(order: ProcessOrder, facts: dict[str, Any], micro: int) -> dict[str, Any]:
     """The steps that are measured, with this micro-batch; None for each figure where they do not fit on the GPU."""
     import torch
 
-    from benchmarks.steps.peer import train_recorded
+    from benchmarks.steps.peer import train_until_recorded
     from benchmarks.steps.recording import Recorder
 
     result = Path(order.result).with_suffix(".try.json")
     try:
         trainer = make_trainer(order, facts, micro=micro)
         recorder = Recorder(result, warmup=order.warmup, steps=order.steps, pad_id=facts["pad_id"], facts={})
-        train_recorded(trainer, recorder)
+        train_until_recorded(trainer, recorder)
         run = json.loads(result.read_text(encoding="utf-8"))
         return {name: run[name] for name in _TRIED}
     except torch.OutOfMemoryError:
@@ -68,7 +68,7 @@ def tried_run(order: Order, facts: dict[str, Any], micro: int) -> dict[str, Any]
             torch.cuda.empty_cache()
 
 
-def make_trainer(order: Order, facts: dict[str, Any], *, micro: int) -> Any:
+def make_trainer(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> Any:
     """TRL's trainer for the facts of our run."""
     from datasets import load_from_disk
     from transformers import AutoTokenizer, BitsAndBytesConfig
@@ -108,7 +108,7 @@ def adapters(facts: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def sft_arguments(order: Order, facts: dict[str, Any], *, micro: int) -> Any:
+def sft_arguments(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> Any:
     """TRL's arguments for the facts of our run."""
     from trl import SFTConfig
 

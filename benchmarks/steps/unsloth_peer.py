@@ -10,8 +10,8 @@ from pathlib import Path
 
 import unsloth  # noqa: F401  (it has to come before transformers and TRL, which it changes)
 
-from benchmarks.steps.order import Order
-from benchmarks.steps.peer import recorder_for, train_recorded
+from benchmarks.steps.order import ProcessOrder
+from benchmarks.steps.peer import make_recorder, train_until_recorded
 
 
 def main(path: Path) -> None:
@@ -23,7 +23,7 @@ def main(path: Path) -> None:
 
     from benchmarks.steps.trl_peer import sft_arguments
 
-    order = Order.read(path)
+    order = ProcessOrder.read(path)
     facts = order.known()
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=facts["model"],
@@ -45,7 +45,7 @@ def main(path: Path) -> None:
         args=sft_arguments(order, facts, micro=facts["micro_batch"]),
         train_dataset=load_from_disk(str(Path(order.facts) / "rows")).select_columns(["input_ids", "labels"]),
     )
-    train_recorded(trainer, recorder_for(order, facts))
+    train_until_recorded(trainer, make_recorder(order, facts))
 
 
 if __name__ == "__main__":

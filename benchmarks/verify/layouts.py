@@ -38,16 +38,16 @@ from sft_play.process.signals import child_environment
 logger = logging.getLogger(__name__)
 
 MODES = ("full", "lora", "qlora")
-ACCUMULATIONS = (1, 4)
+GRAD_ACCUMS = (1, 4)
 STEPS = 4
 """Optimizer steps of each run: with the small run's rows, an epoch with its uneven end and the next one's beginning."""
-NOT_MOVING = 1e-30
+NEGLIGIBLE_LEARNING_RATE = 1e-30
 """Learning rate of the run whose saved weights are the start: too small to change any of them."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a run may be from the single process: `loss` relative at every step, `weights` as in `weights.apart`."""
+    """How far a run may be from the single process: `loss` relative at every step, `weights` by `compare_tensors`."""
 
     loss: float
     weights: float
@@ -73,7 +73,7 @@ SAVED_IN_16_BITS = (
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """One run of the table."""
 
     layout: LayoutName
@@ -94,7 +94,7 @@ class Case:
 
 
 @dataclass
-class Row:
+class LayoutRow:
     """One line of the table; differences are None where the run gave none, and `error` says why."""
 
     layout: str
@@ -117,10 +117,10 @@ class Row:
 
 
 @dataclass
-class Table:
+class LayoutTable:
     """The rows, and the cases that cannot run here with the reason."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LayoutRow] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -158,7 +158,7 @@ class Table:
         return lines
 
 
-def _line(row: Row) -> str:
+def _line(row: LayoutRow) -> str:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.1e}"
 
@@ -179,7 +179,7 @@ def verify(
     modes: Sequence[str] = (),
     steps: int = STEPS,
     progress: Callable[[str], None] = logger.info,
-) -> Table:
+) -> LayoutTable:
     """The table of a run YAML, or of a small run made for it where `config` is None.
 
     Args:
@@ -200,10 +200,10 @@ def verify(
             from benchmarks.verify.small import make_small_run
 
             config = make_small_run(folder)
-        bench = _Bench(
+        bench = _LayoutBench(
             folder, config, tuple(overrides), load_config(config, overrides=overrides).config, hardware, steps
         )
-        table = Table()
+        table = LayoutTable()
         for mode in modes or MODES:
             for bf16 in (False, True) if mode in ("full", "lora") and bench.may_add_bf16 else (False,):
                 bench.compare(mode, bf16, layouts, table, progress)
@@ -218,7 +218,7 @@ def _check_names(layouts: Sequence[str], modes: Sequence[str]) -> None:
                 raise ConfigError(f"{kind}={one_line(name)} is not one of: {', '.join(known)}")
 
 
-def _cases(hardware: Hardware, mode: str, bf16: bool) -> list[Case]:
+def _cases(hardware: Hardware, mode: str, bf16: bool) -> list[LayoutCase]:
     """The runs that are compared with one process: two ranks and four, or what GPUs there are."""
     most = len(hardware.gpus) or 4
     if most < 2:
@@ -230,14 +230,14 @@ def _cases(hardware: Hardware, mode: str, bf16: bool) -> list[Case]:
     layouts += [("tp", 2), ("fsdp_cp", 2)]
     if most >= 4:
         layouts += [("ddp", 4), ("fsdp_hybrid", 4), ("fsdp_tp", 4), ("fsdp_cp", 4)]
-    accumulations = ACCUMULATIONS if not bf16 else (1,)
-    return [Case("single", 1, mode, 1, bf16)] + [
-        Case(layout, ranks, mode, accum, bf16) for layout, ranks in layouts for accum in accumulations
+    accumulations = GRAD_ACCUMS if not bf16 else (1,)
+    return [LayoutCase("single", 1, mode, 1, bf16)] + [
+        LayoutCase(layout, ranks, mode, accum, bf16) for layout, ranks in layouts for accum in accumulations
     ]
 
 
 @dataclass
-class _Bench:
+class _LayoutBench:
     """Where the runs of a table are made, and what they share."""
 
     folder: Path
@@ -255,23 +255,23 @@ class _Bench:
     @property
     def effective(self) -> int:
         """The effective batch: the config's, or the next that 4 ranks x 4 passes divide."""
-        unit = 4 * max(ACCUMULATIONS)
+        unit = 4 * max(GRAD_ACCUMS)
         return math.ceil(effective_batch(self.parsed.train, ranks=1) / unit) * unit
 
     def compare(
-        self, mode: str, bf16: bool, layouts: Iterable[str], table: Table, progress: Callable[[str], None]
+        self, mode: str, bf16: bool, layouts: Iterable[str], table: LayoutTable, progress: Callable[[str], None]
     ) -> None:
         """Add the rows of one mode and precision."""
-        from benchmarks.verify.weights import apart, tensors_of
+        from benchmarks.verify.weights import compare_tensors, read_tensors
 
-        reference = Case("single", 1, mode, max(ACCUMULATIONS), bf16)
+        reference = LayoutCase("single", 1, mode, max(GRAD_ACCUMS), bf16)
         try:
             begun = self.run(reference, start=True)
             alone = self.run(reference)
         except DoesNotFit as error:
             table.left_out.append((mode, one_line(str(error), limit=200)))
             return
-        start, one = tensors_of(self.saved(begun)), tensors_of(self.saved(alone))
+        start, one = read_tensors(self.saved(begun)), read_tensors(self.saved(alone))
         wanted_losses = self.losses(alone)
         for case in _cases(self.hardware, mode, bf16):
             if layouts and case.layout not in {*layouts, "single"}:
@@ -292,8 +292,8 @@ class _Bench:
                 progress(_line(row))
                 continue
             row.engine_proof = json.loads((made / "summary.json").read_text(encoding="utf-8"))["engine_proof"]
-            row.max_rel_loss_diff = _largest(wanted_losses, self.losses(made))
-            far = apart(start, one, tensors_of(self.saved(made)), from_bf16=self.rounds_start(case))
+            row.max_rel_loss_diff = _largest_difference(wanted_losses, self.losses(made))
+            far = compare_tensors(start, one, read_tensors(self.saved(made)), from_bf16=self.rounds_start(case))
             row.rel_weight_change_diff, row.worst_tensor = far.largest, far.tensor
             assert row.loss_tolerance is not None
             row.ok = row.max_rel_loss_diff <= row.loss_tolerance
@@ -310,22 +310,22 @@ class _Bench:
         plain = load_config_json(model.name, revision=model.revision)
         return str(plain.get("dtype") or plain.get("torch_dtype") or "float32")
 
-    def row(self, case: Case) -> Row:
+    def row(self, case: LayoutCase) -> LayoutRow:
         """The row of a case before it has run."""
         tolerance = TOLERANCES[self.dtype(case)]
         narrow = case.mode == "full" and self.base_dtype != "float32"
-        return Row(
+        return LayoutRow(
             layout=case.layout, mode=case.mode, dtype=self.dtype(case), ranks=case.ranks, steps=self.steps,
             accum=case.accum, micro_batch=self.effective // (case.rows * case.accum),
             loss_tolerance=tolerance.loss, tolerance=None if narrow else tolerance.weights,
             note=SAVED_IN_16_BITS if narrow else None,
         )  # fmt: skip
 
-    def rounds_start(self, case: Case) -> bool:
+    def rounds_start(self, case: LayoutCase) -> bool:
         """Whether the case loads the base in bf16, which one process holds in fp32: engines make their copies of it."""
         return case.mode == "full" and self.dtype(case) == "bf16" and case.layout not in UNSHARDED_LAYOUTS
 
-    def dtype(self, case: Case) -> str:
+    def dtype(self, case: LayoutCase) -> str:
         """What the case computes in: by the config, the device, and whether the weights are NF4."""
         from sft_play.planner.precision import DTYPE_SHORT_NAMES, choose_precision
 
@@ -342,7 +342,7 @@ class _Bench:
         except UnknownArchitecture:
             return None
 
-    def settings(self, case: Case, *, start: bool) -> list[str]:
+    def settings(self, case: LayoutCase, *, start: bool) -> list[str]:
         """What the runs of a table set over the config."""
         values: dict[str, Any] = {
             "tuning.mode": case.mode,
@@ -369,7 +369,7 @@ class _Bench:
             values |= {"train.bf16": True}
         if start:
             values |= {
-                "train.learning_rate": NOT_MOVING,
+                "train.learning_rate": NEGLIGIBLE_LEARNING_RATE,
                 "train.lr_scheduler_type": "constant",
                 "train.warmup_steps": 0,
             }
@@ -401,7 +401,7 @@ class _Bench:
             (copy / "config.json").write_text(json.dumps(settings | dict.fromkeys(drops, 0.0)), encoding="utf-8")
         return copy
 
-    def run(self, case: Case, *, start: bool = False) -> Path:
+    def run(self, case: LayoutCase, *, start: bool = False) -> Path:
         """Run a case as a user would start it; returns its run folder.
 
         Raises:
@@ -443,7 +443,7 @@ class _Bench:
         return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
 
 
-def _largest(wanted: Sequence[float], found: Sequence[float]) -> float:
+def _largest_difference(wanted: Sequence[float], found: Sequence[float]) -> float:
     """Largest relative difference over steps; infinite where their numbers differ."""
     if len(wanted) != len(found) or not wanted:
         return math.inf

@@ -10,14 +10,14 @@ import torch
 
 
 @dataclass(frozen=True)
-class Apart:
+class TensorDifference:
     """The largest relative difference over tensors, and the tensor that has it."""
 
     largest: float
     tensor: str
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor saved in a folder, by name."""
     from safetensors.torch import load_file
 
@@ -27,13 +27,13 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def apart(
+def compare_tensors(
     start: dict[str, torch.Tensor],
     one: dict[str, torch.Tensor],
     other: dict[str, torch.Tensor],
     *,
     from_bf16: bool = False,
-) -> Apart:
+) -> TensorDifference:
     """Largest over tensors of |dw - dw1| / |dw1| (2-norms; d from the start, 1 = the single process).
 
     `from_bf16`: the other run began with the start rounded to bf16. A tensor that the single process did not move
@@ -41,11 +41,11 @@ def apart(
     infinitely far too.
     """
     if set(one) != set(other):
-        return Apart(float("inf"), sorted(set(one) ^ set(other))[0])
-    worst = Apart(0.0, "")
+        return TensorDifference(float("inf"), sorted(set(one) ^ set(other))[0])
+    worst = TensorDifference(0.0, "")
     for name, after in one.items():
         if other[name].shape != after.shape or start[name].shape != after.shape:
-            return Apart(float("inf"), name)
+            return TensorDifference(float("inf"), name)
         begun = start[name].bfloat16() if from_bf16 else start[name]
         moved = after.double() - start[name].double()
         # of the movements, not of the weights: a few steps move these so little that a run without any would be close
@@ -54,5 +54,5 @@ def apart(
         relative = difference / size if size else (float("inf") if difference else 0.0)
         relative = float("inf") if math.isnan(relative) else relative
         if relative > worst.largest:
-            worst = Apart(relative, name)
+            worst = TensorDifference(relative, name)
     return worst
