@@ -97,9 +97,9 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
         return shape
     untrained_names = parameters_without_gradient(model, trust_remote_code=trust_remote_code)
     untrained_params = sum(one.numel() for name, one in model.named_parameters() if wildcard_name(name) in untrained_names)
-    has_custom_logits = has_custom_logits(hf_config, trust_remote_code=trust_remote_code)
+    computes_own_logits = has_custom_logits(hf_config, trust_remote_code=trust_remote_code)
     return replace(
-        shape, adapter_placement=placement, untrained_params=untrained_params, has_custom_logits=has_custom_logits,
+        shape, adapter_placement=placement, untrained_params=untrained_params, has_custom_logits=computes_own_logits,
         can_checkpoint=shape.can_checkpoint and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code),
     )  # fmt: skip
 

@@ -72,8 +72,8 @@ class AdaptedModel:
 
         # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
         model = self._meta_model()
-        quantization_config = quantization_config(self.precision, quantizes_experts=self.run.config.tuning.has_quantized_experts)
-        quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
+        quantization = quantization_config(self.precision, quantizes_experts=self.run.config.tuning.has_quantized_experts)
+        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None)
         names = [name for name, _ in model.named_parameters()]
         return frozenset(name for name in names if quantizer.param_needs_quantization(model, name))

@@ -32,7 +32,7 @@ from sft_play.training.class_checks.small_model import small_config, small_model
 
 logger = logging.getLogger(__name__)
 
-LIGER_PACKAGE = "liger_kernel"
+LIGER_MODULE = "liger_kernel"
 GATE_KERNELS = ("swiglu", "geglu")
 # What may be replaced, by the names of Liger's arguments; all others (its losses) are switched off. Gates stay in a
 # model with experts, which the package would replace too, by code that computes gradients of frozen weights and
@@ -116,7 +116,7 @@ def check_liger_kernels(hf_config: Any, *, attention: str, device: torch.device,
 
 
 def _liger_problem(plan: Plan) -> str | None:
-    if importlib.util.find_spec(LIGER_PACKAGE) is None:
+    if importlib.util.find_spec(LIGER_MODULE) is None:
         return f"{LIGER_PACKAGE} is not installed here (pip install {LIGER_PACKAGE}=={LIGER_VERSION})"
     if plan.hardware.device != "cuda":
         return "its kernels are Triton's, which need a CUDA GPU"
@@ -132,7 +132,7 @@ def _unknown_class_problem(model: Any) -> str | None:
 
 
 def _liger_functions() -> dict[str, Any]:
-    patches: Any = importlib.import_module(f"{LIGER_PACKAGE}.transformers.monkey_patch")
+    patches: Any = importlib.import_module(f"{LIGER_MODULE}.transformers.monkey_patch")
     return dict(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 

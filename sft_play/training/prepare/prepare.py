@@ -198,7 +198,7 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
 def input_digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
     """What every rank reads from its own disk and must agree on (`distributed.require_same_inputs`): data (`facts`),
     model, settings and versions, each with a short digest; `writes_date`: the chat template writes the day."""
-    installed_versions = installed_versions()
+    versions = installed_versions()
     settings = resolved_config_without_paths(job.loaded.config)
     return {
         **{
@@ -208,7 +208,7 @@ def input_digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -
         },
         **({"the day that the chat template writes": str(job.today)} if writes_date else {}),
         "the settings of the run": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
-        **{f"the version of {name}": str(installed_versions[name]) for name in ("sft_play", *COMPUTE_PACKAGES)},
+        **{f"the version of {name}": str(versions[name]) for name in ("sft_play", *COMPUTE_PACKAGES)},
     }
 
 
