@@ -175,8 +175,8 @@ def sample_settings() -> dict[str, SampleSetting]:
 
 def parse_setting(line: str) -> SampleSetting:
     """What one line of the sample means."""
-    model, mode, length, rows, *words = line.split()
-    options = dict(word.partition("=")[::2] for word in words)
+    model, mode, length, rows, *options_text = line.split()
+    options = dict(word.partition("=")[::2] for word in options_text)
     targets = options.get("targets")
     config = config_from_text(
         json.dumps(
@@ -285,9 +285,9 @@ def compare_setting(setting: SampleSetting, model: Mapping[str, Any], earlier: M
     } | {name: traced_part[name] for name in ("traced_allocated", "traced_reserved", "phases")}
 
 
-def _traced_part(found: TracedPeak) -> dict[str, Any]:
-    phases = {name: peaks[0] for name, peaks in found.phases.items()}
-    return {"traced_allocated": found.allocated, "traced_reserved": found.reserved, "phases": phases}
+def _traced_part(peak: TracedPeak) -> dict[str, Any]:
+    phases = {name: peaks[0] for name, peaks in peak.phases.items()}
+    return {"traced_allocated": peak.allocated, "traced_reserved": peak.reserved, "phases": phases}
 
 
 def summarize_ratios(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -307,25 +307,25 @@ def summarize_ratios(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Do what is missing, writing after each row."""
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    words.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
-    words.add_argument("--out", type=Path, default=Path("closed_form.json"))
-    words.add_argument("--trace-again", default="", help="trace rows with this text in their name again too")
-    words.add_argument("--again", action="store_true", help="compute the estimate again where a row is traced already")
-    given = words.parse_args()
-    done: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
+    parser.add_argument("--out", type=Path, default=Path("closed_form.json"))
+    parser.add_argument("--trace-again", default="", help="trace rows with this text in their name again too")
+    parser.add_argument("--again", action="store_true", help="compute the estimate again where a row is traced already")
+    options = parser.parse_args()
+    done: dict[str, Any] = json.loads(options.out.read_text())["runs"] if options.out.exists() else {}
     for name, setting in sample_settings().items():
-        if given.trace_again and given.trace_again in name:
+        if options.trace_again and options.trace_again in name:
             done.pop(name, None)
-        if name in done and not given.again:
+        if name in done and not options.again:
             continue
-        model = json.loads((given.configs / setting.model / "config.json").read_text(encoding="utf-8"))
+        model = json.loads((options.configs / setting.model / "config.json").read_text(encoding="utf-8"))
         done[name] = compare_setting(setting, model, done.get(name))
         ratio = done[name]["closed_allocated"] / done[name]["traced_allocated"]
         sys.stdout.write(f"{ratio:8.4f}  {done[name]['moment']:10}  {name}\n")
         sys.stdout.flush()
         report = {"machine": detect_hardware().as_json(), "versions": installed_versions(), **summarize_ratios(done), "runs": done}
-        write_json(given.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report})
+        write_json(options.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report})
     sys.stdout.write(json.dumps(summarize_ratios(done)["error"], indent=1) + "\n")
     return 0
 

@@ -250,14 +250,14 @@ def _counted(dataset: Any) -> Run:
 
 def measure(job: Job) -> Run:
     """Run one job in a process of its own; an error is a result."""
-    words = [sys.executable, str(Path(__file__).resolve()), "--stage", json.dumps(asdict(job))]
+    command = [sys.executable, str(Path(__file__).resolve()), "--stage", json.dumps(asdict(job))]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "SFT_PLAY_CACHE": job.cache, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     run: Run = {"tool": job.tool, "rows": job.rows, "of": job.of, "processes": job.processes, "form": job.form}
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            words, env=child_environment(environment), stdout=subprocess.PIPE, stderr=errors, text=True
+            command, env=child_environment(environment), stdout=subprocess.PIPE, stderr=errors, text=True
         )
         assert process.stdout is not None
         with process.stdout, Sampler(process.pid, every_s=SAMPLE_S) as sampler:
@@ -276,8 +276,8 @@ def measure(job: Job) -> Run:
 
 def jobs_of(rows: int, trl_rows: int) -> list[Job]:
     """Every setting of every tool."""
-    taken = min(rows, trl_rows)
-    trl = [Job("trl", taken, rows, count, form) for form in ("messages", "prompt_completion") for count in (1, 2)]
+    trl_limit = min(rows, trl_rows)
+    trl = [Job("trl", trl_limit, rows, count, form) for form in ("messages", "prompt_completion") for count in (1, 2)]
     alone = Job("tokenizer", min(rows, TOKENIZER_ROWS), rows, CORES)
     return [*(Job("ours", rows, rows, count) for count in (1, 2)), alone, *trl]
 
@@ -289,23 +289,23 @@ def best_only(jobs: Sequence[Job], runs: Sequence[Run]) -> list[Job]:
     """
     found = [job for job in jobs if job.tool == "ours" and job.processes == CORES]
     for tool in dict.fromkeys(job.tool for job in jobs if job.tool != "ours"):
-        mine = [job for job in jobs if job.tool == tool]
+        tool_jobs = [job for job in jobs if job.tool == tool]
         quickest = best(runs, tool)
         setting = quickest and (tool, quickest["processes"], quickest["form"])
-        found += [job for job in mine if job.setting == setting] or mine
+        found += [job for job in tool_jobs if job.setting == setting] or tool_jobs
     return found
 
 
 def best(runs: Sequence[Run], tool: str, of: int | None = None) -> Run | None:
     """The run of a tool with the most rows a second."""
-    mine = [run for run in runs if run["tool"] == tool and "error" not in run and of in (None, run["of"])]
-    return max(mine, key=lambda run: run["rows_per_s"], default=None)
+    candidates = [run for run in runs if run["tool"] == tool and "error" not in run and of in (None, run["of"])]
+    return max(candidates, key=lambda run: run["rows_per_s"], default=None)
 
 
 def _cheapest(runs: Sequence[Run], tool: str, of: int) -> float | None:
     """Seconds of processors for a row, in the run of a tool that took fewest."""
-    mine = [run["cpu_s"] / run["rows"] for run in runs if run["tool"] == tool and run["of"] == of and "cpu_s" in run]
-    return min(mine, default=None)
+    cpu_seconds = [run["cpu_s"] / run["rows"] for run in runs if run["tool"] == tool and run["of"] == of and "cpu_s" in run]
+    return min(cpu_seconds, default=None)
 
 
 # What it comes to.
@@ -314,24 +314,24 @@ def _cheapest(runs: Sequence[Run], tool: str, of: int) -> float | None:
 def ratios(runs: Sequence[Run]) -> dict[str, Any]:
     """Rows a second and memory against each other, at each number of rows; the first of all by their plain names."""
     sizes = sorted({run["of"] for run in runs})
-    found: dict[str, Any] = {}
+    all_ratios: dict[str, Any] = {}
     by_rows: dict[str, dict[str, float]] = {}
     for size in sizes:
         ours, trl, alone, again = (best(runs, tool, size) for tool in ("ours", "trl", "tokenizer", "ours_again"))
-        made = by_rows.setdefault(str(size), {})
+        size_ratios = by_rows.setdefault(str(size), {})
         for name, other in (("ours_over_trl", trl), ("ours_over_tokenizer", alone)):
             if ours and other:
-                made[name] = ours["rows_per_s"] / other["rows_per_s"]
-                found.setdefault(name, made[name])
+                size_ratios[name] = ours["rows_per_s"] / other["rows_per_s"]
+                all_ratios.setdefault(name, size_ratios[name])
         if ours and trl:
-            made["memory_ours_over_trl"] = ours["peak_rss_bytes"] / trl["peak_rss_bytes"]
-            made["ours_over_trl_from_start"] = ours["rows"] / ours["total_s"] / (trl["rows"] / trl["total_s"])
+            size_ratios["memory_ours_over_trl"] = ours["peak_rss_bytes"] / trl["peak_rss_bytes"]
+            size_ratios["ours_over_trl_from_start"] = ours["rows"] / ours["total_s"] / (trl["rows"] / trl["total_s"])
         for name, tool in (("ours_over_trl_by_cpu", "trl"), ("ours_over_tokenizer_by_cpu", "tokenizer")):
             if (mine := _cheapest(runs, "ours", size)) and (theirs := _cheapest(runs, tool, size)):
-                made[name] = theirs / mine
+                size_ratios[name] = theirs / mine
         if again:
-            made["second_start_s"] = again["prepare_s"]
-    return {**found, **_memory_ratios(runs, sizes), "by_rows": by_rows}
+            size_ratios["second_start_s"] = again["prepare_s"]
+    return {**all_ratios, **_memory_ratios(runs, sizes), "by_rows": by_rows}
 
 
 def _memory_ratios(runs: Sequence[Run], sizes: Sequence[int]) -> dict[str, float]:
@@ -405,12 +405,12 @@ def _answer(source: str, tokenizer: str, runs: Sequence[Run]) -> dict[str, Any]:
 def row_counts(text: str) -> list[int]:
     """The numbers of `10000,1000000`; exits where they are none."""
     try:
-        found = [int(word) for word in text.split(",") if word.strip()]
+        counts = [int(word) for word in text.split(",") if word.strip()]
     except ValueError:
-        found = []
-    if not found or min(found) < 1:
+        counts = []
+    if not counts or min(counts) < 1:
         raise SystemExit(f"ROWS={text}: expected numbers of rows such as 10000,1000000")
-    return found
+    return counts
 
 
 def main() -> None:
@@ -422,16 +422,16 @@ def main() -> None:
     parser.add_argument("--trl-rows", type=int, default=int(os.environ.get("TRL_ROWS") or TRL_ROWS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--stage", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.stage:
+    options = parser.parse_args()
+    if options.stage:
         watch_parent()
-        run_stage(Job(**json.loads(given.stage)))
+        run_stage(Job(**json.loads(options.stage)))
         return
-    tokenizer = given.tokenizer or str(SHARED / "tokenizers" / "Qwen2.5-Instruct")
+    tokenizer = options.tokenizer or str(SHARED / "tokenizers" / "Qwen2.5-Instruct")
     if not Path(tokenizer).is_dir():
         raise SystemExit(f"no tokenizer at {tokenizer}; give TOKENIZER=FOLDER, one with a chat template")
-    sizes = row_counts(given.rows)
-    answer = bench(sizes, tokenizer, Path(given.out), trl_rows=given.trl_rows, rounds=given.rounds)
+    sizes = row_counts(options.rows)
+    answer = bench(sizes, tokenizer, Path(options.out), trl_rows=options.trl_rows, rounds=options.rounds)
     sys.stdout.write(f"{json.dumps(answer['ratios'], indent=2)}\n")
 
 

@@ -200,19 +200,19 @@ def bench(sizes: list[int], tokenizer: Path, out: Path, forms: list[str], worker
 def ratios(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """By form and command: memory at the greatest size over that at the smallest, and bytes of memory that each byte
     between the two costs."""
-    found: dict[str, dict[str, float]] = {}
+    all_ratios: dict[str, dict[str, float]] = {}
     for run in runs:
         name = f"{run['stage']}, {run['form']}"
-        mine = [one for one in runs if (one["stage"], one["form"]) == (run["stage"], run["form"])]
-        if len(mine) < 2:
+        same_stage = [one for one in runs if (one["stage"], one["form"]) == (run["stage"], run["form"])]
+        if len(same_stage) < 2:
             continue
-        first, last = mine[0], mine[-1]
+        first, last = same_stage[0], same_stage[-1]
         more = last["peak_rss_bytes"] - first["peak_rss_bytes"]
-        found[name] = {
+        all_ratios[name] = {
             "memory_last_over_first": round(last["peak_rss_bytes"] / first["peak_rss_bytes"], 3),
             "memory_bytes_per_file_byte": round(more / (last["file_bytes"] - first["file_bytes"]), 3),
         }
-    return found
+    return all_ratios
 
 
 def main() -> None:
@@ -223,9 +223,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", default=str(SHARED / "tokenizers" / "Qwen2.5-Instruct"), help="its folder")
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--workers", type=int, default=1)
-    given = parser.parse_args()
-    sizes = [int(word) for word in given.sizes.split(",")]
-    answer = bench(sizes, Path(given.tokenizer), Path(given.out), given.forms.split(","), given.workers)
+    options = parser.parse_args()
+    sizes = [int(word) for word in options.sizes.split(",")]
+    answer = bench(sizes, Path(options.tokenizer), Path(options.out), options.forms.split(","), options.workers)
     sys.stdout.write(f"{json.dumps(answer['ratios'], indent=2)}\n")
 
 

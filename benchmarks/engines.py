@@ -40,8 +40,8 @@ WORDS = "the quick brown fox jumps over the lazy dog and runs into the dark fore
 
 def rows_of(small: bool) -> list[tuple[str, str, str]]:
     """Every model, mode and engine; 8B of weights, gradients and states in full are more than one GPU holds."""
-    found = itertools.product(SMALL if small else LARGE, MODES, ENGINES)
-    return [row for row in found if row[:2] != (LARGE[2], "full")]
+    rows = itertools.product(SMALL if small else LARGE, MODES, ENGINES)
+    return [row for row in rows if row[:2] != (LARGE[2], "full")]
 
 
 def write_model(name: str, folder: Path) -> Path:
@@ -79,12 +79,12 @@ def run(row: tuple[str, str, str], scratch: Path, *, seq_len: int) -> dict[str, 
         f"eval: {{steps: 0, before_training: false}}\noutput: {{dir: {scratch}/outputs, name: row}}\n",
         encoding="utf-8",
     )
-    words = [sys.executable, "-m", "sft_play"]
-    words += ["train"] if engine == "single" else ["train-distributed", "--strategy", engine, "--nproc", "1"]
+    command = [sys.executable, "-m", "sft_play"]
+    command += ["train"] if engine == "single" else ["train-distributed", "--strategy", engine, "--nproc", "1"]
     began = time.monotonic()
     environment = child_environment(os.environ)
     answer = subprocess.run(
-        [*words, "--config", str(config)], env=environment, capture_output=True, text=True, check=False
+        [*command, "--config", str(config)], env=environment, capture_output=True, text=True, check=False
     )
     summary = scratch / "outputs" / "row" / "summary.json"
     found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1)}
@@ -120,16 +120,16 @@ def main() -> None:
     parser.add_argument("--out", default=os.environ.get("OUT") or "engines.json")
     parser.add_argument("--small", action="store_true", default=os.environ.get("SMALL", "") not in ("", "0"))
     parser.add_argument("--scratch", default=None, help="folder for the models (kept); a temporary one otherwise")
-    given = parser.parse_args()
-    out, hardware = Path(given.out), detect_hardware()
+    options = parser.parse_args()
+    out, hardware = Path(options.out), detect_hardware()
     runs = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.is_file() else {}
     with tempfile.TemporaryDirectory() as temporary:
-        scratch = Path(given.scratch or temporary)
-        for row in rows_of(given.small):
+        scratch = Path(options.scratch or temporary)
+        for row in rows_of(options.small):
             name = " ".join(row)
             if name in runs:
                 continue
-            runs[name] = run(row, scratch, seq_len=128 if given.small else 2048)
+            runs[name] = run(row, scratch, seq_len=128 if options.small else 2048)
             sys.stdout.write(f"{name}: {json.dumps(runs[name])[:300]}\n")
             sys.stdout.flush()
             write_json(

@@ -49,28 +49,28 @@ def write_model(folder: Path, name: str, layers: int) -> Path:
 
     from benchmarks.starter_base import make_tokenizer
 
-    place, one = folder / f"{name.rpartition('/')[2]}-{layers}", folder / f"{name.rpartition('/')[2]}-one"
+    model_folder, block_folder = folder / f"{name.rpartition('/')[2]}-{layers}", folder / f"{name.rpartition('/')[2]}-one"
     tokenizer = make_tokenizer(language.corpus_documents(seed=material.SEED)[:400])
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     fields = {key: value for key, value in KNOWN_MODELS[name].config.items() if key != "quantization_config"} | ends
     kinds = fields.get("layer_types")
-    for target, number in ((one, 1), (place, layers)):
+    for target, number in ((block_folder, 1), (model_folder, layers)):
         cut = {**fields, "num_hidden_layers": number, **({"layer_types": kinds[:number]} if kinds else {})}
         target.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(target)
         (target / "config.json").write_text(json.dumps(cut), encoding="utf-8")
-    if not (one / "model.safetensors").is_file():
+    if not (block_folder / "model.safetensors").is_file():
         with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(one), dtype=torch.bfloat16)
-        model.save_pretrained(one, max_shard_size="99GB")
-        (one / "config.json").unlink()
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(block_folder), dtype=torch.bfloat16)
+        model.save_pretrained(block_folder, max_shard_size="99GB")
+        (block_folder / "config.json").unlink()
         del model
         torch.cuda.empty_cache()
-    _write_layers(one / "model.safetensors", place, layers)
-    return place
+    _write_layers(block_folder / "model.safetensors", model_folder, layers)
+    return model_folder
 
 
-def _write_layers(file: Path, place: Path, layers: int) -> None:
+def _write_layers(file: Path, model_folder: Path, layers: int) -> None:
     """The one layer of a file once for each layer, in files of their own, and what is outside of layers."""
     with file.open("rb") as source:
         head = json.loads(source.read(struct.unpack("<Q", source.read(8))[0]))
@@ -89,7 +89,7 @@ def _write_layers(file: Path, place: Path, layers: int) -> None:
                 parts.append(source.read(end - begin))
             text = json.dumps(new).encode()
             text += b" " * (-len(text) % 8)
-            (place / name).write_bytes(b"".join([struct.pack("<Q", len(text)), text, *parts]))
+            (model_folder / name).write_bytes(b"".join([struct.pack("<Q", len(text)), text, *parts]))
 
         inner = [key for key in head if ".layers.0." in key]
         for layer in range(layers):
@@ -98,19 +98,19 @@ def _write_layers(file: Path, place: Path, layers: int) -> None:
             )
         write("outer.safetensors", {key: key for key in head if key not in inner})
     text = json.dumps({"metadata": {"total_size": 0}, "weight_map": index})
-    (place / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    (model_folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def measured(name: str, folder: Path, rows: Path) -> dict[str, Any]:
     """A run's predicted and measured bytes; what it printed last where it failed."""
     model, layers, mode, length, micro, train, lora = RUNS[name]
-    place = folder / f"{model.rpartition('/')[2]}-{layers}"
+    model_folder = folder / f"{model.rpartition('/')[2]}-{layers}"
     config = material.write_config(
-        folder / f"{name}.yaml", model=place if place.is_dir() else write_model(folder, model, layers), rows=rows,
+        folder / f"{name}.yaml", model=model_folder if model_folder.is_dir() else write_model(folder, model, layers), rows=rows,
         seq_len=length, tuning={"mode": mode, "lora": lora}, plan={"trace": False},
         train={"batch_size": micro, "grad_accum": 2, "max_steps": 6, "kernels": "none", **train},
     )  # fmt: skip
-    words = [
+    arguments = [
         "data.max_lost_fraction=1.0",
         f"output.dir={folder}/runs",
         f"output.name={name}",
@@ -118,17 +118,17 @@ def measured(name: str, folder: Path, rows: Path) -> dict[str, Any]:
     ]
     environment = {key: value for key, value in os.environ.items() if key != "OUT"} | {"WHY": "1"}
     ended = subprocess.run(
-        [sys.executable, "-m", "sft_play", "train", "--config", str(config), *words], capture_output=True, text=True,
+        [sys.executable, "-m", "sft_play", "train", "--config", str(config), *arguments], capture_output=True, text=True,
         env=environment, check=False,
     )  # fmt: skip
     if ended.returncode:
         return {"status": "failed", "reason": (ended.stdout + ended.stderr)[-600:]}
     run = folder / "runs" / name
-    plan, found = (json.loads((run / f"{file}.json").read_text("utf-8")) for file in ("plan", "summary"))
+    plan, summary = (json.loads((run / f"{file}.json").read_text("utf-8")) for file in ("plan", "summary"))
     return {
         "status": "measured",
         "said": [line for line in ended.stdout.splitlines() if "Peak memory" in line],
-        "measured": {key: found[key] for key in ("peak_bytes_by_moment", "tokens_per_s")},
+        "measured": {key: summary[key] for key in ("peak_bytes_by_moment", "tokens_per_s")},
         "predicted": plan["peak_bytes"],
         "tokens_per_s": plan["tokens_per_s"],
     }
@@ -136,21 +136,21 @@ def measured(name: str, folder: Path, rows: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Every run in turn; the file is written after each."""
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--folder", type=Path, required=True)
-    words.add_argument("--out", type=Path, default=Path("experts.json"))
-    given = words.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    rows = given.folder / "rows.jsonl"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("experts.json"))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    rows = options.folder / "rows.jsonl"
     material.write_chats(rows, 96, words_of_answer=(3000.0, 0.0))
     book: dict[str, Any] = {"machine": detect_hardware().as_json(), "versions": installed_versions(), "runs": {}}
     for name in RUNS:
-        book["runs"][name] = measured(name, given.folder, rows)
+        book["runs"][name] = measured(name, options.folder, rows)
         sys.stdout.write(
             "\n".join([f"{name}: {book['runs'][name]['status']}", *book["runs"][name].get("said", [])]) + "\n"
         )
         sys.stdout.flush()
-        write_json(given.out, book)
+        write_json(options.out, book)
     return 0
 
 

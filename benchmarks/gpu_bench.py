@@ -77,7 +77,7 @@ def trials() -> list[Trial]:
     return [*first, *compiled, *(trial for trial in every if trial not in first)]
 
 
-def chosen(names: str | None) -> list[Trial]:
+def select_trials(names: str | None) -> list[Trial]:
     """The trials of these names, separated by commas, in their order; all of them without names.
 
     Raises:
@@ -171,35 +171,35 @@ def main() -> int:
     parser.add_argument("--longest", type=float, metavar="SECONDS", help="what the longest trial is taken to need")
     parser.add_argument("--tries", action="store_true", help="let TRL try micro-batches, three more starts a trial")
     parser.add_argument("--again", action="store_true", help="keep what OUT has measured and go on")
-    given = parser.parse_args()
+    options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("benchmarks.steps").setLevel(logging.INFO)  # the last lines of a side that fails
     began, machine = time.monotonic(), detect_hardware()
     try:
-        asked = chosen(given.only)
+        asked = select_trials(options.only)
         if not machine.gpus:
             raise HardwareError("gpu_bench needs a GPU, and none is seen here; make bench runs on a CPU")
     except SftPlayError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    out = given.out.absolute()
-    book: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if given.again and out.is_file() else {}
+    out = options.out.absolute()
+    book: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if options.again and out.is_file() else {}
     book |= {"machine": machine.as_json(), "versions": installed_versions(), "trials": book.get("trials", {})}
-    with tempfile.TemporaryDirectory(prefix="sft-play-gpu-bench-") as place:
-        folder = given.folder or Path(place)
+    with tempfile.TemporaryDirectory(prefix="sft-play-gpu-bench-") as workdir:
+        folder = options.folder or Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["SFT_PLAY_CACHE"] = str(folder / "cache")
-        longest = given.longest or LONGEST_S
+        longest = options.longest or LONGEST_S
         for trial in asked:
             if book["trials"].get(trial.name, {}).get("status") == "measured":
                 continue
-            if time.monotonic() - began + longest > given.minutes * 60:
+            if time.monotonic() - began + longest > options.minutes * 60:
                 book["trials"][trial.name] = {"status": "not reached"}
             else:
                 _say(f"{trial.name}:")
-                book["trials"][trial.name] = measured(trial, folder, tries=given.tries)
+                book["trials"][trial.name] = measured(trial, folder, tries=options.tries)
                 spent = [one["seconds"] for one in book["trials"].values() if "seconds" in one]
-                longest = given.longest or max(spent)
+                longest = options.longest or max(spent)
             write_json(out, book)
     return 0
 

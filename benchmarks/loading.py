@@ -130,8 +130,8 @@ def measure_loading(folder: Path, setting: LoadingSetting) -> dict[str, Any]:
     command = [sys.executable, "-m", "sft_play", "train-distributed", *options, "--config", str(path), *words]
     (folder / "ranks").mkdir()
     (folder / "ranks" / "sitecustomize.py").write_text(AFTER_LOADING, encoding="utf-8")
-    place = os.pathsep.join([str(folder / "ranks"), str(ROOT)])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": place}
+    python_path = os.pathsep.join([str(folder / "ranks"), str(ROOT)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{setting.name}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
@@ -148,9 +148,9 @@ def main() -> None:
     runs: dict[str, Any] = {}
     for setting in LOADING_SETTINGS:
         with tempfile.TemporaryDirectory() as folder:
-            runs[setting.name] = found = measure_loading(Path(folder), setting)
-        shown = ", ".join(f"{size / 2**20:.0f}" for size in found["device_by_rank"])
-        print(f"{setting.name:28} {shown} MiB, predicted {found['predicted_device'] / 2**20:.0f} MiB", flush=True)
+            runs[setting.name] = result = measure_loading(Path(folder), setting)
+        shown = ", ".join(f"{size / 2**20:.0f}" for size in result["device_by_rank"])
+        print(f"{setting.name:28} {shown} MiB, predicted {result['predicted_device'] / 2**20:.0f} MiB", flush=True)
         date = datetime.now(UTC).date().isoformat()
         write_json(out, {"date": date, "versions": installed_versions(), "cpus": os.cpu_count(), "runs": runs})
 

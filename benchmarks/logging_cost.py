@@ -97,8 +97,8 @@ def run(on: bool, folder: Path) -> dict[str, float]:
     plan = make_plan(PlanRequest(config, load_model_shape(str(model_folder)), hardware, allowed_layouts=("single",)))
     ids = [7 + index % 50 for index in range(SEQ_LEN)]
     rows = tuple(TokenRow("random", list(ids), list(ids)) for _ in range(ROWS * STEPS))
-    with tempfile.TemporaryDirectory() as place:
-        run_folder = RunFolder(Path(place) / "run")
+    with tempfile.TemporaryDirectory() as workdir:
+        run_folder = RunFolder(Path(workdir) / "run")
         run_folder.path.mkdir()
         kind = Timed if on else Silent
         monitor = kind(plan, peaks=MemoryPeaks(on_gpu=bool(hardware.gpus)))
@@ -140,17 +140,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=os.environ.get("OUT") or "logging.json")
     parser.add_argument("--turns", type=int, default=5)
-    given = parser.parse_args()
+    options = parser.parse_args()
     runs: dict[str, list[dict[str, float]]] = {"on": [], "off": []}
-    with tempfile.TemporaryDirectory() as place:
-        run(True, Path(place))  # warms up
-        for turn in range(given.turns):
+    with tempfile.TemporaryDirectory() as workdir:
+        run(True, Path(workdir))  # warms up
+        for turn in range(options.turns):
             for name in ("on", "off") if turn % 2 else ("off", "on"):
-                runs[name].append(run(name == "on", Path(place)))
+                runs[name].append(run(name == "on", Path(workdir)))
                 sys.stdout.write(f"{name}: {json.dumps(runs[name][-1])}\n")
     on, off = (statistics.median(one["seconds_per_step"] for one in runs[name]) for name in ("on", "off"))
     write_json(
-        Path(given.out).absolute(),
+        Path(options.out).absolute(),
         {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": detect_hardware().as_json(),

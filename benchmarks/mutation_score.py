@@ -92,14 +92,14 @@ def find_mutants(path: str, source: str) -> list[Mutant]:
     starts = [0]
     for line in data.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found = []
+    mutants = []
     for node in _decisions(ast.parse(source)):
         for kind, after in _changes(node):
             start = starts[node.lineno - 1] + node.col_offset
             end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
             before = data[start:end].decode()
-            found.append(Mutant(path, node.lineno, kind, before, after, start, end))
-    return found
+            mutants.append(Mutant(path, node.lineno, kind, before, after, start, end))
+    return mutants
 
 
 def _decisions(node: ast.AST) -> Iterator[Any]:
@@ -176,9 +176,9 @@ OWN_TESTS = {
 """The test files of each package: its mutants are run against those that execute the mutant's line."""
 
 
-def own_tests(path: str, asked: Sequence[str] = ()) -> list[str]:
+def own_tests(path: str, requested: Sequence[str] = ()) -> list[str]:
     """The test files of a module's package; of them those that are asked, where some are."""
-    return [f"test_{name}.py" for name in OWN_TESTS[path.split("/")[1]].split() if not asked or name in asked]
+    return [f"test_{name}.py" for name in OWN_TESTS[path.split("/")[1]].split() if not requested or name in requested]
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
@@ -212,18 +212,18 @@ def copy_of_tree(parent: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, tests: Sequence[str], *, timeout_s: float, seen: Path | None = None) -> tuple[bool, float]:
+def run_tests(tree: Path, tests: Sequence[str], *, timeout_s: float, coverage_file: Path | None = None) -> tuple[bool, float]:
     """Whether tests pass in `tree`, and the seconds they took; those that do not end do not pass.
 
-    They run in a fork of this process, which has imported the large libraries but nothing of the package. `seen`: where
-    coverage's data go, with the test that executed each line.
+    They run in a fork of this process, which has imported the large libraries but nothing of the package. `coverage_file`:
+    where coverage's data go, with the test that executed each line.
     """
     started = time.monotonic()
     # hypothesis keeps examples that failed, and would try them first on the next mutant
     shutil.rmtree(tree / ".hypothesis", ignore_errors=True)
     child = os.fork()
     if child == 0:
-        _pytest_and_exit(tree, tests, seen)
+        _pytest_and_exit(tree, tests, coverage_file)
     while time.monotonic() - started < timeout_s:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -234,7 +234,7 @@ def run_tests(tree: Path, tests: Sequence[str], *, timeout_s: float, seen: Path 
     return False, time.monotonic() - started
 
 
-def _pytest_and_exit(tree: Path, tests: Sequence[str], seen: Path | None) -> None:
+def _pytest_and_exit(tree: Path, tests: Sequence[str], coverage_file: Path | None) -> None:
     """In the fork: the tests, with their words thrown away."""
     code = 3
     try:
@@ -249,7 +249,7 @@ def _pytest_and_exit(tree: Path, tests: Sequence[str], seen: Path | None) -> Non
         # the parent imported the package for its own use; the fork has to read the mutant
         for name in [name for name in sys.modules if name.partition(".")[0] in (PACKAGE, "tests", "benchmarks")]:
             del sys.modules[name]
-        with _record_coverage(tree, seen):
+        with _record_coverage(tree, coverage_file):
             import pytest
 
             code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
@@ -258,14 +258,14 @@ def _pytest_and_exit(tree: Path, tests: Sequence[str], seen: Path | None) -> Non
 
 
 @contextlib.contextmanager
-def _record_coverage(tree: Path, seen: Path | None) -> Iterator[None]:
-    """Which test executes which line, kept in `seen`."""
-    if seen is None:
+def _record_coverage(tree: Path, coverage_file: Path | None) -> Iterator[None]:
+    """Which test executes which line, kept in `coverage_file`."""
+    if coverage_file is None:
         yield
         return
     import coverage
 
-    watch = coverage.Coverage(data_file=str(seen), source=[str(tree / PACKAGE)], config_file=False)
+    watch = coverage.Coverage(data_file=str(coverage_file), source=[str(tree / PACKAGE)], config_file=False)
     watch.set_option("run:dynamic_context", "test_function")
     watch.start()
     try:
@@ -331,7 +331,7 @@ def _measure_baseline(file: str) -> Baseline:
     """In a worker: one test file without a mutant."""
     seen = _own["folder"] / f"{file}.coverage"
     for _ in range(2):  # a machine that is busy for a moment costs no file
-        passed, took = run_tests(_own["tree"], [f"tests/{file}"], timeout_s=1800, seen=seen)
+        passed, took = run_tests(_own["tree"], [f"tests/{file}"], timeout_s=1800, coverage_file=seen)
         if passed:
             break
     return Baseline(file, took if passed else None, _own["tree"], seen)
@@ -362,9 +362,9 @@ def _as_they_come(pool: ProcessPoolExecutor, ask: Callable[[T], R], about: Itera
         yield future.result()
 
 
-def judge_mutants(mutants: Sequence[Mutant], workers: int, asked: Sequence[str] = ()) -> Iterator[MutantVerdict]:
+def judge_mutants(mutants: Sequence[Mutant], workers: int, requested: Sequence[str] = ()) -> Iterator[MutantVerdict]:
     """The verdict of every mutant, as they come; each test file is measured once without a mutant before."""
-    files = sorted({file for mutant in mutants for file in own_tests(mutant.path, asked)})
+    files = sorted({file for mutant in mutants for file in own_tests(mutant.path, requested)})
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as parent,
@@ -377,7 +377,7 @@ def judge_mutants(mutants: Sequence[Mutant], workers: int, asked: Sequence[str] 
             sys.stderr.write(f"{one.file} without a mutant: {usual}\n")
         jobs = []
         for mutant in mutants:
-            there = [baselines[file] for file in own_tests(mutant.path, asked) if baselines[file].seconds is not None]
+            there = [baselines[file] for file in own_tests(mutant.path, requested) if baselines[file].seconds is not None]
             jobs.append((mutant, sorted(there, key=lambda one: one.seconds or 0)))
         for count, verdict in enumerate(_as_they_come(pool, _judge, jobs), 1):
             mutant = verdict.mutant

@@ -123,7 +123,7 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     from sft_play.trace.settings import TraceUnavailable
 
     config, plan = planned(row, scratch, hardware)
-    found: dict[str, Any] = {
+    prediction: dict[str, Any] = {
         "micro_batch": plan.batch.micro_batch,
         "grad_accum": plan.batch.grad_accum,
         "checkpointed_layers": plan.choice.checkpointed_layers,
@@ -134,7 +134,7 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
         "tokens_per_s": plan.speed.tokens_per_s if plan.speed_known else None,
     }
     if not hardware.gpus:
-        return found
+        return prediction
     settings = step_settings(
         config, load_config_json(config.model.name), load_model_shape(config.model.name), plan.precision, plan.choice.step
     )
@@ -142,8 +142,8 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     try:
         traced = cached_trace(settings)
     except TraceUnavailable as error:
-        return {**found, "trace": str(error)}
-    return {**found, "traced_allocated": traced.allocated, "traced_reserved": traced.reserved}
+        return {**prediction, "trace": str(error)}
+    return {**prediction, "traced_allocated": traced.allocated, "traced_reserved": traced.reserved}
 
 
 def random_model(config: RunConfig, plan: Plan, model_spec: Any) -> Any:
@@ -379,17 +379,17 @@ def tasks(rows: list[Row], runs: dict[str, Any]) -> Iterator[tuple[Row, str]]:
 
 def main() -> int:
     """Run what is missing, writing after each row."""
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    words.add_argument("--small", action="store_true", default=os.environ.get("SMALL", "") not in ("", "0"))
-    words.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "predicted_peak.json"))
-    given = words.parse_args()
-    runs: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", default=os.environ.get("SMALL", "") not in ("", "0"))
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "predicted_peak.json"))
+    options = parser.parse_args()
+    runs: dict[str, Any] = json.loads(options.out.read_text())["runs"] if options.out.exists() else {}
     hardware = detect_hardware().limit_gpus(1)
     import sft_play.trace.step
     import sft_play.training.loop.trainer  # noqa: F401  (imported once, before the forks)
 
     with tempfile.TemporaryDirectory() as scratch:
-        for row, kind in tasks(grid(given.small), runs):
+        for row, kind in tasks(grid(options.small), runs):
             if kind == "measured" and row.micro_batch < 0 and runs[row.name]["predicted"].get("fits", True):
                 continue  # the plan said that it fits: nothing to learn of its shyness
             model_folder(row.model, Path(scratch))
@@ -397,7 +397,7 @@ def main() -> int:
             runs.setdefault(row.name, {})[kind] = answer
             sys.stdout.write(f"{kind} {row.name}: {json.dumps(answer)}\n")
             sys.stdout.flush()
-            write(given.out, hardware, runs)
+            write(options.out, hardware, runs)
     return 0
 
 

@@ -158,14 +158,14 @@ def summarize_errors(ratios: Sequence[float]) -> dict[str, float | int]:
     return {"n": len(off), "median": statistics.median(off), "p90": off[at], "ratio": statistics.median(ratios)}
 
 
-def errors_by_class(found: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
+def errors_by_class(comparisons: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
     """The errors of the rows held out, 7B to 70B, by number of GPUs, mode, kernels, source, and by what the plan says
     of its error; `all sources` is the median of the sources' own medians, where a long table counts no more than a
     short one."""
-    found = found or compare_published()
+    comparisons = comparisons or compare_published()
     groups: dict[str, list[float]] = defaultdict(list)
     for row in read_speed_rows():
-        one = found[row["id"]]
+        one = comparisons[row["id"]]
         if row["split"] != "held out" or not is_target_size(row):
             continue
         several = "several GPUs" if one["gpus"] > 1 else "one GPU"
@@ -173,18 +173,18 @@ def errors_by_class(found: Mapping[str, Mapping[str, Any]] | None = None) -> dic
         names = (several, row["mode"], f"{several}, {row['mode']}", f"{row['kernels']} kernels", one["class"], source)
         for name in ("all", *names):
             groups[name].append(one["ratio"])
-    made = {name: summarize_errors(groups[name]) for name in sorted(groups)}
-    sources = [error["median"] for name, error in made.items() if name.startswith("source ")]
-    made["all sources"] = {"n": len(sources), "median": statistics.median(sources), "p90": max(sources)}
-    return made
+    errors = {name: summarize_errors(groups[name]) for name in sorted(groups)}
+    sources = [error["median"] for name, error in errors.items() if name.startswith("source ")]
+    errors["all sources"] = {"n": len(sources), "median": statistics.median(sources), "p90": max(sources)}
+    return errors
 
 
-def shares_within_error(found: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
+def shares_within_error(comparisons: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
     """For each class of the plan, how many of the rows held out were measured within its share of the prediction."""
-    found = found or compare_published()
+    comparisons = comparisons or compare_published()
     hits: dict[str, list[bool]] = defaultdict(list)
     for row in read_speed_rows():
         error = predict_error(row)
         if row["split"] == "held out" and error.share is not None:
-            hits[error.of].append(abs(1 / found[row["id"]]["ratio"] - 1) <= error.share)
-    return {name: {"n": len(found), "within": sum(found) / len(found)} for name, found in sorted(hits.items())}
+            hits[error.of].append(abs(1 / comparisons[row["id"]]["ratio"] - 1) <= error.share)
+    return {name: {"n": len(matches), "within": sum(matches) / len(matches)} for name, matches in sorted(hits.items())}

@@ -252,11 +252,11 @@ def agreement(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Where the plan's activations are from, and how far they are from a trace of the whole step, as shares: LoRA
     without, QLoRA and full weights with checkpointing; None where no trace runs."""
     shape = load_planned_shape(fields, name="m")
-    found: dict[str, Any] = {"plan": "known" if shape.block_meter is None else "measured"}
+    result: dict[str, Any] = {"plan": "known" if shape.block_meter is None else "measured"}
     for mode in MODES:
         layers = None if mode != "lora" and shape.can_checkpoint else 0
-        found[f"trace_{mode}"] = _trace_gap(fields, shape, mode, layers)
-    return found
+        result[f"trace_{mode}"] = _trace_gap(fields, shape, mode, layers)
+    return result
 
 
 def _trace_gap(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int | None) -> float | None:
@@ -285,12 +285,12 @@ def _stopped_after(passes: int) -> Iterator[None]:
     """Ctrl-C in the middle of an optimizer step."""
     from sft_play.training.loop.trainer import PlannedTrainer
 
-    original, seen = PlannedTrainer.training_step, 0
+    original, calls = PlannedTrainer.training_step, 0
 
-    def step(self: Any, *words: Any, **options: Any) -> Any:
-        nonlocal seen
-        loss, seen = original(self, *words, **options), seen + 1
-        if seen == passes:
+    def step(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        loss, calls = original(self, *args, **options), calls + 1
+        if calls == passes:
             os.kill(os.getpid(), signal.SIGINT)
         return loss
 
@@ -305,18 +305,18 @@ class CommandFailed(Exception):
     """A command did not do what it was to."""
 
 
-def _command(*words: str, code: int = 0) -> None:
+def _command(*arguments: str, code: int = 0) -> None:
     from sft_play.cli import main
 
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         try:
-            found = main(list(words))
+            exit_code = main(list(arguments))
         except Exception:  # a fault of ours, or of the class
-            raise CommandFailed(f"{words[0]}: {traceback.format_exc().strip().splitlines()[-1][:300]}") from None
-    if found != code:
+            raise CommandFailed(f"{arguments[0]}: {traceback.format_exc().strip().splitlines()[-1][:300]}") from None
+    if exit_code != code:
         lines = [line for line in text.getvalue().splitlines() if line.strip()]
-        raise CommandFailed(f"{words[0]}: exit {found}: {lines[-1][:300] if lines else ''}")
+        raise CommandFailed(f"{arguments[0]}: exit {exit_code}: {lines[-1][:300] if lines else ''}")
 
 
 def check_lifecycle(kind: str, mode: str, folder: Path) -> dict[str, Any]:
@@ -384,15 +384,15 @@ def _merged(kind: str, run: Path, base: Path, *, quantised: bool) -> dict[str, f
     together, spread = _logits(adapted), float(merged.std())
     with adapted.disable_adapter():
         alone = _logits(adapted)
-    found = {"moved": float((together - alone).abs().max()) / spread}
+    gaps = {"moved": float((together - alone).abs().max()) / spread}
     gap = float((merged - together).abs().max()) / spread
     if not quantised:
-        found["merge"] = gap
+        gaps["merge"] = gap
         if gap > MAX_LOGIT_GAP:
             raise CommandFailed(_explain_gap(run, adapted, merged, gap))
-    if found["moved"] < MAX_LOGIT_GAP:
+    if gaps["moved"] < MAX_LOGIT_GAP:
         raise CommandFailed("reload: in plain PEFT the adapter changes nothing")
-    return found
+    return gaps
 
 
 MAX_LOGIT_GAP = 1e-3
@@ -542,9 +542,9 @@ def _peft_failure(kind: str, folder: Path) -> str:
     """Where plain PEFT loses an adapter that it made and wrote of the base itself: what says so."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    made = LoraConfig(r=4, target_modules=r".*\blayers\..*\.q_proj", init_lora_weights=False)
+    lora_config = LoraConfig(r=4, target_modules=r".*\blayers\..*\.q_proj", init_lora_weights=False)
     try:
-        model = get_peft_model(_load_plain(kind, folder / "base"), made).eval()
+        model = get_peft_model(_load_plain(kind, folder / "base"), lora_config).eval()
         model.save_pretrained(folder / "plain")
         again = PeftModel.from_pretrained(_load_plain(kind, folder / "base"), folder / "plain").eval()
         is_lost = not torch.allclose(_logits(model), _logits(again), atol=1e-4)
@@ -564,29 +564,29 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(model_types()))
     parser.add_argument("--again", action="store_true", help="those too that are in the file")
     parser.add_argument("--only-plans", action="store_true", help="compare plan and trace again, and train nothing")
-    words = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    book = read_json(words.out) if words.out.is_file() else {}
+    book = read_json(options.out) if options.out.is_file() else {}
     if book.get("versions") != installed_versions():
         book = {"versions": installed_versions(), "machine": detect_hardware().as_json(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     book["all"] = len(model_types())
     rows: dict[str, Any] = book.setdefault("classes", {})
-    for kind in filter(None, words.kinds.split(",")):
-        if words.only_plans:
+    for kind in filter(None, options.kinds.split(",")):
+        if options.only_plans:
             _compare_again(kind, rows)
             print(kind, json.dumps(rows.get(kind)), flush=True)
-            write_json(words.out, book)
+            write_json(options.out, book)
             continue
-        if kind in rows and not words.again:
+        if kind in rows and not options.again:
             continue
         rows[kind] = {"not_built": "it ended the process"}
-        write_json(words.out, book)
-        with tempfile.TemporaryDirectory(prefix="registry-") as place:
-            rows[kind] = walk_class(kind, Path(place))
+        write_json(options.out, book)
+        with tempfile.TemporaryDirectory(prefix="registry-") as workdir:
+            rows[kind] = walk_class(kind, Path(workdir))
         print(kind, json.dumps(rows[kind]), flush=True)
         book["classes"] = {name: rows[name] for name in sorted(rows)}
-        write_json(words.out, book)
-    if words.out == REGISTRY_FILE:
+        write_json(options.out, book)
+    if options.out == REGISTRY_FILE:
         (ROOT / "docs" / "models.md").write_text(format_page(book), encoding="utf-8")
 
 

@@ -72,22 +72,22 @@ def replay_setting(setting: SampleSetting, model: Mapping[str, Any]) -> dict[str
     least = required_cap(log.events, peaks.allocated, peaks.reserved)
     passing = max(1, peaks.allocated - predict_memory(setting, model).resident)
     expandable = replay(log.events, expandable_segments=True).reserved
-    found = {"allocated": peaks.allocated, "reserved": peaks.reserved, "needed": least, "expandable": expandable}
+    result = {"allocated": peaks.allocated, "reserved": peaks.reserved, "needed": least, "expandable": expandable}
     names = ("reserved", "needed", "expandable")
-    shares = {f"{name}_share": round((found[name] - peaks.allocated) / passing, 4) for name in names}
-    return {**found, **shares}
+    shares = {f"{name}_share": round((result[name] - peaks.allocated) / passing, 4) for name in names}
+    return {**result, **shares}
 
 
 def main() -> int:
     """Do what is missing, writing after each row."""
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    words.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
-    words.add_argument("--out", type=Path, default=Path("reserved.json"))
-    given = words.parse_args()
-    done: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
+    parser.add_argument("--out", type=Path, default=Path("reserved.json"))
+    options = parser.parse_args()
+    done: dict[str, Any] = json.loads(options.out.read_text())["runs"] if options.out.exists() else {}
     for line in (line for line in RESERVED_SAMPLE.strip().splitlines() if line not in done):
         setting = parse_setting(line)
-        model = json.loads((given.configs / setting.model / "config.json").read_text(encoding="utf-8"))
+        model = json.loads((options.configs / setting.model / "config.json").read_text(encoding="utf-8"))
         model["num_hidden_layers"] = LAYERS
         done[line] = replay_setting(setting, model)
         sys.stdout.write(
@@ -96,7 +96,7 @@ def main() -> int:
         )
         sys.stdout.flush()
         report = {"machine": detect_hardware().as_json(), "versions": installed_versions(), "layers": LAYERS, "lengths": LENGTHS}
-        write_json(given.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report, "runs": done})
+        write_json(options.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report, "runs": done})
     return 0
 
 

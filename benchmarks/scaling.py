@@ -111,8 +111,8 @@ SCALING_POINTS = (
 
 def speed(point: ScalingPoint, gpus: int, *, layout: str, micro: int, share: float | None = None) -> float:
     """Predicted tokens per second and GPU; `share`: what matrix products reach of the peak, if not the plan's."""
-    words = point.machine.format(n=gpus if gpus <= 8 else f"{gpus // 8}x8")
-    hardware, config = _named_hardware(words), _config(point.mode)
+    machine_text = point.machine.format(n=gpus if gpus <= 8 else f"{gpus // 8}x8")
+    hardware, config = _named_hardware(machine_text), _config(point.mode)
     shape = load_planned_shape(load_config_json(point.model), name=point.model)
     precision = Precision(point.precision, point.precision, "")
     step = Step(

@@ -49,9 +49,9 @@ def run(seed: int, threads: int, place: Path) -> dict[str, Any]:
     environment = independent_environment(os.environ) | openmp_wait_variables(os.environ) | {"OMP_NUM_THREADS": str(threads)}
     environment |= {"SFT_PLAY_CACHE": str(place / "cache")}
     began = time.monotonic()
-    words = [f"train.seed={seed}", "eval.before_training=false"]
-    words += [f"output.dir={json.dumps(str(place))}", "output.name=run"]
-    train = [sys.executable, "-m", "sft_play", "train", "--config", str(ROOT / CONFIG), *words]
+    overrides = [f"train.seed={seed}", "eval.before_training=false"]
+    overrides += [f"output.dir={json.dumps(str(place))}", "output.name=run"]
+    train = [sys.executable, "-m", "sft_play", "train", "--config", str(ROOT / CONFIG), *overrides]
     subprocess.run(train, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
     after = json.loads((place / "run" / "summary.json").read_text(encoding="utf-8"))["after"]
     return {
@@ -73,21 +73,21 @@ def main() -> None:
     parser.add_argument("--out", default=os.environ.get("OUT") or "starter.json")
     parser.add_argument("--seeds", default="1,2,3,4,5")
     parser.add_argument("--threads", default="1,2")
-    given = parser.parse_args()
-    out = Path(given.out).absolute()
+    options = parser.parse_args()
+    out = Path(options.out).absolute()
     runs: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.is_file() else []
     runs = [one for one in runs if one["recipe"] == recipe()]  # others say nothing about this one
     there = {(one["seed"], one["threads"]) for one in runs}
-    for threads in map(int, given.threads.split(",")):
-        for seed in map(int, given.seeds.split(",")):
+    for threads in map(int, options.threads.split(",")):
+        for seed in map(int, options.seeds.split(",")):
             if (seed, threads) in there:
                 continue
-            with tempfile.TemporaryDirectory() as place:
-                runs.append(run(seed, threads, Path(place)))
+            with tempfile.TemporaryDirectory() as workdir:
+                runs.append(run(seed, threads, Path(workdir)))
             sys.stdout.write(json.dumps(runs[-1]) + "\n")
             sys.stdout.flush()
-            found = [one["exact_match"] for one in runs]
-            summary = {"runs": len(runs), "worst": min(found), "median": statistics.median(found), "best": max(found)}
+            exact_matches = [one["exact_match"] for one in runs]
+            summary = {"runs": len(runs), "worst": min(exact_matches), "median": statistics.median(exact_matches), "best": max(exact_matches)}
             report = {"machine": detect_hardware().as_json(), "versions": installed_versions(), "summary": summary, "runs": runs}
             write_json(out, report)
 

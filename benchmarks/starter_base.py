@@ -72,16 +72,16 @@ def main() -> None:
 def make_base(out: Path) -> dict[str, Any]:
     """Train the base, write it to `out` as it is shipped, and give its weights."""
     documents = language.corpus_documents(seed=language.DEFAULT_SEED)
-    with tempfile.TemporaryDirectory() as place:
-        corpus, start = Path(place) / "corpus.jsonl", Path(place) / "start"
+    with tempfile.TemporaryDirectory() as workdir:
+        corpus, start = Path(workdir) / "corpus.jsonl", Path(workdir) / "start"
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
         make_tokenizer(documents).save_pretrained(start)
         make_model().save_pretrained(start)
-        overrides = {"model.name": str(start), "data.train_path": str(corpus), "output.dir": place, "train.seed": SEED}
+        overrides = {"model.name": str(start), "data.train_path": str(corpus), "output.dir": workdir, "train.seed": SEED}
         words = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
         train = [sys.executable, "-m", "sft_play", "train", "--config", str(RECIPE), "output.name=base", *words]
         subprocess.run(train, cwd=ROOT, env=independent_environment(os.environ), check=True)
-        return _shipped(Path(place) / "base" / "model", out)
+        return _shipped(Path(workdir) / "base" / "model", out)
 
 
 def _shipped(trained: Path, out: Path) -> dict[str, Any]:

@@ -114,19 +114,19 @@ def start(checkout: str, root: Path, command: str, number: int, environment: Map
 
 def summary(starts: list[Start]) -> dict[str, dict[str, dict[str, float | None]]]:
     """Medians by command and figure, of both checkouts, and the second's over the first's."""
-    made: dict[str, dict[str, dict[str, float | None]]] = {}
+    rows: dict[str, dict[str, dict[str, float | None]]] = {}
     for command in dict.fromkeys(one.command for one in starts):
         for figure in ("cpu_s", "wall_s", "first_word_s", "first_step_s"):
             medians: dict[str, float | None] = {}
             for checkout in dict.fromkeys(one.checkout for one in starts):
                 of_it = [getattr(one, figure) for one in starts if (one.command, one.checkout) == (command, checkout)]
-                known = [value for value in of_it if value is not None]
-                medians[checkout] = round(statistics.median(known), 2) if known else None
+                values = [value for value in of_it if value is not None]
+                medians[checkout] = round(statistics.median(values), 2) if values else None
             before, now = medians.get("before"), medians.get("now")
             if before and now:
                 medians["ratio"] = round(now / before, 2)
-            made.setdefault(command, {})[figure] = medians
-    return made
+            rows.setdefault(command, {})[figure] = medians
+    return rows
 
 
 def main() -> None:
@@ -136,8 +136,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commands", nargs="*", default=list(COMMANDS), choices=list(COMMANDS), metavar="COMMAND")
     parser.add_argument("--out", default=os.environ.get("OUT") or "startup.json")
-    given = parser.parse_args()
-    checkouts = {"before": given.before.resolve()} if given.before else {}
+    options = parser.parse_args()
+    checkouts = {"before": options.before.resolve()} if options.before else {}
     checkouts["now"] = ROOT
     starts: list[Start] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -145,23 +145,23 @@ def main() -> None:
         make_inputs(folder)
         environment = {**independent_environment(os.environ), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        for number in range(given.rounds + 1):
-            for command in given.commands:
+        for number in range(options.rounds + 1):
+            for command in options.commands:
                 for checkout, root in checkouts.items():
                     own = {**environment, "SFT_PLAY_CACHE": str(folder / f"cache {checkout}")}
                     one = start(checkout, root, command, number, own, folder)
                     sys.stdout.write(f"{json.dumps(asdict(one))}\n")
                     sys.stdout.flush()
                     starts += [one] if number else []  # round 0 compiles bytecode and fills caches
-    found = {
+    result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": detect_hardware().as_json(),
         "versions": installed_versions(),
         "summary": summary(starts),
         "starts": [asdict(one) for one in starts],
     }
-    write_json(Path(given.out).absolute(), found)
-    sys.stdout.write(json.dumps(found["summary"], indent=1) + "\n")
+    write_json(Path(options.out).absolute(), result)
+    sys.stdout.write(json.dumps(result["summary"], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -82,17 +82,17 @@ def work() -> None:
             step()
             steps += 1
         took = time.monotonic() - began
-        said = {"tokens_per_s": steps * TOKENS / took, "own_cores": (time.process_time() - spent) / took}
-        sys.stdout.write(json.dumps(said) + "\n")
+        answer = {"tokens_per_s": steps * TOKENS / took, "own_cores": (time.process_time() - spent) / took}
+        sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
 def start(setting: str) -> subprocess.Popen[str]:
     """The process of a setting, ready to take steps."""
-    kept = {name: value for name, value in os.environ.items() if name not in NAMES}
-    words = [sys.executable, __file__, "--work"]
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    command = [sys.executable, __file__, "--work"]
     process = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=kept | SETTINGS[setting]
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment | SETTINGS[setting]
     )
     assert process.stdout is not None
     process.stdout.readline()
@@ -125,10 +125,10 @@ def turn(
     began, busy, loop = time.monotonic(), busy_seconds(), looped()
     process.stdin.write(f"{seconds}\n")
     process.stdin.flush()
-    said = json.loads(process.stdout.readline())
+    answer = json.loads(process.stdout.readline())
     took = time.monotonic() - began
-    others = (busy_seconds() - busy - (looped() - loop)) / took - said["own_cores"]
-    return Turn(setting, len(loops), number, said["tokens_per_s"], said["own_cores"], max(0.0, others))
+    others = (busy_seconds() - busy - (looped() - loop)) / took - answer["own_cores"]
+    return Turn(setting, len(loops), number, answer["tokens_per_s"], answer["own_cores"], max(0.0, others))
 
 
 def summary(turns: list[Turn], *, quiet: float) -> dict[str, dict[str, dict[str, float | int | None]]]:
@@ -173,23 +173,23 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=2)
     parser.add_argument("--quiet", type=float, default=0.15)
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for a quiet machine")
-    given = parser.parse_args()
-    if given.work:
+    options = parser.parse_args()
+    if options.work:
         work()
         return
     turns: list[Turn] = []
     processes = {setting: start(setting) for setting in SETTINGS}
     loops: list[subprocess.Popen[bytes]] = []
     try:
-        for number in range(given.rounds):
-            for count in (0, given.busy):
+        for number in range(options.rounds):
+            for count in (0, options.busy):
                 loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
                 watched = [psutil.Process(loop.pid) for loop in loops]
                 # the order turns each round, so that no setting always comes after the same one
                 for setting in SETTINGS if number % 2 else reversed(SETTINGS):
                     if not count:
-                        wait_for_quiet(given.quiet, given.patience)
-                    turns.append(turn(setting, processes[setting], number, watched, given.seconds))
+                        wait_for_quiet(options.quiet, options.patience)
+                    turns.append(turn(setting, processes[setting], number, watched, options.seconds))
                     sys.stdout.write(f"{json.dumps(asdict(turns[-1]))}\n")
                     sys.stdout.flush()
                 for loop in loops:
@@ -200,17 +200,17 @@ def main() -> None:
             process.kill()
         for loop in loops:
             loop.kill()
-    found = {
+    result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": detect_hardware().as_json(),
         "versions": installed_versions(),
         "settings": SETTINGS,
-        "summary": summary(turns, quiet=given.quiet),
+        "summary": summary(turns, quiet=options.quiet),
         "per_core": per_core(turns),
         "turns": [asdict(one) for one in turns],
     }
-    write_json(Path(given.out).absolute(), found)
-    sys.stdout.write(json.dumps(found["summary"], indent=1) + "\n")
+    write_json(Path(options.out).absolute(), result)
+    sys.stdout.write(json.dumps(result["summary"], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ def test_the_owner_of_an_option_reads_it(path):
 
 
 def test_every_public_function_has_a_docstring_or_is_an_outcomes():
-    """The docstrings of `Outcome` hold for what every command on finished runs answers with."""
+    """The docstrings of `RunCommandResult` hold for what every command on finished runs answers with."""
     missing, of_outcomes = [], {"ok", "as_json", "lines"}
     for name, path in modules().items():
         tree = tree_of(path)
@@ -301,7 +301,7 @@ def test_every_public_function_has_a_docstring_or_is_an_outcomes():
         ]
         for of, node in ((one, node) for one in holders for node in one.body):
             is_public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
-            is_outcome = "Outcome" in (ast.unparse(base) for base in getattr(of, "bases", ()))
+            is_outcome = "RunCommandResult" in (ast.unparse(base) for base in getattr(of, "bases", ()))
             if is_public and not ast.get_docstring(node) and not (is_outcome and node.name in of_outcomes):
                 missing.append(f"{name}.{node.name}")
     assert not set(missing) - {"data.render.apply_chat_template", "data.render.decode"}, missing

@@ -53,11 +53,11 @@ def case_runner() -> Iterator[CaseRunner]:
 
         def judge(draw: random.Random, folder: Path) -> bool:
             request, is_whole = _request(draw, endpoint.port)
-            status, said = _answered(endpoint.port, request, is_whole=is_whole)
+            status, body = _answered(endpoint.port, request, is_whole=is_whole)
             if status >= 500 or status == 0:
-                raise FuzzFailure(f"status {status}: {said[:2000]!r}")
-            if 400 <= status < 500 and said.startswith(b"{") and "error" not in json.loads(said):
-                raise FuzzFailure(f"status {status} without an error: {said[:500]!r}")
+                raise FuzzFailure(f"status {status}: {body[:2000]!r}")
+            if 400 <= status < 500 and body.startswith(b"{") and "error" not in json.loads(body):
+                raise FuzzFailure(f"status {status} without an error: {body[:500]!r}")
             if _answered(endpoint.port, _plain("GET", "/health", endpoint.port))[0] != 200:
                 raise FuzzFailure("the server does not answer the next request")
             return status == 200

@@ -53,14 +53,14 @@ _MACHINES = ("1xH100", "2xH200", "8xA100-80GB", "1xRTX4090", "4xL40S", "1xT4")
 def case_runner() -> Iterator[CaseRunner]:
     """Cases of run YAMLs."""
     seeds = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.yaml"))]
-    plain = [parse_yaml(seed.decode(), name="seed").data for seed in seeds]
+    parsed_seeds = [parse_yaml(seed.decode(), name="seed").data for seed in seeds]
     keys = list(all_options())
     words = re.findall(r'"(\w[\w.-]*)"', (ROOT / "sft_play/config/schema.py").read_text(encoding="utf-8"))
-    fitting = {key: [one for one in (*_PLAIN, *dict.fromkeys(words)) if option_accepts(key, one)] for key in keys}
+    accepted_values = {key: [one for one in (*_PLAIN, *dict.fromkeys(words)) if option_accepts(key, one)] for key in keys}
 
     def judge(draw: random.Random, folder: Path) -> bool:
         path = folder / "run.yaml"
-        content, why_refused = _case(draw, draw.choice(seeds), draw.choice(plain), fitting)
+        content, why_refused = _case(draw, draw.choice(seeds), draw.choice(parsed_seeds), accepted_values)
         path.write_bytes(content)
         overrides = [_override(draw, keys) for _ in range(draw.choice((0, 0, 0, 1, 3)))]
         accepted = _loads(path, overrides, why_refused)
@@ -73,19 +73,19 @@ def case_runner() -> Iterator[CaseRunner]:
         yield judge
 
 
-def _case(draw: random.Random, seed: bytes, plain: dict[str, Any], fitting: dict[str, list[Any]]) -> tuple[bytes, str]:
+def _case(draw: random.Random, seed: bytes, parsed: dict[str, Any], accepted_values: dict[str, list[Any]]) -> tuple[bytes, str]:
     """A run YAML, and why it has to be refused; empty where it may be right."""
-    way, data = draw.randrange(10), json.loads(json.dumps(plain))
-    if way < 3:
+    choice, data = draw.randrange(10), json.loads(json.dumps(parsed))
+    if choice < 3:
         return mutate.raw(draw, seed), ""
-    if way < 5:
-        return _dumped(mutate.plain(draw, plain)), ""
-    if way < 8:  # values that are right by themselves
-        for key in draw.sample([one for one in fitting if fitting[one]], draw.randint(1, 4)):
-            _put(data, key, draw.choice(fitting[key]))
+    if choice < 5:
+        return _dumped(mutate.plain(draw, parsed)), ""
+    if choice < 8:  # values that are right by themselves
+        for key in draw.sample([one for one in accepted_values if accepted_values[one]], draw.randint(1, 4)):
+            _put(data, key, draw.choice(accepted_values[key]))
         return _dumped(data), ""
     section = draw.choice([data, *(one for one in data.values() if isinstance(one, dict))])
-    if way == 8:
+    if choice == 8:
         section["no_such_key" + draw.choice(("", "_x", "2"))] = mutate.value(draw)
         return _dumped(data), "a key that there is not"
     tag = draw.choice(("!!python/object/apply:os.system [touch pwned]", "!!python/name:os.system x", "!!binary aGk="))
@@ -110,8 +110,8 @@ def _dumped(data: Any) -> bytes:
 def _override(draw: random.Random, keys: list[str]) -> str:
     key = draw.choice(keys)
     key = mutate.text(draw, key) if draw.random() < 0.2 else key
-    drawn = mutate.value(draw)
-    word = f"{key}={drawn if isinstance(drawn, str) else mutate.as_json(drawn)}"
+    value = mutate.value(draw)
+    word = f"{key}={value if isinstance(value, str) else mutate.as_json(value)}"
     return mutate.text(draw, word) if draw.random() < 0.1 else word
 
 

@@ -73,9 +73,9 @@ def case_runner() -> Iterator[CaseRunner]:
 
 
 def _options(draw: random.Random) -> DataConfig:
-    given = {key: draw.choice(values) for key, values in _OPTIONS.items() if draw.random() < 0.3}
+    options = {key: draw.choice(values) for key, values in _OPTIONS.items() if draw.random() < 0.3}
     try:
-        return DataConfig.model_validate_json(json.dumps(given))
+        return DataConfig.model_validate_json(json.dumps(options))
     except ValueError:
         return DataConfig()
 
@@ -113,13 +113,13 @@ def _lines(rows: list[Any]) -> bytes:
 
 
 def _table(draw: random.Random, rows: list[Any]) -> bytes:
-    kept = [row for row in rows if isinstance(row, dict)] or [{}]
+    table_rows = [row for row in rows if isinstance(row, dict)] or [{}]
     text = io.StringIO()
-    names = [str(key) for key in kept[0]]
+    names = [str(key) for key in table_rows[0]]
     writer = csv.DictWriter(text, names, delimiter=draw.choice(",;\t|"), extrasaction="ignore", escapechar="\\")
     with contextlib.suppress(csv.Error, ValueError):
         writer.writeheader()
-        writer.writerows({str(key): value for key, value in row.items()} for row in kept)
+        writer.writerows({str(key): value for key, value in row.items()} for row in table_rows)
     return text.getvalue().encode("utf-8", "replace")
 
 
@@ -175,8 +175,8 @@ def _processes(draw: random.Random, folder: Path, data: DataConfig) -> None:
     """`make process` on it: files that can be read again, or none."""
     from sft_play.data.process import read_processed
 
-    given = data.model_dump(mode="json", exclude_unset=True)
-    config = {"model": {"name": "gpt2"}, "data": {**given, "process": {"raw_path": "raw", "out_dir": "out"}}}
+    settings = data.model_dump(mode="json", exclude_unset=True)
+    config = {"model": {"name": "gpt2"}, "data": {**settings, "process": {"raw_path": "raw", "out_dir": "out"}}}
     (folder / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     code, out, err = run_command(
         ["process", "--config", "run.yaml", *(["--json"] if (is_json := draw.random() < 0.5) else [])]

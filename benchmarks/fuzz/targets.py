@@ -24,31 +24,31 @@ _INJECTED = (
 @contextlib.contextmanager
 def case_runner() -> Iterator[CaseRunner]:
     """Cases of make's command line."""
-    known, every = list(VARIABLES), sorted(all_targets())
+    known_names, goals = list(VARIABLES), sorted(all_targets())
 
     def judge(draw: random.Random, folder: Path) -> bool:
         pwned = folder / "pwned"
-        goal, given = draw.choice(every), draw.choices(known, k=draw.choice((1, 1, 2, 3)))
+        goal, names = draw.choice(goals), draw.choices(known_names, k=draw.choice((1, 1, 2, 3)))
         if draw.random() < 0.3:
             goal = _name(mutate.text(draw, goal)) or "x"
-        given = [_name(mutate.text(draw, one)).upper() if draw.random() < 0.3 else one for one in given]
-        values = [draw.choice(_INJECTED).format(pwned) for _ in given]
-        words = {name: value for name, value in zip(given, values, strict=True) if name}
-        told = command_line_problem([goal], words, [name for name in words if not words[name].strip()])
-        if told is None:  # this one is run with its values, as a plan of a run YAML that there is not
-            goal, words = "plan", {"SET": next(iter(words.values()), "x"), "CONFIG": str(folder / "none.yaml")}
-        done = subprocess.run(
-            ["make", "-C", str(ROOT), goal, *(f"{name}={value}" for name, value in words.items())],
+        names = [_name(mutate.text(draw, one)).upper() if draw.random() < 0.3 else one for one in names]
+        values = [draw.choice(_INJECTED).format(pwned) for _ in names]
+        variables = {name: value for name, value in zip(names, values, strict=True) if name}
+        message = command_line_problem([goal], variables, [name for name in variables if not variables[name].strip()])
+        if message is None:  # this one is run with its values, as a plan of a run YAML that there is not
+            goal, variables = "plan", {"SET": next(iter(variables.values()), "x"), "CONFIG": str(folder / "none.yaml")}
+        process = subprocess.run(
+            ["make", "-C", str(ROOT), goal, *(f"{name}={value}" for name, value in variables.items())],
             capture_output=True, text=True, timeout=120, env={**os.environ, "VENV": str(ROOT / ".venv")},
         )  # fmt: skip
         if pwned.exists() or (ROOT / "pwned").exists():
-            raise FuzzFailure(f"a value was run: {words}")
-        if done.returncode != 2 or "Traceback" in done.stderr:
+            raise FuzzFailure(f"a value was run: {variables}")
+        if process.returncode != 2 or "Traceback" in process.stderr:
             raise FuzzFailure(
-                f"exit code {done.returncode} of make {goal} {words}: {done.stderr[-2000:]}{done.stdout[-500:]}"
+                f"exit code {process.returncode} of make {goal} {variables}: {process.stderr[-2000:]}{process.stdout[-500:]}"
             )
-        if told is None and "none.yaml" not in done.stderr + done.stdout and "SET" not in done.stderr + done.stdout:
-            raise FuzzFailure(f"make {goal} {words} said {done.stderr[-2000:]}")
+        if message is None and "none.yaml" not in process.stderr + process.stdout and "SET" not in process.stderr + process.stdout:
+            raise FuzzFailure(f"make {goal} {variables} said {process.stderr[-2000:]}")
         return False
 
     with isolated_environment():

@@ -89,10 +89,10 @@ def tokenizer() -> Iterator[Any]:
 def _mutated(draw: random.Random, source: str) -> str:
     for _ in range(draw.randint(1, 4)):
         at = draw.randrange(len(source) + 1)
-        way = draw.randrange(3)
-        if way == 0:
+        choice = draw.randrange(3)
+        if choice == 0:
             source = mutate.text(draw, source)
-        elif way == 1:
+        elif choice == 1:
             source = source[:at] + _statement(draw, 0) + source[at:]
         else:
             source = mutate.raw(draw, source.encode("utf-8", "surrogatepass")).decode("utf-8", "replace")
@@ -155,17 +155,17 @@ def _renders(draw: random.Random, source: str) -> bool:
     return True
 
 
-def _masks(draw: random.Random, made: Any, source: str) -> None:
+def _masks(draw: random.Random, tokenizer: Any, source: str) -> None:
     """A row through the template as training renders it: a mask that fits, or why there is none."""
     from sft_play.config.schema import DataConfig
     from sft_play.data.masks.render import Renderer
     from sft_play.data.sources.formats import Chat
     from sft_play.data.sources.raw import BadRow
 
-    made.chat_template = source
+    tokenizer.chat_template = source
     chat = Chat(messages=tuple(_messages(draw)), tools=(), where="row 1")
     try:
-        row = Renderer(made, DataConfig(), max_seq_len=256)(chat)
+        row = Renderer(tokenizer, DataConfig(), max_seq_len=256)(chat)
     except TokenizerError:
         return
     if isinstance(row, BadRow):

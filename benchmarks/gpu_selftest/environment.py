@@ -70,7 +70,7 @@ def triton(bench: TrialBench) -> Part:
         return [f"{wrong} elements of a sum are wrong"] if wrong else []
 
     return _probe(
-        bench, "triton", judge, words=lambda measured: f"a kernel compiled and ran in {measured['seconds']:.1f} s"
+        bench, "triton", judge, reason=lambda measured: f"a kernel compiled and ran in {measured['seconds']:.1f} s"
     )
 
 
@@ -80,7 +80,7 @@ def nf4(bench: TrialBench) -> Part:
         bench,
         "nf4",
         nf4_problems,
-        words=lambda measured: f"relative error {measured['relative_error']:.3f} there and back",
+        reason=lambda measured: f"relative error {measured['relative_error']:.3f} there and back",
     )
 
 
@@ -95,7 +95,7 @@ def nvml(bench: TrialBench) -> Part:
         bench,
         "nvml",
         lambda measured: memory_counter_problems(measured, context_bytes=CUDA_CONTEXT_BYTES),
-        words=words,
+        reason=words,
         predicted={"context": CUDA_CONTEXT_BYTES},
     )
 
@@ -113,7 +113,7 @@ def attention(bench: TrialBench, hardware: Hardware) -> Part:
         counted = "as the plan counts" if predicted else "no kernel is predicted for a CPU"
         return f"{len(measured['kernels'])} cases: {kinds}; {counted}"
 
-    return _probe(bench, "attention", judge, words=words, predicted=dict(predicted) or None)
+    return _probe(bench, "attention", judge, reason=words, predicted=dict(predicted) or None)
 
 
 def varlen(bench: TrialBench) -> Part:
@@ -127,7 +127,7 @@ def varlen(bench: TrialBench) -> Part:
             else f"{len(measured['errors'])} cases, relative error {worst:.4f}"
         )
 
-    return _probe(bench, "varlen", varlen_problems, words=words)
+    return _probe(bench, "varlen", varlen_problems, reason=words)
 
 
 def kernels_of(hardware: Hardware) -> dict[str, str]:
@@ -153,7 +153,7 @@ def _probe(
     name: str,
     judge: Callable[[Any], list[str]],
     *,
-    words: Callable[[Any], str],
+    reason: Callable[[Any], str],
     predicted: dict[str, Any] | None = None,
 ) -> Part:
     """Run a probe in its own process, and check its result."""
@@ -161,11 +161,11 @@ def _probe(
     out.unlink(missing_ok=True)
     ended = run_module(["benchmarks.gpu_selftest.probes", name, str(out)], log, bench)
     part = f"{PREFIX}{name}"
-    kept: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
+    common: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
     if ended.code != 0 or not out.is_file():
-        return Part(part, "fail", ended.words, predicted, **kept)
+        return Part(part, "fail", ended.words, predicted, **common)
     measured = json.loads(out.read_text(encoding="utf-8"))
     problems = judge(measured)
     return Part(
-        part, "fail" if problems else "pass", "; ".join(problems) or words(measured), predicted, measured, **kept
+        part, "fail" if problems else "pass", "; ".join(problems) or reason(measured), predicted, measured, **common
     )

@@ -41,15 +41,15 @@ def make(bench: TrialBench, hardware: Hardware) -> Part:
     plan = plans[micro]
     predicted: dict[str, Any] = {"required": plan.memory.required, "budget": plan.budget_bytes, "micro_batch": micro}
     measured = {"exit_code": ended.code, "said": ended.words, "free_before": free_before, "free_after": free_after}
-    kept: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
+    common: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
     if ended.code is None:
-        return Part(NAME, "fail", ended.words, predicted, measured, **kept)
+        return Part(NAME, "fail", ended.words, predicted, measured, **common)
     problems = out_of_memory_problems(
         ended.words, exit_code=ended.code, required=plan.memory.required, budget=plan.budget_bytes, micro_batch=micro,
         free_before=free_before, free_after=free_after,
     )  # fmt: skip
-    words = f"micro-batch {micro} ran out as planned ({plan.memory.required / 2**30:.1f} GiB), and the message is true"
-    return Part(NAME, "fail" if problems else "pass", "; ".join(problems) or words, predicted, measured, **kept)
+    reason = f"micro-batch {micro} ran out as planned ({plan.memory.required / 2**30:.1f} GiB), and the message is true"
+    return Part(NAME, "fail" if problems else "pass", "; ".join(problems) or reason, predicted, measured, **common)
 
 
 def _config(bench: TrialBench, micro: int) -> Path:

@@ -61,18 +61,18 @@ def all_reduce(bench: TrialBench, hardware: Hardware) -> Part:
     )  # fmt: skip
     measured = {"ranks": outcome.world_size, "bytes_per_s": best}
     if not hardware.gpus:
-        words = f"right over {outcome.world_size} CPU ranks, {best / 1e9:.1f} GB/s; none is predicted for a CPU"
-        return Part(name, "pass", words, None, measured)
+        reason = f"right over {outcome.world_size} CPU ranks, {best / 1e9:.1f} GB/s; none is predicted for a CPU"
+        return Part(name, "pass", reason, None, measured)
     config = load_config(bench.config("qlora", "equal")).config
     rates = find_rates(machine, choose_precision(config, machine))
     predicted = rates.link * rates.link_share
     if machine.link_bytes_per_s is None:
-        words = f"{best / 1e9:.1f} GB/s; the expected rate of the link between these GPUs is not known"
-        return Part(name, "pass", words, None, measured)
+        reason = f"{best / 1e9:.1f} GB/s; the expected rate of the link between these GPUs is not known"
+        return Part(name, "pass", reason, None, measured)
     problems = speed_problems(predicted / 1e9, best / 1e9, what="GB/s", form=",.1f")
-    words = f"{best / 1e9:.1f} GB/s measured, {predicted / 1e9:.1f} predicted"
+    reason = f"{best / 1e9:.1f} GB/s measured, {predicted / 1e9:.1f} predicted"
     return Part(
-        name, "fail" if problems else "pass", "; ".join(problems) or words, {"bytes_per_s": predicted}, measured
+        name, "fail" if problems else "pass", "; ".join(problems) or reason, {"bytes_per_s": predicted}, measured
     )
 
 
@@ -80,11 +80,11 @@ def verify_layouts(bench: TrialBench, hardware: Hardware) -> Part:
     """`make verify-layouts` in bf16: DDP and FSDP2 against one process, LoRA, QLoRA and full."""
     name, out, log = f"{PREFIX}verify-layouts", bench.folder / "layouts.json", bench.logs / "verify-layouts.log"
     out.unlink(missing_ok=True)
-    words = ["sft_play", "verify-layouts", "train.bf16=true", "--layouts", LAYOUTS, "--out", str(out)]
-    ended = run_module(words, log, bench, limit_s=VERIFY_S)
-    kept: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
+    arguments = ["sft_play", "verify-layouts", "train.bf16=true", "--layouts", LAYOUTS, "--out", str(out)]
+    ended = run_module(arguments, log, bench, limit_s=VERIFY_S)
+    common: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
     if not out.is_file():
-        return Part(name, "fail", ended.words, **kept)
+        return Part(name, "fail", ended.words, **common)
     rows = json.loads(out.read_text(encoding="utf-8"))
     apart = [f"{row['mode']} under {row['layout']}: {row.get('error') or row.get('worst_tensor') or 'losses'}"
              for row in rows if not row["ok"]]  # fmt: skip
@@ -92,7 +92,7 @@ def verify_layouts(bench: TrialBench, hardware: Hardware) -> Part:
     problems = [f"{len(apart)} of {len(rows)} runs differ: {'; '.join(apart)}"] if apart else []
     problems += [] if several else ["no layout of several ranks was compared"]
     agreed = f"{len(rows)} runs agree with one process"
-    return Part(name, "fail" if problems else "pass", "; ".join(problems) or agreed, None, {"rows": rows}, **kept)
+    return Part(name, "fail" if problems else "pass", "; ".join(problems) or agreed, None, {"rows": rows}, **common)
 
 
 def fsdp_qlora(bench: TrialBench, hardware: Hardware) -> Part:
@@ -114,14 +114,14 @@ def resume(bench: TrialBench, hardware: Hardware, whole: Part | None) -> Part:
     if ended.code != 0:
         return Part(name, "fail", ended.words, seconds=round(ended.seconds, 1), log=str(log))
     again = train_run(bench, _config(bench, hardware), log, "output.name=stopped", command="resume")
-    kept: dict[str, Any] = {"seconds": round(ended.seconds + again.seconds, 1), "log": str(log)}
+    common: dict[str, Any] = {"seconds": round(ended.seconds + again.seconds, 1), "log": str(log)}
     if again.code != 0:
-        return Part(name, "fail", again.words, **kept)
-    wanted, losses = whole.measured["losses"], _losses(bench.run_folder.with_name("stopped"))
-    problems = loss_problems(wanted, losses)
-    words = f"stopped at step {bench.size.steps // 2} and resumed: {len(losses)} losses as in the unbroken run"
-    return Part(name, "fail" if problems else "pass", "; ".join(problems) or words, {"losses": wanted},
-                {"losses": losses}, **kept)  # fmt: skip
+        return Part(name, "fail", again.words, **common)
+    expected_losses, losses = whole.measured["losses"], _losses(bench.run_folder.with_name("stopped"))
+    problems = loss_problems(expected_losses, losses)
+    reason = f"stopped at step {bench.size.steps // 2} and resumed: {len(losses)} losses as in the unbroken run"
+    return Part(name, "fail" if problems else "pass", "; ".join(problems) or reason, {"losses": expected_losses},
+                {"losses": losses}, **common)  # fmt: skip
 
 
 def _config(bench: TrialBench, hardware: Hardware) -> Path:
@@ -136,8 +136,8 @@ def _config(bench: TrialBench, hardware: Hardware) -> Path:
 
 def _start(bench: TrialBench, hardware: Hardware, name: str, log: Path, *more: str) -> ProcessResult:
     config = _config(bench, hardware)
-    words = ["sft_play", "train-distributed", "--config", str(config), "--strategy", "fsdp", *_words(hardware)]
-    return run_module([*words, f"output.name={name}", *more], log, bench, limit_s=RUN_S)
+    arguments = ["sft_play", "train-distributed", "--config", str(config), "--strategy", "fsdp", *_words(hardware)]
+    return run_module([*arguments, f"output.name={name}", *more], log, bench, limit_s=RUN_S)
 
 
 def _losses(folder: Path) -> list[float]:

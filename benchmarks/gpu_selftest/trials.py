@@ -51,8 +51,8 @@ class Trial:
     @property
     def name(self) -> str:
         """Its name as a part."""
-        how = "checkpointed" if self.checkpointing else "plain"
-        return f"train/{self.mode}/{how}/{self.rows}/{self.judged}"
+        checkpointing = "checkpointed" if self.checkpointing else "plain"
+        return f"train/{self.mode}/{checkpointing}/{self.rows}/{self.judged}"
 
 
 def all_trials() -> list[Trial]:
@@ -159,7 +159,7 @@ class ProcessResult:
         return one_line(redact(f"{last} ({how})"), limit=1200)
 
 
-def run_module(words: Sequence[str], log: Path, bench: TrialBench, *, limit_s: float = TRIAL_TIMEOUT_S) -> ProcessResult:
+def run_module(arguments: Sequence[str], log: Path, bench: TrialBench, *, limit_s: float = TRIAL_TIMEOUT_S) -> ProcessResult:
     """Run `python -m WORDS` to its end, its output in `log`; whatever it started ends with it."""
     environment = child_environment(independent_environment(os.environ))
     environment |= {"SFT_PLAY_CACHE": str(bench.cache), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -173,7 +173,7 @@ def run_module(words: Sequence[str], log: Path, bench: TrialBench, *, limit_s: f
     with log.open("ab") as sink:
         start = sink.tell()
         process = subprocess.Popen(
-            [sys.executable, "-m", *words], env=environment, stdin=subprocess.DEVNULL, stdout=sink,
+            [sys.executable, "-m", *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=sink,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
@@ -190,9 +190,9 @@ def run_module(words: Sequence[str], log: Path, bench: TrialBench, *, limit_s: f
     return ProcessResult(code, text, log, time.monotonic() - began)
 
 
-def train_run(bench: TrialBench, config: Path, log: Path, *words: str, command: str = "train") -> ProcessResult:
+def train_run(bench: TrialBench, config: Path, log: Path, *overrides: str, command: str = "train") -> ProcessResult:
     """One run of a run YAML."""
-    return run_module(["sft_play", command, "--config", str(config), *words], log, bench)
+    return run_module(["sft_play", command, "--config", str(config), *overrides], log, bench)
 
 
 def run_trial(trial: Trial, bench: TrialBench) -> Part:
@@ -307,20 +307,20 @@ def moment_parts(parts: Iterable[Part], *, load_margin: float, margin_bytes: int
         worst, promised, saw = max(held, key=lambda one: one[2] - one[1])
         margin = int(promised * (load_margin if name == "load" else 0.0)) + margin_bytes
         problems = moment_problems(name, predicted=promised, margin=margin, measured=saw)
-        words = f"{saw / 2**30:.2f} GiB measured, {promised / 2**30:.2f} predicted (margin {margin / 2**30:.2f})"
-        results.append(Part(f"{name}/{mode}", "fail" if problems else "pass", "; ".join(problems) or words,
+        reason = f"{saw / 2**30:.2f} GiB measured, {promised / 2**30:.2f} predicted (margin {margin / 2**30:.2f})"
+        results.append(Part(f"{name}/{mode}", "fail" if problems else "pass", "; ".join(problems) or reason,
                           {name: promised, "margin": margin}, {name: saw}, log=worst.log))  # fmt: skip
     return results
 
 
-def find_oversized_micro_batch(required: Callable[[int], int], budget: int, *, most: int = 4096) -> int | None:
-    """The smallest power of two whose step needs a quarter more than `budget` bytes; None up to `most`.
+def find_oversized_micro_batch(required: Callable[[int], int], budget: int, *, max_rows: int = 4096) -> int | None:
+    """The smallest power of two whose step needs a quarter more than `budget` bytes; None up to `max_rows`.
 
     Args:
         required: bytes that a micro-batch needs.
     """
     size = 1
-    while size <= most:
+    while size <= max_rows:
         if required(size) > 1.25 * budget:
             return size
         size *= 2

@@ -80,9 +80,9 @@ def read_rows(path: Path) -> list[CsvRow]:
         names = [str(name).strip() for name in reader.fieldnames or ()]
         missing = [name for name in COLUMNS if name not in names]
         if missing:
-            found = ", ".join(names[:8]) or "none"
+            column_names = ", ".join(names[:8]) or "none"
             raise ConfigError(
-                f"PEAKS={path}: no column {', '.join(missing)} (found: {found}); see docs/memory-model.md"
+                f"PEAKS={path}: no column {', '.join(missing)} (found: {column_names}); see docs/memory-model.md"
             )
         reader.fieldnames = names
         return [_stripped(row) for row in reader if any(_text(value) for value in row.values())]
@@ -100,17 +100,17 @@ def _text(value: object) -> str:
 
 def read_adapter_configs(path: Path) -> dict[str, Config]:
     """`*peft_configs.jsonl` beside the CSV: the run's training and adapter configs by row id; none: an empty table."""
-    found: dict[str, Config] = {}
-    for beside in sorted(path.parent.glob("*peft_configs.jsonl")):
-        for number, line in enumerate(beside.read_text(encoding="utf-8-sig").splitlines(), 1):
+    configs: dict[str, Config] = {}
+    for config_path in sorted(path.parent.glob("*peft_configs.jsonl")):
+        for number, line in enumerate(config_path.read_text(encoding="utf-8-sig").splitlines(), 1):
             if not line.strip():
                 continue
             try:
                 entry = json.loads(line)
-                found[str(entry["id"])] = entry["run_info"]
+                configs[str(entry["id"])] = entry["run_info"]
             except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{beside}, line {number}: not a run's config ({error!r})") from None
-    return found
+                raise ConfigError(f"{config_path}, line {number}: not a run's config ({error!r})") from None
+    return configs
 
 
 def _run(row: CsvRow, config_of: ConfigOf, run_info: Config | None) -> PublishedRun:

@@ -40,8 +40,8 @@ class Source:
     """The same of one row, by what only this source's rows say."""
 
 
-def _fitcheck(row: CsvRow, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
-    return {"expand_kv": said["attention"] == "sdpa"}
+def _fitcheck(row: CsvRow, settings: dict[str, Any], _: Config | None) -> dict[str, Any]:
+    return {"expand_kv": settings["attention"] == "sdpa"}
 
 
 PEFT_LONGEST_ROW = 680
@@ -58,10 +58,10 @@ def _peft_lengths(row: CsvRow) -> dict[str, Any]:
     return {**row_lengths(row), "seq_len": min(cap, PEFT_LONGEST_ROW)}
 
 
-def _peft_metamath(row: CsvRow, said: dict[str, Any], run_info: Config | None) -> dict[str, Any]:
+def _peft_metamath(row: CsvRow, settings: dict[str, Any], run_info: Config | None) -> dict[str, Any]:
     train = (run_info or {}).get("train_config", {})
     changed: dict[str, Any] = {"clip": train.get("grad_norm_clip", 1.0) > 0}
-    if said["optimizer"] == "lora_fa" and version_in(row, "peft") >= (0, 19, 2):
+    if settings["optimizer"] == "lora_fa" and version_in(row, "peft") >= (0, 19, 2):
         # disable_adapter() around the loss on Wikipedia, new in that run, switches every adapter's gradients on again.
         changed["optimizer"] = "adamw_foreach"
     return changed
@@ -87,7 +87,7 @@ def _fms_lengths(row: CsvRow) -> dict[str, Any]:
     return {"micro_batch": 1, "seq_len": ORCA_LONGEST_ROW + (batch - 1) * ORCA_MEAN_ROW}
 
 
-def _fms(row: CsvRow, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
+def _fms(row: CsvRow, settings: dict[str, Any], _: Config | None) -> dict[str, Any]:
     framework = re.search(r"framework_config=([\w-]*)", row.get("notes", ""))
     name = framework[1] if framework else "none"
     if "foak" in name or "liger" in name:
@@ -95,18 +95,18 @@ def _fms(row: CsvRow, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
     if "scattermoe" in name or "moe" in name:
         raise NotExpressible("kernels of its own (fms-acceleration MoE)")
     changed: dict[str, Any] = {}
-    if said["peft"]:
-        changed["peft"] = {**said["peft"], "lora_alpha": 16, "lora_dropout": 0.1}
-    if said["mode"] == "qlora":
+    if settings["peft"]:
+        changed["peft"] = {**settings["peft"], "lora_alpha": 16, "lora_dropout": 0.1}
+    if settings["mode"] == "qlora":
         # scenarios*.yaml give these runs bf16 (orca: fp16); accelerate then wraps the forward in autocast.
-        changed |= {"autocast": said["weights"], "double_quant": True}
-        changed["fp32_norms"] = "baseline" in name and said["strategy"] == "single"
-        if said["strategy"] != "single":
-            changed["quant_storage"] = said["weights"]
+        changed |= {"autocast": settings["weights"], "double_quant": True}
+        changed["fp32_norms"] = "baseline" in name and settings["strategy"] == "single"
+        if settings["strategy"] != "single":
+            changed["quant_storage"] = settings["weights"]
     return changed
 
 
-def _torchtitan(row: CsvRow, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
+def _torchtitan(row: CsvRow, settings: dict[str, Any], _: Config | None) -> dict[str, Any]:
     return {"mixed_precision": "bfloat16", "reentrant": False, "expandable_segments": True}
 
 
@@ -118,8 +118,8 @@ def _is_prime_rl_sft(row: CsvRow) -> str:
     return "" if "type=sft" in row.get("notes", "") else "a step of reinforcement learning (prime-rl)"
 
 
-def _prime_rl(row: CsvRow, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
-    if said["model"].get("model_type") in _OWN_CLASSES:
+def _prime_rl(row: CsvRow, settings: dict[str, Any], _: Config | None) -> dict[str, Any]:
+    if settings["model"].get("model_type") in _OWN_CLASSES:
         raise NotExpressible("a model class of its own (prime-rl)")
     return {"expandable_segments": True}
 
@@ -256,7 +256,7 @@ def step_settings(row: CsvRow, *, config_of: ConfigOf = known_config, run_info: 
     if source.refused or source.refuses(row):
         raise NotExpressible(source.refused or source.refuses(row))
     # columns first, what the script fixes over them, then what only this source's rows say, and the lengths last
-    said = {**columns_settings(row, config_of, run_info), **source.fixed}
+    settings = {**columns_settings(row, config_of, run_info), **source.fixed}
     if source.also is not None:
-        said |= source.also(row, said, run_info)
-    return ScriptSettings(**{**said, **source.lengths(row)})
+        settings |= source.also(row, settings, run_info)
+    return ScriptSettings(**{**settings, **source.lengths(row)})

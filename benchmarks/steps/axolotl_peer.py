@@ -41,7 +41,7 @@ def settings(order: ProcessOrder, facts: dict[str, Any], rows: Path) -> dict[str
     """axolotl's run YAML for the facts of our run."""
     lora, warmup = facts["lora"], facts["trainer"]["warmup_steps"]
     of_trainer = trainer_arguments(facts, steps=order.total, micro=facts["micro_batch"])
-    made = {name: value for name, value in of_trainer.items() if name not in (*UNKNOWN, "use_cpu", "warmup_steps")} | {
+    peer_settings = {name: value for name, value in of_trainer.items() if name not in (*UNKNOWN, "use_cpu", "warmup_steps")} | {
         "base_model": facts["model"],
         "revision_of_model": facts["revision"],
         "trust_remote_code": facts["trust_remote_code"],
@@ -60,15 +60,15 @@ def settings(order: ProcessOrder, facts: dict[str, Any], rows: Path) -> dict[str
         "val_set_size": 0,
     }
     if lora is not None:
-        made |= {
+        peer_settings |= {
             "adapter": facts["mode"], "load_in_4bit": facts["mode"] == "qlora", "lora_r": lora["r"],
             "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"], "lora_target_modules": lora["targets"],
             "lora_modules_to_save": lora["saved"] or None, "peft_use_rslora": lora["rslora"],
             "peft_use_dora": lora["dora"],
         }  # fmt: skip
     if facts["on_cpu"]:  # its own kernels for LoRA, on by default, are for CUDA
-        made |= dict.fromkeys(KERNELS, False)
-    return made
+        peer_settings |= dict.fromkeys(KERNELS, False)
+    return peer_settings
 
 
 if __name__ == "__main__":

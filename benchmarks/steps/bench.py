@@ -167,8 +167,8 @@ def _beside_the_plan(run: Run) -> list[str]:
         return []
     plan = run["predicted"]
     pairs = ((run[f"{name}_bytes"] / GIB, plan[f"{name}_bytes"] / GIB, name) for name in ("allocated", "reserved"))
-    words = ", ".join(f"{saw:.2f} GiB {name} ({said:.2f} predicted)" for saw, said, name in pairs)
-    return [f"    of the GPU: {words}"]
+    text = ", ".join(f"{saw:.2f} GiB {name} ({predicted:.2f} predicted)" for saw, predicted, name in pairs)
+    return [f"    of the GPU: {text}"]
 
 
 def _per_cpu(run: Run, name: str) -> float:
@@ -219,8 +219,8 @@ def compare(
         raise ConfigError(f"data.packing={loaded.config.data.packing}: PEER=llamafactory packs only rows that it has "
                           "tokenised itself, and here both sides train the same tokens; add "
                           "SET=data.packing=none")  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="sft-play-bench-") as place:
-        bench = _Bench(loaded, Path(place), list(overrides), python, steps, warmup, progress)
+    with tempfile.TemporaryDirectory(prefix="sft-play-bench-") as workdir:
+        bench = _Bench(loaded, Path(workdir), list(overrides), python, steps, warmup, progress)
         comparison = Comparison(loaded.path.name, peer, steps, warmup)
         if peer == "trl-cli":
             bench.facts_alone()
@@ -266,17 +266,17 @@ def check_peer(peer: str | None, python: str | None) -> str:
     asked, package = python or str(own or sys.executable), module.partition(".")[0]
     if shutil.which(asked) is None:
         raise ConfigError(f"PEER_PYTHON={one_line(asked)} is not a program that can be run")
-    found = subprocess.run(
+    process = subprocess.run(
         [asked, "-c", _IMPORTED, module], env=peers_environment(), stdin=subprocess.DEVNULL, capture_output=True
     )
-    if found.returncode == _MISSING:
+    if process.returncode == _MISSING:
         own_way = " (make setup-unsloth builds one that is found by itself)" if peer == "unsloth" else ""
         raise ConfigError(
             f"PEER={peer} needs the package {package}, which {one_line(asked)} does not have; install it in an "
             f"environment of its own and name that Python: PEER_PYTHON=/path/to/bin/python{own_way}"
         )
-    if found.returncode:
-        reason = [line for line in found.stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
+    if process.returncode:
+        reason = [line for line in process.stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
         raise ConfigError(f"PEER={peer}: {one_line(asked)} has the package {package} and cannot import {module}: "
                           f"{one_line(redact(' '.join(reason)), limit=400)}; repair that environment")  # fmt: skip
     return asked
@@ -319,8 +319,8 @@ class _Bench:
     def ours(self, turn: int, *, is_whole: bool) -> Run:
         """One run of ours; `is_whole`: `train` as a user calls it, timed from outside."""
         if is_whole:
-            words = ["-m", "sft_play", "train", "--config", str(self.loaded.path), *self._words(f"whole-{turn}")]
-            return self._timed("ours", [sys.executable, *words])
+            arguments = ["-m", "sft_play", "train", "--config", str(self.loaded.path), *self._words(f"whole-{turn}")]
+            return self._timed("ours", [sys.executable, *arguments])
         is_first = not turn
         self._facts.mkdir(exist_ok=True)
         order = self._order("ours", turn, config=str(self.loaded.path), overrides=self._words(f"ours-{turn}"),
@@ -390,13 +390,13 @@ class _Bench:
             self.progress(f"{order.side}, {line.strip()}")
         return run
 
-    def _timed(self, side: str, words: list[str]) -> Run:
+    def _timed(self, side: str, command: list[str]) -> Run:
         """A run that is timed from outside only."""
-        run = {"side": side, **self._run(side, words)}
+        run = {"side": side, **self._run(side, command)}
         self.progress(f"{side}: {run['process_s']:.1f} s, {run['process_cpu_s']:.1f} s of processors")
         return run
 
-    def _run(self, side: str, words: list[str]) -> Run:
+    def _run(self, side: str, command: list[str]) -> Run:
         """A process to its end: seconds, of the wall's clock and of processors, its children's included.
 
         Raises:
@@ -407,7 +407,7 @@ class _Bench:
         environment = child_environment(peers_environment())
         began = time.monotonic()
         with log.open("wb") as sink:
-            process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
             try:
                 # wait4 for the processor time of this child and its children; Popen.wait would lose it
                 _, status, usage = os.wait4(process.pid, 0)

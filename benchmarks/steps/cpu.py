@@ -54,16 +54,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "bench_cpu.json"))
     parser.add_argument("--only", default=",".join(EVERY), help="names with commas")
     parser.add_argument("--rows", type=Path, help="a JSONL file, for the comparison named rows")
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="sft-play-bench-cpu-") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="sft-play-bench-cpu-") as workdir:
+        folder = Path(workdir)
         os.environ["SFT_PLAY_CACHE"] = str(folder / "cache")  # no earlier run's tokens or speeds
         material.write_model(folder / "model")
         material.write_chats(folder / "chats.jsonl", ROWS)
-        for name in given.only.split(","):
-            one, rows = EVERY[name], given.rows.absolute() if given.rows else None
+        for name in options.only.split(","):
+            one, rows = EVERY[name], options.rows.absolute() if options.rows else None
             if name == "rows" and rows is None:
                 continue
             config = material.write_config(
@@ -75,7 +75,7 @@ def main() -> None:
             )
             _say("\n".join(compared.lines()))
             results[name] = compared.as_json()
-            write_json(given.out.absolute(), results)
+            write_json(options.out.absolute(), results)
 
 
 def _say(line: str) -> None:

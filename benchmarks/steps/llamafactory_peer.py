@@ -31,7 +31,7 @@ def main(path: Path) -> None:
 def settings(order: ProcessOrder, facts: dict[str, Any]) -> dict[str, Any]:
     """LLaMA-Factory's arguments for the facts of our run."""
     lora = facts["lora"]
-    made = trainer_arguments(facts, steps=order.total, micro=facts["micro_batch"]) | {
+    peer_settings = trainer_arguments(facts, steps=order.total, micro=facts["micro_batch"]) | {
         "stage": "sft",
         "do_train": True,
         "model_name_or_path": facts["model"],
@@ -46,16 +46,16 @@ def settings(order: ProcessOrder, facts: dict[str, Any]) -> dict[str, Any]:
         "disable_gradient_checkpointing": not facts["gradient_checkpointing"],
     }
     if facts["revision"] is not None:
-        made["model_revision"] = facts["revision"]
+        peer_settings["model_revision"] = facts["revision"]
     if lora is not None:
-        made |= {
+        peer_settings |= {
             "lora_rank": lora["r"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
             "lora_target": ",".join(lora["targets"]), "use_rslora": lora["rslora"], "use_dora": lora["dora"],
             "additional_target": ",".join(lora["saved"]) or None,
         }  # fmt: skip
     if facts["mode"] == "qlora":
-        made |= {"quantization_bit": 4, "quantization_method": "bnb"}
-    return made
+        peer_settings |= {"quantization_bit": 4, "quantization_method": "bnb"}
+    return peer_settings
 
 
 if __name__ == "__main__":

@@ -158,10 +158,10 @@ def _chats(arrays: dict[str, Any], row: int, pad_id: int) -> list[tuple[int, int
     is_padding = (ids == pad_id) & (labels == IGNORED)
     if "attention_mask" in arrays and arrays["attention_mask"].ndim == 2:
         is_padding = arrays["attention_mask"][row] == 0
-    kept = np.flatnonzero(~is_padding)
-    if not len(kept):
+    positions = np.flatnonzero(~is_padding)
+    if not len(positions):
         return []
-    end = int(kept[-1]) + 1
+    end = int(positions[-1]) + 1
     starts = [0]
     if "position_ids" in arrays:
         # packs: positions start again at 0 with each chat (one row of positions may stand for the whole batch)

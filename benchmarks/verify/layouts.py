@@ -194,8 +194,8 @@ def verify(
     _check_names(layouts, modes)
     if not hardware.gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
-    with tempfile.TemporaryDirectory(prefix="sft-play-verify-") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="sft-play-verify-") as workdir:
+        folder = Path(workdir)
         if config is None:
             from benchmarks.verify.small import make_small_run
 
@@ -211,11 +211,11 @@ def verify(
 
 
 def _check_names(layouts: Sequence[str], modes: Sequence[str]) -> None:
-    there = sorted({case.layout for case in _cases(Hardware((), "CPU", 2, 0, 0), "lora", False)})
-    for kind, given, known in (("LAYOUTS", layouts, there), ("MODES", modes, MODES)):
-        for name in given:
-            if name not in known:
-                raise ConfigError(f"{kind}={one_line(name)} is not one of: {', '.join(known)}")
+    known_layouts = sorted({case.layout for case in _cases(Hardware((), "CPU", 2, 0, 0), "lora", False)})
+    for kind, names, known_names in (("LAYOUTS", layouts, known_layouts), ("MODES", modes, MODES)):
+        for name in names:
+            if name not in known_names:
+                raise ConfigError(f"{kind}={one_line(name)} is not one of: {', '.join(known_names)}")
 
 
 def _cases(hardware: Hardware, mode: str, bf16: bool) -> list[LayoutCase]:
@@ -279,7 +279,7 @@ class _LayoutBench:
             row = self.row(case)
             began = time.monotonic()
             try:
-                made = self.run(case)
+                result = self.run(case)
             except DoesNotFit as error:
                 table.left_out.append((case.name, one_line(str(error), limit=200)))
                 continue
@@ -291,9 +291,9 @@ class _LayoutBench:
                 table.rows.append(row)
                 progress(_line(row))
                 continue
-            row.engine_proof = json.loads((made / "summary.json").read_text(encoding="utf-8"))["engine_proof"]
-            row.max_rel_loss_diff = _largest_difference(wanted_losses, self.losses(made))
-            far = compare_tensors(start, one, read_tensors(self.saved(made)), from_bf16=self.rounds_start(case))
+            row.engine_proof = json.loads((result / "summary.json").read_text(encoding="utf-8"))["engine_proof"]
+            row.max_rel_loss_diff = _largest_difference(wanted_losses, self.losses(result))
+            far = compare_tensors(start, one, read_tensors(self.saved(result)), from_bf16=self.rounds_start(case))
             row.rel_weight_change_diff, row.worst_tensor = far.largest, far.tensor
             assert row.loss_tolerance is not None
             row.ok = row.max_rel_loss_diff <= row.loss_tolerance
@@ -301,7 +301,7 @@ class _LayoutBench:
             row.seconds = round(time.monotonic() - began, 1)
             table.rows.append(row)
             progress(_line(row))
-            shutil.rmtree(made)  # a table of a large model would fill the disk with its checkpoints
+            shutil.rmtree(result)  # a table of a large model would fill the disk with its checkpoints
 
     @functools.cached_property
     def base_dtype(self) -> str:
@@ -408,12 +408,12 @@ class _LayoutBench:
             DoesNotFit, ConfigError: the run says so before it loads anything.
             TrainingError: it failed.
         """
-        words = [sys.executable, "-m", "sft_play", "train" if case.layout == "single" else "train-distributed"]
-        words += ["--config", str(self.config), *self.overrides, *self.settings(case, start=start)]
+        command = [sys.executable, "-m", "sft_play", "train" if case.layout == "single" else "train-distributed"]
+        command += ["--config", str(self.config), *self.overrides, *self.settings(case, start=start)]
         if case.layout != "single":
-            words += ["--strategy", case.layout, "--nproc", str(case.ranks)]
+            command += ["--strategy", case.layout, "--nproc", str(case.ranks)]
         answer = subprocess.run(
-            words,
+            command,
             env=child_environment(independent_environment(os.environ)),
             capture_output=True,
             text=True,
@@ -423,15 +423,15 @@ class _LayoutBench:
         folder = self.folder / "outputs" / (("start-" if start else "") + case.name)
         if answer.returncode == 0:
             return folder
-        said = _message(answer.stderr) or _message(answer.stdout) or f"exit code {answer.returncode}"
+        message = _message(answer.stderr) or _message(answer.stdout) or f"exit code {answer.returncode}"
         if answer.returncode == DoesNotFit.exit_code:
-            raise DoesNotFit(said)
+            raise DoesNotFit(message)
         if answer.returncode == ConfigError.exit_code and not folder.exists():
             if case.layout == "single":
-                raise TrainingError(f"the single process cannot run this config: {said}")
-            if "cannot run this job" in said:
-                raise ConfigError(said)
-        raise TrainingError(f"{case.name}: {said}")
+                raise TrainingError(f"the single process cannot run this config: {message}")
+            if "cannot run this job" in message:
+                raise ConfigError(message)
+        raise TrainingError(f"{case.name}: {message}")
 
     def saved(self, run: Path) -> Path:
         """Where a run saved what it trained."""
@@ -443,11 +443,11 @@ class _LayoutBench:
         return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
 
 
-def _largest_difference(wanted: Sequence[float], found: Sequence[float]) -> float:
+def _largest_difference(expected: Sequence[float], measured: Sequence[float]) -> float:
     """Largest relative difference over steps; infinite where their numbers differ."""
-    if len(wanted) != len(found) or not wanted:
+    if len(expected) != len(measured) or not expected:
         return math.inf
-    return max(abs(one - other) / abs(one) for one, other in zip(wanted, found, strict=True))
+    return max(abs(expected_value - measured_value) / abs(expected_value) for expected_value, measured_value in zip(expected, measured, strict=True))
 
 
 def _message(text: str) -> str:

@@ -21,10 +21,10 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor saved in a folder, by name."""
     from safetensors.torch import load_file
 
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def compare_tensors(
@@ -43,11 +43,11 @@ def compare_tensors(
     if set(one) != set(other):
         return TensorDifference(float("inf"), sorted(set(one) ^ set(other))[0])
     worst = TensorDifference(0.0, "")
-    for name, after in one.items():
-        if other[name].shape != after.shape or start[name].shape != after.shape:
+    for name, change in one.items():
+        if other[name].shape != change.shape or start[name].shape != change.shape:
             return TensorDifference(float("inf"), name)
         begun = start[name].bfloat16() if from_bf16 else start[name]
-        moved = after.double() - start[name].double()
+        moved = change.double() - start[name].double()
         # of the movements, not of the weights: a few steps move these so little that a run without any would be close
         difference = float((other[name].double() - begun.double() - moved).norm())
         size = float(moved.norm())

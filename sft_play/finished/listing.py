@@ -241,5 +241,5 @@ def prune(selection: PruneSelection) -> PruneResult:
                     removed[path] = size
         except (RunFolderError, OSError) as error:
             logger.warning("kept: %s", error)
-    kept = tuple(path for paths in selection.values() for path in paths if path not in removed)
-    return PruneResult(tuple(removed), sum(removed.values()), kept)
+    kept_paths = tuple(path for paths in selection.values() for path in paths if path not in removed)
+    return PruneResult(tuple(removed), sum(removed.values()), kept_paths)

@@ -31,10 +31,10 @@ from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.units import format_gib
 
 
-def next_command_line(command: str, *words: str, **variables: str | Path) -> str:
+def next_command_line(command: str, *arguments: str, **variables: str | Path) -> str:
     """`Next: make COMMAND NAME=value …`, the last line of an answer, with values as a shell reads them."""
     assignments = (f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-    return " ".join(["Next: make", command, *assignments, *words])
+    return " ".join(["Next: make", command, *assignments, *arguments])
 
 
 @dataclass(frozen=True)

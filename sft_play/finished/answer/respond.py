@@ -86,7 +86,7 @@ class Responder:
                         max_tokens=max_batch_tokens,
                     )  # fmt: skip
             except RuntimeError as error:
-                longest = max(len(one.prompt_ids) for one in chunk) + max_new_tokens  # a batch of one cannot be halved
+                longest = max(len(question.prompt_ids) for question in chunk) + max_new_tokens  # of a batch of one
                 if not should_reduce_batch_size(error) or max_batch_tokens <= longest:
                     raise
                 max_batch_tokens //= 2

@@ -32,7 +32,7 @@ from sft_play.runs.files import read_json
 
 logger = logging.getLogger(__name__)
 
-ENGINES = ("transformers", "vllm")
+SERVING_ENGINES = ("transformers", "vllm")
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 # After the first Ctrl-C, answers that are being streamed have this long to end.
 SHUTDOWN_TIMEOUT_S = 30
@@ -154,7 +154,7 @@ class TransformersService:
                 raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
             time.sleep(_POLL_INTERVAL_S)
         note = _client_notes(run, run.config.model.name if run.is_adapter else str(run.weights))
-        return ServedEndpoint(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid(), note)
+        return ServedEndpoint(run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(), note)
 
     def wait(self) -> int:
         """Wait until it ends or is stopped, and return the exit code. Ctrl-C lets answers under way end; a second one
@@ -209,7 +209,7 @@ class VllmService:
         self._command += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
         logger.info("Starting: %s", shlex.join(self._command))
         note = _client_notes(self._run, str(weights))
-        return ServedEndpoint(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid(), note)
+        return ServedEndpoint(self._run.folder.path, SERVING_ENGINES[1], name, weights, self._host, self._port, os.getpid(), note)
 
     def wait(self) -> NoReturn:
         """Become vLLM, whose exit code is this command's."""
@@ -222,8 +222,8 @@ Service = TransformersService | VllmService
 
 def create_service(engine: str, run: FinishedRun, host: str, port: int) -> Service:
     """The service of an engine; raises ConfigError for one that there is not."""
-    if engine not in ENGINES:
-        raise ConfigError(f"ENGINE={one_line(engine)} is not one of {', '.join(ENGINES)}")
+    if engine not in SERVING_ENGINES:
+        raise ConfigError(f"ENGINE={one_line(engine)} is not one of {', '.join(SERVING_ENGINES)}")
     return (VllmService if engine == "vllm" else TransformersService)(run, host, port)
 
 

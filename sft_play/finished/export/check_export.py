@@ -23,7 +23,7 @@ from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model_folder
 from sft_play.finished.export.places import find_gguf
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
-from sft_play.finished.export.prompts import PairedPrompt, EnginePrompts, common_prefix_length
+from sft_play.finished.export.prompts import PairedPrompt, EnginePrompts, shared_prefix_length
 from sft_play.finished.load import load_held_out_rows, load_trained_model, default_device
 from sft_play.finished.run import FinishedRun, RunCommandResult
 from sft_play.log import one_line
@@ -217,7 +217,7 @@ def _compare_with_trained(
     comparison = AnswerComparison(
         mean_divergence(trained.log_probs, output.log_probs),
         equal_answers=sum(trained_answer == file_answer for trained_answer, file_answer in pairs) / max(1, len(pairs)),
-        equal_tokens=sum(common_prefix_length(*pair) for pair in pairs) / max(1, sum(len(trained_answer) for trained_answer, _ in pairs)),
+        equal_tokens=sum(shared_prefix_length(*pair) for pair in pairs) / max(1, sum(len(trained_answer) for trained_answer, _ in pairs)),
         kl_limit=max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
     )
     return comparison, base_divergence

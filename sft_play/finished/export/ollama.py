@@ -15,7 +15,7 @@ from typing import Literal
 
 from sft_play.data.masks.template import RenderError
 from sft_play.errors import TokenizerError
-from sft_play.finished.export.prompts import EnginePrompts, probe_conversations, common_prefix_length
+from sft_play.finished.export.prompts import EnginePrompts, probe_conversations, shared_prefix_length
 from sft_play.finished.run import FinishedRun
 
 _MAX_STOP_CHARS = 64
@@ -219,7 +219,7 @@ def _split_at_marks(text: str, marks: Sequence[str]) -> list[str]:
 
 
 def _common_prefix(first: str, second: str) -> str:
-    return first[: common_prefix_length(first, second)]
+    return first[: shared_prefix_length(first, second)]
 
 
 def _common_suffix(first: str, second: str) -> str:

@@ -135,7 +135,7 @@ class EnginePrompts:
         return bos is not None and tokenizer_adds_bos and any(pair.ids[:1] == [bos] for pair in self.probe_prompts()[:1])
 
 
-def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+def shared_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Tokens, or characters, before the first that differs."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
