@@ -577,10 +577,10 @@ class TestStyleOfARun:
             path = write(tmp_path / "a.jsonl", row)
             data = self.config(tmp_path, path, {"system": "be terse"}).data
             ((_, example),) = ExampleReader(path, data, split="train").numbered_examples()
-            assert example.notes_by_rank == (NOTE_UNSTYLED,)
+            assert example.notes == (NOTE_UNSTYLED,)
             kept = data.model_copy(update={"style": data.style.model_copy(update={"how": "keep", "system": None})})
             ((_, example),) = ExampleReader(path, kept, split="train").numbered_examples()
-            assert example.notes_by_rank == ()
+            assert example.notes == ()
 
     @pytest.mark.build
     def test_rows_that_are_trained_and_held_out_have_it(self, tmp_path, tiny_llama):

@@ -229,7 +229,7 @@ def test_a_long_text_of_a_row_is_cut_as_one_of_a_file_is(tmp_path, monkeypatch, 
     rows = list(read_rows(tmp_path / "a.jsonl", split="train", wants_text=True))
     assert len(of_file) > 5
     assert [row.data for row in rows] == [{column: one, "id": 7} for one in ("short", *of_file)]
-    assert [bool(row.notes_by_rank) for row in rows] == [False, *(True for _ in of_file)]
+    assert [bool(row.notes) for row in rows] == [False, *(True for _ in of_file)]
     assert [row.where.partition(":")[2] for row in rows[:3]] == ["1", "2 piece 1", "2 piece 2"]
     whole = list(read_rows(tmp_path / "a.jsonl", split="train"))
     assert [row.data[column] for row in whole] == ["short", text]  # a row of its own where chats are trained

@@ -497,7 +497,7 @@ def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, store
         assert example.messages[1]["tool_calls"][0]["function"] == row["messages"][1]["tool_calls"][0]["function"]
         assert example.tools == tuple(row["tools"])
     if isinstance(told, dict) and None in told.values():  # this release of datasets fills the keys
-        assert all(any("nulls in tool calls" in note for note in example.notes_by_rank) for example in found)
+        assert all(any("nulls in tool calls" in note for note in example.notes) for example in found)
 
 
 def test_a_null_that_somebody_wrote_into_jsonl_stays(tmp_path):
