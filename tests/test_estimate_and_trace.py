@@ -162,7 +162,7 @@ def test_a_rank_holds_its_part_of_it(name: str) -> None:
     widths = element_bytes(config, PRECISIONS[0], layout)
     whole, found = resident_bytes(config, shape, widths, layout), resident_bytes(config, part, widths, layout)
     learns = 1 - 40_000_000 / shape.params
-    for of in ("gradients", "optimizer", "master", "buckets"):
+    for of in ("gradients", "optimizer", "master_weights", "gradient_buckets"):
         assert getattr(found, of) == pytest.approx(learns * getattr(whole, of), rel=0.01), of
     if name == "zero3_offload":
         assert learns * whole.host < found.host < whole.host

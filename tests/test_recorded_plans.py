@@ -94,8 +94,9 @@ def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[
     except SftPlayError as error:
         return {"refused": type(error).__name__}
     lines = [
-        f"{c.layout} {c.batch} {c.checkpointed_layers} {c.fits} {c.memory.terms} {c.memory.reserved} {c.memory.required} "
-        f"{c.memory.host_bytes} {c.memory.moment} {c.speed.step_s:.6g} {c.speed.tokens} {c.speed.moved_bytes}"
+        f"{c.layout} {c.batch} {c.checkpointed_layers} {c.fits} {c.memory.terms} {c.memory.reserved} "
+        f"{c.memory.required} {c.memory.host_bytes} {c.memory.moment} {c.speed.step_s:.6g} "
+        f"{c.speed.tokens} {c.speed.moved_bytes}"
         for c in candidates
     ]
     told = [*plan_lines(plan, run, command="make train"), *bar_lines(plan), *table_lines(plan), *suggestion_lines(plan)]

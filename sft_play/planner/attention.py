@@ -53,7 +53,8 @@ def require_attention_package(implementation: str) -> None:
         return
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise ModelError(
-            f"model.attn_implementation={implementation} needs the package {package}, which is not installed; pip install "
+            f"model.attn_implementation={implementation} needs the package {package}, which is not installed; pip "
+            "install "
             f"{package}, or use auto"
         )
 
@@ -104,9 +105,10 @@ class _KernelLimits:
 
 # In PyTorch's order of preference.
 _SDPA_KERNELS = (
-    _KernelLimits("cudnn", (9, 0), (10, 9), takes_fp32=False, max_head_dim=128, head_dim_multiple=8, needs_equal_head_dims=True),
-    _KernelLimits("flash", FLASH_MIN_CAPABILITY, _NEWEST_CAPABILITY, takes_fp32=False, takes_mask=False, max_head_dim=FLASH_MAX_HEAD_DIM, needs_equal_head_dims=True,
-            untrainable_head_dims=range(193, 225)),
+    _KernelLimits("cudnn", (9, 0), (10, 9), takes_fp32=False, max_head_dim=128, head_dim_multiple=8,
+                  needs_equal_head_dims=True),
+    _KernelLimits("flash", FLASH_MIN_CAPABILITY, _NEWEST_CAPABILITY, takes_fp32=False, takes_mask=False,
+                  max_head_dim=FLASH_MAX_HEAD_DIM, needs_equal_head_dims=True, untrainable_head_dims=range(193, 225)),
     _KernelLimits("efficient", (5, 0), _NEWEST_CAPABILITY, takes_grouped_heads=False),
     _KernelLimits("math"),
 )  # fmt: skip

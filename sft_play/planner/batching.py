@@ -53,7 +53,8 @@ def batch_splits(train: TrainConfig, *, ranks: int, resumed_batch: BatchPlan | N
     if resumed_batch is not None:
         if resumed_batch.ranks != ranks:
             raise ConfigError(
-                f"the run is resumed with {_format_factors(resumed_batch)}, and in this layout {ranks} rank(s) have rows of their own"
+                f"the run is resumed with {_format_factors(resumed_batch)}, and in this layout {ranks} rank(s) have "
+                "rows of their own"
             )
         return [resumed_batch]
     batch_size = effective_batch(train, ranks=ranks)
@@ -62,9 +63,10 @@ def batch_splits(train: TrainConfig, *, ranks: int, resumed_batch: BatchPlan | N
         size = max(size for size in divisors(rank_batch) if size <= int(train.batch_size))
         return [BatchPlan(size, rank_batch // size, ranks)]
     if is_single_rank_batch(train):
-        fitting_ranks = ", ".join(str(number) for number in divisors(batch_size) if number <= 2 * ranks)
+        fitting_ranks = ", ".join(str(rank_count) for rank_count in divisors(batch_size) if rank_count <= 2 * ranks)
         raise ConfigError(
-            f"train.effective_batch_size={batch_size} does not split over {ranks} ranks (it does over {fitting_ranks}); use "
+            f"train.effective_batch_size={batch_size} does not split over {ranks} ranks (it does over "
+            f"{fitting_ranks}); use "
             f"train.effective_batch_size={batch_size * ranks}"
         )
     if problem := batch_product_problem(train, ranks=ranks):
@@ -133,7 +135,8 @@ def batch_product_problem(train: TrainConfig, *, ranks: int, option_texts: Mappi
         quotient, remainder = divmod(effective, ranks * micro_batch)
         alternative = f" or train.grad_accum={quotient}" if quotient and not remainder else ""
         return (
-            f"{texts['effective_batch_size']} is not {product} = {divisor}; use train.effective_batch_size={divisor}{alternative}"
+            f"{texts['effective_batch_size']} is not {product} = {divisor}; use "
+            f"train.effective_batch_size={divisor}{alternative}"
         )
     # the nearest multiples below and above; below the smallest there is only above
     lower, upper = effective // divisor * divisor, -(-effective // divisor) * divisor

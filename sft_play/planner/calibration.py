@@ -137,7 +137,10 @@ class Correction:
         """The correction in words; None without a run."""
         if self.uses_selftest_speed:
             ratio_text = f"{self.speed_factor:.2f} of the roofline's speed in this mode on this machine"
-            return f"{SELFTEST_MODEL} measured {ratio_text}, which predicts this speed until one of your runs measures it"
+            return (
+                f"{SELFTEST_MODEL} measured {ratio_text}, which predicts this speed until one of your runs measures "
+                "it"
+            )
         if not self.run_count:
             return None
         peak_count = len(self.peaks)
@@ -223,7 +226,8 @@ def compute_correction(
     lowest, highest = SPEED_RANGE
     same_model_runs = [run for run in same_kind if (run.layout, run.model, run.kernels) == (layout, model, kernels.memory)]
     return Correction(
-        len(nearest_runs), min(MAX_MEMORY_FACTOR, memory), min(highest, max(lowest, speed)), has_measured_speed=bool(speeds),
+        len(nearest_runs), min(MAX_MEMORY_FACTOR, memory), min(highest, max(lowest, speed)),
+        has_measured_speed=bool(speeds),
         uses_selftest_speed=bool(speeds) and not speed_runs, oom_run=_smallest_oom_run(same_model_runs, budget),
         peaks=tuple((run.predicted_reserved, run.measured_reserved) for run in nearest_runs),
     )  # fmt: skip
@@ -236,7 +240,7 @@ def _smallest_oom_run(runs: Iterable[MeasuredRun], budget: int) -> MeasuredRun |
         if run.ran_out_of:
             oom_runs += [run] if budget <= RETRY_MEMORY_FACTOR * run.ran_out_of else []
         else:
-            oom_runs = [one for one in oom_runs if run.predicted_reserved < one.predicted_reserved]
+            oom_runs = [oom_run for oom_run in oom_runs if run.predicted_reserved < oom_run.predicted_reserved]
     return min(oom_runs, key=lambda run: run.predicted_reserved, default=None)
 
 

@@ -100,7 +100,10 @@ class Candidate:
     @property
     def verdict(self) -> str:
         """Whether it fits, with the numbers, and which memory is too small."""
-        device = f"{_format_need(self.memory.required, self.budget.device)} per {'GPU' if self.step.on_gpu else 'process'}"
+        device = (
+            f"{_format_need(self.memory.required, self.budget.device)} per "
+            f"{'GPU' if self.step.on_gpu else 'process'}"
+        )
         host = "" if self.budget.host is None else f"{_format_need(self.host_required, self.budget.host)} on each node"
         if self.fits:
             return f"fits, {device}{self.ram_text}"
@@ -453,7 +456,7 @@ def choose_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def fastest_speed(candidates: Sequence[Candidate]) -> float:
     """Tokens per second of the fastest candidate that fits; 0 where none does."""
-    return max((one.speed.tokens_per_s for one in candidates if one.fits), default=0.0)
+    return max((candidate.speed.tokens_per_s for candidate in candidates if candidate.fits), default=0.0)
 
 
 def closest_to_fitting(candidates: Sequence[Candidate]) -> Candidate:

@@ -177,7 +177,10 @@ def _grouped_implementation(precision: Precision) -> ExpertsImplementation:
     if precision.load == precision.compute or precision.compute == "float32":
         return ExpertsImplementation("grouped_mm", reason)
     compute_name = DTYPE_SHORT_NAMES[precision.compute]
-    cast_note = f"; their {DTYPE_SHORT_NAMES[precision.load]} weights are cast to {compute_name} for it, as autocast casts those of other products"
+    cast_note = (
+        f"; their {DTYPE_SHORT_NAMES[precision.load]} weights are cast to {compute_name} for it, as autocast casts "
+        "those of other products"
+    )
     return ExpertsImplementation("grouped_mm", reason + cast_note, casts_weights=True)
 
 
@@ -202,6 +205,7 @@ def check_experts_option(config: RunConfig) -> None:
     implementation = config.model.experts_implementation
     if implementation != "auto":
         raise ConfigError(
-            f"model.experts_implementation={implementation}: {one_line(config.model.name)} has no experts that it could reach; "
+            f"model.experts_implementation={implementation}: {one_line(config.model.name)} has no experts that it "
+            "could reach; "
             "leave it at auto"
         )

@@ -133,7 +133,8 @@ class PreviousRun:
         if not deepspeed_layouts:
             return None
         return (
-            f"it was stopped under {self.layout}, and is now {layout}: DeepSpeed's checkpoints ({deepspeed_layouts[0]}) are resumed "
+            f"it was stopped under {self.layout}, and is now {layout}: DeepSpeed's checkpoints "
+            f"({deepspeed_layouts[0]}) are resumed "
             "only in their own layout (over any number of ranks)"
         )
 
@@ -179,7 +180,8 @@ def _check_mesh_layout(mesh: Mesh, config: RunConfig, shape: ModelShape, hardwar
     if mesh.ranks != hardware.ranks:
         needed, present = (f"{n} process{'es' if n > 1 else ''}" for n in (mesh.ranks, hardware.ranks))
         raise ConfigError(
-            f"{option_text} is a mesh of {needed}, and this is a run of {present}: start {mesh.ranks}, one for each GPU "
+            f"{option_text} is a mesh of {needed}, and this is a run of {present}: start {mesh.ranks}, one for each "
+            "GPU "
             f"(make train-distributed, NPROC= of each node), or give a mesh of {hardware.ranks}"
         )
     layout = _mesh_layout(mesh)
@@ -277,7 +279,10 @@ def _adapter_start_obstacle(layout: Layout, config: RunConfig) -> str | None:
     if layout.tensor_parallel > 1 or (lora.init == "loftq" and layout.shards_params and layout.is_zero):
         return f"{option_text}whole 16-bit weights are read for it, and they are divided here (fsdp works)"
     if layout.is_fsdp and lora.use_dora:
-        return f"{option_text}DoRA's layers are divided only when training begins, where half of an adapter cannot be frozen"
+        return (
+            f"{option_text}DoRA's layers are divided only when training begins, where half of an adapter cannot be "
+            "frozen"
+        )
     return None
 
 

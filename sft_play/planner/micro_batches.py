@@ -221,7 +221,7 @@ def average_micro_steps(rows: RowTokens, division: MicroBatches, *, effective_ba
                 fullest = max(rank_lengths, key=sum)
                 micro_step_tokens = sum(fullest)
                 # weighted by tokens: attention of a row costs its length for each of its tokens
-                row_length = sum(one * one for one in fullest) / micro_step_tokens
+                row_length = sum(length * length for length in fullest) / micro_step_tokens
             count += 1
             row_count += len(fullest)
             padded_tokens += micro_step_tokens

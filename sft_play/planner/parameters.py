@@ -60,10 +60,10 @@ def count_parameters(config: RunConfig, shape: ModelShape, precision: Precision,
     mode, lora = config.tuning.mode, config.tuning.lora
     is_full, is_nf4 = mode == "full", mode == "qlora"
     trained_count = trained_parameters(config, shape, element_bytes(config, precision, layout)).params
-    stacked_tensors = [(one, kind.count) for kind in shape.layers for one in kind.expert_weights]
+    stacked_tensors = [(stacked, kind.count) for kind in shape.layers for stacked in kind.expert_weights]
     experts = ExpertParameters(
-        total=sum(count * one.weights for one, count in stacked_tensors),
-        adapters=0 if is_full else sum(count * stacked_adapter_params(one, lora) for one, count in stacked_tensors),
+        total=sum(count * stacked.weights for stacked, count in stacked_tensors),
+        adapters=0 if is_full else sum(count * stacked_adapter_params(stacked, lora) for stacked, count in stacked_tensors),
     )
     return ParameterCounts(
         total=shape.params,
@@ -95,7 +95,10 @@ def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
     if counts.adapter_dtype is None:
         share_text = f"{format_count(counts.trained)} of" if counts.frozen else "all of"
         frozen_note = ", the others get no gradient by their class" * bool(counts.frozen)
-        return f"Parameters: {share_text} {format_count(counts.total)} are trained in {counts.rest_dtype}{frozen_note}{selection_note}"
+        return (
+            f"Parameters: {share_text} {format_count(counts.total)} are trained in "
+            f"{counts.rest_dtype}{frozen_note}{selection_note}"
+        )
     experts_note = copies_note = ""
     if counts.experts is not None and counts.experts.adapters:
         experts_note = f", {format_count(counts.experts.adapters)} of them on experts (tuning.lora.target_parameters)"

@@ -493,7 +493,8 @@ def format_misfit(plan: Plan, config: RunConfig) -> str:
     advice = f"try {changes}" if plan.suggestions else f"not even {changes} would be enough"
     return (
         f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {device}: {rows_text} at a time in "
-        f"layout {plan.layout} need{'' if micro_batch > 1 else 's'} {needs}; {advice if suggestions else 'try a smaller model'}"
+        f"layout {plan.layout} need{'' if micro_batch > 1 else 's'} {needs}; "
+        f"{advice if suggestions else 'try a smaller model'}"
     )
 
 

@@ -237,7 +237,7 @@ def suggestion_lines(plan: Plan) -> list[str]:
     if lines:
         lines.insert(0, "Suggestions, the least harmful first:")
     if plan.not_enough:
-        lines.append(f"Not enough on their own: {'; '.join(f'{suggestion.change} ({suggestion.needs})' for suggestion in plan.not_enough)}")
+        lines.append(f"Not enough on their own: {'; '.join(f'{item.change} ({item.needs})' for item in plan.not_enough)}")
     return lines
 
 
@@ -255,7 +255,8 @@ def stage_lines(stages: Sequence[tuple[str, RunConfig, Plan]]) -> list[str]:
         trained_parts = "" if config.tuning.trainable == "all" else f", trains {', '.join(config.tuning.trainable)}"
         lines.append(
             f"  {number} {name}: {length_text}, learning rate {config.learning_rate:g}, rows of at most "
-            f"{plan.max_seq_len:,} tokens{trained_parts}; micro {plan.batch.micro_batch} x accum {plan.batch.grad_accum}, "
+            f"{plan.max_seq_len:,} tokens{trained_parts}; micro {plan.batch.micro_batch} x accum "
+            f"{plan.batch.grad_accum}, "
             f"{plan.choice.checkpointing_text}: {plan.choice.verdict}{hours_text}"
         )
     return lines

@@ -28,7 +28,8 @@ def plan_summary_lines(plan: Plan, config: RunConfig, *, start_lines: Sequence[s
     if plan.fits and not start_lines:
         verdict = f"NOT STARTED{'' if plan.hardware.named else ' on this machine'} ({plan.choice.verdict})"
     return [
-        f"{name}, {_format_mode(plan, config)}, on {_format_machine(plan)}: {verdict}; predicted peak {plan.memory.peak_text}",
+        f"{name}, {_format_mode(plan, config)}, on {_format_machine(plan)}: {verdict}; predicted peak "
+        f"{plan.memory.peak_text}",
         f"{_format_batch(plan)}; {format_run_length(plan)}",
         _format_data(plan, config, is_local=has_local_data),
         *(f"Warning: {warning}" for warning in plan_warnings(plan, config)),

@@ -99,7 +99,8 @@ def choose_precision(config: RunConfig, hardware: Hardware, shape: ModelShape | 
     if compute == "float32" and load == "float16" and forward_overflow is not None:
         # without autocast nothing casts what layers pass on, so activations stay in fp16
         raise ConfigError(
-            f"model.dtype: float16, whose range ends at {FP16_MAX:,}: {forward_overflow.description}; use model.dtype=auto"
+            f"model.dtype: float16, whose range ends at {FP16_MAX:,}: {forward_overflow.description}; use "
+            "model.dtype=auto"
         )
     if compute == "float16" and config.tuning.mode == "full" and config.model.dtype == "auto":
         load = "float32"  # loss scaling cannot unscale gradients that are themselves fp16
@@ -146,7 +147,8 @@ def _choose_compute_dtype(config: RunConfig, hardware: Hardware, overflow: Fp16O
     if train.fp16 and overflow is not None:
         sdpa_hint = "use model.attn_implementation=sdpa, " if overflow.only_with == "eager" else ""
         raise ConfigError(
-            f"train.fp16: true, whose range ends at {FP16_MAX:,}: {overflow.description}, and the loss would be NaN; {sdpa_hint}"
+            f"train.fp16: true, whose range ends at {FP16_MAX:,}: {overflow.description}, and the loss would be NaN; "
+            f"{sdpa_hint}"
             "compute in bf16 where the GPU has it (train.fp16=false train.bf16=true), else in fp32 (train.fp16=false "
             "train.bf16=false), or take another model"
         )
@@ -155,7 +157,10 @@ def _choose_compute_dtype(config: RunConfig, hardware: Hardware, overflow: Fp16O
     if train.bf16 is False:
         return "float32", "fp32 because train.bf16 is false and train.fp16 is false"
     if gpus_without_bf16 and overflow is not None:
-        return "float32", f"fp32: {gpus_without_bf16[0]} has no bf16 units, and fp16's range ends at {FP16_MAX:,}: {overflow.description}"
+        return "float32", (
+            f"fp32: {gpus_without_bf16[0]} has no bf16 units, and fp16's range ends at {FP16_MAX:,}: "
+            f"{overflow.description}"
+        )
     if gpus_without_bf16:
         return "float16", f"fp16 instead of bf16: {gpus_without_bf16[0]} has no bf16 units"
     return "bfloat16", "bf16: the GPU has it" if train.bf16 == "auto" else "bf16 because train.bf16 is true"

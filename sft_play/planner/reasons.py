@@ -73,7 +73,7 @@ def plan_reasons(
         *([f"the model's shape is {inputs.shape.source_note}"] if inputs.shape.source_note else []),
         *([ACTIVATION_REASONS[simulation.was_measured_on_cpu]] if isinstance(simulation, MeasuredStepSimulation) else []),
         *([OWN_LOGITS_REASON] if inputs.shape.has_custom_logits else []),
-        *(f"adapters: {words}" for words in (inputs.shape.adapter_placement.notes if inputs.shape.adapter_placement and has_adapters else ())),
+        *(f"adapters: {text}" for text in (inputs.shape.adapter_placement.notes if inputs.shape.adapter_placement and has_adapters else ())),
         *filter(None, (inputs.shape.text_only_note, inputs.shape.storage_note, inputs.shape.published_note)),
         *_batch_reasons(inputs, candidates, choice),
         _row_reason(inputs, choice),
@@ -110,8 +110,8 @@ def _tuning_reasons(config: RunConfig, choice: Candidate) -> Iterator[str]:
 
 def _batch_reasons(inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate) -> list[str]:
     text = format_batch_product(inputs.config.train, choice.batch, is_resumed=inputs.resumed_batch is not None)
-    same_layout = [one for one in candidates if one.fits and one.layout == choice.layout]
-    sizes = [one.batch.micro_batch for one in same_layout if one.checkpointed_layers == choice.checkpointed_layers]
+    same_layout = [candidate for candidate in candidates if candidate.fits and candidate.layout == choice.layout]
+    sizes = [candidate.batch.micro_batch for candidate in same_layout if candidate.checkpointed_layers == choice.checkpointed_layers]
     if max(sizes, default=0) > choice.batch.micro_batch:
         text += f"; up to {max(sizes)} would fit and be about as fast"
     elif len(sizes) > 1:
@@ -143,7 +143,10 @@ def _row_reason(inputs: PlanInputs, choice: Candidate) -> str:
     row_tokens = inputs.row_tokens
     if row_tokens is None:
         return f"assumed: every row {inputs.seq_len} tokens{padding_text}, every token trained on"
-    lengths_text = f"longest row {row_tokens.longest:,} tokens, mean {row_tokens.mean:,.0f}, 95% up to {row_tokens.p95:,}"
+    lengths_text = (
+        f"longest row {row_tokens.longest:,} tokens, mean {row_tokens.mean:,.0f}, 95% up to "
+        f"{row_tokens.p95:,}"
+    )
     lengths_text += f"; longest held-out row {row_tokens.held_out:,}" if row_tokens.held_out > row_tokens.longest else ""
     padded_tokens = plan_micro_batches(inputs, choice.precision, choice.step).tokens
     fill_note = f": a micro-batch has as many rows as fit into {padded_tokens:,} tokens" if padded_tokens is not None else ""
@@ -159,18 +162,26 @@ def _sharded_checkpoint_reason(inputs: PlanInputs, choice: Candidate) -> str:
             f"{choice.layout.ranks} ranks keeps its part in RAM meanwhile ({rank_size_text})"
         )
     return (
-        f"checkpoints of {size_text} are written in parts, one by each of {choice.layout.ranks} ranks ({rank_size_text} of RAM each): "
-        f"above {MAX_WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {MAX_WHOLE_SAVE_S // 60} minutes, and "
+        f"checkpoints of {size_text} are written in parts, one by each of {choice.layout.ranks} ranks "
+        f"({rank_size_text} of RAM each): "
+        f"above {MAX_WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {MAX_WHOLE_SAVE_S // 60} "
+        "minutes, and "
         f"hold {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from them"
     )
 
 
 def _packing_text(inputs: PlanInputs, choice: Candidate) -> str:
     if choice.step.varlen:
-        return f", several chats to a row, told apart by their boundaries, without a mask{_separate_calls_text(inputs, choice)}"
+        return (
+            ", several chats to a row, told apart by their boundaries, without a "
+            f"mask{_separate_calls_text(inputs, choice)}"
+        )
     if choice.step.attention == "flash_attention_2":  # their position ids start anew
         return ", several chats to a row, told apart by their boundaries"
-    return f", several chats to a row, with a mask between them ({inputs.row_attention.pack_mask_reason(choice.precision)})"
+    return (
+        ", several chats to a row, with a mask between them "
+        f"({inputs.row_attention.pack_mask_reason(choice.precision)})"
+    )
 
 
 def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
@@ -197,7 +208,8 @@ def _evaluation_reason(config: RunConfig, choice: Candidate) -> str:
     given_note = " (eval.batch_size is given)" if config.eval.batch_size != "auto" else ""
     evaluation_bytes, step_bytes = (memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training"))
     return (
-        f"evaluation: {rows} row{'s' if rows > 1 else ''} at a time per rank{given_note}, rows of similar length together; "
+        f"evaluation: {rows} row{'s' if rows > 1 else ''} at a time per rank{given_note}, rows of similar length "
+        "together; "
         f"{evaluation_bytes / GIB:.2f} GiB, a training step {step_bytes / GIB:.2f}"
     )
 

@@ -108,7 +108,8 @@ def _format_offer(offer: Offer) -> str:
     error_text = "not compared with published runs" if offer.speed_error is None else f"±{offer.speed_error:.0%}"
     return (
         f"{offer.machine_text}: {format_duration(3600 * offer.hours)}, {offer.cost:,.2f} USD "
-        f"({offer.usd_per_gpu_hour:g} a GPU-hour{price_note}; {offer.layout}, about {offer.tokens_per_s:,.0f} tokens/s, "
+        f"({offer.usd_per_gpu_hour:g} a GPU-hour{price_note}; {offer.layout}, about {offer.tokens_per_s:,.0f} "
+        "tokens/s, "
         f"{error_text})"
     )
 

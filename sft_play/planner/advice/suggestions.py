@@ -45,7 +45,7 @@ def make_advised_plan(request: PlanRequest, **options: Any) -> Plan:
         return plan
     all_suggestions = tuple(find_suggestions(request))
     return replace(
-        plan, suggestions=tuple(way for way in all_suggestions if way.fits), not_enough=tuple(way for way in all_suggestions if not way.fits)
+        plan, suggestions=tuple(suggestion for suggestion in all_suggestions if suggestion.fits), not_enough=tuple(suggestion for suggestion in all_suggestions if not suggestion.fits)
     )
 
 

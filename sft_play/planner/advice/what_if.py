@@ -57,7 +57,8 @@ def parse_grid(assignments: Sequence[str], *, variable: str = "WHATIF") -> list[
         values = _split_values(text)
         if not key or not equals or not all(values):
             raise ConfigError(
-                f"{variable}: {one_line(assignment)!r} is not key=value,value; for example {variable}='model.max_seq_len=2048,4096'"
+                f"{variable}: {one_line(assignment)!r} is not key=value,value; for example "
+                f"{variable}='model.max_seq_len=2048,4096'"
             )
         if any(axis[0].startswith(f"{key}=") for axis in axes):
             raise ConfigError(f"{variable} names {one_line(key)} twice; give all of its values at once: {one_line(key)}=1,2")

@@ -179,7 +179,10 @@ class MemoryEstimate:
         reserved = self.phase_bytes(phase)[1] or 0
         # on a CPU: they are not required, so that the peak may be more than what is
         includes_file_pages = phase == "loading" and reserved > self.load_bytes
-        return f"{reserved / GIB:.2f} GiB in {phase}{', with pages of files that can be dropped' if includes_file_pages else ''}"
+        return (
+            f"{reserved / GIB:.2f} GiB in "
+            f"{phase}{', with pages of files that can be dropped' if includes_file_pages else ''}"
+        )
 
     @property
     def required_to_load(self) -> int:

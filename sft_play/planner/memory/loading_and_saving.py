@@ -41,11 +41,11 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     if not simulation.is_nf4:
         temporary_bytes = simulation.loaded_element_bytes.weights * largest_tensor_elements(simulation.shape) if layout.shards_params else 0
         if not layout.shards_params:  # parts of a stack, beside all that is loaded
-            temporary_bytes = (STACKING_COPIES - 1) * simulation.loaded_element_bytes.weights * max((one.weights for one in _stacked_tensors(simulation)), default=0)
+            temporary_bytes = (STACKING_COPIES - 1) * simulation.loaded_element_bytes.weights * max((stacked.weights for stacked in _stacked_tensors(simulation)), default=0)
             temporary_bytes = max(temporary_bytes, grown_table - resident.adapters)  # which are not there yet
         return {"weights": resident.weights, "adapters": resident.adapters, "gather_buffers": max(temporary_bytes, _adapter_start_bytes(simulation))}
     sizes = [linear.weights for linear, _ in simulation.shape.linears]
-    sizes += [STACKING_COPIES * one.weights for one in _stacked_tensors(simulation)]
+    sizes += [STACKING_COPIES * stacked.weights for stacked in _stacked_tensors(simulation)]
     adapter_bytes = 4 * simulation.trained_parameters.params  # not there yet while the last matrices are quantised
     # DoRA: accelerate keeps all until FSDP has cut
     shard_total = resident.weights + resident.adapters if layout.is_fsdp else 0
@@ -65,7 +65,7 @@ def _adapter_start_bytes(simulation: StepMemorySimulation) -> int:
 
 
 def _stacked_tensors(simulation: StepMemorySimulation) -> list[StackedExpertWeight]:
-    return [one for kind in simulation.shape.layers for one in kind.expert_weights if one.is_packable or not simulation.is_nf4]
+    return [stacked for kind in simulation.shape.layers for stacked in kind.expert_weights if stacked.is_packable or not simulation.is_nf4]
 
 
 def _largest_unit_bytes(simulation: StepMemorySimulation) -> int:

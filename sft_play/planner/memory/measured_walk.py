@@ -84,7 +84,7 @@ class MeasuredStepSimulation(StepMemorySimulation):
         layers = [self._measured_layer(self._block_mode(layer), layer) for layer in range(self.shape.num_layers)]
         last_layer_extra = self._measured_blocks(self._block_mode(len(layers) - 1), self.step.micro_batch).last
         layers[-1] = replace(layers[-1], kept=layers[-1].kept + last_layer_extra)
-        return [one.offloaded for one in layers] if self.step.offloads else layers
+        return [layer_bytes.offloaded for layer_bytes in layers] if self.step.offloads else layers
 
     def _checkpoint_bytes(self, layer: int) -> int:
         return self._measured_layer("recomputed", layer).kept

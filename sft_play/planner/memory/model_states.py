@@ -97,9 +97,9 @@ def _linear_lora_factors(linears: Sequence[LinearShape], stacks: Sequence[Stacke
         if is_target(linear, lora.target_modules):
             yield from ((lora.stored_rank, linear.inputs), (linear.outputs, lora.stored_rank))
             yield from ((1, linear.outputs),) * lora.use_dora
-    for one in stacks:
-        if stacked_adapter_params(one, lora):
-            yield from ((lora.stored_rank * one.experts, one.inputs), (one.outputs, lora.stored_rank * one.experts))
+    for stacked in stacks:
+        if stacked_adapter_params(stacked, lora):
+            yield from ((lora.stored_rank * stacked.experts, stacked.inputs), (stacked.outputs, lora.stored_rank * stacked.experts))
 
 
 EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
@@ -148,12 +148,16 @@ def trained_parameters(config: RunConfig, shape: ModelShape, widths: ElementByte
     tables = 1 if shape.tied and not (trains_embedding or trains_head) else 2 - trains_embedding - trains_head
     new_token_params = len(config.model.add_tokens) * tables * (shape.embedding_table_params // shape.vocab_size)
     factors = list(_lora_factors(shape, lora))
-    sizes = [(one * other, count) for one, other, count in factors]
+    sizes = [(rows * columns, count) for rows, columns, count in factors]
     return TrainedParameters(
-        adapter_and_copy_params + new_token_params, widths.adapters, trains_embedding, trains_head, widths.adapters, new_token_params,
+        adapter_and_copy_params + new_token_params, widths.adapters, trains_embedding, trains_head, widths.adapters,
+        new_token_params,
         small_tensor_params=sum(size * count for size, count in sizes if size < PAGED_MIN_ELEMENTS),
-        largest_tensor=max([size for size, _ in sizes] + [shape.embedding_table_params] * (trains_embedding or trains_head), default=0),
-        matrix_sides=sum((one + other) * count for one, other, count in factors) + table_sides * (trains_embedding + trains_head),
+        largest_tensor=max(
+            [size for size, _ in sizes] + [shape.embedding_table_params] * (trains_embedding or trains_head), default=0
+        ),
+        matrix_sides=sum((rows + columns) * count for rows, columns, count in factors)
+        + table_sides * (trains_embedding + trains_head),
     )  # fmt: skip
 
 

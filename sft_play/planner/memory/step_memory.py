@@ -159,8 +159,10 @@ class StepMemorySimulation:
         uses_eager_experts = experts is not None and experts.name == "eager" and not self.shape.uses_custom_experts
         shared_fields: dict[str, Any] = {
             "lora_dropout": lora.dropout, "uses_dora": lora.use_dora, "casts_inputs": step.casts_inputs,
-            "one_by_one": step.one_by_one, "uses_eager_experts": uses_eager_experts, "element_bytes": self.element_bytes,
-            "uses_grouped_mm_fallback": step.on_gpu and (step.capability or GROUPED_MIN_CAPABILITY) < GROUPED_MIN_CAPABILITY and not uses_eager_experts,
+            "one_by_one": step.one_by_one, "uses_eager_experts": uses_eager_experts,
+            "element_bytes": self.element_bytes,
+            "uses_grouped_mm_fallback": step.on_gpu
+            and (step.capability or GROUPED_MIN_CAPABILITY) < GROUPED_MIN_CAPABILITY and not uses_eager_experts,
             "liger": plan_kernels(self.config, self.shape, step.layout, on_gpu=step.on_gpu).memory,
         }  # fmt: skip
         specs = []
@@ -307,7 +309,8 @@ class StepMemorySimulation:
         resident = self.resident
         workspace_bytes = WORKSPACE_THREADS * cublas_workspace_bytes(self.step.capability) if self.step.on_gpu else 0
         return {
-            "weights": resident.weights, "adapters": resident.adapters, "master_weights": resident.master_weights, "gradients": 0,
+            "weights": resident.weights, "adapters": resident.adapters, "master_weights": resident.master_weights,
+            "gradients": 0,
             "optimizer": resident.optimizer, "gradient_buckets": self._bucket_bytes(), "workspaces": workspace_bytes,
             "activations": 0, "loss_head": 0,
         }  # fmt: skip
@@ -318,7 +321,8 @@ class StepMemorySimulation:
             packed = self.shape.packable_params if self.is_nf4 else 0
             return zero_bucket_bytes(
                 layout, self.trained_parameters.params, self.shape.params, self.shape.hidden_size, packed_params=packed,
-                reduces_in_fp32=DTYPE_BYTES[self.gradient_sync.reduced_dtype] > DTYPE_BYTES[self.gradient_sync.computed_dtype],
+                reduces_in_fp32=DTYPE_BYTES[self.gradient_sync.reduced_dtype]
+                > DTYPE_BYTES[self.gradient_sync.computed_dtype],
             )  # fmt: skip
         return self.resident.gradient_buckets
 
@@ -439,9 +443,9 @@ class StepMemorySimulation:
         batch_bytes, gather_buffers, gradient_bytes = self._batch_bytes(rows, specs, is_training=False), self.gather_buffers, self._gradients_between_steps()
         # blocks of one kind need the same, and the last of them comes with the most casts held
         last_layers, cast_bytes = {kind_index: layer for layer, kind_index in enumerate(self.shape.layer_order)}, 0
-        for layer, place in enumerate(self.shape.layer_order):
+        for layer, index in enumerate(self.shape.layer_order):
             block = self._evaluation_layer(layer, rows, specs)
-            if last_layers[place] == layer:
+            if last_layers[index] == layer:
                 embedding_output = self._hidden_bytes(rows, 0) if layer else 0
                 live_bytes = batch_bytes + cast_bytes + embedding_output + block.forward
                 yield self._phase_terms("evaluation", gradient_bytes, live_bytes, gather_buffers=gather_buffers.forward(layer) if gather_buffers else 0)

@@ -209,13 +209,13 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
         num_experts=kind.num_experts if kind.expert_width else 0,  # experts of unknown width are counted as none
         experts_per_token=shape.experts_per_token,
         expert_width=kind.expert_width,
-        expert_tensors=tuple((one.weights, 0 if is_full else stacked_adapter_params(one, lora)) for one in kind.expert_weights),
+        expert_tensors=tuple((tensor.weights, 0 if is_full else stacked_adapter_params(tensor, lora)) for tensor in kind.expert_weights),
         has_expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
         clamps_gate=shape.has_clamped_gate,
         routes_in_fp32=shape.routes_in_fp32,
         trains_weights=is_full,
         is_nf4=mode == "qlora",
-        has_nf4_experts=mode == "qlora" and all(one.is_packable for one in kind.expert_weights),
+        has_nf4_experts=mode == "qlora" and all(tensor.is_packable for tensor in kind.expert_weights),
     )
 
 
@@ -270,7 +270,7 @@ def check_targets(config: RunConfig, shape: ModelShape) -> None:
         return
     layers = [linear for linear, _ in shape.linears if linear.adaptable]
     names = sorted({linear.name for linear in layers})
-    unmatched = [one for one in targets if one in OUTPUT_HEADS or not any(linear.matches(one) for linear in layers)]
+    unmatched = [target_name for target_name in targets if target_name in OUTPUT_HEADS or not any(linear.matches(target_name) for linear in layers)]
     if unmatched:
         problems = "; ".join(f"{one_line(target)}{_unmatched_reason(target, shape, names)}" for target in unmatched)
         known_layers = f"The linear layers are: {', '.join(names)}; auto takes these"
@@ -279,7 +279,7 @@ def check_targets(config: RunConfig, shape: ModelShape) -> None:
 
 def _check_expert_options(config: RunConfig, shape: ModelShape) -> None:
     tuning, lora = config.tuning, config.tuning.lora
-    stacked = [one for kind in shape.layers for one in kind.expert_weights]
+    stacked = [tensor for kind in shape.layers for tensor in kind.expert_weights]
     adapted_parameters = () if tuning.mode == "full" else lora.adapted_parameters
     key = "tuning.lora.experts" if lora.experts else "tuning.lora.target_parameters"
     options = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(adapted_parameters)
@@ -287,8 +287,8 @@ def _check_expert_options(config: RunConfig, shape: ModelShape) -> None:
         model = one_line(config.model.name)
         raise ConfigError(f"{' and '.join(options)}: {model} has no experts in one tensor; leave it out")
     parameter_names = adapted_parameters if isinstance(adapted_parameters, tuple) else ()
-    if unmatched := [name for name in parameter_names if not any(one.matches(name) for one in stacked)]:
-        names = ", ".join(sorted({one.path.rpartition(".")[2] for one in stacked}))
+    if unmatched := [name for name in parameter_names if not any(tensor.matches(name) for tensor in stacked)]:
+        names = ", ".join(sorted({tensor.path.rpartition(".")[2] for tensor in stacked}))
         raise ConfigError(f"{key}: {one_line(', '.join(unmatched))} matches nothing; the stacked experts are: {names}")
 
 

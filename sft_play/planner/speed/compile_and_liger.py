@@ -59,8 +59,10 @@ def compile_reasons(config: RunConfig, shape: ModelShape) -> list[str]:
     if not config.train.compile:
         return []
     return [
-        f"train.compile: elementwise operations move {COMPILED_TRAFFIC_SHARE:.0%} of the plain code's bytes; memory is counted as the "
-        f"plain code's, which takes more; compiling is estimated at {estimate_compile_s(config, shape):.0f} s of each start"
+        f"train.compile: elementwise operations move {COMPILED_TRAFFIC_SHARE:.0%} of the plain code's bytes; memory is "
+        "counted as the "
+        f"plain code's, which takes more; compiling is estimated at {estimate_compile_s(config, shape):.0f} s of each "
+        "start"
     ]
 
 

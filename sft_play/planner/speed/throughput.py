@@ -362,13 +362,14 @@ class _Roofline:
         traffic = step_traffic(self.config, shape, self.precision, self.step)
         moved_bytes, exposed_s = traffic.sent_bytes(grad_accum), 0.0
         if layout.gradient_ranks > 1:
-            micro_batch_s, reduction_s, update_s = (sum(_collective_seconds(one, rates) for one in part)
-                                    for part in (traffic.per_micro_batch, traffic.per_reduction, traffic.after_update))  # fmt: skip
+            micro_batch_s, reduction_s, update_s = (sum(_collective_seconds(collective, rates) for collective in part)
+                                    for part in (traffic.per_micro_batch, traffic.per_reduction,
+                                                 traffic.after_update))  # fmt: skip
             # a micro-batch hides its own collectives and those that are put off until then, as DDP's in the last one
             reductions = traffic.reductions_per_step(grad_accum)
             exposed_s = (grad_accum - reductions) * _exposed_seconds(micro_batch_s, hidden_s) + reductions * _exposed_seconds(micro_batch_s + reduction_s, hidden_s) + update_s
             if not layout.shards_states:  # DDP
-                message_bytes = sum(one.message_bytes * count for one, count in traffic.step_collectives(grad_accum))
+                message_bytes = sum(collective.message_bytes * count for collective, count in traffic.step_collectives(grad_accum))
                 exposed_s += self._memory_seconds(BUCKET_COPIES * message_bytes)
         if layout.offloads_params:
             # weights come from RAM for the forward and for the backward pass
@@ -485,7 +486,7 @@ def find_speed_error(shape: ModelShape, precision: Precision, hardware: Hardware
         # V100 and T4 have no bf16, and fall into SMALL below
         "on these cards": not capabilities <= DATA_CENTRE_CAPABILITIES | WORKSTATION_CAPABILITIES | {(7, 0), (7, 5)},
     }
-    if (reason := next((words for words, applies in uncompared.items() if applies), None)) is not None:
+    if (reason := next((description for description, applies in uncompared.items() if applies), None)) is not None:
         return SpeedError(None, f"no published run {reason} was compared")
     if shape.params < SMALL_MODEL_PARAMS or precision.compute != "bfloat16":
         return SMALL_MODEL_ERROR
