@@ -51,7 +51,7 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
         words = (f"tuning.mode={mode}", f"train.gradient_checkpointing={checkpointing}", "train.batch_size=2",
                  f"train.grad_accum={16 // 2 // len(parse_hardware(machine).gpus)}")  # fmt: skip
         plain, fast = (
-            planned(machine, model, *words, compile=on, only=("single", "ddp", "fsdp")) for on in (False, True)
+            planned(machine, model, *words, compile=on, allowed_layouts=("single", "ddp", "fsdp")) for on in (False, True)
         )
         assert fast.memory.allocated == plain.memory.allocated
         if fast.layout != plain.layout:
@@ -139,9 +139,9 @@ def test_compiled_runs_and_plain_ones_do_not_correct_each_other():
     assert calibration.compute_correction(runs[:1], **asked, is_compiled=True) == calibration.Correction()
     earlier = [run(device=parse_hardware("H100").gpus[0].name, model="x")]
     untouched = planned("H100", MODELS[0], "tuning.mode=lora")
-    assert planned("H100", MODELS[0], "tuning.mode=lora", earlier=earlier).speed == untouched.speed
+    assert planned("H100", MODELS[0], "tuning.mode=lora", measured_runs=earlier).speed == untouched.speed
     plain_one, corrected = (
-        planned("H100", MODELS[0], "tuning.mode=lora", compile=False, earlier=known) for known in ([], earlier)
+        planned("H100", MODELS[0], "tuning.mode=lora", compile=False, measured_runs=known) for known in ([], earlier)
     )
     assert corrected.speed.tokens_per_s < plain_one.speed.tokens_per_s
 

@@ -188,7 +188,7 @@ def test_a_class_that_needs_values_is_measured_small_on_the_cpu():
     shape = measured_shape(fields)
     step = step_of(shape, micro_batch=1, seq_len=128)
     walk = create_step_simulation(run(length=128), shape, BF16, step)
-    assert walk.on_cpu
+    assert walk.was_measured_on_cpu
     # the same step with real tensors; attention's scores are counted in both, and the head's tile is a full one there
     settings = dataclasses.replace(step_settings(run(length=128), fields, shape, BF16, step), attention="eager")
     real = record_step(settings, real=True)

@@ -100,7 +100,7 @@ def test_weights_of_a_full_fp16_run_are_loaded_in_fp32():
 def plan_of(name="Qwen/Qwen2.5-3B-Instruct", machine="RTX3060", text="", **options):
     run = config(text, name)
     hardware = parse_hardware(machine) if isinstance(machine, str) else machine
-    asked = {key: options.pop(key) for key in ("only", "has_eval", "earlier") if key in options}
+    asked = {key: options.pop(key) for key in ("allowed_layouts", "has_eval", "measured_runs") if key in options}
     return make_advised_plan(PlanRequest(run, load_model_shape(name), hardware, **asked), **options)
 
 
@@ -127,7 +127,7 @@ def test_two_h200s_share_gemma_27b_as_users_know_it():
 
 
 def test_what_does_not_fit_says_how_much_and_the_ways_out():
-    plan = plan_of("google/gemma-3-27b-it", "A100-40GB", "tuning: {mode: lora}", only=("single",))
+    plan = plan_of("google/gemma-3-27b-it", "A100-40GB", "tuning: {mode: lora}", allowed_layouts=("single",))
     assert not plan.fits
     assert any(way.change.startswith("layout zero3_offload") for way in plan.suggestions)
     changes = [way.change for way in plan.suggestions]
@@ -150,7 +150,7 @@ def test_what_does_not_fit_says_how_much_and_the_ways_out():
     ],
 )
 def test_a_way_out_that_is_said_to_fit_does(name, machine, text):
-    plan = plan_of(name, machine, text, only=("single",))
+    plan = plan_of(name, machine, text, allowed_layouts=("single",))
     assert not plan.fits
     shape, checked = load_model_shape(name), 0
     for way in plan.suggestions:
@@ -234,9 +234,9 @@ def test_what_the_libraries_cannot_do_is_never_proposed(how):
 
 def test_offload_needs_the_hosts_memory():
     text = "tuning: {mode: full}\ntrain: {gradient_checkpointing: true}"
-    rich = plan_of("meta-llama/Llama-3.1-8B", gpus(2, 40), text, only=("zero3_offload",))
+    rich = plan_of("meta-llama/Llama-3.1-8B", gpus(2, 40), text, allowed_layouts=("zero3_offload",))
     poor_host = Hardware(gpus(2, 40).gpus, "CPU", 8, 16 * GIB, 16 * GIB, named=True)
-    poor = plan_of("meta-llama/Llama-3.1-8B", poor_host, text, only=("zero3_offload",))
+    poor = plan_of("meta-llama/Llama-3.1-8B", poor_host, text, allowed_layouts=("zero3_offload",))
     assert rich.fits
     assert not poor.fits
     assert any("GiB of RAM on each node" in str(c.rejected_because) for c in poor.candidates if c.rejected_because)
@@ -263,7 +263,7 @@ def test_a_trace_that_finds_more_counts_and_says_so():
     def traced(candidate):
         return TracePrediction(int(candidate.memory.allocated * 1.1), int(candidate.memory.reserved * 1.1))
 
-    plain, confirmed = plan_of(machine=gpus(1, 80)), plan_of(machine=gpus(1, 80), confirm=traced)
+    plain, confirmed = plan_of(machine=gpus(1, 80)), plan_of(machine=gpus(1, 80), trace_candidate=traced)
     assert confirmed.choice.is_traced
     assert not plain.choice.is_traced
     assert confirmed.memory.allocated == pytest.approx(1.1 * plain.memory.allocated, rel=1e-6)
@@ -280,7 +280,7 @@ def test_a_choice_that_its_trace_does_not_let_fit_is_given_up_for_the_next():
         more = 10 * GIB if len(seen) == 1 else 0
         return TracePrediction(candidate.memory.allocated + more, candidate.memory.reserved + more)
 
-    confirmed = plan_of(machine=gpus(1, 16), confirm=traced)
+    confirmed = plan_of(machine=gpus(1, 16), trace_candidate=traced)
     assert len(seen) == 2
     assert seen[0] == plain.choice.key
     assert confirmed.choice.key == seen[1] != seen[0]
@@ -288,7 +288,7 @@ def test_a_choice_that_its_trace_does_not_let_fit_is_given_up_for_the_next():
 
 
 def test_a_trace_that_cannot_be_had_is_said_and_changes_nothing():
-    plan = plan_of(confirm=lambda candidate: TracePrediction(unavailable_reason="no such class"))
+    plan = plan_of(trace_candidate=lambda candidate: TracePrediction(unavailable_reason="no such class"))
     assert not plan.choice.is_traced
     assert plan.choice == plan_of().choice
     assert "not confirmed by a trace: no such class" in plan.reasons
@@ -309,11 +309,11 @@ def test_earlier_runs_on_the_machine_correct_memory_upwards_and_speed_both_ways(
     plain = plan_of(machine=machine, text=text)
     size = plain.memory.reserved
     runs = [measured(predicted_reserved=size, measured_reserved=round(share * size)) for share in (1.1, 0.9)]
-    taught = plan_of(machine=machine, text=text, earlier=runs)
+    taught = plan_of(machine=machine, text=text, measured_runs=runs)
     assert taught.memory.reserved == pytest.approx(1.1 * plain.memory.reserved, rel=1e-6)
     assert taught.speed.tokens_per_s == pytest.approx(0.5 * plain.speed.tokens_per_s)
     assert any("2 earlier runs of this kind on this machine used 10.0% more memory" in r for r in taught.reasons)
-    other = plan_of(machine=machine, text=text, earlier=[measured(device="other"), measured(mode="full")])
+    other = plan_of(machine=machine, text=text, measured_runs=[measured(device="other"), measured(mode="full")])
     assert other.memory == plain.memory
 
 
@@ -321,7 +321,7 @@ def test_what_one_layout_measured_does_not_make_another_look_faster():
     machine, text = gpus(4, 80), "tuning: {mode: lora}"
     plain = plan_of(machine=machine, text=text)
     slow = [measured(mode="lora", layout=plain.layout, measured_tokens_per_s=10.0, measured_reserved=100)]
-    taught = plan_of(machine=machine, text=text, earlier=slow)
+    taught = plan_of(machine=machine, text=text, measured_runs=slow)
     assert taught.layout == plain.layout == "ddp"
     assert taught.speed.tokens_per_s == pytest.approx(0.1 * plain.speed.tokens_per_s)
 
@@ -396,7 +396,7 @@ def test_the_largest_model_that_fits_grows_with_the_gpu():
 
 def test_time_energy_and_money_of_the_whole_run():
     machine = parse_hardware("2xH100,price=2.5")
-    plan = plan_of(machine=machine, work=lambda effective: RunLength(steps=1000, tokens=10_000_000))
+    plan = plan_of(machine=machine, estimate_length=lambda effective: RunLength(steps=1000, tokens=10_000_000))
     run = plan.as_json()["run"]
     assert plan.speed_known
     assert run["hours"] == pytest.approx(1000 * plan.speed.step_s / 3600)

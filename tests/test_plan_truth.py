@@ -227,7 +227,7 @@ def test_a_trace_is_corrected_like_any_prediction():
     config, machine = usual(), found_machine()
 
     def traced(candidate: Any) -> TracePrediction:
-        return TracePrediction(int(1.1 * candidate.memory.allocated), int(1.1 * candidate.raw.reserved))
+        return TracePrediction(int(1.1 * candidate.memory.allocated), int(1.1 * candidate.uncorrected.reserved))
 
     shape, name = load_model_shape(config.model.name), machine.gpus[0].name
     plain = make_advised_plan(PlanRequest(config, shape, machine))
@@ -320,7 +320,7 @@ def test_a_plan_is_equal_to_what_its_json_says(random_plans):
         assert json.dumps(again.as_json()) == text
     made = [plan for _, plan in random_plans]
     assert len({(plan.fits, plan.choice.is_traced, plan.speed_known, plan.hardware.named) for plan in made}) >= 7
-    assert any(plan.choice.raw.tokens_per_s != plan.speed.tokens_per_s for plan in made)
+    assert any(plan.choice.uncorrected.tokens_per_s != plan.speed.tokens_per_s for plan in made)
     assert any(plan.not_enough for plan in made)
 
 

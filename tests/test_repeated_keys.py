@@ -149,7 +149,7 @@ def test_answers_are_generated_and_nothing_of_it_is_saved(tiny_llama, tmp_path):
 )
 def test_no_run_of_this_toolkit_meets_the_math_kernel(name, attention, masked, half, capability):
     shape = load_model_shape(name)
-    asked: dict[str, Any] = {"attention": attention, "half": half, "capability": capability}
+    asked: dict[str, Any] = {"attention": attention, "half_precision": half, "capability": capability}
     mine = select_attention_kernel(shape, masked=masked, on_gpu=True, **asked)
     stock = sdpa_kernel(sdpa_call(shape, masked=masked, half_precision=half), capability, uses_cudnn=False)
     repeats = repeats_kv(shape, **asked)
