@@ -126,7 +126,7 @@ def adapter_in_peft(folder: Path) -> dict[str, torch.Tensor]:
 
 def problem(config: Any, **asked: Any) -> str | None:
     try:
-        backend.require_unsloth(config, **{"layout": "single", "nodes": 1, "launched": False, **asked})
+        backend.require_unsloth(config, **{"layout": "single", "nodes": 1, "is_rank": False, **asked})
     except BackendError as error:
         return str(error)
     return None
@@ -213,7 +213,7 @@ def test_an_option_that_nobody_told_the_bridge_of_is_refused(monkeypatch):
     [
         ({"layout": "fsdp"}, "STRATEGY=fsdp was asked for: STRATEGY=ddp"),
         ({"layout": "ddp", "nodes": 2}, "2 nodes was asked for"),
-        ({"launched": True}, "make train-distributed"),
+        ({"is_rank": True}, "make train-distributed"),
     ],
 )
 def test_layouts_nodes_and_launchers_that_it_has_not_are_named(standin, asked, words):

@@ -154,7 +154,7 @@ PATCHES: list[Patch] = [
     *patches_for(
         lambda settings: settings.attention == "varlen",
         Patch("attention between boundaries", "sft_play.training.model.varlen:packed_attention",
-              "query key value ends longest lengths scale window",
+              "query key value boundaries max_length lengths scale window",
               "it runs only on CUDA; PyTorch's operator of the same kernel has a fake implementation",
               lambda original, state: kernels.varlen_attention),
     ),
