@@ -215,8 +215,8 @@ def copy_of_tree(parent: Path) -> Path:
 def run_tests(tree: Path, tests: Sequence[str], *, timeout_s: float, coverage_file: Path | None = None) -> tuple[bool, float]:
     """Whether tests pass in `tree`, and the seconds they took; those that do not end do not pass.
 
-    They run in a fork of this process, which has imported the large libraries but nothing of the package. `coverage_file`:
-    where coverage's data go, with the test that executed each line.
+    They run in a fork of this process, which has imported the large libraries but nothing of the package.
+    `coverage_file`: where coverage's data go, with the test that executed each line.
     """
     started = time.monotonic()
     # hypothesis keeps examples that failed, and would try them first on the next mutant
