@@ -167,7 +167,7 @@ def _ours(job: Job) -> dict[str, Any]:
     from sft_play.data.build.build import Recipe, build
     from sft_play.data.masks.tokenizer import TokenizerParts
 
-    parts = TokenizerParts.of(AutoTokenizer.from_pretrained(job.tokenizer))
+    parts = TokenizerParts.from_tokenizer(AutoTokenizer.from_pretrained(job.tokenizer))
     recipe = Recipe(parts, DataConfig(), MAX_LENGTH, date.today())
     clock = Clock()
     built = build(Path(job.file), recipe, split="train", workers=job.processes)
@@ -183,11 +183,11 @@ def _tokenizer(job: Job) -> dict[str, Any]:
     from sft_play.data.masks.render import Renderer
 
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
-    turns = Renderer(tokenizer, max_seq_len=MAX_LENGTH).turns()
+    turns = Renderer(tokenizer, max_seq_len=MAX_LENGTH).turn_locator()
     spent, tokens = Clock.zero(), 0
     with Path(job.file).open(encoding="utf-8") as file:
         while lines := list(itertools.islice(file, BATCH_ROWS)):
-            texts = [turns.template.rendered(json.loads(line)["messages"]) for line in lines]
+            texts = [turns.template.render(json.loads(line)["messages"]) for line in lines]
             clock = Clock()
             encoded = tokenizer(texts, add_special_tokens=False)
             spent = {name: spent[name] + more for name, more in clock.spent().items()}

@@ -80,7 +80,7 @@ def rows_of(args, tokenizer):
         chats = [json.loads(line)["messages"] for line in args.data.read_text(encoding="utf-8").splitlines()]
     render = Renderer(tokenizer, max_seq_len=args.max_seq_len)
     rows = [render(Chat(f"row {number}", tuple(chat))) for number, chat in enumerate(chats, start=1)]
-    kept = [row for row in rows if isinstance(row, TokenRow) and row.trained]  # a bad row says why: row.reason
+    kept = [row for row in rows if isinstance(row, TokenRow) and row.trained_tokens]  # a bad row says why: row.reason
     return [{"input_ids": row.input_ids, "labels": row.labels} for row in kept]
 
 

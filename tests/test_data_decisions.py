@@ -17,8 +17,8 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.splits import FEW_DOCUMENTS, build_splits
 from sft_play.data.build.stats import RowStats, ways_to_keep
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.template_limits import MAX_CHARS, TooMuch, _check_product
-from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
+from sft_play.data.masks.template_limits import MAX_CHARS, LimitExceededError, _check_product
+from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.preview import signs, spread_out
 from sft_play.data.sources.files import find_data_paths
@@ -67,11 +67,11 @@ def test_a_row_is_shown_whole_or_cut_in_its_middle(tokenizer, trained, limit):
     row = TokenRow(
         "f:1", ids, [token if is_trained else IGNORED for token, is_trained in zip(ids, trained, strict=True)]
     )
-    whole = show_row(row, tokenizer, limit=10**6)
+    whole = format_row(row, tokenizer, max_chars=10**6)
     assert whole.replace("[[", "").replace("]]", "") == tokenizer.decode(ids)
     changes = [trained[0], *(two for one, two in itertools.pairwise(trained) if one != two)]
     assert whole.count("[[") == whole.count("]]") == sum(changes)
-    short = show_row(row, tokenizer, limit=limit)
+    short = format_row(row, tokenizer, max_chars=limit)
     assert short == whole if len(whole) <= limit else short == f"{whole[: limit // 2]} … {whole[-limit // 2 :]}"
 
 
@@ -105,7 +105,7 @@ def test_counts_of_parts_add_up_and_every_row_and_trained_token_is_counted_once(
                 continue
             labels = [7 if trained else IGNORED for trained in [*row[:-1], True]]
             whole = TokenRow(f"f:{number}", [7] * len(row), labels, method="prefix", notes=("odd",) * (number % 2))
-            left = renderer.cut(whole)
+            left = renderer.truncate(whole)
             if isinstance(left, BadRow):
                 stats.count_too_long(whole)
             else:
@@ -173,7 +173,7 @@ def test_a_product_is_bounded_by_what_it_makes(more, unit, turned):
     times = MAX_CHARS // each + more
     sides = (times, unit) if turned else (unit, times)
     if each * times > MAX_CHARS:
-        with pytest.raises(TooMuch):
+        with pytest.raises(LimitExceededError):
             _check_product("*", *sides)
     else:
         _check_product("*", *sides)
@@ -228,17 +228,17 @@ def test_text_is_mixed_in_by_its_share(tmp_path_factory, tokenizer, chats, share
 
 def test_words_that_the_tokenizer_cuts_otherwise_are_noticed(tokenizer):
     """Texts are put together from known words; the first ones, and one of many, are compared with the tokenizer."""
-    parts = TokenizerParts.of(tokenizer)
+    parts = TokenizerParts.from_tokenizer(tokenizer)
     encoder = Encoder(parts)
     renderer = Renderer(parts, DataConfig(), max_seq_len=64, encoder=encoder)
-    words = encoder.words
+    words = encoder.word_tokenizer
     assert words is not None
 
     class Wrong:
         def masked(self, text: str, spans: Any) -> Any:
-            ids, trained = words.masked(text, spans)
+            ids, trained = words.encode_with_spans(text, spans)
             return [*ids[:-1], ids[-1] + 1], trained
 
-    encoder.words = Wrong()
+    encoder.word_tokenizer = Wrong()
     with pytest.raises(AssertionError, match="other tokens than the text"):
         renderer.render(Chat("f:1", tuple(CHAT)))

@@ -89,11 +89,11 @@ def tokenizer(folder):
 @pytest.fixture(scope="module")
 def make(tokenizer):
     """Renderers of one tokenizer with other templates and options."""
-    parts = TokenizerParts.of(tokenizer)
+    parts = TokenizerParts.from_tokenizer(tokenizer)
     encoder = Encoder(parts)
 
     def made(template: str, **data: Any) -> Renderer:
-        return Renderer(parts.with_template(template), DataConfig(**data), max_seq_len=1 << 30, encoder=encoder)
+        return Renderer(parts.replace_template(template), DataConfig(**data), max_seq_len=1 << 30, encoder=encoder)
 
     return made
 

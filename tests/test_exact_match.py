@@ -52,8 +52,8 @@ def tokenizer_of(tmp_path_factory):
     def made(template: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.chat_template = template
-        ends = renderer_of(tokenizer, on_missing_end="train").turns().ends
-        tokenizer.add_tokens(sorted(ends.tokens - set(tokenizer.get_vocab())), special_tokens=True)
+        ends = renderer_of(tokenizer, on_missing_end="train").turn_locator().ends
+        tokenizer.add_tokens(sorted(ends.end_tokens - set(tokenizer.get_vocab())), special_tokens=True)
         if last := control_tokens(ends.end_of_turn, ()):
             tokenizer.eos_token = last[-1]
         return tokenizer
@@ -208,7 +208,7 @@ def test_options_that_change_what_is_trained_change_what_is_compared(tokenizer_o
     turns = [*THOUGHT, {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Gone."}]
     for options in ({"loss_on": "completion"}, {"loss_on": "all"}, {"multi_turn": "split"}):
         renderer = renderer_of(tokenizer, **options)
-        asked = build_questions(renderer.expand(conversation(turns)), renderer, tokenizer)
+        asked = build_questions(renderer.split_turns(conversation(turns)), renderer, tokenizer)
         assert asked[-1].reference == f"{block}Gone.", options
         assert asked[0].reference.endswith("There." if "multi_turn" in options else "Gone.")
 
@@ -227,7 +227,7 @@ def test_a_cut_row_is_compared_with_its_whole_answer(tokenizer_of):
     tokenizer = tokenizer_of(CHATML)
     renderer = Renderer(tokenizer, DataConfig(), max_seq_len=60)
     long = conversation([QUESTION, {"role": "assistant", "content": "the light in the kitchen is on " * 9}])
-    assert renderer(long).cut > 0
+    assert renderer(long).cut_tokens > 0
     assert build_questions([long], renderer, tokenizer)[0].reference.strip() == long.messages[-1]["content"].strip()
     short = Renderer(tokenizer, DataConfig(), max_seq_len=10)
     assert build_questions([long], short, tokenizer) == [None]  # no room behind the prompt

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer, without_text_beside_calls
-from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
-from sft_play.data.masks.tokenizer import Encoder, TokenizerParts, end_of_text_id, masked_of
+from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer, drop_text_beside_calls
+from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
+from sft_play.data.masks.tokenizer import Encoder, TokenizerParts, end_of_text_id, mask_encoding
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import merge_turns
 from sft_play.data.sources.raw import BadRow
@@ -82,13 +82,13 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def make(tokenizer):
     """Renderers of one tokenizer with other templates and options."""
-    parts = TokenizerParts.of(tokenizer)
+    parts = TokenizerParts.from_tokenizer(tokenizer)
     encoder = Encoder(parts)
 
     def made(template: str = CHATML, *, limit: int = NO_LIMIT, on_missing_end: str = "train", **data: Any) -> Renderer:
         tokenizer.chat_template = template
         options = DataConfig(on_missing_end=on_missing_end, **data)
-        return Renderer(parts.with_template(template), options, max_seq_len=limit, encoder=encoder)
+        return Renderer(parts.replace_template(template), options, max_seq_len=limit, encoder=encoder)
 
     return made
 
@@ -552,11 +552,11 @@ def test_the_empty_think_block_of_the_prompt_is_put_into_the_text_when_told(make
     template = EACH + TURN + DONE + ASK.replace("assistant\n", f"assistant\n{block}")
     renderer = make(template, add_empty_think=True, multi_turn="split")
     chat = Chat("f:1", (user("q"), answer("one"), user("r"), answer("two")))
-    rows = renderer.render_all(renderer.expand(chat))
+    rows = renderer.render_all(renderer.split_turns(chat))
     asked = [chat.messages[:1], chat.messages[:3]]
     for row, messages, text in zip(rows, asked, ("one", "two"), strict=True):
         assert isinstance(row, TokenRow), row
-        prompt = renderer.turns().template.rendered(messages, (), prompt=True)
+        prompt = renderer.turn_locator().template.render(messages, (), with_prompt=True)
         assert row.text.startswith(prompt)
         assert row.spans == ((len(prompt), len(prompt) + len(f"{text}<|im_end|>")),)
         assert (row.text[slice(*row.spans[0])], row.notes) == (f"{text}<|im_end|>", ())
@@ -711,7 +711,7 @@ BRANCHES = (
 
 def test_only_variables_that_a_template_asks_its_caller_for_are_named_as_settings(make):
     """Set before they are read, in a branch or in a macro, are its own."""
-    assert make(BRANCHES).turns().template.jinja.settings == ("last", "mode", "style", "tone")
+    assert make(BRANCHES).turn_locator().template.chat_template.settable_variables == ("last", "mode", "style", "tone")
 
 
 UNPROMPTED = {
@@ -871,7 +871,7 @@ def test_the_text_of_a_calling_turn_that_is_moved_behind_the_result_can_be_left_
 
 def test_think_text_beside_a_call_stays_where_its_text_is_left_out():
     beside = answer("<think>hm</think>Let me see.", tool_calls=[call(place="here")], _given={"role": "assistant"})
-    kept = without_text_beside_calls((user("q"), beside, tool("42"), answer("<think>so</think>a")))
+    kept = drop_text_beside_calls((user("q"), beside, tool("42"), answer("<think>so</think>a")))
     assert [message["content"] for message in kept] == ["q", "<think>hm</think>", "42", "<think>so</think>a"]
     assert "_given" not in kept[1]
 
@@ -952,10 +952,10 @@ def test_completion_trains_the_last_turn_and_all_trains_everything(tokenizer, ma
 
 def test_split_makes_a_row_of_every_trained_turn_and_trains_only_that(tokenizer, make):
     renderer = make(multi_turn="split")
-    rows = renderer.expand(Chat("f:1", TURNS))
+    rows = renderer.split_turns(Chat("f:1", TURNS))
     assert [row.where for row in rows] == ["f:1 turn 1", "f:1 turn 2"]
     assert [trained(renderer(row), tokenizer) for row in rows] == [["one<|im_end|>"], ["two<|im_end|>"]]
-    one = renderer.expand(Chat("f:2", (user("q"), answer("a", train=False), user("q"), answer("b"))))
+    one = renderer.split_turns(Chat("f:2", (user("q"), answer("a", train=False), user("q"), answer("b"))))
     assert [trained(renderer(row), tokenizer) for row in one] == [["b<|im_end|>"]]
 
 
@@ -980,7 +980,7 @@ def test_a_row_is_cut_as_told_and_what_is_lost_is_counted(make, how):
         assert (cut.reason, cut.detail) == (TOO_LONG, f"{len(whole.input_ids)} tokens")
         return
     kept = whole.input_ids[:-3] if how == "end" else whole.input_ids[3:]
-    assert (cut.cut, cut.input_ids) == (3, kept)
+    assert (cut.cut_tokens, cut.input_ids) == (3, kept)
     assert cut.lost == whole.trained - cut.trained
     assert (cut.lost > 0) == (how == "end")
 
@@ -1003,22 +1003,22 @@ def test_two_bos_tokens_are_never_trained(tokenizer):
 
 def test_a_template_that_drops_the_answer_is_refused(make):
     with pytest.raises(TokenizerError, match=r"drops an assistant's answer; set data\.chat_template to another one"):
-        _ = make("{% for m in messages %}{{ m.role }}{% endfor %}").turns()
+        _ = make("{% for m in messages %}{{ m.role }}{% endfor %}").turn_locator()
 
 
 @pytest.mark.parametrize("change", ["m.content|capitalize", "m.content|upper", "m.content|title", "m.content[:3]"])
 def test_a_template_that_rewrites_every_text_is_refused_and_not_given_lists(make, change):
     with pytest.raises(TokenizerError, match=r"(drops|rewrites) an assistant's answer"):
-        make(EACH + TURN.replace("m.content", change) + DONE + ASK).turns()
+        make(EACH + TURN.replace("m.content", change) + DONE + ASK).turn_locator()
 
 
 def test_the_shown_row_marks_what_is_trained(tokenizer, make):
     row = make()(Chat("f:1", TURNS))
-    assert "<|im_start|>assistant\n[[one<|im_end|>]]" in show_row(row, tokenizer)
+    assert "<|im_start|>assistant\n[[one<|im_end|>]]" in format_row(row, tokenizer)
 
 
 def test_documents_end_with_the_end_of_text_token(tokenizer, make):
-    (ids,) = make().documents(["yes no"])
+    (ids,) = make().tokenise_documents(["yes no"])
     assert ids[-1] == end_of_text_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|endoftext|>")
     assert tokenizer.decode(ids[:-1]) == "yes no"
 
@@ -1034,8 +1034,8 @@ def test_a_tokenizer_that_leaves_characters_out_trains_the_tokens_that_lie_whole
         return next((at for at, (start, end) in enumerate(offsets) if start <= place < end), None)
 
     encoding = SimpleNamespace(ids=[1, 2, 3], char_to_token=token_at, token_to_chars=offsets.__getitem__)
-    made = masked_of(encoding, "ab cd ef", [span], frozenset())
-    assert (made.labels, made.inside) == (labels, inside)
+    made = mask_encoding(encoding, "ab cd ef", [span], frozenset())
+    assert (made.labels, made.crossed_edges) == (labels, inside)
 
 
 # Special tokens in texts.
@@ -1064,7 +1064,7 @@ def test_a_prompt_whose_texts_spell_special_tokens_has_the_tokens_that_training_
     row = renderer.render(chat)
     first = next(at for at, label in enumerate(row.labels) if label != IGNORED)
     assert renderer.prompt_ids(chat) == row.input_ids[:first]
-    assert renderer.question_ids(chat) == (row.input_ids[:first], [one for one in row.labels if one != IGNORED])
+    assert renderer.prompt_and_answer_ids(chat) == (row.input_ids[:first], [one for one in row.labels if one != IGNORED])
 
 
 def test_special_tokens_in_texts_are_control_tokens_or_bad_rows_when_told(tokenizer, make):
@@ -1121,7 +1121,7 @@ def test_real_tokenizers_train_each_answer_through_its_end_marker(name):
     real = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     marker = ENDS_OF_TOKENIZERS[name]
     renderer = Renderer(real, max_seq_len=1000)
-    assert renderer.turns().ends.end_of_turn == marker
+    assert renderer.turn_locator().ends.end_of_turn == marker
     row = renderer(Chat("f:1", (user("hello"), answer("one"), user("again"), answer("two"))))
     assert [text.replace(" ", "").strip() for text in trained(row, real)] == [f"one{marker}", f"two{marker}"]
     bos = real.bos_token_id
@@ -1137,7 +1137,7 @@ def test_an_answer_that_begins_inside_its_prompts_last_token_is_split_there_and_
     real = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     renderer = Renderer(real, max_seq_len=1000)
     rows = [renderer(Chat("f:1", (user("hello"), answer(text)))) for text in ("lead", "\n\nlead")]
-    assert [row.merged for row in rows] == [0, 1]
+    assert [row.merged_edges for row in rows] == [0, 1]
     assert [trained(row, real) for row in rows] == [["lead<|im_end|>"], ["\n\nlead<|im_end|>"]]
 
 

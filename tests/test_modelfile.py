@@ -25,7 +25,7 @@ def renderer(source: str):
     template = ChatTemplate(source, variables={"bos_token": "<s>", "eos_token": "</s>"}, today=date(2024, 1, 1))
 
     def render(messages, /, *, prompt=True):
-        return template.render([dict(message) for message in messages], prompt=prompt)
+        return template.render([dict(message) for message in messages], with_prompt=prompt)
 
     return render
 

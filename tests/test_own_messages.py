@@ -70,7 +70,7 @@ def example_of(messages: Any) -> Any:
 
 def rendered(tokenizer: Any, template: str, messages: Any) -> tuple[TokenRow | BadRow, str | None]:
     """What a row becomes, and what transformers renders of it."""
-    parts = TokenizerParts.of(tokenizer).with_template(template)
+    parts = TokenizerParts.from_tokenizer(tokenizer).replace_template(template)
     options = DataConfig(on_missing_end="train")
     renderer = Renderer(parts, options, max_seq_len=1 << 30, encoder=Encoder(parts))
     made = renderer.render(example_of(messages))

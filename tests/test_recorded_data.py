@@ -142,11 +142,11 @@ def rows(template: str) -> dict[str, Any]:
     """Counts by what became of conversations, and a digest of every token row and refusal."""
     draw, lines, became = random.Random(len(template)), [], Counter[str]()
     for number, options in enumerate(OPTIONS):
-        parts = TokenizerParts.of(tokenizer(begins=number % 2 == 1))
+        parts = TokenizerParts.from_tokenizer(tokenizer(begins=number % 2 == 1))
         try:
-            limit, one = 24 if number > 2 else 400, parts.with_template(template)
+            limit, one = 24 if number > 2 else 400, parts.replace_template(template)
             renderer = Renderer(one, DataConfig(**options), max_seq_len=limit, encoder=Encoder(parts))
-            renderer.turns()
+            renderer.turn_locator()
         except SftPlayError as error:
             lines.append(str(error))
             continue
@@ -157,7 +157,7 @@ def rows(template: str) -> dict[str, Any]:
                 became[made.reason] += 1
                 lines.append((made.reason, made.detail))
                 continue
-            cut = renderer.cut(made)
+            cut = renderer.truncate(made)
             became[cut.reason if isinstance(cut, BadRow) else made.method] += 1
             facts = (made.spans, made.untrained_turns, made.stripped_think, made.special_in_text, made.notes)
             after = getattr(cut, "input_ids", None), getattr(cut, "labels", None)
@@ -456,13 +456,13 @@ BODIES = (
 
 def bounded(number: int) -> dict[str, Any]:
     """What templates that take much memory come to, from small to huge; none of them comes near the limit of time."""
-    became, parts = [], TokenizerParts.of(tokenizer())
+    became, parts = [], TokenizerParts.from_tokenizer(tokenizer())
     for size in (0, 1, 9, 2_000, 300_000, 10**9, 10**15):
-        one = parts.with_template(TEMPLATES["chatml"] + BODIES[number].replace("N", str(size)))
+        one = parts.replace_template(TEMPLATES["chatml"] + BODIES[number].replace("N", str(size)))
         try:
             renderer = Renderer(one, DataConfig(on_missing_end="train"), max_seq_len=400, encoder=Encoder(parts))
             messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            text_of = renderer.turns().template.rendered(messages)
+            text_of = renderer.turn_locator().template.render(messages)
             became.append(text_of if len(text_of) < 200 else digest(text_of))
         except SftPlayError as error:
             became.append(re.sub(r"0x\w+|\d+(\.\d+)? s\b", "_", str(error)))

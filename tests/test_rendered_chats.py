@@ -64,10 +64,10 @@ def test_a_rendered_chat_is_trained_as_the_chat_is(tokenizer, name):
     for seed in range(12):
         chat = Chat("f:1", tuple(conversations(seed)))
         try:
-            text = one.turns().template.rendered(chat.messages)
+            text = one.turn_locator().template.render(chat.messages)
         except (SftPlayError, RenderError):  # the template's own refusal
             continue
-        read = one.as_chat(Text("f:1", text))
+        read = one.recover_chat(Text("f:1", text))
         assert isinstance(read, Chat), text
         assert NOTE_RENDERED_CHAT in read.notes
         ours, expected = one(read), one(chat)
@@ -85,7 +85,7 @@ def test_what_stands_around_a_chat_does_not_matter(tokenizer):
     one = renderer(tokenizer, template_of("bundled/chatml"))
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>"
     for given in (text, f"{text}\n", f"\n{text}\n\n", f"{text}\n<|endoftext|>", f"{text}<|endoftext|>"):
-        read = one.as_chat(Text("f:1", given))
+        read = one.recover_chat(Text("f:1", given))
         assert isinstance(read, Chat), given
         assert [message["content"] for message in read.messages] == ["hi", "hello"]
 
@@ -93,7 +93,7 @@ def test_what_stands_around_a_chat_does_not_matter(tokenizer):
 def test_a_template_with_a_system_prompt_of_its_own_reads_chats_without_one(tokenizer):
     one = renderer(tokenizer, template_of("trl/qwen2_5"))
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
-    read = one.as_chat(Text("f:1", text))
+    read = one.recover_chat(Text("f:1", text))
     assert isinstance(read, Chat)
     assert [message["role"] for message in read.messages] == ["user", "assistant"]
 
@@ -110,7 +110,7 @@ def test_a_template_with_a_system_prompt_of_its_own_reads_chats_without_one(toke
 ])  # fmt: skip
 def test_a_text_that_the_template_does_not_write_stays_a_text_and_its_tokens_are_counted(tokenizer, text):
     one = renderer(tokenizer, template_of("bundled/chatml"))
-    read = one.as_chat(Text("f:1", text))
+    read = one.recover_chat(Text("f:1", text))
     assert isinstance(read, Text)
     row = one(read)
     assert isinstance(row, TokenRow)
@@ -129,7 +129,7 @@ def test_a_text_that_the_template_does_not_write_stays_a_text_and_its_tokens_are
 def test_layouts_of_other_templates_are_named(tokenizer, text, mark):
     assert (find_rendered_mark(text) or "").startswith(mark or "")
     assert (find_rendered_mark(text) is None) is (mark is None)
-    noted = renderer(tokenizer, template_of("bundled/chatml")).as_chat(Text("f:1", text)).notes
+    noted = renderer(tokenizer, template_of("bundled/chatml")).recover_chat(Text("f:1", text)).notes
     assert [note.startswith("special_tokens_in_text") for note in noted] == ([True] if mark else [])
 
 

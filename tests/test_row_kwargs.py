@@ -66,7 +66,7 @@ def test_the_prompt_that_an_answer_is_asked_after_is_the_row_s_own(tokenizer):
         turns = (*MESSAGES, {"role": "user", "content": "more"}, {"role": "assistant", "content": "light off"})
         made.render(Chat("f:1", turns, template_kwargs=own))  # the run's own rows are rendered before any is asked for
         ids = made.prompt_ids(Chat("f:1", MESSAGES, template_kwargs=own))
-        asked = made.question_ids(Chat("f:1", turns, template_kwargs=own))
+        asked = made.prompt_and_answer_ids(Chat("f:1", turns, template_kwargs=own))
         assert tokenizer.decode(asked[1]) == "light off<|im_end|>"  # the last answer alone
         expected = tokenizer.apply_chat_template(
             list(MESSAGES[:1]), add_generation_prompt=True, tokenize=False, **{"tone": "calm", **own}
@@ -90,13 +90,13 @@ def test_prompts_of_a_file_are_asked_with_theirs(tokenizer, tmp_path):
 
 def test_every_row_of_a_conversation_that_is_split_has_them(tokenizer):
     made = renderer(tokenizer, multi_turn="split")
-    parts = made.expand(Chat("f:1", (*MESSAGES, *MESSAGES), template_kwargs={"tone": "loud"}))
+    parts = made.split_turns(Chat("f:1", (*MESSAGES, *MESSAGES), template_kwargs={"tone": "loud"}))
     assert [part.where for part in parts] == ["f:1 turn 1", "f:1 turn 2"]
     assert all("loud" in made.render(part).text for part in parts)
 
 
 def test_more_different_ones_than_a_template_is_probed_with_are_refused_with_the_number(tokenizer, monkeypatch):
-    monkeypatch.setattr(render, "MOST_ROW_KWARGS", 3)
+    monkeypatch.setattr(render, "MAX_ROW_KWARGS", 3)
     made = renderer(tokenizer)
     rows = [made.render(Chat(f"f:{n}", MESSAGES, template_kwargs={"tone": f"t{n}"})) for n in range(5)]
     assert [isinstance(row, TokenRow) for row in rows] == [True, True, True, False, False]

@@ -231,7 +231,7 @@ class TestCache:
     def recipe(self, tiny_llama):
         from transformers import AutoTokenizer
 
-        parts = TokenizerParts.of(AutoTokenizer.from_pretrained(tiny_llama))
+        parts = TokenizerParts.from_tokenizer(AutoTokenizer.from_pretrained(tiny_llama))
         data = config_from_text("model: {name: x}", name="run.yaml").data
         return Recipe(parts, data, 64, date(2026, 1, 2))
 
@@ -346,7 +346,7 @@ class TestCache:
             "from sft_play.config.schema import DataConfig\n"
             "from sft_play.data.build.build import Recipe, build\n"
             "from sft_play.data.masks.tokenizer import TokenizerParts\n"
-            f"parts = TokenizerParts.of(AutoTokenizer.from_pretrained({str(tiny_llama)!r}))\n"
+            f"parts = TokenizerParts.from_tokenizer(AutoTokenizer.from_pretrained({str(tiny_llama)!r}))\n"
             "recipe = Recipe(parts, DataConfig(), 512, date.today())\n"
             f"built = build(Path({str(path)!r}), recipe, split='train', workers=2)\n"
             "print(len(built.files['kept']), built.stats['kept'].kept)\n"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.mask_score.score import CASES
-from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
+from sft_play.data.masks.template import ChatTemplate, EndlessTemplateError, RenderError
 from sft_play.errors import TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import shared
@@ -42,7 +42,7 @@ def by_transformers(tokenizer, messages: Any, tools: Any, *, prompt: bool) -> st
 
 def by_us(made: ChatTemplate, messages: Any, tools: Any, *, prompt: bool) -> str | None:
     try:
-        return made.render(messages, tools=tools, prompt=prompt)
+        return made.render(messages, tools=tools, with_prompt=prompt)
     except RenderError:
         return None
 
@@ -186,7 +186,7 @@ ENDLESS = {
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end_is_stopped(name):
     made = template(ENDLESS[name])
-    with pytest.raises(Endless, match=r"does not end in reasonable time or size|calls itself without end"):
+    with pytest.raises(EndlessTemplateError, match=r"does not end in reasonable time or size|calls itself without end"):
         made.render(CHAT)
 
 
@@ -203,13 +203,13 @@ def test_a_template_without_end_is_stopped(name):
 )  # fmt: skip
 def test_what_takes_long_is_stopped_where_it_is(source, monkeypatch):
     """In any thread: the server renders in one of its own."""
-    monkeypatch.setattr("sft_play.data.masks.template_limits.MAX_SECONDS", 0.05)
+    monkeypatch.setattr("sft_play.data.masks.template_limits.MAX_RENDER_SECONDS", 0.05)
     made, found = template(source), []
 
     def render():
         try:
             made.render(CHAT)
-        except Endless as error:
+        except EndlessTemplateError as error:
             found.append(str(error))
 
     began = time.thread_time()
@@ -223,9 +223,9 @@ def test_what_takes_long_is_stopped_where_it_is(source, monkeypatch):
 
 
 def test_a_slow_template_is_stopped_by_the_clock(monkeypatch):
-    monkeypatch.setattr("sft_play.data.masks.template_limits.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("sft_play.data.masks.template_limits.MAX_RENDER_SECONDS", 0.2)
     made = template("{% for i in range(1400) %}{% for j in range(1400) %}{% set y = 'x' ~ i %}{% endfor %}{% endfor %}")
-    with pytest.raises(Endless, match="more than 0 seconds"):
+    with pytest.raises(EndlessTemplateError, match="more than 0 seconds"):
         made.render(CHAT)
 
 

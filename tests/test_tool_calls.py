@@ -170,19 +170,19 @@ def test_calls_are_what_transformers_renders_or_what_was_changed_is_said(name):
 
 @pytest.mark.slow
 def test_calls_of_every_shared_template_are_what_transformers_renders_or_said(mistral):
-    parts = TokenizerParts.of(mistral)
+    parts = TokenizerParts.from_tokenizer(mistral)
     encoder = Encoder(parts)
     for file in sorted(shared("chat_templates").glob("*/*.jinja")):
         tokenizer = copy.copy(mistral)
         tokenizer.chat_template = file.read_text(encoding="utf-8")
         try:
             renderer = Renderer(
-                parts.with_template(tokenizer.chat_template),
+                parts.replace_template(tokenizer.chat_template),
                 DataConfig(**ENDLESS),
                 max_seq_len=NO_LIMIT,
                 encoder=encoder,
             )
-            renderer.turns()
+            renderer.turn_locator()
         except TokenizerError:
             continue
         compare(tokenizer, renderer)
@@ -191,7 +191,7 @@ def test_calls_of_every_shared_template_are_what_transformers_renders_or_said(mi
 @pytest.mark.parametrize("name", there(["bundled/calls", *(f"mistral-common/{version}" for version in MISTRAL)]))
 def test_mistrals_calls_are_json_in_both_forms(name):
     renderer = renderer_of(tokenizer_for(name), template_of(name))
-    for arguments, notes in ((ODD, (fitted_template.TEXT_FOR_OBJECT,)), (as_text(ODD), ())):
+    for arguments, notes in ((ODD, (fitted_template.NOTE_TEXT_FOR_OBJECT,)), (as_text(ODD), ())):
         made = rendered(renderer, row(call(arguments)))
         assert isinstance(made, TokenRow)
         assert made.notes == notes
@@ -265,7 +265,7 @@ def test_the_form_that_a_template_writes_rightly_is_found_by_asking_it(small, wa
             assert made.text == by_transformers(small, data)
         else:
             assert made.notes == (
-                fitted_template.TEXT_FOR_OBJECT if own == "object" else fitted_template.OBJECT_FOR_TEXT,
+                fitted_template.NOTE_TEXT_FOR_OBJECT if own == "object" else fitted_template.NOTE_OBJECT_FOR_TEXT,
             )
         other = json.loads(arguments) if isinstance(arguments, str) else as_text(arguments)
         again = rendered(renderer, row(call(other)))
@@ -348,8 +348,8 @@ def test_what_was_changed_is_counted_in_the_log_of_the_run(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=512)
     said = [found.found for found in judge_split(splits.train.report, config.data, max_seq_len=512, positions=None)]
-    assert [line for line in said if fitted_template.OBJECT_FOR_TEXT in line] == [
-        f"6 rows: {fitted_template.OBJECT_FOR_TEXT} (the first: {path}:2)"
+    assert [line for line in said if fitted_template.NOTE_OBJECT_FOR_TEXT in line] == [
+        f"6 rows: {fitted_template.NOTE_OBJECT_FOR_TEXT} (the first: {path}:2)"
     ]
 
 
@@ -390,7 +390,7 @@ def test_each_row_has_the_template_that_transformers_chooses_for_it(tmp_path, ho
         assert made.text == by_transformers(tokenizer, data)
         assert ("get_weather" in made.text) == ("tools" in data)
         assert trained(made).endswith("Yes.<|im_end|>")
-    assert renderer.turns().ends.end_of_turn == "<|im_end|>"
+    assert renderer.turn_locator().ends.end_of_turn == "<|im_end|>"
 
 
 HERMES = ("bundled/tools", "llama.cpp/NousResearch-Hermes-3-Llama-3.1-8B-tool_use")
@@ -407,7 +407,7 @@ def test_hermes_and_command_r_train_rows_with_tools_or_say_why_not(tmp_path, how
     made = rendered(renderer, row(call(ODD)))
     if name in COMMAND_R:
         assert isinstance(made, BadRow)
-        assert made.reason == token_row.OTHER_PROMPT
+        assert made.reason == token_row.PROMPT_MISMATCH
     else:
         assert isinstance(made, TokenRow), made
         assert made.text == by_transformers(tokenizer, row(call(ODD)))
@@ -419,7 +419,7 @@ def test_a_template_that_goes_over_tools_without_asking_is_probed_with_some(smal
     assert isinstance(made, TokenRow), made
     bad = rendered(renderer, plain_row())
     assert isinstance(bad, BadRow)
-    assert bad.reason == token_row.REFUSED
+    assert bad.reason == token_row.TEMPLATE_REFUSES_ROW
 
 
 def test_a_template_file_that_goes_over_tools_without_asking_can_be_chosen(tmp_path):

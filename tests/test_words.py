@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from benchmarks.starter_base import make_tokenizer
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
-from sft_play.data.masks.words import _KNOWN, ascii_pattern, words_of
+from sft_play.data.masks.words import _KNOWN_CODES, build_word_tokenizer, to_python_pattern
 from tests.bundled import data_file, there, tokenizer_folder
 
 TEXTS = ["Don't count 1234 sheep, I'LL do it!\n\n\tfor (int i = 0; i < 10; ++i) { x[i] += 3.5; }  the end"] * 30
@@ -56,7 +56,7 @@ KINDS = {
 }
 KNOWN = st.text(
     st.one_of(
-        st.characters(max_codepoint=127), st.sampled_from(" \n'sSt1aA"), st.sampled_from(sorted(map(chr, _KNOWN)))
+        st.characters(max_codepoint=127), st.sampled_from(" \n'sSt1aA"), st.sampled_from(sorted(map(chr, _KNOWN_CODES)))
     ),
     max_size=80,
 )
@@ -66,10 +66,10 @@ KNOWN = st.text(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(st.one_of(KNOWN, st.sampled_from(["<|im_start|>", "<|im_end|>"])), max_size=6))
 def test_ids_by_words_are_the_tokenizers_own(kind: str, parts: list[str]):
-    words = words_of(KINDS[kind])
+    words = build_word_tokenizer(KINDS[kind])
     assert words is not None
     text = "".join(parts)
-    made = words.ids(text)
+    made = words.encode(text)
     if kind == "word classes" and not text.isascii():
         assert made is None
     else:
@@ -77,11 +77,11 @@ def test_ids_by_words_are_the_tokenizers_own(kind: str, parts: list[str]):
 
 
 def test_a_span_is_told_by_its_first_and_last_token():
-    words = words_of(KINDS["gpt4"])
+    words = build_word_tokenizer(KINDS["gpt4"])
     assert words is not None
     text = "<|im_start|>assistant\n7 8<|im_end|>\n"
     start = text.index("7")
-    ids, spans = words.masked(text, [(start, len(text) - 1)]) or ([], [])
+    ids, spans = words.encode_with_spans(text, [(start, len(text) - 1)]) or ([], [])
     [(first, last)] = spans
     assert KINDS["gpt4"].decode(ids[first:last], skip_special_tokens=False) == "7 8<|im_end|>"
     assert KINDS["gpt4"].decode(ids[:first], skip_special_tokens=False) == "<|im_start|>assistant\n"
@@ -98,9 +98,9 @@ def test_a_span_is_told_by_its_first_and_last_token():
     ],
 )
 def test_the_tokenizer_is_asked_for_other_texts_and_for_edges_inside_words(text: str, span: tuple[int, int]):
-    words = words_of(KINDS["gpt4"])
+    words = build_word_tokenizer(KINDS["gpt4"])
     assert words is not None
-    assert words.masked(text, [span]) is None
+    assert words.encode_with_spans(text, [span]) is None
 
 
 def changed(**parts: Any) -> Tokenizer:
@@ -141,11 +141,11 @@ def with_added(token: AddedToken) -> Tokenizer:
     ],
 )
 def test_tokenizers_of_other_kinds_have_no_words(other: Tokenizer):
-    assert words_of(other) is None
+    assert build_word_tokenizer(other) is None
 
 
 def test_a_normaliser_that_leaves_ascii_alone_is_no_hindrance():
-    assert words_of(changed(normalizer=normalizers.NFC())) is not None
+    assert build_word_tokenizer(changed(normalizer=normalizers.NFC())) is not None
 
 
 @pytest.mark.parametrize(
@@ -153,30 +153,30 @@ def test_a_normaliser_that_leaves_ascii_alone_is_no_hindrance():
 )
 def test_patterns_that_mean_another_thing_in_python_are_refused(pattern: str):
     with pytest.raises(ValueError, match=re.escape(pattern)):
-        ascii_pattern(pattern)
+        to_python_pattern(pattern)
 
 
 def test_classes_are_spelt_out():
-    assert re.fullmatch(ascii_pattern(r"[\p{Lu}\p{Nd}]+"), "AZ09", re.ASCII)
-    assert not re.fullmatch(ascii_pattern(r"\p{Lu}"), "a", re.ASCII)
-    assert re.fullmatch(ascii_pattern(r"\P{L}+"), "1 -\n", re.ASCII)
-    assert not re.search(ascii_pattern(r"\p{Lm}"), "".join(map(chr, range(128))), re.ASCII)
+    assert re.fullmatch(to_python_pattern(r"[\p{Lu}\p{Nd}]+"), "AZ09", re.ASCII)
+    assert not re.fullmatch(to_python_pattern(r"\p{Lu}"), "a", re.ASCII)
+    assert re.fullmatch(to_python_pattern(r"\P{L}+"), "1 -\n", re.ASCII)
+    assert not re.search(to_python_pattern(r"\p{Lm}"), "".join(map(chr, range(128))), re.ASCII)
 
 
 def test_rows_by_words_are_the_rows_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch):
     from sft_play.data.sources.formats import Chat
 
-    parts = TokenizerParts.of(make_tokenizer(["one two three don't 12 \n user assistant"] * 20))
+    parts = TokenizerParts.from_tokenizer(make_tokenizer(["one two three don't 12 \n user assistant"] * 20))
     texts = ["one", " two\n\nthree ", "don't 12", "caf\u00e9", "<|im_end|>", "", "\t"]
     chats = [
         Chat(f"rows:{number}", ({"role": "user", "content": asked}, {"role": "assistant", "content": answer}))
         for number, (asked, answer) in enumerate((asked, answer) for asked in texts for answer in texts)
     ]
     quick = Renderer(parts, max_seq_len=512)
-    assert quick.encoder.words is not None
+    assert quick.encoder.word_tokenizer is not None
     made = quick.render_all(chats)
     slow = Renderer(parts, max_seq_len=512)
-    monkeypatch.setattr(Encoder, "words", None)
+    monkeypatch.setattr(Encoder, "word_tokenizer", None)
     assert slow.render_all(chats) == made
 
 
@@ -185,14 +185,14 @@ def test_real_tokenizers_have_words(name: str):
     from transformers import AutoTokenizer
 
     backend = AutoTokenizer.from_pretrained(tokenizer_folder(name)).backend_tokenizer
-    words = words_of(backend)
+    words = build_word_tokenizer(backend)
     assert words is not None
     own = name.startswith("bundled/")
     rows = data_file("bundled/rows/questions/train.jsonl" if own else "sft/gsm8k/test.jsonl")
     texts = [json.loads(line)["answer"] for line in rows.read_text("utf-8").splitlines()] + _code()
     texts += "".join(_code()).splitlines(keepends=True)[:3_000] if own else []
     asked = [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
-    made = [words.ids(text) for text in texts]
+    made = [words.encode(text) for text in texts]
     assert sum(ids is not None for ids in made) > 1_000
     assert all(ids is None or ids == wanted for ids, wanted in zip(made, asked, strict=True))
 

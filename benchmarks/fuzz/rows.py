@@ -160,7 +160,7 @@ def _reads(draw: random.Random, path: Path, data: DataConfig, made: Any) -> bool
             good += 1
             content_digest(example)
             renderer = renderer or Renderer(made, data, max_seq_len=64)
-            for one in renderer.expand(renderer.as_chat(example)):
+            for one in renderer.split_turns(renderer.recover_chat(example)):
                 row = renderer(one)
                 if isinstance(row, TokenRow) and len(row.input_ids) != len(row.labels):
                     raise FuzzFailure("the labels are not those of the tokens")

@@ -145,7 +145,7 @@ def _renders(draw: random.Random, source: str) -> bool:
 
     try:
         template = ChatTemplate(source, variables={"eos_token": "<|im_end|>"}, today=date(2026, 11, 1))
-        written = template.render(_messages(draw), prompt=draw.random() < 0.5)
+        written = template.render(_messages(draw), with_prompt=draw.random() < 0.5)
     except (TokenizerError, RenderError) as error:
         if not str(error).strip():
             raise FuzzFailure("refused without a word") from error

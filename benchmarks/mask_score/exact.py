@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
+from sft_play.data.masks.template import ChatTemplate, EndlessTemplateError, RenderError
 from sft_play.log import one_line
 
 Message = dict[str, Any]
@@ -90,8 +90,8 @@ class Renderings:
         if self._is_endless:
             return False
         try:
-            self._limited.render(messages, tools=self._case.tools, prompt=prompt)
-        except Endless as error:
+            self._limited.render(messages, tools=self._case.tools, with_prompt=prompt)
+        except EndlessTemplateError as error:
             self.why, self._is_endless = self.why or str(error), True
         except RenderError:
             pass  # what it refuses here it refuses there too, and says why

@@ -221,7 +221,7 @@ def score(folder: Path, tokenizer: str) -> MaskScore:
     if not files:
         raise ConfigError(f"TEMPLATES={folder} holds no templates; looked for {', '.join(sorted(SUFFIXES))}")
     loaded = _load(tokenizer)
-    parts = TokenizerParts.of(loaded)
+    parts = TokenizerParts.from_tokenizer(loaded)
     encoder = Encoder(parts)
     return MaskScore(tuple(row for file in files for row in _score_template(file, folder, loaded, parts, encoder)))
 
@@ -247,8 +247,8 @@ def _score_template(file: Path, folder: Path, tokenizer: Any, parts: TokenizerPa
     try:
         own = copy.copy(tokenizer)
         own.chat_template = _read(file)
-        renderer = Renderer(parts.with_template(own.chat_template), _OPTIONS, max_seq_len=_NO_LIMIT, encoder=encoder)
-        renderer.turns()
+        renderer = Renderer(parts.replace_template(own.chat_template), _OPTIONS, max_seq_len=_NO_LIMIT, encoder=encoder)
+        renderer.turn_locator()
     except TokenizerError as error:
         for case in CASES:
             yield MaskScoreRow(name, case.name, "", "cannot_render", one_line(str(error), limit=200))
@@ -268,7 +268,7 @@ def _read(file: Path) -> str:
 
 
 def _judge_case(name: str, case: MaskCase, renderer: Renderer, tokenizer: Any) -> MaskScoreRow:
-    renderings = Renderings(case, tokenizer, renderer.turns().template.jinja)
+    renderings = Renderings(case, tokenizer, renderer.turn_locator().template.chat_template)
     found = renderer.render(Chat(f"{name}:{case.name}", case.messages, case.tools))
     if not renderings.written:
         return MaskScoreRow(name, case.name, "", "cannot_render", renderings.why)

@@ -114,9 +114,9 @@ def _render_rows(
                 "text": outcome.whole.text,
                 "spans": [list(span) for span in outcome.whole.spans],
                 "tokens": len(outcome.whole.input_ids),
-                "trained": outcome.whole.trained,
-                "cut": outcome.row.cut,
-                "lost": outcome.row.lost,
+                "trained": outcome.whole.trained_tokens,
+                "cut": outcome.row.cut_tokens,
+                "lost": outcome.row.lost_trained_tokens,
                 "method": outcome.whole.method,
             }
             target.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -12,7 +12,7 @@ from typing import Any
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, note_shared, rows_text, ways_to_keep
 from sft_play.data.build.survey import TEMPLATE, survey_rows
-from sft_play.data.masks.token_row import METHODS
+from sft_play.data.masks.token_row import MASK_METHODS
 from sft_play.data.sources.columns import describe_unused_columns
 from sft_play.data.sources.files import find_data_paths, part_split
 from sft_play.data.sources.messages import known_role_lines
@@ -124,7 +124,7 @@ def judge_masks(survey: RowStats, data: DataConfig) -> Iterator[Finding]:
     if not survey.kept:
         yield skip_finding(name, "no row is left to look at")
         return
-    methods = ", ".join(f"{METHODS.get(method, method)} ({count:,})" for method, count in survey.methods.most_common())
+    methods = ", ".join(f"{MASK_METHODS.get(method, method)} ({count:,})" for method, count in survey.methods.most_common())
     rows, share = survey.methods.total(), survey.trained / max(1, survey.tokens)
     every = f"every one of {rows:,} rows" if rows != 1 else "the only row"
     tokens = f"{survey.trained:,} of {survey.tokens:,} tokens are trained ({share:.0%})"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from sft_play.data.build.stats import rows_text
 from sft_play.data.build.survey import RowMaker, RowOutcome
-from sft_play.data.masks.token_row import IGNORED, METHODS, TokenRow
+from sft_play.data.masks.token_row import IGNORED, MASK_METHODS, TokenRow
 from sft_play.data.masks.words import BYTE_LETTERS
 from sft_play.data.sources.examples import ExampleReader, read_example
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -77,7 +77,7 @@ class Shown:
         share = self.trained / len(self.ids)
         facts = [f"{len(self.ids):,} tokens", f"{self.trained:,} trained ({share:.0%})"]
         if self.method:
-            facts.append(f"mask: {METHODS.get(self.method, self.method)}")
+            facts.append(f"mask: {MASK_METHODS.get(self.method, self.method)}")
         if self.cut:
             facts.append(self.cut_text)
         return [*facts, *(one_line(note, limit=300) for note in self.notes)]
@@ -255,7 +255,7 @@ def _shown_outcome(outcome: RowOutcome, names: TokenBytes, limit: int, as_read: 
         reason, cut, left = _why(row), max(0, len(ids) - limit), ids[:limit]
         lost = sum(label != IGNORED for label in labels[limit:])
     else:
-        reason, cut, left, lost = "", row.cut, tuple(row.input_ids), row.lost
+        reason, cut, left, lost = "", row.cut_tokens, tuple(row.input_ids), row.lost_trained_tokens
     notes = (*outcome.example.notes, *whole.notes, *_row_notes(whole))
     pieces = token_pieces(ids, labels, names, kept=kept_tokens(ids, left))
     return Shown(
@@ -268,7 +268,7 @@ def _row_notes(whole: TokenRow) -> Iterator[str]:
         (whole.untrained_turns, "assistant turns have no exact mask and are not trained"),
         (whole.stripped_think, "pieces of think text are not written by the template"),
         (whole.special_in_text, "special tokens are spelled in its texts"),
-        (whole.merged, "answers end inside a token, which is split there"),
+        (whole.merged_edges, "answers end inside a token, which is split there"),
     )
     yield from (f"{count} {words}" for count, words in counted if count)
     if whole.added_end:

@@ -15,7 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowMaker, survey_rows
-from sft_play.data.masks.token_row import show_row
+from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import AnySource, find_data_paths, part_split
 from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import PlannedRun
@@ -136,7 +136,7 @@ class _RunChecks:
         try:
             maker = build_row_maker(self._config, loaded.tokenizer)
             if self._config.task_mode != "cpt":
-                maker.renderer.turns()
+                maker.renderer.turn_locator()
             self._maker = maker
         except SftPlayError as error:
             yield fail_finding("chat template", str(error), "give data.chat_template another template")
@@ -182,7 +182,7 @@ class _RunChecks:
             return survey_rows(path, config.data, part_split(part), text_wanted=is_text)
         from sft_play.data.build.splits import survey_source
 
-        tokenizer = maker.renderer.parts
+        tokenizer = maker.renderer.tokenizer_parts
         return survey_source(config, path, part, tokenizer, max_seq_len=maker.max_seq_len, has_val=has_val)
 
     def _check_masks(self, surveys: dict[str, RowStats]) -> Iterator[Finding]:
@@ -213,7 +213,7 @@ class _RunChecks:
             return
         row_number, token_row = survey.first
         header = f"row {row_number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):"
-        yield pass_finding("example", f"{header}\n{one_line(show_row(token_row, self._tokenizer), limit=1_300)}")
+        yield pass_finding("example", f"{header}\n{one_line(format_row(token_row, self._tokenizer), limit=1_300)}")
 
     def _check_memory(self) -> Iterator[Finding]:
         from sft_play.planner.plan_details import choice_line, memory_line, parameter_lines

@@ -61,7 +61,7 @@ def run_training(job: RunJob) -> dict[str, Any]:
         Heartbeat(job.timeout_s) as heartbeat,
         contextlib.closing(memory_meter.peaks),
     ):
-        distributed.require_same_inputs(input_digests(job, facts, writes_date=prepared[0].renderer.parts.writes_date))
+        distributed.require_same_inputs(input_digests(job, facts, writes_date=prepared[0].renderer.tokenizer_parts.writes_date))
         with open_run_folder(job, prepared, facts):
             monitors = RunMonitors(memory_meter, heartbeat, start_time)
             if job.stages:

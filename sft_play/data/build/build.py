@@ -302,7 +302,7 @@ class _Maker:
             if job.shape is not None:
                 kept.formats[job.shape.name] += 1
             if not self._recipe.documents:
-                example = self._rows.renderer.as_chat(example)
+                example = self._rows.renderer.recover_chat(example)
             held[-1] = share > 0 and digest_share(content_digest(example)) < share
             stats[HELD if held[-1] else KEPT].count_example(example)
             yield number, example

@@ -97,7 +97,7 @@ def build_splits(
     """Every split of a run as token rows. `positions`: how many the model has, if it has a limit; no longer max_seq_len
     is proposed. `today`: the date that templates are given. Raises DataError where `judge_split` fails."""
     require_known_columns(config.data)
-    parts = TokenizerParts.of(tokenizer)
+    parts = TokenizerParts.from_tokenizer(tokenizer)
     return _Builder(config, parts, max_seq_len, positions, today or date.today()).build(paths)
 
 
@@ -107,7 +107,7 @@ def survey_source(
     """The counts of every row of a part of `DataPaths.named_paths` that a run with this config trains on, from the cache or
     built now. Raises DataError as `build` does."""
     require_known_columns(config.data)
-    builder = _Builder(config, TokenizerParts.of(tokenizer), max_seq_len, None, date.today())
+    builder = _Builder(config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today())
     return builder.survey(source, part, has_val=has_val)
 
 
@@ -348,7 +348,7 @@ class _Builder:
         from datasets import Dataset, Features, List, Value
 
         whole = [text for text in texts if text.strip()]
-        stream = [number for text in whole for number in renderer.documents([text])[0]]  # one by one, for the memory
+        stream = [number for text in whole for number in renderer.tokenise_documents([text])[0]]  # one by one, for the memory
         size = self._max_seq_len
         blocks = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
         if not blocks and is_held and stream:

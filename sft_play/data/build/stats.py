@@ -255,22 +255,22 @@ class RowStats:
     def count_kept(self, row: TokenRow, whole: TokenRow) -> None:
         """Count the tokens of a row within max_seq_len, and the answers of the whole row that it cuts in two."""
         size = len(row.labels)
-        is_cut_behind = row.cut > 0 and row.labels == whole.labels[:size]  # not the beginning: the answer's end goes
+        is_cut_behind = row.cut_tokens > 0 and row.labels == whole.labels[:size]  # not the beginning: the answer's end goes
         self.cut_ends += is_cut_behind and IGNORED not in whole.labels[size - 1 : size + 1]
         self.kept += 1
         self.tokens += len(row.input_ids)
-        self.trained += row.trained
-        self.cut_rows += row.cut > 0
-        self.tokens_cut += row.cut
-        self.lost_by_cut += row.lost
-        self.merged += row.merged
+        self.trained += row.trained_tokens
+        self.cut_rows += row.cut_tokens > 0
+        self.tokens_cut += row.cut_tokens
+        self.lost_by_cut += row.lost_trained_tokens
+        self.merged += row.merged_edges
 
     def count_too_long(self, whole: TokenRow) -> None:
         """Count a row of which max_seq_len leaves nothing to train."""
         prompt = next(index for index, label in enumerate(whole.labels) if label != IGNORED)
         self.too_long += 1
         self.shortest_prompt = min(filter(None, (self.shortest_prompt, prompt)), default=0)
-        self.lost_with_rows += whole.trained
+        self.lost_with_rows += whole.trained_tokens
 
     # Adding up.
 

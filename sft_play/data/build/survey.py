@@ -63,12 +63,12 @@ class RowCounter:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        parts, backend = renderer.parts, renderer.encoder.backend
-        pad = dict(parts.special_map).get("pad_token")
+        parts, backend = renderer.tokenizer_parts, renderer.encoder.backend
+        pad = dict(parts.special_tokens_map).get("pad_token")
         # a tokenizer without a pad token of its own pads with eos
-        self._pad = None if pad is None or pad == parts.eos else backend.token_to_id(pad)
-        added = (number for number, _, _ in parts.added)
-        self._special = frozenset(added) | frozenset(map(backend.token_to_id, parts.special))
+        self._pad = None if pad is None or pad == parts.eos_token else backend.token_to_id(pad)
+        added = (number for number, _, _ in parts.added_tokens)
+        self._special = frozenset(added) | frozenset(map(backend.token_to_id, parts.special_tokens))
 
     def count(self, survey: RowStats, number: int, example: Example, whole: TokenRow, row: TokenRow | BadRow) -> None:
         """Count a row that was rendered: as a `whole`, and as max_seq_len leaves it; a bad `row` is too long."""
@@ -81,7 +81,7 @@ class RowCounter:
         survey.first = survey.first or (number, whole)
         survey.count_kept(row, whole)
         survey.lengths.append(len(row.input_ids))
-        bos = self._renderer.parts.bos_id
+        bos = self._renderer.tokenizer_parts.bos_id
         survey.with_bos += bos is not None and bool(whole.input_ids) and whole.input_ids[0] == bos
         survey.pad_trained += self._pad is not None and self._pad in row.labels
         self._count_ends(survey, whole, runs)
@@ -150,7 +150,7 @@ class RowMaker:
                 if isinstance(one, BadRow) or joined:
                     parts.append((number, one))
                 else:
-                    parts += [(number, part) for part in self.renderer.expand(self.renderer.as_chat(one))]
+                    parts += [(number, part) for part in self.renderer.split_turns(self.renderer.recover_chat(one))]
             taken = [one for _, one in parts if not (isinstance(one, BadRow) or (joined and isinstance(one, Chat)))]
             with translate_library_errors():
                 rendered = iter(self.renderer.render_all(taken))
@@ -163,7 +163,7 @@ class RowMaker:
                 elif isinstance(row := next(rendered), BadRow):
                     yield RowOutcome(number, one, None, row)
                 else:
-                    yield RowOutcome(number, one, row, row if joined else self.renderer.cut(row))
+                    yield RowOutcome(number, one, row, row if joined else self.renderer.truncate(row))
             release_after_long_text(max((character_count(one) for _, one in parts if not isinstance(one, BadRow)), default=0))
 
 

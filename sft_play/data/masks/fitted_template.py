@@ -15,32 +15,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.data.masks.marked_copy import SALT, Kind
-from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
-from sft_play.data.masks.token_row import REFUSED, Inexact
-from sft_play.data.masks.turn_ends import first_difference
+from sft_play.data.masks.marked_copy import SALT, PieceKind
+from sft_play.data.masks.template import ChatTemplate, EndlessTemplateError, RenderError
+from sft_play.data.masks.token_row import TEMPLATE_REFUSES_ROW, InexactMaskError
+from sft_play.data.masks.turn_ends import format_first_difference
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, REASONING_KEYS, TEXT_KEYS, Message, map_texts, drop_author_messages
 
 # In a rendering: the template took a list of parts for the text, and wrote it with its keys.
 PART_KEY = re.compile(r"""['"]type['"]""")
 
-PLAIN: list[Message] = [{"role": "user", "content": "question1q"}, {"role": "assistant", "content": "answer1q"}]
-SYSTEM: Message = {"role": "system", "content": "system1q"}
-NEXT_TURNS: list[Message] = [{"role": "user", "content": "question2q"}, {"role": "assistant", "content": "answer2q"}]
+PROBE_EXCHANGE: list[Message] = [{"role": "user", "content": "question1q"}, {"role": "assistant", "content": "answer1q"}]
+PROBE_SYSTEM: Message = {"role": "system", "content": "system1q"}
+PROBE_NEXT_TURNS: list[Message] = [{"role": "user", "content": "question2q"}, {"role": "assistant", "content": "answer2q"}]
 # Put behind a row of the data, whose own texts do not hold it.
 NEXT_QUESTION: Message = {"role": "user", "content": "question9q"}
 # A plain answer to a question of the data.
-ANSWER: Message = {"role": "assistant", "content": "answer9q"}
+PLAIN_ANSWER: Message = {"role": "assistant", "content": "answer9q"}
 
 # Arguments that come out changed if a template escapes, encodes twice, or writes Python in place of JSON.
-ODD_ARGUMENTS = {"odd": 'x < y > "z" & don\'t écru', "place": "where1q"}
-CALLING: list[Message] = [
+PROBE_ARGUMENTS = {"odd": 'x < y > "z" & don\'t écru', "place": "where1q"}
+PROBE_CALL_TURNS: list[Message] = [
     {"role": "user", "content": "question1q"},
     {
         "role": "assistant",
         "content": "",
         "tool_calls": [
-            {"type": "function", "id": "call1q", "function": {"name": "look1q", "arguments": ODD_ARGUMENTS}}
+            {"type": "function", "id": "call1q", "function": {"name": "look1q", "arguments": PROBE_ARGUMENTS}}
         ],
     },
     {"role": "tool", "content": "result1q", "name": "look1q", "tool_call_id": "call1q"},
@@ -66,170 +66,170 @@ ArgumentForm = Literal["object", "text"]
 ARGUMENT_FORMS: tuple[ArgumentForm, ...] = ("object", "text")
 
 _ENTITY = re.compile(r"&(?:[a-z]{2,6}|#\d{1,5}|#x[0-9A-Fa-f]{1,4});")
-_NOT_ITS_OWN = "the row is not rendered as apply_chat_template renders its messages"
+_DIFFERS_FROM_AUTHORED = "the row is not rendered as apply_chat_template renders its messages"
 
 
 @dataclass(frozen=True)
-class Habits:
+class TemplateTraits:
     """What a template was seen to do with probe conversations."""
 
-    parts: bool = False
+    needs_content_parts: bool = False
     """It takes content only as a list of parts."""
-    tools: bool = False
+    needs_tools: bool = False
     """It has to be given tools: a template for rows with tools may loop over them without a check."""
-    arguments: ArgumentForm | Literal["own"] = "own"
+    argument_form: ArgumentForm | Literal["own"] = "own"
     """The one form of a call's arguments that it writes correctly; `own` where it writes both or neither."""
     system: Literal["written", "dropped", "refused"] = "written"
-    calls: bool = False
+    writes_calls: bool = False
     """It writes tool calls."""
-    think: tuple[str, ...] = ()
+    think_marks: tuple[str, ...] = ()
     """What opens think text, what closes it, and the control tokens in both."""
-    header: str = ""
+    generation_prompt: str = ""
     """What it writes behind a question as the prompt of an answer; empty where it writes no generation prompt."""
-    unprompted: str = ""
+    answer_header: str = ""
     """What stands between a question and its answer where it writes no generation prompt, such as the answer's role."""
 
 
 class FittedTemplate:
-    """A template that is given messages in the form that it takes, as its `habits` say."""
+    """A template that is given messages in the form that it takes, as its `traits` say."""
 
-    def __init__(self, jinja: ChatTemplate, habits: Habits) -> None:
-        self.jinja, self.habits = jinja, habits
+    def __init__(self, chat_template: ChatTemplate, traits: TemplateTraits) -> None:
+        self.chat_template, self.traits = chat_template, traits
         # Keys that a template may ask a message for by name.
-        self._names = frozenset(re.findall(r"\w+", jinja.source))
-        self._taken: dict[tuple[str, ...], bool] = {}
+        self._source_words = frozenset(re.findall(r"\w+", chat_template.source))
+        self._accepted: dict[tuple[str, ...], bool] = {}
 
-    def rendered(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, with_prompt: bool = False) -> str:
         """The conversation as the model sees it; `messages` are fitted ones. Raises RenderError."""
-        return self.jinja.render(adapted(messages, parts=self.habits.parts), tools=tools, prompt=prompt)
+        return self.chat_template.render(to_template_messages(messages, as_parts=self.traits.needs_content_parts), tools=tools, with_prompt=with_prompt)
 
-    def is_think(self, text: str) -> bool:
+    def has_only_think_marks(self, text: str) -> bool:
         """Whether a text has only marks of think text and white space."""
-        for mark in sorted(self.habits.think, key=len, reverse=True):
+        for mark in sorted(self.traits.think_marks, key=len, reverse=True):
             text = text.replace(mark, "")
         return not text.strip()
 
-    def empty_think(self, text: str) -> int:
+    def empty_think_length(self, text: str) -> int:
         """Length of the empty think block that a text begins with, and of the white space after it. Its opening mark
         may be part of the prompt."""
-        opening, closing = map(re.escape, self.habits.think[:2] or ("\0", "\0"))
+        opening, closing = map(re.escape, self.traits.think_marks[:2] or ("\0", "\0"))
         match = re.match(rf"\s*(?:{opening}\s*)?{closing}\s*", text)
         return match.end() if match else 0
 
-    def rendered_or_nothing(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+    def try_render(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         """The conversation as the model sees it; empty where the template refuses it."""
         try:
-            return self.rendered(messages, tools)
+            return self.render(messages, tools)
         except RenderError:
             return ""
 
-    def fitted(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Fitted:
+    def fit(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> FittedMessages:
         """The conversation as its author wrote it where the template writes its calls so; else as near to that as it
-        allows: arguments as objects or as text are the same JSON. Raises Inexact where it refuses every form."""
+        allows: arguments as objects or as text are the same JSON. Raises InexactMaskError if it refuses every form."""
         if any(AUTHOR_MESSAGE in message for message in messages):
-            authored = self._as_authored(messages, tools)
-            fitted = self.fitted(authored.messages, tools)
-            fitted = Fitted(fitted.messages, (*authored.notes, *fitted.notes))
+            authored = self._authored_messages(messages, tools)
+            fitted = self.fit(authored.messages, tools)
+            fitted = FittedMessages(fitted.messages, (*authored.notes, *fitted.notes))
             if not fitted.notes:
-                self._check_as_authored(messages, fitted.messages, tools)
+                self._check_authored_rendering(messages, fitted.messages, tools)
             return fitted
         if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
-            return Fitted(messages)
-        arguments = self.habits.arguments
-        given = messages if arguments == "own" else with_arguments_as(messages, arguments)
-        accepted: list[Sequence[Message]] = []
+            return FittedMessages(messages)
+        argument_form = self.traits.argument_form
+        converted = messages if argument_form == "own" else convert_arguments(messages, argument_form)
+        accepted_candidates: list[Sequence[Message]] = []
         refusal = ""
         # The first form whose calls are all written; a template may take a form and drop the calls without a word.
         for form in CALL_FORMS:
-            candidate = in_form(given, form)
-            if candidate in accepted:
+            candidate = apply_call_form(converted, form)
+            if candidate in accepted_candidates:
                 continue
             try:
-                writes = self._writes_names(candidate, tools)
+                writes_names = self._writes_names(candidate, tools)
             except RenderError as error:
                 refusal = str(error)
-                if isinstance(error, Endless):
+                if isinstance(error, EndlessTemplateError):
                     break  # each further form would take as long
                 continue
-            if writes:
-                return with_notes(messages, candidate)
-            accepted.append(candidate)
-        if not accepted:
-            raise Inexact(REFUSED, refusal)
-        return with_notes(messages, accepted[0])
+            if writes_names:
+                return note_changes(messages, candidate)
+            accepted_candidates.append(candidate)
+        if not accepted_candidates:
+            raise InexactMaskError(TEMPLATE_REFUSES_ROW, refusal)
+        return note_changes(messages, accepted_candidates[0])
 
     def _writes_names(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
         count = itertools.count()
 
-        def mark(text: str, index: int, kind: Kind) -> str:
+        def mark(text: str, index: int, kind: PieceKind) -> str:
             return f"{text}{SALT}{next(count)}q" if kind == "name" else text
 
-        text = self.rendered([mapped(message, 0, mark) for message in messages], tools)
-        return all(f"{SALT}{number}q" in text for number in range(next(count)))
+        text = self.render([map_message_texts(message, 0, mark) for message in messages], tools)
+        return all(f"{SALT}{call_number}q" in text for call_number in range(next(count)))
 
-    def _as_authored(self, messages: Sequence[Message], tools: Sequence[Any]) -> Fitted:
+    def _authored_messages(self, messages: Sequence[Message], tools: Sequence[Any]) -> FittedMessages:
         """The messages with what their author wrote, as far as the template takes it: roles, parts, and further keys,
         unless the template has no name for them and the text is the same without them."""
         notes: dict[str, None] = {}
-        whole = [self._authored(message, notes) if AUTHOR_MESSAGE in message else message for message in messages]
-        slim = [
-            {key: value for key, value in message.items() if key in KNOWN_KEYS or key in self._names}
-            for message in whole
+        authored = [self._authored_message(message, notes) if AUTHOR_MESSAGE in message else message for message in messages]
+        known_keys_only = [
+            {key: value for key, value in message.items() if key in KNOWN_KEYS or key in self._source_words}
+            for message in authored
         ]
-        if slim != whole and self.rendered_or_nothing(slim, tools) != self.rendered_or_nothing(whole, tools):
-            return Fitted(whole, tuple(notes))
-        return Fitted(slim, tuple(notes))
+        if known_keys_only != authored and self.try_render(known_keys_only, tools) != self.try_render(authored, tools):
+            return FittedMessages(authored, tuple(notes))
+        return FittedMessages(known_keys_only, tuple(notes))
 
-    def _check_as_authored(self, messages: Sequence[Message], fitted: Sequence[Message], tools: Sequence[Any]) -> None:
-        own = [message.get(AUTHOR_MESSAGE, message) for message in messages]
-        if any((given.get("tool_calls") or None) != message.get("tool_calls")
-               for given, message in zip(own, messages, strict=True)):  # fmt: skip
+    def _check_authored_rendering(self, messages: Sequence[Message], fitted: Sequence[Message], tools: Sequence[Any]) -> None:
+        authored = [message.get(AUTHOR_MESSAGE, message) for message in messages]
+        if any((original.get("tool_calls") or None) != message.get("tool_calls")
+               for original, message in zip(authored, messages, strict=True)):  # fmt: skip
             return  # calls in a form of their own are noted where rows are read
-        wanted, text = self.rendered_or_nothing(own, tools), self.rendered_or_nothing(fitted, tools)
-        if wanted and wanted != text:
-            raise Inexact(_NOT_ITS_OWN, first_difference(wanted, text))
+        authored_text, text = self.try_render(authored, tools), self.try_render(fitted, tools)
+        if authored_text and authored_text != text:
+            raise InexactMaskError(_DIFFERS_FROM_AUTHORED, format_first_difference(authored_text, text))
 
-    def _authored(self, message: Message, notes: dict[str, None]) -> Message:
+    def _authored_message(self, message: Message, notes: dict[str, None]) -> Message:
         """A message with its author's role, content and keys; what cannot be kept is noted."""
-        given = message[AUTHOR_MESSAGE]
+        original = message[AUTHOR_MESSAGE]
         authored = drop_author_messages([message])[0]
-        if given["role"] != authored["role"]:
-            if authored["role"] == "system" and self._takes(given["role"]):
-                authored["role"] = given["role"]
+        if original["role"] != authored["role"]:
+            if authored["role"] == "system" and self._accepts(original["role"]):
+                authored["role"] = original["role"]
             else:
                 notes[NOTE_ROLE] = None
-        if not isinstance(given["content"], (str, type(None))):
-            kinds = kinds_of_parts(given["content"])
-            if kinds and self._takes(authored["role"], *kinds):
-                authored["content"] = given["content"]
-                if not any(given.get(key) for key in REASONING_KEYS):
+        if not isinstance(original["content"], (str, type(None))):
+            kinds = content_part_kinds(original["content"])
+            if kinds and self._accepts(authored["role"], *kinds):
+                authored["content"] = original["content"]
+                if not any(original.get(key) for key in REASONING_KEYS):
                     authored.pop("reasoning_content", None)
             else:
                 notes[NOTE_PARTS] = None
         # the same think text or calls under another of their names must not be given twice
-        covered = {*authored, *(REASONING_KEYS if "reasoning_content" in authored else ())}
-        covered |= {*(CALL_KEYS if authored.get("tool_calls") else ())}
-        return authored | {key: value for key, value in given.items() if key not in covered and value is not None}
+        covered_keys = {*authored, *(REASONING_KEYS if "reasoning_content" in authored else ())}
+        covered_keys |= {*(CALL_KEYS if authored.get("tool_calls") else ())}
+        return authored | {key: value for key, value in original.items() if key not in covered_keys and value is not None}
 
-    def _takes(self, role: str, *kinds: str) -> bool:
-        asked = (role, *kinds)
-        if asked not in self._taken:
-            words = [f"part{number}q" for number in range(len(kinds))] or ["part0q"]
+    def _accepts(self, role: str, *kinds: str) -> bool:
+        key = (role, *kinds)
+        if key not in self._accepted:
+            words = [f"part{index}q" for index in range(len(kinds))] or ["part0q"]
             parts = [{"type": kind, kind: word} for kind, word in zip(kinds, words, strict=False)]
             message = {"role": role, "content": parts or words[0]}
-            question, reply = PLAIN
-            before: list[Message] = {"assistant": [question], "tool": [*CALLING[:2]]}.get(role, [])
-            after: list[Message] = {"assistant": [], "tool": [], "user": [reply]}.get(role, [*PLAIN])
-            turns = [*before, {**CALLING[2], **message} if role == "tool" else message, *after]
-            with contextlib.suppress(RenderError, Inexact):
-                text = self.rendered(self.fitted(turns).messages)
-                self._taken[asked] = all(word in text for word in words) and not PART_KEY.search(text)
-        return self._taken.setdefault(asked, False)
+            question, reply = PROBE_EXCHANGE
+            earlier_turns: list[Message] = {"assistant": [question], "tool": [*PROBE_CALL_TURNS[:2]]}.get(role, [])
+            later_turns: list[Message] = {"assistant": [], "tool": [], "user": [reply]}.get(role, [*PROBE_EXCHANGE])
+            turns = [*earlier_turns, {**PROBE_CALL_TURNS[2], **message} if role == "tool" else message, *later_turns]
+            with contextlib.suppress(RenderError, InexactMaskError):
+                text = self.render(self.fit(turns).messages)
+                self._accepted[key] = all(word in text for word in words) and not PART_KEY.search(text)
+        return self._accepted.setdefault(key, False)
 
-    def entity(self, text: str, row: Any = ()) -> str:
+    def foreign_entity(self, text: str, row: Any = ()) -> str:
         """The first HTML entity of a text that comes from neither the template's source nor the row; else empty."""
         for entity in dict.fromkeys(_ENTITY.findall(text)):
-            if entity not in self.jinja.source and entity not in json.dumps(row, ensure_ascii=False, default=str):
+            if entity not in self.chat_template.source and entity not in json.dumps(row, ensure_ascii=False, default=str):
                 return str(entity)
         return ""
 
@@ -242,11 +242,11 @@ NOTE_TYPED = "a tool call without a type is passed to the chat template with typ
 NOTE_ROLE = "a role is passed to the chat template under its usual name (system, user, assistant, tool)"
 NOTE_PARTS = "content in parts is passed to the chat template as one text, which it takes"
 NOTE_SHORT_IDS = "ids of tool calls are passed to the chat template as nine letters and digits, which it requires"
-TEXT_FOR_OBJECT = (
+NOTE_TEXT_FOR_OBJECT = (
     "tool call arguments that are objects are passed to the chat template as JSON text, the form that it writes "
     "correctly"
 )
-OBJECT_FOR_TEXT = (
+NOTE_OBJECT_FOR_TEXT = (
     "tool call arguments that are JSON text are passed to the chat template as objects: it would encode text a "
     "second time or not write it"
 )
@@ -259,9 +259,9 @@ class CallForm:
 
     content: Literal["own", "absent", "empty"] = "own"
     """In a turn that only calls."""
-    typed: bool = False
+    adds_type: bool = False
     """Every call has a type."""
-    short_ids: bool = False
+    shortens_ids: bool = False
     """Ids are nine letters and digits."""
 
 
@@ -274,7 +274,7 @@ CALL_FORMS = tuple(
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedMessages:
     """A conversation as the template takes it, and what was changed for that, in words; mostly nothing."""
 
     messages: Sequence[Message]
@@ -287,26 +287,26 @@ CALL_KEYS = ("tool_calls", "function_call")
 KNOWN_KEYS = frozenset({"role", "tool_calls", "name", "tool_call_id", "call_id", "train", *TEXT_KEYS})
 
 
-def kinds_of_parts(content: Any) -> list[str]:
+def content_part_kinds(content: Any) -> list[str]:
     """The types of a list of parts that are text or think text; empty for anything else."""
     parts = content if isinstance(content, list) else []
     kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
     # `{"type": "text", "text": …}`, and `{"type": "thinking", "thinking": …}` with the text under the type's own name
-    plain = all(
+    are_texts = all(
         kind in ("text", "thinking", "reasoning") and isinstance(part.get("text" if kind == "text" else kind), str)
         for kind, part in zip(kinds, parts, strict=True)
     )
-    return kinds if plain else []
+    return kinds if are_texts else []
 
 
-def mapped(message: Message, index: int, change: Callable[[str, int, Kind], str]) -> Message:
+def map_message_texts(message: Message, index: int, change: Callable[[str, int, PieceKind], str]) -> Message:
     """A copy of the message with every text changed, think text before content, calls last."""
     copy = dict(message)
     for key in TEXT_KEYS:
         if isinstance(copy.get(key), str):
             copy[key] = change(copy[key], index, "content" if key == "content" else "reasoning")
     if isinstance(copy.get("content"), list):
-        kinds: dict[str, Kind] = {"text": "content", **dict.fromkeys(REASONING_KEYS, "reasoning")}
+        kinds: dict[str, PieceKind] = {"text": "content", **dict.fromkeys(REASONING_KEYS, "reasoning")}
         copy["content"] = [
             {
                 key: change(value, index, kinds[key]) if key in kinds and isinstance(value, str) else value
@@ -327,45 +327,45 @@ def mapped(message: Message, index: int, change: Callable[[str, int, Kind], str]
     return {**copy, "tool_calls": calls} if calls else copy
 
 
-def adapted(messages: Sequence[Message], *, parts: bool) -> list[Message]:
-    """The messages without `train`, which is ours, and with `parts` their content as lists of parts."""
+def to_template_messages(messages: Sequence[Message], *, as_parts: bool) -> list[Message]:
+    """The messages without `train`, which is ours, and with `as_parts` their content as lists of parts."""
     copies = [{key: value for key, value in message.items() if key != "train"} for message in messages]
-    for copy in copies if parts else ():
+    for copy in copies if as_parts else ():
         if isinstance(copy.get("content"), str):
             copy["content"] = [{"type": "text", "text": copy["content"]}]
     return copies
 
 
-def in_form(messages: Sequence[Message], form: CallForm) -> list[Message]:
+def apply_call_form(messages: Sequence[Message], form: CallForm) -> list[Message]:
     """The messages with their calls in a form."""
     copies = [dict(message) for message in messages]
     for copy in copies:
         if copy.get("tool_calls"):
             copy["tool_calls"] = [dict(call) for call in copy["tool_calls"]]
             for call in copy["tool_calls"]:
-                if form.typed and not call.get("type"):
+                if form.adds_type and not call.get("type"):
                     call["type"] = "function"
-                if form.short_ids:
+                if form.shortens_ids:
                     call["id"] = _short_id(str(call.get("id") or call["function"]["name"]))
             # some templates refuse null, others write it as "None", and some test whether the key is there
             if form.content != "own" and not copy.get("content"):
                 copy["content"] = "" if form.content == "empty" else None
-        for key in ("tool_call_id", "call_id") if form.short_ids else ():
+        for key in ("tool_call_id", "call_id") if form.shortens_ids else ():
             if isinstance(copy.get(key), str):
                 copy[key] = _short_id(copy[key])
     return copies
 
 
-def with_arguments_as(messages: Sequence[Message], kind: ArgumentForm) -> list[Message]:
+def convert_arguments(messages: Sequence[Message], form: ArgumentForm) -> list[Message]:
     """The messages with the arguments of all calls as objects or as JSON text."""
     copies = [dict(message) for message in messages]
     for copy in copies:
         calls = []
         for call in copy.get("tool_calls") or ():
             arguments = call["function"]["arguments"]
-            if kind == "text" and not isinstance(arguments, str):
+            if form == "text" and not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
-            elif kind == "object" and isinstance(arguments, str):
+            elif form == "object" and isinstance(arguments, str):
                 arguments = json.loads(arguments)
             calls.append({**call, "function": {**call["function"], "arguments": arguments}})
         if calls:
@@ -373,26 +373,26 @@ def with_arguments_as(messages: Sequence[Message], kind: ArgumentForm) -> list[M
     return copies
 
 
-def with_notes(before: Sequence[Message], after: Sequence[Message]) -> Fitted:
+def note_changes(original: Sequence[Message], fitted: Sequence[Message]) -> FittedMessages:
     """The fitted messages with what was changed, in words."""
     notes: dict[str, None] = {}
-    for old, new in zip(before, after, strict=True):
+    for old, new in zip(original, fitted, strict=True):
         if old.get("content") != new.get("content"):
             notes[NOTE_CONTENT] = None
         if old.get("tool_call_id") != new.get("tool_call_id") or old.get("call_id") != new.get("call_id"):
             notes[NOTE_SHORT_IDS] = None
-        for was, now in zip(old.get("tool_calls") or (), new.get("tool_calls") or (), strict=True):
-            given, taken = was["function"]["arguments"], now["function"]["arguments"]
-            if isinstance(given, str) != isinstance(taken, str):
-                notes[OBJECT_FOR_TEXT if isinstance(given, str) else TEXT_FOR_OBJECT] = None
-            if was.get("type") != now.get("type"):
+        for old_call, new_call in zip(old.get("tool_calls") or (), new.get("tool_calls") or (), strict=True):
+            old_arguments, new_arguments = old_call["function"]["arguments"], new_call["function"]["arguments"]
+            if isinstance(old_arguments, str) != isinstance(new_arguments, str):
+                notes[NOTE_OBJECT_FOR_TEXT if isinstance(old_arguments, str) else NOTE_TEXT_FOR_OBJECT] = None
+            if old_call.get("type") != new_call.get("type"):
                 notes[NOTE_TYPED] = None
-            if was.get("id") != now.get("id"):
+            if old_call.get("id") != new_call.get("id"):
                 notes[NOTE_SHORT_IDS] = None
-    return Fitted(after, tuple(notes))
+    return FittedMessages(fitted, tuple(notes))
 
 
-def _short_id(given: str) -> str:
+def _short_id(call_id: str) -> str:
     # Mistral's templates refuse any other id: "Tool call IDs should be alphanumeric strings with length 9!"
-    plain = given if given.isalnum() and given.isascii() else ""
-    return plain if len(plain) == 9 else hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
+    usable_id = call_id if call_id.isalnum() and call_id.isascii() else ""
+    return usable_id if len(usable_id) == 9 else hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]

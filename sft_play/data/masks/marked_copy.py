@@ -15,35 +15,35 @@ from typing import Literal
 from sft_play.data.masks.token_row import Span
 
 # `argument` is a text inside the arguments of a call, `arguments` all of them as one JSON text.
-Kind = Literal["content", "reasoning", "name", "argument", "arguments"]
+PieceKind = Literal["content", "reasoning", "name", "argument", "arguments"]
 
 # Sentinels are ASCII letters and digits: nothing that a template strips, splits at or escapes.
 SALT = "zQ9x"
 _SENTINEL = re.compile(SALT + r"(\d{5})([be])")
-OTHER_SALT = "Kw7V"
-_OTHER_SENTINEL = re.compile(OTHER_SALT + r"([ghjkmnprst]{5})([du])")
+SECOND_SALT = "Kw7V"
+_SECOND_SENTINEL = re.compile(SECOND_SALT + r"([ghjkmnprst]{5})([du])")
 # letter for letter, so that the sentinels of both copies are equally long
-_TO_OTHER, _FROM_OTHER = str.maketrans("0123456789be", "ghjkmnprstdu"), str.maketrans("ghjkmnprstdu", "0123456789be")
+_TO_SECOND, _FROM_SECOND = str.maketrans("0123456789be", "ghjkmnprstdu"), str.maketrans("ghjkmnprstdu", "0123456789be")
 SENTINEL_CHARS = len(SALT) + 6
 # Marks that close think text.
-_CLOSES = re.compile(r"/|end|suffix|close|stop|^<\w+\|>$", re.IGNORECASE)
+_CLOSING_MARK = re.compile(r"/|end|suffix|close|stop|^<\w+\|>$", re.IGNORECASE)
 # Matches nothing.
-NOWHERE = re.compile("(?!)")
+MATCHES_NOTHING = re.compile("(?!)")
 
 
 @dataclass(frozen=True)
 class MarkedPiece:
     """A piece of a message's text, without white space at its ends."""
 
-    message: int
-    kind: Kind
+    message_index: int
+    kind: PieceKind
     text: str
     is_think: bool = False
     """It is think text, which a template may leave out."""
 
 
 @dataclass(frozen=True)
-class Place:
+class GapPosition:
     """A position in a rendered text: characters from the beginning of a gap between pieces."""
 
     gap: int
@@ -54,24 +54,24 @@ class Place:
 class Turn:
     """One assistant turn: its span where it is exact, else why it is not and what would be trained instead."""
 
-    message: int
-    start: Place | None = None
-    end: Place | None = None
-    by_prefix: bool = False
+    message_index: int
+    start: GapPosition | None = None
+    end: GapPosition | None = None
+    ended_by_prefix: bool = False
     """Its end is that of the rendered conversation up to it."""
-    by_next: bool = False
+    ended_by_next_turn: bool = False
     """It is ended by the token that opens the next turn."""
-    added: str = ""
+    added_end: str = ""
     """What the template does not write after the last turn: the token that would open the next one."""
     header: str = ""
     """What the template writes before the turn that its prompt does not have, such as before a first message."""
-    rest: str | None = None
+    prompt_suffix: str | None = None
     """What its prompt has behind the header, and the turn has not; None where the text begins with the prompt."""
-    unasked: bool = False
+    without_prompt: bool = False
     """It follows neither a question nor a tool's result, and the text does not begin with its prompt."""
     reason: str = ""
     detail: str = ""
-    nearest: tuple[Place, Place] | None = None
+    guessed_span: tuple[GapPosition, GapPosition] | None = None
     """The best guess at an inexact turn's span."""
 
     @property
@@ -81,37 +81,37 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class TemplateLayout:
     """What a template writes around the pieces of rows of one shape, and where their turns are. `gaps` has one text
-    more than `order`, which holds for each written piece its number and the form it is written in. `stripped` are
+    more than `written_pieces`, which has each piece's number and the form it is written in. `stripped_pieces` are
     numbers of think pieces that are not written."""
 
     gaps: tuple[str, ...]
-    order: tuple[tuple[int, str], ...]
+    written_pieces: tuple[tuple[int, str], ...]
     turns: tuple[Turn, ...]
-    stripped: tuple[int, ...] = ()
+    stripped_pieces: tuple[int, ...] = ()
 
     @property
     def added(self) -> str:
         """The end that is added after a last turn which the template does not end."""
-        return self.turns[-1].added if self.turns else ""
+        return self.turns[-1].added_end if self.turns else ""
 
     def fill(self, pieces: Sequence[str]) -> tuple[str, list[int]]:
         """The text that a row with these pieces must have, and where each gap begins in it."""
         parts = [self.gaps[0]]
-        position = len(self.gaps[0])
-        begins = [0]
-        for (number, form), gap in zip(self.order, self.gaps[1:], strict=True):
-            text = _FORMS[form](pieces[number])
-            position += len(text)
-            begins.append(position)
-            position += len(gap)
+        offset = len(self.gaps[0])
+        gap_starts = [0]
+        for (index, form), gap in zip(self.written_pieces, self.gaps[1:], strict=True):
+            text = _WRITTEN_FORMS[form](pieces[index])
+            offset += len(text)
+            gap_starts.append(offset)
+            offset += len(gap)
             parts += (text, gap)
-        return "".join(parts), begins
+        return "".join(parts), gap_starts
 
 
 # How a template may write a text: as it is, or inside a string of JSON or Python.
-_FORMS: dict[str, Callable[[str], str]] = {
+_WRITTEN_FORMS: dict[str, Callable[[str], str]] = {
     "plain": lambda text: text,
     "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     "ascii json": lambda text: json.dumps(text)[1:-1],
@@ -120,150 +120,150 @@ _FORMS: dict[str, Callable[[str], str]] = {
 }
 
 
-def with_other_sentinels(text: str, *_: object) -> str:
+def to_second_sentinels(text: str, *_: object) -> str:
     """A marked text with the second copy's sentinels, which have no letter of the first's."""
-    return _SENTINEL.sub(lambda match: OTHER_SALT + (match[1] + match[2]).translate(_TO_OTHER), text)
+    return _SENTINEL.sub(lambda match: SECOND_SALT + (match[1] + match[2]).translate(_TO_SECOND), text)
 
 
-def with_first_sentinels(text: str) -> str:
+def to_first_sentinels(text: str) -> str:
     """The second copy's text with the sentinels of the first."""
-    return _OTHER_SENTINEL.sub(lambda match: SALT + (match[1] + match[2]).translate(_FROM_OTHER), text)
+    return _SECOND_SENTINEL.sub(lambda match: SALT + (match[1] + match[2]).translate(_FROM_SECOND), text)
 
 
-def splitter(tested: frozenset[str]) -> re.Pattern[str]:
+def searched_texts_pattern(searched_texts: frozenset[str]) -> re.Pattern[str]:
     """A pattern of what the template looks for in texts, the longest first."""
-    longest_first = sorted(tested, key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, longest_first))) if tested else NOWHERE
+    longest_first = sorted(searched_texts, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first))) if searched_texts else MATCHES_NOTHING
 
 
-def pieces_of_text(text: str, split: re.Pattern[str]) -> Iterator[tuple[int, int, bool]]:
+def split_text_pieces(text: str, searched_pattern: re.Pattern[str]) -> Iterator[tuple[int, int, bool]]:
     """The text between what the template looks for, without white space at the ends, and whether it is think text."""
-    marks = [(match.start(), match.end(), match.group()) for match in split.finditer(text)]
-    at, before = 0, ""
-    for begin, end, after in (*marks, (len(text), -1, "")):
-        inner = text[at:begin]
+    marks = [(match.start(), match.end(), match.group()) for match in searched_pattern.finditer(text)]
+    start, previous_mark = 0, ""
+    for begin, end, next_mark in (*marks, (len(text), -1, "")):
+        inner = text[start:begin]
         body = inner.strip()
         if body:
-            first = at + inner.find(body)
-            yield first, first + len(body), _is_think(body, before, after)
-        at, before = end, after
+            body_start = start + inner.find(body)
+            yield body_start, body_start + len(body), _is_think(body, previous_mark, next_mark)
+        start, previous_mark = end, next_mark
 
 
-def _is_think(text: str, before: str, after: str) -> bool:
+def _is_think(text: str, previous_mark: str, next_mark: str) -> bool:
     """Whether a text between two marks, such as `<think>` and `</think>`, is think text: it begins the message or
     stands after an opening mark, and a closing one follows. A text between two closing ones is part of the answer."""
-    if not _CLOSES.search(after) or _CLOSES.search(before):
+    if not _CLOSING_MARK.search(next_mark) or _CLOSING_MARK.search(previous_mark):
         return False
     # `</think>` → `<think>`, `[END_THINK]` → `[START_THINK]`; a closing mark without such a twin always closes
-    opening = after.replace("/", "", 1).replace("END", "START").replace("end", "start")
-    return opening == after or opening not in text[1:]
+    opening = next_mark.replace("/", "", 1).replace("END", "START").replace("end", "start")
+    return opening == next_mark or opening not in text[1:]
 
 
-def take_apart(text: str, pieces: Sequence[MarkedPiece]) -> tuple[list[str], list[tuple[int, str]], set[int]]:
+def split_marked_text(text: str, pieces: Sequence[MarkedPiece]) -> tuple[list[str], list[tuple[int, str]], set[int]]:
     """A rendered copy as the gaps between pieces, the written pieces (number, form), and the changed ones' numbers."""
     gaps: list[str] = []
-    order: list[tuple[int, str]] = []
-    broken: set[int] = set()
-    at = 0
-    open_number, open_end = -1, 0
+    written_pieces: list[tuple[int, str]] = []
+    changed_pieces: set[int] = set()
+    gap_start = 0
+    open_index, open_start = -1, 0
     for match in _SENTINEL.finditer(text):
-        number, side = int(match.group(1)), match.group(2)
-        if number >= len(pieces):  # not a sentinel of ours
+        index, side = int(match.group(1)), match.group(2)
+        if index >= len(pieces):  # not a sentinel of ours
             continue
         if side == "b":
-            if open_number >= 0:  # its end was cut off, or another piece was moved into it
-                broken.add(open_number)
-            gaps.append(text[at : match.start()])
-            open_number, open_end = number, match.end()
+            if open_index >= 0:  # its end was cut off, or another piece was moved into it
+                changed_pieces.add(open_index)
+            gaps.append(text[gap_start : match.start()])
+            open_index, open_start = index, match.end()
             continue
-        if number != open_number:
-            broken.add(number)
+        if index != open_index:
+            changed_pieces.add(index)
             continue
-        inner = text[open_end : match.start()]
-        forms = _FORMS if pieces[number].kind != "arguments" else {"plain": _FORMS["plain"]}  # encoded once, not twice
-        form = next((name for name, form in forms.items() if form(pieces[number].text) == inner), None)
+        inner = text[open_start : match.start()]
+        forms = _WRITTEN_FORMS if pieces[index].kind != "arguments" else {"plain": _WRITTEN_FORMS["plain"]}  # encoded once, not twice
+        form = next((name for name, form in forms.items() if form(pieces[index].text) == inner), None)
         if form is None:
-            broken.add(number)
-        order.append((number, form or "plain"))  # a template may write a piece several times
-        at, open_number = match.end(), -1
-    if open_number >= 0:
-        broken.add(open_number)
-    gaps.append(text[at:])
-    return gaps, order, broken
+            changed_pieces.add(index)
+        written_pieces.append((index, form or "plain"))  # a template may write a piece several times
+        gap_start, open_index = match.end(), -1
+    if open_index >= 0:
+        changed_pieces.add(open_index)
+    gaps.append(text[gap_start:])
+    return gaps, written_pieces, changed_pieces
 
 
 class MarkedText:
     """Positions in a rendered copy, sentinels and all, and what stands where."""
 
     def __init__(
-        self, text: str, gaps: Sequence[str], order: Sequence[tuple[int, str]], pieces: Sequence[MarkedPiece]
+        self, text: str, gaps: Sequence[str], written_pieces: Sequence[tuple[int, str]], pieces: Sequence[MarkedPiece]
     ) -> None:
         self.text = text
-        self._bounds: list[Span] = []
+        self._gap_spans: list[Span] = []
         """Where each gap stands in the copy."""
-        self._parts: list[tuple[int, int, int]] = []
+        self._written_spans: list[tuple[int, int, int]] = []
         """Number, begin and end of each written piece, sentinels included."""
         self._pieces = pieces
-        at, sentinel = 0, SENTINEL_CHARS
-        for position, gap in enumerate(gaps):
-            self._bounds.append((at, at + len(gap)))
-            at += len(gap)
-            if position < len(order):
-                number, form = order[position]
-                size = len(_FORMS[form](pieces[number].text)) + 2 * sentinel
-                self._parts.append((number, at, at + size))
-                at += size
+        offset, sentinel_chars = 0, SENTINEL_CHARS
+        for gap_index, gap in enumerate(gaps):
+            self._gap_spans.append((offset, offset + len(gap)))
+            offset += len(gap)
+            if gap_index < len(written_pieces):
+                piece_index, form = written_pieces[gap_index]
+                size = len(_WRITTEN_FORMS[form](pieces[piece_index].text)) + 2 * sentinel_chars
+                self._written_spans.append((piece_index, offset, offset + size))
+                offset += size
 
-    def place(self, position: int) -> Place | None:
+    def to_gap_position(self, offset: int) -> GapPosition | None:
         """The gap that holds the position; None inside a piece."""
         # the last gap that begins at or before the position; an empty gap counts, so the second number is above any end
-        gap = bisect.bisect_right(self._bounds, (position, len(self.text) + 1)) - 1
-        begin, end = self._bounds[gap]
-        return Place(gap, position - begin) if begin <= position <= end else None
+        gap = bisect.bisect_right(self._gap_spans, (offset, len(self.text) + 1)) - 1
+        begin, end = self._gap_spans[gap]
+        return GapPosition(gap, offset - begin) if begin <= offset <= end else None
 
-    def position(self, place: Place) -> int:
+    def to_offset(self, gap_position: GapPosition) -> int:
         """Where a place is in the copy."""
-        return self._bounds[place.gap][0] + place.offset
+        return self._gap_spans[gap_position.gap][0] + gap_position.offset
 
-    def extent(self, message: int, start: int) -> tuple[int | None, int | None, Kind | None]:
+    def message_extent(self, message_index: int, start: int) -> tuple[int | None, int | None, PieceKind | None]:
         """Where the message's pieces begin and end from `start` on, and the kind of the last one; repetitions of a
         piece do not count. Nones where none is written."""
         first: int | None = None
-        last: tuple[int | None, Kind | None] = (None, None)
-        seen: set[int] = set()
-        for number, begin, end in self._parts:
-            piece = self._pieces[number]
-            if piece.message != message or begin < start or number in seen:
+        last: tuple[int | None, PieceKind | None] = (None, None)
+        counted_pieces: set[int] = set()
+        for index, begin, end in self._written_spans:
+            piece = self._pieces[index]
+            if piece.message_index != message_index or begin < start or index in counted_pieces:
                 continue
-            seen.add(number)
+            counted_pieces.add(index)
             first = begin if first is None else first
             last = (end, piece.kind)
         return first, *last
 
-    def tells_end(self, message: int, count: int) -> bool:
+    def is_end_certain(self, message_index: int, message_count: int) -> bool:
         """Whether the turn and the message after it are written with texts of their own, so that what stands between
         them is the turn's end or the other's beginning."""
-        written = {self._pieces[number].message for number, _, _ in self._parts}
-        return message in written and (message + 1 in written or message + 1 == count)
+        written_messages = {self._pieces[index].message_index for index, _, _ in self._written_spans}
+        return message_index in written_messages and (message_index + 1 in written_messages or message_index + 1 == message_count)
 
-    def next_piece(self, position: int) -> int:
+    def next_piece_start(self, offset: int) -> int:
         """Where the next piece begins at or after the position; the text's end where there is none."""
-        return next((begin for _, begin, _ in self._parts if begin >= position), len(self.text))
+        return next((begin for _, begin, _ in self._written_spans if begin >= offset), len(self.text))
 
-    def piece_before(self, position: int, message: int) -> tuple[int, int]:
+    def previous_piece_end(self, offset: int, message_index: int) -> tuple[int, int]:
         """Where the last piece that ends at or before the position ends, and whose it is; 0 and -1 where there is none,
         or where a message after this one is written there too."""
-        ends = [(end, self._pieces[number].message) for number, _, end in self._parts if end <= position]
-        return max(ends) if ends and max(whose for _, whose in ends) <= message else (0, -1)
+        ends = [(end, self._pieces[index].message_index) for index, _, end in self._written_spans if end <= offset]
+        return max(ends) if ends and max(owner for _, owner in ends) <= message_index else (0, -1)
 
-    def problem(self, message: int, start: int, end: int) -> str:
+    def span_problem(self, message_index: int, start: int, end: int) -> str:
         """Why [start, end) is not exactly the message's turn; empty where it is."""
-        inside = {number for number, begin, stop in self._parts if start <= begin and stop <= end}
-        for number, begin, stop in self._parts:
-            piece = self._pieces[number]
-            if piece.message == message:
+        pieces_inside = {index for index, begin, stop in self._written_spans if start <= begin and stop <= end}
+        for index, begin, stop in self._written_spans:
+            piece = self._pieces[index]
+            if piece.message_index == message_index:
                 # the name of a function that was called may be written once more with its result
-                repeats_a_name = piece.kind == "name" and number in inside
+                repeats_a_name = piece.kind == "name" and index in pieces_inside
                 if not (start <= begin and stop <= end) and not repeats_a_name:
                     return "the chat template writes a part of a turn outside of it"
             elif begin < end and stop > start:
@@ -271,10 +271,10 @@ class MarkedText:
         return ""
 
 
-def text_after(other: str, text: str, after: int) -> str | None:
-    """What `other` has after the piece that ends at `after` in `text`; None where it does not write that piece."""
+def text_behind_piece(rendering: str, text: str, piece_end: int) -> str | None:
+    """What `rendering` has after the piece that ends at `piece_end` in `text`; None where it lacks that piece."""
     # from the beginning of the piece's last sentinel, whose number makes it unique
-    last = text.rfind(SALT, 0, after)
-    if last < 0 or text[last:after] not in other:
+    sentinel_start = text.rfind(SALT, 0, piece_end)
+    if sentinel_start < 0 or text[sentinel_start:piece_end] not in rendering:
         return None
-    return other[other.rfind(text[last:after]) + after - last :]
+    return rendering[rendering.rfind(text[sentinel_start:piece_end]) + piece_end - sentinel_start :]

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 
 from sft_play.data.masks.fitted_template import FittedTemplate
 from sft_play.data.masks.template import RenderError
-from sft_play.data.masks.turn_ends import control_token_places, control_tokens
+from sft_play.data.masks.turn_ends import control_tokens, find_control_tokens
 from sft_play.data.sources.messages import Message
 
-_PROBES: tuple[tuple[str, ...], ...] = (
+_PROBE_ROLES: tuple[tuple[str, ...], ...] = (
     ("user", "assistant"),
     ("user", "assistant", "user", "assistant", "user", "assistant"),
     ("system", "user", "assistant"),
@@ -24,42 +24,42 @@ _PROBES: tuple[tuple[str, ...], ...] = (
 )
 # Neighbours of the first turn and of the last.
 _START, _END = "", ""
-Gaps = dict[tuple[str, str], tuple[str, ...]]
+RoleGaps = dict[tuple[str, str], tuple[str, ...]]
 
 
-class RenderedChats:
+class RenderedChatParser:
     """Reads texts as chats of one template."""
 
-    def __init__(self, template: FittedTemplate, *, special: Sequence[str]) -> None:
+    def __init__(self, template: FittedTemplate, *, special_tokens: Sequence[str]) -> None:
         self._template = template
-        self._gaps = _gaps_of(template)
-        self._special = tuple(special)
+        self._gaps = _probe_gaps(template)
+        self._special_tokens = tuple(special_tokens)
         gaps = "".join(itertools.chain.from_iterable(self._gaps.values()))
         # Control tokens that the template writes around turns.
-        self._marks = frozenset(filter(str.strip, control_tokens(gaps, special)))
+        self._marks = frozenset(filter(str.strip, control_tokens(gaps, special_tokens)))
 
-    def read(self, text: str) -> tuple[Message, ...] | None:
+    def parse(self, text: str) -> tuple[Message, ...] | None:
         """The messages of a text that the template renders from them; None where it is no such text."""
-        bare = self._bare(text)
+        bare_text = self._strip_surroundings(text)
         if not any(mark.strip() and mark.strip() in text for mark in self._gaps.get(("user", "assistant"), ())):
             return None
-        for messages in itertools.islice(self._cuts(bare), 8):
+        for messages in itertools.islice(self._candidate_chats(bare_text), 8):
             if any(mark in message["content"] for message in messages for mark in self._marks):
                 continue  # a turn of a role that was not looked for, or a mark that somebody typed
             try:
-                rendered = self._bare(self._template.rendered(messages, ()))
+                rendered = self._strip_surroundings(self._template.render(messages, ()))
             except RenderError:
                 continue
             # a template may write a system prompt of its own before the first turn, as it does for rows of messages
-            if rendered == bare or (messages[0]["role"] != "system" and rendered.endswith(bare)):
+            if rendered == bare_text or (messages[0]["role"] != "system" and rendered.endswith(bare_text)):
                 return messages
         return None
 
-    def _bare(self, text: str) -> str:
+    def _strip_surroundings(self, text: str) -> str:
         """A text without what may stand around a conversation and not in it: BOS, white space and end of text."""
-        text = self._without_bos(text.strip())
+        text = self._strip_bos(text.strip())
         ends = [end.strip() for end in self._gaps.get(("assistant", _END), ()) if end.strip()]
-        for token in self._special:
+        for token in self._special_tokens:
             # one more special token behind the turn's own end
             if text.endswith(token) and any(text.removesuffix(token).rstrip().endswith(end) for end in ends):
                 return text.removesuffix(token).rstrip()
@@ -67,71 +67,71 @@ class RenderedChats:
 
     def _is_bos(self, token: str) -> bool:
         """Whether all conversations begin with this token, and no later turn has it before it."""
-        forms = [(before == _START, gap) for (before, _), gaps in self._gaps.items() for gap in gaps]
-        starts = [gap.lstrip() for is_first, gap in forms if is_first]
-        within = any(token in gap for is_first, gap in forms if not is_first)
-        return bool(starts) and all(gap.startswith(token) for gap in starts) and not within
+        gaps_by_position = [(previous_role == _START, gap) for (previous_role, _), gaps in self._gaps.items() for gap in gaps]
+        starts = [gap.lstrip() for is_first, gap in gaps_by_position if is_first]
+        is_between_turns = any(token in gap for is_first, gap in gaps_by_position if not is_first)
+        return bool(starts) and all(gap.startswith(token) for gap in starts) and not is_between_turns
 
-    def _cuts(self, text: str) -> Iterator[tuple[Message, ...]]:
+    def _candidate_chats(self, text: str) -> Iterator[tuple[Message, ...]]:
         for role in ("system", "user"):
             for start in self._gaps.get((_START, role), ()):
-                bare = self._without_bos(start)
+                bare_start = self._strip_bos(start)
                 # behind a system prompt of the template's own too, which sets leave out
-                places = [0, *(at for at, _ in control_token_places(bare, self._special) if at)]
-                for begin in (bare[at:] for at in places):
+                starts = [0, *(offset for offset, _ in find_control_tokens(bare_start, self._special_tokens) if offset)]
+                for beginning in (bare_start[offset:] for offset in starts):
                     # only a system prompt may begin without a mark, and only where the template writes none
-                    if not text.startswith(begin) or not (begin.strip() or (role == "system" and not bare)):
+                    if not text.startswith(beginning) or not (beginning.strip() or (role == "system" and not bare_start)):
                         continue
-                    messages = self._turns(text[len(begin) :], role)
+                    messages = self._split_turns(text[len(beginning) :], role)
                     if messages is not None:
                         yield messages
 
-    def _without_bos(self, text: str) -> str:
+    def _strip_bos(self, text: str) -> str:
         text = text.lstrip()
-        begin = next((token for token in self._special if text.startswith(token) and self._is_bos(token)), "")
-        return text.removeprefix(begin).lstrip()
+        bos = next((token for token in self._special_tokens if text.startswith(token) and self._is_bos(token)), "")
+        return text.removeprefix(bos).lstrip()
 
-    def _turns(self, rest: str, role: str) -> tuple[Message, ...] | None:
+    def _split_turns(self, text: str, role: str) -> tuple[Message, ...] | None:
         """The turns of a text that begins with the content of a turn of this role; None where one does not end."""
         messages: list[Message] = []
         while True:
-            found = [
-                (at, -len(gap), following)
-                for (before, following), gaps in self._gaps.items()
-                if before == role and following != _END
+            matches = [
+                (offset, -len(gap), next_role)
+                for (previous_role, next_role), gaps in self._gaps.items()
+                if previous_role == role and next_role != _END
                 for gap in gaps
-                if gap.strip() and (at := rest.find(gap)) >= 0
+                if gap.strip() and (offset := text.find(gap)) >= 0
             ]
-            if not found:
+            if not matches:
                 break
-            at, size, following = min(found)
-            messages.append({"role": role, "content": rest[:at]})
-            rest, role = rest[at - size :], following
+            offset, negative_size, next_role = min(matches)
+            messages.append({"role": role, "content": text[:offset]})
+            text, role = text[offset - negative_size :], next_role
         if role != "assistant" or not messages:
             return None
         ends = sorted((end.strip() for end in self._gaps.get((role, _END), ())), key=len, reverse=True)
-        end = next((end for end in ends if end and rest.rstrip().endswith(end)), "")
-        return (*messages, {"role": role, "content": rest.rstrip().removesuffix(end).rstrip() if end else rest})
+        end = next((end for end in ends if end and text.rstrip().endswith(end)), "")
+        return (*messages, {"role": role, "content": text.rstrip().removesuffix(end).rstrip() if end else text})
 
 
-def _gaps_of(template: FittedTemplate) -> Gaps:
+def _probe_gaps(template: FittedTemplate) -> RoleGaps:
     """What the template writes between turns, by the roles before and after; of some there are several forms."""
     gaps: dict[tuple[str, str], dict[str, None]] = {}
-    for roles in _PROBES:
-        texts = [f"qzx{number}{role}qzx" for number, role in enumerate(roles)]
+    for roles in _PROBE_ROLES:
+        texts = [f"qzx{index}{role}qzx" for index, role in enumerate(roles)]
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
         try:
-            rest = template.rendered(messages, ())
+            remaining_text = template.render(messages, ())
         except RenderError:
             continue
-        before, found = _START, []
+        previous_role, role_gaps = _START, []
         for role, text in zip(roles, texts, strict=True):
-            gap, is_there, rest = rest.partition(text)
-            if not is_there:  # dropped or written elsewhere: such rows are none of these
+            gap, is_written, remaining_text = remaining_text.partition(text)
+            if not is_written:  # dropped or written elsewhere: such rows are none of these
                 break
-            found.append(((before, role), gap))
-            before = role
+            role_gaps.append(((previous_role, role), gap))
+            previous_role = role
         else:
-            for key, gap in [*found, ((before, _END), rest)]:
+            for key, gap in [*role_gaps, ((previous_role, _END), remaining_text)]:
                 gaps.setdefault(key, {})[gap] = None
     return {key: tuple(sorted(forms, key=len, reverse=True)) for key, forms in gaps.items()}

@@ -25,33 +25,33 @@ from jinja2 import nodes
 # Loop iterations and calls in one rendering; a conversation of a thousand turns takes some ten thousand.
 MAX_STEPS = 2_000_000
 # Processor time of one rendering. A conversation of a thousand turns takes some hundredths of a second.
-MAX_SECONDS = 5.0
+MAX_RENDER_SECONDS = 5.0
 # Longest text that a template may put together.
 MAX_CHARS = 64 * 2**20
 # Bytes of all texts that a template makes in one rendering, together: it may keep every one of them.
-MAX_WRITTEN = 2**30
+MAX_WRITTEN_BYTES = 2**30
 # Largest number that a template may pad, indent or repeat a text by.
 MAX_WIDTH = 100_000
 # What a character costs in filters that go through a text in Python, which nothing ends on their way.
-WRAPPING = 64
+WRAPPING_COST = 64
 # Values inside a list or an object that is written as text; lists that hold a list twice double quickly.
-MAX_NODES = 1_000_000
+MAX_VALUES = 1_000_000
 # Length of a whole number that a template may multiply up to.
-MAX_BITS = 1_000_000
+MAX_INTEGER_BITS = 1_000_000
 
 
-class TooMuch(Exception):
+class LimitExceededError(Exception):
     """A limit was exceeded."""
 
 
 # Filters that do not look inside the values of a list; the others compare or write them.
-_OF_LISTS = frozenset(
+_LIST_FILTERS = frozenset(
     {"length", "count", "first", "last", "list", "map", "select", "reject", "selectattr", "rejectattr", "items"}
     | {"default", "d", "reverse", "batch", "slice", "attr"}
 )
 # Filters that may write more than they are given.
-_GROWING = frozenset({"center", "indent", "format", "wordwrap", "batch", "slice", "truncate", "replace", "join"})
-_SLOW = frozenset({"wordwrap", "urlize", "pprint", "title", "xmlattr", "striptags", "wordcount"})
+_GROWING_FILTERS = frozenset({"center", "indent", "format", "wordwrap", "batch", "slice", "truncate", "replace", "join"})
+_SLOW_FILTERS = frozenset({"wordwrap", "urlize", "pprint", "title", "xmlattr", "striptags", "wordcount"})
 _COMPARING_TESTS = frozenset(
     {"eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "gt", ">", "greaterthan", "le", "<=", "ge", ">=", "in"}
 )
@@ -61,39 +61,39 @@ class RenderBudget(threading.local):
     """What one rendering may use, in its thread."""
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """The budget of another rendering."""
-        self.steps, self.written, self.until = MAX_STEPS, 0, time.thread_time() + MAX_SECONDS
+        self.remaining_steps, self.written_bytes, self.deadline = MAX_STEPS, 0, time.thread_time() + MAX_RENDER_SECONDS
 
-    def take(self) -> None:
-        """Use up a step; raises TooMuch when none is left, or the time is up."""
-        self.steps -= 1
-        if self.steps < 0:
-            raise TooMuch(f"more than {MAX_STEPS:,} turns of loops and calls")
-        if time.thread_time() > self.until:
-            raise TooMuch(f"more than {MAX_SECONDS:.0f} seconds")
+    def use_step(self) -> None:
+        """Use up a step; raises LimitExceededError when none is left, or the time is up."""
+        self.remaining_steps -= 1
+        if self.remaining_steps < 0:
+            raise LimitExceededError(f"more than {MAX_STEPS:,} turns of loops and calls")
+        if time.thread_time() > self.deadline:
+            raise LimitExceededError(f"more than {MAX_RENDER_SECONDS:.0f} seconds")
 
-    def write(self, made: Any) -> Any:
+    def count_result(self, value: Any) -> Any:
         """Count what the template has made, if it is a text or a list, and return it."""
-        if isinstance(made, (str, list, tuple)):
-            _check_chars(len(made))
-            self.written += sys.getsizeof(made)
-            if self.written > MAX_WRITTEN:
-                raise TooMuch(f"texts of more than {MAX_WRITTEN / 2**30:.0f} GiB in all")
-        return made
+        if isinstance(value, (str, list, tuple)):
+            _check_chars(len(value))
+            self.written_bytes += sys.getsizeof(value)
+            if self.written_bytes > MAX_WRITTEN_BYTES:
+                raise LimitExceededError(f"texts of more than {MAX_WRITTEN_BYTES / 2**30:.0f} GiB in all")
+        return value
 
 
 def _check_chars(count: int) -> None:
     if count > MAX_CHARS:
-        raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+        raise LimitExceededError(f"a text of more than {MAX_CHARS:,} characters")
 
 
-_METHODS_OF_DICT = frozenset(dir(dict))
+_DICT_METHODS = frozenset(dir(dict))
 
 
-class _Generation(jinja2.ext.Extension):
+class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}`, with which templates mark answers: the text between them."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's own interface)
@@ -111,19 +111,19 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})  # Jinja's sandbox gives `call_binop` these operators alone
 
     def __init__(self, today: date) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
         self.budget = RenderBudget()
-        self.finalize = flat  # every value that `{{ }}` writes passes through it
-        self.concat = _joined  # type: ignore[method-assign]  # puts together what blocks and macros write
+        self.finalize = check_value_size  # every value that `{{ }}` writes passes through it
+        self.concat = _join_limited  # type: ignore[method-assign]  # puts together what blocks and macros write
         self.filters["tojson"] = _tojson
-        for name, plain in self.filters.items():
-            self.filters[name] = self._limited(name, plain)
+        for name, filter_function in self.filters.items():
+            self.filters[name] = self._limit_filter(name, filter_function)
         tests: Any = self.tests
         for name in _COMPARING_TESTS:
-            tests[name] = _of_flat(tests[name])
-        self.filters["flat"] = flat
-        self.filters["joined"] = lambda parts: self.budget.write("".join(str(flat(part)) for part in parts))
-        self.filters["turn"] = self._turn
+            tests[name] = _check_argument_sizes(tests[name])
+        self.filters["flat"] = check_value_size
+        self.filters["joined"] = lambda parts: self.budget.count_result("".join(str(check_value_size(part)) for part in parts))
+        self.filters["turn"] = self._count_iteration
 
         def refuse_chance(*_: Any, **__: Any) -> None:
             raise jinja2.exceptions.TemplateError("the chat template writes something else each time, by chance")
@@ -131,47 +131,47 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         # A mask is found by rendering the same conversation several times: all renderings must be alike.
         self.filters["random"] = self.globals["lipsum"] = refuse_chance
         now = datetime.combine(today, clock())
-        self.globals["raise_exception"] = refuse
+        self.globals["raise_exception"] = refuse_conversation
         self.globals["strftime_now"] = now.strftime
-        self.globals["dict"] = _MakeDict()
+        self.globals["dict"] = _DictFactory()
         self.globals["namespace"] = _PlainNamespace
 
-    def _limited(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _limit_filter(self, name: str, filter_function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter that is counted, and looks at its arguments first; `map` calls one for each of its items."""
-        passes = hasattr(plain, "jinja_pass_arg")  # the context, evaluation context or environment comes first
+        passes_context = hasattr(filter_function, "jinja_pass_arg")  # the context, evaluation context or environment comes first
 
         def limited(*args: Any, **kwargs: Any) -> Any:
-            self.budget.take()
-            given = list(args)
-            if name == "join" and not isinstance(given[passes], str):
-                given[passes] = list(given[passes])
-            if name in _GROWING:
-                _check_text(name, *given[passes:], **kwargs)
-            if name in _SLOW:
-                _check_chars(WRAPPING * len(str(given[passes])))
-            if name in _OF_LISTS:
-                return plain(*given, **kwargs)
-            for value in given:
-                _count(value)
-            return self.budget.write(plain(*given, **kwargs))
+            self.budget.use_step()
+            values = list(args)
+            if name == "join" and not isinstance(values[passes_context], str):
+                values[passes_context] = list(values[passes_context])
+            if name in _GROWING_FILTERS:
+                _check_text(name, *values[passes_context:], **kwargs)
+            if name in _SLOW_FILTERS:
+                _check_chars(WRAPPING_COST * len(str(values[passes_context])))
+            if name in _LIST_FILTERS:
+                return filter_function(*values, **kwargs)
+            for value in values:
+                _count_values(value)
+            return self.budget.count_result(filter_function(*values, **kwargs))
 
-        if passes:
-            setattr(limited, "jinja_pass_arg", getattr(plain, "jinja_pass_arg"))  # noqa: B009, B010
+        if passes_context:
+            setattr(limited, "jinja_pass_arg", getattr(filter_function, "jinja_pass_arg"))  # noqa: B009, B010
         return limited
 
     @jinja2.pass_context  # so that Jinja does not work it out while it compiles
-    def _turn(self, _: Any, value: Any) -> Any:
-        self.budget.take()
+    def _count_iteration(self, _: Any, value: Any) -> Any:
+        self.budget.use_step()
         return value
 
     # As Jinja names them: a template may call its own macros with arguments named `self` or `context`.
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of the template's, counted, its result short."""
-        __self.budget.take()
+        __self.budget.use_step()
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, (str, bytes)):
             _check_method(owner, __obj.__name__, args, kwargs)
-        return __self.budget.write(super().call(__context, __obj, *args, **kwargs))
+        return __self.budget.count_result(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """`+`, `*`, `**` and `%`, whose results may be huge."""
@@ -179,28 +179,28 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _check_product(operator, left, right)
         elif operator == "%" and isinstance(left, (str, bytes)):
             _check_format(str(left), _PERCENT_WIDTH)
-            flat(right)
-        return self.budget.write(super().call_binop(context, operator, left, right))
+            check_value_size(right)
+        return self.budget.count_result(super().call_binop(context, operator, left, right))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """`message.role`: of a plain dictionary the item at once, unless it is a method's name, which comes first."""
-        if type(obj) is dict and attribute in obj and attribute not in _METHODS_OF_DICT:
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_METHODS:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
-    def compiled(self, source: str) -> jinja2.Template:
+    def compile_limited(self, source: str) -> jinja2.Template:
         """The template with its loops and joins counted."""
         tree = self.parse(source)
         # Jinja calls no hook for loops, comparisons and `~`: the syntax tree is given filters in their places.
-        _rewrite(tree, self._rewritten)
+        _replace_nodes(tree, self._instrument)
         return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
 
-    def _rewritten(self, node: nodes.Node) -> nodes.Node:
+    def _instrument(self, node: nodes.Node) -> nodes.Node:
         if isinstance(node, nodes.For):
-            turn = _filter_node(nodes.Const(True).set_lineno(node.lineno), "turn")
-            node.body.insert(0, nodes.ExprStmt(turn).set_lineno(node.lineno))
+            iteration = _filter_node(nodes.Const(True).set_lineno(node.lineno), "turn")
+            node.body.insert(0, nodes.ExprStmt(iteration).set_lineno(node.lineno))
             if node.test is not None:
-                node.test = nodes.And(turn, node.test).set_lineno(node.lineno)
+                node.test = nodes.And(iteration, node.test).set_lineno(node.lineno)
         elif isinstance(node, nodes.Compare):
             sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
             # comparing two nested lists takes as many steps as they have values; with a constant it ends at once
@@ -214,17 +214,17 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return node
 
 
-def _rewrite(node: nodes.Node, change: Callable[[nodes.Node], nodes.Node]) -> None:
+def _replace_nodes(node: nodes.Node, change: Callable[[nodes.Node], nodes.Node]) -> None:
     """Put `change(node)` in the place of every node below this one, from the innermost outwards."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
-            _rewrite(value, change)
+            _replace_nodes(value, change)
             setattr(node, name, change(value))
         elif isinstance(value, list):
-            for position, item in enumerate(value):
+            for index, item in enumerate(value):
                 if isinstance(item, nodes.Node):
-                    _rewrite(item, change)
-                    value[position] = change(item)
+                    _replace_nodes(item, change)
+                    value[index] = change(item)
 
 
 def _filter_node(node: nodes.Node, name: str) -> nodes.Filter:
@@ -233,36 +233,36 @@ def _filter_node(node: nodes.Node, name: str) -> nodes.Filter:
     return filtered
 
 
-def _joined(parts: Iterable[str]) -> str:
+def _join_limited(parts: Iterable[str]) -> str:
     parts = list(parts)
     _check_chars(sum(map(len, parts)))
     return "".join(parts)
 
 
-def flat(value: Any) -> Any:
-    """The value, if it is small enough to be written as text; raises TooMuch."""
-    _count(value)
+def check_value_size(value: Any) -> Any:
+    """The value, if it is small enough to be written as text; raises LimitExceededError."""
+    _count_values(value)
     return value
 
 
-def _count(value: Any) -> int:
-    """Values inside a list or an object, itself counted; raises TooMuch."""
+def _count_values(value: Any) -> int:
+    """Values inside a list or an object, itself counted; raises LimitExceededError."""
     if not isinstance(value, (list, tuple, dict)):
         return 1
     # with a list of what is left, since recursion could go deeper than Python allows
-    counted, waiting = 1, [value]
-    while waiting:
-        held = waiting.pop()
-        items = [*held, *held.values()] if isinstance(held, dict) else held
-        counted += len(items)
-        if counted > MAX_NODES:
-            raise TooMuch(f"a list of more than {MAX_NODES:,} values written as text")
-        waiting += [item for item in items if isinstance(item, (list, tuple, dict))]
-    return counted
+    count, pending = 1, [value]
+    while pending:
+        container = pending.pop()
+        items = [*container, *container.values()] if isinstance(container, dict) else container
+        count += len(items)
+        if count > MAX_VALUES:
+            raise LimitExceededError(f"a list of more than {MAX_VALUES:,} values written as text")
+        pending += [item for item in items if isinstance(item, (list, tuple, dict))]
+    return count
 
 
-def _of_flat(plain: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: plain(*map(flat, args))
+def _check_argument_sizes(test: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: test(*map(check_value_size, args))
 
 
 def _check_product(operator: str, left: Any, right: Any) -> None:
@@ -273,18 +273,18 @@ def _check_product(operator: str, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         # the length of the result before it is computed, which is what would take the time
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-        if bits > MAX_BITS:
-            raise TooMuch("a number without end")
+        if bits > MAX_INTEGER_BITS:
+            raise LimitExceededError("a number without end")
 
 
 _PERCENT_WIDTH = r"%(?:\([^)]*\))?[^a-zA-Z%]*?(\d+|\*)"
 
 
-def _check_format(form: str, width: str) -> None:
-    widths = [match.group(1) for match in re.finditer(width, form)]
+def _check_format(format_text: str, width_pattern: str) -> None:
+    widths = [match.group(1) for match in re.finditer(width_pattern, format_text)]
     # by its length first: int() of a thousand digits is slow, and refused beyond 4,300
     if any(text == "*" or len(text) > 5 for text in widths) or sum(map(int, widths)) > MAX_CHARS:
-        raise TooMuch(f"a text padded to more than {MAX_WIDTH:,}")
+        raise LimitExceededError(f"a text padded to more than {MAX_WIDTH:,}")
 
 
 def _check_method(owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -293,7 +293,7 @@ def _check_method(owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: 
     elif name in ("format", "format_map"):
         _check_widths((*args, *kwargs.values()))
         _check_format(str(owner), r"(\d+)")
-        flat([*args, *kwargs.values()])
+        check_value_size([*args, *kwargs.values()])
     else:
         _check_text(name, owner, *args, **kwargs)
 
@@ -301,31 +301,31 @@ def _check_method(owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: 
 def _check_widths(values: Any) -> None:
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_WIDTH:
-            raise TooMuch(f"a text padded or repeated by more than {MAX_WIDTH:,}")
+            raise LimitExceededError(f"a text padded or repeated by more than {MAX_WIDTH:,}")
 
 
 def _check_text(name: str, text: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise TooMuch where a method of a text, or the filter of that name, would pad, wrap, fill or join one further
-    than a text may be long."""
-    given = [*args, *kwargs.values()]
-    _check_widths([text, *given])
-    widest = max((one if isinstance(one, int) else len(one) for one in given if isinstance(one, (int, str))), default=0)
+    """Raise LimitExceededError where a method of a text, or the filter of that name, would pad, wrap, fill or join one
+    further than a text may be long."""
+    options = [*args, *kwargs.values()]
+    _check_widths([text, *options])
+    max_insertion = max((one if isinstance(one, int) else len(one) for one in options if isinstance(one, (int, str))), default=0)
     size = 0
     if name == "join":
-        between = str(kwargs.get("d", args[0] if args else ""))
-        size, places, widest = sum(len(one) for one in text if isinstance(one, str)), len(text), len(between)
+        separator = str(kwargs.get("d", args[0] if args else ""))
+        size, insertions, max_insertion = sum(len(one) for one in text if isinstance(one, str)), len(text), len(separator)
     elif name == "translate" and args and isinstance(args[0], dict):
-        places, widest = len(text), max((len(str(one)) for one in args[0].values()), default=0)
+        insertions, max_insertion = len(text), max((len(str(one)) for one in args[0].values()), default=0)
     elif name == "replace":
         old, new = (*map(str, args), "", "")[:2]
-        size, places, widest = len(str(text)), str(text).count(old), len(new)
+        size, insertions, max_insertion = len(str(text)), str(text).count(old), len(new)
     elif name == "format":
         _check_format(str(text), _PERCENT_WIDTH)
-        places = str(text).count("%")
+        insertions = str(text).count("%")
     else:  # how often the padding or separator may be written
-        written = {"wordwrap": len(str(text)), "indent": str(text).count("\n") + 1, "expandtabs": str(text).count("\t")}
-        size, places, widest = len(str(text)), written.get(name, 1), widest or 8
-    _check_chars(size + places * widest)
+        insertion_counts = {"wordwrap": len(str(text)), "indent": str(text).count("\n") + 1, "expandtabs": str(text).count("\t")}
+        size, insertions, max_insertion = len(str(text)), insertion_counts.get(name, 1), max_insertion or 8
+    _check_chars(size + insertions * max_insertion)
 
 
 def _tojson(
@@ -334,16 +334,16 @@ def _tojson(
     # transformers' own tojson: Jinja's escapes HTML and sorts keys
     _check_widths([indent])
     width = sum(item if isinstance(item, int) else len(item) for item in (indent or 0, *(separators or ())))
-    _check_chars(_count(value) * width)
+    _check_chars(_count_values(value) * width)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def refuse(message: Any) -> None:
+def refuse_conversation(message: Any) -> None:
     """What `raise_exception` does: the template refuses the conversation."""
     raise jinja2.exceptions.TemplateError(str(message))
 
 
-class _MakeDict:
+class _DictFactory:
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 

@@ -13,7 +13,7 @@ Span = tuple[int, int]
 # The label of a token that is not trained (torch's and transformers' convention).
 IGNORED = -100
 # How trained spans are found, as a person reads it.
-METHODS = {
+MASK_METHODS = {
     "prefix": "rendered prefixes",
     "marker": "prefix and end-of-turn marker",
     "header": "the header that prompt and turn have in common",
@@ -36,10 +36,10 @@ class TokenRow:
     where: str
     input_ids: list[int]
     labels: list[int]
-    cut: int = 0
+    cut_tokens: int = 0
     """Tokens that fell to the length limit, and trained ones among them."""
-    lost: int = 0
-    merged: int = 0
+    lost_trained_tokens: int = 0
+    merged_edges: int = 0
     """Edges of answers inside a token, which is split there as generation would."""
     source: str = CHAT
     method: str = ""
@@ -57,19 +57,19 @@ class TokenRow:
     """The end of `text` that the chat template does not write: what ends its last turn."""
 
     @property
-    def trained(self) -> int:
+    def trained_tokens(self) -> int:
         """Tokens whose label counts; the first token of a row is never predicted."""
-        return trained_tokens(self.labels)
+        return count_trained_tokens(self.labels)
 
 
-def trained_tokens(labels: list[int]) -> int:
+def count_trained_tokens(labels: list[int]) -> int:
     """Labels of shape [T] that count: the first token of a row is never predicted."""
     # the model's logits at position t are compared with label t + 1, so label 0 is compared with nothing
-    counted = len(labels) - labels.count(IGNORED)
-    return counted - (1 if labels and labels[0] != IGNORED else 0)
+    trained_count = len(labels) - labels.count(IGNORED)
+    return trained_count - (1 if labels and labels[0] != IGNORED else 0)
 
 
-def show_row(row: TokenRow, tokenizer: Any, *, limit: int = 1_200) -> str:
+def format_row(row: TokenRow, tokenizer: Any, *, max_chars: int = 1_200) -> str:
     """One row as text with its trained parts in `[[…]]`, special tokens visible, cut in the middle when long."""
     pieces: list[str] = []
     start = 0
@@ -79,16 +79,16 @@ def show_row(row: TokenRow, tokenizer: Any, *, limit: int = 1_200) -> str:
         text = str(tokenizer.decode(row.input_ids[start:end], skip_special_tokens=False))
         pieces.append(text if row.labels[start] == IGNORED else f"[[{text}]]")
         start = end
-    shown = "".join(pieces)
-    return shown if len(shown) <= limit else f"{shown[: limit // 2]} … {shown[-limit // 2 :]}"
+    row_text = "".join(pieces)
+    return row_text if len(row_text) <= max_chars else f"{row_text[: max_chars // 2]} … {row_text[-max_chars // 2 :]}"
 
 
-REFUSED = "the chat template refuses the row"
-NO_END = "the chat template writes no end of turn after a turn"
-OTHER_PROMPT = "the generation prompt does not match how the chat template writes the turn"
+TEMPLATE_REFUSES_ROW = "the chat template refuses the row"
+NO_TURN_END = "the chat template writes no end of turn after a turn"
+PROMPT_MISMATCH = "the generation prompt does not match how the chat template writes the turn"
 
 
-class Inexact(ValueError):
+class InexactMaskError(ValueError):
     """A mask that cannot be found exactly: the reason rows are counted by, and the detail."""
 
     def __init__(self, reason: str, detail: str = "") -> None:

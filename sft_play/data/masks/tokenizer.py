@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.data.masks.token_row import IGNORED, Span
-from sft_play.data.masks.words import Words, words_of
+from sft_play.data.masks.words import WordTokenizer, build_word_tokenizer
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
@@ -25,20 +25,20 @@ END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>")
 class TokenizerParts:
     """What rendering needs of a tokenizer: small enough to be sent to another process, where transformers stays out."""
 
-    state: str
+    backend_json: str
     """The backend as `tokenizers` writes it."""
     templates: tuple[tuple[str, str], ...]
     """Chat templates by name; one tokenizer may have a `default` and a `tool_use` one."""
-    special_map: tuple[tuple[str, str], ...]
-    special: tuple[str, ...]
-    added: tuple[tuple[int, str, bool], ...]
+    special_tokens_map: tuple[tuple[str, str], ...]
+    special_tokens: tuple[str, ...]
+    added_tokens: tuple[tuple[int, str, bool], ...]
     """Added tokens: id, text, and whether they are special."""
     bos_id: int | None
-    eos: str | None
-    end_of_text: int | None
+    eos_token: str | None
+    end_of_text_id: int | None
 
     @classmethod
-    def of(cls, tokenizer: Any) -> TokenizerParts:
+    def from_tokenizer(cls, tokenizer: Any) -> TokenizerParts:
         """The parts of a transformers tokenizer; raises TokenizerError where it has no offsets."""
         if isinstance(tokenizer, cls):
             return tokenizer
@@ -48,8 +48,8 @@ class TokenizerParts:
                 "a loss mask needs a fast one (a tokenizer.json in the model's folder)"
             )
         # transformers: one template as a text, or several as {name: text}
-        given = tokenizer.chat_template
-        templates = given if isinstance(given, dict) else {"default": given} if given else {}
+        chat_template = tokenizer.chat_template
+        templates = chat_template if isinstance(chat_template, dict) else {"default": chat_template} if chat_template else {}
         special_map = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         added = tokenizer.added_tokens_decoder.items()
         return cls(
@@ -57,7 +57,7 @@ class TokenizerParts:
             tuple(templates.items()),
             tuple(special_map.items()),
             tuple(tokenizer.all_special_tokens),
-            tuple((number, str(token.content), bool(token.special)) for number, token in added),
+            tuple((token_id, str(token.content), bool(token.special)) for token_id, token in added),
             tokenizer.bos_token_id,
             tokenizer.eos_token,
             end_of_text_id(tokenizer),
@@ -82,7 +82,7 @@ class TokenizerParts:
         """Whether a chat template writes the day."""
         return any("strftime_now" in source for _, source in self.templates)
 
-    def with_template(self, source: str) -> TokenizerParts:
+    def replace_template(self, source: str) -> TokenizerParts:
         """The same tokenizer with another template."""
         return replace(self, templates=(("default", source),))
 
@@ -90,96 +90,96 @@ class TokenizerParts:
 def end_of_text_id(tokenizer: Any) -> int | None:
     """The token between documents: an end-of-text token of the vocabulary, else the tokenizer's eos."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    eos: int | None = tokenizer.eos_token_id
-    return next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), eos)
+    eos_id: int | None = tokenizer.eos_token_id
+    return next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), eos_id)
 
 
 @functools.lru_cache(maxsize=2)  # reading a large vocabulary takes half a second
-def _backend_of(state: str) -> Any:
+def _load_backend(backend_json: str) -> Any:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_str(state)
+    return Tokenizer.from_str(backend_json)
 
 
 # Texts whose tokens were put together from words that are compared with the tokenizer's own ids.
-ALL_COMPARED, ONE_COMPARED_OF = 64, 256
+FULLY_COMPARED_TEXTS, COMPARISON_INTERVAL = 64, 256
 
 
 class Encoder:
     """A tokenizer's backend that neither pads nor truncates, and a copy of it that splits at edges of answers."""
 
     def __init__(self, parts: TokenizerParts) -> None:
-        self._texts = 0
-        self.backend = _backend_of(parts.state)
+        self._text_count = 0
+        self.backend = _load_backend(parts.backend_json)
         self.backend.no_padding()
         self.backend.no_truncation()
 
     @functools.cached_property
-    def words(self) -> Words | None:
+    def word_tokenizer(self) -> WordTokenizer | None:
         """The tokens of words seen before; None where this tokenizer has no such words."""
-        return words_of(self.backend)
+        return build_word_tokenizer(self.backend)
 
-    def masked(self, text: str, spans: Sequence[Span]) -> Masked | None:
+    def encode_with_mask(self, text: str, spans: Sequence[Span]) -> MaskedTokens | None:
         """Ids and labels of a text whose words are known; None where the tokenizer has to be asked."""
-        by_words = self.words.masked(text, spans) if self.words is not None else None
-        if by_words is None:
+        words_result = self.word_tokenizer.encode_with_spans(text, spans) if self.word_tokenizer is not None else None
+        if words_result is None:
             return None
-        ids, trained = by_words
-        self._texts += 1
+        ids, trained_spans = words_result
+        self._text_count += 1
         # our words against the tokenizer's own ids: a difference would train other tokens than are generated
-        if self._texts <= ALL_COMPARED or self._texts % ONE_COMPARED_OF == 0:
+        if self._text_count <= FULLY_COMPARED_TEXTS or self._text_count % COMPARISON_INTERVAL == 0:
             expected = self.backend.encode(text, add_special_tokens=False).ids
             assert ids == expected, f"the words of {one_line(text)!r} have other tokens than the text"
         labels = [IGNORED] * len(ids)
-        for first, last in trained:
+        for first, last in trained_spans:
             labels[first:last] = ids[first:last]
-        return Masked(ids, labels, 0)
+        return MaskedTokens(ids, labels, 0)
 
     @functools.cached_property
-    def splitting(self) -> Splitting:
+    def splitting_tokenizer(self) -> SplittingTokenizer:
         """The one that splits at edges of answers."""
-        return Splitting(self.backend)
+        return SplittingTokenizer(self.backend)
 
 
 @dataclass(frozen=True)
-class Masked:
-    """Ids and labels of shape [T], and how many edges of spans stand inside a token, the last of them at `at`."""
+class MaskedTokens:
+    """Ids and labels of shape [T], and how many edges of spans stand inside a token, the last at `crossed_index`."""
 
     ids: list[int]
     labels: list[int]
-    inside: int
-    at: int = 0
+    crossed_edges: int
+    crossed_index: int = 0
 
 
-def masked_of(encoding: Any, text: str, spans: Sequence[Span], added: frozenset[int]) -> Masked:
+def mask_encoding(encoding: Any, text: str, spans: Sequence[Span], added_ids: frozenset[int]) -> MaskedTokens:
     """Labels of an encoding: a token counts whose characters all lie in one span. An added token may take white space
     along that follows it (Phi-3's end of turn does); it counts all the same."""
     ids = list(encoding.ids)
     labels = [IGNORED] * len(ids)
-    inside = at = 0
+    crossed_edges = crossed_index = 0
     for start, end in spans:
         if end <= start:
             continue
         # a tokenizer may leave characters out, at the edges too
-        tokens = (map(encoding.char_to_token, places) for places in (range(start, end), range(end - 1, start - 1, -1)))
+        tokens = (map(encoding.char_to_token, offsets) for offsets in (range(start, end), range(end - 1, start - 1, -1)))
         first, last = (next((token for token in one if token is not None), None) for one in tokens)
         if first is None or last is None:
             continue
         # A token that crosses an edge is counted and not trained; the caller splits it there if the tokenizer can.
         if encoding.token_to_chars(first)[0] < start:
-            inside, at, first = inside + 1, first, first + 1
-        beyond = text[end : encoding.token_to_chars(last)[1]]
-        if beyond and (beyond.strip() or ids[last] not in added):
-            inside, at, last = inside + 1, last, last - 1
+            crossed_edges, crossed_index, first = crossed_edges + 1, first, first + 1
+        overhang = text[end : encoding.token_to_chars(last)[1]]
+        if overhang and (overhang.strip() or ids[last] not in added_ids):
+            crossed_edges, crossed_index, last = crossed_edges + 1, last, last - 1
         else:  # a character may take several tokens
-            place = encoding.token_to_chars(last)
-            while last + 1 < len(ids) and encoding.token_to_chars(last + 1) == place:
+            token_chars = encoding.token_to_chars(last)
+            while last + 1 < len(ids) and encoding.token_to_chars(last + 1) == token_chars:
                 last += 1
         labels[first : last + 1] = ids[first : last + 1]
-    return Masked(ids, labels, inside, at)
+    return MaskedTokens(ids, labels, crossed_edges, crossed_index)
 
 
-class Splitting:
+class SplittingTokenizer:
     """A tokenizer that starts again at every edge of a span, as generation does after its prompt: ` answer` after
     `Assistant: ` may be one token, which a model that is prompted never sees."""
 
@@ -193,24 +193,24 @@ class Splitting:
         self._copy.add_special_tokens([AddedToken(self._EDGE, normalized=False, special=True)])
         self._edge = self._copy.token_to_id(self._EDGE)
 
-    def masked(self, text: str, spans: Sequence[Span]) -> Masked | None:
+    def encode_with_mask(self, text: str, spans: Sequence[Span]) -> MaskedTokens | None:
         """The text's tokens, split at the spans; None where the tokenizer writes other tokens after a split."""
         edges = [0, *itertools.chain.from_iterable(spans), len(text)]
         parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
         encoding = self._copy.encode(self._EDGE.join(parts), add_special_tokens=False)
         ids: list[int] = []
         labels: list[int] = []
-        part = 0
+        part_index = 0
         for token in encoding.ids:
             if token == self._edge:
-                part += 1
+                part_index += 1
                 continue
             ids.append(token)
-            labels.append(token if part % 2 else IGNORED)  # edges alternate: odd parts are spans
-        whole = self._backend.encode(text, add_special_tokens=False).ids
+            labels.append(token if part_index % 2 else IGNORED)  # edges alternate: odd parts are spans
+        unsplit_ids = self._backend.encode(text, add_special_tokens=False).ids
         # A tokenizer that marks the beginning of a text (SentencePiece's ▁) may write it again after a split: then the
         # tokens spell another text.
-        same = self._backend.decode(ids, skip_special_tokens=False) == self._backend.decode(
-            whole, skip_special_tokens=False
+        is_same_text = self._backend.decode(ids, skip_special_tokens=False) == self._backend.decode(
+            unsplit_ids, skip_special_tokens=False
         )
-        return Masked(ids, labels, 0) if same and part == 2 * len(spans) else None
+        return MaskedTokens(ids, labels, 0) if is_same_text and part_index == 2 * len(spans) else None

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.data.masks.marked_copy import OTHER_SALT, SALT, Skeleton, Turn, splitter
-from sft_play.data.masks.probes import probed
-from sft_play.data.masks.skeletons import Skeletons
+from sft_play.data.masks.marked_copy import SALT, SECOND_SALT, TemplateLayout, Turn, searched_texts_pattern
+from sft_play.data.masks.probes import probe_template
+from sft_play.data.masks.skeletons import TemplateLayoutBuilder
 from sft_play.data.masks.template import ChatTemplate, RenderError
-from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, REFUSED, Inexact, Span
-from sft_play.data.masks.turn_ends import first_difference
+from sft_play.data.masks.token_row import NO_TURN_END, PROMPT_MISMATCH, TEMPLATE_REFUSES_ROW, InexactMaskError, Span
+from sft_play.data.masks.turn_ends import format_first_difference
 from sft_play.data.sources.messages import Message
 
 # Shapes of rows that are remembered; then all are forgotten.
@@ -37,63 +37,63 @@ class LocatedTurns:
 
     text: str
     spans: dict[int, Span]
-    inexact: dict[int, Turn]
-    nearest: dict[int, Span]
+    inexact_turns: dict[int, Turn]
+    guessed_spans: dict[int, Span]
     method: str
-    """How they were found: a key of `METHODS`."""
-    stripped: int = 0
+    """How they were found: a key of `MASK_METHODS`."""
+    stripped_think: int = 0
     """Pieces of think text that the template does not write."""
-    added: str = ""
+    added_end: str = ""
     """The end of `text` that the template does not write: what ends its last turn."""
-    rests: dict[int, str] = field(default_factory=dict)
+    prompt_suffixes: dict[int, str] = field(default_factory=dict)
     """How the prompt of an exact turn goes on where the turn does not, by where the turn begins in the text."""
     headers: dict[int, str] = field(default_factory=dict)
     """What stands before exact turns that their prompts do not have, by message index."""
 
 
-class Turns:
+class TurnLocator:
     """Finds the turns of conversations rendered by one template; `with_tools`: one for rows with tools alone. Raises
     TokenizerError where it cannot render a question and an answer."""
 
     def __init__(
-        self, jinja: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool
+        self, chat_template: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool
     ) -> None:
-        self.template, self.ends = probed(
-            jinja, special_tokens=special_tokens, eos_token=eos_token, with_tools=with_tools
+        self.template, self.ends = probe_template(
+            chat_template, special_tokens=special_tokens, eos_token=eos_token, with_tools=with_tools
         )
-        self._skeletons = Skeletons(self.template, self.ends)
-        self._asked = splitter(jinja.tested | {SALT, OTHER_SALT})
-        self._shapes: dict[Any, Skeleton | None] = {}
+        self._layout_builder = TemplateLayoutBuilder(self.template, self.ends)
+        self._special_text_pattern = searched_texts_pattern(chat_template.searched_texts | {SALT, SECOND_SALT})
+        self._layouts_by_shape: dict[Any, TemplateLayout | None] = {}
 
     def locate(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> LocatedTurns:
-        """The text of a conversation, a fitted one, and the exact spans of its assistant turns; raises Inexact where
-        the template refuses the row, drops or rewrites a part of it, or cannot be verified on it."""
+        """The text of a conversation, a fitted one, and the exact spans of its assistant turns; raises InexactMaskError
+        where the template refuses the row, drops or rewrites a part of it, or cannot be verified on it."""
         try:
-            text = self.template.rendered(messages, tools)
+            text = self.template.render(messages, tools)
         except RenderError as error:
-            raise Inexact(REFUSED, str(error)) from error
+            raise InexactMaskError(TEMPLATE_REFUSES_ROW, str(error)) from error
         # Most rows are plain: one rendering and one comparison with what their shape says. All others get a copy each.
         shape = None if tools else self._shape_of(messages)
         if shape is None:
-            return self._verified(text, messages, tools)
-        if shape not in self._shapes:
-            if len(self._shapes) >= _MAX_SHAPES:
-                self._shapes.clear()
-            self._shapes[shape] = None  # rows of this shape have none, or may differ from one another
-            with contextlib.suppress(Inexact):
-                self._shapes[shape] = self._skeletons.of(messages, ())[0]
-        skeleton = self._shapes[shape]
-        if skeleton is None:
-            return self._verified(text, messages, tools)
+            return self._locate_by_marked_copy(text, messages, tools)
+        if shape not in self._layouts_by_shape:
+            if len(self._layouts_by_shape) >= _MAX_SHAPES:
+                self._layouts_by_shape.clear()
+            self._layouts_by_shape[shape] = None  # rows of this shape have none, or may differ from one another
+            with contextlib.suppress(InexactMaskError):
+                self._layouts_by_shape[shape] = self._layout_builder.measure(messages, ())[0]
+        template_layout = self._layouts_by_shape[shape]
+        if template_layout is None:
+            return self._locate_by_marked_copy(text, messages, tools)
         # a plain message has one piece: its text without the white space at its ends, which the shape has
         pieces = [stripped for message in messages if (stripped := message["content"].strip())]
-        expected, begins = skeleton.fill(pieces)
-        if expected == text:
-            located = self._located(skeleton, text, begins)
-            with contextlib.suppress(Inexact):  # a copy of this row's own says more
-                self._confirm(skeleton, located, messages, tools, begins=begins, of_shape=True)
+        expected_text, gap_starts = template_layout.fill(pieces)
+        if expected_text == text:
+            located = self._fill_layout(template_layout, text, gap_starts)
+            with contextlib.suppress(InexactMaskError):  # a copy of this row's own says more
+                self._verify(template_layout, located, messages, tools, gap_starts=gap_starts, is_shared=True)
                 return located
-        return self._verified(text, messages, tools)
+        return self._locate_by_marked_copy(text, messages, tools)
 
     def _shape_of(self, messages: Sequence[Message]) -> Any:
         """What decides how the template treats a plain row: roles, and the white space around the texts; None where the
@@ -102,7 +102,7 @@ class Turns:
         for message in messages:
             content = message.get("content")
             # more keys than role and content: a name, calls, or think text, which templates branch on
-            if not isinstance(content, str) or len(message) != 2 or self._asked.search(content):
+            if not isinstance(content, str) or len(message) != 2 or self._special_text_pattern.search(content):
                 return None
             body = content.strip()
             if body == content:
@@ -112,89 +112,89 @@ class Turns:
                 shape.append((message["role"], not body, content[:begin], content[begin + len(body) :]))
         return tuple(shape)
 
-    def _verified(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> LocatedTurns:
-        """The turns by a marked copy of this very row, confirmed by its own prompts. Raises Inexact."""
-        skeleton, pieces = self._skeletons.of(messages, tools)
-        expected, begins = skeleton.fill([piece.text for piece in pieces])
-        if expected != text:
-            raise Inexact(
+    def _locate_by_marked_copy(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> LocatedTurns:
+        """The turns by a marked copy of this very row, confirmed by its own prompts. Raises InexactMaskError."""
+        template_layout, pieces = self._layout_builder.measure(messages, tools)
+        expected_text, gap_starts = template_layout.fill([piece.text for piece in pieces])
+        if expected_text != text:
+            raise InexactMaskError(
                 "the chat template renders the row differently from its marked copy, so its turns cannot be located",
-                first_difference(expected, text),
+                format_first_difference(expected_text, text),
             )
-        located = self._located(skeleton, text, begins)
-        self._confirm(skeleton, located, messages, tools, begins=begins)
+        located = self._fill_layout(template_layout, text, gap_starts)
+        self._verify(template_layout, located, messages, tools, gap_starts=gap_starts)
         return located
 
-    def _confirm(
+    def _verify(
         self,
-        skeleton: Skeleton,
+        template_layout: TemplateLayout,
         located: LocatedTurns,
         messages: Sequence[Message],
         tools: Sequence[Any],
         *,
-        begins: Sequence[int],
-        of_shape: bool = False,
+        gap_starts: Sequence[int],
+        is_shared: bool = False,
     ) -> None:
-        """Raise Inexact where a turn does not begin where the row's own prompt ends, or not end where its own does;
-        `of_shape`: the skeleton is that of another row, whose turns may be inexact where this row's are not."""
-        for turn in skeleton.turns:
-            if not (turn.is_exact or of_shape):
+        """Raise InexactMaskError where a turn does not begin where the row's own prompt ends, or end where its does.
+        `is_shared`: the layout is that of another row, whose turns may be inexact where this row's are not."""
+        for turn in template_layout.turns:
+            if not (turn.is_exact or is_shared):
                 continue
-            where = f"messages[{turn.message}]"
+            location = f"messages[{turn.message_index}]"
             try:
-                prompt = self.template.rendered(messages[: turn.message], tools, prompt=True)
+                prompt = self.template.render(messages[: turn.message_index], tools, with_prompt=True)
             except RenderError as error:
-                if turn.message:
-                    raise Inexact(OTHER_PROMPT, where) from error
+                if turn.message_index:
+                    raise InexactMaskError(PROMPT_MISMATCH, location) from error
                 prompt = ""  # many templates read the first message, which an empty prompt does not have
             if not turn.is_exact:
                 if located.text.startswith(prompt):
-                    raise Inexact(turn.reason, where)
+                    raise InexactMaskError(turn.reason, location)
                 continue
-            start, end = located.spans[turn.message]
-            if turn.rest is None and not turn.unasked:
-                fits = prompt + turn.header == located.text[:start]
-            elif turn.start is None or turn.unasked:
-                fits = not of_shape
+            start, end = located.spans[turn.message_index]
+            if turn.prompt_suffix is None and not turn.without_prompt:
+                starts_at_prompt_end = prompt + turn.header == located.text[:start]
+            elif turn.start is None or turn.without_prompt:
+                starts_at_prompt_end = not is_shared
             else:  # the header behind the piece before the turn, whatever the template made of earlier turns
-                before = begins[turn.start.gap]
-                header = located.text[before : before + turn.start.offset - len(turn.header)]
-                fits = prompt.endswith(header + (turn.rest or ""))
-            if not fits:
-                raise Inexact(OTHER_PROMPT, where)
+                header_start = gap_starts[turn.start.gap]
+                header = located.text[header_start : header_start + turn.start.offset - len(turn.header)]
+                starts_at_prompt_end = prompt.endswith(header + (turn.prompt_suffix or ""))
+            if not starts_at_prompt_end:
+                raise InexactMaskError(PROMPT_MISMATCH, location)
             # Without markers the end is only where the turn's own rendering ends: that must hold for this row too.
-            if turn.by_prefix and not self.ends.markers:
-                own = self.template.rendered_or_nothing(messages[: turn.message + 1], tools)
-                if own != located.text[:end]:
-                    raise Inexact(NO_END, where)
+            if turn.ended_by_prefix and not self.ends.end_markers:
+                prefix_text = self.template.try_render(messages[: turn.message_index + 1], tools)
+                if prefix_text != located.text[:end]:
+                    raise InexactMaskError(NO_TURN_END, location)
 
-    def _located(self, skeleton: Skeleton, text: str, begins: Sequence[int]) -> LocatedTurns:
+    def _fill_layout(self, template_layout: TemplateLayout, text: str, gap_starts: Sequence[int]) -> LocatedTurns:
         spans: dict[int, Span] = {}
-        nearest: dict[int, Span] = {}
-        rests: dict[int, str] = {}
+        guessed_spans: dict[int, Span] = {}
+        prompt_suffixes: dict[int, str] = {}
         headers: dict[int, str] = {}
-        for turn in skeleton.turns:
+        for turn in template_layout.turns:
             if turn.start is not None and turn.end is not None:
-                start = begins[turn.start.gap] + turn.start.offset
+                start = gap_starts[turn.start.gap] + turn.start.offset
                 # the answer's own text may begin as the prompt goes on
-                own = turn.rest if turn.rest and text.startswith(turn.rest, start) else ""
-                start += len(own)
-                if turn.rest and not own:
-                    rests[start] = turn.rest
+                text_suffix = turn.prompt_suffix if turn.prompt_suffix and text.startswith(turn.prompt_suffix, start) else ""
+                start += len(text_suffix)
+                if turn.prompt_suffix and not text_suffix:
+                    prompt_suffixes[start] = turn.prompt_suffix
                 if turn.header:
-                    headers[turn.message] = turn.header
-                spans[turn.message] = (start, begins[turn.end.gap] + turn.end.offset)
-            elif turn.nearest is not None:
-                first, last = turn.nearest
-                nearest[turn.message] = (begins[first.gap] + first.offset, begins[last.gap] + last.offset)
-        inexact = {turn.message: turn for turn in skeleton.turns if not turn.is_exact}
-        if inexact:
+                    headers[turn.message_index] = turn.header
+                spans[turn.message_index] = (start, gap_starts[turn.end.gap] + turn.end.offset)
+            elif turn.guessed_span is not None:
+                first, last = turn.guessed_span
+                guessed_spans[turn.message_index] = (gap_starts[first.gap] + first.offset, gap_starts[last.gap] + last.offset)
+        inexact_turns = {turn.message_index: turn for turn in template_layout.turns if not turn.is_exact}
+        if inexact_turns:
             method = "last_turn" if spans else "inexact"
-        elif any(turn.by_next for turn in skeleton.turns):
+        elif any(turn.ended_by_next_turn for turn in template_layout.turns):
             method = "next_turn"
-        elif any(turn.rest is not None or turn.unasked for turn in skeleton.turns):
+        elif any(turn.prompt_suffix is not None or turn.without_prompt for turn in template_layout.turns):
             method = "header"
         else:
-            method = "prefix" if all(turn.by_prefix for turn in skeleton.turns) else "marker"
-        stripped, added = len(skeleton.stripped), skeleton.added
-        return LocatedTurns(text + added, spans, inexact, nearest, method, stripped, added, rests, headers)
+            method = "prefix" if all(turn.ended_by_prefix for turn in template_layout.turns) else "marker"
+        stripped_think, added_end = len(template_layout.stripped_pieces), template_layout.added
+        return LocatedTurns(text + added_end, spans, inexact_turns, guessed_spans, method, stripped_think, added_end, prompt_suffixes, headers)

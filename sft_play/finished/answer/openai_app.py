@@ -32,7 +32,7 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.fitted_template import PLAIN, PROBE_TOOLS
+from sft_play.data.masks.fitted_template import PROBE_EXCHANGE, PROBE_TOOLS
 from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -137,7 +137,7 @@ class _LoadedModelManager(ModelManager):
         super().__init__(model_timeout=-1)
         self.force_model, self.responder = name, responder
         self.model, self.max_positions = responder.model, _max_positions(responder.model)
-        chat_without_tools, chat_with_tools = (Chat("", tuple(PLAIN), tools) for tools in ((), tuple(PROBE_TOOLS)))
+        chat_without_tools, chat_with_tools = (Chat("", tuple(PROBE_EXCHANGE), tools) for tools in ((), tuple(PROBE_TOOLS)))
         self.supports_tools = responder.renderer.prompt_ids(chat_without_tools) != responder.renderer.prompt_ids(chat_with_tools)
         # one of its own: the other thread, which renders, changes the settings of the responder's while it reads
         self.tokenizer = copy.deepcopy(responder.tokenizer)

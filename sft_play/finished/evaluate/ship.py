@@ -16,7 +16,7 @@ from typing import Any
 
 from sft_play.data.build.stats import token_digest
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.token_row import IGNORED, trained_tokens
+from sft_play.data.masks.token_row import IGNORED, count_trained_tokens
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError, ModelError, SftPlayError
@@ -130,7 +130,7 @@ class _ShipMeasurement:
         self.held_out_rows = load_held_out_rows(run)
         split = "" if self.held_out_rows.name == "train" else self.held_out_rows.name
         self.rows, left_out = distinct_rows(self.held_out_rows, max_rows) if split else ([], 0)
-        placeholder_scores = [RowScore(math.nan, trained_tokens(row["labels"]), 0) for row in self.rows]
+        placeholder_scores = [RowScore(math.nan, count_trained_tokens(row["labels"]), 0) for row in self.rows]
         # what is known of the task before a model reads its rows
         self.task = rule.TaskEvidence(split, _row_losses(placeholder_scores, placeholder_scores, self.rows), left_out=left_out)
         max_questions = min(max_rows, config.eval.generate_rows) if self.rows else 0
@@ -237,9 +237,9 @@ def general_sample() -> GeneralSample:
 def text_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
     """The texts as tokens, all of them trained, cut where they are too long; none has the end-of-text token."""
     rows = []
-    for ids in renderer.documents(list(sample.texts)):
+    for ids in renderer.tokenise_documents(list(sample.texts)):
         # predicting that a text ends here says nothing about what the model knows
-        bare = ids[:-1] if ids[-1] == renderer.parts.end_of_text else ids
+        bare = ids[:-1] if ids[-1] == renderer.tokenizer_parts.end_of_text_id else ids
         rows.append({"input_ids": bare[:_MAX_ROW_TOKENS], "labels": bare[:_MAX_ROW_TOKENS]})
     return rows
 

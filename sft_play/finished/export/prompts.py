@@ -55,7 +55,7 @@ class EnginePrompts:
         self._renderer = build_run_renderer(run, self._training_tokenizer)
         self.is_plain_text = run.config.task_mode == "cpt"
         self.today = self._renderer.today
-        self.end_of_turn = "" if self.is_plain_text else self._renderer.turns().ends.end_of_turn
+        self.end_of_turn = "" if self.is_plain_text else self._renderer.turn_locator().ends.end_of_turn
         """The text that ends an answer; empty where nothing does."""
 
     @cached_property
@@ -87,7 +87,7 @@ class EnginePrompts:
         template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
             raise TokenizerError(f"{self._model} has no chat template")
-        return template.render([dict(message) for message in messages], tools=tools, prompt=prompt)
+        return template.render([dict(message) for message in messages], tools=tools, with_prompt=prompt)
 
     def row_prompts(self, split: Split, count: int) -> list[PairedPrompt]:
         """Prompts of a split's rows, at most `count`, evenly spaced over them."""
@@ -111,7 +111,7 @@ class EnginePrompts:
         """None where training would not take it as a prompt either, or an engine cannot."""
         prompt = self._renderer.prompt_ids(chat)
         # an engine is sent text, in which the name of a special token is the token
-        if prompt is None or self._renderer.hides(chat.messages[:-1]):
+        if prompt is None or self._renderer.hides_special_tokens(chat.messages[:-1]):
             return None
         # what a client would send: without the answer, and without keys that only training reads
         messages = [{key: value for key, value in turn.items() if key not in _TRAINING_KEYS} for turn in chat.messages[:-1]]

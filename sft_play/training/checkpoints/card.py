@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.template import settings_of
+from sft_play.data.masks.template import select_template_kwargs
 from sft_play.facts.models.architecture import find_model_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import read_json, write_text
@@ -83,7 +83,7 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
     """The card's text, with its front matter."""
     config, is_adapter = facts.config, facts.kind == "adapter"
     method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA (NF4 base)"}[config.tuning.mode]
-    kwargs, versions = settings_of(config.data.chat_template_kwargs), facts.manifest.get("versions") or {}
+    kwargs, versions = select_template_kwargs(config.data.chat_template_kwargs), facts.manifest.get("versions") or {}
     trust_arguments = ["trust_remote_code=True"] * config.model.trust_remote_code
     classes, options = _loading_code(facts, base, trust_arguments)
     text = _load_template().render(

@@ -52,7 +52,7 @@ def build_questions(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -
     stop_tokens = stop_ids("sft", tokenizer, renderer, None) if chats else []
 
     def build_question(chat: Chat) -> Question | None:
-        prompt_and_answer = renderer.question_ids(chat)
+        prompt_and_answer = renderer.prompt_and_answer_ids(chat)
         # room for a token and the one that ends it
         if prompt_and_answer is None or len(prompt_and_answer[0]) + 1 >= renderer.max_seq_len:
             return None
@@ -86,7 +86,7 @@ def stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, eos_token_ids: 
     """Tokens that end an answer: the tokenizer's and the generation config's, and the template's ends of turn."""
     stop_tokens = {tokenizer.eos_token_id, *(eos_token_ids if isinstance(eos_token_ids, list) else [eos_token_ids])}
     added = tokenizer.added_tokens_decoder
-    for marker in () if task_mode == "cpt" else renderer.turns().ends.markers:
+    for marker in () if task_mode == "cpt" else renderer.turn_locator().ends.end_markers:
         ids = tokenizer(marker, add_special_tokens=False)["input_ids"]
         if len(ids) == 1 or ids[0] in added:  # else its first token is one of ordinary text
             stop_tokens.add(ids[0])

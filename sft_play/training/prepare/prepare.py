@@ -15,7 +15,7 @@ from sft_play.config.load import resolved_config_without_paths
 from sft_play.data.build.splits import Splits, build_splits
 from sft_play.data.checks import judge_marks, judge_roles, judge_split
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.token_row import show_row
+from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import source_digest
 from sft_play.errors import BackendError, ConfigError, stage_context
 from sft_play.facts.installed import COMPUTE_PACKAGES
@@ -162,7 +162,7 @@ def log_rows(job: RunJob, prepared: Prepared) -> None:
         logger.warning(
             "Data train: %d rows are fewer than one effective batch of %d: each step sees all of them", row_count, effective_batch
         )
-    row = one_line(show_row(splits.train.first(), tokenizer.tokenizer), limit=2_000)
+    row = one_line(format_row(splits.train.first(), tokenizer.tokenizer), limit=2_000)
     # a long prompt would leave no place for what is trained
     start = max(0, row.find("[[") - _SHOWN_CHARACTERS // 3) if len(row) > _SHOWN_CHARACTERS else 0
     line = one_line(f"{'…' if start else ''}{row[start:]}", limit=_SHOWN_CHARACTERS)

@@ -111,7 +111,7 @@ def _build_manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[st
         manifest |= {name: previous_manifest[name] for name in (OOM_ENTRY, RESTARTS_ENTRY) if name in previous_manifest}
     manifest["backend"] = prepared[0].backend.name
     manifest["choices"] = [line for stage_job, prepared_stage in zip(job.stage_jobs, prepared, strict=True) for line in choice_lines(stage_job, prepared_stage)]
-    if prepared[0].renderer.parts.writes_date:
+    if prepared[0].renderer.tokenizer_parts.writes_date:
         manifest["template_date"] = str(prepared[0].renderer.today)
     return manifest
 
