@@ -164,16 +164,16 @@ def _ours(job: Job) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from sft_play.config.schema import DataConfig
-    from sft_play.data.build.build import Recipe, build
+    from sft_play.data.build.build import BuildRecipe, build_rows
     from sft_play.data.masks.tokenizer import TokenizerParts
 
     parts = TokenizerParts.from_tokenizer(AutoTokenizer.from_pretrained(job.tokenizer))
-    recipe = Recipe(parts, DataConfig(), MAX_LENGTH, date.today())
+    recipe = BuildRecipe(parts, DataConfig(), MAX_LENGTH, date.today())
     clock = Clock()
-    built = build(Path(job.file), recipe, split="train", workers=job.processes)
+    built = build_rows(Path(job.file), recipe, split="train", workers=job.processes)
     run = clock.spent()
     stats = built.stats["kept"]
-    assert stats.kept == stats.rows == job.rows, f"{stats.kept} of {stats.rows} rows kept"
+    assert stats.kept_rows == stats.rows == job.rows, f"{stats.kept_rows} of {stats.rows} rows kept"
     return {"run": {**run, "masks": dict(stats.methods)}, "made": built.dataset("kept")}
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.starter_base import make_model, make_tokenizer
 from sft_play.config.load import config_from_text
-from sft_play.data.build.splits import Split
+from sft_play.data.build.splits import DataSplit
 from sft_play.data.build.stats import RowStats
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.facts.hardware import detect_hardware
@@ -104,7 +104,7 @@ def run(on: bool, folder: Path) -> dict[str, float]:
         monitor = kind(plan, peaks=MemoryPeaks(on_gpu=bool(hardware.gpus)))
         trainer = build_trainer(
             config, plan, run_folder, model=make_model(), tokenizer=tokenizer, peft_config=None,
-            train_split=Split(rows, RowStats("random", "text")), eval_split=None, monitor=monitor,
+            train_split=DataSplit(rows, RowStats("random", "text")), eval_split=None, monitor=monitor,
         )  # fmt: skip
         writing = [MetricsFile(run_folder.metrics_path, start_time=time.time())] if on else []
         for callback in (*writing, *plan_callbacks(config, plan, run_folder, trainer)):

@@ -236,7 +236,7 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
     from transformers import TrainerCallback
     from transformers.trainer_utils import SaveStrategy
 
-    from sft_play.data.build.splits import Split
+    from sft_play.data.build.splits import DataSplit
     from sft_play.data.build.stats import RowStats
     from sft_play.data.masks.token_row import TokenRow
     from sft_play.training.loop.trainer import build_trainer, plan_callbacks
@@ -259,7 +259,7 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
             model=model,
             tokenizer=tokenizer,
             peft_config=model_spec.peft_config,
-            train_split=Split(tuple(rows), RowStats("random", "text")),
+            train_split=DataSplit(tuple(rows), RowStats("random", "text")),
             eval_split=None,
         )
         for callback in (Watch(), *plan_callbacks(config, plan, run_folder, trainer)):

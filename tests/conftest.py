@@ -174,9 +174,9 @@ def chat(question: str, answer: str) -> dict[str, object]:
 
 def need_documents_extra() -> None:
     """Skips a test that reads documents where the extra is not installed."""
-    from sft_play.documents.documents import PACKAGES
+    from sft_play.documents.documents import DOCUMENT_PACKAGES
 
-    for module in PACKAGES.values():
+    for module in DOCUMENT_PACKAGES.values():
         pytest.importorskip(module, reason="the documents extra is not installed; make test adds it")
 
 

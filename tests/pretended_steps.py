@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.trainer_utils import SaveStrategy
 
 from sft_play.config.load import config_from_text
-from sft_play.data.build.splits import Split
+from sft_play.data.build.splits import DataSplit
 from sft_play.data.build.stats import RowStats
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import load_model_shape
@@ -104,7 +104,7 @@ def trainer_of(model: Path, folder: Path, mode: str, rows: str, precision: str, 
     run, engine = RunFolder(folder), {} if device is None else {"use_cpu": False}
     arguments = training_arguments(config, plan, run, has_eval=True, engine_options=engine)
     arguments.save_strategy = SaveStrategy.NO  # files are written from memory that these tensors do not have
-    split = Split(rows_of(), RowStats("rows", "rows"))
+    split = DataSplit(rows_of(), RowStats("rows", "rows"))
     made = build_trainer(
         config, plan, run, model=loaded if device is None else moved(loaded, device), tokenizer=tokenizer,
         peft_config=spec.peft_config, train_split=split, eval_split=split, arguments=arguments, adds_masks=has_masks,

@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.load import config_from_text
-from sft_play.data.build.splits import Split
+from sft_play.data.build.splits import DataSplit
 from sft_play.data.build.stats import RowStats
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.facts.hardware import Hardware
@@ -48,7 +48,7 @@ def trainer_of(model: Path, folder: Path, *overrides: str, ranks: int = 1, rows:
     )
     config = config_from_text(text, name="run.yaml", overrides=list(overrides))
     plan = make_plan(PlanRequest(config, load_model_shape(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks)))
-    split = Split(rows_of() if rows is None else rows, RowStats("rows", "rows"))
+    split = DataSplit(rows_of() if rows is None else rows, RowStats("rows", "rows"))
     return build_trainer(
         config, plan, RunFolder(folder / "run"), peft_config=None,
         model=AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, plan.precision.load)),

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.load import config_from_text
-from sft_play.data.build.splits import Split
+from sft_play.data.build.splits import DataSplit
 from sft_play.data.build.stats import RowStats
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import load_model_shape
@@ -58,7 +58,7 @@ def trainer_of(model: Path, folder: Path, cut: MicroBatches, *, ranks: int, bf16
         model=AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="sdpa" if cut.padded else varlen.VARLEN_ATTENTION
         ),
-        tokenizer=AutoTokenizer.from_pretrained(model), train_split=Split(rows_of(), RowStats("rows", "rows")),
+        tokenizer=AutoTokenizer.from_pretrained(model), train_split=DataSplit(rows_of(), RowStats("rows", "rows")),
         eval_split=None,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.process import process
+from sft_play.data.process import process_files
 from sft_play.data.process_report import ProcessReport
 from sft_play.data.sources import formats
 from sft_play.errors import DataError
@@ -21,7 +21,7 @@ def run(tmp_path, origin: str, name: str, *settings: str) -> ProcessReport:
         name="run.yaml",
         overrides=settings,
     )
-    return process(config)
+    return process_files(config)
 
 
 WHOLE_FILES = {
@@ -134,7 +134,7 @@ def test_the_same_row_in_train_and_val_is_counted(origin, tmp_path):
     config = config_from_text(
         f"model: {{name: x/y}}\ndata: {{process: {{raw_path: {raw}, out_dir: {tmp_path}/out}}}}", name="run.yaml"
     )
-    assert process(config).leaks.count == 3
+    assert process_files(config).leaks.count == 3
 
 
 def test_every_broken_file_of_rows_is_tried(origin):

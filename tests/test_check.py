@@ -18,8 +18,8 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data import checks
 from sft_play.data.build.splits import build_splits
-from sft_play.data.build.stats import LimitCost, RowStats, trained_runs
-from sft_play.data.build.survey import tokens_by_role
+from sft_play.data.build.stats import RowStats, TruncationCost, trained_runs
+from sft_play.data.build.survey import count_tokens_by_role
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.diagnose.pages import CHECK_STATES, CheckReport, format_findings
@@ -84,7 +84,7 @@ def said_by_a_run(config: Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(run.model.name)
     if run.data.chat_template is not None:
         tokenizer.chat_template = Path(run.data.chat_template).read_text()
-    report = build_splits(run, find_data_paths(run.data), tokenizer, max_seq_len=128).train.report
+    report = build_splits(run, find_data_paths(run.data), tokenizer, max_seq_len=128).train.stats
     findings = checks.judge_split(report, run.data, max_seq_len=128, positions=None)
     return [found.found for found in findings if found.verdict == "WARN"]
 
@@ -257,10 +257,10 @@ def test_rows_that_were_checked_are_not_tokenised_again(tiny_llama, tmp_path, mo
         assert checked(path, *words).ok
         config = load_config(path, overrides=words).config
         with monkeypatch.context() as patch:
-            patch.setattr(build, "_make", None)  # what makes rows that are not in the cache
+            patch.setattr(build, "_build_cache", None)  # what makes rows that are not in the cache
             tokenizer = load_tokenizer(config).tokenizer
             made = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=128)
-        assert made.train.report.kept > 30 - 3
+        assert made.train.stats.kept_rows > 30 - 3
 
 
 def test_a_model_that_does_not_fit_is_a_problem(tmp_path):
@@ -313,16 +313,16 @@ def test_real_tokenizers_end_every_answer_with_a_token(name, tmp_path):
     SmolLM2's with <|im_start|>, which its tokenizer names as BOS."""
     from transformers import AutoTokenizer
 
-    from sft_play.data.build.splits import survey_source
+    from sft_play.data.build.splits import count_source_rows
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     path = write_rows(tmp_path / "rows.jsonl", SUMS)
     config = load_config(run_yaml(tmp_path, "any", train_path=str(path))).config
-    found = survey_source(config, path, "train", tokenizer, max_seq_len=512, has_val=False)
-    assert (found.kept, found.open_ends, found.lost) == (40, 0, 0)
-    assert found.with_bos == (40 if name in WITH_BOS else 0)
-    assert sum(found.ends.values()) == 40
+    found = count_source_rows(config, path, "train", tokenizer, max_seq_len=512, has_val=False)
+    assert (found.kept_rows, found.rows_with_open_end, found.lost_tokens) == (40, 0, 0)
+    assert found.rows_with_bos == (40 if name in WITH_BOS else 0)
+    assert sum(found.end_token_ids.values()) == 40
 
 
 def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch):
@@ -330,10 +330,10 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
     from transformers import AutoTokenizer
 
     from sft_play.data.build import workers
-    from sft_play.data.build.splits import survey_source
-    from sft_play.data.build.survey import survey_rows
+    from sft_play.data.build.splits import count_source_rows
+    from sft_play.data.build.survey import count_rows
 
-    monkeypatch.setattr(workers, "_SMALLEST_PIECE", 1_500)
+    monkeypatch.setattr(workers, "_MIN_PIECE_BYTES", 1_500)
     rows = [chat(f"question {number % 70}", f"answer {number % 70} " * (number % 7 + 1)) for number in range(150)]
     rows[3] = {"messages": []}
     rows[40] = chat("", "")
@@ -345,9 +345,9 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
     for count in (1, 3):
         config = load_config(run_yaml(tmp_path, tiny_llama, train_path=str(path), workers=count)).config
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / f"cache of {count}"))
-        found.append(vars(survey_source(config, path, "train", tokenizer, max_seq_len=64, has_val=False)))
-    read = survey_rows(path, config.data, "train")
-    assert (read.rows, sum(read.bad.values())) == (150, 2)
+        found.append(vars(count_source_rows(config, path, "train", tokenizer, max_seq_len=64, has_val=False)))
+    read = count_rows(path, config.data, "train")
+    assert (read.rows, sum(read.bad_rows.values())) == (150, 2)
     assert found[0]["digests"] == found[1]["digests"]
     assert len(found[0]["digests"]) - len(set(found[0]["digests"])) > 10
     for several in found[1:]:
@@ -358,7 +358,7 @@ def same_counts(one: dict[str, Any], several: dict[str, Any]) -> None:
     """But for tokens by role, which are counted in other rows."""
     one, several = dict(one), dict(several)
     cost, other_cost = one.pop("cost"), several.pop("cost")
-    assert (cost.longest, cost.trained) == (other_cost.longest, other_cost.trained)
+    assert (cost.longest, cost.trained_tokens) == (other_cost.longest, other_cost.trained_tokens)
     limits = (8, 64, 500)
     assert list(map(cost.kept_share, limits)) == list(map(other_cost.kept_share, limits))
     assert min(several.pop("role_rows"), one.pop("role_rows")) > 50
@@ -386,16 +386,16 @@ def test_no_broken_file_ends_in_a_foreign_exception(tiny_llama, tmp_path, origin
 def test_the_cost_of_a_limit_by_hand():
     """Rows of 4 and 6 tokens; trained are the positions 2, 3 and 3, 4, 5."""
     rows = [[-100, -100, 1, 1], [-100, -100, -100, 1, 1, 1]]
-    end, prompt, drop = LimitCost("end"), LimitCost("prompt"), LimitCost("drop")
+    end, prompt, drop = TruncationCost("end"), TruncationCost("prompt"), TruncationCost("drop")
     for cost in (end, prompt, drop):
         for row in rows:
             cost.add(len(row), trained_runs(row))
-    assert (end.trained, end.longest) == (5, 6)
+    assert (end.trained_tokens, end.longest) == (5, 6)
     assert [round(end.kept_share(limit) * 5) for limit in range(1, 7)] == [0, 0, 1, 3, 4, 5]
     assert [round(prompt.kept_share(limit) * 5) for limit in range(1, 7)] == [2, 4, 5, 5, 5, 5]
     assert [round(drop.kept_share(limit) * 5) for limit in range(1, 7)] == [0, 0, 0, 2, 2, 5]
-    assert end.limit_for(0.6) == 4
-    assert end.limit_for(1.0) == 6
+    assert end.smallest_limit(0.6) == 4
+    assert end.smallest_limit(1.0) == 6
 
 
 def test_trained_runs_are_found():
@@ -409,14 +409,14 @@ def test_tokens_are_counted_by_the_role_in_whose_text_they_begin():
     text, labels = "<>ab</><>ab</>", [-100, -100, -100, -100, -100, 7, 7]
     offsets = [(n, n + 2) for n in range(0, 14, 2)]
     # user: characters 2 to 4, the token at 2; assistant: 9 to 11, the token at 10; the other five are the template's
-    counts = tokens_by_role(Chat("x", messages), text, labels, offsets)
+    counts = count_tokens_by_role(Chat("x", messages), text, labels, offsets)
     assert counts == {"template": [5, 1], "user": [1, 0], "assistant": [1, 1]}
 
 
 def test_a_length_that_the_model_does_not_have_is_not_proposed():
     survey = RowStats("a.jsonl", split="train")
-    survey.cost.add(1_000, [(1, 1_000)])
-    survey.kept, survey.cut_rows, survey.trained, survey.lost_by_cut = 1, 1, 99, 900
+    survey.truncation_cost.add(1_000, [(1, 1_000)])
+    survey.kept_rows, survey.cut_rows, survey.trained_tokens, survey.tokens_lost_by_cut = 1, 1, 99, 900
     (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=512)
     assert str(check.remedy).startswith("set model.max_seq_len=512, the most that the model has: 51.2% kept, or raise ")
     (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=100)

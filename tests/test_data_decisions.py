@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data.build.splits import FEW_DOCUMENTS, build_splits
-from sft_play.data.build.stats import RowStats, ways_to_keep
+from sft_play.data.build.splits import MIN_HASHED_DOCUMENTS, build_splits
+from sft_play.data.build.stats import RowStats, length_remedy
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template_limits import MAX_CHARS, LimitExceededError, _check_product
 from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
-from sft_play.data.preview import signs, spread_out
+from sft_play.data.preview import choose_evenly, split_signs
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import LISTED_BAD_ROWS, TEXT_CHARS, BadRow, is_long_text, split_pieces
@@ -43,7 +43,7 @@ def tokenizer(tmp_path_factory) -> Any:
 @settings(deadline=None)
 def test_the_rows_of_a_preview_are_spread_over_the_file(rows, count, data):
     longest = data.draw(st.integers(0, rows - 1))
-    found = spread_out(rows, count, longest=longest)
+    found = choose_evenly(rows, count, longest=longest)
     assert found == sorted(set(found))
     assert len(found) == min(rows, count)
     assert set(found) <= set(range(rows))
@@ -57,7 +57,7 @@ def test_the_rows_of_a_preview_are_spread_over_the_file(rows, count, data):
 @given(st.text(max_size=30))
 @settings(deadline=None)
 def test_signs_lose_no_character_of_a_text(text):
-    assert [kind for kind, _ in signs(text)].count("newline") == text.count("\n")
+    assert [kind for kind, _ in split_signs(text)].count("newline") == text.count("\n")
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(8, 80))
@@ -84,7 +84,7 @@ def test_the_first_bad_rows_are_kept_and_all_are_counted(asked, bad):
     for row in rows:
         counts.count_bad(row)
     assert counts.first_bad == rows[:LISTED_BAD_ROWS]
-    assert (counts.bad["bad"], counts.left_out["left out"]) == (bad, asked)
+    assert (counts.bad_rows["bad"], counts.left_out_rows["left out"]) == (bad, asked)
 
 
 @given(
@@ -117,15 +117,15 @@ def test_counts_of_parts_add_up_and_every_row_and_trained_token_is_counted_once(
     parts.add(counted(rows[cut:], 1 + len(rows[:cut])))
     assert parts == together
     tokens = [row for row in rows if not isinstance(row, str)]
-    assert together.kept + together.too_long + sum(together.bad.values()) + sum(together.left_out.values()) == len(rows)
-    assert together.kept == sum(together.methods.values())
+    assert together.kept_rows + together.too_long_rows + sum(together.bad_rows.values()) + sum(together.left_out_rows.values()) == len(rows)
+    assert together.kept_rows == sum(together.methods.values())
     trained = [sum([*row[1:-1], True]) for row in tokens]  # the first token is never predicted, the last one is trained
-    assert together.trained + together.lost == sum(trained)
+    assert together.trained_tokens + together.lost_tokens == sum(trained)
     if truncate == "drop":
-        assert together.too_long == sum(len(row) > 8 for row in tokens)
-        assert (together.cut_rows, together.lost_by_cut) == (0, 0)
-    assert together.tokens + together.tokens_cut <= sum(map(len, tokens))
-    assert sum(together.dropped.values()) == len(rows) - together.kept
+        assert together.too_long_rows == sum(len(row) > 8 for row in tokens)
+        assert (together.cut_rows, together.tokens_lost_by_cut) == (0, 0)
+    assert together.tokens + together.cut_tokens <= sum(map(len, tokens))
+    assert sum(together.dropped_rows.values()) == len(rows) - together.kept_rows
 
 
 @given(st.integers(1, 40), st.data())
@@ -136,10 +136,10 @@ def test_longer_limits_name_what_they_keep(count, data):
     positions = data.draw(st.sampled_from([None, 64, 256, 512, 4096]))
     counts, options = RowStats(rows=count), DataConfig()
     for length in lengths:
-        counts.cost.add(length, [(0, length)])
+        counts.truncation_cost.add(length, [(0, length)])
     if max(lengths) <= limit:
         return
-    said = ways_to_keep(counts, options, max_seq_len=limit, positions=positions)
+    said = length_remedy(counts, options, max_seq_len=limit, positions=positions)
 
     def kept(limit: int) -> float:  # the first token of a row is never predicted
         return sum(min(length, limit) - 1 for length in lengths) / sum(length - 1 for length in lengths)
@@ -192,9 +192,9 @@ def splits_of(folder: Path, tokenizer: Any, rows: list[Any], *words: str, **more
 def test_a_template_that_writes_the_day_is_told_today(tmp_path, tokenizer, monkeypatch):
     dated = CHATML.replace("{% for", "{{ strftime_now('%Y-%m-%d') }}\n{% for", 1)
     monkeypatch.setattr(tokenizer, "chat_template", dated)
-    row = splits_of(tmp_path, tokenizer, [{"messages": CHAT}]).train.first()
+    row = splits_of(tmp_path, tokenizer, [{"messages": CHAT}]).train.first_row()
     assert tokenizer.decode(row.input_ids).startswith(date.today().isoformat())
-    told = splits_of(tmp_path, tokenizer, [{"messages": CHAT}], today=date(2020, 2, 3)).train.first()
+    told = splits_of(tmp_path, tokenizer, [{"messages": CHAT}], today=date(2020, 2, 3)).train.first_row()
     assert tokenizer.decode(told.input_ids).startswith("2020-02-03")
 
 
@@ -203,7 +203,7 @@ def test_of_few_documents_the_ends_are_held_out_and_of_many_whole_ones(tmp_path,
     rows = [{"text": f"document {number}: " + "it is said again and again " * 40} for number in range(count)]
     made = splits_of(tmp_path, tokenizer, rows, "task_mode=cpt", "data.val_fraction=0.2")
     held = tokenizer.decode([token for row in made.val.rows for token in row["input_ids"]]) if made.val else ""
-    if count < FEW_DOCUMENTS:
+    if count < MIN_HASHED_DOCUMENTS:
         assert made.val is not None
         assert "document 0:" not in held
     elif held:

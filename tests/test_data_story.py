@@ -13,7 +13,7 @@ import pytest
 
 from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
-from sft_play.data.managed_outputs import RECORD, OutputFolder
+from sft_play.data.managed_outputs import RECORD_NAME, OutputFolder
 from sft_play.data.sources.files import list_parts
 from sft_play.errors import DataError
 from tests.conftest import ROOT
@@ -71,7 +71,7 @@ def read_lines(path: str) -> list[dict]:
 
 def states() -> dict[str, tuple[bytes, float]]:
     """Bytes and time of every file that the data commands wrote."""
-    files = [file for folder in WRITTEN for file in Path(folder).iterdir() if file.name != RECORD]
+    files = [file for folder in WRITTEN for file in Path(folder).iterdir() if file.name != RECORD_NAME]
     return {str(file): (file.read_bytes(), file.stat().st_mtime) for file in files}
 
 
@@ -129,7 +129,7 @@ def test_a_second_time_everything_is_the_same_and_the_tokens_are_there(story, mo
     for name in ("process", "style", "render"):
         assert story(name, STYLE="You are terse.")[0] == 0
     assert {file: content for file, (content, _) in states().items()} == {f: content for f, (content, _) in old.items()}
-    monkeypatch.setattr("sft_play.data.build.build._make", lambda *_: pytest.fail("the rows were made again"))
+    monkeypatch.setattr("sft_play.data.build.build._build_cache", lambda *_: pytest.fail("the rows were made again"))
     code, said = story("train", SET="output.name=two")
     assert code == 0, said
     assert {folder.name: folder.stat().st_mtime for folder in cache.iterdir() if folder.is_dir()} == made
@@ -206,7 +206,7 @@ class TestADiskThatIsFull:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
         assert f"CannotWrite: {tmp_path / 'a.txt'} cannot be written: File too large" in done.stderr
         assert (tmp_path / "a.txt").read_text() == "old"
-        assert {path.name for path in tmp_path.iterdir()} == {"a.txt", RECORD}
+        assert {path.name for path in tmp_path.iterdir()} == {"a.txt", RECORD_NAME}
 
     def test_process_ends_at_once_with_the_name_of_the_output(self, story):
         write_lines(Path("data/raw/faq.jsonl"), [{"question": f"q {n}", "answer": "a" * 200} for n in range(3_000)])
@@ -228,15 +228,15 @@ class TestAdviceOnLength:
         """Rows of (tokens, trained ones at their end) as a limit of 8 leaves them."""
         found = RowStats("train.jsonl", split="train")
         for tokens, trained in rows:
-            found.cost.add(tokens, [(tokens - trained, tokens)])
+            found.truncation_cost.add(tokens, [(tokens - trained, tokens)])
             if tokens - trained >= 8:
-                found.too_long += 1
-                found.lost_with_rows += trained
+                found.too_long_rows += 1
+                found.tokens_lost_with_rows += trained
                 found.shortest_prompt = min(found.shortest_prompt or tokens - trained, tokens - trained)
             else:
-                found.kept += 1
-                found.trained += min(8, tokens) - (tokens - trained)
-                found.lost_by_cut += max(0, tokens - 8)
+                found.kept_rows += 1
+                found.trained_tokens += min(8, tokens) - (tokens - trained)
+                found.tokens_lost_by_cut += max(0, tokens - 8)
         return found
 
     def check(self, survey: RowStats, positions: int | None) -> checks.Check:

@@ -75,7 +75,7 @@ def test_val_fraction_splits_the_own_file_where_stale_files_lie_about(stale, tin
     assert splits.test is None
     assert 0 < len(splits.val.rows) < 30
     assert len(splits.train.rows) + len(splits.val.rows) == 60
-    said = [*splits.notes, splits.train.report.source, splits.val.report.source]
+    said = [*splits.notes, splits.train.stats.source, splits.val.stats.source]
     assert not any("processed" in line for line in said)
 
 

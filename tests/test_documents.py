@@ -17,8 +17,15 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import DocumentsConfig, RunConfig
 from sft_play.data.sources.files import find_data_paths, has_held_out_file
 from sft_play.documents import reader
-from sft_play.documents.documents import documents
-from sft_play.documents.reader import ReaderProcess, Unreadable, chunks, clean, paragraphs, read_document
+from sft_play.documents.documents import convert_documents
+from sft_play.documents.reader import (
+    ReaderProcess,
+    UnreadableDocumentError,
+    clean_text,
+    read_document,
+    split_chunks,
+    split_paragraphs,
+)
 from sft_play.errors import DataError
 from tests.bundled import data_file, there, word_files
 from tests.conftest import ROOT, need_documents_extra
@@ -49,7 +56,7 @@ def read(path: Path, **options) -> str:
 
 
 def refusal(path: Path) -> str:
-    with pytest.raises(Unreadable) as caught:
+    with pytest.raises(UnreadableDocumentError) as caught:
         read(path)
     return str(caught.value)
 
@@ -96,7 +103,7 @@ def folder(tmp_path: Path) -> Path:
 def test_one_row_holds_text_of_one_document(folder, tmp_path):
     (folder / "a.txt").write_text(f"{LONG}\n\nshort\n")
     (folder / "b.md").write_text(f"# Title\n\n{OTHER}\n")
-    report = documents(config(folder, tmp_path / "out", val_fraction=0.0))
+    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0))
     assert report.ok
     assert rows(tmp_path / "out") == [
         {"text": f"{LONG}\n\nshort", "source": "a.txt", "part": 1},
@@ -108,14 +115,14 @@ def test_what_is_written_is_read_by_the_readers_of_training_data(folder, tmp_pat
     from sft_play.data.sources.files import read_rows
 
     (folder / "a.txt").write_text('One\u2028two "quoted" \\ text\n\nthree')
-    documents(config(folder, tmp_path / "out", val_fraction=0.0))
+    convert_documents(config(folder, tmp_path / "out", val_fraction=0.0))
     (row,) = read_rows(tmp_path / "out" / "train.jsonl", split="train")
     assert row.data["text"] == 'One\ntwo "quoted" \\ text\n\nthree'
 
 
 def test_a_long_document_is_cut_between_paragraphs(folder, tmp_path):
     (folder / "a.txt").write_text("\n\n".join(f"{n:03d} " + "x" * 96 for n in range(10)))
-    documents(config(folder, tmp_path / "out", val_fraction=0.0, chunk_chars=250))
+    convert_documents(config(folder, tmp_path / "out", val_fraction=0.0, chunk_chars=250))
     found = rows(tmp_path / "out")
     # Two paragraphs of 100 characters and what is between them are 202; a third would be 304.
     assert [len(row["text"]) for row in found] == [202] * 5
@@ -129,7 +136,7 @@ def test_unreadable_documents_are_named_and_the_rest_goes_on(folder, tmp_path):
     (folder / "latin.txt").write_bytes("first\ncaf\xe9 au lait".encode("latin-1"))
     (folder / "old.doc").write_bytes(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 600)
     (folder / "table.csv").write_bytes(b"a,b")
-    report = documents(config(folder, tmp_path / "out", val_fraction=0.0))
+    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0))
     assert report.ok
     assert set(report.unreadable) == {"broken.docx", "latin.txt", "old.doc"}
     said = "\n".join(report.lines())
@@ -146,18 +153,18 @@ def test_unreadable_documents_are_named_and_the_rest_goes_on(folder, tmp_path):
 def test_no_readable_document_is_an_error_and_nothing_is_written(folder, tmp_path):
     (folder / "a.pdf").write_bytes(b"%PDF-1.4 and no more")
     with pytest.raises(DataError, match=r"none of the 1 document could be read(.|\n)*a\.pdf: "):
-        documents(config(folder, tmp_path / "out"))
+        convert_documents(config(folder, tmp_path / "out"))
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_no_documents_says_where_it_looked_and_what_is_there(folder, tmp_path):
     (folder / "a.csv").write_text("x")
     with pytest.raises(DataError, match=r"no documents there .*there are 1 \.csv"):
-        documents(config(folder, tmp_path / "out"))
+        convert_documents(config(folder, tmp_path / "out"))
     with pytest.raises(DataError, match=r"nowhere does not exist; .*holds in"):
-        documents(config(tmp_path / "nowhere", tmp_path / "out"))
+        convert_documents(config(tmp_path / "nowhere", tmp_path / "out"))
     with pytest.raises(DataError, match=r"no file matches .*\*\.pdf"):
-        documents(config(folder / "*.pdf", tmp_path / "out"))
+        convert_documents(config(folder / "*.pdf", tmp_path / "out"))
 
 
 def test_files_globs_and_lists_are_taken_and_names_stay_apart(tmp_path):
@@ -165,7 +172,7 @@ def test_files_globs_and_lists_are_taken_and_names_stay_apart(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"Text of {name}.")
     paths = [str(tmp_path / "one"), str(tmp_path / "two" / "**" / "*.txt"), str(tmp_path / "two" / "c.md")]
-    report = documents(config(paths, tmp_path / "out", val_fraction=0.0))
+    report = convert_documents(config(paths, tmp_path / "out", val_fraction=0.0))
     names = [row["source"] for row in rows(tmp_path / "out")]
     assert len(report.documents) == 4
     assert len(set(names)) == 4
@@ -181,7 +188,7 @@ def test_links_in_a_circle_end_and_hidden_files_are_no_documents(folder, tmp_pat
     (folder / "self.txt").symlink_to(folder / "self.txt")
     (folder / "~$a.docx").write_bytes(b"lock")
     (folder / ".hidden.txt").write_text("hidden")
-    report = documents(config(folder, tmp_path / "out", val_fraction=0.0))
+    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0))
     assert [row["source"] for row in rows(tmp_path / "out")] == ["a.txt"]
     assert list(report.documents) == ["a.txt"]
 
@@ -191,14 +198,14 @@ def test_the_same_documents_give_the_same_bytes(folder, tmp_path):
         (folder / f"{n}.txt").write_text(f"Document {n}.\n\n{LONG}\n\n{n} {OTHER}")
     contents = []
     for out in ("out-a", "out-b"):
-        documents(config(folder, tmp_path / out, val_fraction=0.3))
+        convert_documents(config(folder, tmp_path / out, val_fraction=0.3))
         contents.append([(tmp_path / out / name).read_text() for name in ("train.jsonl", "val.jsonl", "report.json")])
     assert [text.replace("out-a", "out-b") for text in contents[0]] == contents[1]
 
 
 def test_a_document_stays_in_its_split_when_others_come(folder, tmp_path):
     def split() -> dict[str, str]:
-        documents(config(folder, tmp_path / "out", val_fraction=0.4), force=True)
+        convert_documents(config(folder, tmp_path / "out", val_fraction=0.4), force=True)
         return {row["source"]: name for name in ("train", "val") for row in rows(tmp_path / "out", name)}
 
     for n in range(20):
@@ -216,13 +223,13 @@ def test_copies_and_repeated_paragraphs_are_left_out_and_counted(folder, tmp_pat
     (folder / "b.txt").write_text(f"Second.\n\n{LONG}\n\nYes.")
     (folder / "c.txt").write_text(f"First.\r\n\r\n{LONG}  \r\n\r\n\r\nYes.\r\n\r\n{OTHER}\r\n\r\n{OTHER}\r\n")
     (folder / "d.txt").write_text(f"{LONG}\n\n{OTHER}")
-    report = documents(config(folder, tmp_path / "out", val_fraction=0.0))
+    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0))
     assert [row["text"] for row in rows(tmp_path / "out")] == [
         f"First.\n\n{LONG}\n\nYes.\n\n{OTHER}",
         "Second.\n\nYes.",
     ]
     assert report.copies == {"c.txt": "a.txt"}
-    assert report.repeats == 4
+    assert report.repeated_paragraphs == 4
     said = "\n".join(report.lines())
     assert "c.txt is the same text as a.txt" in said
     assert "4 paragraphs repeated, left out" in said
@@ -231,14 +238,14 @@ def test_copies_and_repeated_paragraphs_are_left_out_and_counted(folder, tmp_pat
 def test_repeated_paragraphs_stay_where_they_are_wanted_and_are_counted(folder, tmp_path):
     (folder / "a.txt").write_text(f"First.\n\n{LONG}")
     (folder / "b.txt").write_text(f"Second.\n\n{LONG}")
-    report = documents(config(folder, tmp_path / "out", val_fraction=0.0, drop_repeated=False))
+    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0, drop_repeated=False))
     assert [row["text"] for row in rows(tmp_path / "out")] == [f"First.\n\n{LONG}", f"Second.\n\n{LONG}"]
-    assert report.repeats == 1
+    assert report.repeated_paragraphs == 1
 
 
 def test_few_documents_may_have_no_validation_and_it_is_said(folder, tmp_path):
     (folder / "a.txt").write_text("Only this.")
-    said = "\n".join(documents(config(folder, tmp_path / "out", val_fraction=0.0001)).lines())
+    said = "\n".join(convert_documents(config(folder, tmp_path / "out", val_fraction=0.0001)).lines())
     assert "no val.jsonl: no document has a hash in the share" in said
     assert not (tmp_path / "out" / "val.jsonl").exists()
 
@@ -246,7 +253,7 @@ def test_few_documents_may_have_no_validation_and_it_is_said(folder, tmp_path):
 def test_where_all_hashes_are_of_validation_there_is_still_something_to_train_on(folder, tmp_path):
     n = next(n for n in range(100) if _share(f"Text {n}.") < 0.5)
     (folder / "a.txt").write_text(f"Text {n}.")
-    report = documents(config(folder, tmp_path / "out", val_fraction=0.5))
+    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.5))
     assert [row["text"] for row in rows(tmp_path / "out")] == [f"Text {n}."]
     assert "by their hashes all documents would be in it" in "\n".join(report.lines())
 
@@ -260,21 +267,21 @@ def _share(text: str) -> float:
 def test_files_that_somebody_edited_are_not_overwritten(folder, tmp_path):
     (folder / "a.txt").write_text("Text.")
     asked = config(folder, tmp_path / "out")
-    documents(asked)
-    documents(asked)
+    convert_documents(asked)
+    convert_documents(asked)
     (tmp_path / "out" / "train.jsonl").write_text("mine")
     with pytest.raises(DataError, match="FORCE=1"):
-        documents(asked)
+        convert_documents(asked)
     assert (tmp_path / "out" / "train.jsonl").read_text() == "mine"
-    documents(asked, force=True)
+    convert_documents(asked, force=True)
     assert rows(tmp_path / "out")
 
 
 def test_output_inside_the_folder_of_documents_is_no_document(folder):
     (folder / "a.txt").write_text("Text.")
     for _ in range(2):
-        report = documents(config(folder, folder / "out"))
-        assert (len(report.documents), report.others) == (1, {})
+        report = convert_documents(config(folder, folder / "out"))
+        assert (len(report.documents), report.other_files) == (1, {})
 
 
 def test_the_command_says_its_report(folder, tmp_path, command):
@@ -290,7 +297,7 @@ def test_the_command_says_its_report(folder, tmp_path, command):
 def test_a_name_with_control_characters_is_shown_safely(folder, tmp_path):
     (folder / "a.txt").write_text("Text.")
     (folder / "b\x1b[31m\n.txt").write_bytes(b"\xff")
-    said = "\n".join(documents(config(folder, tmp_path / "out")).lines())
+    said = "\n".join(convert_documents(config(folder, tmp_path / "out")).lines())
     assert r"b\x1b[31m\n.txt:1: byte 0xFF at column 1 is not UTF-8" in said
 
 
@@ -312,32 +319,32 @@ def test_a_name_with_control_characters_is_shown_safely(folder, tmp_path):
     ],
 )
 def test_text_is_cleaned(given, wanted):
-    assert clean(given) == wanted
+    assert clean_text(given) == wanted
 
 
 def test_paragraphs_end_at_blank_lines_and_keep_their_indents():
-    assert paragraphs("\n\na\nb\n\n\n  c\n\n\n") == ["a\nb", "  c"]
+    assert split_paragraphs("\n\na\nb\n\n\n  c\n\n\n") == ["a\nb", "  c"]
 
 
 def test_a_block_of_code_is_one_paragraph():
-    assert paragraphs("a\n\n```\nb\n\n~~~\nc\n```\n\nd") == ["a", "```\nb\n\n~~~\nc\n```", "d"]
+    assert split_paragraphs("a\n\n```\nb\n\n~~~\nc\n```\n\nd") == ["a", "```\nb\n\n~~~\nc\n```", "d"]
 
 
 @pytest.mark.parametrize("start", ["", "    ", "| ", "- "])
 @pytest.mark.parametrize("limit", [7, 50, 333])
 def test_cutting_loses_nothing_but_white_space(start, limit):
     source = "One sentence. Another one! " * 9 + "\n" + "word " * 30 + "\n    indented line\n" + "x" * 700 + "。字" * 50
-    pieces = chunks(["# A heading", start + source, "End"], limit=limit)
+    pieces = split_chunks(["# A heading", start + source, "End"], limit=limit)
     assert all(len(piece) <= limit for piece in pieces)
     assert "".join("".join(pieces).split()) == "".join(f"# A heading{start}{source}End".split())
 
 
 def test_a_long_paragraph_is_cut_between_words():
-    assert chunks(["It is one. It is two. It is three."], limit=25) == ["It is one. It is two. It", "is three."]
+    assert split_chunks(["It is one. It is two. It is three."], limit=25) == ["It is one. It is two. It", "is three."]
 
 
 def test_a_heading_goes_with_what_follows():
-    assert chunks(["x" * 30, "# Head", "y" * 20], limit=40) == ["x" * 30, "# Head\n\n" + "y" * 20]
+    assert split_chunks(["x" * 30, "# Head", "y" * 20], limit=40) == ["x" * 30, "# Head\n\n" + "y" * 20]
 
 
 # What reads each kind
@@ -402,7 +409,7 @@ def test_epub(tmp_path):
 def test_pdf(tmp_path):
     lines = ["A Heading", "", "", "The first paragraph goes on", "over two lines (in brackets).", "", "", "The second."]
     found = read(make_pdf(tmp_path / "a.pdf", [lines, ["Another page."]]))
-    assert paragraphs(found) == [
+    assert split_paragraphs(found) == [
         "A Heading",
         "The first paragraph goes on\nover two lines (in brackets).",
         "The second.",
@@ -457,7 +464,7 @@ def test_text_is_taken_as_it_is(tmp_path, suffix):
 def test_verse_stays_as_it_is(name):
     path = data_file(name)
     lines = "\n".join(line.rstrip() for line in path.read_text().split("\n"))
-    assert paragraphs(read(path)) == [part.strip("\n") for part in lines.split("\n\n") if part.strip("\n")]
+    assert split_paragraphs(read(path)) == [part.strip("\n") for part in lines.split("\n\n") if part.strip("\n")]
 
 
 @pytest.mark.parametrize(("origin", "count", "without_text"), there([("bundled", 4, 1), ("shared", 39, 4)]))
@@ -470,7 +477,7 @@ def test_word_files_of_others_are_read(origin, count, without_text):
 def why_not(path: Path) -> str:
     try:
         return "" if read(path) else "nothing was said"
-    except Unreadable as error:
+    except UnreadableDocumentError as error:
         return str(error)
 
 
@@ -515,7 +522,7 @@ def test_files_with_bytes_changed_end_in_a_reason(tmp_path):
 
 
 def test_an_archive_that_unpacks_to_gigabytes_is_not_opened(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "MAX_UNPACKED_BYTES", 30 << 20)
+    monkeypatch.setattr(reader, "MAX_DOCUMENT_UNPACKED_BYTES", 30 << 20)
     with zipfile.ZipFile(tmp_path / "a.docx", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("word/document.xml", b" " * (31 << 20))
     assert "unpacks to more than the 30 MiB" in refusal(tmp_path / "a.docx")
@@ -530,16 +537,16 @@ def test_a_document_over_the_size_limit_is_named(tmp_path, monkeypatch):
 def test_a_page_nested_without_end_harms_nothing(tmp_path):
     (tmp_path / "a.html").write_text("<div>" * 100_000 + "deep")
     (tmp_path / "good.txt").write_text("Text.")
-    with contextlib.closing(ReaderProcess(DocumentsConfig(), seconds=60)) as process:
-        with contextlib.suppress(Unreadable):
+    with contextlib.closing(ReaderProcess(DocumentsConfig(), timeout_s=60)) as process:
+        with contextlib.suppress(UnreadableDocumentError):
             assert process.read(tmp_path / "a.html") == "deep"
         assert process.read(tmp_path / "good.txt") == "Text."
 
 
 def test_a_document_that_takes_too_long_is_ended_and_the_next_is_read(tmp_path):
     (tmp_path / "good.txt").write_text("Text.")
-    with contextlib.closing(ReaderProcess(DocumentsConfig(), seconds=0)) as process:
-        with pytest.raises(Unreadable, match="took longer than 0 s"):  # to start
+    with contextlib.closing(ReaderProcess(DocumentsConfig(), timeout_s=0)) as process:
+        with pytest.raises(UnreadableDocumentError, match="took longer than 0 s"):  # to start
             process.read(tmp_path / "good.txt")
         process._seconds = 60
         assert process.read(tmp_path / "good.txt") == "Text."
@@ -551,14 +558,14 @@ def test_a_reader_that_dies_is_named_and_the_next_document_is_read(tmp_path):
         process.read(tmp_path / "good.txt")
         assert process._process is not None
         process._process.kill()
-        with pytest.raises(Unreadable, match="crashed the process that read it"):
+        with pytest.raises(UnreadableDocumentError, match="crashed the process that read it"):
             process.read(tmp_path / "good.txt")
         assert process.read(tmp_path / "good.txt") == "Text."
 
 
 def test_long_runs_of_spaces_take_no_time(tmp_path):
     (tmp_path / "a.txt").write_text("a" + " " * 1_000_000 + "b" + "\n" * 1_000_000 + "c")
-    assert [len(paragraph) for paragraph in paragraphs(read(tmp_path / "a.txt"))] == [1_000_002, 1]
+    assert [len(paragraph) for paragraph in split_paragraphs(read(tmp_path / "a.txt"))] == [1_000_002, 1]
 
 
 # What is written is what the shipped configs read

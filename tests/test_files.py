@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data.build.size import rough_size
+from sft_play.data.build.size import estimate_size
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.file_kinds import file_kind, data_suffix
 from sft_play.data.sources.files import (
@@ -651,7 +651,7 @@ class TestSize:
     """How much there is, roughly."""
 
     def size(self, path, **options):
-        return rough_size(DataConfig(train_path=str(path)), **options)
+        return estimate_size(DataConfig(train_path=str(path)), **options)
 
     def test_files_folders_and_globs_are_added_up(self, tmp_path):
         lines(tmp_path / "a.jsonl", *[{"text": "four"}] * 10)

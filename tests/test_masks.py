@@ -981,8 +981,8 @@ def test_a_row_is_cut_as_told_and_what_is_lost_is_counted(make, how):
         return
     kept = whole.input_ids[:-3] if how == "end" else whole.input_ids[3:]
     assert (cut.cut_tokens, cut.input_ids) == (3, kept)
-    assert cut.lost == whole.trained - cut.trained
-    assert (cut.lost > 0) == (how == "end")
+    assert cut.lost_trained_tokens == whole.trained_tokens - cut.trained_tokens
+    assert (cut.lost_trained_tokens > 0) == (how == "end")
 
 
 def test_a_row_whose_answer_lies_beyond_the_limit_is_a_bad_row(make):

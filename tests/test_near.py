@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.near_duplicates import MARGIN, MISSED, Similar, Sketches, bands_of, shingles_of, similarity_of
-from sft_play.data.process import process
+from sft_play.data.near_duplicates import (
+    MISS_PROBABILITY,
+    SIMILARITY_MARGIN,
+    SimilarityIndex,
+    SketchMaker,
+    choose_bands,
+    compute_shingles,
+    jaccard_similarity,
+)
+from sft_play.data.process import process_files
 from sft_play.errors import ConfigError, DataError
 from tests.conftest import chat
 
@@ -55,7 +63,7 @@ def test_the_similarity_is_jaccards(seed):
     texts = varied(draw, draw.choice([5, 50, 5000]))
     for _ in range(200):
         one, other = draw.choice(texts), draw.choice(texts)
-        assert similarity_of(shingles_of(one), shingles_of(other)) == pytest.approx(jaccard(one, other), abs=1e-12)
+        assert jaccard_similarity(compute_shingles(one), compute_shingles(other)) == pytest.approx(jaccard(one, other), abs=1e-12)
 
 
 @needs_datasketch
@@ -64,15 +72,15 @@ def test_pairs_are_found_and_no_others(seed):
     draw = random.Random(seed)
     threshold = draw.choice([0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99])
     texts = varied(draw, draw.choice([20, 5000]))
-    sketches = Sketches(threshold)
-    index = Similar(sketches)
+    sketches = SketchMaker(threshold)
+    index = SimilarityIndex(sketches)
     reported = 0
     for number, text in enumerate(texts):
         likeness = [(jaccard(text, other), -place) for place, other in enumerate(texts[:number])]
-        sketch = sketches.of(text)
+        sketch = sketches.sketch(text)
         found, best = index.nearest(sketch), max(likeness, default=(0.0, 0))
         if found is None:
-            assert best[0] < min(threshold + MARGIN, (1 + threshold) / 2)
+            assert best[0] < min(threshold + SIMILARITY_MARGIN, (1 + threshold) / 2)
         else:
             reported += 1
             assert found[0] == pytest.approx(jaccard(text, texts[int(found[1])]), abs=1e-12)
@@ -84,10 +92,10 @@ def test_pairs_are_found_and_no_others(seed):
 def test_the_index_misses_a_pair_above_the_margin_with_the_probability_that_is_said():
     for hundredths in range(50, 100):
         threshold = hundredths / 100
-        bands, rows = bands_of(threshold)
-        likeness = min(threshold + MARGIN, (1 + threshold) / 2)
-        assert (1 - likeness**rows) ** bands <= MISSED
-        assert (1 - likeness**rows) ** (bands - 1) > MISSED  # no band too many
+        bands, rows = choose_bands(threshold)
+        likeness = min(threshold + SIMILARITY_MARGIN, (1 + threshold) / 2)
+        assert (1 - likeness**rows) ** bands <= MISS_PROBABILITY
+        assert (1 - likeness**rows) ** (bands - 1) > MISS_PROBABILITY  # no band too many
         assert bands * rows <= 128
 
 
@@ -105,7 +113,7 @@ def test_the_index_misses_a_pair_above_the_margin_with_the_probability_that_is_s
     ],
 )
 def test_texts_of_all_scripts_are_compared(one, other, least, most):
-    assert least <= similarity_of(shingles_of(one), shingles_of(other)) <= most
+    assert least <= jaccard_similarity(compute_shingles(one), compute_shingles(other)) <= most
 
 
 # --- make process -----------------------------------------------------------------------------------------------------
@@ -126,7 +134,7 @@ def run(tmp_path):
             f"model: {{name: no/model}}\ndata: {{process: {{raw_path: {tmp_path}/raw.jsonl, out_dir: {tmp_path}/out}}}}"
         )
         config = config_from_text(text, name="test", overrides=[f"data.process.{one}" for one in settings])
-        report = process(config, force=True)
+        report = process_files(config, force=True)
         kept = [json.loads(line)["source"] for file in sorted((tmp_path / "out").glob("*.jsonl"))
                 for line in file.read_text().splitlines()]  # fmt: skip
         return report, sorted(int(where.rpartition(":")[2]) for where in kept)
@@ -149,9 +157,9 @@ def test_near_duplicates_are_counted_and_named_and_dropped_where_that_is_asked(r
     rows = rows_with_copies()
     report, kept = run(rows=rows)
     assert kept == list(range(1, 23))
-    assert report.near.count == 1  # the exact one is a duplicate
+    assert report.near_duplicates.count == 1  # the exact one is a duplicate
     assert report.duplicates.count == 1
-    assert re.fullmatch(r".*raw\.jsonl:21 \(like .*raw\.jsonl:4, 0\.9\d\)", report.near.first[0])
+    assert re.fullmatch(r".*raw\.jsonl:21 \(like .*raw\.jsonl:4, 0\.9\d\)", report.near_duplicates.first[0])
     assert any(
         line.startswith("Near-duplicates: 1, kept; data.process.near_duplicates=drop") for line in report.lines()
     )
@@ -181,7 +189,7 @@ def test_a_test_files_question_is_found_in_training_rows_whatever_its_form(run, 
     fixed = ("val_fraction=0", "test_fraction=0")
     report, kept = run(f"compare_with=[{other}]", "similarity=0.9", *fixed, rows=rows_with_copies())
     assert len(kept) == 22
-    assert [report.overlaps[other].count, report.near.count] == [1, 1]
+    assert [report.overlaps[other].count, report.near_duplicates.count] == [1, 1]
     assert re.fullmatch(r".*raw\.jsonl:8 \(like .*test\.jsonl:2, 1\.00\)", report.overlaps[other].first[0])
     report, kept = run(
         f"compare_with=[{other}]", "similarity=0.9", "drop_overlaps=true", *fixed, rows=rows_with_copies()
@@ -225,7 +233,7 @@ def test_the_runs_own_held_out_files_are_compared_with_by_default(tmp_path):
     def overlaps(held_out: str, more: str = ""):
         text = (f"model: {{name: no/model}}\ndata: {{train_path: {raw}, {held_out}, "
                 f"process: {{raw_path: {raw}, out_dir: {tmp_path}/out, {fixed}{more}}}}}")  # fmt: skip
-        return process(config_from_text(text, name="test"), force=True)
+        return process_files(config_from_text(text, name="test"), force=True)
 
     found = overlaps(f"test_path: {test}").overlaps
     assert [(name, places.count) for name, places in found.items()] == [(test, 1)]
@@ -243,24 +251,24 @@ def test_the_runs_own_held_out_files_are_compared_with_by_default(tmp_path):
 @needs_datasketch
 def test_rows_of_one_form_are_compared_with_few_and_in_bounded_time():
     """Texts that share most of their words share their keys; of those only the likeliest are compared."""
-    draw, sketches = random.Random(1), Sketches(0.9)
-    index = Similar(sketches)
+    draw, sketches = random.Random(1), SketchMaker(0.9)
+    index = SimilarityIndex(sketches)
     form = [f"w{n}" for n in range(60)]
     for number in range(600):
         words = [f"x{number}y{place}" if draw.random() < 0.12 else word for place, word in enumerate(form)]
-        index.add(sketches.of(" ".join(words)), str(number))
+        index.add(sketches.sketch(" ".join(words)), str(number))
     assert all(len(numbers) <= 256 for table in index._tables for numbers in table.values())
     copy = [*words[:-1], "other"]
-    found = index.nearest(sketches.of(" ".join(copy)))
+    found = index.nearest(sketches.sketch(" ".join(copy)))
     assert found is not None
     assert found[0] == pytest.approx(jaccard(" ".join(words), " ".join(copy)))
 
 
 @needs_datasketch
 def test_counting_stops_where_it_would_take_too_much_memory(run, monkeypatch):
-    monkeypatch.setattr("sft_play.data.process.MOST_INDEX_BYTES", 8_000)
+    monkeypatch.setattr("sft_play.data.process.MAX_INDEX_BYTES", 8_000)
     rows = rows_with_copies()
     report, _ = run(rows=rows)
-    assert report.near.count == 0  # the row that it is like came fourth, after the first three were kept
+    assert report.near_duplicates.count == 0  # the row that it is like came fourth, after the first three were kept
     assert "Near-duplicates: rows were compared with the first 3 that have none" in "\n".join(report.lines())
-    assert run("near_duplicates=drop", rows=rows)[0].near.count == 1
+    assert run("near_duplicates=drop", rows=rows)[0].near_duplicates.count == 1

@@ -24,7 +24,7 @@ from sft_play.config import other_tools
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.options import all_options, find_option
 from sft_play.config.translated import format_run_yaml, translate_file
-from sft_play.data.infer_dataset import first_look
+from sft_play.data.infer_dataset import infer_dataset
 from sft_play.data.sources.columns import guess_columns
 from sft_play.data.sources.examples import check_first_rows
 from sft_play.data.sources.files import find_data_paths
@@ -106,7 +106,7 @@ def test_rows_fit_their_length_task_and_columns(models, tmp_path, monkeypatch):
 def test_a_folder_with_splits_is_read_by_them(tmp_path):
     for split in ("train", "validation", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": split, "completion": "b"}) + "\n")
-    found = first_look(str(tmp_path)).settings
+    found = infer_dataset(str(tmp_path)).settings
     assert found["data.train_path"] == str(tmp_path / "train.jsonl")
     assert found["data.val_path"] == str(tmp_path / "validation.jsonl")
     assert "data.val_fraction" not in found
@@ -323,12 +323,12 @@ def test_a_table_from_excel_is_told_the_encoding_and_then_the_columns(tmp_path):
     columns = {"prompt": "Frage", "completion": "Antwort"}
     read = read.model_copy(update={"columns": columns})
     check_first_rows(read, find_data_paths(read), task_mode="sft")
-    look = first_look(str(path))
+    look = infer_dataset(str(path))
     assert (look.settings["data.encoding"], look.settings["data.columns"]) == ("cp1252", columns)
-    assert "not UTF-8, but cp1252 by its looks" in look.words
+    assert "not UTF-8, but cp1252 by its looks" in look.description
     path.write_bytes(b"Frage;Antwort\nja\xff;nein\n")  # a stray byte is no encoding
     with pytest.raises(DataError, match="damaged here"):
-        first_look(str(path))
+        infer_dataset(str(path))
 
 
 def test_a_folder_of_text_under_chats_names_the_task(tmp_path):

@@ -299,13 +299,13 @@ def splits(config: RunConfig) -> Facts:
     return {
         "rows": len(rows),
         "text_rows": sum(source == 1 for source in rows["source"]) if "source" in rows.column_names else 0,
-        "source": made.train.report.source,
-        "val": made.val and f"{made.val.report.source} ({len(made.val.rows)})",
-        "test": made.test and f"{made.test.report.source} ({len(made.test.rows)})",
+        "source": made.train.stats.source,
+        "val": made.val and f"{made.val.stats.source} ({len(made.val.rows)})",
+        "test": made.test and f"{made.test.stats.source} ({len(made.test.rows)})",
         "text": tokenizer.decode(first["input_ids"]),
         "trained": tokenizer.decode(trained),
         "tokens": len(first["input_ids"]),
-        "dropped": made.train.report.dropped,
+        "dropped": made.train.stats.dropped_rows,
     }
 
 
@@ -320,29 +320,29 @@ def files_of(folder: Path) -> Facts:
 
 def processed(config: RunConfig) -> Facts:
     """What `make process` writes, and where."""
-    from sft_play.data.process import process
+    from sft_play.data.process import process_files
 
-    report = process(config, force=True)
-    counts = {"near": report.near.count, "overlaps": sum(one.count for one in report.overlaps.values())}
+    report = process_files(config, force=True)
+    counts = {"near": report.near_duplicates.count, "overlaps": sum(one.count for one in report.overlaps.values())}
     return files_of(Path(config.data.process.out_dir)) | counts
 
 
 def styled(config: RunConfig) -> Facts:
     """What `make style` writes, and where."""
-    from sft_play.data.style import style
+    from sft_play.data.style import style_rows
 
     processed(config)
-    style(config, None, force=True)
+    style_rows(config, None, force=True)
     facts = files_of(Path(config.data.style.out_dir))
     return {**facts, "system": facts["first"]["messages"][0]["content"]}
 
 
 def texts(config: RunConfig) -> Facts:
     """What `make dapt-docx` writes, and where."""
-    from sft_play.documents.documents import documents
+    from sft_play.documents.documents import convert_documents
 
     need_documents_extra()
-    documents(config, force=True)
+    convert_documents(config, force=True)
     found = files_of(Path(config.data.documents.out_dir))
     written = [json.loads(line)["text"] for line in (Path(found["folder"]) / "train.jsonl").read_text().splitlines()]
     opening = sum("The same long opening" in text for text in written)
@@ -368,14 +368,14 @@ def worker_count(config: RunConfig) -> Facts:
     from sft_play.data.build import splits as data_splits
 
     asked: list[Any] = []
-    real = data_splits.build
+    real = data_splits.build_rows
 
     def record(*args: Any, workers: Any, **options: Any) -> Any:
         asked.append(workers)
         return real(*args, workers=1, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_splits, "build", record)
+        patch.setattr(data_splits, "build_rows", record)
         splits(config)
     return {"workers": asked}
 

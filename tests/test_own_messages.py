@@ -13,7 +13,7 @@ from sft_play.data.masks import fitted_template
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
-from sft_play.data.process import as_row
+from sft_play.data.process import processed_row
 from sft_play.data.sources.formats import content_digest, recognise_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from tests.bundled import template_of, there
@@ -128,7 +128,7 @@ def test_two_different_think_texts_in_a_message_are_refused():
 @pytest.mark.parametrize("name", ROWS)
 def test_a_processed_row_is_read_as_the_row_itself(name):
     chat = example_of(ROWS[name])
-    written = json.loads(json.dumps(as_row(chat, content_digest(chat))))
+    written = json.loads(json.dumps(processed_row(chat, content_digest(chat))))
     again = to_example(RawRow("f:1", written), recognise_format(written))
     assert again == chat
     assert content_digest(again) == content_digest(chat)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft_play.data.build.packing import best_fit, grouped, padding_shares
+from sft_play.data.build.packing import group_by_length, pack_best_fit, padding_shares
 from sft_play.errors import ConfigError
 from tests.conftest import chat
 
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.build
 def test_each_row_goes_into_the_fullest_pack_with_room_for_it():
     # 7 opens a pack (3 left), 5 another (5 left); 3 fits both and goes where it leaves nothing; 2 and 2 go to the 5,
     # which leaves 1; 1 fills it
-    packs = best_fit([5, 2, 7, 1, 3, 2], 10)
+    packs = pack_best_fit([5, 2, 7, 1, 3, 2], 10)
     assert [pack.tolist() for pack in packs] == [[2, 4], [0, 1, 3, 5]]
     assert packs.tokens.tolist() == [10, 10]
     # 4 + 4 fill neither pack to its end, and 2 + 2 do
-    assert [pack.tolist() for pack in best_fit([4, 4, 4, 2, 2], 10)] == [[0, 1, 3], [2, 4]]
-    assert len(best_fit([], 10)) == 0
+    assert [pack.tolist() for pack in pack_best_fit([4, 4, 4, 2, 2], 10)] == [[0, 1, 3], [2, 4]]
+    assert len(pack_best_fit([], 10)) == 0
 
 
 def by_the_book(lengths: list[int], capacity: int) -> list[int]:
@@ -46,7 +46,7 @@ def test_packs_are_those_of_best_fit_decreasing_and_hold_every_row_once():
     for _ in range(200):
         capacity = int(draw.integers(1, 1500))
         lengths = draw.integers(1, capacity + 1, size=int(draw.integers(0, 50)))
-        packs = best_fit(lengths, capacity)
+        packs = pack_best_fit(lengths, capacity)
         assert sorted(packs.tokens.tolist()) == by_the_book(lengths.tolist(), capacity)
         assert sorted(packs.indices.tolist()) == list(range(len(lengths)))
         for pack, tokens in zip(packs, packs.tokens, strict=True):
@@ -56,9 +56,9 @@ def test_packs_are_those_of_best_fit_decreasing_and_hold_every_row_once():
 
 def test_a_row_that_is_empty_or_longer_than_a_pack_is_refused():
     with pytest.raises(ValueError, match=r"rows of 3 to 11 tokens; a pack takes rows of 1 to 10"):
-        best_fit([3, 11], 10)
+        pack_best_fit([3, 11], 10)
     with pytest.raises(ValueError, match="rows of 0 to 3 tokens"):
-        best_fit([3, 0], 10)
+        pack_best_fit([3, 0], 10)
 
 
 def test_a_million_rows_are_packed_and_the_same_way_each_time():
@@ -67,17 +67,17 @@ def test_a_million_rows_are_packed_and_the_same_way_each_time():
         (np.clip(draw.lognormal(5.5, 0.9, 1_000_000).astype(int), 1, 2048), 2048),
         (draw.integers(1, 131_073, 1_000_000), 131_072),
     ):
-        packs = best_fit(lengths, capacity)
+        packs = pack_best_fit(lengths, capacity)
         assert packs.tokens.mean() > 0.99 * capacity
     few = lengths[:20_000]
-    assert np.array_equal(best_fit(few, capacity).indices, best_fit(few, capacity).indices)
+    assert np.array_equal(pack_best_fit(few, capacity).indices, pack_best_fit(few, capacity).indices)
 
 
 def test_rows_of_a_step_are_sorted_by_length_and_stay_in_it():
     lengths = np.array([5, 1, 9, 5, 2, 7, 3])
     order = [6, 2, 0, 1, 3, 5, 4]  # lengths 3 9 5 1 | 5 7 2
-    assert grouped(order, lengths, window=4).tolist() == [2, 0, 6, 1, 5, 3, 4]
-    assert grouped([3, 0], lengths, window=4).tolist() == [3, 0]  # as they came where they are equal
+    assert group_by_length(order, lengths, window=4).tolist() == [2, 0, 6, 1, 5, 3, 4]
+    assert group_by_length([3, 0], lengths, window=4).tolist() == [3, 0]  # as they came where they are equal
 
 
 def test_padding_of_each_choice_is_that_of_its_micro_batches():
@@ -106,7 +106,7 @@ def dataset(lengths: list[int], sources: list[int] | None = None) -> Any:
 def test_a_pack_holds_whole_chats_and_predicts_no_chats_beginning_from_another():
     from sft_play.training.loop.rows import FILLER_INDEX, TrainingRows
 
-    rows = TrainingRows(dataset([3, 2, 4]), packs=best_fit([3, 2, 4], 6))
+    rows = TrainingRows(dataset([3, 2, 4]), packs=pack_best_fit([3, 2, 4], 6))
     assert len(rows) == 2
     first, second = rows[0], rows[1]
     assert first["input_ids"].tolist() == [200, 201, 300, 301, 302, 303]
@@ -133,7 +133,7 @@ def test_rows_stay_in_the_data_set_until_they_are_asked_for(tmp_path):
     loaded = load_from_disk(str(tmp_path / "rows")).select([3, 0, 2])
     assert row_lengths(loaded).tolist() == [5, 3, 4]
     assert trained_tokens(loaded) == 4 + 2 + 3
-    rows = TrainingRows(loaded, packs=best_fit(row_lengths(loaded), 8))
+    rows = TrainingRows(loaded, packs=pack_best_fit(row_lengths(loaded), 8))
     assert [row["input_ids"][0] for row in rows] == [400, 300]
 
 
@@ -141,7 +141,7 @@ def test_a_batch_of_packs_begins_its_positions_anew_with_every_chat():
     from sft_play.training.loop.collate import Collator
     from sft_play.training.loop.rows import TrainingRows
 
-    rows = TrainingRows(dataset([3, 2, 4], [0, 1, 0]), packs=best_fit([3, 2, 4], 6))
+    rows = TrainingRows(dataset([3, 2, 4], [0, 1, 0]), packs=pack_best_fit([3, 2, 4], 6))
     batch = Collator(pad_id=7, adds_sources=True)([rows[0], rows[1]])
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 0, 0]]
     assert batch["input_ids"][1].tolist() == [100, 101, 102, 7, 7, 7]

@@ -18,19 +18,19 @@ from sft_play.commands.rows import preview as preview_of
 from sft_play.config.load import load_config
 from sft_play.data.masks.words import BYTE_LETTERS
 from sft_play.data.preview import (
-    Gap,
-    Shown,
+    HiddenTokens,
+    PreviewRow,
     TokenBytes,
     TokenPiece,
-    kept_tokens,
-    plain_lines,
-    shortened,
-    signs,
-    spread_out,
-    terminal_text,
-    token_pieces,
+    choose_evenly,
+    format_plain_lines,
+    format_terminal_text,
+    kept_token_flags,
+    shorten_pieces,
+    split_signs,
+    split_token_pieces,
 )
-from sft_play.data.preview_page import html_page
+from sft_play.data.preview_page import render_html_page
 from sft_play.errors import DataError
 from tests.bundled import there, tokenizer_folder
 from tests.conftest import chat
@@ -109,26 +109,26 @@ class Letters:
 
 
 def pieces(ids: list[int], labels: list[int] | None = None, kept: list[bool] | None = None) -> list[TokenPiece]:
-    return token_pieces(ids, labels or ids, TokenBytes(Letters()), kept=kept or [True] * len(ids))
+    return split_token_pieces(ids, labels or ids, TokenBytes(Letters()), kept_flags=kept or [True] * len(ids))
 
 
 def test_tokens_that_make_one_character_are_one_piece():
     found = pieces([*"aé".encode(), *"😀".encode(), 300])
     assert [piece.text for piece in found] == ["a", "é", "😀", "<|end|>"]
     assert [len(piece.ids) for piece in found] == [1, 2, 4, 1]
-    assert [piece.special for piece in found] == [False, False, False, True]
+    assert [piece.is_special for piece in found] == [False, False, False, True]
 
 
 def test_bytes_that_are_no_character_are_shown_by_their_number():
     found = pieces([0xF0, 0x9F, 0x41])
-    shown = "".join(sign for piece in found for _, sign in signs(piece.text))
+    shown = "".join(sign for piece in found for _, sign in split_signs(piece.text))
     assert shown == "⟨0xF0⟩⟨0x9F⟩A"
     assert sum(len(piece.ids) for piece in found) == 3
 
 
 def test_a_character_of_which_only_a_part_is_trained_is_not_shown_whole():
     found = pieces(list("é".encode()), labels=[-100, 0xA9])
-    assert [(piece.text, piece.trained) for piece in found] == [("\udcc3", False), ("\udca9", True)]
+    assert [(piece.text, piece.is_trained) for piece in found] == [("\udcc3", False), ("\udca9", True)]
 
 
 def test_a_special_token_ends_a_character_that_is_not_complete():
@@ -147,11 +147,11 @@ def test_the_pieces_of_real_tokenizers_are_the_text(name):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     text = "héllo 👩‍👩‍👧 日本語\n\n  y\t<0x41> ▁ مرحبا é 🇩🇪 \x00"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    found = token_pieces(ids, ids, TokenBytes(tokenizer), kept=[True] * len(ids))
+    found = split_token_pieces(ids, ids, TokenBytes(tokenizer), kept_flags=[True] * len(ids))
     joined = "".join(piece.text for piece in found)
     assert joined.removeprefix(" ").replace(" ", "▁") == text.replace(" ", "▁")
     assert [number for piece in found for number in piece.ids] == ids
-    assert not any(piece.special for piece in found)
+    assert not any(piece.is_special for piece in found)
 
 
 @pytest.mark.parametrize("name", there(["bundled/chatml", "Qwen2.5-Instruct"]))
@@ -160,8 +160,8 @@ def test_special_tokens_of_real_tokenizers_are_shown_by_name(name):
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     ids = tokenizer("<tool_call>a<|im_end|>")["input_ids"]
-    found = token_pieces(ids, ids, TokenBytes(tokenizer), kept=[True] * len(ids))
-    assert [(piece.text, piece.special) for piece in found] == [
+    found = split_token_pieces(ids, ids, TokenBytes(tokenizer), kept_flags=[True] * len(ids))
+    assert [(piece.text, piece.is_special) for piece in found] == [
         ("<tool_call>", True),
         ("a", False),
         ("<|im_end|>", True),
@@ -172,58 +172,58 @@ def test_special_tokens_of_real_tokenizers_are_shown_by_name(name):
 
 
 def test_a_cut_row_is_the_beginning_the_end_or_both_ends_of_the_whole_one():
-    assert kept_tokens([1, 2, 3, 4], [1, 2]) == [True, True, False, False]
-    assert kept_tokens([1, 2, 3, 4], [3, 4]) == [False, False, True, True]
-    assert kept_tokens([1, 2, 3, 4], [1, 3, 4]) == [True, False, True, True]
-    assert kept_tokens([1, 2], [1, 2]) == [True, True]
+    assert kept_token_flags([1, 2, 3, 4], [1, 2]) == [True, True, False, False]
+    assert kept_token_flags([1, 2, 3, 4], [3, 4]) == [False, False, True, True]
+    assert kept_token_flags([1, 2, 3, 4], [1, 3, 4]) == [True, False, True, True]
+    assert kept_token_flags([1, 2], [1, 2]) == [True, True]
 
 
 def test_rows_are_spread_over_the_file_with_first_last_and_longest():
-    assert spread_out(100, 5, longest=60) == [0, 25, 60, 74, 99]  # even: 0, 25, 50, 74, 99; 60 is nearest to 50
-    assert spread_out(100, 2, longest=60) == [0, 99]
-    assert spread_out(100, 1, longest=60) == [0]
-    assert spread_out(3, 5, longest=1) == [0, 1, 2]
-    assert spread_out(100, 5, longest=99) == [0, 25, 50, 74, 99]
+    assert choose_evenly(100, 5, longest=60) == [0, 25, 60, 74, 99]  # even: 0, 25, 50, 74, 99; 60 is nearest to 50
+    assert choose_evenly(100, 2, longest=60) == [0, 99]
+    assert choose_evenly(100, 1, longest=60) == [0]
+    assert choose_evenly(3, 5, longest=1) == [0, 1, 2]
+    assert choose_evenly(100, 5, longest=99) == [0, 25, 50, 74, 99]
 
 
 def test_long_examples_lose_the_middles_of_their_stretches_with_their_number():
-    row = [TokenPiece("a", (1,)) for _ in range(1_000)] + [TokenPiece("b", (2,), trained=True) for _ in range(30)]
-    found = shortened(row, 100)
-    gaps = [item for item in found if isinstance(item, Gap)]
-    assert [(gap.tokens, gap.trained) for gap in gaps] == [(950, 0)]  # 100 for two stretches
-    assert sum(1 for item in found if not isinstance(item, Gap) and item.trained) == 30
-    assert shortened(row, 2_000) == row
+    row = [TokenPiece("a", (1,)) for _ in range(1_000)] + [TokenPiece("b", (2,), is_trained=True) for _ in range(30)]
+    found = shorten_pieces(row, 100)
+    gaps = [item for item in found if isinstance(item, HiddenTokens)]
+    assert [(gap.tokens, gap.trained_tokens) for gap in gaps] == [(950, 0)]  # 100 for two stretches
+    assert sum(1 for item in found if not isinstance(item, HiddenTokens) and item.is_trained) == 30
+    assert shorten_pieces(row, 2_000) == row
 
 
 # --- signs ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_seen_is_shown():
-    assert [sign for _, sign in signs(" \t\n")] == ["·", "⇥", "⏎"]
+    assert [sign for _, sign in split_signs(" \t\n")] == ["·", "⇥", "⏎"]
     for character in "\x00\x1b\x7f\x9b\r\u00ad\u00a0\u200b\u200e\u202a\u202e\u2028\u2066\u2069\u3164\ufeff\U000e0041":
-        assert [sign for _, sign in signs(character)] == [f"⟨U+{ord(character):04X}⟩"]
+        assert [sign for _, sign in split_signs(character)] == [f"⟨U+{ord(character):04X}⟩"]
 
 
 # --- terminal ---------------------------------------------------------------------------------------------------------
 
 
-def shown(found: list[TokenPiece], **more: Any) -> Shown:
+def shown(found: list[TokenPiece], **more: Any) -> PreviewRow:
     ids = tuple(number for piece in found for number in piece.ids)
-    labels = tuple(number if piece.trained else -100 for piece in found for number in piece.ids)
-    return Shown(1, "a.jsonl:1", ids, labels, tuple(found), **more)
+    labels = tuple(number if piece.is_trained else -100 for piece in found for number in piece.ids)
+    return PreviewRow(1, "a.jsonl:1", ids, labels, tuple(found), **more)
 
 
 def test_plain_text_marks_what_is_trained_and_what_is_cut():
     row = shown(
         [
             TokenPiece("hi", (1,)),
-            TokenPiece(" yes", (2,), trained=True),
-            TokenPiece("no", (3,), trained=True, kept=False),
+            TokenPiece(" yes", (2,), is_trained=True),
+            TokenPiece("no", (3,), is_trained=True, is_kept=False),
         ],
         cut=1,
         lost=1,
     )
-    assert plain_lines(row) == [
+    assert format_plain_lines(row) == [
         "Row 1 (a.jsonl:1): 3 tokens; 2 trained (67%); max_seq_len cuts 1 tokens, 1 of them trained",
         "  hi[[·yes]]",
         "  --- max_seq_len cuts 1 tokens, 1 of them trained ---",
@@ -232,13 +232,13 @@ def test_plain_text_marks_what_is_trained_and_what_is_cut():
 
 
 def test_texts_cannot_write_our_marks():
-    lines = plain_lines(shown([TokenPiece("a[[b]]~~", (1,)), TokenPiece("[", (2,)), TokenPiece("[", (3,))]))
+    lines = format_plain_lines(shown([TokenPiece("a[[b]]~~", (1,)), TokenPiece("[", (2,)), TokenPiece("[", (3,))]))
     assert lines[1] == "  a[\\[b]\\]~\\~¦[¦["
 
 
 def test_nothing_of_a_row_reaches_a_terminal_as_a_control_character():
-    row = shown([TokenPiece(NASTY, (1,), trained=True)], reason="x\x1b[2J", raw="\x1b]0;title\x07 \u202e")
-    text = terminal_text(row).plain + "".join(plain_lines(row))
+    row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason="x\x1b[2J", raw="\x1b]0;title\x07 \u202e")
+    text = format_terminal_text(row).plain + "".join(format_plain_lines(row))
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     assert "⟨U+001B⟩[31m" in text
 
@@ -249,7 +249,7 @@ class Terminal(io.StringIO):
 
 
 def a_preview() -> Preview:
-    row = shown([TokenPiece("hi", (1,)), TokenPiece("yes", (2,), trained=True)])
+    row = shown([TokenPiece("hi", (1,)), TokenPiece("yes", (2,), is_trained=True)])
     return Preview("a.jsonl", 1, (row,), (), Path("page.html"))
 
 
@@ -269,8 +269,8 @@ def test_colours_are_drawn_on_a_terminal_only(monkeypatch):
 
 
 def test_the_page_holds_nothing_of_the_data_but_text():
-    row = shown([TokenPiece(NASTY, (1,), trained=True)], reason=NASTY, raw=NASTY, notes=(NASTY,))
-    text = html_page([row], title=NASTY, about=[NASTY])
+    row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason=NASTY, raw=NASTY, notes=(NASTY,))
+    text = render_html_page([row], title=NASTY, intro_lines=[NASTY])
     page = Page(text)
     assert {tag for tag, _ in page.tags} == {
         *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "ul", "li", "section", "div"),
@@ -283,7 +283,7 @@ def test_the_page_holds_nothing_of_the_data_but_text():
 
 
 def test_the_page_allows_its_own_style_and_nothing_else():
-    text = html_page([], title="t", about=[])
+    text = render_html_page([], title="t", intro_lines=[])
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
     assert style is not None
     digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
@@ -310,10 +310,10 @@ def test_the_page_shows_every_token_in_order_with_its_id(tiny_llama, tmp_path):
 def test_truncation_is_marked_with_its_counts(tiny_llama, tmp_path):
     found = look(tmp_path, tiny_llama, [chat("hello", "yes no " * 40)], "model.max_seq_len=24")
     example = found.examples[0]
-    assert example.cut == len(example.ids) - 24
-    assert sum(len(piece.ids) for piece in example.pieces if not piece.kept) == example.cut
+    assert example.cut_tokens == len(example.ids) - 24
+    assert sum(len(piece.ids) for piece in example.pieces if not piece.is_kept) == example.cut_tokens
     page = (tmp_path / "page.html").read_text()
-    assert f"max_seq_len cuts {example.cut} tokens, {example.lost} of them trained" in page
+    assert f"max_seq_len cuts {example.cut_tokens} tokens, {example.lost_trained_tokens} of them trained" in page
     assert any("x" in name.split() for name, _ in Page(page).tokens)
 
 
@@ -342,7 +342,7 @@ def test_a_bad_row_is_shown_with_its_reason_and_how_it_begins(tiny_llama, tmp_pa
 def test_a_row_is_shown_by_its_number(tiny_llama, tmp_path):
     rows = [chat(f"what is {n}?", f"it is {n}.") for n in range(9)]
     found = look(tmp_path, tiny_llama, rows, row=7)
-    assert [example.number for example in found.examples] == [7]
+    assert [example.row_number for example in found.examples] == [7]
     assert "it·is·6." in "".join(found.lines()).replace("¦", "")
 
 
@@ -355,7 +355,7 @@ def test_a_row_beyond_the_file_says_how_many_there_are(tiny_llama, tmp_path):
 def test_five_rows_are_shown_evenly_with_the_longest(tiny_llama, tmp_path):
     rows = [chat(f"what is {n}?", "yes " * (50 if n == 33 else 1)) for n in range(101)]
     found = look(tmp_path, tiny_llama, rows)
-    numbers = [example.number for example in found.examples]
+    numbers = [example.row_number for example in found.examples]
     assert len(numbers) == 5
     assert numbers[0] == 1
     assert numbers[-1] == 101
@@ -396,6 +396,6 @@ def test_the_command_says_plain_text_without_escapes_and_json(tiny_llama, tmp_pa
 
 def test_documents_are_shown_whole_for_cpt(tiny_llama, tmp_path):
     found = look(tmp_path, tiny_llama, [{"text": "yes no " * 200}], "task_mode=cpt", "model.max_seq_len=32")
-    assert found.examples[0].cut == 0
+    assert found.examples[0].cut_tokens == 0
     assert found.examples[0].method == "document"
-    assert all(piece.trained for piece in found.examples[0].pieces)
+    assert all(piece.is_trained for piece in found.examples[0].pieces)

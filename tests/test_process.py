@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import StyleConfig
 from sft_play.data.build.splits import build_splits
-from sft_play.data.process import process, read_processed, split_by_digest
+from sft_play.data.process import process_files, read_processed, split_by_digest
 from sft_play.data.sources.examples import NOTE_UNSTYLED, ExampleReader
 from sft_play.data.sources.files import FilePart, find_data_paths
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
-from sft_play.data.style import style
+from sft_play.data.style import style_rows
 from sft_play.errors import ConfigError, DataError
 from tests.bundled import ORIGINS, data_file
 from tests.conftest import chat
@@ -46,7 +46,7 @@ def run(tmp_path):
             name="run.yaml",
             overrides=settings,
         )
-        return process(config, force=force)
+        return process_files(config, force=force)
 
     made.folder = tmp_path / "out"
     return made
@@ -143,13 +143,13 @@ class TestSplits:
         report = run()
         for at, name in enumerate(("train", "val", "test")):
             assert contents(run.folder / f"{name}.jsonl") == {f"what is {n}?" for n in range(10 * at, 10 * at + 10)}
-        assert report.own_splits
+        assert report.has_own_splits
         assert "have their own splits (train, val, test)" in "\n".join(report.lines())
 
     def test_a_file_called_train_alone_brings_no_splits(self, run, tmp_path):
         write(tmp_path / "raw" / "train.jsonl", *chats(0, 200))
         report = run("data.process.val_fraction=0.2")
-        assert not report.own_splits
+        assert not report.has_own_splits
         assert report.splits["val"].rows > 10
         run(raw=write(tmp_path / "test.jsonl", *chats(0, 50)), force=True)
         assert rows_of(run.folder / "train.jsonl")
@@ -423,7 +423,7 @@ class TestStyle:
                 name="run.yaml",
                 overrides=settings,
             )
-            return style(config, text, force=force)
+            return style_rows(config, text, force=force)
 
         styled.folder = tmp_path / "styled"
         return styled
@@ -551,9 +551,9 @@ class TestStyleOfARun:
             "per_source": {glob.replace("raw", f"{tmp_path}/raw"): text for glob, text in files.items()},
         }
         direct = self.read(self.config(tmp_path, tmp_path / "raw", given))
-        process(self.config(tmp_path, tmp_path / "raw", given))
+        process_files(self.config(tmp_path, tmp_path / "raw", given))
         processed = self.read(self.config(tmp_path, tmp_path / "out" / "train.jsonl", given))
-        style(self.config(tmp_path, tmp_path / "raw", given), None)
+        style_rows(self.config(tmp_path, tmp_path / "raw", given), None)
         # what style wrote is read as it is, whatever the config says: nothing is prepended twice
         for again in (given, {"how": "prepend", "system": "another"}):
             written = self.read(self.config(tmp_path, tmp_path / "styled" / "train.jsonl", again))

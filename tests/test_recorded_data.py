@@ -24,7 +24,7 @@ import pytest
 from sft_play.cli import main
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import DataConfig
-from sft_play.data.build.packing import best_fit
+from sft_play.data.build.packing import pack_best_fit
 from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_split
@@ -214,7 +214,7 @@ def written(folder: Path) -> str:
 
 def processed(seed: int) -> dict[str, Any]:
     """What `process` makes of a folder of odd files."""
-    from sft_play.data.process import process
+    from sft_play.data.process import process_files
 
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as place:
@@ -239,7 +239,7 @@ def processed(seed: int) -> dict[str, Any]:
             ],
         )  # fmt: skip
         try:
-            report = process(run)
+            report = process_files(run)
         except SftPlayError as error:
             return {"refused": digest(str(error).replace(place, "F"))}
         told = [line.replace(place, "F") for line in report.lines()]
@@ -248,7 +248,7 @@ def processed(seed: int) -> dict[str, Any]:
 
 def documents(seed: int) -> dict[str, Any]:
     """What `dapt-docx` makes of text; that of other kinds is what their libraries read."""
-    from sft_play.documents.documents import documents as read
+    from sft_play.documents.documents import convert_documents as read
 
     need_documents_extra()
     draw = random.Random(seed)
@@ -428,7 +428,7 @@ def split(seed: int) -> dict[str, Any]:
         for name in ("train", "val", "test"):
             if (part := getattr(made, name)) is not None:
                 rows_of = [[list(row[key]) for key in ("input_ids", "labels")] for row in to_dataset(part.rows)]
-                told = [found.found.replace(place, "F") for found in said_of(part.report, name, run.data)]
+                told = [found.found.replace(place, "F") for found in said_of(part.stats, name, run.data)]
                 found[name] = {"rows": len(rows_of), "digest": digest(rows_of), "told": digest(told)}
         return found
 
@@ -473,7 +473,7 @@ def packed(seed: int) -> dict[str, Any]:
     """How random lengths are packed."""
     draw = random.Random(seed)
     size = draw.randint(8, 64)
-    packs = best_fit([draw.randint(1, size) for _ in range(draw.randint(1, 80))], size)
+    packs = pack_best_fit([draw.randint(1, size) for _ in range(draw.randint(1, 80))], size)
     return {"digest": digest([list(packs[number]) for number in range(len(packs))])}
 
 

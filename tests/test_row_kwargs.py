@@ -15,7 +15,7 @@ from sft_play.data.build.splits import build_splits
 from sft_play.data.masks import render
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.data.process import process
+from sft_play.data.process import process_files
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
@@ -130,7 +130,7 @@ def test_they_reach_the_rows_of_a_run_its_held_out_chats_and_the_files_of_proces
         assert splits.val is not None
         kwargs = [splits.val.chats[at].template_kwargs for at in range(len(splits.val.chats))]
         if path == raw:
-            process(config)
+            process_files(config)
         return sorted(tokenizer.decode(ids) for ids in splits.train.rows["input_ids"]), kwargs
 
     direct, kwargs = texts(raw)

@@ -21,11 +21,11 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data import process as process_module
 from sft_play.data.build import survey
-from sft_play.data.build.size import rough_size
-from sft_play.data.build.survey import RowMaker, in_batches
+from sft_play.data.build.size import estimate_size
+from sft_play.data.build.survey import RowRenderer, split_batches
 from sft_play.data.build.workers import BATCH_CHARS
 from sft_play.data.masks.render import Renderer
-from sft_play.data.process import process
+from sft_play.data.process import process_files
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import Text
@@ -212,7 +212,7 @@ def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
         name="run.yaml",
         overrides=("data.process.val_fraction=0", "data.process.test_fraction=0"),
     )
-    report = process(config)
+    report = process_files(config)
     assert report.rows_kept == len(rows)
     assert report.notes[NOTE_PIECE].count == len(rows)
     written = (tmp_path / "out" / "train.jsonl").read_text().splitlines()
@@ -261,7 +261,7 @@ def test_a_piece_has_the_tokens_that_it_has_in_the_whole_text(tmp_path, monkeypa
 
 def test_rows_are_rendered_a_few_characters_at_a_time():
     texts = [(number, Text("f", "x" * 300_000)) for number in range(1, 51)]
-    batches = list(in_batches(texts))
+    batches = list(split_batches(texts))
     assert [row for batch in batches for row in batch] == texts
     assert max(sum(len(text.text) for _, text in batch) for batch in batches) <= BATCH_CHARS
 
@@ -280,10 +280,10 @@ def test_every_batch_of_long_texts_gives_memory_back(tiny_llama, monkeypatch):
 
     told: list[int] = []
     monkeypatch.setattr(survey, "release_after_long_text", told.append)
-    maker = RowMaker(Renderer(AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=10), task_mode="cpt")
+    maker = RowRenderer(Renderer(AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=10), task_mode="cpt")
     sizes = [10, 900_000, 800_000, 20]
-    made: list[Any] = list(maker.outcomes(enumerate((Text("f", "x " * (size // 2)) for size in sizes), start=1)))
-    assert [one.number for one in made] == [1, 2, 3, 4]
+    made: list[Any] = list(maker.make_rows(enumerate((Text("f", "x " * (size // 2)) for size in sizes), start=1)))
+    assert [one.row_number for one in made] == [1, 2, 3, 4]
     assert told == [900_000, 800_000]
 
 
@@ -294,7 +294,7 @@ def test_the_rough_size_of_a_file_is_told_from_a_bounded_sample(tmp_path):
         for _ in range(160):  # 80 MB
             file.write(row)
     with traced(45 * MIB):
-        size = rough_size(DataConfig(train_path=str(path)))
+        size = estimate_size(DataConfig(train_path=str(path)))
     assert size is not None
     assert size.rows == 160
     assert abs(size.characters / 80_001_000 - 1) < 0.02
@@ -306,7 +306,7 @@ def test_the_rough_size_of_a_file_is_told_from_a_bounded_sample(tmp_path):
 def made(path: Path, folder: Path, *words: str) -> Any:
     text = f"model: {{name: x}}\ndata: {{process: {{raw_path: {path}, out_dir: {folder}}}}}\n"
     config = config_from_text(text, name="run.yaml", overrides=words)
-    return process(config)
+    return process_files(config)
 
 
 def test_process_names_a_line_over_the_limit_and_writes_nothing(tmp_path):

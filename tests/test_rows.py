@@ -182,7 +182,7 @@ def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sft_play.config.load import config_from_text
-    from sft_play.data.build.splits import Split
+    from sft_play.data.build.splits import DataSplit
     from sft_play.data.build.stats import RowStats
     from sft_play.facts.hardware import Hardware
     from sft_play.facts.models.architecture import load_model_shape
@@ -197,7 +197,7 @@ def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
     )
     config = config_from_text(text, name="run.yaml", overrides=overrides)
     machine = Hardware((), "CPU", 2, 2**34, 2**34)
-    split = Split(rows, RowStats("rows", "rows"))
+    split = DataSplit(rows, RowStats("rows", "rows"))
     plan = make_plan(PlanRequest(config, load_model_shape(str(model)), machine))
     return build_trainer(
         config, plan, RunFolder(folder / "run"), peft_config=None,

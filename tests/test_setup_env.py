@@ -20,7 +20,7 @@ import lock
 import setup_env
 import torch_build
 from setup_env import STAMP, Python, SetupError
-from sft_play.documents.documents import PACKAGES
+from sft_play.documents.documents import DOCUMENT_PACKAGES
 from torch_build import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -744,7 +744,7 @@ def test_an_extra_is_read_as_pyproject_has_it_pinned_and_not_in_the_core(extra):
 
 
 def test_the_documents_extra_is_what_reads_documents():
-    assert {Requirement(text).name for text in of_extra("documents")} == set(PACKAGES)
+    assert {Requirement(text).name for text in of_extra("documents")} == set(DOCUMENT_PACKAGES)
 
 
 def test_a_target_gets_the_extras_that_it_needs_and_setup_hears_of_every_such_target():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.build.mixing import Mix, Sources, drawn, exact_shares, mix_table
+from sft_play.data.build.mixing import MixedSources, SourceMix, draw_rows, format_mix_table, share_counts
 from sft_play.errors import ConfigError, DataError
 from tests.conftest import chat
 
@@ -20,10 +20,10 @@ from tests.conftest import chat
 
 
 def test_shares_by_hand():
-    assert exact_shares([3, 1], 8) == (6, 2)
-    assert exact_shares([1, 1, 1], 8) == (3, 3, 2)  # 2.67 each: of equal remainders the first
-    assert exact_shares([0.7, 0.2, 0.1], 11) == (8, 2, 1)  # 7.7, 2.2, 1.1
-    assert exact_shares([1e300, 1.0], 5) == (5, 0)
+    assert share_counts([3, 1], 8) == (6, 2)
+    assert share_counts([1, 1, 1], 8) == (3, 3, 2)  # 2.67 each: of equal remainders the first
+    assert share_counts([0.7, 0.2, 0.1], 11) == (8, 2, 1)  # 7.7, 2.2, 1.1
+    assert share_counts([1e300, 1.0], 5) == (5, 0)
 
 
 def test_shares_add_up_and_every_row_comes_as_often_as_the_others_of_its_source():
@@ -32,16 +32,16 @@ def test_shares_add_up_and_every_row_comes_as_often_as_the_others_of_its_source(
         sizes = tuple(draw.randint(1, 40) for _ in range(draw.randint(1, 5)))
         weights = [draw.choice([draw.random() + 1e-9, draw.randint(1, 9), 10 ** draw.uniform(-6, 6)]) for _ in sizes]
         total = draw.choice([sum(sizes), draw.randint(1, 200)])
-        counts = exact_shares(weights, total)
+        counts = share_counts(weights, total)
         assert sum(counts) == total
         for count, weight in zip(counts, weights, strict=True):
             assert abs(count - total * Fraction(weight) / sum(map(Fraction, weights))) < 1
         names, seed = tuple(map(str, range(len(sizes)))), draw.randrange(2**32)
-        mix, ends = Mix(names, sizes, counts, seed), np.cumsum(sizes)
+        mix, ends = SourceMix(names, sizes, counts, seed), np.cumsum(sizes)
         so_far = np.zeros(sum(sizes), dtype=int)
         for epoch in range(5):
-            rows = mix.rows(epoch)
-            assert np.array_equal(rows, Mix(names, sizes, counts, seed).rows(epoch))  # from its number alone
+            rows = mix.epoch_rows(epoch)
+            assert np.array_equal(rows, SourceMix(names, sizes, counts, seed).epoch_rows(epoch))  # from its number alone
             seen = np.bincount(rows, minlength=sum(sizes))
             so_far += seen
             for count, mine, ever in zip(counts, np.split(seen, ends[:-1]), np.split(so_far, ends[:-1]), strict=True):
@@ -51,40 +51,40 @@ def test_shares_add_up_and_every_row_comes_as_often_as_the_others_of_its_source(
 
 
 def test_epochs_of_a_source_that_is_not_used_whole_have_other_rows():
-    mix = Sources(("a", "b"), (1.0, 1.0), (30, 10)).mix(seed=1)
+    mix = MixedSources(("a", "b"), (1.0, 1.0), (30, 10)).mix(seed=1)
     assert mix.per_epoch == (20, 20)
-    first, second = (set(mix.rows(epoch)[:20].tolist()) for epoch in (0, 1))
+    first, second = (set(mix.epoch_rows(epoch)[:20].tolist()) for epoch in (0, 1))
     assert len(first) == len(second) == 20
     assert first | second == set(range(30))
-    assert sorted(mix.rows(0)[20:].tolist()) == sorted([*range(30, 40)] * 2)
+    assert sorted(mix.epoch_rows(0)[20:].tolist()) == sorted([*range(30, 40)] * 2)
 
 
 def test_without_weights_every_row_comes_once():
-    mix = Sources(("a", "b"), (None, None), (30, 10)).mix(seed=1)
-    assert sorted(mix.rows(3).tolist()) == list(range(40))
+    mix = MixedSources(("a", "b"), (None, None), (30, 10)).mix(seed=1)
+    assert sorted(mix.epoch_rows(3).tolist()) == list(range(40))
 
 
 def test_a_weight_that_gives_no_row_or_too_many_passes_is_refused():
     with pytest.raises(DataError, match=r"weight 1 of b, 0\.001 of all, gives it no row of an epoch of 40"):
-        Sources(("a", "b"), (999.0, 1.0), (30, 10)).mix(seed=1)
+        MixedSources(("a", "b"), (999.0, 1.0), (30, 10)).mix(seed=1)
     with pytest.raises(DataError, match="asks for 3,000 rows an epoch, and it has 1: more than 1,000 passes"):
-        Sources(("a", "b"), (3.0, 1.0), (1, 3999)).mix(seed=1)
+        MixedSources(("a", "b"), (3.0, 1.0), (1, 3999)).mix(seed=1)
 
 
 def test_the_table_says_rows_share_and_passes():
-    lines = mix_table(Sources(("code", "chat"), (3.0, 1.0), (10, 30)).mix(seed=1))
+    lines = format_mix_table(MixedSources(("code", "chat"), (3.0, 1.0), (10, 30)).mix(seed=1))
     assert lines[0].split() == ["source", "rows", "an", "epoch", "share", "passes"]
     assert lines[1].split() == ["code", "10", "30", "75.00%", "3"]
     assert lines[2].split() == ["chat", "30", "10", "25.00%", "0.333"]
 
 
 def test_max_rows_keeps_the_same_rows_by_the_seed():
-    assert drawn(5, 5, seed=1) is None
-    kept = drawn(1000, 10, seed=1)
+    assert draw_rows(5, 5, seed=1) is None
+    kept = draw_rows(1000, 10, seed=1)
     assert kept is not None
     assert len(set(kept.tolist())) == 10
-    assert np.array_equal(kept, drawn(1000, 10, seed=1))
-    assert not np.array_equal(kept, drawn(1000, 10, seed=2))
+    assert np.array_equal(kept, draw_rows(1000, 10, seed=1))
+    assert not np.array_equal(kept, draw_rows(1000, 10, seed=2))
 
 
 # --- the run YAML -----------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_packs_hold_rows_of_one_source_and_their_shares_are_exact(run_yaml):
     assert all(len(set(sources.tolist())) == 1 for sources in found)
     counts = [sum(int(sources[0]) == place for sources in found) for place in (0, 1)]
     sizes = trainer.order._mix.sizes
-    assert tuple(counts) == exact_shares([3, 1], sum(sizes))
+    assert tuple(counts) == share_counts([3, 1], sum(sizes))
     assert sum(sizes) < 32
 
 

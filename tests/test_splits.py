@@ -18,7 +18,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build import build as build_module
 from sft_play.data.build import workers as workers_module
 from sft_play.data.build.arrow_rows import RowWriter
-from sft_play.data.build.build import KEPT, Recipe, build
+from sft_play.data.build.build import KEPT_SIDE, BuildRecipe, build_rows
 from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_split
@@ -97,14 +97,14 @@ class TestSplits:
         val = write(tmp_path / "v.jsonl", rows[1], rows[2], rows[2], chat("other", "row"))
         config = f"data: {{train_path: {train}, val_path: {val}, test_path: {train}, workers: {workers}}}"
         splits = self.build(tokenizer, config)
-        assert [split.report.repeated for split in (splits.train, splits.val, splits.test)] == [3, 1, 3]
-        assert splits.train.report.shared == {}
-        assert splits.val.report.shared == {"train": 2}
-        assert splits.test.report.shared == {"train": 8, "val": 2}
-        assert "3 rows of train with the tokens of an earlier one" in said_of(splits.train.report)
-        assert "2 rows with the same tokens as in train" in said_of(splits.val.report)
+        assert [split.stats.repeated_rows for split in (splits.train, splits.val, splits.test)] == [3, 1, 3]
+        assert splits.train.stats.shared_rows == {}
+        assert splits.val.stats.shared_rows == {"train": 2}
+        assert splits.test.stats.shared_rows == {"train": 8, "val": 2}
+        assert "3 rows of train with the tokens of an earlier one" in said_of(splits.train.stats)
+        assert "2 rows with the same tokens as in train" in said_of(splits.val.stats)
         again = self.build(tokenizer, config)
-        assert (again.train.report, again.val.report) == (splits.train.report, splits.val.report)
+        assert (again.train.stats, again.val.stats) == (splits.train.stats, splits.val.stats)
 
     def test_documents_that_stand_twice_are_counted(self, tokenizer, tmp_path):
         texts = [{"text": f"{number} blocks of words. " * 40} for number in range(3)]
@@ -113,8 +113,8 @@ class TestSplits:
         splits = self.build(
             tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: {val}, test_path: null}}", limit=16
         )
-        assert splits.train.report.repeated == 1
-        assert splits.val.report.shared == {"train": 1}
+        assert splits.train.stats.repeated_rows == 1
+        assert splits.val.stats.shared_rows == {"train": 1}
 
     def test_bad_rows_that_may_be_skipped_are_counted(self, tokenizer, tmp_path):
         path = write(tmp_path / "t.jsonl", ROW, {"messages": []}, {"messages": []})
@@ -122,8 +122,8 @@ class TestSplits:
             tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null, on_bad_row: skip}}"
         )
         assert len(splits.train.rows) == 1
-        assert splits.train.report.dropped == {"messages is empty": 2}
-        assert "2 of 3 rows of" in said_of(splits.train.report)
+        assert splits.train.stats.dropped_rows == {"messages is empty": 2}
+        assert "2 of 3 rows of" in said_of(splits.train.stats)
 
     def test_rows_lost_to_length_are_counted_and_all_of_them_stop_the_run(self, tokenizer, tmp_path):
         path = write(tmp_path / "t.jsonl", ROW, chat("yes no " * 60, "yes"))
@@ -132,7 +132,7 @@ class TestSplits:
             f"data: {{train_path: {path}, val_path: null, test_path: null, max_lost_fraction: 1.0}}",
             limit=60,
         )
-        assert list(splits.train.report.dropped.values()) == [1]
+        assert list(splits.train.stats.dropped_rows.values()) == [1]
         with pytest.raises(DataError, match=r"all 2 rows lose their answer at max_seq_len 8.*\nset model\.max_seq_len"):
             self.build(tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null}}", limit=8)
 
@@ -145,7 +145,7 @@ class TestSplits:
             f"data: {{train_path: {path}, val_path: null, test_path: null, "
             "columns: {question: frage, answer: antwort}}",
         )
-        assert splits.train.report.format == "question/answer"
+        assert splits.train.stats.format == "question/answer"
 
     def test_a_column_of_no_format_is_named(self, tokenizer, tmp_path):
         path = write(tmp_path / "t.jsonl", ROW)
@@ -233,25 +233,25 @@ class TestCache:
 
         parts = TokenizerParts.from_tokenizer(AutoTokenizer.from_pretrained(tiny_llama))
         data = config_from_text("model: {name: x}", name="run.yaml").data
-        return Recipe(parts, data, 64, date(2026, 1, 2))
+        return BuildRecipe(parts, data, 64, date(2026, 1, 2))
 
     @pytest.fixture(autouse=True)
     def cache(self, tmp_path, monkeypatch):
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
         return tmp_path / "cache" / "tokens"
 
-    def rows(self, built, name=KEPT):
+    def rows(self, built, name=KEPT_SIDE):
         return [(row["input_ids"], row["labels"]) for row in built.dataset(name)]
 
     def test_a_second_start_reads_what_the_first_made(self, recipe, tmp_path, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(40)))
-        first = build(path, recipe, split="train")
-        monkeypatch.setattr(build_module, "_make", lambda *_: pytest.fail("made again"))
-        assert self.rows(build(path, recipe, split="train")) == self.rows(first)
+        first = build_rows(path, recipe, split="train")
+        monkeypatch.setattr(build_module, "_build_cache", lambda *_: pytest.fail("made again"))
+        assert self.rows(build_rows(path, recipe, split="train")) == self.rows(first)
 
     def test_a_cache_that_holds_code_runs_none_and_is_made_again(self, recipe, tmp_path, cache):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(40)))
-        made = self.rows(build(path, recipe, split="train"))
+        made = self.rows(build_rows(path, recipe, split="train"))
         [meta] = cache.glob("*/meta.pickle")
         ran = tmp_path / "ran"
 
@@ -261,7 +261,7 @@ class TestCache:
 
         good = pickle.loads(meta.read_bytes())
         meta.write_bytes(pickle.dumps((good, Bad())))
-        assert self.rows(build(path, recipe, split="train")) == made
+        assert self.rows(build_rows(path, recipe, split="train")) == made
         assert not ran.exists()
         assert pickle.loads(meta.read_bytes()) == good
         pickle.loads(pickle.dumps(Bad()))  # it would have
@@ -300,7 +300,7 @@ class TestCache:
         if change == "date":
             dated = recipe.tokenizer.with_template("{{ strftime_now('%Y') }}" + source)
             recipe = dataclasses.replace(recipe, tokenizer=dated)
-        build(path, recipe, split="train")
+        build_rows(path, recipe, split="train")
         if change == "content":
             write(path, chat("hello there", "how are you this day?"))
         elif change == "template":
@@ -311,7 +311,7 @@ class TestCache:
             recipe = dataclasses.replace(recipe, data=recipe.data.model_copy(update={"loss_on": "all"}))
         else:
             recipe = dataclasses.replace(recipe, today=date(2027, 1, 2))
-        build(path, recipe, split="train")
+        build_rows(path, recipe, split="train")
         assert len([item for item in cache.iterdir() if item.is_dir()]) == 2
 
     def test_code_and_tables_of_rows_decide_the_cache_and_compiled_files_do_not(self, tmp_path):
@@ -331,9 +331,9 @@ class TestCache:
         import dataclasses
 
         path = write(tmp_path / "t.jsonl", ROW)
-        build(path, recipe, split="train")
+        build_rows(path, recipe, split="train")
         data = recipe.data.model_copy(update={"max_lost_fraction": 0.5, "on_bad_row": "skip", "packing": "best_fit"})
-        build(path, dataclasses.replace(recipe, data=data, today=date(2030, 1, 1)), split="train")
+        build_rows(path, dataclasses.replace(recipe, data=data, today=date(2030, 1, 1)), split="train")
         assert len([item for item in cache.iterdir() if item.is_dir()]) == 1
 
     def test_a_script_without_a_main_guard_may_prepare_rows_with_workers(self, tiny_llama, tmp_path):
@@ -364,14 +364,14 @@ class TestCache:
         rows = [chat(f"question {n} " * (n % 7 + 1), f"answer {n}") for n in range(9_000)]
         rows[4_000] = {"messages": []}
         path = write(tmp_path / "t.jsonl", *rows)
-        one = build(path, recipe, split="train", workers=1)
+        one = build_rows(path, recipe, split="train", workers=1)
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "other"))
-        two = build(path, recipe, split="train", workers=2)
-        assert len(two.files[KEPT]) > 1
+        two = build_rows(path, recipe, split="train", workers=2)
+        assert len(two.files[KEPT_SIDE]) > 1
         assert self.rows(two) == self.rows(one)
-        assert [str(row) for row in two.stats[KEPT].first_bad] == [str(row) for row in one.stats[KEPT].first_bad]
-        assert two.stats[KEPT].tokens == one.stats[KEPT].tokens
-        assert ":4001: messages is empty" in str(two.stats[KEPT].first_bad[0])
+        assert [str(row) for row in two.stats[KEPT_SIDE].first_bad] == [str(row) for row in one.stats[KEPT_SIDE].first_bad]
+        assert two.stats[KEPT_SIDE].tokens == one.stats[KEPT_SIDE].tokens
+        assert ":4001: messages is empty" in str(two.stats[KEPT_SIDE].first_bad[0])
 
     def test_a_build_that_breaks_leaves_no_half_cache(self, recipe, tmp_path, cache, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(600)))
@@ -384,31 +384,31 @@ class TestCache:
         with monkeypatch.context() as patch:
             patch.setattr(RowWriter, "add", breaks)
             with pytest.raises(KeyboardInterrupt):
-                build(path, recipe, split="train")
+                build_rows(path, recipe, split="train")
         assert made
         assert not [item for item in cache.iterdir() if item.is_dir()]
-        assert len(build(path, recipe, split="train").dataset(KEPT)) == 600
+        assert len(build_rows(path, recipe, split="train").dataset(KEPT_SIDE)) == 600
 
     def test_what_a_killed_build_left_is_removed(self, recipe, tmp_path, cache):
         path = write(tmp_path / "t.jsonl", ROW)
-        folder = build(path, recipe, split="train").folder
+        folder = build_rows(path, recipe, split="train").folder
         left = folder.rename(folder.with_name(f"{folder.name}.part"))
         (left / "000000.kept.arrow").write_bytes(b"half")
-        build(path, recipe, split="train")
+        build_rows(path, recipe, split="train")
         assert not left.exists()
 
     def test_a_cache_with_a_file_missing_is_made_again(self, recipe, tmp_path):
         path = write(tmp_path / "t.jsonl", ROW)
-        built = build(path, recipe, split="train")
-        (built.folder / built.files[KEPT][0]).unlink()
-        assert len(build(path, recipe, split="train").dataset(KEPT)) == 1
+        built = build_rows(path, recipe, split="train")
+        (built.folder / built.files[KEPT_SIDE][0]).unlink()
+        assert len(build_rows(path, recipe, split="train").dataset(KEPT_SIDE)) == 1
 
     def test_damaged_counts_are_counted_again(self, recipe, tmp_path):
         path = write(tmp_path / "t.jsonl", ROW)
-        built = build(path, recipe, split="train")
+        built = build_rows(path, recipe, split="train")
         (counts,) = built.folder.glob("meta.*")
         counts.write_bytes(counts.read_bytes()[:-9])
-        assert build(path, recipe, split="train").stats[KEPT].kept == built.stats[KEPT].kept == 1
+        assert build_rows(path, recipe, split="train").stats[KEPT_SIDE].kept_rows == built.stats[KEPT_SIDE].kept_rows == 1
 
     def test_ranks_that_start_at_once_make_one_cache(self, recipe, tmp_path, cache):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(3_000)))
@@ -423,20 +423,20 @@ class TestCache:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "file"))
         with pytest.raises(DataError, match="SFT_PLAY_CACHE"):
-            build(write(tmp_path / "t.jsonl", ROW), recipe, split="train")
+            build_rows(write(tmp_path / "t.jsonl", ROW), recipe, split="train")
 
     def test_a_worker_that_dies_is_named(self, recipe, tmp_path, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}" * 400, f"a {n}") for n in range(3_000)))
-        monkeypatch.setattr(workers_module, "_work", _die)
+        monkeypatch.setattr(workers_module, "_run_job", _die)
         with pytest.raises(DataError, match="a process that prepared rows died"):
-            build(path, recipe, split="train", workers=2)
+            build_rows(path, recipe, split="train", workers=2)
 
 
 def _count_rows(path, recipe):
     made = []
-    whole = build_module._make
-    build_module._make = lambda *given: made.append(1) or whole(*given)
-    return len(build(path, recipe, split="train", workers=1).dataset(KEPT)), len(made)
+    whole = build_module._build_cache
+    build_module._build_cache = lambda *given: made.append(1) or whole(*given)
+    return len(build_rows(path, recipe, split="train", workers=1).dataset(KEPT_SIDE)), len(made)
 
 
 def _die(*_):
@@ -490,16 +490,16 @@ class TestLimits:
 
     def test_the_loss_may_be_accepted_and_is_told(self, tokenizer, path):
         splits = self.splits(tokenizer, path, ", max_lost_fraction: 1.0", limit=32)
-        report = splits.train.report
+        report = splits.train.stats
         assert report.cut_rows == 5
-        assert report.lost > 0
-        assert report.as_json()["lost_fraction"] == report.lost / (report.lost + report.trained)
+        assert report.lost_tokens > 0
+        assert report.as_json()["lost_fraction"] == report.lost_tokens / (report.lost_tokens + report.trained_tokens)
         assert "5 of 25 rows are cut at max_seq_len" in said_of(report)
 
     def test_rows_may_be_cut_from_the_beginning_instead(self, tokenizer, tmp_path):
         path = write(tmp_path / "t.jsonl", chat("yes no " * 60, "no"), chat("yes", "no"))
         kept = self.splits(tokenizer, path, ", truncate: prompt", limit=24)
-        assert kept.train.report.lost == 0
+        assert kept.train.stats.lost_tokens == 0
         assert [len(row["input_ids"]) <= 24 for row in kept.train.rows] == [True, True]
         dropped = self.splits(tokenizer, path, ", truncate: drop, max_lost_fraction: 1.0", limit=24)
         assert len(dropped.train.rows) == 1
@@ -562,7 +562,7 @@ def test_real_files_render_whole_with_a_real_tokenizer(name, kept, out):
     )
     splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=32_768)
     assert len(splits.train.rows) == kept
-    assert sum(splits.train.report.dropped.values()) == out
+    assert sum(splits.train.stats.dropped_rows.values()) == out
     assert all(any(label != IGNORED for label in row["labels"]) for row in splits.train.rows)
 
 

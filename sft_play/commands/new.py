@@ -13,8 +13,8 @@ from sft_play.commands.request import Request, requested_hardware
 from sft_play.config.load import config_from_text
 from sft_play.config.translated import format_run_yaml, translate_file
 from sft_play.config.yaml_io import JsonValue, read_text
-from sft_play.data.checks import missed_columns
-from sft_play.data.infer_dataset import Count, by_characters, first_look
+from sft_play.data.checks import missed_column_lines
+from sft_play.data.infer_dataset import CountTokens, estimate_tokens, infer_dataset
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.models.architecture import find_model_folder
 from sft_play.files import atomic
@@ -40,7 +40,7 @@ def run_new(request: Request) -> CommandResult:
     text = "\n".join([*(f"# {line}" for line in head), format_run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
     config = config_from_text(text, name=str(out))  # what is written loads
     with contextlib.suppress(SftPlayError):  # data that are named by a registry, or are not here
-        missed_lines = missed_columns(config.data, task_mode=config.task_mode)
+        missed_lines = missed_column_lines(config.data, task_mode=config.task_mode)
         text = "".join(f"# {line}\n" for line in missed_lines) + text
     try:
         atomic.write(out, text)
@@ -81,7 +81,7 @@ def _default_file_name(request: Request) -> str:
 
 def _translate_file(request: Request, file: Path) -> _RunYaml:
     settings: dict[str, JsonValue] = {"model.name": request.model} if request.model else {}
-    dataset_info = first_look(request.data) if request.data else None
+    dataset_info = infer_dataset(request.data) if request.data else None
     if dataset_info is not None:
         data_keys = re.compile(r"data\.(\w+_path|columns|encoding)")
         settings |= {path: value for path, value in dataset_info.settings.items() if data_keys.fullmatch(path)}
@@ -98,13 +98,13 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
     folder = find_model_folder(request.model)
     model_settings: dict[str, JsonValue] = {"model.name": request.model}
     qlora_config = config_from_text(format_run_yaml({**model_settings, "tuning.mode": _MODES_BY_PREFERENCE[-1]}), name="the run YAML")
-    dataset_info = first_look(request.data, count=_token_counter(folder), positions=load_run_model_shape(qlora_config).max_positions)
+    dataset_info = infer_dataset(request.data, count_tokens=_token_counter(folder), positions=load_run_model_shape(qlora_config).max_positions)
     settings = {**model_settings, **dataset_info.settings}
     if dataset_info.is_chat and folder is not None and not _has_template(folder):
         settings["data.chat_template"] = "chatml"
     mode, mode_reason = _select_mode(request, settings)
     settings["tuning.mode"] = mode
-    return [f"{one_line(request.data)}: {dataset_info.words}", f"tuning.mode: {mode_reason}"], settings, []
+    return [f"{one_line(request.data)}: {dataset_info.description}", f"tuning.mode: {mode_reason}"], settings, []
 
 
 def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[str, str]:
@@ -127,16 +127,16 @@ def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[s
     return _MODES_BY_PREFERENCE[-1], f"{_MODES_BY_PREFERENCE[-1]}, but {reason}"
 
 
-def _token_counter(folder: Path | None) -> Count:
+def _token_counter(folder: Path | None) -> CountTokens:
     path = folder / "tokenizer.json" if folder is not None else None
     if path is None or not path.is_file():
-        return by_characters
+        return estimate_tokens
     from tokenizers import Tokenizer
 
     with contextlib.suppress(Exception):  # tokenizers raises plain Exception; loading it again says what is wrong
         tokenizer = Tokenizer.from_file(str(path))
         return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
-    return by_characters
+    return estimate_tokens
 
 
 def _has_template(folder: Path) -> bool:

@@ -31,16 +31,16 @@ def run_preparing(request: Request) -> CommandResult:
         machine = requested_hardware(request)
         return full_pipeline(loaded, machine, style=request.style, force=request.force, is_full=request.why)
     if request.command == "process":
-        from sft_play.data.process import process
+        from sft_play.data.process import process_files
 
-        return _add_next_command(command_result(process(config, force=request.force)), request, config)
+        return _add_next_command(command_result(process_files(config, force=request.force)), request, config)
     if request.command == "style":
-        from sft_play.data.style import style
+        from sft_play.data.style import style_rows
 
-        return _add_next_command(command_result(style(config, request.style, force=request.force)), request, config)
-    from sft_play.documents.documents import documents
+        return _add_next_command(command_result(style_rows(config, request.style, force=request.force)), request, config)
+    from sft_play.documents.documents import convert_documents
 
-    return _add_next_command(command_result(documents(config, force=request.force)), request, config)
+    return _add_next_command(command_result(convert_documents(config, force=request.force)), request, config)
 
 
 def _add_next_command(result: CommandResult, request: Request, config: RunConfig) -> CommandResult:
@@ -100,14 +100,14 @@ def _pipeline_steps(
     loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool, is_full: bool
 ) -> Iterator[tuple[str, Callable[[], CommandResult]]]:
     """The steps in order, each a function without arguments; one is built when those before it are done."""
-    from sft_play.data.process import process
+    from sft_play.data.process import process_files
 
     config = loaded.config
-    yield "process", lambda: command_result(process(config, force=force))
+    yield "process", lambda: command_result(process_files(config, force=force))
     folder = Path(config.data.process.out_dir)
     style_config = config.data.style
     if style is not None or style_config.system is not None or style_config.per_source:
-        from sft_play.data.style import style as restyle
+        from sft_play.data.style import style_rows as restyle
 
         yield "style", lambda: command_result(restyle(config, style, force=force))
         folder = Path(style_config.out_dir)

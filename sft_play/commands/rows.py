@@ -15,21 +15,21 @@ from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats
-from sft_play.data.build.survey import RowMaker
-from sft_play.data.checks import missed_columns
+from sft_play.data.build.survey import RowRenderer
+from sft_play.data.checks import missed_column_lines
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.preview import (
-    TERMINAL_PIECES,
-    Shown,
+    MAX_TERMINAL_PIECES,
+    PreviewRow,
     TokenBytes,
-    plain_lines,
-    row_numbered,
-    rows_spread,
-    shown_rows,
-    terminal_text,
-    visible,
+    format_plain_lines,
+    format_terminal_text,
+    make_visible,
+    preview_rows,
+    select_row,
+    select_spread_rows,
 )
-from sft_play.data.preview_page import PAGE_PIECES, html_page
+from sft_play.data.preview_page import MAX_PAGE_PIECES, render_html_page
 from sft_play.data.sources.examples import ExampleReader, check_first_rows
 from sft_play.data.sources.files import AnySource, find_data_paths, part_split
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
@@ -94,30 +94,30 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
 
 
 def _render_rows(
-    source: AnySource, part: str, output: OutputFolder, names: Mapping[str, str], data: DataConfig, maker: RowMaker
+    source: AnySource, part: str, output: OutputFolder, names: Mapping[str, str], data: DataConfig, maker: RowRenderer
 ) -> RowStats:
     split, stats, target = part_split(part), RowStats(str(source)), output.open(names[part])
     text_wanted = maker.task_mode == "cpt" or split == "text"
     reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=text_wanted)
-    for outcome in maker.outcomes(reader.numbered_examples(), document=split == "text"):
+    for outcome in maker.make_rows(reader.numbered_examples(), is_document=split == "text"):
         if isinstance(outcome, BadRow):
             stats.count_bad(outcome)
-        elif outcome.whole is None:
+        elif outcome.whole_row is None:
             assert isinstance(outcome.row, BadRow)
             stats.count_bad(outcome.row)
         elif isinstance(outcome.row, BadRow):
-            stats.count_too_long(outcome.whole)
+            stats.count_too_long(outcome.whole_row)
         else:
-            stats.count_kept(outcome.row, outcome.whole)
+            stats.count_kept(outcome.row, outcome.whole_row)
             line = {
-                "where": outcome.whole.where,
-                "text": outcome.whole.text,
-                "spans": [list(span) for span in outcome.whole.spans],
-                "tokens": len(outcome.whole.input_ids),
-                "trained": outcome.whole.trained_tokens,
+                "where": outcome.whole_row.location,
+                "text": outcome.whole_row.text,
+                "spans": [list(span) for span in outcome.whole_row.spans],
+                "tokens": len(outcome.whole_row.input_ids),
+                "trained": outcome.whole_row.trained_tokens,
                 "cut": outcome.row.cut_tokens,
                 "lost": outcome.row.lost_trained_tokens,
-                "method": outcome.whole.method,
+                "method": outcome.whole_row.method,
             }
             target.write(json.dumps(line, ensure_ascii=False) + "\n")
     stats.rows = reader.rows
@@ -134,21 +134,21 @@ class RenderedFile:
 
     def bad_lines(self) -> list[str]:
         """The bad rows in words: counts by reason, the first of them, and how many more."""
-        return bad_row_lines(f"{self.stats.rows:,} rows of {self.stats.source}", self.stats.bad, self.stats.first_bad)
+        return bad_row_lines(f"{self.stats.rows:,} rows of {self.stats.source}", self.stats.bad_rows, self.stats.first_bad)
 
     def lines(self) -> list[str]:
         """What was written, in words."""
         stats, counts = self.stats, self.as_json()
         tokens, trained = counts["tokens"], counts["trained"]
         count = f"{tokens:,} tokens, {trained:,} of them trained ({trained / max(1, tokens):.0%})"
-        lines = [f"{self.path}: {stats.kept:,} of {stats.rows:,} rows of {stats.source}; {count}"]
-        if stats.tokens_cut:
-            lines.append(f"max_seq_len cuts {stats.tokens_cut:,} tokens, {stats.lost_by_cut:,} of them trained")
-        if stats.too_long:
-            lines.append(f"{stats.too_long:,} rows left out: too long for max_seq_len")
-        if stats.left_out:
-            lines.append(f"{stats.left_out.total():,} rows left out as asked (data.drop_empty)")
-        return lines + (self.bad_lines() if stats.bad else [])
+        lines = [f"{self.path}: {stats.kept_rows:,} of {stats.rows:,} rows of {stats.source}; {count}"]
+        if stats.cut_tokens:
+            lines.append(f"max_seq_len cuts {stats.cut_tokens:,} tokens, {stats.tokens_lost_by_cut:,} of them trained")
+        if stats.too_long_rows:
+            lines.append(f"{stats.too_long_rows:,} rows left out: too long for max_seq_len")
+        if stats.left_out_rows:
+            lines.append(f"{stats.left_out_rows.total():,} rows left out as asked (data.drop_empty)")
+        return lines + (self.bad_lines() if stats.bad_rows else [])
 
     def as_json(self) -> dict[str, Any]:
         """Rows and tokens as counts, and the bad rows by reason."""
@@ -158,26 +158,26 @@ class RenderedFile:
             "source": stats.source,
             "path": str(self.path),
             "rows_in": stats.rows,
-            "rows": stats.kept,
-            "tokens": stats.tokens + stats.tokens_cut,
-            "trained": stats.trained + stats.lost_by_cut,
-            "cut": stats.tokens_cut,
-            "lost": stats.lost_by_cut,
-            "out_of_reach": stats.too_long,
-            "left_out": stats.left_out.total(),
-            "bad": stats.bad.total(),
-            "reasons": dict(stats.bad),
+            "rows": stats.kept_rows,
+            "tokens": stats.tokens + stats.cut_tokens,
+            "trained": stats.trained_tokens + stats.tokens_lost_by_cut,
+            "cut": stats.cut_tokens,
+            "lost": stats.tokens_lost_by_cut,
+            "out_of_reach": stats.too_long_rows,
+            "left_out": stats.left_out_rows.total(),
+            "bad": stats.bad_rows.total(),
+            "reasons": dict(stats.bad_rows),
             "first_bad": [one_line(str(row), limit=300) for row in stats.first_bad],
         }
 
 
 def _refuse_bad_rows(files: Sequence[RenderedFile], data: DataConfig) -> None:
-    bad_files = [file for file in files if file.stats.bad]
+    bad_files = [file for file in files if file.stats.bad_rows]
     if bad_files and data.on_bad_row == "fail":
         lines = [line for file in bad_files for line in file.bad_lines()]
         raise DataError("\n".join([*lines, FIX_OR_SKIP]))
     for file in files:
-        if not file.stats.kept:
+        if not file.stats.kept_rows:
             lines = file.lines()[1:] or [f"{file.stats.source} has no rows"]
             raise DataError("\n".join([f"no row of {file.stats.source} is left:", *lines]))
 
@@ -191,17 +191,17 @@ class Preview:
 
     source: str
     rows: int
-    examples: tuple[Shown, ...]
+    examples: tuple[PreviewRow, ...]
     notes: tuple[str, ...]
     page: Path
-    max_pieces: int = TERMINAL_PIECES
+    max_pieces: int = MAX_TERMINAL_PIECES
 
     ok: bool = True
 
     def lines(self) -> list[str]:
         """The examples as plain text, trained parts in [[ ]]."""
         head = f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in [[ ]]"
-        body = [line for example in self.examples for line in ["", *plain_lines(example, most=self.max_pieces)]]
+        body = [line for example in self.examples for line in ["", *format_plain_lines(example, max_pieces=self.max_pieces)]]
         return [head, *self.notes, *body, "", f"Page: {self.page}"]
 
     def as_json(self) -> dict[str, Any]:
@@ -216,13 +216,13 @@ class Preview:
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_terminal or console.no_color or console.color_system is None:
             return False
-        console.print(f"{len(self.examples):,} of {self.rows:,} rows of {visible(self.source)}; trained parts green")
+        console.print(f"{len(self.examples):,} of {self.rows:,} rows of {make_visible(self.source)}; trained parts green")
         for note in self.notes:
-            console.print(visible(note))
+            console.print(make_visible(note))
         for example in self.examples:
             console.print()
-            console.print(terminal_text(example, most=self.max_pieces))
-        console.print(f"Page: {visible(str(self.page))}")
+            console.print(format_terminal_text(example, max_pieces=self.max_pieces))
+        console.print(f"Page: {make_visible(str(self.page))}")
         return True
 
 
@@ -236,15 +236,15 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     path = paths.train
     configure_hub(config)
     reader = ExampleReader(path, config.data, split="train", wants_text=config.task_mode == "cpt")
-    chosen_rows = row_numbered(reader, row) if row is not None else rows_spread(reader, count or DEFAULT_EXAMPLES)
+    chosen_rows = select_row(reader, row) if row is not None else select_spread_rows(reader, count or DEFAULT_EXAMPLES)
     tools = load_row_tools(config)
     token_bytes = TokenBytes(tools.tokenizer)
-    examples = tuple(example for row_number, raw in chosen_rows for example in shown_rows(row_number, raw, reader, tools.row_maker, token_bytes))
+    examples = tuple(example for row_number, raw in chosen_rows for example in preview_rows(row_number, raw, reader, tools.row_maker, token_bytes))
     page_path = page or DEFAULT_PAGE
     check_not_source(page_path, [("train", path)])
     others = [source.name for source in paths.sources[1:]]
     hidden_notes = [f"The first of data.sources; not shown: {', '.join(others)}"] if others else []
-    columns = missed_columns(config.data, task_mode=config.task_mode)
+    columns = missed_column_lines(config.data, task_mode=config.task_mode)
     notes = (*stage_notes, *tools.notes, *hidden_notes, *columns)
     description = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
@@ -255,6 +255,6 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     if config.task_mode == "cpt":
         description.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
     with OutputFolder(page_path.parent, (page_path.name,), force=force, command="preview") as folder:
-        folder.open(page_path.name).write(html_page(examples, title=f"Preview of {Path(str(path)).name}", about=description))
-    max_pieces = PAGE_PIECES if row is not None else TERMINAL_PIECES
+        folder.open(page_path.name).write(render_html_page(examples, title=f"Preview of {Path(str(path)).name}", intro_lines=description))
+    max_pieces = MAX_PAGE_PIECES if row is not None else MAX_TERMINAL_PIECES
     return Preview(str(path), reader.rows, examples, notes, page_path, max_pieces)

@@ -7,6 +7,6 @@
   and packs rows (`packing.py`);
 - `make check` reads the same counts (without a tokenizer those of `build/survey.py`) and judges them (`checks.py`);
 - `make preview` picks rows and shows their tokens (`preview.py`, `preview_page.py`);
-- `make process` and `style` write files (`process.py`, `process_report.py`, `style.py`, through `written.py`);
+- `make process` and `style` write files (`process.py`, `process_report.py`, `style.py`, through `managed_outputs.py`);
 - a plan asks for the rough size of the data (`build/size.py`), before anything is tokenised.
 """

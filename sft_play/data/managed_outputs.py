@@ -21,10 +21,10 @@ from sft_play.files import atomic
 from sft_play.log import one_line
 
 # Name of a folder's record: digests of the files as they were left.
-RECORD = ".sft_play_written.json"
+RECORD_NAME = ".sft_play_written.json"
 
 
-class CannotWrite(DataError):
+class OutputWriteError(DataError):
     """Output could not be written: the disk is full, or a limit was reached."""
 
 
@@ -35,14 +35,14 @@ class OutputFolder:
     def __init__(self, path: Path, names: tuple[str, ...], *, force: bool, command: str) -> None:
         self.path = path
         self._names, self._force, self._command = names, force, command
-        self._open: dict[str, _Output] = {}
+        self._open_files: dict[str, _OutputFile] = {}
 
     def __enter__(self) -> OutputFolder:
-        there = [] if self._force else [name for name in self._names if (self.path / name).exists()]
-        record = self._record() if there else {}
+        existing_names = [] if self._force else [name for name in self._names if (self.path / name).exists()]
+        record = self._read_record() if existing_names else {}
         foreign = [
-            name for name in there
-            if not (self.path / name).is_file() or record.get(name) != _digest(self.path / name)
+            name for name in existing_names
+            if not (self.path / name).is_file() or record.get(name) != _file_digest(self.path / name)
         ]  # fmt: skip
         if foreign:
             raise DataError(
@@ -59,85 +59,85 @@ class OutputFolder:
         """A text file that takes its name when the context ends; `name` must be one of those announced."""
         assert name in self._names, name
         try:
-            self._open[name] = _Output(self.path / name)
+            self._open_files[name] = _OutputFile(self.path / name)
         except OSError as error:
             raise DataError(f"{self.path / name} cannot be written: {error.strerror}") from None
-        return self._open[name]
+        return self._open_files[name]
 
-    def write_json(self, name: str, answer: Any) -> None:
+    def write_json(self, name: str, data: Any) -> None:
         """A JSON file."""
-        self.open(name).write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
+        self.open(name).write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if kind is None:
-                for file in self._open.values():
-                    file.keep()
-                self._keep()
+                for file in self._open_files.values():
+                    file.finish()
+                self._commit_files()
         except OSError as problem:
-            raise CannotWrite(f"{self.path} cannot be written: {problem.strerror}") from None
+            raise OutputWriteError(f"{self.path} cannot be written: {problem.strerror}") from None
         finally:
-            for file in self._open.values():
-                file.drop()
+            for file in self._open_files.values():
+                file.discard()
 
-    def _keep(self) -> None:
-        record = self._record()
-        outdated = [name for name in self._names if name not in self._open and record.pop(name, None) is not None]
-        record |= {name: _digest(file.aside) for name, file in self._open.items()}
+    def _commit_files(self) -> None:
+        record = self._read_record()
+        outdated = [name for name in self._names if name not in self._open_files and record.pop(name, None) is not None]
+        record |= {name: _file_digest(file.temporary_path) for name, file in self._open_files.items()}
         # the record is written before anything is renamed, so that a full disk leaves all as it was; it is renamed last
-        with atomic.replace_path(self.path / RECORD) as part:
-            part.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        with atomic.replace_path(self.path / RECORD_NAME) as temporary_record:
+            temporary_record.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             for name in outdated:
                 (self.path / name).unlink(missing_ok=True)
-            for name, file in self._open.items():
-                file.aside.replace(self.path / name)
+            for name, file in self._open_files.items():
+                file.temporary_path.replace(self.path / name)
 
-    def _record(self) -> dict[str, str]:
+    def _read_record(self) -> dict[str, str]:
         try:
-            record = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
+            record = json.loads((self.path / RECORD_NAME).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{self.path / RECORD} cannot be read ({one_line(str(error))}); remove it, or overwrite with FORCE=1"
+                f"{self.path / RECORD_NAME} cannot be read ({one_line(str(error))}); remove it, or overwrite with FORCE=1"
             ) from None
         return record if isinstance(record, dict) else {}
 
 
-class _Output(io.TextIOWrapper):
+class _OutputFile(io.TextIOWrapper):
     """A file that is written; a full disk, or a limit, is the user's error, not ours."""
 
     def __init__(self, path: Path) -> None:
-        self.aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
-        unnamed = _unnamed(path.parent)
-        super().__init__(self.aside.open("wb") if unnamed is None else unnamed, encoding="utf-8", newline="\n")
-        self._path, self._is_unnamed = path, unnamed is not None
+        self.temporary_path = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+        unnamed_file = _open_unnamed_file(path.parent)
+        super().__init__(self.temporary_path.open("wb") if unnamed_file is None else unnamed_file, encoding="utf-8", newline="\n")
+        self._path, self._is_unnamed = path, unnamed_file is not None
 
-    def keep(self) -> None:
+    def finish(self) -> None:
         """Write everything out, give the file its name aside, and close it; raises OSError."""
         self.flush()
         if self._is_unnamed:  # O_TMPFILE: Linux alone, and not on every file system
             # Python calls linkat, which can follow the link in /proc to the unnamed file, only where it is given a
             # src_dir_fd; the path is absolute, so that any one does.
-            number = self.fileno()
-            os.link(f"/proc/self/fd/{number}", self.aside, src_dir_fd=number, follow_symlinks=True)
+            descriptor = self.fileno()
+            os.link(f"/proc/self/fd/{descriptor}", self.temporary_path, src_dir_fd=descriptor, follow_symlinks=True)
         self.close()
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Close it and remove what was not renamed."""
         with contextlib.suppress(OSError):
             self.close()
         with contextlib.suppress(OSError):
-            self.aside.unlink(missing_ok=True)
+            self.temporary_path.unlink(missing_ok=True)
 
     def write(self, text: str, /) -> int:
         try:
             return super().write(text)
         except OSError as error:
-            raise CannotWrite(f"{self._path} cannot be written: {error.strerror}") from None
+            raise OutputWriteError(f"{self._path} cannot be written: {error.strerror}") from None
 
 
-def _unnamed(folder: Path) -> BinaryIO | None:
+def _open_unnamed_file(folder: Path) -> BinaryIO | None:
     """A new file without a name, gone when its process ends; None where the system or file system has no such files."""
     try:
         return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
@@ -145,6 +145,6 @@ def _unnamed(folder: Path) -> BinaryIO | None:
         return None
 
 
-def _digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

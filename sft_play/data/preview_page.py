@@ -7,10 +7,20 @@ import hashlib
 import html
 from collections.abc import Iterable, Iterator, Sequence
 
-from sft_play.data.preview import NEWLINE, SPACE, TAB, Gap, Kind, Shown, TokenPiece, signs, visible
+from sft_play.data.preview import (
+    NEWLINE_SIGN,
+    SPACE_SIGN,
+    TAB_SIGN,
+    HiddenTokens,
+    PreviewRow,
+    SignKind,
+    TokenPiece,
+    make_visible,
+    split_signs,
+)
 
 # Tokens of one example on the page; of longer ones the middles of stretches are left out, with a count.
-PAGE_PIECES = 20_000
+MAX_PAGE_PIECES = 20_000
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2129; --soft: #5b6472; --page: #fbfbfa; --line: #d9dce1; --a: #eceef1;
@@ -46,69 +56,69 @@ pre { white-space: pre-wrap; border: 1px solid var(--line); border-radius: 4px; 
 """.strip()
 
 
-def html_page(examples: Sequence[Shown], *, title: str, about: Iterable[str], most: int = PAGE_PIECES) -> str:
-    """One HTML page without network, script or anything outside itself; `about` are lines below the title."""
+def render_html_page(rows: Sequence[PreviewRow], *, title: str, intro_lines: Iterable[str], max_pieces: int = MAX_PAGE_PIECES) -> str:
+    """One HTML page without network, script or anything outside itself; `intro_lines` stand below the title."""
     # the page may be opened anywhere: it allows itself this one style sheet, by its digest, and nothing else
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    lines = "".join(f'<p class="soft">{_escaped(line)}</p>\n' for line in about)
-    sections = "".join(_section(shown, most) for shown in examples)
+    lines = "".join(f'<p class="soft">{_escape(line)}</p>\n' for line in intro_lines)
+    sections = "".join(_render_section(row, max_pieces) for row in rows)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="referrer" content="no-referrer">\n'
-        f"<title>{_escaped(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>{_escaped(title)}</h1>\n{lines}{_LEGEND}{sections}</main>\n</body>\n</html>\n"
+        f"<title>{_escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{_escape(title)}</h1>\n{lines}{_LEGEND}{sections}</main>\n</body>\n</html>\n"
     )
 
 
-def _escaped(text: str) -> str:
-    return html.escape(visible(text), quote=True)
+def _escape(text: str) -> str:
+    return html.escape(make_visible(text), quote=True)
 
 
 _LEGEND = f"""<ul class="legend"><li><span class="t">not</span><span class="t b"> trained</span></li>
 <li><span class="t y">tra</span><span class="t y b">ined</span></li><li><span class="t s">special token</span></li>
 <li><span class="t x">cut by max_seq_len</span></li>
-<li class="soft">{SPACE} space, {NEWLINE} line break, {TAB} tab, ⟨U+200B⟩ a character that is not seen,
+<li class="soft">{SPACE_SIGN} space, {NEWLINE_SIGN} line break, {TAB_SIGN} tab, ⟨U+200B⟩ a character that is not seen,
 ⟨0xF0⟩ a byte that is no character; point at a token for its id</li></ul>
 """
 
 
-def _section(shown: Shown, most: int) -> str:
-    facts = "".join(f"<li>{_escaped(fact)}</li>" for fact in shown.facts())
+def _render_section(row: PreviewRow, max_pieces: int) -> str:
+    facts = "".join(f"<li>{_escape(fact)}</li>" for fact in row.summary_lines())
     parts = [
-        (shown.reason, f'<p class="bad">Cannot be used: {_escaped(shown.reason)}</p>\n'),
+        (row.reason, f'<p class="bad">Cannot be used: {_escape(row.reason)}</p>\n'),
         (facts, f'<ul class="facts">{facts}</ul>\n'),
-        (shown.pieces, f'<div class="tokens" dir="ltr">{"".join(_spans(shown, most))}</div>\n'),
-        (shown.raw, f"<pre>{_escaped(shown.raw)}</pre>\n"),
+        (row.pieces, f'<div class="tokens" dir="ltr">{"".join(_render_spans(row, max_pieces))}</div>\n'),
+        (row.raw_text, f"<pre>{_escape(row.raw_text)}</pre>\n"),
     ]
-    body = "".join(part for has_any, part in parts if has_any)
-    return f'<section>\n<h2>Row {shown.number:,}</h2>\n<p class="soft">{_escaped(shown.where)}</p>\n{body}</section>\n'
+    body = "".join(part for is_present, part in parts if is_present)
+    return f'<section>\n<h2>Row {row.row_number:,}</h2>\n<p class="soft">{_escape(row.location)}</p>\n{body}</section>\n'
 
 
-def _spans(shown: Shown, most: int) -> Iterator[str]:
+def _render_spans(row: PreviewRow, max_pieces: int) -> Iterator[str]:
     position = 0
-    for number, item in shown.items(most):
-        if isinstance(item, Gap):
+    for index, item in row.shortened_items(max_pieces):
+        if isinstance(item, HiddenTokens):
             position += item.tokens
             yield f'<span class="gap">{html.escape(str(item))}</span>'
         elif isinstance(item, str):
             yield f'<span class="cut">{item}</span>'
         else:
-            yield _span(item, position, odd=bool(number % 2))
+            yield _render_span(item, position, is_odd=bool(index % 2))
             position += len(item.ids)
 
 
-def _span(piece: TokenPiece, position: int, *, odd: bool) -> str:
-    marks = [("t", True), ("b", odd), ("y", piece.trained), ("s", piece.special), ("x", not piece.kept)]
-    classes = " ".join(name for name, wanted in marks if wanted)
+def _render_span(piece: TokenPiece, position: int, *, is_odd: bool) -> str:
+    marks = [("t", True), ("b", is_odd), ("y", piece.is_trained), ("s", piece.is_special), ("x", not piece.is_kept)]
+    classes = " ".join(name for name, is_set in marks if is_set)
     word = "id" if len(piece.ids) == 1 else "ids"
-    title = f"{word} {', '.join(map(str, piece.ids))} at {position}{', trained' if piece.trained else ''}"
-    return f'<span class="{classes}" title="{title}">{"".join(map(_html_sign, signs(piece.text)))}</span>'
+    title = f"{word} {', '.join(map(str, piece.ids))} at {position}{', trained' if piece.is_trained else ''}"
+    return f'<span class="{classes}" title="{title}">{"".join(map(_render_sign, split_signs(piece.text)))}</span>'
 
 
-def _html_sign(run: tuple[Kind, str]) -> str:
+def _render_sign(run: tuple[SignKind, str]) -> str:
     kind, sign = run
     if kind == "text":
         return html.escape(sign, quote=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.survey import RowMaker
+from sft_play.data.build.survey import RowRenderer
 from sft_play.data.sources.files import AnySource
 from sft_play.errors import DataError, ModelError
 from sft_play.facts.models.architecture import load_max_positions
@@ -27,7 +27,7 @@ class RowTools:
 
     tokenizer: Any
     notes: tuple[str, ...]
-    row_maker: RowMaker
+    row_maker: RowRenderer
 
 
 def load_row_tools(config: RunConfig) -> RowTools:
@@ -38,13 +38,13 @@ def load_row_tools(config: RunConfig) -> RowTools:
     return RowTools(loaded.tokenizer, loaded.notes, build_row_maker(config, loaded.tokenizer))
 
 
-def build_row_maker(config: RunConfig, tokenizer: Any) -> RowMaker:
+def build_row_maker(config: RunConfig, tokenizer: Any) -> RowRenderer:
     """What makes token rows of a run's conversations; the longest row is the plan's."""
     from sft_play.data.masks.render import Renderer
 
     max_seq_len = config.model.max_seq_len
     positions = load_max_positions(config.model.name, revision=config.model.revision)
-    return RowMaker(
+    return RowRenderer(
         Renderer(tokenizer, config.data, max_seq_len=min(max_seq_len, positions or max_seq_len)), task_mode=config.task_mode
     )
 

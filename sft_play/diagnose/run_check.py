@@ -14,7 +14,7 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
-from sft_play.data.build.survey import RowMaker, survey_rows
+from sft_play.data.build.survey import RowRenderer, count_rows
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import AnySource, find_data_paths, part_split
 from sft_play.diagnose import disk, engines
@@ -74,7 +74,7 @@ class _RunChecks:
         self._planner = planner
         self._targets: frozenset[str] = frozenset()
         self._tokenizer: Any = None
-        self._maker: RowMaker | None = None
+        self._maker: RowRenderer | None = None
         self._planned: PlannedRun | None = None
         self._surveys: dict[str, RowStats] = {}
         self._has_no_files = False
@@ -179,11 +179,11 @@ class _RunChecks:
         config, maker = self._config, self._maker
         if maker is None:
             is_text = config.task_mode == "cpt" or part == "text"
-            return survey_rows(path, config.data, part_split(part), text_wanted=is_text)
-        from sft_play.data.build.splits import survey_source
+            return count_rows(path, config.data, part_split(part), text_wanted=is_text)
+        from sft_play.data.build.splits import count_source_rows
 
         tokenizer = maker.renderer.tokenizer_parts
-        return survey_source(config, path, part, tokenizer, max_seq_len=maker.max_seq_len, has_val=has_val)
+        return count_source_rows(config, path, part, tokenizer, max_seq_len=maker.max_seq_len, has_val=has_val)
 
     def _check_masks(self, surveys: dict[str, RowStats]) -> Iterator[Finding]:
         config, maker = self._config, self._maker
@@ -201,7 +201,7 @@ class _RunChecks:
             yield from checks.judge_lengths(survey, config.data, max_seq_len=maker.max_seq_len, positions=positions)
         for survey in surveys.values():
             if self._is_text(survey) and not survey.chats:
-                if survey.unmasked:
+                if survey.unmasked_rows:
                     yield from checks.judge_masks(survey, config.data)
                 yield checks.judge_blocks(survey, max_seq_len=maker.max_seq_len)
 
@@ -209,9 +209,9 @@ class _RunChecks:
         return self._config.task_mode == "cpt" or survey.split == "text"
 
     def _show_example(self, survey: RowStats) -> Iterator[Finding]:
-        if survey.first is None:
+        if survey.first_row is None:
             return
-        row_number, token_row = survey.first
+        row_number, token_row = survey.first_row
         header = f"row {row_number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):"
         yield pass_finding("example", f"{header}\n{one_line(format_row(token_row, self._tokenizer), limit=1_300)}")
 
@@ -235,8 +235,8 @@ class _RunChecks:
             message = f"{summary}\nthe run tries it, because the batch was given"
             yield warn_finding("memory plan", message, "make plan shows the ways out")
         train, batch = self._surveys.get("train"), plan.batch.effective_batch
-        if train is not None and train.kept and train.kept < batch and not self._is_text(train):
-            shortage = f"{train.kept:,} training rows are fewer than one effective batch of {batch:,}"
+        if train is not None and train.kept_rows and train.kept_rows < batch and not self._is_text(train):
+            shortage = f"{train.kept_rows:,} training rows are fewer than one effective batch of {batch:,}"
             remedy = f"lower {self._config.train.effective_batch_options}"
             yield warn_finding("batch", f"{shortage}: each step sees all of them", remedy)
 
@@ -254,7 +254,7 @@ class _RunChecks:
         from sft_play.data.build.packing import padding_shares
 
         train, config = self._surveys.get("train"), self._config
-        if train is None or self._planned is None or self._maker is None or self._is_text(train) or not train.kept:
+        if train is None or self._planned is None or self._maker is None or self._is_text(train) or not train.kept_rows:
             return
         plan = self._planned.plan
         # by the real lengths, as the run's own sampler would draw and pad them
@@ -273,7 +273,7 @@ class _RunChecks:
             shares,
             micro_batch=plan.batch.micro_batch,
             packing=config.data.packing,
-            grouped=config.train.group_by_length,
+            groups_by_length=config.train.group_by_length,
         )
 
     def _check_model(self) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.splits import Split, Splits, build_splits
+from sft_play.data.build.splits import DataSplit, DataSplits, build_splits
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.files import find_data_paths, file_digest
 from sft_play.errors import ModelError
@@ -154,7 +154,7 @@ def build_run_renderer(run: FinishedRun, tokenizer: Any) -> Renderer:
     return Renderer(tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=day)
 
 
-def build_run_splits(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Splits:
+def build_run_splits(run: FinishedRun, config: RunConfig, tokenizer: Any) -> DataSplits:
     """The rows of `config`, the run's or one with other data, tokenised and divided as training did; raises DataError
     where the data is gone, or no longer has trained tokens."""
     return build_splits(
@@ -173,8 +173,8 @@ class HeldOutRows:
     """Token rows that a run was not trained on, and the split they are from (train, where it has no other)."""
 
     name: str
-    split: Split
-    train: Split
+    split: DataSplit
+    train: DataSplit
 
 
 def load_held_out_rows(run: FinishedRun) -> HeldOutRows:

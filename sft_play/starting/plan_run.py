@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.size import rough_size
+from sft_play.data.build.size import estimate_size
 from sft_play.data.sources.files import has_held_out_file
 from sft_play.errors import OutOfMemory, RunFolderError, SftPlayError
 from sft_play.facts.hardware import Hardware
@@ -311,7 +311,7 @@ def _work_estimator(config: RunConfig, row_tokens: RowTokens | None) -> Callable
             known_steps = config.train.max_steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))
             return RunLength(known_steps, round(row_tokens.rows * row_tokens.mean * known_steps / steps_per_epoch))
         is_plain_text = config.task_mode == "cpt"
-        size = rough_size(config.data, text_wanted=is_plain_text)
+        size = estimate_size(config.data, text_wanted=is_plain_text)
         steps = config.train.max_steps
         if size is None:
             return RunLength(steps, None) if steps else None

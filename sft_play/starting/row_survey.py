@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.data.checks import missed_columns
+from sft_play.data.checks import missed_column_lines
 from sft_play.data.sources.files import list_parts, find_data_paths
 from sft_play.errors import SftPlayError, stage_context
 from sft_play.facts.models.architecture import find_model_folder, load_max_positions
@@ -78,7 +78,7 @@ def count_row_tokens_if_quick(
     for part in loaded.runs:
         config = part.config
         with contextlib.suppress(OSError, SftPlayError):  # what is wrong with the rows is said below
-            for line in missed_columns(config.data, task_mode=config.task_mode):
+            for line in missed_column_lines(config.data, task_mode=config.task_mode):
                 logger.warning("%s", line)
         if not has_variable_lengths(config) or cached_row_tokens(config) is not None:
             continue
@@ -120,7 +120,7 @@ def _count_tokens(config: RunConfig) -> None:
         limit=length_limit,
         held_out=max((int(split_lengths.max()) for split_lengths in held_out if len(split_lengths)), default=0),
     )
-    counted = dataclasses.replace(counted, cut=splits.train.report.cut_rows) if counted else None
+    counted = dataclasses.replace(counted, cut=splits.train.stats.cut_rows) if counted else None
     key = _row_tokens_key(config)
     _counted_rows[key] = counted
     if counted is None:

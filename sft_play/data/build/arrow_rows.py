@@ -18,7 +18,7 @@ from sft_play.data.masks.token_row import CHAT, TokenRow
 from sft_play.data.sources.formats import Chat, Example
 
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
-_JSON = json.JSONEncoder(ensure_ascii=False)
+_JSON_ENCODER = json.JSONEncoder(ensure_ascii=False)
 _SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
 # Rows that are written together: so many, or so many tokens.
 _BATCH_ROWS, _BATCH_TOKENS = 256, 1 << 18
@@ -31,7 +31,7 @@ class RowWriter:
         self.path = path
         self._keeps_chats = keeps_chats
         self._schema = _SCHEMA_WITH_CHATS if keeps_chats else _SCHEMA
-        self._waiting: list[tuple[TokenRow, Example]] = []
+        self._pending: list[tuple[TokenRow, Example]] = []
         self._tokens = 0
 
     def __enter__(self) -> RowWriter:
@@ -41,77 +41,77 @@ class RowWriter:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            self._write()
+            self._write_batch()
         self._stream.close()
         self._file.close()
 
     def add(self, row: TokenRow, example: Example) -> None:
         """A row, with the example that it is made of."""
-        self._waiting.append((row, example))
+        self._pending.append((row, example))
         self._tokens += len(row.input_ids)
-        if len(self._waiting) == _BATCH_ROWS or self._tokens > _BATCH_TOKENS:
-            self._write()
+        if len(self._pending) == _BATCH_ROWS or self._tokens > _BATCH_TOKENS:
+            self._write_batch()
 
-    def _write(self) -> None:
-        if not self._waiting:
+    def _write_batch(self) -> None:
+        if not self._pending:
             return
-        rows = [row for row, _ in self._waiting]
-        offsets, ids = _joined([row.input_ids for row in rows])
-        label_offsets, labels = _joined([row.labels for row in rows])
+        rows = [row for row, _ in self._pending]
+        offsets, ids = _concatenate([row.input_ids for row in rows])
+        label_offsets, labels = _concatenate([row.labels for row in rows])
         sources = np.array([row.source != CHAT for row in rows], np.int8)
-        columns = [_lists(offsets, ids), _lists(label_offsets, labels), _arrow(sources)]
+        columns = [_to_list_array(offsets, ids), _to_list_array(label_offsets, labels), _to_arrow(sources)]
         if self._keeps_chats:
-            chats = (example if isinstance(example, Chat) else None for _, example in self._waiting)
-            texts = [one and _JSON.encode([one.where, one.messages, one.tools, one.template_kwargs]) for one in chats]
-            columns.append(pa.array(texts, pa.string()))
+            chats = (example if isinstance(example, Chat) else None for _, example in self._pending)
+            chat_texts = [chat and _JSON_ENCODER.encode([chat.where, chat.messages, chat.tools, chat.template_kwargs]) for chat in chats]
+            columns.append(pa.array(chat_texts, pa.string()))
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._waiting, self._tokens = [], 0
+        self._pending, self._tokens = [], 0
 
 
-def chat_of(text: str) -> Chat:
+def chat_from_json(text: str) -> Chat:
     """A conversation as it was kept beside its tokens."""
     where, messages, tools, template_kwargs = json.loads(text)
     return Chat(where, tuple(messages), tuple(tools), template_kwargs=template_kwargs)
 
 
-def write_blocks(path: Path, files: Sequence[Path], size: int, *, keeps_short: bool) -> None:
-    """Documents joined and cut into blocks of exactly `size` tokens; their own files are removed. The rest that fills
+def write_blocks(output_path: Path, paths: Sequence[Path], block_size: int, *, keeps_short: bool) -> None:
+    """Documents joined and cut into blocks of exactly `block_size` tokens; their own files are removed. What fills
     no block is left over; with `keeps_short` a text shorter than one block is a block by itself."""
-    carry = np.zeros(0, np.int32)
-    wrote = False
-    with pa.OSFile(str(path), "wb") as target, pa.ipc.new_stream(target, _SCHEMA) as stream:
-        for file in files:
-            with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as documents:
+    pending_ids = np.zeros(0, np.int32)
+    has_blocks = False
+    with pa.OSFile(str(output_path), "wb") as target, pa.ipc.new_stream(target, _SCHEMA) as stream:
+        for document_path in paths:
+            with pa.memory_map(str(document_path)) as source, pa.ipc.open_stream(source) as documents:
                 for batch in documents:
                     ids = batch.column(0)
-                    carry = np.concatenate([carry, ids.flatten().to_numpy()])
-                    whole = len(carry) // size * size
-                    if whole:  # written at once: a corpus of any size is never held in memory
-                        stream.write_batch(_block_batch(carry[:whole], size))
-                        carry, wrote = carry[whole:].copy(), True
-            file.unlink()
-        if not wrote and len(carry) and keeps_short:
-            stream.write_batch(_block_batch(carry, len(carry)))
+                    pending_ids = np.concatenate([pending_ids, ids.flatten().to_numpy()])
+                    full_size = len(pending_ids) // block_size * block_size
+                    if full_size:  # written at once: a corpus of any size is never held in memory
+                        stream.write_batch(_make_block_batch(pending_ids[:full_size], block_size))
+                        pending_ids, has_blocks = pending_ids[full_size:].copy(), True
+            document_path.unlink()
+        if not has_blocks and len(pending_ids) and keeps_short:
+            stream.write_batch(_make_block_batch(pending_ids, len(pending_ids)))
 
 
-def _block_batch(tokens: Any, size: int) -> Any:
-    column = _lists(np.arange(0, len(tokens) + 1, size, dtype=np.int32), np.ascontiguousarray(tokens, np.int32))
-    sources = _arrow(np.ones(len(tokens) // size, np.int8))
+def _make_block_batch(tokens: Any, block_size: int) -> Any:
+    column = _to_list_array(np.arange(0, len(tokens) + 1, block_size, dtype=np.int32), np.ascontiguousarray(tokens, np.int32))
+    sources = _to_arrow(np.ones(len(tokens) // block_size, np.int8))
     return pa.record_batch([column, column, sources], schema=_SCHEMA)
 
 
-def _joined(values: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+def _concatenate(token_lists: Sequence[Sequence[int]]) -> tuple[Any, Any]:
     """Lists of tokens joined: int32 of shape [lists + 1], where each begins, and of shape [tokens]."""
-    lengths = np.fromiter(map(len, values), np.int32, len(values))
-    offsets = np.zeros(len(values) + 1, np.int32)
+    lengths = np.fromiter(map(len, token_lists), np.int32, len(token_lists))
+    offsets = np.zeros(len(token_lists) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    return offsets, np.fromiter(itertools.chain.from_iterable(values), np.int32, int(offsets[-1]))
+    return offsets, np.fromiter(itertools.chain.from_iterable(token_lists), np.int32, int(offsets[-1]))
 
 
-def _arrow(values: Any) -> Any:
+def _to_arrow(values: Any) -> Any:
     """A numpy array of integers as an Arrow one; `pyarrow.array` would import pandas first, which takes 0.5 s."""
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
-def _lists(offsets: Any, tokens: Any) -> Any:
-    return pa.ListArray.from_arrays(_arrow(offsets), _arrow(tokens))
+def _to_list_array(offsets: Any, tokens: Any) -> Any:
+    return pa.ListArray.from_arrays(_to_arrow(offsets), _to_arrow(tokens))

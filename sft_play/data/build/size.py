@@ -23,7 +23,7 @@ SAMPLE_FILES = 20
 
 
 @dataclass(frozen=True)
-class RoughSize:
+class EstimatedSize:
     """Rows of the training data and their characters, estimated."""
 
     rows: int
@@ -35,39 +35,39 @@ class RoughSize:
         return int(self.characters / CHARACTERS_PER_TOKEN)
 
 
-def rough_size(data: DataConfig, *, text_wanted: bool = False) -> RoughSize | None:
+def estimate_size(data: DataConfig, *, text_wanted: bool = False) -> EstimatedSize | None:
     """The size of the training data; None where a file is missing, cannot be read, or is on the hub."""
-    given = [(source.path, source.max_rows) for source in data.sources] or [(data.train_path or "", None)]
+    sources = [(source.path, source.max_rows) for source in data.sources] or [(data.train_path or "", None)]
     rows = characters = 0.0
-    for path, most in given:
-        size = _of_source(path, data.encoding, text_wanted=text_wanted)
+    for path, max_rows in sources:
+        size = _estimate_source(path, data.encoding, text_wanted=text_wanted)
         if size is None:
             return None
-        used = min(size.rows, most or size.rows)
-        rows, characters = rows + used, characters + size.characters * used / size.rows
-    return RoughSize(round(rows), round(characters))
+        used_rows = min(size.rows, max_rows or size.rows)
+        rows, characters = rows + used_rows, characters + size.characters * used_rows / size.rows
+    return EstimatedSize(round(rows), round(characters))
 
 
-def _of_source(given: str, encoding: str, *, text_wanted: bool) -> RoughSize | None:
+def _estimate_source(source_path: str, encoding: str, *, text_wanted: bool) -> EstimatedSize | None:
     with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):  # an estimate never stops a plan
-        parts = list_parts(find_source(given, encoding=encoding), wants_text=text_wanted)
+        parts = list_parts(find_source(source_path, encoding=encoding), wants_text=text_wanted)
         if any(part.kind != "auto" for part in parts):
             return None
         file_bytes = [part.path.stat().st_size for part in parts]
-        read = [_of_file(part) for part in parts[:SAMPLE_FILES]]
+        file_sizes = [_estimate_file(part) for part in parts[:SAMPLE_FILES]]
         share = sum(file_bytes) / max(1, sum(file_bytes[:SAMPLE_FILES]))
-        rows, characters = sum(size.rows for size in read), sum(size.characters for size in read)
-        return RoughSize(round(rows * share), round(characters * share)) if rows else None
+        rows, characters = sum(size.rows for size in file_sizes), sum(size.characters for size in file_sizes)
+        return EstimatedSize(round(rows * share), round(characters * share)) if rows else None
     return None
 
 
-def _of_file(part: FilePart) -> RoughSize:
+def _estimate_file(part: FilePart) -> EstimatedSize:
     rows = characters = 0
-    for taken, row in enumerate(read_part(part), start=1):
+    for rows_read, row in enumerate(read_part(part), start=1):
         if not isinstance(row, BadRow):
             rows, characters = rows + 1, characters + sum(map(len, iter_texts(row.data)))
-        if rows and (taken == SAMPLE_ROWS or characters >= SAMPLE_CHARACTERS):  # a longer file: by lines, or by bytes
-            packed = 4 if is_gzipped(part.path) else 1  # JSON compresses to about a quarter
-            count = count_part_rows([part]) or part.path.stat().st_size * packed * rows // max(1, characters)
-            return RoughSize(max(rows, count), max(rows, count) * characters // rows)
-    return RoughSize(rows, characters)
+        if rows and (rows_read == SAMPLE_ROWS or characters >= SAMPLE_CHARACTERS):  # a longer file: by lines, or by bytes
+            compression = 4 if is_gzipped(part.path) else 1  # JSON compresses to about a quarter
+            count = count_part_rows([part]) or part.path.stat().st_size * compression * rows // max(1, characters)
+            return EstimatedSize(max(rows, count), max(rows, count) * characters // rows)
+    return EstimatedSize(rows, characters)

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import numpy as np
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.arrow_rows import chat_of
-from sft_play.data.build.build import HELD, KEPT, Built, Recipe, build
-from sft_play.data.build.mixing import MAX_PASSES, Sources, drawn, mix_table
-from sft_play.data.build.stats import RowStats, note_shared
+from sft_play.data.build.arrow_rows import chat_from_json
+from sft_play.data.build.build import HELD_OUT_SIDE, KEPT_SIDE, BuildRecipe, BuiltRows, build_rows
+from sft_play.data.build.mixing import MAX_SOURCE_PASSES, MixedSources, draw_rows, format_mix_table
+from sft_play.data.build.stats import RowStats, count_shared_rows
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
@@ -31,58 +31,58 @@ from sft_play.data.sources.files import AnySource, DataPaths, part_split
 from sft_play.data.sources.formats import Chat, Text, require_known_columns
 from sft_play.errors import DataError
 
-SplitName = Literal["train", "val", "test"]
+DataSplitName = Literal["train", "val", "test"]
 # With fewer documents the validation share is the end of each: chosen by hash, it might be all of them or none.
-FEW_DOCUMENTS = 20
+MIN_HASHED_DOCUMENTS = 20
 # Share of the text of cpt_mixed that is held out where the chats have validation rows and val_fraction is 0.
-HELD_TEXT_FRACTION = 0.05
+HELD_OUT_TEXT_FRACTION = 0.05
 
 
-class Chats:
-    """The conversations of a split's rows, read one at a time from `column`: a mapped data set of the column `chat`
+class SplitChats:
+    """The conversations of a split's rows, read one at a time from `dataset`: mapped, with the column `chat`
     alone, with a row for each of the split's, null where it is none."""
 
-    def __init__(self, column: Any = None) -> None:
-        self.column = column
-        tables = () if column is None else column.with_format("arrow").iter(batch_size=10_000)
+    def __init__(self, dataset: Any = None) -> None:
+        self.dataset = dataset
+        tables = () if dataset is None else dataset.with_format("arrow").iter(batch_size=10_000)
         is_chat = itertools.chain.from_iterable(table["chat"].is_valid().to_pylist() for table in tables)
         # The number of each conversation's row in its split.
-        self.rows = [place for place, valid in enumerate(is_chat) if valid]
+        self.row_indices = [index for index, is_valid in enumerate(is_chat) if is_valid]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.row_indices)
 
     def __getitem__(self, index: int) -> Chat:
-        return chat_of(self.column[self.rows[index]]["chat"])
+        return chat_from_json(self.dataset[self.row_indices[index]]["chat"])
 
 
 @dataclass(frozen=True)
-class Split:
+class DataSplit:
     """Token rows, the counts of what they were made from, and the chats for generated answers. `rows` is a mapped
     `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text); None where none is left."""
 
     rows: Any
-    report: RowStats
-    chats: Chats = field(default_factory=Chats)
+    stats: RowStats
+    chats: SplitChats = field(default_factory=SplitChats)
     # The option that names the source, where it is not the split's.
-    key: str = ""
+    option_key: str = ""
 
-    def first(self) -> TokenRow:
+    def first_row(self) -> TokenRow:
         """The first row."""
         row = self.rows[0]
-        return TokenRow(self.report.source, list(row["input_ids"]), list(row["labels"]))
+        return TokenRow(self.stats.source, list(row["input_ids"]), list(row["labels"]))
 
 
 @dataclass(frozen=True)
-class Splits:
+class DataSplits:
     """What a run trains on and is evaluated on; `notes` are choices for the log."""
 
-    train: Split
-    val: Split | None
-    test: Split | None
+    train: DataSplit
+    val: DataSplit | None
+    test: DataSplit | None
     notes: tuple[str, ...] = ()
     # Where several sources are mixed: the column `source` is their number, -1 in rows of none of them.
-    sources: Sources | None = None
+    sources: MixedSources | None = None
 
 
 def build_splits(
@@ -93,158 +93,158 @@ def build_splits(
     max_seq_len: int,
     positions: int | None = None,
     today: date | None = None,
-) -> Splits:
+) -> DataSplits:
     """Every split of a run as token rows. `positions`: how many the model has, if it has a limit; no longer max_seq_len
     is proposed. `today`: the date that templates are given. Raises DataError where `judge_split` fails."""
     require_known_columns(config.data)
-    parts = TokenizerParts.from_tokenizer(tokenizer)
-    return _Builder(config, parts, max_seq_len, positions, today or date.today()).build(paths)
+    tokenizer_parts = TokenizerParts.from_tokenizer(tokenizer)
+    return _SplitBuilder(config, tokenizer_parts, max_seq_len, positions, today or date.today()).build(paths)
 
 
-def survey_source(
-    config: RunConfig, source: AnySource, part: str, tokenizer: Any, *, max_seq_len: int, has_val: bool
+def count_source_rows(
+    config: RunConfig, source: AnySource, data_part: str, tokenizer: Any, *, max_seq_len: int, has_val: bool
 ) -> RowStats:
     """The counts of every row of a part of `DataPaths.named_paths` that a run with this config trains on, from the cache or
     built now. Raises DataError as `build` does."""
     require_known_columns(config.data)
-    builder = _Builder(config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today())
-    return builder.survey(source, part, has_val=has_val)
+    builder = _SplitBuilder(config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today())
+    return builder.count_rows(source, data_part, has_val=has_val)
 
 
-class _Builder:
+class _SplitBuilder:
     def __init__(
         self, config: RunConfig, tokenizer: TokenizerParts, max_seq_len: int, positions: int | None, today: date
     ) -> None:
         self._config, self._tokenizer, self._positions = config, tokenizer, positions
         self._max_seq_len, self._today = max_seq_len, today
-        self._is_text = config.task_mode == "cpt"
+        self._trains_text = config.task_mode == "cpt"
         self._notes: list[str] = []
 
-    def build(self, paths: DataPaths) -> Splits:
+    def build(self, paths: DataPaths) -> DataSplits:
         """Train, validation and test; without a validation file, rows are split off the training rows."""
         if paths.sources:
-            return self._of_sources(paths)
-        val = self._held_out(paths.val, "val")
+            return self._build_from_sources(paths)
+        val = self._build_held_out(paths.val, "val")
         share = self._config.data.val_fraction
         # with cpt_mixed the share still holds for the text, of which no validation file is given
         if val is not None and share and self._config.task_mode != "cpt_mixed":
-            has = f"data.val_path={paths.val} has validation rows"
-            self._notes.append(f"data.val_fraction={share:g} is not used: {has}")
+            reason = f"data.val_path={paths.val} has validation rows"
+            self._notes.append(f"data.val_fraction={share:g} is not used: {reason}")
         share = share if val is None else 0.0  # rows of val_path are enough
-        train, split_off = self._source(paths.train, "train", documents=self._is_text, held_share=share)
-        test = self._held_out(paths.test, "test")
-        self._judge(train, "train")
+        train, split_off = self._build_source(paths.train, "train", is_document=self._trains_text, held_out_share=share)
+        test = self._build_held_out(paths.test, "test")
+        self._check_split(train, "train")
         if val is None and split_off is not None:
-            self._judge(split_off, "val")
+            self._check_split(split_off, "val")
             val = split_off
         if share and val is None:
-            self._notes.append(f"data.val_fraction={share} of {train.report.kept} rows leaves no validation rows")
-        note_shared([split.report for split in (train, val, test) if split is not None])
-        train, val = self._finished(train), self._finished(val) if val else None
+            self._notes.append(f"data.val_fraction={share} of {train.stats.kept_rows} rows leaves no validation rows")
+        count_shared_rows([split.stats for split in (train, val, test) if split is not None])
+        train, val = self._finish_split(train), self._finish_split(val) if val else None
         if self._config.task_mode == "cpt_mixed":
             assert paths.text is not None
-            train, val = self._mixed(train, val, paths.text)
-        return Splits(train, val, self._finished(test) if test else None, (*paths.notes, *self._notes))
+            train, val = self._mix_text_in(train, val, paths.text)
+        return DataSplits(train, val, self._finish_split(test) if test else None, (*paths.notes, *self._notes))
 
-    def survey(self, source: AnySource, part: str, *, has_val: bool) -> RowStats:
+    def count_rows(self, source: AnySource, data_part: str, *, has_val: bool) -> RowStats:
         """The counts of a part of `DataPaths.named_paths`; `has_val` says that validation rows are given for it."""
         share = 0.0
-        if part == "text":
-            share = self._config.data.val_fraction or (HELD_TEXT_FRACTION if has_val else 0.0)
-        elif part_split(part) == "train" and not has_val:
+        if data_part == "text":
+            share = self._config.data.val_fraction or (HELD_OUT_TEXT_FRACTION if has_val else 0.0)
+        elif part_split(data_part) == "train" and not has_val:
             share = self._config.data.val_fraction
-        split = "train" if part == "text" else part_split(part)
-        built = self._built(source, split, documents=self._is_text or part == "text", held_share=share)
-        survey = built.stats[KEPT].with_held(built.stats[HELD])
-        survey.source, survey.split = str(source), part_split(part)
-        return survey
+        split = "train" if data_part == "text" else part_split(data_part)
+        built_rows = self._build_rows(source, split, is_document=self._trains_text or data_part == "text", held_out_share=share)
+        stats = built_rows.stats[KEPT_SIDE].merge_held_out(built_rows.stats[HELD_OUT_SIDE])
+        stats.source, stats.split = str(source), part_split(data_part)
+        return stats
 
-    def _built(self, source: AnySource, split: str, *, documents: bool, held_share: float) -> Built:
-        recipe = Recipe(
+    def _build_rows(self, source: AnySource, split: str, *, is_document: bool, held_out_share: float) -> BuiltRows:
+        recipe = BuildRecipe(
             self._tokenizer,
             self._config.data,
             self._max_seq_len,
             self._today,
-            documents=documents,
-            held_share=held_share,
-            keeps_chats=split != "train" or held_share > 0,  # needed where answers are generated
+            is_document=is_document,
+            held_out_share=held_out_share,
+            keeps_chats=split != "train" or held_out_share > 0,  # needed where answers are generated
             task_mode=self._config.task_mode,
         )
-        return build(source, recipe, split=split, workers=self._config.data.workers)
+        return build_rows(source, recipe, split=split, workers=self._config.data.workers)
 
-    def _source(
-        self, source: AnySource, split: str, *, documents: bool, held_share: float = 0.0
-    ) -> tuple[Split, Split | None]:
-        if documents and held_share and (few := self._few_documents(source, split)) is not None:
-            return self._ends_split_off(few, source, held_share)
-        built = self._built(source, split, documents=documents, held_share=held_share)
-        kept = _of_cache(built, KEPT, str(source))
-        if not kept.report.rows:
+    def _build_source(
+        self, source: AnySource, split: str, *, is_document: bool, held_out_share: float = 0.0
+    ) -> tuple[DataSplit, DataSplit | None]:
+        if is_document and held_out_share and (few_documents := self._find_few_documents(source, split)) is not None:
+            return self._split_document_ends(few_documents, source, held_out_share)
+        built_rows = self._build_rows(source, split, is_document=is_document, held_out_share=held_out_share)
+        kept = _split_from_cache(built_rows, KEPT_SIDE, str(source))
+        if not kept.stats.rows:
             raise DataError(f"{source} has no rows")
-        if not held_share:
+        if not held_out_share:
             return kept, None
-        held = _of_cache(built, HELD, f"{held_share:g} of {source} by content hash")
+        held_out = _split_from_cache(built_rows, HELD_OUT_SIDE, f"{held_out_share:g} of {source} by content hash")
         # the build counts every row it reads on both sides; those that cannot be read are on the kept one
-        held.report.rows = held.report.kept + held.report.too_long + held.report.unmasked.total()
-        kept.report.rows -= held.report.rows
-        return kept, held if held.rows is not None else None
+        held_out.stats.rows = held_out.stats.kept_rows + held_out.stats.too_long_rows + held_out.stats.unmasked_rows.total()
+        kept.stats.rows -= held_out.stats.rows
+        return kept, held_out if held_out.rows is not None else None
 
     # Several sources.
 
-    def _of_sources(self, paths: DataPaths) -> Splits:
-        common, test = self._held_out(paths.val, "val"), self._held_out(paths.test, "test")
-        train: list[Split] = []
-        held: dict[int, Split] = {}
-        for at, source in enumerate(paths.sources):
-            key = f"data.sources[{at}]"
-            val = self._held_out(source.val, "val", key=f"{key}.val_path")
-            share = self._config.data.val_fraction if val is None and common is None else 0.0
-            kept, split_off = self._source(source.train, "train", documents=self._is_text, held_share=share)
-            train.append(dataclasses.replace(kept, key=f"{key}.path"))
-            self._judge(train[-1], "train")
+    def _build_from_sources(self, paths: DataPaths) -> DataSplits:
+        common_val, test = self._build_held_out(paths.val, "val"), self._build_held_out(paths.test, "test")
+        train: list[DataSplit] = []
+        held_out_by_source: dict[int, DataSplit] = {}
+        for index, source in enumerate(paths.sources):
+            key = f"data.sources[{index}]"
+            val = self._build_held_out(source.val, "val", key=f"{key}.val_path")
+            share = self._config.data.val_fraction if val is None and common_val is None else 0.0
+            kept, split_off = self._build_source(source.train, "train", is_document=self._trains_text, held_out_share=share)
+            train.append(dataclasses.replace(kept, option_key=f"{key}.path"))
+            self._check_split(train[-1], "train")
             if val is None and split_off is not None:
-                val = dataclasses.replace(split_off, key=f"{key}.path")
-                self._judge(val, "val")
+                val = dataclasses.replace(split_off, option_key=f"{key}.path")
+                self._check_split(val, "val")
             if val is not None:
-                held[at] = val
-        vals = list(held.values()) if common is None else [common]
-        note_shared([split.report for split in (*train, *vals, test) if split is not None])
+                held_out_by_source[index] = val
+        vals = list(held_out_by_source.values()) if common_val is None else [common_val]
+        count_shared_rows([split.stats for split in (*train, *vals, test) if split is not None])
         names = tuple(source.name for source in paths.sources)
-        used = [self._limited(_marked(self._finished(split), at), at, names[at]) for at, split in enumerate(train)]
+        used_splits = [self._limit_rows(_add_source_column(self._finish_split(split), index), index, names[index]) for index, split in enumerate(train)]
         weights = tuple(source.weight for source in self._config.data.sources)
-        sources = Sources(names, weights, tuple(len(split.rows) for split in used))
+        sources = MixedSources(names, weights, tuple(len(split.rows) for split in used_splits))
         mix = sources.mix(seed=self._config.train.seed)
         # packed rows are mixed by packs, whose table the trainer logs once they are made
-        if self._config.data.packing == "none" or self._is_text:
-            self._notes += [f"Data train: {line}" for line in mix_table(mix)]
-        numbered = held.items() if common is None else [(-1, common)]  # -1: of no source
-        held_out = [_marked(self._finished(split), at) for at, split in numbered]
-        tested = _marked(self._finished(test), -1) if test else None
+        if self._config.data.packing == "none" or self._trains_text:
+            self._notes += [f"Data train: {line}" for line in format_mix_table(mix)]
+        numbered_vals = held_out_by_source.items() if common_val is None else [(-1, common_val)]  # -1: of no source
+        marked_vals = [_add_source_column(self._finish_split(split), index) for index, split in numbered_vals]
+        marked_test = _add_source_column(self._finish_split(test), -1) if test else None
         notes = (*paths.notes, *self._notes)
-        return Splits(_together(used), _together(held_out) if held_out else None, tested, notes, sources)
+        return DataSplits(_concatenate_splits(used_splits), _concatenate_splits(marked_vals) if marked_vals else None, marked_test, notes, sources)
 
-    def _limited(self, split: Split, at: int, name: str) -> Split:
-        most = self._config.data.sources[at].max_rows
-        places = drawn(len(split.rows), most, seed=self._config.train.seed)
-        if places is None:
+    def _limit_rows(self, split: DataSplit, source_index: int, name: str) -> DataSplit:
+        max_rows = self._config.data.sources[source_index].max_rows
+        indices = draw_rows(len(split.rows), max_rows, seed=self._config.train.seed)
+        if indices is None:
             return split
-        self._notes.append(f"Data train: {most:,} of {len(split.rows):,} rows of {name} are used (max_rows)")
-        return dataclasses.replace(split, rows=split.rows.select(places))
+        self._notes.append(f"Data train: {max_rows:,} of {len(split.rows):,} rows of {name} are used (max_rows)")
+        return dataclasses.replace(split, rows=split.rows.select(indices))
 
-    def _held_out(self, source: AnySource | None, split: SplitName, *, key: str = "") -> Split | None:
+    def _build_held_out(self, source: AnySource | None, split: DataSplitName, *, key: str = "") -> DataSplit | None:
         if source is None:
             return None
-        rows, _ = self._source(source, split, documents=self._is_text)
-        rows = dataclasses.replace(rows, key=key)
-        self._judge(rows, split)
-        return rows
+        data_split, _ = self._build_source(source, split, is_document=self._trains_text)
+        data_split = dataclasses.replace(data_split, option_key=key)
+        self._check_split(data_split, split)
+        return data_split
 
     # Judging.
 
-    def _judge(self, rows: Split, split: str) -> None:
-        stats, data, key = rows.report, self._config.data, rows.key or f"data.{split}_path"
+    def _check_split(self, data_split: DataSplit, split: str) -> None:
+        stats, data, key = data_split.stats, self._config.data, data_split.option_key or f"data.{split}_path"
         stats.split = split
-        if self._is_text and stats.chats:
+        if self._trains_text and stats.chats:
             raise DataError(
                 f"{key}={stats.source}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
                 f"rows are chats ({stats.format}); use task_mode=sft, rows with a text column, or {key}=null"
@@ -252,141 +252,141 @@ class _Builder:
         for finding in judge_split(stats, data, max_seq_len=self._max_seq_len, positions=self._positions):
             if finding.verdict == "FAIL":
                 raise DataError(f"{key}: {finding.found}\n{finding.remedy}")
-        if stats.kept == 0:
-            every = stats.unusable + stats.left_out
-            reasons = "; ".join(f"{count} x {reason}" for reason, count in every.most_common(6))
+        if stats.kept_rows == 0:
+            unused_reasons = stats.unusable_rows + stats.left_out_rows
+            reasons = "; ".join(f"{count} x {reason}" for reason, count in unused_reasons.most_common(6))
             raise DataError(f"{key}: no row is left of {stats.rows:,} of {stats.source} ({reasons})")
 
     # Splits.
 
-    def _finished(self, split: Split) -> Split:
-        if self._is_text:
-            return self._packed(split)
-        stats = split.report
+    def _finish_split(self, split: DataSplit) -> DataSplit:
+        if self._trains_text:
+            return self._pack_text(split)
+        stats = split.stats
         if stats.texts:
             self._notes.append(
                 f"{stats.source}: {stats.texts:,} rows of plain text have no turns: every token is trained"
             )
         return split
 
-    def _packed(self, split: Split) -> Split:
-        block, stats = self._max_seq_len, split.report
+    def _pack_text(self, split: DataSplit) -> DataSplit:
+        block_size, stats = self._max_seq_len, split.stats
         if split.rows is None:
             raise DataError(
-                f"{stats.source}: {stats.kept} documents are {stats.tokens:,} tokens, less than one block "
-                f"of max_seq_len {block}; lower model.max_seq_len or give more text"
+                f"{stats.source}: {stats.kept_rows} documents are {stats.tokens:,} tokens, less than one block "
+                f"of max_seq_len {block_size}; lower model.max_seq_len or give more text"
             )
         count = len(split.rows)
         # a single block may be shorter: a held-out text of less than one (`arrow_rows.write_blocks`)
-        tokens = count * block if count > 1 or len(split.rows[0]["input_ids"]) == block else stats.tokens
-        left = stats.tokens - tokens
+        tokens = count * block_size if count > 1 or len(split.rows[0]["input_ids"]) == block_size else stats.tokens
+        leftover_tokens = stats.tokens - tokens
         self._notes.append(
-            f"{stats.source}: packed into {count:,} blocks of {block} tokens; the last {left:,} tokens fill none"
+            f"{stats.source}: packed into {count:,} blocks of {block_size} tokens; the last {leftover_tokens:,} tokens fill none"
         )
-        return dataclasses.replace(split, report=dataclasses.replace(stats, tokens=tokens, trained=tokens))
+        return dataclasses.replace(split, stats=dataclasses.replace(stats, tokens=tokens, trained_tokens=tokens))
 
-    def _mixed(self, chats: Split, val: Split | None, source: AnySource) -> tuple[Split, Split | None]:
-        share = self._config.data.val_fraction or (HELD_TEXT_FRACTION if val is not None else 0.0)
-        kept, held = self._source(source, "train", documents=True, held_share=share)
-        if kept.report.chats:
-            raise DataError(f"data.text_path={source} holds {kept.report.format} rows; it takes plain text")
-        self._judge(kept, "text")
-        train = self._mix(chats, self._packed(kept))
-        if val is None or held is None:
+    def _mix_text_in(self, chats: DataSplit, val: DataSplit | None, source: AnySource) -> tuple[DataSplit, DataSplit | None]:
+        share = self._config.data.val_fraction or (HELD_OUT_TEXT_FRACTION if val is not None else 0.0)
+        kept, held_out = self._build_source(source, "train", is_document=True, held_out_share=share)
+        if kept.stats.chats:
+            raise DataError(f"data.text_path={source} holds {kept.stats.format} rows; it takes plain text")
+        self._check_split(kept, "text")
+        train = self._mix_train(chats, self._pack_text(kept))
+        if val is None or held_out is None:
             return train, val
-        text = self._packed(held)
+        text = self._pack_text(held_out)
         self._notes.append(
-            f"Data val: {len(text.rows):,} blocks of held-out text ({text.report.source}) beside the chats"
+            f"Data val: {len(text.rows):,} blocks of held-out text ({text.stats.source}) beside the chats"
         )
-        return train, Split(_joined([val.rows, text.rows]), val.report.beside(text.report), val.chats)
+        return train, DataSplit(_concatenate_datasets([val.rows, text.rows]), val.stats.merge_source(text.stats), val.chats)
 
-    def _mix(self, chats: Split, text: Split) -> Split:
+    def _mix_train(self, chats: DataSplit, text: DataSplit) -> DataSplit:
         share = self._config.data.text_fraction
         count, blocks = len(chats.rows), len(text.rows)
-        wanted = max(1, round(count * share / (1 - share)))
-        if wanted > MAX_PASSES * blocks:
+        needed_blocks = max(1, round(count * share / (1 - share)))
+        if needed_blocks > MAX_SOURCE_PASSES * blocks:
             raise DataError(
-                f"data.text_fraction={share:g} of {count} chats asks for {wanted:,} text blocks, and "
-                f"{text.report.source} has {blocks}: more than {MAX_PASSES} passes over it; lower it"
+                f"data.text_fraction={share:g} of {count} chats asks for {needed_blocks:,} text blocks, and "
+                f"{text.stats.source} has {blocks}: more than {MAX_SOURCE_PASSES} passes over it; lower it"
             )
         # rows are numbered with the chats first; text is taken in passes over all its blocks
-        order = [*range(count), *(count + index % blocks for index in range(wanted))]
+        order = [*range(count), *(count + index % blocks for index in range(needed_blocks))]
         random.Random(self._config.train.seed).shuffle(order)
-        rows = _joined([chats.rows, text.rows]).select(order)
+        rows = _concatenate_datasets([chats.rows, text.rows]).select(order)
         self._notes.append(
-            f"Data train: {count:,} chats and {wanted:,} text blocks ({share:g} of the sequences; "
-            f"{wanted / blocks:.2g} passes over the text)"
+            f"Data train: {count:,} chats and {needed_blocks:,} text blocks ({share:g} of the sequences; "
+            f"{needed_blocks / blocks:.2g} passes over the text)"
         )
-        added = wanted * self._max_seq_len
-        report = dataclasses.replace(text.report, tokens=added, trained=added)
-        return Split(rows, chats.report.beside(report), chats.chats)
+        text_tokens = needed_blocks * self._max_seq_len
+        report = dataclasses.replace(text.stats, tokens=text_tokens, trained_tokens=text_tokens)
+        return DataSplit(rows, chats.stats.merge_source(report), chats.chats)
 
     # A few long documents.
 
-    def _few_documents(self, source: AnySource, split: str) -> list[Text] | None:
+    def _find_few_documents(self, source: AnySource, split: str) -> list[Text] | None:
         """The documents of a source that has only a few; None where it has more, or bad ones (judged later)."""
         documents: list[Text] = []
         for _, example in ExampleReader(source, self._config.data, split=split, wants_text=True).numbered_examples():
-            if not isinstance(example, Text) or len(documents) + 1 >= FEW_DOCUMENTS:
+            if not isinstance(example, Text) or len(documents) + 1 >= MIN_HASHED_DOCUMENTS:
                 return None
             documents.append(example)
         return documents
 
-    def _ends_split_off(self, texts: Sequence[Text], source: AnySource, share: float) -> tuple[Split, Split | None]:
+    def _split_document_ends(self, texts: Sequence[Text], source: AnySource, share: float) -> tuple[DataSplit, DataSplit | None]:
         renderer = Renderer(self._tokenizer, self._config.data, max_seq_len=self._max_seq_len, today=self._today)
         cuts = [int(len(text.text) * (1 - share)) for text in texts]
         pieces = {
-            KEPT: [text.text[:cut] for text, cut in zip(texts, cuts, strict=True)],
-            HELD: [text.text[cut:] for text, cut in zip(texts, cuts, strict=True)],
+            KEPT_SIDE: [text.text[:cut] for text, cut in zip(texts, cuts, strict=True)],
+            HELD_OUT_SIDE: [text.text[cut:] for text, cut in zip(texts, cuts, strict=True)],
         }
-        kept, held = (self._in_memory(renderer, pieces[name], is_held=name == HELD) for name in (KEPT, HELD))
-        kept.report.rows, kept.report.source = len(texts), str(source)
-        held.report.source = f"the last {share:g} of each document of {source}"
-        return kept, held if held.rows is not None else None
+        kept, held_out = (self._build_in_memory(renderer, pieces[name], is_held_out=name == HELD_OUT_SIDE) for name in (KEPT_SIDE, HELD_OUT_SIDE))
+        kept.stats.rows, kept.stats.source = len(texts), str(source)
+        held_out.stats.source = f"the last {share:g} of each document of {source}"
+        return kept, held_out if held_out.rows is not None else None
 
-    def _in_memory(self, renderer: Renderer, texts: Sequence[str], *, is_held: bool) -> Split:
+    def _build_in_memory(self, renderer: Renderer, texts: Sequence[str], *, is_held_out: bool) -> DataSplit:
         from datasets import Dataset, Features, List, Value
 
-        whole = [text for text in texts if text.strip()]
-        stream = [number for text in whole for number in renderer.tokenise_documents([text])[0]]  # one by one, for the memory
-        size = self._max_seq_len
-        blocks = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
-        if not blocks and is_held and stream:
-            blocks = [stream]
-        stats = RowStats(rows=len(whole), kept=len(whole), texts=len(whole), tokens=len(stream))
-        stats.format = "text" if whole else stats.format
+        nonempty_texts = [text for text in texts if text.strip()]
+        token_stream = [token_id for text in nonempty_texts for token_id in renderer.tokenise_documents([text])[0]]  # one by one, for the memory
+        block_size = self._max_seq_len
+        blocks = [token_stream[start : start + block_size] for start in range(0, len(token_stream) - block_size + 1, block_size)]
+        if not blocks and is_held_out and token_stream:
+            blocks = [token_stream]
+        stats = RowStats(rows=len(nonempty_texts), kept_rows=len(nonempty_texts), texts=len(nonempty_texts), tokens=len(token_stream))
+        stats.format = "text" if nonempty_texts else stats.format
         features = Features(
             {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")}
         )
         # every token is trained, and 1 is the number of text
         columns = {"input_ids": blocks, "labels": blocks, "source": [1] * len(blocks)}
-        return Split(Dataset.from_dict(columns, features=features) if blocks else None, stats)
+        return DataSplit(Dataset.from_dict(columns, features=features) if blocks else None, stats)
 
 
-def _of_cache(built: Built, name: str, source: str) -> Split:
-    rows, stats = built.dataset(name), built.stats[name]
+def _split_from_cache(built_rows: BuiltRows, name: str, source: str) -> DataSplit:
+    rows, stats = built_rows.dataset(name), built_rows.stats[name]
     stats.source = source
     if rows is None or "chat" not in rows.column_names:
-        return Split(rows, stats)
-    return Split(rows.remove_columns("chat"), stats, Chats(rows.select_columns("chat")))
+        return DataSplit(rows, stats)
+    return DataSplit(rows.remove_columns("chat"), stats, SplitChats(rows.select_columns("chat")))
 
 
-def _marked(split: Split, source: int) -> Split:
+def _add_source_column(split: DataSplit, source_index: int) -> DataSplit:
     from datasets import Value
 
     rows = split.rows.select_columns(["input_ids", "labels"])
-    rows = rows.add_column("source", np.full(len(rows), source, np.int8), feature=Value("int8"))
+    rows = rows.add_column("source", np.full(len(rows), source_index, np.int8), feature=Value("int8"))
     return dataclasses.replace(split, rows=rows)
 
 
-def _together(splits: Sequence[Split]) -> Split:
-    report = functools.reduce(RowStats.beside, [split.report for split in splits])
-    columns = [split.chats.column for split in splits]
-    chats = Chats() if any(column is None for column in columns) else Chats(_joined(columns))
-    return Split(_joined([split.rows for split in splits]), report, chats)
+def _concatenate_splits(splits: Sequence[DataSplit]) -> DataSplit:
+    report = functools.reduce(RowStats.merge_source, [split.stats for split in splits])
+    columns = [split.chats.dataset for split in splits]
+    chats = SplitChats() if any(column is None for column in columns) else SplitChats(_concatenate_datasets(columns))
+    return DataSplit(_concatenate_datasets([split.rows for split in splits]), report, chats)
 
 
-def _joined(datasets: Sequence[Any]) -> Any:
+def _concatenate_datasets(datasets: Sequence[Any]) -> Any:
     from datasets import concatenate_datasets
 
-    return concatenate_datasets([one.select_columns(sorted(one.column_names)) for one in datasets])
+    return concatenate_datasets([dataset.select_columns(sorted(dataset.column_names)) for dataset in datasets])

@@ -22,7 +22,7 @@ from sft_play.data.sources.formats import Chat, Example
 from sft_play.data.sources.raw import LISTED_BAD_ROWS, BadRow
 
 
-def rows_text(count: int) -> str:
+def format_row_count(count: int) -> str:
     """A number of rows in words."""
     return f"{count:,} row{'s' * (count != 1)}"
 
@@ -33,69 +33,69 @@ def rows_text(count: int) -> str:
 def trained_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
     """The runs [start, end) of trained tokens; labels of shape [T]."""
     runs: list[tuple[int, int]] = []
-    at = 0
+    start = 0
     for is_trained, run in itertools.groupby(labels, IGNORED.__ne__):
-        end = at + len(list(run))
+        end = start + len(list(run))
         if is_trained:
-            runs.append((at, end))
-        at = end
+            runs.append((start, end))
+        start = end
     return runs
 
 
 @dataclass
-class LimitCost:
+class TruncationCost:
     """How many trained tokens each `max_seq_len` would keep, from whole rows; `truncate` says how they are cut."""
 
     truncate: str
     longest: int = 0
-    trained: int = 0
+    trained_tokens: int = 0
     """Trained tokens of all whole rows; the first token of a row is never predicted and does not count."""
-    _steps: array[int] = field(default_factory=lambda: array("q", [0, 0]))
+    _second_differences: array[int] = field(default_factory=lambda: array("q", [0, 0]))
     """Second differences of the tokens that a limit of n keeps, n being the index: two sums give the tokens, and
     adding a run of any length changes two entries."""
 
     def add(self, size: int, runs: Sequence[tuple[int, int]]) -> None:
         """Count one whole row of `size` tokens with these runs of trained ones."""
         self.longest = max(self.longest, size)
-        if size + 2 > len(self._steps):
-            self._steps.extend([0] * (size + 2 - len(self._steps)))
+        if size + 2 > len(self._second_differences):
+            self._second_differences.extend([0] * (size + 2 - len(self._second_differences)))
         # With the end cut, a limit of n keeps max(0, min(n, end) - begin) tokens of a run: the count grows by one for
         # each n from begin + 1 to end, so its second difference is 1 at begin + 1 and -1 at end + 1.
         for begin, end in runs:
             begin = max(begin, 1)
             if end <= begin:
                 continue
-            self.trained += end - begin
+            self.trained_tokens += end - begin
             if self.truncate == "drop":  # all at once, where the whole row fits
-                self._steps[size] += end - begin
-                self._steps[size + 1] -= end - begin
+                self._second_differences[size] += end - begin
+                self._second_differences[size + 1] -= end - begin
                 continue
             if self.truncate == "prompt":  # a token is kept where the limit reaches back to it
                 begin, end = size - end, size - begin
-            self._steps[begin + 1] += 1
-            self._steps[end + 1] -= 1
+            self._second_differences[begin + 1] += 1
+            self._second_differences[end + 1] -= 1
 
-    def merge(self, other: LimitCost) -> None:
+    def add_rows(self, other: TruncationCost) -> None:
         """Add the rows of another."""
         self.longest = max(self.longest, other.longest)
-        self.trained += other.trained
-        longer = len(other._steps) - len(self._steps)
+        self.trained_tokens += other.trained_tokens
+        longer = len(other._second_differences) - len(self._second_differences)
         if longer > 0:
-            self._steps.extend([0] * longer)
-        for index, step in enumerate(other._steps):
-            self._steps[index] += step
+            self._second_differences.extend([0] * longer)
+        for index, step in enumerate(other._second_differences):
+            self._second_differences[index] += step
 
-    def _kept(self) -> Iterator[int]:
-        return itertools.accumulate(itertools.accumulate(self._steps))
+    def _kept_tokens(self) -> Iterator[int]:
+        return itertools.accumulate(itertools.accumulate(self._second_differences))
 
     def kept_share(self, limit: int) -> float:
         """The share of the trained tokens that a limit keeps."""
         # the last of those there are: beyond the longest row every limit keeps all
-        return list(itertools.islice(self._kept(), limit + 1))[-1] / (self.trained or 1)
+        return list(itertools.islice(self._kept_tokens(), limit + 1))[-1] / (self.trained_tokens or 1)
 
-    def limit_for(self, share: float) -> int:
+    def smallest_limit(self, share: float) -> int:
         """The smallest limit that keeps this share."""
-        return next((limit for limit, kept in enumerate(self._kept()) if kept >= share * self.trained), self.longest)
+        return next((limit for limit, kept in enumerate(self._kept_tokens()) if kept >= share * self.trained_tokens), self.longest)
 
 
 # Rows
@@ -109,13 +109,13 @@ class RowStats:
     format: str = "unknown"
     rows: int = 0
     split: str = ""
-    bad: Counter[str] = field(default_factory=Counter)
+    bad_rows: Counter[str] = field(default_factory=Counter)
     """Rows that cannot be read, by reason."""
     first_bad: list[BadRow] = field(default_factory=list)
-    unmasked: Counter[str] = field(default_factory=Counter)
+    unmasked_rows: Counter[str] = field(default_factory=Counter)
     """Rows that can be read and get no exact mask, by reason; those that are too long are not among them."""
     first_unmasked: list[BadRow] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
+    left_out_rows: Counter[str] = field(default_factory=Counter)
     """Rows that the run YAML asks to leave out, by reason."""
     formats: Counter[str] = field(default_factory=Counter)
     chats: int = 0
@@ -127,20 +127,20 @@ class RowStats:
     first_noted: dict[str, str] = field(default_factory=dict)
     """Where the first row with each note is."""
     # rows in which a column that is not read holds something
-    unused: Counter[UnusedColumn] = field(default_factory=Counter)
+    unused_columns: Counter[UnusedColumn] = field(default_factory=Counter)
     digests: array[int] = field(default_factory=lambda: array("Q"))
     """Of the tokens of each row that is kept, or of each document."""
-    shared: dict[str, int] = field(default_factory=dict)
+    shared_rows: dict[str, int] = field(default_factory=dict)
     """Rows that are in another split too, by its name."""
 
-    kept: int = 0
+    kept_rows: int = 0
     methods: Counter[str] = field(default_factory=Counter)
     """Rows by how their trained spans were found."""
     tokens: int = 0
-    trained: int = 0
+    trained_tokens: int = 0
     cut_rows: int = 0
-    tokens_cut: int = 0
-    merged: int = 0
+    cut_tokens: int = 0
+    merged_edges: int = 0
     """Answers that end inside a token, which is split there."""
     untrained_turns: int = 0
     stripped_think: int = 0
@@ -153,66 +153,66 @@ class RowStats:
     first_special: str = ""
     lengths: array[int] = field(default_factory=lambda: array("q"))
     """Tokens of each row that is kept."""
-    with_bos: int = 0
-    open_ends: int = 0
+    rows_with_bos: int = 0
+    rows_with_open_end: int = 0
     """Rows with an answer whose last trained token is no special one."""
-    first_open_end: str = ""
-    cut_ends: int = 0
+    first_open_end_row: str = ""
+    rows_with_cut_end: int = 0
     """Rows of which max_seq_len cuts an answer in two, so that its end is not trained."""
-    ends: Counter[int] = field(default_factory=Counter)
+    end_token_ids: Counter[int] = field(default_factory=Counter)
     """Ids of the special tokens that trained parts end with."""
     added_ends: Counter[str] = field(default_factory=Counter)
     """Rows whose last turn the template does not end, by the end that was added."""
-    pad_trained: int = 0
-    roles: dict[str, list[int]] = field(default_factory=dict)
+    rows_training_pad: int = 0
+    role_tokens: dict[str, list[int]] = field(default_factory=dict)
     """[tokens, trained] by role, in `role_rows` of the rows."""
     role_rows: int = 0
-    first: Any = None
+    first_row: Any = None
     """The first row that can be trained: `(row number, TokenRow)`, before any cut."""
 
-    too_long: int = 0
+    too_long_rows: int = 0
     """Rows that lose every trained token to max_seq_len, or are left out for their length."""
     shortest_prompt: int = 0
     """Tokens before the first trained one, the fewest among the rows that are too long; 0 where there is none."""
-    lost_by_cut: int = 0
+    tokens_lost_by_cut: int = 0
     """Trained tokens that were cut from rows that are kept."""
-    lost_with_rows: int = 0
+    tokens_lost_with_rows: int = 0
     """Trained tokens of the rows that are too long."""
-    cost: LimitCost = field(default_factory=lambda: LimitCost("end"))
+    truncation_cost: TruncationCost = field(default_factory=lambda: TruncationCost("end"))
     """What other limits would keep."""
 
     @property
-    def lost(self) -> int:
+    def lost_tokens(self) -> int:
         """Trained tokens that max_seq_len takes away."""
-        return self.lost_by_cut + self.lost_with_rows
+        return self.tokens_lost_by_cut + self.tokens_lost_with_rows
 
     @property
-    def unusable(self) -> Counter[str]:
+    def unusable_rows(self) -> Counter[str]:
         """Rows that cannot be read or get no exact mask, by reason."""
-        return self.bad + self.unmasked
+        return self.bad_rows + self.unmasked_rows
 
     @property
-    def repeated(self) -> int:
+    def repeated_rows(self) -> int:
         """Rows, or documents, with the tokens of an earlier one."""
         return len(self.digests) - len(np.unique(self.digests))
 
     @property
-    def dropped(self) -> dict[str, int]:
+    def dropped_rows(self) -> dict[str, int]:
         """Rows that are not used, by reason."""
-        too_long = Counter({"nothing trained is left within max_seq_len, or too long": self.too_long})
-        return dict(self.unusable + self.left_out + too_long)  # adding counters leaves zeros out
+        too_long = Counter({"nothing trained is left within max_seq_len, or too long": self.too_long_rows})
+        return dict(self.unusable_rows + self.left_out_rows + too_long)  # adding counters leaves zeros out
 
     # Counting.
 
     def count_bad(self, row: BadRow) -> None:
         """Count a row that is not used."""
-        (self.left_out if row.is_asked else self.bad)[row.reason] += 1
+        (self.left_out_rows if row.is_asked else self.bad_rows)[row.reason] += 1
         if not row.is_asked and len(self.first_bad) < LISTED_BAD_ROWS:
             self.first_bad.append(row)
 
     def count_unmasked(self, row: BadRow) -> None:
         """Count a row that gets no exact mask."""
-        self.unmasked[row.reason] += 1
+        self.unmasked_rows[row.reason] += 1
         if len(self.first_unmasked) < LISTED_BAD_ROWS:
             self.first_unmasked.append(row)
 
@@ -224,81 +224,81 @@ class RowStats:
         else:
             self.texts += 1
         self._note(example.notes, example.where)
-        self.unused.update(example.unused)
+        self.unused_columns.update(example.unused)
 
     def _note(self, notes: Iterable[str], where: str) -> None:
         for note in notes:
             self.notes[note] += 1
             self.first_noted.setdefault(note, where)
 
-    def count_rendered(self, whole: TokenRow) -> None:
+    def count_rendered(self, row: TokenRow) -> None:
         """Count how a row was rendered."""
-        self._note(whole.notes, whole.where)
-        self.methods[whole.method] += 1
-        self.untrained_turns += whole.untrained_turns
-        self.stripped_think += whole.stripped_think
-        self._count_special(whole)
+        self._note(row.notes, row.location)
+        self.methods[row.method] += 1
+        self.untrained_turns += row.untrained_turns
+        self.stripped_think += row.stripped_think
+        self._count_special(row)
 
-    def _count_special(self, whole: TokenRow) -> None:
-        if whole.special_in_text:
+    def _count_special(self, row: TokenRow) -> None:
+        if row.special_in_text:
             self.special_rows += 1
-            self.special_in_text += whole.special_in_text
-            self.first_special = self.first_special or whole.where
-            self.special_documents += whole.method == "document"
+            self.special_in_text += row.special_in_text
+            self.first_special = self.first_special or row.location
+            self.special_documents += row.method == "document"
 
-    def count_document(self, whole: TokenRow) -> None:
+    def count_document(self, row: TokenRow) -> None:
         """Count a document, which is joined with others and cut into blocks."""
-        self._count_special(whole)
-        self.kept += 1
-        self.tokens += len(whole.input_ids)
+        self._count_special(row)
+        self.kept_rows += 1
+        self.tokens += len(row.input_ids)
 
-    def count_kept(self, row: TokenRow, whole: TokenRow) -> None:
+    def count_kept(self, row: TokenRow, whole_row: TokenRow) -> None:
         """Count the tokens of a row within max_seq_len, and the answers of the whole row that it cuts in two."""
         size = len(row.labels)
-        is_cut_behind = row.cut_tokens > 0 and row.labels == whole.labels[:size]  # not the beginning: the answer's end goes
-        self.cut_ends += is_cut_behind and IGNORED not in whole.labels[size - 1 : size + 1]
-        self.kept += 1
+        is_cut_behind = row.cut_tokens > 0 and row.labels == whole_row.labels[:size]  # not the beginning: the answer's end goes
+        self.rows_with_cut_end += is_cut_behind and IGNORED not in whole_row.labels[size - 1 : size + 1]
+        self.kept_rows += 1
         self.tokens += len(row.input_ids)
-        self.trained += row.trained_tokens
+        self.trained_tokens += row.trained_tokens
         self.cut_rows += row.cut_tokens > 0
-        self.tokens_cut += row.cut_tokens
-        self.lost_by_cut += row.lost_trained_tokens
-        self.merged += row.merged_edges
+        self.cut_tokens += row.cut_tokens
+        self.tokens_lost_by_cut += row.lost_trained_tokens
+        self.merged_edges += row.merged_edges
 
-    def count_too_long(self, whole: TokenRow) -> None:
+    def count_too_long(self, row: TokenRow) -> None:
         """Count a row of which max_seq_len leaves nothing to train."""
-        prompt = next(index for index, label in enumerate(whole.labels) if label != IGNORED)
-        self.too_long += 1
-        self.shortest_prompt = min(filter(None, (self.shortest_prompt, prompt)), default=0)
-        self.lost_with_rows += whole.trained_tokens
+        prompt_tokens = next(index for index, label in enumerate(row.labels) if label != IGNORED)
+        self.too_long_rows += 1
+        self.shortest_prompt = min(filter(None, (self.shortest_prompt, prompt_tokens)), default=0)
+        self.tokens_lost_with_rows += row.trained_tokens
 
     # Adding up.
 
     def add(self, other: RowStats) -> None:
         """Add the rows of a later piece of the same source, whose rows are numbered from 1 too."""
-        if self.first is None and other.first is not None:
-            number, whole = other.first
-            self.first = (number + self.rows, whole)
-        _add_up(self, other, but=("first",))
+        if self.first_row is None and other.first_row is not None:
+            number, row = other.first_row
+            self.first_row = (number + self.rows, row)
+        _add_fields(self, other, excluded=("first_row",))
 
-    def with_held(self, held: RowStats) -> RowStats:
+    def merge_held_out(self, held_out: RowStats) -> RowStats:
         """The counts of a source whose rows are on two sides, these ones and those that are held out."""
-        both = RowStats(format="")
-        _add_up(both, self)
-        _add_up(both, held, but=("rows", "first"))
+        combined = RowStats(format="")
+        _add_fields(combined, self)
+        _add_fields(combined, held_out, excluded=("rows", "first_row"))
         # the tuples differ in their first number: rows are never compared
-        both.first = min(filter(None, (self.first, held.first)), default=None)
-        return both
+        combined.first_row = min(filter(None, (self.first_row, held_out.first_row)), default=None)
+        return combined
 
-    def beside(self, other: RowStats) -> RowStats:
+    def merge_source(self, other: RowStats) -> RowStats:
         """Both sources together."""
-        both = RowStats()
-        for one in (self, other):
-            _add_up(both, one, but=("shared",))
-        both.shared = dict(Counter(self.shared) + Counter(other.shared))
-        both.source = f"{self.source} + {other.source}"
-        both.format = f"{self.format} + {other.format}"
-        return both
+        combined = RowStats()
+        for each in (self, other):
+            _add_fields(combined, each, excluded=("shared_rows",))
+        combined.shared_rows = dict(Counter(self.shared_rows) + Counter(other.shared_rows))
+        combined.source = f"{self.source} + {other.source}"
+        combined.format = f"{self.format} + {other.format}"
+        return combined
 
     # Reports.
 
@@ -308,33 +308,33 @@ class RowStats:
             "source": self.source,
             "format": self.format,
             "rows_in": self.rows,
-            "rows_kept": self.kept,
-            "dropped": self.dropped,
+            "rows_kept": self.kept_rows,
+            "dropped": self.dropped_rows,
             "rows_cut": self.cut_rows,
             "tokens": self.tokens,
-            "tokens_trained": self.trained,
-            "tokens_cut": self.tokens_cut,
-            "trained_tokens_lost": self.lost,
-            "lost_fraction": self.lost / max(1, self.cost.trained),
-            "answers_merged": self.merged,
+            "tokens_trained": self.trained_tokens,
+            "tokens_cut": self.cut_tokens,
+            "trained_tokens_lost": self.lost_tokens,
+            "lost_fraction": self.lost_tokens / max(1, self.truncation_cost.trained_tokens),
+            "answers_merged": self.merged_edges,
             "methods": dict(self.methods),
             "untrained_turns": self.untrained_turns,
             "stripped_think": self.stripped_think,
             "special_rows": self.special_rows,
-            "repeated": self.repeated,
-            "shared": self.shared,
+            "repeated": self.repeated_rows,
+            "shared": self.shared_rows,
             "noted": dict(self.notes),
-            "unused": sorted({name for name, _, _ in self.unused}),
+            "unused": sorted({name for name, _, _ in self.unused_columns}),
         }
 
     def short_line(self, *, max_seq_len: int) -> str:
         """The rows in one line: how many, the trained share, the longest, and how many were cut; or blocks of text."""
-        rows = f"{self.rows:,} rows" if self.kept == self.rows else f"{self.kept:,} of {self.rows:,} rows"
-        shown = f"{rows} of {self.source}, {self.trained / max(1, self.tokens):.0%} of {self.tokens:,} tokens trained"
+        rows = f"{self.rows:,} rows" if self.kept_rows == self.rows else f"{self.kept_rows:,} of {self.rows:,} rows"
+        line = f"{rows} of {self.source}, {self.trained_tokens / max(1, self.tokens):.0%} of {self.tokens:,} tokens trained"
         if not self.lengths:  # of text, not of chats
-            return f"{shown}, in blocks of {max_seq_len:,}"
+            return f"{line}, in blocks of {max_seq_len:,}"
         cut = f"{self.cut_rows:,} cut at {max_seq_len:,}" if self.cut_rows else "none cut"
-        return f"{shown}, longest {min(max(self.lengths), max_seq_len):,}, {cut}"
+        return f"{line}, longest {min(max(self.lengths), max_seq_len):,}, {cut}"
 
 
 def token_digest(ids: Sequence[int]) -> int:
@@ -342,59 +342,59 @@ def token_digest(ids: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).digest(), "big")
 
 
-def note_shared(splits: Sequence[RowStats]) -> None:
+def count_shared_rows(splits: Sequence[RowStats]) -> None:
     """Count in each how many of its rows an earlier one of another split has."""
     for earlier, later in itertools.combinations(splits, 2):
         count = len(np.intersect1d(earlier.digests, later.digests))
         if count and earlier.split != later.split:
-            later.shared[earlier.split] = later.shared.get(earlier.split, 0) + count
+            later.shared_rows[earlier.split] = later.shared_rows.get(earlier.split, 0) + count
 
 
-def _add_up(mine: RowStats, other: RowStats, *, but: Collection[str] = ()) -> None:
-    """Add the counts of later rows to those of earlier ones, field by field; those in `but` are left to the caller."""
-    for name, theirs in vars(other).items():
-        own = getattr(mine, name)
-        if name in but:
+def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] = ()) -> None:
+    """Add the counts of later rows to those of earlier ones, field by field; the caller adds those in `excluded`."""
+    for name, other_value in vars(other).items():
+        value = getattr(stats, name)
+        if name in excluded:
             continue
         if name == "shortest_prompt":
-            setattr(mine, name, min(filter(None, (own, theirs)), default=0))
-        elif name == "roles":
-            for role, counted in theirs.items():
-                own[role] = [sum(pair) for pair in zip(own.get(role, (0, 0)), counted, strict=True)]
-        elif isinstance(own, Counter):
-            own.update(theirs)
-        elif isinstance(own, array):
-            own.extend(theirs)
-        elif isinstance(own, list):
-            own.extend(theirs[: LISTED_BAD_ROWS - len(own)])
-        elif isinstance(own, dict):
-            setattr(mine, name, {**theirs, **own})
-        elif isinstance(own, LimitCost):
-            own.merge(theirs)
-        elif isinstance(own, int):
-            setattr(mine, name, own + theirs)
+            setattr(stats, name, min(filter(None, (value, other_value)), default=0))
+        elif name == "role_tokens":
+            for role, role_counts in other_value.items():
+                value[role] = [sum(pair) for pair in zip(value.get(role, (0, 0)), role_counts, strict=True)]
+        elif isinstance(value, Counter):
+            value.update(other_value)
+        elif isinstance(value, array):
+            value.extend(other_value)
+        elif isinstance(value, list):
+            value.extend(other_value[: LISTED_BAD_ROWS - len(value)])
+        elif isinstance(value, dict):
+            setattr(stats, name, {**other_value, **value})
+        elif isinstance(value, TruncationCost):
+            value.add_rows(other_value)
+        elif isinstance(value, int):
+            setattr(stats, name, value + other_value)
         else:
-            setattr(mine, name, own or theirs)
+            setattr(stats, name, value or other_value)
 
 
 # `model.max_seq_len` is proposed in multiples of this, at which kernels are at their best.
-LIMIT_STEP = 64
+LIMIT_MULTIPLE = 64
 
 
-def ways_to_keep(stats: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> str:
+def length_remedy(stats: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> str:
     """The limits that would keep enough of the trained tokens, and all, within the model's positions."""
-    cost, longer = stats.cost, []
-    enough = 1 - data.max_lost_fraction
-    other = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
-    limits = {-(-cost.limit_for(share) // LIMIT_STEP) * LIMIT_STEP for share in (enough, 1.0)}
+    cost, longer_limits = stats.truncation_cost, []
+    required_share = 1 - data.max_lost_fraction
+    prompt_hint = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
+    limits = {-(-cost.smallest_limit(share) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE for share in (required_share, 1.0)}
     for limit in sorted(limits):
         if limit > max_seq_len and (positions is None or limit <= positions):
             kept = cost.kept_share(limit)
-            longer.append(f"{limit} keeps {'all' if kept == 1 else f'{kept:.1%}'}")
-    if longer:
-        return f"set model.max_seq_len: {', '.join(longer)}{other}"
+            longer_limits.append(f"{limit} keeps {'all' if kept == 1 else f'{kept:.1%}'}")
+    if longer_limits:
+        return f"set model.max_seq_len: {', '.join(longer_limits)}{prompt_hint}"
     if positions is not None and cost.kept_share(positions) > cost.kept_share(max_seq_len):
         return f"set model.max_seq_len={positions}, the most that the model has: {cost.kept_share(positions):.1%} kept"
-    more = positions is not None and positions > max_seq_len
-    why = f"the model's {positions:,} positions keep no more" if more else "the model has no more positions"
-    return f"{why}: split or shorten the rows{other}"
+    is_limit_longer = positions is not None and positions > max_seq_len
+    reason = f"the model's {positions:,} positions keep no more" if is_limit_longer else "the model has no more positions"
+    return f"{reason}: split or shorten the rows{prompt_hint}"

@@ -22,33 +22,33 @@ from sft_play.process.imports import release_after_long_text
 # Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again.
 ROLE_ROWS = 64
 # Counts tokens that are in no message's text.
-TEMPLATE = "template"
+TEMPLATE_ROLE = "template"
 
 
 # Tokens by role
 
 
-def tokens_by_role(
+def count_tokens_by_role(
     chat: Chat, text: str, labels: Sequence[int], offsets: Sequence[tuple[int, int]]
 ) -> dict[str, list[int]]:
     """[tokens, trained] by the role whose text each token begins in, `template` for those that are in none. A message's
     text is looked for behind the one before it; one that the template rewrites counts as template."""
     spans: list[tuple[int, int, str]] = []
-    position = 0
+    offset = 0
     for message in chat.messages:
         for part in map(message.get, TEXT_KEYS):
             content = str(part or "").strip()
             # from the end of the one before: the same words may stand in several messages
-            begin = text.find(content, position) if content else -1
+            begin = text.find(content, offset) if content else -1
             if begin >= 0:
-                position = begin + len(content)
-                spans.append((begin, position, str(message["role"])))
+                offset = begin + len(content)
+                spans.append((begin, offset, str(message["role"])))
     counts: dict[str, list[int]] = {}
-    at = 0
+    span_index = 0
     for label, (start, _) in zip(labels, offsets, strict=True):
-        while at < len(spans) and spans[at][1] <= start:
-            at += 1
-        role = spans[at][2] if at < len(spans) and spans[at][0] <= start else TEMPLATE
+        while span_index < len(spans) and spans[span_index][1] <= start:
+            span_index += 1
+        role = spans[span_index][2] if span_index < len(spans) and spans[span_index][0] <= start else TEMPLATE_ROLE
         entry = counts.setdefault(role, [0, 0])
         entry[0] += 1
         entry[1] += label != IGNORED
@@ -63,57 +63,57 @@ class RowCounter:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        parts, backend = renderer.tokenizer_parts, renderer.encoder.backend
-        pad = dict(parts.special_tokens_map).get("pad_token")
+        tokenizer_parts, backend = renderer.tokenizer_parts, renderer.encoder.backend
+        pad_token = dict(tokenizer_parts.special_tokens_map).get("pad_token")
         # a tokenizer without a pad token of its own pads with eos
-        self._pad = None if pad is None or pad == parts.eos_token else backend.token_to_id(pad)
-        added = (number for number, _, _ in parts.added_tokens)
-        self._special = frozenset(added) | frozenset(map(backend.token_to_id, parts.special_tokens))
+        self._pad_id = None if pad_token is None or pad_token == tokenizer_parts.eos_token else backend.token_to_id(pad_token)
+        added_ids = (token_id for token_id, _, _ in tokenizer_parts.added_tokens)
+        self._special_ids = frozenset(added_ids) | frozenset(map(backend.token_to_id, tokenizer_parts.special_tokens))
 
-    def count(self, survey: RowStats, number: int, example: Example, whole: TokenRow, row: TokenRow | BadRow) -> None:
-        """Count a row that was rendered: as a `whole`, and as max_seq_len leaves it; a bad `row` is too long."""
-        runs = trained_runs(whole.labels)
-        survey.cost.add(len(whole.labels), runs)
+    def count(self, stats: RowStats, row_number: int, example: Example, whole_row: TokenRow, row: TokenRow | BadRow) -> None:
+        """Count a rendered row: as `whole_row`, and as max_seq_len leaves it; a bad `row` is too long."""
+        runs = trained_runs(whole_row.labels)
+        stats.truncation_cost.add(len(whole_row.labels), runs)
         if isinstance(row, BadRow):
-            survey.count_too_long(whole)
+            stats.count_too_long(whole_row)
             return
-        survey.count_rendered(whole)
-        survey.first = survey.first or (number, whole)
-        survey.count_kept(row, whole)
-        survey.lengths.append(len(row.input_ids))
-        bos = self._renderer.tokenizer_parts.bos_id
-        survey.with_bos += bos is not None and bool(whole.input_ids) and whole.input_ids[0] == bos
-        survey.pad_trained += self._pad is not None and self._pad in row.labels
-        self._count_ends(survey, whole, runs)
+        stats.count_rendered(whole_row)
+        stats.first_row = stats.first_row or (row_number, whole_row)
+        stats.count_kept(row, whole_row)
+        stats.lengths.append(len(row.input_ids))
+        bos_id = self._renderer.tokenizer_parts.bos_id
+        stats.rows_with_bos += bos_id is not None and bool(whole_row.input_ids) and whole_row.input_ids[0] == bos_id
+        stats.rows_training_pad += self._pad_id is not None and self._pad_id in row.labels
+        self._count_ends(stats, whole_row, runs)
         if isinstance(example, Chat):
-            self._count_roles(survey, example, whole)
+            self._count_roles(stats, example, whole_row)
 
-    def _count_ends(self, survey: RowStats, whole: TokenRow, runs: Sequence[tuple[int, int]]) -> None:
-        is_open = False
+    def _count_ends(self, stats: RowStats, whole_row: TokenRow, runs: Sequence[tuple[int, int]]) -> None:
+        has_open_end = False
         for begin, end in runs:
-            last = reversed(whole.labels[max(begin, end - 2) : end])  # the last two: `<|im_end|>` and a line break
-            special = next((number for number in last if number in self._special), None)
-            if special is None:
-                is_open = True
+            last_labels = reversed(whole_row.labels[max(begin, end - 2) : end])  # the last two: `<|im_end|>` and a line break
+            end_id = next((token_id for token_id in last_labels if token_id in self._special_ids), None)
+            if end_id is None:
+                has_open_end = True
             else:
-                survey.ends[special] += 1
-        if whole.added_end:
-            survey.added_ends[whole.added_end.strip()] += 1
-        if is_open and whole.method != "document":
-            survey.open_ends += 1
-            survey.first_open_end = survey.first_open_end or whole.where
+                stats.end_token_ids[end_id] += 1
+        if whole_row.added_end:
+            stats.added_ends[whole_row.added_end.strip()] += 1
+        if has_open_end and whole_row.method != "document":
+            stats.rows_with_open_end += 1
+            stats.first_open_end_row = stats.first_open_end_row or whole_row.location
 
-    def _count_roles(self, survey: RowStats, chat: Chat, whole: TokenRow) -> None:
-        if survey.role_rows == ROLE_ROWS:
+    def _count_roles(self, stats: RowStats, chat: Chat, whole_row: TokenRow) -> None:
+        if stats.role_rows == ROLE_ROWS:
             return
-        encoded = self._renderer.encoder.backend.encode(whole.text, add_special_tokens=False)
-        if encoded.ids != list(whole.input_ids):
+        encoded = self._renderer.encoder.backend.encode(whole_row.text, add_special_tokens=False)
+        if encoded.ids != list(whole_row.input_ids):
             return  # a text that spells a special token is tokenised differently
-        survey.role_rows += 1
-        for role, (tokens, trained) in tokens_by_role(chat, whole.text, whole.labels, encoded.offsets).items():
-            entry = survey.roles.setdefault(role, [0, 0])
+        stats.role_rows += 1
+        for role, (tokens, trained_tokens) in count_tokens_by_role(chat, whole_row.text, whole_row.labels, encoded.offsets).items():
+            entry = stats.role_tokens.setdefault(role, [0, 0])
             entry[0] += tokens
-            entry[1] += trained
+            entry[1] += trained_tokens
 
 
 # Rows, one batch after the other
@@ -121,16 +121,16 @@ class RowCounter:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """An example with its whole row and what max_seq_len leaves of it, or why there is none; `number` counts the file's
-    rows from 1. `whole` is None where nothing was rendered; beside a whole row, a bad `row` is too long."""
+    """An example with its whole row and what max_seq_len leaves of it, or why there is none; `row_number` counts the
+    file's rows from 1. `whole_row` is None where nothing was rendered; beside a whole row, a bad `row` is too long."""
 
-    number: int
+    row_number: int
     example: Example
-    whole: TokenRow | None
+    whole_row: TokenRow | None
     row: TokenRow | BadRow
 
 
-class RowMaker:
+class RowRenderer:
     """Examples as the tokens that a run trains. With data.multi_turn=split an example becomes several. In `task_mode:
     cpt` documents stay whole (they are joined and cut into full blocks), and a chat is a bad row."""
 
@@ -138,64 +138,64 @@ class RowMaker:
         self.renderer, self.task_mode = renderer, task_mode
         self.max_seq_len = renderer.max_seq_len
 
-    def outcomes(
-        self, rows: Iterable[tuple[int, Example | BadRow]], *, document: bool = False
+    def make_rows(
+        self, rows: Iterable[tuple[int, Example | BadRow]], *, is_document: bool = False
     ) -> Iterator[BadRow | RowOutcome]:
-        """Numbered rows in their order, tokenised in batches; bad rows are passed on. `document`: they are the plain
+        """Numbered rows in their order, tokenised in batches; bad rows are passed on. `is_document`: they are plain
         text of `task_mode: cpt_mixed`."""
-        joined = document or self.task_mode == "cpt"
-        for batch in in_batches(rows):
-            parts: list[Numbered] = []
-            for number, one in batch:
-                if isinstance(one, BadRow) or joined:
-                    parts.append((number, one))
+        is_joined = is_document or self.task_mode == "cpt"
+        for batch in split_batches(rows):
+            items: list[NumberedExample] = []
+            for row_number, item in batch:
+                if isinstance(item, BadRow) or is_joined:
+                    items.append((row_number, item))
                 else:
-                    parts += [(number, part) for part in self.renderer.split_turns(self.renderer.recover_chat(one))]
-            taken = [one for _, one in parts if not (isinstance(one, BadRow) or (joined and isinstance(one, Chat)))]
+                    items += [(row_number, example) for example in self.renderer.split_turns(self.renderer.recover_chat(item))]
+            usable_examples = [item for _, item in items if not (isinstance(item, BadRow) or (is_joined and isinstance(item, Chat)))]
             with translate_library_errors():
-                rendered = iter(self.renderer.render_all(taken))
-            for number, one in parts:
-                if isinstance(one, BadRow):
-                    yield one
-                elif joined and isinstance(one, Chat):
-                    why = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
-                    yield RowOutcome(number, one, None, BadRow(one.where, why))
+                rendered = iter(self.renderer.render_all(usable_examples))
+            for row_number, item in items:
+                if isinstance(item, BadRow):
+                    yield item
+                elif is_joined and isinstance(item, Chat):
+                    reason = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
+                    yield RowOutcome(row_number, item, None, BadRow(item.where, reason))
                 elif isinstance(row := next(rendered), BadRow):
-                    yield RowOutcome(number, one, None, row)
+                    yield RowOutcome(row_number, item, None, row)
                 else:
-                    yield RowOutcome(number, one, row, row if joined else self.renderer.truncate(row))
-            release_after_long_text(max((character_count(one) for _, one in parts if not isinstance(one, BadRow)), default=0))
+                    yield RowOutcome(row_number, item, row, row if is_joined else self.renderer.truncate(row))
+            release_after_long_text(max((character_count(item) for _, item in items if not isinstance(item, BadRow)), default=0))
 
 
-Numbered = tuple[int, Example | BadRow]
+NumberedExample = tuple[int, Example | BadRow]
 
 
-def in_batches(rows: Iterable[Numbered]) -> Iterator[list[Numbered]]:
+def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExample]]:
     """Rows that are rendered and tokenised together: BATCH_ROWS, or BATCH_CHARS, more only in a single row."""
-    batch: list[Numbered] = []
+    batch: list[NumberedExample] = []
     chars = 0
-    for number, one in rows:
-        size = 0 if isinstance(one, BadRow) else character_count(one)
-        if batch and (len(batch) == BATCH_ROWS or chars + size > BATCH_CHARS):
+    for row_number, example in rows:
+        character_count = 0 if isinstance(example, BadRow) else character_count(example)
+        if batch and (len(batch) == BATCH_ROWS or chars + character_count > BATCH_CHARS):
             yield batch
             batch, chars = [], 0
-        batch.append((number, one))
-        chars += size
+        batch.append((row_number, example))
+        chars += character_count
     if batch:
         yield batch
 
 
-def survey_rows(
-    source: AnySource, data: DataConfig, split: str, *, text_wanted: bool = False, most: int | None = None
+def count_rows(
+    source: AnySource, data: DataConfig, split: str, *, text_wanted: bool = False, max_rows: int | None = None
 ) -> RowStats:
-    """The rows of a source, or the first `most`, as far as they can be counted without a tokenizer; raises DataError
+    """The rows of a source, or the first `max_rows`, as far as they can be counted without a tokenizer; raises DataError
     where a file cannot be read or is of no format."""
-    survey = RowStats(str(source), split=split)
+    stats = RowStats(str(source), split=split)
     reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=text_wanted)
-    for _, example in itertools.islice(reader.numbered_examples(), most):
+    for _, example in itertools.islice(reader.numbered_examples(), max_rows):
         if isinstance(example, BadRow):
-            survey.count_bad(example)
+            stats.count_bad(example)
         else:
-            survey.count_example(example)
-    survey.format, survey.rows = reader.format, reader.rows
-    return survey
+            stats.count_example(example)
+    stats.format, stats.rows = reader.format, reader.rows
+    return stats

@@ -20,58 +20,58 @@ from sft_play.errors import DataError, translate_library_errors
 from sft_play.process.signals import die_with_parent
 
 # Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer.
-FEW_BYTES = 4 << 20
-MOST_WORKERS = 16
+MIN_PARALLEL_BYTES = 4 << 20
+MAX_WORKERS = 16
 # Rows that are rendered and tokenised together, fewer where they are longer than BATCH_CHARS.
 BATCH_ROWS = 256
 # Characters of such a batch, more only in a single row: tokenising takes about 140 bytes of memory for each.
 BATCH_CHARS = 1 << 20
-_SMALLEST_PIECE, _LARGEST_PIECE = 256 << 10, 8 << 20
-_PIECES_FOR_EACH = 8
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256 << 10, 8 << 20
+_PIECES_PER_WORKER = 8
 
-_STARTING = threading.Lock()
+_START_LOCK = threading.Lock()
 
-Recipe = TypeVar("Recipe")
-Job = TypeVar("Job")
-Result = TypeVar("Result")
+WorkerRecipe = TypeVar("WorkerRecipe")
+WorkerJob = TypeVar("WorkerJob")
+WorkerResult = TypeVar("WorkerResult")
 
 
-def bytes_of(parts: Iterable[FilePart]) -> int:
+def total_file_bytes(parts: Iterable[FilePart]) -> int:
     """Bytes of the files; data sets of the hub count 0."""
     return sum(part.path.stat().st_size for part in parts if part.kind != "hub" and part.path.is_file())
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def how_many(asked: int | str, total_bytes: int) -> int:
+def worker_count(requested_workers: int | str, total_bytes: int) -> int:
     """How many processes to use: data.workers, or with `auto` one for every core where that is faster."""
-    if isinstance(asked, int):
-        return asked
-    return 1 if total_bytes < FEW_BYTES else min(cores(), MOST_WORKERS)
+    if isinstance(requested_workers, int):
+        return requested_workers
+    return 1 if total_bytes < MIN_PARALLEL_BYTES else min(usable_cores(), MAX_WORKERS)
 
 
-def file_pieces(part: FilePart, *, count: int, total_bytes: int) -> list[FilePart]:
+def split_for_workers(part: FilePart, *, count: int, total_bytes: int) -> list[FilePart]:
     """A file in pieces for so many processes: small enough that all of them end at about the same time."""
     if count == 1:
         return [part]
-    size = total_bytes // (count * _PIECES_FOR_EACH)
-    return split_part(part, part_bytes=max(_SMALLEST_PIECE, min(_LARGEST_PIECE, size)))
+    size = total_bytes // (count * _PIECES_PER_WORKER)
+    return split_part(part, part_bytes=max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, size)))
 
 
-def together(
-    jobs: Sequence[Job], begin: Callable[[Recipe], Callable[[Job], Result]], recipe: Recipe, *, count: int
-) -> Iterator[Result]:
-    """Results in the order of the jobs, made by `count` processes. `begin`, a class or function of a module, is called
+def run_jobs(
+    jobs: Sequence[WorkerJob], make_worker: Callable[[WorkerRecipe], Callable[[WorkerJob], WorkerResult]], recipe: WorkerRecipe, *, workers: int
+) -> Iterator[WorkerResult]:
+    """Results in the order of the jobs, made by `workers` processes. `make_worker`, a class or function of a module, is called
     once in each and returns what is called with each job. Raises DataError where one died, and what a job raises."""
     context = multiprocessing.get_context("spawn")
-    sent = (pickle.dumps((begin, recipe)), os.getpid())
-    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_start_worker, initargs=sent)
+    initializer_args = (pickle.dumps((make_worker, recipe)), os.getpid())
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=initializer_args)
     try:
-        with without_program():  # the workers start when jobs are submitted
-            futures = [pool.submit(_work, job) for job in jobs]
+        with hide_main_module():  # the workers start when jobs are submitted
+            futures = [pool.submit(_run_job, job) for job in jobs]
         yield from (future.result() for future in futures)
     except BrokenProcessPool:
         raise DataError(
@@ -82,33 +82,33 @@ def together(
 
 
 @contextlib.contextmanager
-def without_program() -> Iterator[None]:
+def hide_main_module() -> Iterator[None]:
     """Processes that are started inside do not import the program that runs here: it may import torch, and a script
     without `if __name__ == "__main__"` would start over in each."""
-    with _STARTING:  # one thread at a time, or the second would put back what the first one put there
-        program = sys.modules["__main__"]
+    with _START_LOCK:  # one thread at a time, or the second would put back what the first one put there
+        main_module = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
         try:
             yield
         finally:
-            sys.modules["__main__"] = program
+            sys.modules["__main__"] = main_module
 
 
 # What a worker calls with each job; None in the parent.
-_do_job: Callable[[Any], Any] | None = None
+_worker: Callable[[Any], Any] | None = None
 
 
-def _start_worker(sent: bytes, parent: int) -> None:
+def _start_worker(pickled_recipe: bytes, parent_pid: int) -> None:
     """Start of a worker: it ends with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
-    global _do_job
+    global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(parent, signal.SIGKILL)  # a parent that is killed cannot end its workers
+    die_with_parent(parent_pid, signal.SIGKILL)  # a parent that is killed cannot end its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process for each core: threads would only compete
-    begin, recipe = pickle.loads(sent)
-    _do_job = begin(recipe)
+    make_worker, recipe = pickle.loads(pickled_recipe)
+    _worker = make_worker(recipe)
 
 
-def _work(job: Any) -> Any:
-    assert _do_job is not None
+def _run_job(job: Any) -> Any:
+    assert _worker is not None
     with translate_library_errors():  # a panic could not be sent to the parent
-        return _do_job(job)
+        return _worker(job)

@@ -445,13 +445,13 @@ class Renderer:
         if masked.crossed_edges:
             split_tokens = (self.encoder if is_plain else self.special_token_guard).splitting_tokenizer.encode_with_mask(encoded_text, spans)
             if split_tokens is None and self.data.on_inexact_mask == "fail":
-                return BadRow(draft.where, "a token crosses the edge of an answer", encoding.tokens[masked.crossed_index])
+                return BadRow(draft.location, "a token crosses the edge of an answer", encoding.tokens[masked.crossed_index])
             masked = split_tokens or masked  # on_inexact_mask=train: the token that crosses the edge stays untrained
         draft.input_ids, draft.labels = masked.ids, masked.labels
         # The text is encoded without special tokens of the tokenizer's own, so a second BOS stands in the text itself.
         if self._bos_id is not None and masked.ids[:2] == [self._bos_id, self._bos_id]:
-            return BadRow(draft.where, "two BOS tokens", "the row's text begins with the template's own BOS")
-        return draft if draft.trained_tokens else BadRow(draft.where, "no trained token")
+            return BadRow(draft.location, "two BOS tokens", "the row's text begins with the template's own BOS")
+        return draft if draft.trained_tokens else BadRow(draft.location, "no trained token")
 
     def truncate(self, row: TokenRow) -> TokenRow | BadRow:
         """The row within max_seq_len, cut as data.truncate says."""
@@ -460,7 +460,7 @@ class Renderer:
         if excess <= 0:
             return row  # the same object: most rows fit
         if self.data.truncate == "drop":
-            return BadRow(row.where, TOO_LONG, f"{len(ids)} tokens")
+            return BadRow(row.location, TOO_LONG, f"{len(ids)} tokens")
         if self.data.truncate == "end":
             ids, labels = ids[:limit], labels[:limit]
         else:  # truncate=prompt: the last tokens, a BOS at the beginning kept
@@ -469,7 +469,7 @@ class Renderer:
         remaining_tokens = count_trained_tokens(labels)
         if remaining_tokens == 0:
             first_trained = next(index for index, label in enumerate(row.labels) if label != IGNORED)
-            return BadRow(row.where, LOST_TO_LENGTH, f"{len(row.input_ids)} tokens, the first trained one at {first_trained}")
+            return BadRow(row.location, LOST_TO_LENGTH, f"{len(row.input_ids)} tokens, the first trained one at {first_trained}")
         return replace(row, input_ids=ids, labels=labels, cut_tokens=excess, lost_trained_tokens=row.trained_tokens - remaining_tokens)
 
     # Documents and prompts.

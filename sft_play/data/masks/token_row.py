@@ -33,7 +33,7 @@ class TokenRow:
     is what the whole row's tokens spell, with special tokens of the data's own texts as they stand there, and `spans`
     are the characters of it that are trained. `method` says how they were found."""
 
-    where: str
+    location: str
     input_ids: list[int]
     labels: list[int]
     cut_tokens: int = 0

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.build.splits import Split
+from sft_play.data.build.splits import DataSplit
 from sft_play.data.sources.files import find_data_paths, find_source
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
@@ -54,14 +54,14 @@ def load_eval_rows(run: FinishedRun, *, split: str | None, data: str | None, lim
         name, split_rows, trained_on = data, *_file_split(run, tokenizer, data)
     else:
         name, split_rows = _run_split(run, tokenizer, split)
-        trained_on = split_rows.report.shared.get("train", 0)
+        trained_on = split_rows.stats.shared_rows.get("train", 0)
     split_size = len(split_rows.rows)
     row_indices = evenly_spaced_indices(split_size, limit or split_size)
     questions = _select_questions(run, tokenizer, split_rows, set(row_indices)) if needs_questions else []
     return EvalRows(name, data is None, split_rows.rows.select(row_indices), row_indices, split_size, questions, trained_on)
 
 
-def _run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, Split]:
+def _run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, DataSplit]:
     splits = build_run_splits(run, run.config, tokenizer)
     available = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
     if not available:
@@ -74,7 +74,7 @@ def _run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str
     raise DataError(f"{run.folder.path} has no {split} rows, {alternatives}")
 
 
-def _file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | None]:
+def _file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataSplit, int | None]:
     """The rows of a file, read as the run's test rows would be, and how many of them were trained on (the run's own
     rows are read for that alone)."""
     try:
@@ -99,12 +99,12 @@ def _file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int
         raise DataError(str(error).replace("data.test_path" if run_paths else "data.train_path", "DATA")) from error
     if splits.test is None:
         raise DataError(f"DATA={one_line(data)} holds no rows for this run: {'; '.join(splits.notes)}")
-    return splits.test, None if run_paths is None else splits.test.report.shared.get("train", 0)
+    return splits.test, None if run_paths is None else splits.test.stats.shared_rows.get("train", 0)
 
 
-def _select_questions(run: FinishedRun, tokenizer: Any, split: Split, row_indices: set[int]) -> list[QuestionRow]:
+def _select_questions(run: FinishedRun, tokenizer: Any, split: DataSplit, row_indices: set[int]) -> list[QuestionRow]:
     """The questions among the chosen rows, by the rule of the run's own exact match."""
-    chats = {row_index: split.chats[chat_index] for chat_index, row_index in enumerate(split.chats.rows) if row_index in row_indices}
+    chats = {row_index: split.chats[chat_index] for chat_index, row_index in enumerate(split.chats.row_indices) if row_index in row_indices}
     questions = build_questions([*chats.values()], build_run_renderer(run, tokenizer), tokenizer)
     return [
         QuestionRow(row_index, question, tuple(chat.messages[:-1]))

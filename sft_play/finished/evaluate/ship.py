@@ -177,7 +177,7 @@ def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[Labelled
     """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training rows too."""
     # more are read than are wanted, since some may be repeated; at most so many, since each is compared
     candidate_indices = evenly_spaced_indices(len(held_out_rows.split.rows), 4 * count)
-    trained_digests, distinct = set(held_out_rows.train.report.digests), {}
+    trained_digests, distinct = set(held_out_rows.train.stats.digests), {}
     for index in candidate_indices:
         row = held_out_rows.split.rows[index]
         digest = token_digest(row["input_ids"])

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from sft_play.data.build.splits import Split
+from sft_play.data.build.splits import DataSplit
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import TokenizerError
@@ -89,7 +89,7 @@ class EnginePrompts:
             raise TokenizerError(f"{self._model} has no chat template")
         return template.render([dict(message) for message in messages], tools=tools, with_prompt=prompt)
 
-    def row_prompts(self, split: Split, count: int) -> list[PairedPrompt]:
+    def row_prompts(self, split: DataSplit, count: int) -> list[PairedPrompt]:
         """Prompts of a split's rows, at most `count`, evenly spaced over them."""
         if self.is_plain_text:
             rows = (split.rows[index]["input_ids"] for index in evenly_spaced_indices(len(split.rows), count))

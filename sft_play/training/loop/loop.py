@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import seed_worker
 
-from sft_play.data.build.mixing import Mix
+from sft_play.data.build.mixing import SourceMix
 from sft_play.data.build.packing import Packs
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.planner.layout import Layout
@@ -94,7 +94,7 @@ class PlannedLoop(CheckpointedLoop):
         sorts_by_length: bool = True,
         adds_sources: bool = False,
         adds_masks: bool = True,
-        mix: Mix | None = None,
+        mix: SourceMix | None = None,
         evaluates_blocks: bool = False,
         loraplus_lr_ratio: float = 1.0,
         **options: Any,
@@ -123,7 +123,7 @@ class PlannedLoop(CheckpointedLoop):
         super().__init__(**options)
         self._set_rows(options["train_dataset"], packs, sorts_by_length=sorts_by_length, mix=mix, adds_sources=adds_sources, adds_masks=adds_masks)
 
-    def _set_rows(self, rows: Any, packs: Packs | None, *, sorts_by_length: bool, mix: Mix | None, **options: Any) -> None:
+    def _set_rows(self, rows: Any, packs: Packs | None, *, sorts_by_length: bool, mix: SourceMix | None, **options: Any) -> None:
         plan, attention = self.plan, str(self.model.config.get_text_config()._attn_implementation)
         micro_batches = plan.micro_batches
         if not micro_batches.padded and attention != varlen.VARLEN_ATTENTION:  # the class was measured, and needs a mask

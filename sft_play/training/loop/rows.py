@@ -19,8 +19,8 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import TrainerCallback
 
-from sft_play.data.build.mixing import Mix
-from sft_play.data.build.packing import Packs, grouped
+from sft_play.data.build.mixing import SourceMix
+from sft_play.data.build.packing import Packs, group_by_length
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.planner.micro_batches import MicroBatches
 
@@ -175,7 +175,7 @@ class EpochOrder(torch.utils.data.Sampler[int]):
 
     def __init__(
         self, count: int, *, seed: int, lengths: npt.NDArray[np.int64] | None = None, window: int = 1,
-        mix: Mix | None = None,
+        mix: SourceMix | None = None,
     ) -> None:  # fmt: skip
         self._count, self._seed = count, seed
         self._lengths, self._window, self._mix = lengths, window, mix
@@ -195,11 +195,11 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         """The epoch's rows in their order."""
         generator = torch.Generator()
         generator.manual_seed(self._seed + self.epoch)
-        rows = None if self._mix is None else self._mix.rows(self.epoch)
+        rows = None if self._mix is None else self._mix.epoch_rows(self.epoch)
         order = torch.randperm(self._count if rows is None else len(rows), generator=generator).numpy()
         order = order if rows is None else rows[order]
         if self._lengths is not None:
-            order = grouped(order, self._lengths, window=self._window)
+            order = group_by_length(order, self._lengths, window=self._window)
         indices: npt.NDArray[np.int64] = order
         return indices
 

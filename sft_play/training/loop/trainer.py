@@ -19,9 +19,9 @@ from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.mixing import Sources
-from sft_play.data.build.packing import Packs, best_fit, joined, wants_packing
-from sft_play.data.build.splits import Split
+from sft_play.data.build.mixing import MixedSources
+from sft_play.data.build.packing import Packs, concatenate_packs, is_packing_enabled, pack_best_fit
+from sft_play.data.build.splits import DataSplit
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -190,12 +190,12 @@ def build_trainer(
     model: Any,
     tokenizer: Any,
     peft_config: Any,
-    train_split: Split,
-    eval_split: Split | None,
+    train_split: DataSplit,
+    eval_split: DataSplit | None,
     monitor: Monitor | None = None,
     arguments: SFTConfig | None = None,
     trainer_class: type[PlannedLoop] | None = None,
-    sources: Sources | None = None,
+    sources: MixedSources | None = None,
     **options: Any,
 ) -> PlannedLoop:
     """The trainer of a run; `plan_callbacks` gives its callbacks. `trainer_class`: its class; one that is not TRL's
@@ -278,11 +278,11 @@ def plan_callbacks(
 def _pack_rows(
     rows: Any, config: RunConfig, plan: Plan, *, sizes: Sequence[int]
 ) -> tuple[Packs | None, tuple[int, ...]]:
-    if not wants_packing(config):
+    if not is_packing_enabled(config):
         return None, tuple(sizes)
     lengths = np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
-    packs_by_source = [best_fit(source_lengths, plan.max_seq_len) for source_lengths in lengths]
-    packs = joined(packs_by_source)
+    packs_by_source = [pack_best_fit(source_lengths, plan.max_seq_len) for source_lengths in lengths]
+    packs = concatenate_packs(packs_by_source)
     effective_batch, padding = plan.batch.effective_batch, 1 - packs.tokens.mean() / plan.max_seq_len
     logger.debug("Packing: %d chats in %d rows, %.1f a row (%.1f%% padding)", len(rows), len(packs),
                  len(rows) / len(packs), 100 * padding)  # fmt: skip

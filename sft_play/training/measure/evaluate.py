@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 
-from sft_play.data.build.splits import Split
+from sft_play.data.build.splits import DataSplit
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import to_dataset
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class EvalSet:
     """The held-out split whose loss and answers are measured before and after training, and all questions."""
 
-    split: Split | None
+    split: DataSplit | None
     name: str
     questions: list[Question]
     training_questions: list[Question]
@@ -70,7 +70,7 @@ def build_eval_set(job: RunJob, prepared: Prepared) -> EvalSet:
     return EvalSet(split, name, held_out_questions, held_out_questions if name == "val" else _held_out_questions(job, prepared, splits.val))
 
 
-def _held_out_questions(job: RunJob, prepared: Prepared, split: Split | None) -> list[Question]:
+def _held_out_questions(job: RunJob, prepared: Prepared, split: DataSplit | None) -> list[Question]:
     max_questions = job.loaded.config.eval.generate_rows
     if split is None or max_questions == 0:
         return []

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sft_play.data.build.splits import Split
+from sft_play.data.build.splits import DataSplit
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.formats import Chat
 
@@ -38,7 +38,7 @@ class GeneratedAnswer:
         return self.text.strip() == self.question.reference.strip()
 
 
-def select_questions(split: Split, renderer: Renderer, tokenizer: Any, *, max_questions: int) -> list[Question]:
+def select_questions(split: DataSplit, renderer: Renderer, tokenizer: Any, *, max_questions: int) -> list[Question]:
     """At most so many questions, evenly spaced over the split's chats."""
     count = min(max_questions, len(split.chats))
     chats = [split.chats[index * len(split.chats) // count] for index in range(count)]

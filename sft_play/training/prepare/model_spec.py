@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.packing import wants_packing
+from sft_play.data.build.packing import is_packing_enabled
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import find_model_folder, refuse_quantised, quantised_storage_note
 from sft_play.facts.models.config_fields import dequantisable_method
@@ -186,7 +186,7 @@ def _measure_attention(
     config: RunConfig, hf_config: Any, attention: AttentionChoice, layout: Layout, uses_masks: bool, uses_boundaries: bool
 ) -> tuple[AttentionChoice, bool, list[str]]:
     notes, trust_remote_code, longest = [], config.model.trust_remote_code, config.model.max_seq_len
-    if wants_packing(config):
+    if is_packing_enabled(config):
         notes.append(require_packable(hf_config, attention=attention.name, longest_row=longest, trust_remote_code=trust_remote_code))
     if uses_boundaries and attention.name == "sdpa":
         boundaries = check_boundaries(hf_config, longest_row=longest, trust_remote_code=trust_remote_code)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import resolved_config_without_paths
-from sft_play.data.build.splits import Splits, build_splits
+from sft_play.data.build.splits import DataSplits, build_splits
 from sft_play.data.checks import judge_marks, judge_roles, judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import format_row
@@ -44,7 +44,7 @@ class Prepared:
 
     backend: Backend
     tokenizer: LoadedTokenizer
-    splits: Splits
+    splits: DataSplits
     model_spec: ModelSpec
     renderer: Renderer
     base_adapter: BaseAdapter | None = None
@@ -125,7 +125,7 @@ def _build_model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
     return model_spec
 
 
-def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> Splits:
+def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> DataSplits:
     config, plan = job.loaded.config, job.plan
     positions = getattr(model_spec.hf_config.get_text_config(), "max_position_embeddings", None)
     splits = build_splits(
@@ -140,12 +140,12 @@ def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec
     if config.train.load_best_model_at_end and splits.val is None:
         raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
     for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
-        report = replace(split.report, split=name) if split else None
+        report = replace(split.stats, split=name) if split else None
         for finding in judge_split(report, config.data, max_seq_len=plan.max_seq_len, positions=None) if report else ():
             is_reported_for_train = name != "train" and finding.name.startswith("columns")
             level = logging.INFO if finding.verdict == "WARN" and not is_reported_for_train else logging.DEBUG
             logger.log(level, "Data %s: %s: %s", name, finding.name.partition(":")[0], finding.found.partition("\n")[0])
-    train = replace(splits.train.report, split="train")
+    train = replace(splits.train.stats, split="train")
     train_findings = (*judge_roles(train), *judge_marks(train, tokenizer.tokenizer))
     _log(f"Data train: {finding.name}: {finding.found}" for finding in train_findings)
     return splits
@@ -155,14 +155,14 @@ def log_rows(job: RunJob, prepared: Prepared) -> None:
     """Log what is trained and held out, and the first row; of a stage when it begins."""
     plan, splits, tokenizer = job.plan, prepared.splits, prepared.tokenizer
     held_out = [f"{len(split.rows):,} {name}" for name, split in (("val", splits.val), ("test", splits.test)) if split]
-    line = splits.train.report.short_line(max_seq_len=plan.max_seq_len)
+    line = splits.train.stats.short_line(max_seq_len=plan.max_seq_len)
     logger.info("Data: %s; held out: %s", line, " and ".join(held_out) or "none")
     row_count, effective_batch = len(splits.train.rows), plan.batch.effective_batch
     if row_count < effective_batch:
         logger.warning(
             "Data train: %d rows are fewer than one effective batch of %d: each step sees all of them", row_count, effective_batch
         )
-    row = one_line(format_row(splits.train.first(), tokenizer.tokenizer), limit=2_000)
+    row = one_line(format_row(splits.train.first_row(), tokenizer.tokenizer), limit=2_000)
     # a long prompt would leave no place for what is trained
     start = max(0, row.find("[[") - _SHOWN_CHARACTERS // 3) if len(row) > _SHOWN_CHARACTERS else 0
     line = one_line(f"{'…' if start else ''}{row[start:]}", limit=_SHOWN_CHARACTERS)
@@ -186,7 +186,7 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
         }
         for name, split in (("train", prepared_stage.splits.train), ("val", prepared_stage.splits.val), ("test", prepared_stage.splits.test)):
             if split is not None:
-                files.setdefault(name, {})["report"] = split.report.as_json()
+                files.setdefault(name, {})["report"] = split.stats.as_json()
         facts |= {f"{stage_prefix}{name}": fact for name, fact in files.items()}
         facts["weights"] = base_weights_identity(stage_job.loaded.config.model.name, prepared_stage.model_spec.hf_config)
         facts["tokenizer"] = {"path": "tokenizer", "sha256": prepared_stage.tokenizer.sha256}

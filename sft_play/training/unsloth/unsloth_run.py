@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.splits import Split, Splits
+from sft_play.data.build.splits import DataSplit, DataSplits
 from sft_play.errors import BackendError
 from sft_play.log import one_line, start_log_file
 from sft_play.planner.plan import Plan, plan_from_json
@@ -85,12 +85,12 @@ def _build_prepared(handover: Handover, config: RunConfig) -> Prepared:
 
     trust_remote_code = config.model.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(handover.tokenizer, trust_remote_code=trust_remote_code)
-    splits = {name: Split(Dataset.from_file(file), _NOT_HANDED_OVER) for name, file in handover.splits.items()}
+    splits = {name: DataSplit(Dataset.from_file(file), _NOT_HANDED_OVER) for name, file in handover.splits.items()}
     peft_config = LoraConfig(task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=handover.target_modules)
     return Prepared(
         Backend("unsloth", ""),
         LoadedTokenizer(tokenizer, (), "", handover.own_template),
-        Splits(splits["train"], splits.get("val"), splits.get("test")),
+        DataSplits(splits["train"], splits.get("val"), splits.get("test")),
         ModelSpec(None, _NOT_HANDED_OVER, None, peft_config, 0, None, "", ()),
         _NOT_HANDED_OVER,
     )
