@@ -83,7 +83,7 @@ class PreviewRow:
         return [*lines, *(one_line(note, limit=300) for note in self.notes)]
 
     def shortened_items(self, max_pieces: int) -> Iterator[tuple[int, TokenPiece | HiddenTokens | str]]:
-        """About `max_pieces` of its pieces, numbered; between them where max_seq_len begins to cut, and to keep again."""
+        """About `max_pieces` pieces of it, numbered; between, where max_seq_len begins to cut, and to keep again."""
         is_kept = True
         for index, item in enumerate(shorten_pieces(self.pieces, max_pieces)):
             if isinstance(item, TokenPiece) and item.is_kept != is_kept:
@@ -119,7 +119,7 @@ class HiddenTokens:
 
 def shorten_pieces(pieces: Sequence[TokenPiece], max_pieces: int) -> list[TokenPiece | HiddenTokens]:
     """The pieces, the middles of their longest stretches left out so that some `max_pieces` remain. A stretch is a run
-    is trained, or not, or cut as a whole: each keeps its beginning and its end."""
+    that is trained, or not, or cut as a whole: each keeps its beginning and its end."""
     if len(pieces) <= max_pieces:
         return list(pieces)
     runs = [list(run) for _, run in itertools.groupby(pieces, key=lambda piece: (piece.is_trained, piece.is_kept))]

@@ -151,7 +151,8 @@ class _Processor:
         """The raw files with the splits that they name; the held-out ones first, so that leaks are seen."""
         raw_path = self._options.raw_path
         paths = (raw_path,) if isinstance(raw_path, str) else raw_path
-        splits_by_part = dict(item for path in paths for item in self._find_parts_in(path))  # a file that two paths name is read once
+        # a file that two paths name is read once
+        splits_by_part = dict(item for path in paths for item in self._find_parts_in(path))
         held_out = sum(split in ("val", "test") for split in splits_by_part.values())
         # One held-out file beside others makes it so; files that are all held out are split like any others.
         self._report.has_own_splits = 0 < held_out < len(splits_by_part)

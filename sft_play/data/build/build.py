@@ -278,7 +278,8 @@ class _BuildWorker:
 
     def _open_writer(self, job: _BuildJob, side: str) -> RowWriter:
         recipe = self._recipe
-        is_held_out = side == HELD_OUT_SIDE or not recipe.held_out_share  # a recipe of held-out rows alone splits none off
+        # a recipe of held-out rows alone splits none off
+        is_held_out = side == HELD_OUT_SIDE or not recipe.held_out_share
         keeps_chats = recipe.keeps_chats and is_held_out and not recipe.is_document
         return RowWriter(Path(job.folder) / f"{job.index:06d}.{side}.arrow", keeps_chats=keeps_chats)
 

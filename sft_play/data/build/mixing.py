@@ -102,7 +102,7 @@ class MixedSources:
 
     def mix(self, *, seed: int, sizes: Sequence[int] | None = None) -> SourceMix:
         """What an epoch has of each: as many rows as all sources have together (`sizes`: packed ones), by the weights.
-        Raises DataError where a weight leaves a source without a row, or asks for more than `MAX_SOURCE_PASSES` over it."""
+        Raises DataError where a weight leaves a source no row, or asks for more than `MAX_SOURCE_PASSES` over it."""
         sizes = tuple(self.sizes if sizes is None else sizes)
         weights = [size if weight is None else weight for size, weight in zip(sizes, self.weights, strict=True)]
         per_epoch = share_counts(weights, sum(sizes))

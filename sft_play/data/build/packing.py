@@ -93,7 +93,8 @@ def _assign_packs(falling_lengths: RowIndices, capacity: int) -> list[int]:
                 keep_open(capacity, list(range(pack_count + new_packs - 1, pack_count - 1, -1)))
                 pack_count += new_packs
             space = spaces[space_index]
-            open_packs, rows_per_pack = by_space[space], space // length  # rows of this length that one of these packs takes
+            # rows of this length that one of these packs takes
+            open_packs, rows_per_pack = by_space[space], space // length
             filled_packs = [open_packs.pop() for _ in range(min(len(open_packs), remaining_rows // rows_per_pack))]
             pack_of_row += filled_packs if rows_per_pack == 1 else [pack for pack in filled_packs for _ in range(rows_per_pack)]
             remaining_rows -= len(filled_packs) * rows_per_pack

@@ -66,7 +66,8 @@ def _estimate_file(part: FilePart) -> EstimatedSize:
     for rows_read, row in enumerate(read_part(part), start=1):
         if not isinstance(row, BadRow):
             rows, characters = rows + 1, characters + sum(map(len, iter_texts(row.data)))
-        if rows and (rows_read == SAMPLE_ROWS or characters >= SAMPLE_CHARACTERS):  # a longer file: by lines, or by bytes
+        # a longer file: by lines, or by bytes
+        if rows and (rows_read == SAMPLE_ROWS or characters >= SAMPLE_CHARACTERS):
             compression = 4 if is_gzipped(part.path) else 1  # JSON compresses to about a quarter
             count = count_part_rows([part]) or part.path.stat().st_size * compression * rows // max(1, characters)
             return EstimatedSize(max(rows, count), max(rows, count) * characters // rows)

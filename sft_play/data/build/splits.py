@@ -348,7 +348,8 @@ class _SplitBuilder:
         from datasets import Dataset, Features, List, Value
 
         nonempty_texts = [text for text in texts if text.strip()]
-        token_stream = [token_id for text in nonempty_texts for token_id in renderer.tokenise_documents([text])[0]]  # one by one, for the memory
+        # one by one, for the memory
+        token_stream = [token_id for text in nonempty_texts for token_id in renderer.tokenise_documents([text])[0]]
         block_size = self._max_seq_len
         blocks = [token_stream[start : start + block_size] for start in range(0, len(token_stream) - block_size + 1, block_size)]
         if not blocks and is_held_out and token_stream:

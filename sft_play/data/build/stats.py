@@ -255,7 +255,8 @@ class RowStats:
     def count_kept(self, row: TokenRow, whole_row: TokenRow) -> None:
         """Count the tokens of a row within max_seq_len, and the answers of the whole row that it cuts in two."""
         size = len(row.labels)
-        is_cut_behind = row.cut_tokens > 0 and row.labels == whole_row.labels[:size]  # not the beginning: the answer's end goes
+        # not the beginning: the answer's end goes
+        is_cut_behind = row.cut_tokens > 0 and row.labels == whole_row.labels[:size]
         self.rows_with_cut_end += is_cut_behind and IGNORED not in whole_row.labels[size - 1 : size + 1]
         self.kept_rows += 1
         self.tokens += len(row.input_ids)

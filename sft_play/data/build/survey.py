@@ -91,7 +91,8 @@ class RowCounter:
     def _count_ends(self, stats: RowStats, whole_row: TokenRow, runs: Sequence[tuple[int, int]]) -> None:
         has_open_end = False
         for begin, end in runs:
-            last_labels = reversed(whole_row.labels[max(begin, end - 2) : end])  # the last two: `<|im_end|>` and a line break
+            # the last two: `<|im_end|>` and a line break
+            last_labels = reversed(whole_row.labels[max(begin, end - 2) : end])
             end_id = next((token_id for token_id in last_labels if token_id in self._special_ids), None)
             if end_id is None:
                 has_open_end = True
@@ -188,8 +189,8 @@ def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExam
 def count_rows(
     source: AnySource, data: DataConfig, split: str, *, text_wanted: bool = False, max_rows: int | None = None
 ) -> RowStats:
-    """The rows of a source, or the first `max_rows`, as far as they can be counted without a tokenizer; raises DataError
-    where a file cannot be read or is of no format."""
+    """Count the rows of a source, or the first `max_rows`, as far as that needs no tokenizer. Raises DataError where a
+    file cannot be read or is of no format."""
     stats = RowStats(str(source), split=split)
     reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=text_wanted)
     for _, example in itertools.islice(reader.numbered_examples(), max_rows):

@@ -180,7 +180,8 @@ def split_marked_text(text: str, pieces: Sequence[MarkedPiece]) -> tuple[list[st
             changed_pieces.add(index)
             continue
         inner = text[open_start : match.start()]
-        forms = _WRITTEN_FORMS if pieces[index].kind != "arguments" else {"plain": _WRITTEN_FORMS["plain"]}  # encoded once, not twice
+        # encoded once, not twice
+        forms = _WRITTEN_FORMS if pieces[index].kind != "arguments" else {"plain": _WRITTEN_FORMS["plain"]}
         form = next((name for name, form in forms.items() if form(pieces[index].text) == inner), None)
         if form is None:
             changed_pieces.add(index)

@@ -115,7 +115,7 @@ class TemplateLayoutBuilder:
     def _check_pieces(
         self, messages: Sequence[Message], pieces: Sequence[MarkedPiece], written_indices: set[int], changed_pieces: set[int], text: str
     ) -> tuple[int, ...]:
-        """Numbers of think pieces that are not written; raises InexactMaskError for anything else missing or changed."""
+        """Numbers of think pieces that are not written; raises InexactMaskError if others are missing or changed."""
         last_content = {piece.message_index: piece_index for piece_index, piece in enumerate(pieces) if piece.kind == "content"}
         stripped_pieces = []
         for piece_index, piece in enumerate(pieces):

@@ -138,7 +138,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _limit_filter(self, name: str, filter_function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter that is counted, and looks at its arguments first; `map` calls one for each of its items."""
-        passes_context = hasattr(filter_function, "jinja_pass_arg")  # the context, evaluation context or environment comes first
+        # the context, evaluation context or environment comes first
+        passes_context = hasattr(filter_function, "jinja_pass_arg")
 
         def limited(*args: Any, **kwargs: Any) -> Any:
             self.budget.use_step()

@@ -38,7 +38,8 @@ def find_control_tokens(text: str, special_tokens: Sequence[str]) -> list[tuple[
         offset = text.find(token)
         while offset >= 0:
             matches.add((offset, token))
-            offset = text.find(token, offset + 1)  # + 1, not its length: tokens may overlap, and the first one wins below
+            # + 1, not its length: tokens may overlap, and the first one wins below
+            offset = text.find(token, offset + 1)
     ordered: list[tuple[int, str]] = []
     covered_until = 0
     for offset, token in sorted(matches, key=lambda place: (place[0], -len(place[1]))):
@@ -125,7 +126,8 @@ class TurnEnds:
         follows the piece in the conversation that stops with the turn (None: not found), `continued_tail` in the one
         that continues (None: cannot be rendered). `is_last`: the turn is the last of the row; `is_answer_text`: its
         last piece is an answer's text, not think text or a call."""
-        if final_tail is None:  # rendered otherwise as a last turn, so there is nothing to compare: only known ends count
+        # rendered otherwise as a last turn, so there is nothing to compare: only known ends count
+        if final_tail is None:
             return self._first_known_end(continued_tail or "")
         # Where the two renderings part, the turn is over: the one goes on with the next turn's header.
         shared = final_tail if continued_tail is None else common_prefix(final_tail, continued_tail, self.special_tokens)

@@ -130,7 +130,8 @@ def build_word_tokenizer(backend: Any) -> WordTokenizer | None:
     # such a token takes white space along, or stands only between words: a plain search for its text is not enough
     if any(token.lstrip or token.rstrip or token.single_word for token in added_tokens.values()):
         return None
-    if len({token.normalized for token in added_tokens.values()}) > 1:  # the tokenizer cuts at one kind, then at the other
+    # the tokenizer cuts at one kind, then at the other
+    if len({token.normalized for token in added_tokens.values()}) > 1:
         return None
     only_ascii = not (_is_safe_normalizer(_KNOWN_SAFE_NORMALIZERS, normalizer) and _is_same_beyond_ascii(pattern))
     ids_by_text = {token.content: token_id for token_id, token in added_tokens.items() if token.content}
