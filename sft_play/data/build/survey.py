@@ -176,12 +176,12 @@ def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExam
     batch: list[NumberedExample] = []
     chars = 0
     for row_number, example in rows:
-        character_count = 0 if isinstance(example, BadRow) else character_count(example)
-        if batch and (len(batch) == BATCH_ROWS or chars + character_count > BATCH_CHARS):
+        row_chars = 0 if isinstance(example, BadRow) else character_count(example)
+        if batch and (len(batch) == BATCH_ROWS or chars + row_chars > BATCH_CHARS):
             yield batch
             batch, chars = [], 0
         batch.append((row_number, example))
-        chars += character_count
+        chars += row_chars
     if batch:
         yield batch
 
