@@ -153,7 +153,7 @@ def copy(tmp_path):
     for name in (
         "__init__.py",
         "_version.py",
-        "ending.py",
+        "exit_codes.py",
         "spelling.py",
         "process/__init__.py",
         "process/variables.py",
