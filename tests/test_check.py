@@ -331,7 +331,7 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
 
     from sft_play.data.build import workers
     from sft_play.data.build.splits import count_source_rows
-    from sft_play.data.build.survey import count_rows
+    from sft_play.data.build.survey import count_readable_rows
 
     monkeypatch.setattr(workers, "_MIN_PIECE_BYTES", 1_500)
     rows = [chat(f"question {number % 70}", f"answer {number % 70} " * (number % 7 + 1)) for number in range(150)]
@@ -346,7 +346,7 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
         config = load_config(run_yaml(tmp_path, tiny_llama, train_path=str(path), workers=count)).config
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / f"cache of {count}"))
         found.append(vars(count_source_rows(config, path, "train", tokenizer, max_seq_len=64, has_val=False)))
-    read = count_rows(path, config.data, "train")
+    read = count_readable_rows(path, config.data, "train")
     assert (read.rows, sum(read.bad_rows.values())) == (150, 2)
     assert found[0]["digests"] == found[1]["digests"]
     assert len(found[0]["digests"]) - len(set(found[0]["digests"])) > 10

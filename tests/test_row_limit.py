@@ -23,7 +23,7 @@ from sft_play.data import process as process_module
 from sft_play.data.build import survey
 from sft_play.data.build.size import estimate_size
 from sft_play.data.build.survey import RowRenderer, split_batches
-from sft_play.data.build.workers import BATCH_CHARS
+from sft_play.data.build.workers import RENDER_BATCH_CHARS
 from sft_play.data.masks.render import Renderer
 from sft_play.data.process import process_files
 from sft_play.data.sources import json_rows, raw, tables
@@ -263,7 +263,7 @@ def test_rows_are_rendered_a_few_characters_at_a_time():
     texts = [(number, Text("f", "x" * 300_000)) for number in range(1, 51)]
     batches = list(split_batches(texts))
     assert [row for batch in batches for row in batch] == texts
-    assert max(sum(len(text.text) for _, text in batch) for batch in batches) <= BATCH_CHARS
+    assert max(sum(len(text.text) for _, text in batch) for batch in batches) <= RENDER_BATCH_CHARS
 
 
 def test_memory_is_given_back_behind_long_texts_alone(monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, count_shared_rows, format_row_count, length_remedy
-from sft_play.data.build.survey import TEMPLATE_ROLE, count_rows
+from sft_play.data.build.survey import TEMPLATE_ROLE, count_readable_rows
 from sft_play.data.masks.token_row import MASK_METHODS
 from sft_play.data.sources.columns import describe_unused_columns
 from sft_play.data.sources.files import find_data_paths, part_split
@@ -69,7 +69,7 @@ def missed_column_lines(data: DataConfig, *, task_mode: str) -> list[str]:
     for name, source in find_data_paths(data).named_paths():
         is_trained = part_split(name) == "train" or (name == "text" and task_mode == "cpt_mixed")
         if is_trained and not str(source).startswith(HUB_PREFIX):
-            stats = count_rows(source, data, name, text_wanted=name == "text" or task_mode == "cpt", max_rows=_COLUMN_PROBE_ROWS)
+            stats = count_readable_rows(source, data, name, text_wanted=name == "text" or task_mode == "cpt", max_rows=_COLUMN_PROBE_ROWS)
             source_note = "" if name == "train" else f" of {name}"
             lines += [f"Columns{source_note} {finding.found}" for finding in judge_columns(stats, data) if finding.verdict == "WARN"]
     return lines

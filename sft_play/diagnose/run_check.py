@@ -14,7 +14,7 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
-from sft_play.data.build.survey import RowRenderer, count_rows
+from sft_play.data.build.survey import RowRenderer, count_readable_rows
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import AnySource, find_data_paths, part_split
 from sft_play.diagnose import disk, engines
@@ -179,7 +179,7 @@ class _RunChecks:
         config, maker = self._config, self._maker
         if maker is None:
             is_text = config.task_mode == "cpt" or part == "text"
-            return count_rows(path, config.data, part_split(part), text_wanted=is_text)
+            return count_readable_rows(path, config.data, part_split(part), text_wanted=is_text)
         from sft_play.data.build.splits import count_source_rows
 
         tokenizer = maker.renderer.tokenizer_parts

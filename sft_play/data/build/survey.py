@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, trained_runs
-from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS
+from sft_play.data.build.workers import RENDER_BATCH_CHARS, RENDER_BATCH_ROWS
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.sources.examples import ExampleReader, character_count
@@ -172,12 +172,12 @@ NumberedExample = tuple[int, Example | BadRow]
 
 
 def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExample]]:
-    """Rows that are rendered and tokenised together: BATCH_ROWS, or BATCH_CHARS, more only in a single row."""
+    """Rows that are rendered and tokenised together: RENDER_BATCH_ROWS, or RENDER_BATCH_CHARS, more only in a single row."""
     batch: list[NumberedExample] = []
     chars = 0
     for row_number, example in rows:
         row_chars = 0 if isinstance(example, BadRow) else character_count(example)
-        if batch and (len(batch) == BATCH_ROWS or chars + row_chars > BATCH_CHARS):
+        if batch and (len(batch) == RENDER_BATCH_ROWS or chars + row_chars > RENDER_BATCH_CHARS):
             yield batch
             batch, chars = [], 0
         batch.append((row_number, example))
@@ -186,7 +186,7 @@ def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExam
         yield batch
 
 
-def count_rows(
+def count_readable_rows(
     source: AnySource, data: DataConfig, split: str, *, text_wanted: bool = False, max_rows: int | None = None
 ) -> RowStats:
     """Count the rows of a source, or the first `max_rows`, as far as that needs no tokenizer. Raises DataError where a

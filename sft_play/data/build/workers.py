@@ -22,10 +22,10 @@ from sft_play.process.signals import die_with_parent
 # Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer.
 MIN_PARALLEL_BYTES = 4 << 20
 MAX_WORKERS = 16
-# Rows that are rendered and tokenised together, fewer where they are longer than BATCH_CHARS.
-BATCH_ROWS = 256
+# Rows that are rendered and tokenised together, fewer where they are longer than RENDER_BATCH_CHARS.
+RENDER_BATCH_ROWS = 256
 # Characters of such a batch, more only in a single row: tokenising takes about 140 bytes of memory for each.
-BATCH_CHARS = 1 << 20
+RENDER_BATCH_CHARS = 1 << 20
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256 << 10, 8 << 20
 _PIECES_PER_WORKER = 8
 

@@ -35,7 +35,7 @@ MAX_WIDTH = 100_000
 # What a character costs in filters that go through a text in Python, which nothing ends on their way.
 WRAPPING_COST = 64
 # Values inside a list or an object that is written as text; lists that hold a list twice double quickly.
-MAX_VALUES = 1_000_000
+MAX_TEMPLATE_VALUES = 1_000_000
 # Length of a whole number that a template may multiply up to.
 MAX_INTEGER_BITS = 1_000_000
 
@@ -256,8 +256,8 @@ def _count_values(value: Any) -> int:
         container = pending.pop()
         items = [*container, *container.values()] if isinstance(container, dict) else container
         count += len(items)
-        if count > MAX_VALUES:
-            raise LimitExceededError(f"a list of more than {MAX_VALUES:,} values written as text")
+        if count > MAX_TEMPLATE_VALUES:
+            raise LimitExceededError(f"a list of more than {MAX_TEMPLATE_VALUES:,} values written as text")
         pending += [item for item in items if isinstance(item, (list, tuple, dict))]
     return count
 
