@@ -296,14 +296,14 @@ def test_a_short_run_without_one_step_taken_is_no_success():
     for _ in range(5):
         run.step(float("nan"))
     with pytest.raises(TrainingError, match=r"all 5 steps had values.*nothing was learned.*llama is not among"):
-        run.finite.on_train_end(run.args, run.state, None)
+        run.non_finite_guard.on_train_end(run.args, run.state, None)
     later = Scaled(max_steps=5)
     for factor in (8.0, 8.0, 8.0, 8.0, 1e-3):
         later.step(factor)
-    later.finite.on_train_end(later.args, later.state, None)
+    later.non_finite_guard.on_train_end(later.args, later.state, None)
     stopped = Scaled(max_steps=5)
     stopped.step(float("nan"))
-    stopped.finite.on_train_end(stopped.args, stopped.state, None)
+    stopped.non_finite_guard.on_train_end(stopped.args, stopped.state, None)
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,16 @@ def test_padding_samples_and_speed_are_counted_from_the_batches(monkeypatch):
     made = Monitor(plan)
     made._window_start = 0.0
     # two rows of four places, one of them padded by two; the second row is a masked one
-    made.saw(
+    made.count_batch(
         batch([[1, 2, 3, 4], [1, 2, 0, 0]], [[-100, -100, 3, 4], [-100] * 4], [[1, 1, 1, 1], [1, 1, 0, 0]]), ignored_label=-100
     )
-    found = made.take(steps=2, device=torch.device("cpu"))
+    found = made.take_metrics(steps=2, device=torch.device("cpu"))
     assert found["padding_share"] == pytest.approx(2 / 8)
     assert found["samples_seen"] == 1
     assert found["memory_predicted_gib"] == 3.0
     assert found["tokens_per_s"] == pytest.approx(6 / (found["step_time_s"] * 2))
     assert found["mfu"] == pytest.approx(0.5 * found["tokens_per_s"] / 10)
-    again = made.take(steps=1, device=torch.device("cpu"))
+    again = made.take_metrics(steps=1, device=torch.device("cpu"))
     assert again["tokens_per_s"] == 0
     assert again["samples_seen"] == 1
 

@@ -187,7 +187,7 @@ def test_a_run_goes_on_and_says_why_and_a_resumed_one_does_not_try_again(train, 
     assert code == 0, printed
     monkeypatch.setattr("sft_play.planner.calibration.record_path", lambda: planned.parent / "measured.jsonl")
     with monkeypatch.context() as patch:
-        refuse(patch, lambda trainer, *_: trainer.step_memory.batch.micro_batch <= 2)
+        refuse(patch, lambda trainer, *_: trainer.step_memory.batch_plan.micro_batch <= 2)
         code, printed, folder = train("broken", *same, "train.stop_after_steps=2")
     assert code == 0, printed
     assert losses(folder) == losses(planned)[:2]

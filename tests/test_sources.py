@@ -264,7 +264,7 @@ def test_packs_hold_rows_of_one_source_and_their_shares_are_exact(run_yaml):
     found = [trainer.train_dataset[row]["sources"] for row in rows]
     assert all(len(set(sources.tolist())) == 1 for sources in found)
     counts = [sum(int(sources[0]) == place for sources in found) for place in (0, 1)]
-    sizes = trainer.order._mix.sizes
+    sizes = trainer.epoch_order._mix.sizes
     assert tuple(counts) == share_counts([3, 1], sum(sizes))
     assert sum(sizes) < 32
 

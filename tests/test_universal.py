@@ -46,7 +46,7 @@ def trainer(*, is_deepspeed: bool = True) -> Any:
     plugin = SimpleNamespace(deepspeed_config={})
     return SimpleNamespace(
         is_deepspeed_enabled=is_deepspeed, heartbeat=SimpleNamespace(note=lambda *_: None), model_wrapped=None,
-        writing=lambda _: contextlib.nullcontext(), wait_for_disk=lambda: None,
+        watch_writing=lambda _: contextlib.nullcontext(), wait_for_disk=lambda: None,
         accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)),
     )  # fmt: skip
 

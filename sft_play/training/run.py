@@ -132,7 +132,7 @@ def _run_training_loop(
     progress = Progress(count_tokens=lambda: trainer.tokens_seen, estimate_remaining=lambda: estimate_remaining(trainer, before_training.eval_set))
     compiler = trainer.compiler
     if compiler is not None:
-        compiler.on_compiled.append(progress.wait)
+        compiler.on_compiled.append(progress.exclude_wait)
     metrics_file = MetricsFile(job.folder.metrics_path, start_time=monitors.start_time, stage=job.folder.stage_name)
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     for callback in (
