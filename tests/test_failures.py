@@ -539,8 +539,8 @@ def test_a_mistake_that_one_rank_alone_sees_names_it_and_keeps_its_exit_code():
     mine = ended(1, 3, failure=own("user", rank=1, code=3, message="CUDA out of memory"))
     text, code = failure_report([mine, ended(0, -15)], 2, stopped=False)
     assert (text, code) == ("[train-distributed] error: rank 1 (host a): CUDA out of memory", 3)
-    text, _ = failure_report([mine, ended(0, 3, failure=own("user", code=3, message="CUDA out of memory", at=101.0))], 2,
-                     stopped=False)  # fmt: skip
+    text, _ = failure_report([mine, ended(0, 3, failure=own("user", code=3, message="CUDA out of memory", at=101.0))],
+                             2, stopped=False)  # fmt: skip
     assert text == "[train-distributed] error: CUDA out of memory"
 
 

@@ -247,12 +247,12 @@ class PlannedLoop(CheckpointedLoop):
             super()._run_epoch(*args, **options)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """One forward and backward pass, or those of a list of batches; the sum of their losses. An empty batch takes
+        """One micro-step, or those of a list of batches; the sum of their losses. An empty batch takes
         none. Where memory runs out, all micro-steps of the step are repeated with smaller ones."""
         self.heartbeat.note(self.state.global_step + 1, TRAINING)
         if not inputs:
-            # on all ranks at once, and never in a step's last pass, which reduces the gradients: StepBatches puts the
-            # empty ones first
+            # on all ranks at once, and never in a step's last micro-step, which reduces the gradients: StepBatches puts
+            # the empty ones first
             return torch.zeros((), device=self.args.device)
 
         def compute(is_retry: bool) -> Any:
@@ -282,7 +282,7 @@ class PlannedLoop(CheckpointedLoop):
         return loss
 
     def compute_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """A forward and backward pass that is not counted."""
+        """Forward and backward pass of a micro-step, not counted."""
         inputs = {name: value for name, value in inputs.items() if name not in COUNT_KEYS}  # no model takes them
         return super().training_step(model, inputs, *args, **options)
 

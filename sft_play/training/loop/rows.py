@@ -1,8 +1,9 @@
 """The rows as the trainer takes them: each trained on once per epoch, in an order that ranks do not change.
 
 The order of an epoch depends only on seed and epoch, and an optimizer step takes its next effective batch, whatever the
-ranks, micro-batch and accumulation. A rank that has no row left for a pass gets one whose loss is masked: accelerate
-would give it a row from the epoch's beginning a second time. Tokens stay in the data set until a row is asked for.
+ranks, micro-batch and accumulation. A rank that has no row left for a micro-step gets one whose loss is masked:
+accelerate would give it a row from the epoch's beginning a second time. Tokens stay in the data set until a row is
+asked for.
 """
 
 from __future__ import annotations
@@ -245,13 +246,13 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         return [[[rows[position] for position in batch] for batch in batches] for batches in positions]
 
     def step_rows(self, step: int, micro_batches: MicroBatches) -> list[list[list[int]]]:
-        """The rows of the epoch's step of this number, by pass and rank, if they are cut so."""
+        """The rows of the epoch's step of this number, by micro-step and rank, if they are cut so."""
         if self._epoch_indices is None or self._epoch_indices[0] != self._epoch_order.epoch:
             self._epoch_indices = (self._epoch_order.epoch, self._epoch_order.epoch_rows())
         return self._cut_micro_steps(self._epoch_indices[1][step * self._window :][: self._window].tolist(), micro_batches)
 
     def largest_micro_step(self, micro_batches: MicroBatches) -> list[list[int]]:
-        """The pass that takes the most memory in the step with the epoch's longest row: its rows by rank."""
+        """The micro-step that takes the most memory in the step with the epoch's longest row: its rows by rank."""
         longest_position = int(np.argmax(self._lengths[self._epoch_order.epoch_rows()]))
 
         def count_tokens(batch: Sequence[int]) -> int:

@@ -129,7 +129,7 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """TRL's loss, with its figures, and the losses by source, summed on the device and gathered once per log: TRL's
-        own method waits for the device and all ranks in every pass."""
+        own method waits for the device and all ranks in every micro-step."""
         has_balance = self.aux_loss_enabled  # of a mixture of experts: its routers' balancing loss
         options = {"output_router_logits": True} if has_balance else {}
         outputs = model(
@@ -143,7 +143,7 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # the tokens are those of all ranks, and DDP takes the mean over ranks
             loss = loss * (self.args.world_size // self._layout.tensor_parallel)
-        if has_balance:  # a mean over the pass, so it is divided by the micro-steps of a step
+        if has_balance:  # a mean over the micro-step, so it is divided by the micro-steps of a step
             micro_steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / micro_steps
         source_losses = None

@@ -23,12 +23,12 @@ from sft_play.training.measure.peaks import MemoryPeaks
 from sft_play.training.ranks import distributed
 from sft_play.units import GIB
 
-# Parts of a step: waiting for rows, the passes with their communication, the optimizer's step.
+# Parts of a step: waiting for rows, the micro-steps with their communication, the optimizer's step.
 STEP_PARTS = ("data", "forward_backward", "optimizer")
-# What happens between steps, and the moment that its memory is counted for, None for training's. Its time is logged,
+# What happens between steps, and the phase that its memory is counted for, None for training's. Its time is logged,
 # but counts neither for the step nor for the speed.
 PAUSES: dict[str, RunPhase | None] = {"checkpoint": "saving", "evaluation": "evaluation", "profile": None}
-# What a pass adds to.
+# What a micro-step adds to.
 _SUM_ATTRIBUTES = (
     "_loss", "_trained_tokens", "_tokens", "_padded_tokens", "_samples", "_head_sums", "_source_sums",
 )  # fmt: skip
@@ -72,7 +72,7 @@ class Monitor(TrainerCallback):
         self, plan: Plan | None = None, *, copies: int = 1, sources: Sequence[str] = DEFAULT_SOURCES, peaks: MemoryPeaks | None = None
     ) -> None:
         """`plan`: what the measured figures are compared with; `copies`: consecutive ranks that see the same rows and
-        are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by moment, which
+        are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by phase, which
         this starts and ends."""
         self._peaks, self._copies, self.sources = peaks or MemoryPeaks(), copies, tuple(sources)
         self._plan, self._on_gpu = plan, self._peaks.on_gpu
@@ -138,7 +138,7 @@ class Monitor(TrainerCallback):
             self.pause_seconds[label or name].append(seconds)
 
     def exclude_wait(self, seconds: float) -> None:
-        """Leave out what a pass has waited for: compiling, which is logged by itself."""
+        """Leave out what a micro-step has waited for: compiling, which is logged by itself."""
         self._paused_s += seconds
         self._compile_s += seconds
 
@@ -164,11 +164,11 @@ class Monitor(TrainerCallback):
         self._padded_tokens += labels.numel()
 
     def add_loss(self, loss: torch.Tensor, *, step_tokens: Any, ranks: int) -> None:
-        """Count the loss of a pass, which was scaled by `ranks` / `step_tokens` (trained tokens of the step)."""
+        """Count the loss of a micro-step, which was scaled by `ranks` / `step_tokens` (trained tokens of the step)."""
         self._loss = self._loss + loss.detach() * step_tokens / ranks
 
     def add_scores(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
-        """Count a pass: the sums of `head_sums`, and of `source_sums` where sources are reported."""
+        """Count a micro-step: the sums of `head_sums`, and of `source_sums` where sources are reported."""
         self._head_sums = head if self._head_sums is None else self._head_sums + head
         if sources is not None:
             self._source_sums = sources if self._source_sums is None else self._source_sums + sources
@@ -264,7 +264,7 @@ def head_sums(outputs: Any) -> torch.Tensor:
 
 
 def head_metrics(ranks: list[list[float]], *, prefix: str = "") -> dict[str, float]:
-    """TRL's figures from all ranks' sums: means over trained tokens, of `aux_loss` over passes."""
+    """TRL's figures from all ranks' sums: means over trained tokens, of `aux_loss` over micro-steps."""
     entropy, correct, scored, balance, micro_steps = (sum(column) for column in zip(*ranks, strict=True))
     metrics = {"entropy": entropy / max(1, scored), "mean_token_accuracy": correct / max(1, scored)}
     metrics |= {"aux_loss": balance / micro_steps} if micro_steps else {}

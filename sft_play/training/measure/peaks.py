@@ -1,8 +1,8 @@
-"""The highest memory of each moment of a run: loading, training steps, evaluation, generation, saving.
+"""The highest memory of each phase of a run: loading, training steps, evaluation, generation, saving.
 
-On a GPU torch counts one peak since its last reset: at each change of moment it is kept and reset, and the allocator's
+On a GPU torch counts one peak since its last reset: at each change of phase it is kept and reset, and the allocator's
 cache is emptied, whose blocks would count for the next. On a CPU the kernel's mark of resident memory is never reset,
-because others read it (`time -v`, Slurm's MaxRSS). A moment that raises the mark has its exact peak; any other has the
+because others read it (`time -v`, Slurm's MaxRSS). A phase that raises the mark has its exact peak; any other has the
 highest of the samples that a thread takes, which miss what lasts for less than SAMPLE_S.
 """
 
@@ -58,7 +58,7 @@ def _kernel_peak_bytes() -> int:
 
 @dataclass
 class MemoryPeaks:
-    """The peak of each moment in this process: bytes of tensors, and of the allocator's reserved memory; on a CPU both
+    """The peak of each phase in this process: bytes of tensors, and of the allocator's reserved memory; on a CPU both
     are resident memory. `level_bytes`: resident memory that is not the run's."""
 
     on_gpu: bool = False
@@ -66,21 +66,21 @@ class MemoryPeaks:
     _peaks: dict[RunPhase, tuple[int, int]] = field(default_factory=dict)
     _phase: RunPhase | None = None
     _sampler: _ResidentSampler | None = None
-    """Those of the present moment on a CPU."""
+    """Those of the present phase on a CPU."""
 
     def start(self, phase: RunPhase) -> None:
-        """Begin a moment, and keep the peak of the one before."""
+        """Begin a phase, and keep the peak of the one before."""
         self.close()
         self._phase = phase
         if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         else:
-            release_free_memory()  # what malloc keeps of one moment would count for the next
+            release_free_memory()  # what malloc keeps of one phase would count for the next
             self._sampler = _ResidentSampler()
 
     def close(self) -> None:
-        """End the moment without beginning another."""
+        """End the phase without beginning another."""
         self._record_peak()
         if self._sampler is not None:
             self._sampler.stop_event.set()
@@ -93,7 +93,7 @@ class MemoryPeaks:
 
     @contextlib.contextmanager
     def during(self, phase: RunPhase) -> Iterator[None]:
-        """While open, memory counts for this moment; then the one before continues, if there was one."""
+        """While open, memory counts for this phase; then the one before continues, if there was one."""
         outer_phase = self._phase
         self.start(phase)
         try:
@@ -104,7 +104,7 @@ class MemoryPeaks:
                 self.start(outer_phase)
 
     def by_phase(self) -> dict[RunPhase, tuple[int, int]]:
-        """The peaks of all moments so far."""
+        """The peaks of all phases so far."""
         self._record_peak()
         return dict(self._peaks)
 
@@ -116,7 +116,7 @@ class MemoryPeaks:
     def _current_peak(self) -> tuple[int, int]:
         if self._sampler is None:
             return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        mark = _kernel_peak_bytes()  # what it rose to in this moment is exact
+        mark = _kernel_peak_bytes()  # what it rose to in this phase is exact
         highest = mark if mark > self._sampler.start_mark else max(self._sampler.highest, _resident_bytes())
         return (max(0, highest - self.level_bytes),) * 2
 
@@ -137,13 +137,13 @@ class MemoryMeter:
         self.peaks = MemoryPeaks(on_gpu=on_gpu, level_bytes=self.level_bytes)
 
     def peak_bytes(self) -> dict[str, Any]:
-        """`peak_bytes` of the summary: the run's highest moment, predicted and measured."""
+        """`peak_bytes` of the summary: the run's highest phase, predicted and measured."""
         peaks = self.peaks.by_phase()
         phase = max(peaks, key=lambda name: peaks[name][1], default=None)
         return {"moment": phase, **self._predicted_and_measured(phase, peaks.get(phase) if phase else None)}
 
     def peak_bytes_by_phase(self) -> dict[str, dict[str, Any]]:
-        """`peak_bytes_by_moment` of the summary: the same of each moment."""
+        """`peak_bytes_by_moment` of the summary: the same of each phase."""
         return {phase: self._predicted_and_measured(phase, highest) for phase, highest in self.peaks.by_phase().items()}
 
     def _predicted_and_measured(self, phase: RunPhase | None, highest: tuple[int, int] | None) -> dict[str, Any]:

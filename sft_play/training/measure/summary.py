@@ -136,7 +136,7 @@ def _truncate(text: str) -> str:
 
 
 def _memory_line(peak: Mapping[str, Any]) -> str:
-    """The run's highest moment, predicted and measured."""
+    """The run's highest phase, predicted and measured."""
     on_cpu = "measured_rss" in peak
     scope, predicted = "above the libraries' own" if on_cpu else "reserved on a GPU", peak["predicted_reserved"] or 0
     measured = peak["measured_rss" if on_cpu else "measured_reserved"]

@@ -41,7 +41,7 @@ def engine_arguments(
             set_deepspeed_to_cpu()
         return {**arguments, "deepspeed": dict(deepspeed)}
     if gradient_sync(config, plan.precision, plan.layout).interval != "step":
-        # else the Trainer reduces gradients only in a step's last pass: FSDP2 keeps whole ones on every rank until then
+        # else the Trainer reduces gradients only in a step's last micro-step: until then FSDP2 keeps whole ones
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if plan.choice.layout.is_fsdp:
         arguments["fsdp"] = True
@@ -99,10 +99,10 @@ def allow_fsdp_on_cpu(plan: Plan) -> None:
 
 
 def set_gradient_reduction(trainer: Any, plan: Plan, config: RunConfig) -> None:
-    """Tell the loop after how many passes ranks reduce gradients, and accelerate's own objects the dtypes of gathered
-    weights and reduced gradients, which transformers' arguments cannot express; before it wraps the model."""
+    """Tell the loop after how many micro-steps ranks reduce gradients, and accelerate's own objects the dtypes of
+    gathered weights and reduced gradients, which transformers' arguments cannot express; before it wraps the model."""
     if trainer.is_deepspeed_enabled:
-        # how many passes make a step: transformers says 1, since its own loop accumulates, and accelerate would warn
+        # micro-steps that make a step: transformers says 1, since its own loop accumulates, and accelerate would warn
         trainer.accelerator.gradient_accumulation_steps = plan.trainer_batch.grad_accum
     if plan.layout == "single":
         return
