@@ -149,7 +149,7 @@ def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
 
 
 def build_run_renderer(run: FinishedRun, tokenizer: Any) -> Renderer:
-    """What renders conversations as the run's training did, on the day that the run began."""
+    """Build the renderer of conversations as the run's training used it, on the day that the run began."""
     day = first_start_date(run.folder)  # a template that writes the date would put another one into every prompt
     return Renderer(tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=day)
 

@@ -199,7 +199,7 @@ def _run_training(arguments: Sequence[str], working_folder: Path, manifest: Mapp
 
 
 def describe_code(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER) -> str:
-    """The code that trains, in words; raises RunFolderError where it is not that of the manifest's digest."""
+    """Describe the code that trains; raises RunFolderError where it is not that of the manifest's digest."""
     recorded = manifest.get("code") or {}
     git = recorded.get("git") or {}
     commit = str(git.get("commit") or "")[:12]
@@ -211,9 +211,9 @@ def describe_code(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER
 
 
 def compare_weights(first_folder: Path, second_folder: Path) -> tuple[int, dict[str, float]]:
-    """How many tensors two folders of weights have, and those that differ bit by bit, in the order of the first one's
-    files: by how much at most, infinite where shapes or dtypes do, or one is not a number; raises ModelError where a
-    file cannot be read."""
+    """Count the tensors of two folders of weights, and find those that differ bit by bit, in the order of the first
+    one's files: by how much at most, infinite where shapes or dtypes do, or one is not a number; raises ModelError
+    where a file cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     differing: dict[str, float] = {}

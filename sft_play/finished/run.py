@@ -43,7 +43,7 @@ class RunCommandResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it succeeded."""
+        """True if it succeeded."""
         return True
 
     def as_json(self) -> dict[str, Any]:
@@ -67,12 +67,12 @@ class FinishedRun:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the weights are an adapter, which needs its base."""
+        """True if the weights are an adapter, which needs its base."""
         return self.config.tuning.mode != "full"
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the adapter was trained on NF4 weights."""
+        """True if the adapter was trained on NF4 weights."""
         return self.config.tuning.mode == "qlora"
 
     def plan(self) -> Plan:
@@ -85,9 +85,9 @@ class FinishedRun:
 
 
 def find_finished_run(base: Path, name: str | None, *, trusts: CodeTrust = trust_none) -> FinishedRun:
-    """The finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path. `trusts`:
-    see `RunFolder.read_config`. Raises RunFolderError where there is none, it is not finished, its settings allow what
-    `trusts` does not, or its weights are gone; ModelError where they are not those that were written."""
+    """Find the finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path.
+    `trusts`: see `RunFolder.read_config`. Raises RunFolderError where there is none, it is not finished, its settings
+    allow what `trusts` does not, or its weights are gone; ModelError where they are not those that were written."""
     folder = _newest_run(base, "finished") if name in (None, LAST_RUN) else resolve_run(base, str(name))
     if folder is None:
         unfinished = sum(1 for _ in iter_runs(base))
@@ -112,8 +112,8 @@ def find_finished_run(base: Path, name: str | None, *, trusts: CodeTrust = trust
 
 
 def find_run_folder(base: Path, name: str | None) -> RunFolder:
-    """The run that `name` means, finished or not: a name in the output folder `base`, or a path; `last` (or None) is
-    the one that finished last, else the one that started last. Raises RunFolderError where there is none."""
+    """Find the run that `name` means, finished or not: a name in the output folder `base`, or a path; `last` (or None)
+    is the one that finished last, else the one that started last. Raises RunFolderError where there is none."""
     if name not in (None, LAST_RUN):
         return resolve_run(base, str(name))
     folder = _newest_run(base, "finished") or _newest_run(base)
@@ -156,7 +156,7 @@ def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
 
 
 def find_changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]:
-    """The data of a run that are no longer those of its manifest, each in words."""
+    """Describe the data of a run that are no longer those of its manifest, one text each."""
     recorded, changes = manifest.get("data") or {}, []
     for part in loaded.runs:
         prefix = f"stage {part.stage_name} " if part.stage_name else ""

@@ -180,7 +180,7 @@ def _require_answers(rows: EvalRows, metric_names: Sequence[str], metrics: Seque
 
 
 def _has_rows(run: FinishedRun, split: str | None, data: str | None) -> bool:
-    """Whether rows are asked for, or the run has held-out ones: with tasks it needs none."""
+    """True if rows are asked for, or the run has held-out ones: with tasks it needs none."""
     config = run.config.data
     has_held_out = config.val_path or config.test_path or config.val_fraction or any(source.val_path for source in config.sources)
     return bool(split or data or has_held_out)

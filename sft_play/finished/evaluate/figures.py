@@ -53,8 +53,8 @@ class Metric:
 
 
 def select_metrics(names: Sequence[str]) -> list[Metric]:
-    """The metrics of METRICS=; without names all built-in ones that are installed. Raises ConfigError where a name is
-    unknown, its package is not installed, or a `module:function` cannot be imported."""
+    """Select the metrics of METRICS=; without names all built-in ones that are installed. Raises ConfigError where a
+    name is unknown, its package is not installed, or a `module:function` cannot be imported."""
     if not names:
         missing = [name for name in METRIC_PACKAGES if not _is_installed(name)]
         if missing:

@@ -171,7 +171,7 @@ class ShipVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether to ship."""
+        """True if the run should be shipped."""
         return all(check.ok is True for check in self.checks)
 
     @property
@@ -199,7 +199,7 @@ def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
 
 
 def too_few_rows(task: TaskEvidence, thresholds: Thresholds) -> str:
-    """Why no gain on these rows could count, whatever the models make of them; empty where one could."""
+    """Say why no gain on these rows could count, whatever the models make of them; empty where one could."""
     remedy = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
     if not task.split:
         return f"there are no rows that the run was not trained on; {remedy}"

@@ -25,12 +25,12 @@ class Interval:
 
     @property
     def is_above_zero(self) -> bool:
-        """Whether all of the interval is above zero."""
+        """True if all of the interval is above zero."""
         return self.low > 0
 
     @property
     def is_below_zero(self) -> bool:
-        """Whether all of the interval is below zero."""
+        """True if all of the interval is below zero."""
         return self.high < 0
 
     def as_json(self) -> dict[str, Any]:

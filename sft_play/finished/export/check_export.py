@@ -55,7 +55,7 @@ class AnswerComparison:
 
     @property
     def ok(self) -> bool:
-        """Whether it answers as the trained model."""
+        """True if it answers as the trained model."""
         return self.kl <= self.kl_limit
 
 

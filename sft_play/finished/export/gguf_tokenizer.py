@@ -151,12 +151,12 @@ def read_fields(path: Any) -> dict[str, Any]:
 
 
 def is_sentencepiece(tokenizer: Any) -> bool:
-    """Whether a fast tokenizer is SentencePiece's BPE: bytes only where a character has no piece."""
+    """True if a fast tokenizer is SentencePiece's BPE: bytes only where a character has no piece."""
     return _bpe_model(tokenizer).get("byte_fallback") is True
 
 
 def adds_space_prefix(tokenizer: Any) -> bool:
-    """Whether text gets a space before it, as llama.cpp would put one: after special tokens, with one of which a prompt
+    """True if text gets a space before it, as llama.cpp would put one: after special tokens, with one of which a prompt
     begins, and not only at the beginning."""
     special_token = next(iter(tokenizer.all_special_tokens), "")
     pieces = tokenizer.convert_ids_to_tokens(tokenizer(f"{special_token}a", add_special_tokens=False)["input_ids"])

@@ -61,7 +61,7 @@ class Converter:
 
 
 def has_llama_cpp() -> bool:
-    """Whether llama-cpp-python can be imported here."""
+    """True if llama-cpp-python can be imported here."""
     return importlib.util.find_spec("llama_cpp") is not None
 
 

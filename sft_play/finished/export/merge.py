@@ -70,7 +70,7 @@ class MergeResult(RunCommandResult):
     """Of a QLoRA run: which weights the adapter was added to."""
     layers: int
     untied: bool
-    """Whether input and output embeddings, one tensor in the base, are two now."""
+    """True if input and output embeddings, one tensor in the base, are two now."""
     bytes: int
     streamed: bool
     wall_s: float

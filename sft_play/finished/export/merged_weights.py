@@ -211,7 +211,7 @@ class _JoinedTensor:
 
     @property
     def is_joined_in_ram(self) -> bool:
-        """Whether transformers joins them on the CPU wherever the model is, as Qwen4's table of n-grams."""
+        """True if transformers joins them on the CPU wherever the model is, as Qwen4's table of n-grams."""
         return bool(getattr(self._converter, "force_cpu", False))
 
     def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -236,7 +236,7 @@ class _JoinedTensor:
             yield names.get(name, name), tensor
 
     def can_be_split(self) -> bool:
-        """Whether its tensors come out again under the names and with the shapes that the files have."""
+        """True if its tensors come out again under the names and with the shapes that the files have."""
         parts = {key: torch.empty(self._shapes[key], device="meta") for key in self.keys}
         try:
             split_shapes = {key: tuple(tensor.shape) for key, tensor in self.split(self.join(parts))}

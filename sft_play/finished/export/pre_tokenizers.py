@@ -43,7 +43,7 @@ class PreTokenizer:
     name: str
     expressions: tuple[str, ...]
     ignore_merges: bool
-    """Whether a piece that is a token stays whole, whatever the merges say."""
+    """True if a piece that is a token stays whole, whatever the merges say."""
 
     def build(self) -> Any:
         """It, as one of the library `tokenizers`."""
@@ -85,7 +85,7 @@ def _branches(text: str) -> Iterator[tuple[list[str], str, str]]:
 
 
 def _is_readable(expression: str) -> bool:
-    """Whether it is a regular expression here; a few name sets that llama.cpp's own code fills."""
+    """True if it is a regular expression here; a few name sets that llama.cpp's own code fills."""
     from tokenizers import Regex
 
     try:
@@ -150,7 +150,7 @@ def matching_names(backend: Any, pre_tokenizers: dict[str, PreTokenizer], texts:
 
 
 def _changes_text(backend: Any, texts: list[str]) -> bool:
-    """Whether a normalizer changes texts that are in Unicode's composed form already (NFC changes none of those)."""
+    """True if a normalizer changes texts that are in Unicode's composed form already (NFC changes none of those)."""
     if backend.normalizer is None:
         return False
     import unicodedata

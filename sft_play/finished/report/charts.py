@@ -51,7 +51,7 @@ class Curve:
 
     @property
     def is_joined(self) -> bool:
-        """Whether its points are joined by a line."""
+        """True if its points are joined by a line."""
         return not self.shows_points or len(self.points) > 2
 
 
@@ -70,7 +70,7 @@ class Chart:
 
     @property
     def uses_log_scale(self) -> bool:
-        """Whether the vertical axis is logarithmic."""
+        """True if the vertical axis is logarithmic."""
         values = [value for curve in self.curves for _, value in curve.points]
         return self.may_use_log and min(values) > 0 and max(values) / min(values) >= _LOG_SCALE_RATIO
 

@@ -54,7 +54,7 @@ class ReportSection:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show."""
+        """True if there is nothing to show."""
         parts = (self.pairs, self.tables, self.charts, self.samples, self.items, self.commands, self.folded)
         return not any(parts)
 

@@ -53,7 +53,7 @@ class RunPart:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether the plan is for GPUs."""
+        """True if the plan is for GPUs."""
         return bool((self.plan.get("hardware") or {}).get("gpus"))
 
     @cached_property
@@ -99,7 +99,7 @@ class RunRecord:
 
     @property
     def has_stages(self) -> bool:
-        """Whether it has stages."""
+        """True if it has stages."""
         return self.parts[0].name is not None
 
     @property
