@@ -24,7 +24,7 @@ import pytest
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.diagnose import disk, ranks, surroundings, system
-from sft_play.diagnose.doctor import PlannedRun, _select_gpus, meet_nodes, run_doctor
+from sft_play.diagnose.doctor import PlannedRun, _select_gpus, check_node_meeting, run_doctor
 from sft_play.diagnose.known_bad import KNOWN_BAD_TABLE, find_known_bad, matches_conditions
 from sft_play.diagnose.pages import DoctorReport
 from sft_play.diagnose.ranks import AllReduceOutcome, bus_bandwidth, judge_all_reduce
@@ -509,7 +509,7 @@ def met(*places: SystemFacts, count: int | None = None, limit_s: float = 15.0) -
 
     def go(rank: int, around: SystemFacts) -> None:
         nodes = NodeSetup(count or len(places), rank, "127.0.0.1", port)
-        found[rank] = meet_nodes(around, nodes, {}, limit_s=limit_s)[1]
+        found[rank] = check_node_meeting(around, nodes, {}, limit_s=limit_s)[1]
 
     threads = [threading.Thread(target=go, args=place) for place in enumerate(places)]
     for thread in threads:
@@ -557,7 +557,7 @@ def test_a_node_that_never_comes_is_named_after_the_limit():
 
 def test_an_address_that_means_nothing_fails_at_once():
     started = time.monotonic()
-    _, found = meet_nodes(HERE, NodeSetup(2, 1, "no-such-host.invalid", 29500), {}, limit_s=60.0)
+    _, found = check_node_meeting(HERE, NodeSetup(2, 1, "no-such-host.invalid", 29500), {}, limit_s=60.0)
     assert "MASTER_ADDR=no-such-host.invalid" in found.found
     assert time.monotonic() - started < 30
 

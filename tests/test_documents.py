@@ -529,7 +529,7 @@ def test_an_archive_that_unpacks_to_gigabytes_is_not_opened(tmp_path, monkeypatc
 
 
 def test_a_document_over_the_size_limit_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(reader, "MAX_DOCUMENT_BYTES", 10)
     (tmp_path / "a.txt").write_text("x" * 20)
     assert "that are read; split it" in refusal(tmp_path / "a.txt")
 

@@ -56,7 +56,7 @@ def small_on_meta(kind: str):
 
 def some_bytes(config, shape, precision, step, numbers, way, batch, *, accumulates=False) -> MeasuredBlocks:
     """A meter of blocks that measures nothing."""
-    block = LayerBytes(3 << 20, kept=1 << 20, backward=3 << 20)
+    block = LayerBytes(3 << 20, saved=1 << 20, backward=3 << 20)
     return MeasuredBlocks(batch, 0, 0, block, (block,) * len(shape.layers), block)
 
 

@@ -194,7 +194,7 @@ def test_a_class_that_needs_values_is_measured_small_on_the_cpu():
     real = record_step(settings, real=True)
     assert real.peak == pytest.approx(estimate_memory(run(length=128), shape, BF16, step).allocated, rel=0.1)
     twice = create_step_simulation(run(length=128), shape, BF16, step_of(shape, micro_batch=2, seq_len=128))
-    assert twice.layers[1].kept == pytest.approx(2 * walk.layers[1].kept, rel=0.1)
+    assert twice.layers[1].saved == pytest.approx(2 * walk.layers[1].saved, rel=0.1)
     plan = make_plan(PlanRequest(run(length=128), shape, parse_hardware("1xH100")))
     assert any("few real tokens on the CPU" in reason for reason in plan.reasons)
 
@@ -343,7 +343,7 @@ def test_blocks_that_share_keys_of_earlier_ones_are_a_kind_of_their_own():
     shape = measured_shape(fields)
     step = step_of(shape, seq_len=64)
     walk = create_step_simulation(run(length=64), shape, BF16, step)
-    own, shared = walk.layers[1].kept, walk.layers[3].kept
+    own, shared = walk.layers[1].saved, walk.layers[3].saved
     assert shape.layer_order[1] != shape.layer_order[3]
     assert shared < own
 

@@ -42,7 +42,7 @@ def kept_per_token(mode, *, casts=False, **lora):
     found = block_bytes(walk.specs[0], batch=1, length=2048, width=2)
     is_wide = mode != "full" and lora.get("dtype") != "bfloat16"
     weights = 2 * R * (2 * (H + Q) + 2 * (H + KV) + 3 * (H + F)) if is_wide else 0  # autocast's bf16 copies
-    return (found.layer.kept - weights) / 2048
+    return (found.layer.saved - weights) / 2048
 
 
 def test_a_block_that_trains_whole_keeps_its_inputs_norms_attention_and_mlp():

@@ -20,7 +20,7 @@ from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.planner.attention import sdpa_kernel
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.memory.structure import repeats_kv, sdpa_call, select_attention_kernel
+from sft_play.planner.memory.structure import needs_repeated_kv, sdpa_call, select_attention_kernel
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.training.model import sdpa
@@ -152,7 +152,7 @@ def test_no_run_of_this_toolkit_meets_the_math_kernel(name, attention, masked, h
     asked: dict[str, Any] = {"attention": attention, "half_precision": half, "capability": capability}
     mine = select_attention_kernel(shape, masked=masked, on_gpu=True, **asked)
     stock = sdpa_kernel(sdpa_call(shape, masked=masked, half_precision=half), capability, uses_cudnn=False)
-    repeats = repeats_kv(shape, **asked)
+    repeats = needs_repeated_kv(shape, **asked)
     if attention != "sdpa":
         assert mine == ("eager" if attention == "eager" else "flash")
     elif stock == "math":

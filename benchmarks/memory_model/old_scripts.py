@@ -37,7 +37,7 @@ def flat_sharded(model: Any, settings: Any, _: Any) -> Any:
     from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
     base = build.base_model(model)
-    layers = build.decoder_layers(base)
+    layers = build.skeleton_blocks(base)
     if settings.checkpoints_wrappers:
         for layer in layers:
             layer.gradient_checkpointing = False
@@ -62,7 +62,7 @@ def flat_sharded(model: Any, settings: Any, _: Any) -> Any:
                 unit._handle._orig_param_dtype = torch.float32
     if settings.checkpointing and settings.checkpoints_wrappers:
         limit = settings.checkpointed_layers
-        for layer in build.decoder_layers(wrapped)[:limit]:
+        for layer in build.skeleton_blocks(wrapped)[:limit]:
             layer.forward = _checkpointed(layer.forward, reentrant=settings.reentrant)
     return wrapped
 

@@ -28,7 +28,7 @@ from sft_play.log import escape_control
 from sft_play.planner import calibration, plan_details
 from sft_play.planner.advice.budget import BudgetResult, build_offer, compare_machine_prices
 from sft_play.planner.advice.suggestions import lowest_memory_candidate
-from sft_play.planner.advice.what_if import LargestFit, Question, parse_grid, parse_question
+from sft_play.planner.advice.what_if import LargestFit, FitQuestion, parse_grid, parse_question
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.planner.plan_summary import plan_summary_lines
@@ -193,7 +193,7 @@ def _plan_whatif_cell(
         return make_plan(config, mesh_hardware(config, machine), rows=cached_row_tokens(base_config) if has_same_rows else None)
 
 
-def _answer_max(max_question: Question, config: RunConfig, hardware: Hardware, layouts: Sequence[LayoutName]) -> LargestFit:
+def _answer_max(max_question: FitQuestion, config: RunConfig, hardware: Hardware, layouts: Sequence[LayoutName]) -> LargestFit:
     from sft_play.planner.advice.what_if import find_largest_fit
 
     earlier = [] if hardware.named else calibration.load_measured_runs()

@@ -155,7 +155,7 @@ def _multi_rank_findings(
     findings: list[Finding] = []
     rank_environment = dict(environment)
     if options.nodes.count > 1 and "torch" in system_facts.versions:
-        variables, finding = meet_nodes(system_facts, options.nodes, environment, limit_s=meeting_s)
+        variables, finding = check_node_meeting(system_facts, options.nodes, environment, limit_s=meeting_s)
         findings.append(finding)
         if variables is None:  # ranks would wait for the missing node until their own limit
             return [*findings, skip_finding(ranks.ALL_REDUCE_NAME, "the nodes did not meet")]
@@ -171,7 +171,7 @@ def _multi_rank_findings(
     return [*findings, *ranks.judge_all_reduce(outcome, system_facts, options.nodes)]
 
 
-def meet_nodes(
+def check_node_meeting(
     system_facts: SystemFacts, nodes: NodeSetup, environment: Mapping[str, str], *, limit_s: float
 ) -> tuple[Mapping[str, str] | None, Finding]:
     """Let all nodes meet before a rank is started: the variables that the ranks need to find each other (None: they did

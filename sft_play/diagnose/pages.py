@@ -18,7 +18,7 @@ from sft_play.findings import Finding
 from sft_play.log import escape_control, one_line
 
 # Columns that every table of figures fits.
-TABLE_WIDTH = 100
+PAGE_WIDTH = 100
 _UNLIMITED_WIDTH = 100_000
 NOT_KNOWN = "n/a"
 
@@ -52,7 +52,7 @@ def build_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_c
     return table
 
 
-def render_lines(renderable: RenderableType, *, width: int | None = TABLE_WIDTH) -> list[str]:
+def render_lines(renderable: RenderableType, *, width: int | None = PAGE_WIDTH) -> list[str]:
     """The lines of a table, without colours; names are never read as markup. None: as wide as its longest line."""
     buffer = io.StringIO()
     console_width = _UNLIMITED_WIDTH if width is None else width

@@ -30,7 +30,7 @@ from sft_play.log import one_line
 from sft_play.process.signals import die_with_parent
 from sft_play.units import MIB
 
-MAX_FILE_BYTES = 256 * MIB
+MAX_DOCUMENT_BYTES = 256 * MIB
 MAX_DOCUMENT_UNPACKED_BYTES = 1024 * MIB
 # Longest time for one document, plus 2 s for each MiB of it.
 MAX_READ_SECONDS = 120.0
@@ -57,8 +57,8 @@ def read_document(path: Path, options: DocumentsConfig) -> str:
     """The clean text of one document, Markdown where it had more than text. Raises Unreadable: why, and what to do."""
     kind = DOCUMENT_KINDS[path.suffix.lower()]
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UnreadableDocumentError(f"larger than the {MAX_FILE_BYTES // MIB} MiB that are read; split it")
+        if path.stat().st_size > MAX_DOCUMENT_BYTES:
+            raise UnreadableDocumentError(f"larger than the {MAX_DOCUMENT_BYTES // MIB} MiB that are read; split it")
         text = clean_text(read_plain_text(path) if kind == "text" else _convert_document(kind, _check_archive(path.read_bytes()), options))
     except (UnreadableDocumentError, DataError) as error:
         raise UnreadableDocumentError(str(error)) from None

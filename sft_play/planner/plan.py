@@ -44,7 +44,7 @@ from sft_play.planner.layout import (
 from sft_play.planner.memory.estimate import RUN_PHASES, MemoryEstimate, generation_token_budget
 from sft_play.planner.memory.measured_walk import create_step_simulation
 from sft_play.planner.memory.step_memory import is_padded
-from sft_play.planner.memory.structure import check_targets, repeats_kv
+from sft_play.planner.memory.structure import check_targets, needs_repeated_kv
 from sft_play.planner.micro_batches import MicroBatches, RowTokens
 from sft_play.planner.parameters import ParameterCounts, count_parameters
 from sft_play.planner.precision import Precision, WeightUpdates, choose_precision
@@ -292,7 +292,7 @@ def make_plan(
     choice, candidates, notes = _choose_confirmed(inputs, candidates, trace_candidate)
     speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
     step, half_precision = choice.step, choice.precision.compute != "float32"
-    repeats_keys = step.on_gpu and repeats_kv(shape, attention=step.attention, half_precision=half_precision, capability=step.capability)
+    repeats_keys = step.on_gpu and needs_repeated_kv(shape, attention=step.attention, half_precision=half_precision, capability=step.capability)
     kernels = plan_kernels(config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=inputs.rates.missing_packages)
     simulation = create_step_simulation(config, shape, choice.precision, step)
     return Plan(

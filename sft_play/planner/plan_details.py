@@ -304,8 +304,8 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
 def largest_line(largest: LargestFit) -> str:
     """The answer to MAX."""
     if largest.value is None:
-        return f"Largest {largest.what}: none fits ({largest.limited_by})"
-    return f"Largest {largest.what} that fits: {largest.value} ({largest.limited_by})"
+        return f"Largest {largest.question}: none fits ({largest.limited_by})"
+    return f"Largest {largest.question} that fits: {largest.value} ({largest.limited_by})"
 
 
 def _table(text_columns: Sequence[str], number_columns: Sequence[str], *, first_column: str = "") -> Table:

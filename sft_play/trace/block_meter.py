@@ -46,7 +46,7 @@ _CHUNK_FIELDS = ("chunk_size", "mamba_chunk_size", "block_size")
 MEASURED_BATCHES: dict[BlockMode, tuple[int, ...]] = {"kept": (1, 2, 8, 32), "recomputed": (1, 2, 8, 32),
                                        "evaluated": (1, 8, 64)}  # fmt: skip
 # Tokens of a row at least.
-MIN_ROW_TOKENS = 64
+MIN_METERED_TOKENS = 64
 # Tokens of the two rows that run on the CPU.
 CPU_ROW_TOKENS = (64, 128)
 _PASSES_ADAPTER = TypeAdapter(list[MeasuredBlocks])
@@ -89,7 +89,7 @@ class BlockMeter:
     ) -> MeasuredBlocks:
         """A pass of `batch` rows of the step; raises ModelError where its blocks cannot be run here."""
         # a run plans before it has counted its rows and after: short ones need not be measured twice
-        step = replace(step, seq_len=max(step.seq_len, MIN_ROW_TOKENS * step.layout.context_parallel))
+        step = replace(step, seq_len=max(step.seq_len, MIN_METERED_TOKENS * step.layout.context_parallel))
         kind_indices = leading_blocks(shape.layer_order)
         settings = self._step_settings(config, shape, precision, step, numbers, block_mode)
         padded_step = replace(step, varlen=False, one_by_one=False, padded=True, masks=True)
@@ -247,7 +247,7 @@ def _add_mask_bytes(measured: MeasuredBlocks, mask_bytes: int) -> MeasuredBlocks
     """A pass on the CPU with a mask of as many places, and each block's copy of it that is added to scores: at most."""
     bias = 2 * mask_bytes
     layers = (
-        replace(one, forward=one.forward + bias, kept=one.kept + bias * (one.kept > 0), backward=one.backward + bias)
+        replace(one, forward=one.forward + bias, saved=one.saved + bias * (one.saved > 0), backward=one.backward + bias)
         for one in (measured.first, *measured.layers)
     )
     first, *later_layers = layers

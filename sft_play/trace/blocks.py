@@ -111,7 +111,7 @@ class _PassRecorder:
         if last_kind not in kind_indices[1:-1]:
             by_kind[last_kind] = layers[-1]
         kinds = tuple(by_kind[one] for one in range(len(by_kind)))
-        last_extra = layers[-1].kept - by_kind[last_kind].kept
+        last_extra = layers[-1].saved - by_kind[last_kind].saved
         return MeasuredBlocks(rows, held_bytes[0], embedding_bytes, layers[0], kinds, self._tail_bytes(held_bytes[-1]), last_extra)
 
     def _tail_bytes(self, held_bytes: int) -> LayerBytes:

@@ -99,15 +99,15 @@ def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     outermost = {
         path: module
         for path, module in lists.items()
-        if count_parameters(module) and not any(path.startswith(f"{other}.") for other in lists)
+        if module_parameters(module) and not any(path.startswith(f"{other}.") for other in lists)
     }
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     embedding_parent = next((path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding), "")
-    path = max(outermost, key=lambda path: (path.rpartition(".")[0] == embedding_parent, count_parameters(outermost[path])), default="")
+    path = max(outermost, key=lambda path: (path.rpartition(".")[0] == embedding_parent, module_parameters(outermost[path])), default="")
     return path, outermost.get(path, nn.ModuleList())
 
 
-def count_parameters(module: nn.Module) -> int:
+def module_parameters(module: nn.Module) -> int:
     """Its parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -256,7 +256,7 @@ def parse_peft_config(fields: Mapping[str, Any]) -> Any:
 
 # PEFT's configs by method; benchmarks add those of other scripts.
 PEFT_CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "LORA": lambda given: importlib.import_module("peft").LoraConfig(**{"task_type": "CAUSAL_LM", **given})
+    "LORA": lambda fields: importlib.import_module("peft").LoraConfig(**{"task_type": "CAUSAL_LM", **fields})
 }
 
 
@@ -370,14 +370,14 @@ def _enable_checkpointing(base: Any, settings: StepSettings) -> None:
     options = {f"{prefix}_checkpointing_kwargs": {"use_reentrant": settings.reentrant}}
     getattr(base, f"{prefix}_checkpointing_enable")(**options)
     if settings.checkpointed_layers is not None:
-        layers = decoder_layers(base)
+        layers = skeleton_blocks(base)
         if not hasattr(layers[0], "gradient_checkpointing"):
             raise TraceUnavailable(f"{type(layers[0]).__name__} has no switch for its own checkpointing")
         for layer in layers[settings.checkpointed_layers :]:
             layer.gradient_checkpointing = False
 
 
-def decoder_layers(base: Any) -> list[Any]:
+def skeleton_blocks(base: Any) -> list[Any]:
     """The blocks of a transformers model; TraceUnavailable where there are none."""
     blocks = list(find_block_list(base)[1])
     if not blocks:

@@ -20,7 +20,7 @@ from sft_play.planner.candidates import Candidate
 from sft_play.planner.gradients import adapter_dtype, gradient_sync
 from sft_play.planner.kernels import plan_experts, plan_kernels
 from sft_play.planner.memory.step_memory import Step, is_padded
-from sft_play.planner.memory.structure import repeats_kv, stacked_adapter_params
+from sft_play.planner.memory.structure import needs_repeated_kv, stacked_adapter_params
 from sft_play.planner.plan import TracePrediction
 from sft_play.planner.precision import Precision
 from sft_play.process.imports import importing
@@ -95,7 +95,7 @@ def step_settings(
         checkpointed_layers=recomputed_layers if 0 < recomputed_layers < shape.num_layers else None,
         loss=step.loss,
         attention=("one_by_one" if step.one_by_one else "varlen") if step.varlen else step.attention,
-        repeats_kv=repeats_kv(shape, attention=step.attention, half_precision=is_half, capability=step.capability),
+        repeats_kv=needs_repeated_kv(shape, attention=step.attention, half_precision=is_half, capability=step.capability),
         cudnn=("always" if config.task_mode == "cpt" else "training") if step.cudnn else "never",
         # text in full blocks is never packed
         mask="packed"

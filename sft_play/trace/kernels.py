@@ -110,7 +110,7 @@ class CudaAttention:
             query, key, value = query.to(autocast_dtype), key.to(autocast_dtype), value.to(autocast_dtype)
         kernel = self.choose_kernel(query, key, value, attn_mask, enable_gqa)
         if kernel == "flash":
-            return flash_attention(query, key, value, dropout_p, is_causal, scale)
+            return traced_flash_attention(query, key, value, dropout_p, is_causal, scale)
         if kernel == "math":
             raise TraceUnavailable("PyTorch would run its math kernel, which no run of this toolkit meets")
         return _masked_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
@@ -134,7 +134,7 @@ def _pad_head_size(*tensors: Any) -> Any:
     return [F.pad(tensor, (0, padding)) for tensor in tensors] if padding else tensors
 
 
-def flash_attention(query: Any, key: Any, value: Any, dropout: float, is_causal: bool, scale: float | None) -> Any:
+def traced_flash_attention(query: Any, key: Any, value: Any, dropout: float, is_causal: bool, scale: float | None) -> Any:
     """The flash kernel; head sizes are padded to a multiple of 8 first."""
     size, (query, key, value) = query.shape[-1], _pad_head_size(query, key, value)
     return aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, scale=scale)[0][..., :size]
@@ -185,7 +185,7 @@ def flash_attn_func(
 ) -> Any:
     """flash-attn 2's function for rows of one length. Shapes: batch, tokens, heads, head size."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return flash_attention(query, key, value, dropout_p, causal, softmax_scale).transpose(1, 2)
+    return traced_flash_attention(query, key, value, dropout_p, causal, softmax_scale).transpose(1, 2)
 
 
 def flash_attn_varlen_func(
@@ -201,6 +201,6 @@ def flash_attn_varlen_func(
     )[0][..., :size]
 
 
-def varlen_attention(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, **_: Any) -> Any:
+def traced_varlen_attention(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, **_: Any) -> Any:
     """`training.model.varlen.kernel` on CUDA: [all tokens, heads, head size]; a window changes no size."""
     return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)

@@ -26,7 +26,7 @@ from sft_play.facts.models.config_fields import FIELD_ALIASES, refuse_absurd_siz
 from sft_play.facts.models.families import MODEL_FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
 from sft_play.log import one_line
-from sft_play.trace.build import find_block_list, count_parameters, replaceable_functions
+from sft_play.trace.build import find_block_list, module_parameters, replaceable_functions
 from sft_play.training.class_checks.adapter_trial import (
     find_adapter_places,
     has_custom_logits,
@@ -164,7 +164,7 @@ def measure_shape(
     weight_dtype_buffers = [one for one in model.buffers() if one.dtype == _WEIGHT_DTYPE]
     return replace(
         shape,
-        outer_params=count_parameters(model) - shape.params,
+        outer_params=module_parameters(model) - shape.params,
         buffer_bytes=sum(one.nbytes for one in model.buffers() if one.dtype != _WEIGHT_DTYPE),
         buffer_elements=sum(one.numel() for one in weight_dtype_buffers),
     )
@@ -309,15 +309,15 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         expert_weights=tuple(StackedExpertWeight(path, *tensor.shape) for path, tensor in experts if tensor.dim() == 3),
         shared_width=mlp if experts else 0,
         router_params=sum(
-            count_parameters(module)
+            module_parameters(module)
             for path, module in modules.items()
             if path.endswith((".gate", ".router")) and not any(_is_linear(part) for part in module.modules())
         ),
-        norm_params=sum(count_parameters(module) for module in modules.values() if _is_norm(module)),
+        norm_params=sum(module_parameters(module) for module in modules.values() if _is_norm(module)),
         # what linear attention's last projection reads are its value heads
         linear_attention_width=next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0) if is_linear else 0,
     )
-    return replace(kind, other_params=count_parameters(block) - kind.params)
+    return replace(kind, other_params=module_parameters(block) - kind.params)
 
 
 def _settings_digest(block: nn.Module) -> str:

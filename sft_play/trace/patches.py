@@ -156,7 +156,7 @@ PATCHES: list[Patch] = [
         Patch("attention between boundaries", "sft_play.training.model.varlen:packed_attention",
               "query key value boundaries max_length lengths scale window",
               "it runs only on CUDA; PyTorch's operator of the same kernel has a fake implementation",
-              lambda original, state: kernels.varlen_attention),
+              lambda original, state: kernels.traced_varlen_attention),
     ),
     Patch("autocast's device", "torch:is_autocast_enabled", "",
           "PEFT asks for autocast without a device, meaning CUDA; the trace runs under the CPU's",

@@ -114,7 +114,7 @@ def local_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 def largest_unit_bytes(model: Any, settings: StepSettings) -> int:
     """Bytes of the largest unit before it is sharded: each passes through the GPU in full once (`fully_shard`)."""
     base = build.base_model(model)
-    units = [*build.decoder_layers(base), base.get_input_embeddings(), base.get_output_embeddings()]
+    units = [*build.skeleton_blocks(base), base.get_input_embeddings(), base.get_output_embeddings()]
     upcasts = settings.mixed_precision is not None and settings.mode != "qlora"
     return max(
         sum(
@@ -138,7 +138,7 @@ def _fsdp_plugin(model: Any, settings: StepSettings, unsharded: list[Any]) -> An
     return SimpleNamespace(
         set_auto_wrap_policy=lambda model: None,
         auto_wrap_policy=transformer_auto_wrap_policy,
-        transformer_cls_names_to_wrap=[type(build.decoder_layers(build.base_model(model))[0]).__name__],
+        transformer_cls_names_to_wrap=[type(build.skeleton_blocks(build.base_model(model))[0]).__name__],
         reshard_after_forward=True,
         cpu_offload=OffloadPolicy(),
         mixed_precision_policy=policy,

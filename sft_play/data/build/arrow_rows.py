@@ -70,8 +70,8 @@ class RowWriter:
 
 def chat_from_json(text: str) -> Chat:
     """A conversation as it was kept beside its tokens."""
-    where, messages, tools, template_kwargs = json.loads(text)
-    return Chat(where, tuple(messages), tuple(tools), template_kwargs=template_kwargs)
+    location, messages, tools, template_kwargs = json.loads(text)
+    return Chat(location, tuple(messages), tuple(tools), template_kwargs=template_kwargs)
 
 
 def write_blocks(output_path: Path, paths: Sequence[Path], block_size: int, *, keeps_short: bool) -> None:

@@ -178,16 +178,16 @@ class _SplitBuilder:
         if is_document and held_out_share and (few_documents := self._find_few_documents(source, split)) is not None:
             return self._split_document_ends(few_documents, source, held_out_share)
         built_rows = self._build_rows(source, split, is_document=is_document, held_out_share=held_out_share)
-        kept = _split_from_cache(built_rows, KEPT_SIDE, str(source))
-        if not kept.stats.rows:
+        kept_split = _split_from_cache(built_rows, KEPT_SIDE, str(source))
+        if not kept_split.stats.rows:
             raise DataError(f"{source} has no rows")
         if not held_out_share:
-            return kept, None
+            return kept_split, None
         held_out = _split_from_cache(built_rows, HELD_OUT_SIDE, f"{held_out_share:g} of {source} by content hash")
         # the build counts every row it reads on both sides; those that cannot be read are on the kept one
         held_out.stats.rows = held_out.stats.kept_rows + held_out.stats.too_long_rows + held_out.stats.unmasked_rows.total()
-        kept.stats.rows -= held_out.stats.rows
-        return kept, held_out if held_out.rows is not None else None
+        kept_split.stats.rows -= held_out.stats.rows
+        return kept_split, held_out if held_out.rows is not None else None
 
     # Several sources.
 
@@ -199,8 +199,8 @@ class _SplitBuilder:
             key = f"data.sources[{index}]"
             val = self._build_held_out(source.val, "val", key=f"{key}.val_path")
             share = self._config.data.val_fraction if val is None and common_val is None else 0.0
-            kept, split_off = self._build_source(source.train, "train", is_document=self._trains_text, held_out_share=share)
-            train.append(dataclasses.replace(kept, option_key=f"{key}.path"))
+            kept_split, split_off = self._build_source(source.train, "train", is_document=self._trains_text, held_out_share=share)
+            train.append(dataclasses.replace(kept_split, option_key=f"{key}.path"))
             self._check_split(train[-1], "train")
             if val is None and split_off is not None:
                 val = dataclasses.replace(split_off, option_key=f"{key}.path")
@@ -287,11 +287,11 @@ class _SplitBuilder:
 
     def _mix_text_in(self, chats: DataSplit, val: DataSplit | None, source: AnySource) -> tuple[DataSplit, DataSplit | None]:
         share = self._config.data.val_fraction or (HELD_OUT_TEXT_FRACTION if val is not None else 0.0)
-        kept, held_out = self._build_source(source, "train", is_document=True, held_out_share=share)
-        if kept.stats.chats:
-            raise DataError(f"data.text_path={source} holds {kept.stats.format} rows; it takes plain text")
-        self._check_split(kept, "text")
-        train = self._mix_train(chats, self._pack_text(kept))
+        kept_split, held_out = self._build_source(source, "train", is_document=True, held_out_share=share)
+        if kept_split.stats.chats:
+            raise DataError(f"data.text_path={source} holds {kept_split.stats.format} rows; it takes plain text")
+        self._check_split(kept_split, "text")
+        train = self._mix_train(chats, self._pack_text(kept_split))
         if val is None or held_out is None:
             return train, val
         text = self._pack_text(held_out)
@@ -339,10 +339,10 @@ class _SplitBuilder:
             KEPT_SIDE: [text.text[:cut] for text, cut in zip(texts, cuts, strict=True)],
             HELD_OUT_SIDE: [text.text[cut:] for text, cut in zip(texts, cuts, strict=True)],
         }
-        kept, held_out = (self._build_in_memory(renderer, pieces[name], is_held_out=name == HELD_OUT_SIDE) for name in (KEPT_SIDE, HELD_OUT_SIDE))
-        kept.stats.rows, kept.stats.source = len(texts), str(source)
+        kept_split, held_out = (self._build_in_memory(renderer, pieces[name], is_held_out=name == HELD_OUT_SIDE) for name in (KEPT_SIDE, HELD_OUT_SIDE))
+        kept_split.stats.rows, kept_split.stats.source = len(texts), str(source)
         held_out.stats.source = f"the last {share:g} of each document of {source}"
-        return kept, held_out if held_out.rows is not None else None
+        return kept_split, held_out if held_out.rows is not None else None
 
     def _build_in_memory(self, renderer: Renderer, texts: Sequence[str], *, is_held_out: bool) -> DataSplit:
         from datasets import Dataset, Features, List, Value

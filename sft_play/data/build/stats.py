@@ -95,7 +95,7 @@ class TruncationCost:
 
     def smallest_limit(self, share: float) -> int:
         """The smallest limit that keeps this share."""
-        return next((limit for limit, kept in enumerate(self._kept_tokens()) if kept >= share * self.trained_tokens), self.longest)
+        return next((limit for limit, kept_tokens in enumerate(self._kept_tokens()) if kept_tokens >= share * self.trained_tokens), self.longest)
 
 
 # Rows
@@ -226,10 +226,10 @@ class RowStats:
         self._note(example.notes, example.where)
         self.unused_columns.update(example.unused)
 
-    def _note(self, notes: Iterable[str], where: str) -> None:
+    def _note(self, notes: Iterable[str], location: str) -> None:
         for note in notes:
             self.notes[note] += 1
-            self.first_noted.setdefault(note, where)
+            self.first_noted.setdefault(note, location)
 
     def count_rendered(self, row: TokenRow) -> None:
         """Count how a row was rendered."""
@@ -390,8 +390,8 @@ def length_remedy(stats: RowStats, data: DataConfig, *, max_seq_len: int, positi
     limits = {-(-cost.smallest_limit(share) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE for share in (required_share, 1.0)}
     for limit in sorted(limits):
         if limit > max_seq_len and (positions is None or limit <= positions):
-            kept = cost.kept_share(limit)
-            longer_limits.append(f"{limit} keeps {'all' if kept == 1 else f'{kept:.1%}'}")
+            kept_share = cost.kept_share(limit)
+            longer_limits.append(f"{limit} keeps {'all' if kept_share == 1 else f'{kept_share:.1%}'}")
     if longer_limits:
         return f"set model.max_seq_len: {', '.join(longer_limits)}{prompt_hint}"
     if positions is not None and cost.kept_share(positions) > cost.kept_share(max_seq_len):

@@ -165,7 +165,7 @@ WRAPPED_TYPES: dict[str, str] = {
 
 # Model types that are not decoders, and what they are.
 NON_DECODER_TYPES: dict[str, str] = {
-    kind: what
-    for what, kinds in json.loads(Path(__file__).with_name("other_kinds.json").read_text(encoding="utf-8")).items()
+    kind: description
+    for description, kinds in json.loads(Path(__file__).with_name("other_kinds.json").read_text(encoding="utf-8")).items()
     for kind in kinds.split()
 }

@@ -78,7 +78,7 @@ def read_deepspeed_file(path: Path) -> DeepspeedConfig:
     """A person's file as plain data: JSON (comments and trailing commas allowed) or YAML; raises ConfigError where the
     file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice."""
     text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", expected=DEEPSPEED_FILE_DESCRIPTION)
-    json_text = _NOT_JSON.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)  # lines and columns stay
+    json_text = _NOT_JSON.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)  # lines and columns stay
     is_json = json_text.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".yaml", ".yml")
     try:
         data = yaml_io.parse_yaml_value(json_text if is_json else text, name=one_line(str(path)))
@@ -191,7 +191,7 @@ def merge_deepspeed_batch(
 
 # Dtypes that the run YAML alone sets: `distributed.mixed_precision`.
 DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
-SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPE_ALIASES.items()}
+SHORT_DTYPES = {short_name: name for name, short_name in DTYPE_ALIASES.items()}
 
 
 # --- in current keys --------------------------------------------------------------------------------------------------

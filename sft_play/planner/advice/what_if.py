@@ -31,8 +31,8 @@ from sft_play.planner.memory.structure import check_targets, configured_shape
 from sft_play.planner.plan import PlanRequest, build_plan_inputs
 from sft_play.planner.precision import choose_precision
 
-Question = Literal["seq_len", "batch", "model"]
-QUESTIONS: tuple[Question, ...] = get_args(Question)
+FitQuestion = Literal["seq_len", "batch", "model"]
+QUESTIONS: tuple[FitQuestion, ...] = get_args(FitQuestion)
 MAX_GRID_CELLS = 200
 SEQ_LEN_STEP = 64
 # Sequences longer than this many tokens are not tried.
@@ -43,7 +43,7 @@ MAX_TRIED_SEQ_LEN = 1 << 24
 class LargestFit:
     """The answer to `MAX`: None where not even the smallest fits."""
 
-    what: Question
+    question: FitQuestion
     value: int | str | None
     limited_by: str
 
@@ -84,7 +84,7 @@ def _split_values(text: str) -> list[str]:
     return [value.strip() for value in values]
 
 
-def parse_question(text: str) -> Question:
+def parse_question(text: str) -> FitQuestion:
     """The question that `MAX` asks; raises ConfigError for anything else."""
     for question in QUESTIONS:
         if text == question:
@@ -115,7 +115,7 @@ MAX_TRIED_ROWS = 1 << 16
 OFFLOAD_LEFT_OUT = "; layouts that offload are left out, because the RAM was not given (ram=512GiB)"
 
 
-def find_largest_fit(question: Question, request: PlanRequest) -> LargestFit:
+def find_largest_fit(question: FitQuestion, request: PlanRequest) -> LargestFit:
     """The largest that fits in any layout of `request.allowed_layouts` with the settings that need least memory and
     that the config leaves open: every layer checkpointed, one row a pass, unless it says otherwise. Raises ConfigError
     where no layout can run it."""

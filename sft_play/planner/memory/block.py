@@ -44,7 +44,7 @@ class LayerBytes:
     pass, its output's gradient."""
 
     forward: int
-    kept: int = 0
+    saved: int = 0
     """Held from its forward to its backward pass; without its own input, unless an operation holds it."""
     backward: int = 0
     gradients: int = 0
@@ -60,7 +60,7 @@ class LayerBytes:
     @property
     def offloaded(self) -> LayerBytes:
         """The same where what it keeps is in RAM, and comes back for its backward pass."""
-        return replace(self, kept=0, backward=self.backward + self.kept)
+        return replace(self, saved=0, backward=self.backward + self.saved)
 
 
 @dataclass(frozen=True)

@@ -83,11 +83,11 @@ class MeasuredStepSimulation(StepMemorySimulation):
     def _compute_layers(self) -> list[LayerBytes]:
         layers = [self._measured_layer(self._block_mode(layer), layer) for layer in range(self.shape.num_layers)]
         last_layer_extra = self._measured_blocks(self._block_mode(len(layers) - 1), self.step.micro_batch).last
-        layers[-1] = replace(layers[-1], kept=layers[-1].kept + last_layer_extra)
+        layers[-1] = replace(layers[-1], saved=layers[-1].saved + last_layer_extra)
         return [layer_bytes.offloaded for layer_bytes in layers] if self.step.offloads else layers
 
     def _checkpoint_bytes(self, layer: int) -> int:
-        return self._measured_layer("recomputed", layer).kept
+        return self._measured_layer("recomputed", layer).saved
 
     def _batch_bytes(self, batch: int, specs: Sequence[BlockSpec], *, is_training: bool) -> int:
         return self._measured_blocks(self._block_mode(0) if is_training else "evaluated", batch).before
@@ -108,7 +108,7 @@ class MeasuredStepSimulation(StepMemorySimulation):
         if measured.on_cpu or (self.step.loss == "logits") != self.shape.has_custom_logits:
             return estimated
         if not measured.ends:
-            return replace(measured.tail, kept=estimated.kept)
+            return replace(measured.tail, saved=estimated.saved)
         # its tiles are full from some batch on, so that it bends between two batches, as the usual last norm and head
         # do; what a class has beside them grows on a line
         measured_ends = [self._head_bytes(rows, needs_gradient=needs_gradient) for rows in measured.ends]
@@ -119,7 +119,7 @@ class MeasuredStepSimulation(StepMemorySimulation):
             low_difference, high_difference = (getattr(one, peak) - getattr(other, peak) for one, other in zip(measured_ends, estimated_ends, strict=True))
             return int(getattr(estimated, peak) + round(low_difference + fraction * (high_difference - low_difference)))
 
-        return LayerBytes(carried("forward"), estimated.kept, carried("backward"), measured.tail.gradients)
+        return LayerBytes(carried("forward"), estimated.saved, carried("backward"), measured.tail.gradients)
 
     def _block_mode(self, layer: int) -> BlockMode:
         return "recomputed" if layer < self.recomputed_layers else "kept"

@@ -232,7 +232,7 @@ class StepMemorySimulation:
             # forward again first, and its input stays until its backward pass has ended
             lone_peak = self._lone_forward_peak(layer, batch, self.specs, training=True)
             hidden_bytes, peak = self._hidden_bytes(batch, layer), max(kept_layer.backward + kept_layer.input, block.recompute_peak)
-            checkpointed = replace(kept_layer, forward=lone_peak, kept=hidden_bytes, backward=peak)
+            checkpointed = replace(kept_layer, forward=lone_peak, saved=hidden_bytes, backward=peak)
             layers.append(checkpointed.offloaded if offloads else checkpointed)
         return layers
 
@@ -384,7 +384,7 @@ class StepMemorySimulation:
             embedding_output = self._embedding_output_bytes(batch) if layer and not self.recomputed_layers else 0
             live_bytes = held_bytes[-1] + cast_bytes + embedding_output + block.forward
             yield self._phase_terms("forward", older_gradients, live_bytes, gather_buffers=gather_buffers.forward(layer) if gather_buffers else 0)
-            held_bytes.append(held_bytes[-1] + block.kept)
+            held_bytes.append(held_bytes[-1] + block.saved)
         size = self._hidden_bytes(batch, -1)
         if gather_buffers:
             yield self._phase_terms("forward", older_gradients, held_bytes[-1] + cast_bytes + 2 * size, gather_buffers=gather_buffers.before_tail)

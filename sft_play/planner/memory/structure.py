@@ -157,7 +157,7 @@ def select_attention_kernel(
     uses_cudnn: bool = False,
 ) -> AttentionKernel:
     """The kernel that runs: torch's choice for sdpa, or the one asked for. `unpads_rows`: rows are padded, which
-    flash-attn 2 takes without their padding. Keys and values are repeated where `repeats_kv` says so."""
+    flash-attn 2 takes without their padding. Keys and values are repeated where `needs_repeated_kv` says so."""
     if attention == "eager":
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
@@ -176,7 +176,7 @@ def sdpa_call(shape: ModelShape, *, masked: bool, half_precision: bool) -> SdpaC
     return SdpaCall(shape.head_dim, shape.head_dim, has_grouped_heads=has_grouped_heads and not masked, masked=masked, half_precision=half_precision)
 
 
-def repeats_kv(shape: ModelShape, *, attention: str, half_precision: bool, capability: tuple[int, int] | None) -> bool:
+def needs_repeated_kv(shape: ModelShape, *, attention: str, half_precision: bool, capability: tuple[int, int] | None) -> bool:
     """Whether a run on GPUs of this capability repeats keys and values for sdpa: grouped ones only flash attention
     takes, and where it does not run, PyTorch would use its math kernel, with S x S scores in fp32."""
     call = sdpa_call(shape, masked=False, half_precision=half_precision)
@@ -297,7 +297,7 @@ def _unmatched_reason(target: str, shape: ModelShape, names: list[str]) -> str:
     if target in OUTPUT_HEADS:
         return " is the output head, which takes no adapter (the loss reads its weight)"
     if shape.adapter_placement is not None:
-        reason = next((why for path, why in shape.adapter_placement.excluded if f".{path}".endswith(f".{target}")), None)
+        reason = next((text for path, text in shape.adapter_placement.excluded if f".{path}".endswith(f".{target}")), None)
     elif any(linear.matches(target) for linear, _ in shape.linears):
         reason = no_adapter_reason(shape.model_type, target.rpartition(".")[2])
     suggestion = did_you_mean(target, names)

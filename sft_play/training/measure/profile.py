@@ -40,12 +40,12 @@ DEFAULT_COUNTED_STEPS = 3
 _COMMUNICATION_PREFIXES = ("nccl", "gloo:")
 _COPY_PREFIXES = ("Memcpy", "Memset")
 
-Span = tuple[float, float]
+TimeSpan = tuple[float, float]
 
 
-def merge_spans(spans: Iterable[Span]) -> list[Span]:
+def merge_spans(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
     """The union of spans, as spans that do not touch, in order."""
-    union: list[Span] = []
+    union: list[TimeSpan] = []
     for start, end in sorted(spans):
         if union and start <= union[-1][1]:
             union[-1] = (union[-1][0], max(union[-1][1], end))
@@ -54,7 +54,7 @@ def merge_spans(spans: Iterable[Span]) -> list[Span]:
     return union
 
 
-def exposed_time(communication: Iterable[Span], computation: Iterable[Span]) -> float:
+def exposed_time(communication: Iterable[TimeSpan], computation: Iterable[TimeSpan]) -> float:
     """How long communication runs while nothing is computed, in the spans' unit."""
     busy = merge_spans(computation)
     total = 0.0
@@ -64,11 +64,11 @@ def exposed_time(communication: Iterable[Span], computation: Iterable[Span]) -> 
     return total
 
 
-def split_spans(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[Span], list[Span]]:
+def split_spans(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[TimeSpan], list[TimeSpan]]:
     """Spans of communication and of computation, in microseconds: kernels on a GPU, operators on a CPU. What a library
     annotates comes back as an event of the GPU too, collectives included: it computes nothing."""
-    communication: list[Span] = []
-    computation: list[Span] = []
+    communication: list[TimeSpan] = []
+    computation: list[TimeSpan] = []
     for event in events:
         is_kernel = event.device_type == DeviceType.CUDA
         if is_kernel != on_gpu or (on_gpu and event.is_user_annotation):

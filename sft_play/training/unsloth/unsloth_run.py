@@ -197,8 +197,8 @@ def check_loaded_model(model: Any, expected_shapes: dict[str, list[int]], *, is_
     """Raises BackendError where the model is not quantised as asked, or its adapters are not those of the run."""
     has_4bit = any(type(module).__name__ == "Linear4bit" for module in model.modules())
     if has_4bit != is_4bit:
-        loaded, wanted = ("4-bit" if flag else "unquantised" for flag in (has_4bit, is_4bit))
-        raise BackendError(f"Unsloth loaded {loaded} weights, and the run asks for {wanted} ones; nothing was trained")
+        loaded, requested = ("4-bit" if flag else "unquantised" for flag in (has_4bit, is_4bit))
+        raise BackendError(f"Unsloth loaded {loaded} weights, and the run asks for {requested} ones; nothing was trained")
     shapes = {name: list(shape) for name, shape in saved_shapes(model).items()}
     differing = [name for name in {**expected_shapes, **shapes} if shapes.get(name) != expected_shapes.get(name)]
     if differing:
