@@ -613,8 +613,8 @@ elif config.get("backend") != "deepspeed":
                 lambda done: done.value()[0] / 2)
         self.register_comm_hook(None, hook)
     DistributedDataParallel.__init__ = hooked
-write = saving._write
-saving._write = lambda *args: (written.append(1), write(*args))
+write = saving._write_model
+saving._write_model = lambda *args: (written.append(1), write(*args))
 for precision in ("no", "bf16"):
     accelerator = get_accelerator({**config, "mixed_precision": precision})
     found["kind"] = str(accelerator.distributed_type)
@@ -631,13 +631,13 @@ for precision in ("no", "bf16"):
         save_sharded(accelerator, model, out / name)
 found["written"] = len(written)
 (out / f"rank{accelerator.process_index}.json").write_text(json.dumps(found))
-gathered = saving._gathered
+gathered = saving._gather_weights
 def dying(*args, **kwargs):
     weights = gathered(*args, **kwargs)
     if accelerator.process_index == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return weights
-saving._gathered = dying
+saving._gather_weights = dying
 try:
     save_sharded(accelerator, model, out / "bf16-adapter")
 except TrainingError as error:

@@ -139,7 +139,7 @@ def known(*, names: tuple[str, ...] = (), capability: tuple[int, int] = (8, 0), 
 
 TWO_4090 = {"names": ("NVIDIA GeForce RTX 4090",) * 2, "capability": (8, 9), "ranks": 2}
 TWO_5090 = {"names": ("NVIDIA GeForce RTX 5090",) * 2, "capability": (12, 0), "ranks": 2}
-GB200 = {"names": ("NVIDIA GB200",) * 4, "capability": (10, 0), "ranks": 8, "nodes": 2, "machine": "aarch64"}
+GB200 = {"names": ("NVIDIA GB200",) * 4, "capability": (10, 0), "ranks": 8, "nodes": 2, "cpu_architecture": "aarch64"}
 V100 = {"names": ("Tesla V100-SXM2-16GB",), "capability": (7, 0)}
 A100 = {"names": ("NVIDIA A100-SXM4-80GB",)}
 FLA = "flash-linear-attention"
@@ -171,7 +171,7 @@ H100_FLA = {"names": ("NVIDIA H100 80GB HBM3",), "capability": (9, 0), "packages
         ("every collective fails", {**TWO_5090, "nccl": "2.25.1"}, {"nccl": "2.29.3"}),
         ("512 KiB and more", {**TWO_5090, "nccl": "2.27.5"}, {"nccl": "2.28.9"}),
         ("proxy queue loses slots", {**GB200, "nccl": "2.28.9"}, {"nccl": "2.29.3"}),
-        ("proxy queue loses slots", {**GB200, "nccl": "2.28.9"}, {"machine": "x86_64"}),
+        ("proxy queue loses slots", {**GB200, "nccl": "2.28.9"}, {"cpu_architecture": "x86_64"}),
         ("a regression of 2.29.2", {**TWO_4090, "nccl": "2.29.2"}, {"nccl": "2.29.3"}),
         (
             "wrong gradients under ZeRO-2",
@@ -359,7 +359,7 @@ def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(world):
 
 
 def look_at(written: disk.DiskUsage, free: int, **changes: Any) -> Finding:
-    settings: dict[str, Any] = {"there": Path("/data"), "space": DiskSpace(free, free), "may_write": True, **changes}
+    settings: dict[str, Any] = {"disk_folder": Path("/data"), "space": DiskSpace(free, free), "is_writable": True, **changes}
     return disk.check_disk(written, folder=Path("/data/outputs"), **settings)
 
 
@@ -373,7 +373,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers():
     assert "save_total_limit" in str(found.remedy)
     assert look_at(disk.DiskUsage(GIB, GIB, None), 100 * GIB).verdict == "WARN"
     assert look_at(disk.DiskUsage(GIB, GIB, None), GIB).verdict == "FAIL"
-    assert look_at(three, 99 * GIB, may_write=False).verdict == "FAIL"
+    assert look_at(three, 99 * GIB, is_writable=False).verdict == "FAIL"
     assert look_at(three, 0, space=None).verdict == "SKIP"
 
 
@@ -542,7 +542,7 @@ def test_nodes_that_are_alike_meet():
     ],
 )
 def test_nodes_that_differ_are_said_on_all_of_them(changes, words):
-    found = met(HERE, dataclasses.replace(HERE, **{"host": "b", **changes}))
+    found = met(HERE, dataclasses.replace(HERE, **{"hostname": "b", **changes}))
     assert verdicts(found) == ["FAIL", "FAIL"]
     assert all(words in item.found for item in found)
 

@@ -364,7 +364,7 @@ def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
     monkeypatch.setattr(gpu_info, "read_torch_report", lambda environment: asked.append(environment) or ["PyTorch version: 2"])
     assert "FULL=1 asks it what it sees" in seen_text()
     assert not asked
-    text = seen_text(full=True)
+    text = seen_text(includes_torch=True)
     assert len(asked) == 1
     assert "torch, asked:\n  PyTorch version: 2" in text
 
@@ -388,8 +388,8 @@ def test_nothing_heavy_is_imported_for_it():
     code = (
         "import os, sys; from pathlib import Path; "
         "from sft_play.diagnose import gpu_info, gpu_page, memory_check, memory_page; "
-        "gpu_page.machine_lines(gpu_info.see_machine(Path('outputs'), os.environ)); "
-        "memory_page.memory_lines(memory_check.see_memory(Path('outputs'), os.environ)); "
+        "gpu_page.machine_lines(gpu_info.read_machine_info(Path('outputs'), os.environ)); "
+        "memory_page.format_memory_snapshot(memory_check.read_memory_snapshot(Path('outputs'), os.environ)); "
         f"sys.exit(str(sorted(set(sys.modules) & {heavy!r})) if set(sys.modules) & {heavy!r} else 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

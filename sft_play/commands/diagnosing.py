@@ -54,7 +54,7 @@ def check_run(
     extra_findings: Sequence[Finding] = (),
     engine_names: Sequence[str] = (),
 ) -> CheckReport:
-    """`run_check.check` with the plan that a run would make here, and with what else it would be refused for."""
+    """`run_check.check_config` with the plan that a run would make here, and with what else it would be refused for."""
     report = run_check.check_config(config_path, overrides, hardware, planner=_plan_for_check, earlier_findings=extra_findings, engine_names=engine_names)
     with contextlib.suppress(ConfigError):  # the report says it
         loaded = load_config(config_path, overrides=overrides)
