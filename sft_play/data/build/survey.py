@@ -172,7 +172,7 @@ NumberedExample = tuple[int, Example | BadRow]
 
 
 def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExample]]:
-    """Rows that are rendered and tokenised together: RENDER_BATCH_ROWS, or RENDER_BATCH_CHARS, more only in a single row."""
+    """Rows that are rendered and tokenised together: RENDER_BATCH_ROWS, or RENDER_BATCH_CHARS, more only in one."""
     batch: list[NumberedExample] = []
     chars = 0
     for row_number, example in rows:
