@@ -317,7 +317,7 @@ def test_a_plan_tries_classes_whose_config_asks_for_router_logits_that_no_block_
             model = AutoModelForCausalLM.from_config(config)
         places.append(adapter_trial.find_adapter_places(model))
     assert places[0] == places[1]
-    assert places[1][0].untried == ""
+    assert places[1][0].untried_reason == ""
 
 
 @pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))

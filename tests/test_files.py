@@ -469,7 +469,7 @@ class TestParts:
         import pyarrow.parquet
 
         pyarrow.parquet.write_table(TestTables().table(100), tmp_path / "a.parquet", row_group_size=30)
-        assert [(part.start, part.first) for part in self.same(tmp_path / "a.parquet")] == [
+        assert [(part.start, part.first_number) for part in self.same(tmp_path / "a.parquet")] == [
             (0, 1),
             (1, 31),
             (2, 61),

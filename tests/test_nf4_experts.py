@@ -113,7 +113,7 @@ def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(
 
 
 def stack(kind) -> list[int]:
-    return [one.weights for one in kind.stacked] * kind.count
+    return [one.weights for one in kind.expert_weights] * kind.count
 
 
 def whole_stacks() -> set[int]:
