@@ -94,10 +94,10 @@ class _FakeNF4Experts(nf4_experts.PackedWeight):
         for buffer_name, (sizes, dtype) in _quantisation_buffers(self.shape.numel(), double_quant=settings.double_quant).items():
             module.register_buffer(f"{name}_{buffer_name}", torch.empty(sizes, dtype=dtype, device="meta"), persistent=False)
 
-    def like(self, packed: torch.Tensor) -> torch.Tensor:
+    def placeholder(self, packed: torch.Tensor) -> torch.Tensor:
         return torch.empty((), dtype=self.dtype, device=packed.device).expand(self.shape)
 
-    def whole(self, packed: torch.Tensor) -> torch.Tensor:
+    def dequantise(self, packed: torch.Tensor) -> torch.Tensor:
         module, absmax, offset = self._scales
         if getattr(module, absmax).dtype is torch.uint8:
             scales = torch.empty(getattr(module, absmax).shape, dtype=torch.float32)
