@@ -16,7 +16,7 @@ TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
 JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 ARROW_SUFFIXES = frozenset({".parquet", ".pq", ".arrow", ".feather", ".ipc"})
-DATA_SUFFIXES = JSON_SUFFIXES | TABLE_SUFFIXES | ARROW_SUFFIXES
+ROW_FILE_SUFFIXES = JSON_SUFFIXES | TABLE_SUFFIXES | ARROW_SUFFIXES
 
 _BINARY_SIGNATURES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow stream"}
 _UNREADABLE_SIGNATURES = {
@@ -70,7 +70,7 @@ def _require_content(path: Path) -> None:
 
 def _text_kind(path: Path, beginning: str, wants_text: bool) -> str:
     suffix = data_suffix(path)
-    may_be_text = suffix in TEXT_SUFFIXES or (wants_text and suffix not in DATA_SUFFIXES)
+    may_be_text = suffix in TEXT_SUFFIXES or (wants_text and suffix not in ROW_FILE_SUFFIXES)
     if not beginning:
         return "text" if may_be_text else "lines"
     if may_be_text:  # a text may begin with a bracket: rows only where they are objects, with a text where it is wanted

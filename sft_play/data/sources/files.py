@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from sft_play.config.schema import MANAGED_HELD_OUT_FILES, PROCESSED_TEXT_PATH, DataConfig
 from sft_play.data.sources import json_rows, tables
 from sft_play.data.sources.columns import value_shape
-from sft_play.data.sources.file_kinds import DATA_SUFFIXES, TEXT_SUFFIXES, file_kind, data_suffix
+from sft_play.data.sources.file_kinds import ROW_FILE_SUFFIXES, TEXT_SUFFIXES, file_kind, data_suffix
 from sft_play.data.sources.formats import recognise_format
 from sft_play.data.sources.raw import (
     NOTE_PIECE,
@@ -217,7 +217,7 @@ def _describe_missing(value: str) -> str:
     if glob.has_magic(value):
         return f"no file matches {text}"
     first, _, last = value.partition("/")
-    is_data_name = data_suffix(Path(last)) in DATA_SUFFIXES | TEXT_SUFFIXES
+    is_data_name = data_suffix(Path(last)) in ROW_FILE_SUFFIXES | TEXT_SUFFIXES
     # owner/name without hub: is the usual slip; data/train.jsonl looks the same but for its suffix
     if _HUB_NAME.fullmatch(value) and not is_data_name and _existing_path(first) is None:
         return f"{text} does not exist here; a data set of the hub is written hub:{text}"
@@ -227,7 +227,7 @@ def _describe_missing(value: str) -> str:
     with contextlib.suppress(OSError):
         entries = [item for item in folder.iterdir() if not item.name.startswith(".")]
         # data first: a folder such as a checkout has much else
-        entries.sort(key=lambda item: (data_suffix(item) not in DATA_SUFFIXES, item.name))
+        entries.sort(key=lambda item: (data_suffix(item) not in ROW_FILE_SUFFIXES, item.name))
         if names := [one_line(item.name, limit=60) for item in entries[:12]]:
             return f"{text} does not exist; {parent} holds {', '.join(names)}"
     return f"{text} does not exist"
@@ -263,7 +263,7 @@ def _list_path_parts(path: Path, split: str, wants_text: bool, *, is_glob_match:
     if not path.is_dir():
         require_file(path)
         return [FilePart(str(path), "auto", split, wants_text, encoding=path_encoding(path))]
-    suffixes = DATA_SUFFIXES | (TEXT_SUFFIXES if wants_text else frozenset())
+    suffixes = ROW_FILE_SUFFIXES | (TEXT_SUFFIXES if wants_text else frozenset())
     parts = [
         FilePart(str(item), "saved" if item.is_dir() else "auto", split, wants_text, encoding=path_encoding(path))
         for item in walk_data_files(path)

@@ -25,7 +25,7 @@ UNSLOTH_FOLDER = ".venv-unsloth"
 WORKER_SCRIPT = Path(__file__).resolve().parent / "unsloth_worker.py"
 # Begins the line in which the worker answers `--probe`; the same as there, where nothing of this package is imported
 # before Unsloth.
-PROBE_PREFIX = "sft-play answers: "
+WORKER_ANSWER_PREFIX = "sft-play answers: "
 # Seconds for importing Unsloth; 12 s were measured on two cores of an EPYC (2026-11-22, Unsloth 2026.10.9).
 PROBE_TIMEOUT_S = 300.0
 
@@ -86,7 +86,7 @@ def probe_unsloth(python: Path) -> UnslothInfo:
             raise BackendError(f"{python} did not import Unsloth within {PROBE_TIMEOUT_S:.0f} s") from None
         except OSError as error:
             raise BackendError(f"{python} cannot be started: {error.strerror}") from None
-    reports = [line.removeprefix(PROBE_PREFIX) for line in process.stdout.splitlines() if line.startswith(PROBE_PREFIX)]
+    reports = [line.removeprefix(WORKER_ANSWER_PREFIX) for line in process.stdout.splitlines() if line.startswith(WORKER_ANSWER_PREFIX)]
     if not reports:
         lines = [line for line in process.stderr.splitlines() if line.strip()] or [f"exit {process.returncode}"]
         raise BackendError(f"{python} cannot import Unsloth: {one_line(escape_control(lines[-1]), limit=400)}")
