@@ -226,7 +226,9 @@ def _layout(options: Mapping[str, str]) -> Layout:
 
 def predict_memory(setting: SampleSetting, model: Mapping[str, Any]) -> MemoryEstimate:
     """The estimate's answer for a model's config.json."""
-    return estimate_memory(setting.config, parse_model_shape(dict(model), name=setting.model), setting.precision, setting.step)
+    return estimate_memory(
+        setting.config, parse_model_shape(dict(model), name=setting.model), setting.precision, setting.step
+    )
 
 
 def trace_settings(setting: SampleSetting, model: Mapping[str, Any]) -> StepSettings:
@@ -273,7 +275,9 @@ def trace_memory(setting: SampleSetting, model: Mapping[str, Any]) -> TracedPeak
     return cached_trace(trace_settings(setting, model))
 
 
-def compare_setting(setting: SampleSetting, model: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
+def compare_setting(
+    setting: SampleSetting, model: Mapping[str, Any], earlier: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Both answers; the trace's from an earlier row where there is one."""
     closed = predict_memory(setting, model)
     traced_part = earlier or _traced_part(trace_memory(setting, model))
@@ -324,7 +328,12 @@ def main() -> int:
         ratio = done[name]["closed_allocated"] / done[name]["traced_allocated"]
         sys.stdout.write(f"{ratio:8.4f}  {done[name]['moment']:10}  {name}\n")
         sys.stdout.flush()
-        report = {"machine": detect_hardware().as_json(), "versions": installed_versions(), **summarize_ratios(done), "runs": done}
+        report = {
+            "machine": detect_hardware().as_json(),
+            "versions": installed_versions(),
+            **summarize_ratios(done),
+            "runs": done,
+        }
         write_json(options.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report})
     sys.stdout.write(json.dumps(summarize_ratios(done)["error"], indent=1) + "\n")
     return 0

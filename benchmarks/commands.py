@@ -60,7 +60,10 @@ def gpu_selftest(request: Request, progress: Progress) -> CommandResult:
 
     book = selftest(request.out, minutes=request.minutes, progress=progress)
     return CommandResult(
-        book.as_json(), ["\n".join(result_lines(book))], 0 if book.ok else ConfigError.exit_code, is_written_to_out=False
+        book.as_json(),
+        ["\n".join(result_lines(book))],
+        0 if book.ok else ConfigError.exit_code,
+        is_written_to_out=False,
     )
 
 

@@ -304,7 +304,9 @@ def best(runs: Sequence[Run], tool: str, of: int | None = None) -> Run | None:
 
 def _cheapest(runs: Sequence[Run], tool: str, of: int) -> float | None:
     """Seconds of processors for a row, in the run of a tool that took fewest."""
-    cpu_seconds = [run["cpu_s"] / run["rows"] for run in runs if run["tool"] == tool and run["of"] == of and "cpu_s" in run]
+    cpu_seconds = [
+        run["cpu_s"] / run["rows"] for run in runs if run["tool"] == tool and run["of"] == of and "cpu_s" in run
+    ]
     return min(cpu_seconds, default=None)
 
 

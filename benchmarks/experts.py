@@ -49,7 +49,10 @@ def write_model(folder: Path, name: str, layers: int) -> Path:
 
     from benchmarks.starter_base import make_tokenizer
 
-    model_folder, block_folder = folder / f"{name.rpartition('/')[2]}-{layers}", folder / f"{name.rpartition('/')[2]}-one"
+    model_folder, block_folder = (
+        folder / f"{name.rpartition('/')[2]}-{layers}",
+        folder / f"{name.rpartition('/')[2]}-one",
+    )
     tokenizer = make_tokenizer(language.corpus_documents(seed=material.SEED)[:400])
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     fields = {key: value for key, value in KNOWN_MODELS[name].config.items() if key != "quantization_config"} | ends

@@ -212,7 +212,9 @@ def copy_of_tree(parent: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, tests: Sequence[str], *, timeout_s: float, coverage_file: Path | None = None) -> tuple[bool, float]:
+def run_tests(
+    tree: Path, tests: Sequence[str], *, timeout_s: float, coverage_file: Path | None = None
+) -> tuple[bool, float]:
     """Whether tests pass in `tree`, and the seconds they took; those that do not end do not pass.
 
     They run in a fork of this process, which has imported the large libraries but nothing of the package.
@@ -377,7 +379,9 @@ def judge_mutants(mutants: Sequence[Mutant], workers: int, requested: Sequence[s
             sys.stderr.write(f"{one.file} without a mutant: {usual}\n")
         jobs = []
         for mutant in mutants:
-            there = [baselines[file] for file in own_tests(mutant.path, requested) if baselines[file].seconds is not None]
+            there = [
+                baselines[file] for file in own_tests(mutant.path, requested) if baselines[file].seconds is not None
+            ]
             jobs.append((mutant, sorted(there, key=lambda one: one.seconds or 0)))
         for count, verdict in enumerate(_as_they_come(pool, _judge, jobs), 1):
             mutant = verdict.mutant

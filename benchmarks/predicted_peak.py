@@ -136,7 +136,11 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     if not hardware.gpus:
         return prediction
     settings = step_settings(
-        config, load_config_json(config.model.name), load_model_shape(config.model.name), plan.precision, plan.choice.step
+        config,
+        load_config_json(config.model.name),
+        load_model_shape(config.model.name),
+        plan.precision,
+        plan.choice.step,
     )
     settings = dataclasses.replace(settings, loss="chunked" if row.loss == "chunked" else "model")
     try:

@@ -179,7 +179,9 @@ def errors_by_class(comparisons: Mapping[str, Mapping[str, Any]] | None = None) 
     return errors
 
 
-def shares_within_error(comparisons: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
+def shares_within_error(
+    comparisons: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, dict[str, float | int]]:
     """For each class of the plan, how many of the rows held out were measured within its share of the prediction."""
     comparisons = comparisons or compare_published()
     hits: dict[str, list[bool]] = defaultdict(list)

@@ -568,7 +568,11 @@ def main() -> None:
     torch.set_num_threads(1)
     book = read_json(options.out) if options.out.is_file() else {}
     if book.get("versions") != installed_versions():
-        book = {"versions": installed_versions(), "machine": detect_hardware().as_json(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+        book = {
+            "versions": installed_versions(),
+            "machine": detect_hardware().as_json(),
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        }
     book["all"] = len(model_types())
     rows: dict[str, Any] = book.setdefault("classes", {})
     for kind in filter(None, options.kinds.split(",")):

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.closed_form import SampleSetting, predict_memory, parse_setting, trace_settings
+from benchmarks.closed_form import SampleSetting, parse_setting, predict_memory, trace_settings
 from benchmarks.memory_model.script_settings import to_script_settings
 from benchmarks.memory_model.streams import SimulatedOutOfMemory, replay
 from sft_play.facts.hardware import detect_hardware
@@ -95,7 +95,12 @@ def main() -> int:
             f"{done[line]['expandable_share']:7.3f}  {line}\n"
         )
         sys.stdout.flush()
-        report = {"machine": detect_hardware().as_json(), "versions": installed_versions(), "layers": LAYERS, "lengths": LENGTHS}
+        report = {
+            "machine": detect_hardware().as_json(),
+            "versions": installed_versions(),
+            "layers": LAYERS,
+            "lengths": LENGTHS,
+        }
         write_json(options.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report, "runs": done})
     return 0
 

@@ -46,7 +46,9 @@ def recipe() -> str:
 
 def run(seed: int, threads: int, place: Path) -> dict[str, Any]:
     """One fine-tuning: exact match, the loss, seconds, load."""
-    environment = independent_environment(os.environ) | openmp_wait_variables(os.environ) | {"OMP_NUM_THREADS": str(threads)}
+    environment = (
+        independent_environment(os.environ) | openmp_wait_variables(os.environ) | {"OMP_NUM_THREADS": str(threads)}
+    )
     environment |= {"SFT_PLAY_CACHE": str(place / "cache")}
     began = time.monotonic()
     overrides = [f"train.seed={seed}", "eval.before_training=false"]
@@ -87,8 +89,18 @@ def main() -> None:
             sys.stdout.write(json.dumps(runs[-1]) + "\n")
             sys.stdout.flush()
             exact_matches = [one["exact_match"] for one in runs]
-            summary = {"runs": len(runs), "worst": min(exact_matches), "median": statistics.median(exact_matches), "best": max(exact_matches)}
-            report = {"machine": detect_hardware().as_json(), "versions": installed_versions(), "summary": summary, "runs": runs}
+            summary = {
+                "runs": len(runs),
+                "worst": min(exact_matches),
+                "median": statistics.median(exact_matches),
+                "best": max(exact_matches),
+            }
+            report = {
+                "machine": detect_hardware().as_json(),
+                "versions": installed_versions(),
+                "summary": summary,
+                "runs": runs,
+            }
             write_json(out, report)
 
 

@@ -77,7 +77,12 @@ def make_base(out: Path) -> dict[str, Any]:
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
         make_tokenizer(documents).save_pretrained(start)
         make_model().save_pretrained(start)
-        overrides = {"model.name": str(start), "data.train_path": str(corpus), "output.dir": workdir, "train.seed": SEED}
+        overrides = {
+            "model.name": str(start),
+            "data.train_path": str(corpus),
+            "output.dir": workdir,
+            "train.seed": SEED,
+        }
         words = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
         train = [sys.executable, "-m", "sft_play", "train", "--config", str(RECIPE), "output.name=base", *words]
         subprocess.run(train, cwd=ROOT, env=independent_environment(os.environ), check=True)

@@ -64,7 +64,9 @@ def cell(model: str, mode: str, card: str) -> Cell:
         f"train.effective_batch_size={ROWS}", "data.train_path=rows.jsonl", "data.val_path=null",
     )  # fmt: skip
     config = load_config(_BASE, overrides=overrides).config
-    request = PlanRequest(config, load_run_model_shape(config), parse_hardware(f"1x{card}"), ("single",), has_eval=False)
+    request = PlanRequest(
+        config, load_run_model_shape(config), parse_hardware(f"1x{card}"), ("single",), has_eval=False
+    )
     longest = find_largest_fit("seq_len", request).value
     assert not isinstance(longest, str)  # which MAX=model answers with
     if longest is None or not (plan := make_plan(request)).fits:

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from sft_play import commands
-from sft_play.commands.answer import error_text, write_result, require_writable_out
+from sft_play.commands.answer import error_text, require_writable_out, write_result
 from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError, translate_library_errors
-from sft_play.exit_codes import EXIT_FAULT, wants_json, add_exit_status, write_json_line
+from sft_play.exit_codes import EXIT_FAULT, add_exit_status, wants_json, write_json_line
 from sft_play.log import escape_control, redact, set_up_logging
 from sft_play.process import failures
 from sft_play.process.environment import allocator_variables, openmp_wait_variables

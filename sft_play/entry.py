@@ -35,7 +35,9 @@ def main(command: "Optional[str]" = None) -> int:
     if handles_interrupt:
         # Nothing is open yet, and imports may swallow or reword an exception that interrupts them.
         early = "stopped by the user before anything was started"
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(_exit_with_message(name, argv, early, EXIT_STOPPED)))
+        signal.signal(
+            signal.SIGINT, lambda number, frame: os._exit(_exit_with_message(name, argv, early, EXIT_STOPPED))
+        )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
     if sys.version_info < MIN_PYTHON:
         version_text = ".".join(map(str, MIN_PYTHON))
@@ -46,8 +48,8 @@ def main(command: "Optional[str]" = None) -> int:
             f"{_install_hint(argv)}",
         )
     try:
-        from sft_play.cli import main as run_program
         from sft_play.cli import import_command
+        from sft_play.cli import main as run_program
         from sft_play.log import output_failure, survive_lost_output
         from sft_play.process.signals import handle_interrupt
 
@@ -58,7 +60,9 @@ def main(command: "Optional[str]" = None) -> int:
             raise
         return _exit_with_message(name, argv, text)
     except MemoryError:
-        return _exit_with_message(name, argv, "the memory of this machine ran out while the program was loaded", EXIT_TOO_LARGE)
+        return _exit_with_message(
+            name, argv, "the memory of this machine ran out while the program was loaded", EXIT_TOO_LARGE
+        )
     except Exception as error:
         _write_missing_answer(argv, EXIT_FAULT, repr(error))
         raise

@@ -17,7 +17,13 @@ EXIT_USER = 2
 EXIT_TOO_LARGE = 3
 EXIT_STOPPED = 130
 # `kind` of an answer by its exit code; any other code is "failed".
-EXIT_KINDS = {0: "done", EXIT_FAULT: "failed", EXIT_USER: "fix", EXIT_TOO_LARGE: "does_not_fit", EXIT_STOPPED: "stopped"}
+EXIT_KINDS = {
+    0: "done",
+    EXIT_FAULT: "failed",
+    EXIT_USER: "fix",
+    EXIT_TOO_LARGE: "does_not_fit",
+    EXIT_STOPPED: "stopped",
+}
 # `kind` of a verdict of `ship` that is a no, with exit code 2.
 DO_NOT_SHIP = "do_not_ship"
 

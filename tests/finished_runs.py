@@ -82,5 +82,7 @@ def finished_run(
     write_json(folder / "plan.json", planned.as_json())
     facts = {"weights": base_weights_identity(str(base), spec.hf_config)}
     ended = "2026-01-01T00:00:00+00:00"
-    write_json(folder / "manifest.json", {"format": MANIFEST_FORMAT, "status": "finished", "ended": ended, "data": facts})
+    write_json(
+        folder / "manifest.json", {"format": MANIFEST_FORMAT, "status": "finished", "ended": ended, "data": facts}
+    )
     return folder

@@ -47,7 +47,9 @@ def trainer_of(model: Path, folder: Path, *overrides: str, ranks: int = 1, rows:
         "train: {effective_batch_size: 4, batch_size: 2, max_steps: 2, report_to: [], save_steps: 9, warmup_steps: 0}\n"
     )
     config = config_from_text(text, name="run.yaml", overrides=list(overrides))
-    plan = make_plan(PlanRequest(config, load_model_shape(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks)))
+    plan = make_plan(
+        PlanRequest(config, load_model_shape(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks))
+    )
     split = DataSplit(rows_of() if rows is None else rows, RowStats("rows", "rows"))
     return build_trainer(
         config, plan, RunFolder(folder / "run"), peft_config=None,

@@ -103,7 +103,9 @@ def divided(kind: str, *, adapters: bool, dtype: torch.dtype = torch.float32) ->
     alone = model(input_ids=ids, labels=labels).loss
     alone.backward()
     wanted = gradients(model)
-    tensor_parallel.divide_model(model, plan, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))["tp"], device=CPU)
+    tensor_parallel.divide_model(
+        model, plan, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))["tp"], device=CPU
+    )
     loss = model(input_ids=ids, labels=labels).loss
     loss.backward()
     held = sum(parameter.to_local().numel() for parameter in model.parameters())

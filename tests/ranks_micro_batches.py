@@ -48,7 +48,9 @@ def trainer_of(model: Path, folder: Path, cut: MicroBatches, *, ranks: int, bf16
     )
     config = config_from_text(text, name="run.yaml")
     plan = make_plan(
-        PlanRequest(config, load_model_shape(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks), has_eval=False)
+        PlanRequest(
+            config, load_model_shape(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks), has_eval=False
+        )
     )
     plan = dataclasses.replace(plan, micro_batches=cut)
     assert plan.batch.ranks == ranks

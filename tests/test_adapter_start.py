@@ -149,7 +149,9 @@ def test_loftq_takes_what_the_loaded_nf4_weights_lost(tmp_path):
     packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=options)
     own = dict(plain.named_parameters())
     model = adapted(packed, rank=8, alpha=32)
-    initialize_adapters(model, LoraConfig(r=8, alpha=32, init="loftq"), seed=1, device=CPU, read_base_weights=lambda: own)
+    initialize_adapters(
+        model, LoraConfig(r=8, alpha=32, init="loftq"), seed=1, device=CPU, read_base_weights=lambda: own
+    )
     layers = {path: one for path, one in model.named_modules() if hasattr(one, "lora_A")}
     assert len(layers) == 14
     for path, layer in layers.items():

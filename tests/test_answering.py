@@ -153,7 +153,9 @@ def test_further_columns_of_prompts_stand_beside_the_answers(run, tmp_path):
 def test_messages_stand_in_the_output_without_their_authors_own_form(tmp_path):
     path, parts = tmp_path / "prompts.jsonl", [{"type": "text", "text": "Be terse."}]
     path.write_text(json.dumps({"messages": [{"role": "developer", "content": parts}, *question("q")]}) + "\n")
-    assert read_prompts(path)[0].output_fields == {"messages": [{"role": "system", "content": "Be terse."}, *question("q")]}
+    assert read_prompts(path)[0].output_fields == {
+        "messages": [{"role": "system", "content": "Be terse."}, *question("q")]
+    }
 
 
 def test_a_row_without_a_prompt_is_told_what_a_prompt_is(tmp_path):

@@ -14,7 +14,7 @@ import yaml
 from benchmarks.generate import defaults_text
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import KNOWN_MODELS, load_max_positions, load_model_shape
-from sft_play.facts.models.config_fields import FIELD_ALIASES, CLASS_DEFAULTS, DEFAULTS_FILE, UnknownArchitecture
+from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, FIELD_ALIASES, UnknownArchitecture
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.facts.models.families import MODEL_FAMILIES, NON_DECODER_TYPES, WRAPPED_TYPES
 from sft_play.facts.models.model_shape import LayerKind, ModelShape

@@ -154,7 +154,9 @@ def test_transformers_forgets_the_traces_flash_attention() -> None:
 def test_the_plans_rows_are_the_traces_rows(text: str, padded: bool, mask: str) -> None:
     config = config_from_text(f"model: {{name: x}}\ndata: {{{text}}}\n", name="run")
     step = Step(2, 1, 64, padded=padded)
-    found = confirm.step_settings(config, {}, load_model_shape("Qwen/Qwen2.5-0.5B"), Precision("float32", "float32", ""), step)
+    found = confirm.step_settings(
+        config, {}, load_model_shape("Qwen/Qwen2.5-0.5B"), Precision("float32", "float32", ""), step
+    )
     assert found.mask == mask
 
 

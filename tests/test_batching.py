@@ -141,7 +141,9 @@ def test_ways_out_keep_an_effective_batch_that_follows():
     config = written(
         "train.batch_size=16", "train.grad_accum=2", "model.max_seq_len=4096", "model.name=meta-llama/Llama-3.1-8B"
     )
-    found = list(find_suggestions(PlanRequest(config, load_model_shape("meta-llama/Llama-3.1-8B"), parse_hardware("1xRTX4090"))))
+    found = list(
+        find_suggestions(PlanRequest(config, load_model_shape("meta-llama/Llama-3.1-8B"), parse_hardware("1xRTX4090")))
+    )
     settings = [way.setting for way in found if way.setting and "batch_size" in way.setting]
     assert "train.batch_size=1 train.grad_accum=32" in settings
     for way in settings:
@@ -182,7 +184,9 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
                 assert fitting == [number for number in range(1, 2 * ranks + 1) if kept % number == 0]
                 kinds.add("refused")
                 continue
-            found = batch_splits(config.train, ranks=ranks, resumed_batch=resume_constraints(config, stopped, ranks).batch)
+            found = batch_splits(
+                config.train, ranks=ranks, resumed_batch=resume_constraints(config, stopped, ranks).batch
+            )
             assert all(batch.effective_batch == kept for batch in found)
             again = found[0]
             if len(found) == 1:
@@ -215,7 +219,9 @@ def test_the_settings_of_a_resumed_run_keep_the_batch_that_the_user_gave(tmp_pat
         create_run(
             folder, loaded, manifest=manifest | {"processes": first}, plan={"effective_batch": effective}
         ).close()
-        checkpoint_path(folder.checkpoints_path, 1).mkdir(parents=True)  # a run without a step starts from the beginning
+        checkpoint_path(folder.checkpoints_path, 1).mkdir(
+            parents=True
+        )  # a run without a step starts from the beginning
         kept = json.loads((folder.path / "resolved.json").read_text())["train"]
         ranks = draw.choice([ranks for ranks in range(2, 9) if effective % ranks == 0] or [1])
         machine = Hardware((), "CPU", 8, 2**37, 2**37, cpu_ranks=ranks)

@@ -40,7 +40,9 @@ def planned(*, steps: int | None):
     config = config_from_text(RUN, name="run.yaml")
     shape = load_model_shape(config.model.name)
     work = None if steps is None else RunLength(steps, None)
-    return lambda machine: make_plan(PlanRequest(config, shape, machine, has_eval=False), estimate_length=lambda _: work)
+    return lambda machine: make_plan(
+        PlanRequest(config, shape, machine, has_eval=False), estimate_length=lambda _: work
+    )
 
 
 def test_every_price_is_of_a_gpu_of_the_catalogue_with_date_and_address():
@@ -138,7 +140,9 @@ def test_what_would_fit_only_with_ram_that_nobody_said_does_not_count():
     plan = make_plan(request, estimate_length=lambda _: RunLength(10, None))
     assert plan.fits
     assert plan.choice.needs_unknown_ram
-    found = compare_machine_prices(99.0, [(Price(LIST, "RTX 4090", 0.4), 1)], make_machine_plan=lambda _: plan, today=TODAY)
+    found = compare_machine_prices(
+        99.0, [(Price(LIST, "RTX 4090", 0.4), 1)], make_machine_plan=lambda _: plan, today=TODAY
+    )
     assert found.offers == ()
     assert found.too_small == ("1xRTX 4090",)
 
@@ -156,7 +160,9 @@ def run_yaml(tmp_path):
 @pytest.fixture
 def few_prices(monkeypatch):
     """Three machines, so that a test takes no longer."""
-    few = [(price, count) for price, count in lowest_prices() if (price.gpu, count) in (("H100", 1), ("L4", 1), ("T4", 1))]
+    few = [
+        (price, count) for price, count in lowest_prices() if (price.gpu, count) in (("H100", 1), ("L4", 1), ("T4", 1))
+    ]
     assert len(few) == 3
     monkeypatch.setattr("sft_play.commands.plan.lowest_prices", lambda: few)
 

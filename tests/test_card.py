@@ -19,7 +19,7 @@ import yaml
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.merge import card_facts, merge_run
 from sft_play.finished.export.push import plan_upload
-from sft_play.finished.load import load_trained_model, load_model_folder, build_run_renderer
+from sft_play.finished.load import build_run_renderer, load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run
 from sft_play.training.checkpoints.card import (
     REPOSITORY_PLACEHOLDER,
@@ -149,7 +149,9 @@ def test_the_cards_code_loads_what_was_trained(world, hub, kind, capsys):
         text = (merged.path / "README.md").read_text()
         scope = {}
         exec(snippet(text, name=merged.path), scope)
-        torch.testing.assert_close(logits(scope["model"].eval()), logits(load_model_folder(merged.path)), rtol=0, atol=0)
+        torch.testing.assert_close(
+            logits(scope["model"].eval()), logits(load_model_folder(merged.path)), rtol=0, atol=0
+        )
         assert yaml.safe_load(text.split("---")[1])["library_name"] == "transformers"
 
 
@@ -362,7 +364,10 @@ def test_a_card_that_a_person_wrote_is_uploaded_as_it_is(world, hub):
     path = run.weights / "README.md"
     path.write_text("# Mine\n")
     try:
-        assert plan_upload(run, "me/it", is_merged=False, is_public=False, is_confirmed=True).files["README.md"] == b"# Mine\n"
+        assert (
+            plan_upload(run, "me/it", is_merged=False, is_public=False, is_confirmed=True).files["README.md"]
+            == b"# Mine\n"
+        )
     finally:
         path.unlink()
     with pytest.raises(RunFolderError, match="nothing has to be merged"):

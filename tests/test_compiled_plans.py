@@ -51,7 +51,8 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
         words = (f"tuning.mode={mode}", f"train.gradient_checkpointing={checkpointing}", "train.batch_size=2",
                  f"train.grad_accum={16 // 2 // len(parse_hardware(machine).gpus)}")  # fmt: skip
         plain, fast = (
-            planned(machine, model, *words, compile=on, allowed_layouts=("single", "ddp", "fsdp")) for on in (False, True)
+            planned(machine, model, *words, compile=on, allowed_layouts=("single", "ddp", "fsdp"))
+            for on in (False, True)
         )
         assert fast.memory.allocated == plain.memory.allocated
         if fast.layout != plain.layout:
@@ -169,7 +170,9 @@ def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(cache):
 
 # --- what inductor needs ----------------------------------------------------------------------------------------------
 
-THERE = Toolchain(has_triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere"), python_version="3.11.9", has_built_module=True)
+THERE = Toolchain(
+    has_triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere"), python_version="3.11.9", has_built_module=True
+)
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,10 @@ def test_the_reference_is_current_and_a_valid_run_yaml_with_every_key():
             assert part in holder, path
             holder = holder[part]
     config = load(reference_yaml())
-    assert differing_options(resolved_config(config), resolved_config(load("model: {name: Qwen/Qwen2.5-3B-Instruct}"))) == {}
+    assert (
+        differing_options(resolved_config(config), resolved_config(load("model: {name: Qwen/Qwen2.5-3B-Instruct}")))
+        == {}
+    )
 
 
 def test_the_json_schema_is_current_and_accepts_every_shipped_config():
@@ -320,7 +323,9 @@ def test_the_command_of_a_header_starts_the_layout_that_it_is_for(file: Path):
     config = load_config(file).config
     machine = re.search(r"HARDWARE=([^)]+)\)", header)
     layout = (
-        make_plan(PlanRequest(config, load_model_shape(config.model.name), parse_hardware(machine[1]))).layout if machine else "single"
+        make_plan(PlanRequest(config, load_model_shape(config.model.name), parse_hardware(machine[1]))).layout
+        if machine
+        else "single"
     )
     target = "train" if layout == "single" else "train-distributed"
     assert command == f"make {target} CONFIG=configs/{file.name}"

@@ -117,7 +117,9 @@ def test_counts_of_parts_add_up_and_every_row_and_trained_token_is_counted_once(
     parts.add(counted(rows[cut:], 1 + len(rows[:cut])))
     assert parts == together
     tokens = [row for row in rows if not isinstance(row, str)]
-    assert together.kept_rows + together.too_long_rows + sum(together.bad_rows.values()) + sum(together.left_out_rows.values()) == len(rows)
+    assert together.kept_rows + together.too_long_rows + sum(together.bad_rows.values()) + sum(
+        together.left_out_rows.values()
+    ) == len(rows)
     assert together.kept_rows == sum(together.methods.values())
     trained = [sum([*row[1:-1], True]) for row in tokens]  # the first token is never predicted, the last one is trained
     assert together.trained_tokens + together.lost_tokens == sum(trained)

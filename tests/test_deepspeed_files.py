@@ -15,8 +15,14 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.launch.deepspeed.files import keeps_params_on_gpu, deepspeed_layout, read_deepspeed_file, shipped_deepspeed_config, merge_deepspeed_batch
-from sft_play.launch.deepspeed.fill import PlanValues, fill_auto_values, deepspeed_options
+from sft_play.launch.deepspeed.files import (
+    deepspeed_layout,
+    keeps_params_on_gpu,
+    merge_deepspeed_batch,
+    read_deepspeed_file,
+    shipped_deepspeed_config,
+)
+from sft_play.launch.deepspeed.fill import PlanValues, deepspeed_options, fill_auto_values
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.planner.batching import batch_splits
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
@@ -124,7 +130,9 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
         assert len(lines) >= len({*said} - {KEYS[name] for name in KEYS if FIELDS[name] in text})
         if said:
             agreed += 1
-            assert all(split.effective_batch == found.effective_batch_size for split in batch_splits(found, ranks=ranks))
+            assert all(
+                split.effective_batch == found.effective_batch_size for split in batch_splits(found, ranks=ranks)
+            )
             split = batch_splits(found, ranks=ranks)[0]
             numbers = replace(NUMBERS, micro_batch=split.micro_batch, grad_accum=split.grad_accum,
                               data_parallel_ranks=ranks)  # fmt: skip
@@ -272,10 +280,14 @@ def test_a_file_means_kept_weights_where_it_offloads_the_states_alone():
 
 def test_a_file_without_a_bucket_size_gets_the_one_that_is_planned():
     for layout in ("zero2", "zero3"):
-        filled, lines = fill_auto_values({"zero_optimization": {"stage": int(layout[-1])}}, replace(NUMBERS, layout=layout))
+        filled, lines = fill_auto_values(
+            {"zero_optimization": {"stage": int(layout[-1])}}, replace(NUMBERS, layout=layout)
+        )
         assert filled["zero_optimization"]["reduce_bucket_size"] == replace(NUMBERS, layout=layout).hidden_size ** 2
         assert any("reduce_bucket_size" in line for line in lines)
-    filled, _ = fill_auto_values({"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, replace(NUMBERS, layout="zero2"))
+    filled, _ = fill_auto_values(
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, replace(NUMBERS, layout="zero2")
+    )
     assert filled["zero_optimization"]["reduce_bucket_size"] == 7
 
 

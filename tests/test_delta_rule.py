@@ -66,7 +66,9 @@ def bytes_of(rule, case) -> dict[str, int]:
 @pytest.mark.filterwarnings("ignore")
 def test_it_allocates_what_the_package_does(monkeypatch):
     """The package's own Python, whose kernels are not launched: equal bytes (seen with fla-core 0.6.0)."""
-    pytest.importorskip("fla.ops.gated_delta_rule", reason=f"{LINEAR_ATTENTION_PACKAGE} is not installed", exc_type=ImportError)
+    pytest.importorskip(
+        "fla.ops.gated_delta_rule", reason=f"{LINEAR_ATTENTION_PACKAGE} is not installed", exc_type=ImportError
+    )
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as theirs
     from triton.runtime import autotuner
     from triton.runtime.jit import JITFunction
@@ -111,5 +113,7 @@ def test_only_a_gpu_with_the_package_runs_its_kernels():
         for without in (frozenset(), frozenset({LINEAR_ATTENTION_PACKAGE})):
             for packages in ((), (LINEAR_ATTENTION_PACKAGE,)):
                 asked = dataclasses.replace(shape, kernel_packages=packages)
-                step = make_plan(PlanRequest(run(), asked, parse_hardware(machine), (), False, missing_packages=without)).choice.step
+                step = make_plan(
+                    PlanRequest(run(), asked, parse_hardware(machine), (), False, missing_packages=without)
+                ).choice.step
                 assert step.fla == (machine == "1xA100" and not without and bool(packages))

@@ -14,13 +14,13 @@ from sft_play.diagnose import doctor as rules
 from sft_play.diagnose.surroundings import SystemFacts
 from sft_play.errors import HardwareError
 from sft_play.facts import compiler
-from sft_play.facts.compiler import Toolchain, toolchain_obstacle, require_compiler
+from sft_play.facts.compiler import Toolchain, require_compiler, toolchain_obstacle
 from sft_play.facts.gpus import unusable_accelerators
 from sft_play.facts.gpus.unusable_accelerators import MIN_VRAM, NvmlStatus, explain_unusable_torch
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.launch import machine as launched
 from sft_play.launch.command import visible_gpu_variables
-from sft_play.launch.machine import MAX_CPU_PARAMS, hide_gpus, restrict_to_device, require_usable_hardware
+from sft_play.launch.machine import MAX_CPU_PARAMS, hide_gpus, require_usable_hardware, restrict_to_device
 
 GIB = 2**30
 CPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
@@ -112,7 +112,9 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, 
     ],
 )
 def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, environment, tmp_path):
-    assert unusable_accelerators.unusable_accelerator(environment, root=build(tmp_path, files), nvml=NvmlStatus()) is None
+    assert (
+        unusable_accelerators.unusable_accelerator(environment, root=build(tmp_path, files), nvml=NvmlStatus()) is None
+    )
 
 
 # --- the start of a run -----------------------------------------------------------------------------------------------
@@ -224,7 +226,9 @@ def test_an_accelerator_that_only_torch_sees_stops_a_run_on_the_cpu(config, monk
 
 # --- a compiler for Triton --------------------------------------------------------------------------------------------
 
-THERE = Toolchain(has_triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere/python3.11"), python_version="3.11.9")
+THERE = Toolchain(
+    has_triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere/python3.11"), python_version="3.11.9"
+)
 NO_HEADERS = "trial.c:1:10: fatal error: Python.h: No such file or directory"
 
 

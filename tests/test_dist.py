@@ -442,7 +442,9 @@ class _Plugin:
 
 
 def test_deepspeed_is_told_what_model_and_data_say(caplog):
-    config = check_settings({"backend": "deepspeed", "gradient_accumulation_steps": 3}, best_precision=CPU, has_deepspeed=True).deepspeed_config
+    config = check_settings(
+        {"backend": "deepspeed", "gradient_accumulation_steps": 3}, best_precision=CPU, has_deepspeed=True
+    ).deepspeed_config
     assert config is not None
     config["zero_optimization"]["overlap_comm"] = "auto"
     config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}

@@ -321,11 +321,15 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, sums: Path
     return folder
 
 
-def planned(world: Path, hardware: Hardware, *overrides: str, only: str = "single", steps: int | None = 2) -> PlannedRun:
+def planned(
+    world: Path, hardware: Hardware, *overrides: str, only: str = "single", steps: int | None = 2
+) -> PlannedRun:
     config = load_config(world / "run.yaml", overrides=overrides).config
     shape = load_model_shape(config.model.name)
     work = RunLength(steps, None) if steps else None
-    plan = make_advised_plan(PlanRequest(config, shape, hardware, allowed_layouts=(only,)), estimate_length=lambda _: work)  # type: ignore[arg-type]
+    plan = make_advised_plan(
+        PlanRequest(config, shape, hardware, allowed_layouts=(only,)), estimate_length=lambda _: work
+    )  # type: ignore[arg-type]
     return PlannedRun(config, shape, plan)
 
 
@@ -359,7 +363,12 @@ def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(world):
 
 
 def look_at(written: disk.DiskUsage, free: int, **changes: Any) -> Finding:
-    settings: dict[str, Any] = {"disk_folder": Path("/data"), "space": DiskSpace(free, free), "is_writable": True, **changes}
+    settings: dict[str, Any] = {
+        "disk_folder": Path("/data"),
+        "space": DiskSpace(free, free),
+        "is_writable": True,
+        **changes,
+    }
     return disk.check_disk(written, folder=Path("/data/outputs"), **settings)
 
 
@@ -422,7 +431,10 @@ def test_a_slow_link_is_a_warning():
     assert verdicts(found) == ["PASS", "WARN"]
     assert "nvlink -s" in str(found[1].remedy)
     pcie = dataclasses.replace(AROUND, hardware=machine(gpu(0), gpu(1), link_bytes_per_s=32e9))
-    assert verdicts(judge_all_reduce(outcome(note(0), note(1), seconds=0.05), pcie, NodeSetup())) == ["PASS", "PASS"]  # 5.4 of 32 GB/s
+    assert verdicts(judge_all_reduce(outcome(note(0), note(1), seconds=0.05), pcie, NodeSetup())) == [
+        "PASS",
+        "PASS",
+    ]  # 5.4 of 32 GB/s
     assert verdicts(judge_all_reduce(outcome(note(0), note(1), seconds=0.09), pcie, NodeSetup())) == ["PASS", "WARN"]
     unknown = dataclasses.replace(AROUND, hardware=machine(gpu(0), gpu(1)))
     assert verdicts(judge_all_reduce(outcome(note(0), note(1)), unknown, NodeSetup())) == ["PASS", "SKIP"]
@@ -484,13 +496,17 @@ def test_an_error_of_a_rank_comes_with_its_remedy(error, remedy):
 
 
 def test_the_ranks_are_started_as_those_of_a_run():
-    made = ranks.all_reduce_launch(machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), reports_folder=Path("/x"), timeout_s=35.0)
+    made = ranks.all_reduce_launch(
+        machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), reports_folder=Path("/x"), timeout_s=35.0
+    )
     assert (
         "--nproc-per-node 2 --module sft_play.training.ranks.collective_check --out /x --device cuda --timeout 35.0"
         in made.shell_line
     )
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    made = ranks.all_reduce_launch(CPU, LaunchOptions(nodes=NodeSetup(2, 1, "head", 29501)), reports_folder=Path("/x"), timeout_s=1.0)
+    made = ranks.all_reduce_launch(
+        CPU, LaunchOptions(nodes=NodeSetup(2, 1, "head", 29501)), reports_folder=Path("/x"), timeout_s=1.0
+    )
     assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in made.shell_line
     assert made.environment["OMP_NUM_THREADS"] == "1"
 
@@ -682,7 +698,9 @@ def test_a_rank_that_stops_is_named_and_no_process_is_left(world, monkeypatch):
 
     thread = threading.Thread(target=hold)
     thread.start()
-    got = ranks.run_all_reduce(CPU, LaunchOptions(), limit_s=120, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    got = ranks.run_all_reduce(
+        CPU, LaunchOptions(), limit_s=120, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
     thread.join(timeout=30)
     (found,) = judge_all_reduce(got, ON_CPU, NodeSetup())
     assert found.verdict == "FAIL"

@@ -16,7 +16,7 @@ import pytest
 from sft_play.config.schema import DataConfig, Encoding
 from sft_play.data.sources import raw
 from sft_play.data.sources.examples import count_part_rows
-from sft_play.data.sources.files import list_parts, find_data_paths, read_part, split_part
+from sft_play.data.sources.files import find_data_paths, list_parts, read_part, split_part
 from sft_play.errors import DataError
 
 LETTERS = {
@@ -48,7 +48,9 @@ def rows(path: Path, encoding: str) -> list[tuple[str, str]]:
 def test_rows_are_the_same_in_every_encoding(tmp_path, monkeypatch):
     assert set(LETTERS) == set(get_args(Encoding))
     chance = random.Random(9)
-    monkeypatch.setattr(raw.read_blocks, "__kwdefaults__", {**raw.read_blocks.__kwdefaults__, "size": 61})  # cuts characters
+    monkeypatch.setattr(
+        raw.read_blocks, "__kwdefaults__", {**raw.read_blocks.__kwdefaults__, "size": 61}
+    )  # cuts characters
     for number in range(120):
         encoding = chance.choice(list(LETTERS))
         texts = [
@@ -73,7 +75,9 @@ def test_all_files_of_a_run_are_meant(tmp_path):
         paths = find_data_paths(
             DataConfig(train_path=str(tmp_path / given), val_path=str(tmp_path / "val.csv"), encoding="cp1252")
         )
-        found: list[Any] = [row for _, path in paths.named_paths() for part in list_parts(path) for row in read_part(part)]
+        found: list[Any] = [
+            row for _, path in paths.named_paths() for part in list_parts(path) for row in read_part(part)
+        ]
         assert [row.data["completion"] for row in found] == ["Änne"] * (2 if given == "c.csv" else 3)
         assert count_part_rows(list_parts(paths.train)) is None  # a table's lines are no rows
     sources = ({"path": str(tmp_path / "c.csv"), "val_path": str(tmp_path / "val.csv")},)

@@ -12,8 +12,8 @@ import pytest
 from sft_play.process.environment import (
     ALLOCATOR_VARIABLE,
     EXPANDABLE_SEGMENTS,
-    OLDER_ALLOCATOR_VARIABLES,
     NO_SPIN,
+    OLDER_ALLOCATOR_VARIABLES,
     SHORT_SPIN,
     allocator_variables,
     format_allocator,
@@ -110,7 +110,10 @@ def test_what_the_user_said_of_the_allocator_stands(tmp_path, monkeypatch, name,
 
 def test_the_allocators_setting_is_said_and_what_no_simulation_covers():
     assert format_allocator({}) == "Allocator: PyTorch's default, segments of fixed size"
-    assert format_allocator({ALLOCATOR_VARIABLE: EXPANDABLE_SEGMENTS}) == "Allocator: PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert (
+        format_allocator({ALLOCATOR_VARIABLE: EXPANDABLE_SEGMENTS})
+        == "Allocator: PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
     others = {ALLOCATOR_VARIABLE: "max_split_size_mb:64,backend:native", "PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE_SEGMENTS}
     said = format_allocator(others)
     assert said.startswith("Allocator: PYTORCH_ALLOC_CONF=max")  # which torch reads first
@@ -129,7 +132,11 @@ def test_a_command_sets_it_before_torch_is_loaded(tmp_path):
         f"cli.allocator_variables = functools.partial(cli.allocator_variables, root=pathlib.Path({str(root)!r})); "
         "cli.main(['no-such-command']); print('torch' in sys.modules, os.environ.get('PYTORCH_ALLOC_CONF'))"
     )
-    kept = {name: value for name, value in os.environ.items() if name not in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES)
+    }
     answer = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, env=kept
     )

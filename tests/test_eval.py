@@ -24,7 +24,7 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.finished.answer import respond
 from sft_play.finished.evaluate import score
 from sft_play.finished.evaluate.evaluation import evaluate_run
-from sft_play.finished.evaluate.figures import MetricComparison, select_metrics, rouge_l, split_words
+from sft_play.finished.evaluate.figures import MetricComparison, rouge_l, select_metrics, split_words
 from sft_play.finished.evaluate.score import RowScore, eval_batch_tokens, score_rows
 from sft_play.finished.evaluate.statistics import Interval
 from sft_play.finished.load import load_held_out_rows, load_trained_model
@@ -95,7 +95,9 @@ def test_the_figures_are_those_of_the_run_s_own_evaluations(tmp_path, tiny_llama
 def test_the_loss_of_experts_is_without_their_balance_loss(tmp_path, command):
     base = make_base(tmp_path / "base", mixtral())
     run, summary = trained(tmp_path, base, command, "tuning.mode=lora", "train.bf16=false")
-    scores = score_rows(load_trained_model(run), load_held_out_rows(run).split.rows, max_batch_tokens=eval_batch_tokens(run))
+    scores = score_rows(
+        load_trained_model(run), load_held_out_rows(run).split.rows, max_batch_tokens=eval_batch_tokens(run)
+    )
     assert mean_loss(scores) < summary["after"]["loss"] - 0.1
     evaluation = evaluate_run(run, metrics=["none"])
     assert evaluation.comparisons[0].tuned == pytest.approx(mean_loss(scores))
@@ -347,7 +349,9 @@ def test_words_of_ascii_are_runs_of_letters_and_digits_and_other_scripts_have_th
     draw = random.Random(6)
     for _ in range(200):
         text = "".join(draw.choice(string.printable) for _ in range(40))
-        assert split_words(text) == re.sub(r"[^a-z0-9]+", " ", text.lower()).split()  # rouge-score, tokenize.py, no stemmer
+        assert (
+            split_words(text) == re.sub(r"[^a-z0-9]+", " ", text.lower()).split()
+        )  # rouge-score, tokenize.py, no stemmer
     assert split_words("Größe ÄRGER") == ["grösse", "ärger"]
     assert split_words("e\u0301te\u0301") == ["été"]
     assert split_words("今日は cat") == ["今", "日", "は", "cat"]

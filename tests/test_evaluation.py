@@ -76,7 +76,8 @@ def test_the_evaluation_batch_is_the_largest_that_stays_within_the_step(
 def test_evaluation_never_raises_what_a_plan_needs(model, machine):
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=qlora"])
     judged, plain = (
-        make_plan(PlanRequest(config, load_model_shape(model), parse_hardware(machine), has_eval=flag)) for flag in (True, False)
+        make_plan(PlanRequest(config, load_model_shape(model), parse_hardware(machine), has_eval=flag))
+        for flag in (True, False)
     )
     assert judged.choice.step.eval_batch == judged.eval_batch > judged.batch.micro_batch
     assert (judged.memory.allocated, judged.memory.required) == (plain.memory.allocated, plain.memory.required)

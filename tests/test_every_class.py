@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from benchmarks.registry import REQUIRED_FIELDS, REGISTRY_FILE
+from benchmarks.registry import REGISTRY_FILE, REQUIRED_FIELDS
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import parse_hardware

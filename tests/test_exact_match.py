@@ -94,7 +94,10 @@ def answered(monkeypatch: Any, tokenizer: Any, asked: Any, texts: list[str], sto
     monkeypatch.setattr(exact_match, "_generate", lambda _, __, prompts, *___: [made[tuple(one)] for one in prompts])
     model: Any = SimpleNamespace(training=False, eval=lambda: None, train=lambda _: None)
     model.config = SimpleNamespace(get_text_config=SimpleNamespace)
-    return [one.is_correct for one in generate_answers(model, tokenizer, asked, stop_tokens=stop, max_new_tokens=99, max_tokens=9999)]
+    return [
+        one.is_correct
+        for one in generate_answers(model, tokenizer, asked, stop_tokens=stop, max_new_tokens=99, max_tokens=9999)
+    ]
 
 
 def check(template: str, tokenizer_of: Any, monkeypatch: Any) -> int:

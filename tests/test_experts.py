@@ -18,7 +18,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.models.architecture import load_config_json
-from sft_play.facts.models.families import MODEL_FAMILIES, PEFT_MOVED_TYPES, PEFT_MOVED_NAMES
+from sft_play.facts.models.families import MODEL_FAMILIES, PEFT_MOVED_NAMES, PEFT_MOVED_TYPES
 from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
 from sft_play.trace.block_meter import load_planned_shape
@@ -335,7 +335,9 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     lines = [line for line in slow.reasons if "not installed" in line]
     assert len(lines) == 2
     assert any("s of a step of" in line for line in lines)
-    assert [line.startswith(LINEAR_ATTENTION_PACKAGE) for line in lines if "leave it so: on Blackwell" in line] == [True]
+    assert [line.startswith(LINEAR_ATTENTION_PACKAGE) for line in lines if "leave it so: on Blackwell" in line] == [
+        True
+    ]
     hopper = plan_of(run, shape, "8xH200", frozenset({LINEAR_ATTENTION_PACKAGE}))
     assert not any("Blackwell" in line for line in hopper.reasons)
     on_cpu = plan_of(run, shape, "cpu", frozenset({LINEAR_ATTENTION_PACKAGE}))
@@ -351,7 +353,10 @@ def test_qwen3_next_has_both(monkeypatch):
 
     fields = CONFIG_MAPPING["qwen3_next"](num_hidden_layers=4, num_experts=16).to_dict()
     shape = measure_shape_on_meta(fields, name="m")
-    assert [(kind.count, kind.linear_attention_width, kind.num_experts) for kind in shape.layers] == [(3, 4096, 16), (1, 0, 16)]
+    assert [(kind.count, kind.linear_attention_width, kind.num_experts) for kind in shape.layers] == [
+        (3, 4096, 16),
+        (1, 0, 16),
+    ]
     assert not shape.uses_custom_experts
     monkeypatch.setattr(installed, "installed_version", lambda name: "1.0" if name == "causal-conv1d" else None)
     assert installed.missing_kernel_packages() == {"flash-linear-attention", "mamba-ssm", "liger-kernel"}

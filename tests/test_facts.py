@@ -18,7 +18,13 @@ from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models import architecture
-from sft_play.facts.models.architecture import load_config_json, is_hub_reachable, find_model_folder, refuse_remote_code, load_model_shape
+from sft_play.facts.models.architecture import (
+    find_model_folder,
+    is_hub_reachable,
+    load_config_json,
+    load_model_shape,
+    refuse_remote_code,
+)
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.trace.block_meter import load_planned_shape

@@ -117,7 +117,9 @@ class Started:
         """Fails where a process of the ranks is alive."""
         assert self.agent is not None
         agent = self.agent
-        wait_for(lambda: not is_alive(agent) and not list(failures.find_agent_processes(agent)), self, within_s=within_s)
+        wait_for(
+            lambda: not is_alive(agent) and not list(failures.find_agent_processes(agent)), self, within_s=within_s
+        )
 
 
 def is_alive(pid: int) -> bool:
@@ -374,7 +376,9 @@ def test_the_rank_that_ran_out_of_memory_is_what_the_manifest_names(probe, tmp_p
     """Rank 0 sees only that its connection is lost."""
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    folder.write_json("manifest.json", {"format": MANIFEST_FORMAT, "status": "failed", "error": "RuntimeError: gloo: closed"})
+    folder.write_json(
+        "manifest.json", {"format": MANIFEST_FORMAT, "status": "failed", "error": "RuntimeError: gloo: closed"}
+    )
     started = probe("memory", **{failures.RUN_VARIABLE: str(folder.path)})
     assert started.end(WAIT_S) == DoesNotFit.exit_code
     words = "rank 1 (host "
@@ -631,7 +635,9 @@ def test_a_port_that_is_taken_is_said_before_anything_starts():
         first = torchrun_command(["train"], processes=2, nodes=NodeSetup(2, 0, "head", port))
         with pytest.raises(HardwareError, match=f"MASTER_PORT={port} cannot be listened on: .*MASTER_PORT={port + 1}"):
             require_free_port(first.port)
-        require_free_port(torchrun_command(["train"], processes=2, nodes=NodeSetup(2, 1, "head", port)).port)  # it will not listen
+        require_free_port(
+            torchrun_command(["train"], processes=2, nodes=NodeSetup(2, 1, "head", port)).port
+        )  # it will not listen
     require_free_port(first.port)
 
 

@@ -19,14 +19,14 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.size import estimate_size
 from sft_play.data.sources import json_rows, raw, tables
-from sft_play.data.sources.file_kinds import file_kind, data_suffix
+from sft_play.data.sources.file_kinds import data_suffix, file_kind
 from sft_play.data.sources.files import (
     DataSource,
-    source_digest,
-    list_parts,
     find_data_paths,
+    list_parts,
     read_part,
     read_rows,
+    source_digest,
     split_part,
 )
 from sft_play.data.sources.raw import BadRow, RawRow

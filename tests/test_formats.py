@@ -495,7 +495,16 @@ def test_rows_of_any_shape_end_in_an_example_or_a_bad_row(shape, row, data):
                 assert message["role"] in {"system", "user", "assistant", "tool"}
                 assert isinstance(message["content"], str)
                 assert set(message) <= {
-                    *("role", "content", "tool_calls", "reasoning_content", "name", "tool_call_id", "train", AUTHOR_MESSAGE),
+                    *(
+                        "role",
+                        "content",
+                        "tool_calls",
+                        "reasoning_content",
+                        "name",
+                        "tool_call_id",
+                        "train",
+                        AUTHOR_MESSAGE,
+                    ),
                 }
         if isinstance(found, BadRow):
             assert str(found) == escape_control(str(found)).replace("\n", " ")

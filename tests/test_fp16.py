@@ -52,7 +52,9 @@ def machine(name: str) -> Hardware:
 
 
 def test_every_family_is_a_model_type_with_a_source():
-    assert [kind for kind in FP16_OVERFLOWS if kind not in CONFIG_MAPPING] == ["plamo2"]  # its code is not transformers'
+    assert [kind for kind in FP16_OVERFLOWS if kind not in CONFIG_MAPPING] == [
+        "plamo2"
+    ]  # its code is not transformers'
     assert all(seen.source.startswith("https://") and seen.what for seen in FP16_OVERFLOWS.values())
     assert (len(IN_FORWARD), len(IN_BACKWARD), len(WITH_EAGER), len(FP16_OVERFLOWS)) == (18, 3, 5, 27)
 
@@ -179,7 +181,9 @@ def test_model_configs_that_others_publish(origin):
         fields = json.loads(path.read_text())
         if "auto_map" in fields:
             continue
-        found[path.parent.name] = choose_precision(config(), machine("1xT4"), load_planned_shape(fields, name="m")).compute
+        found[path.parent.name] = choose_precision(
+            config(), machine("1xT4"), load_planned_shape(fields, name="m")
+        ).compute
     in_fp32 = {name for name, compute in found.items() if compute == "float32"}
     assert in_fp32 == {name for name in found if name.startswith(("gemma-2", "gemma-3", "gpt-oss"))}
     assert len(in_fp32) >= 4
@@ -203,7 +207,10 @@ def test_the_largest_model_in_fp16_is_one_that_can_run_in_it():
 
 
 def test_a_fault_says_whether_the_family_is_known_and_the_ways_out():
-    known, unknown = format_fp16_fault("gemma3_text", find_fp16_overflow("gemma3_text")), format_fp16_fault("llama", find_fp16_overflow("llama"))
+    known, unknown = (
+        format_fp16_fault("gemma3_text", find_fp16_overflow("gemma3_text")),
+        format_fp16_fault("llama", find_fp16_overflow("llama")),
+    )
     assert "known: in gemma3_text models activations reach 800,000 (https://" in known
     assert "llama is not among the families known for it" in unknown
     for said in (known, unknown):

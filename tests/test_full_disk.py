@@ -190,7 +190,10 @@ def test_errors_of_reading_elsewhere_are_not_taken_for_those_of_writing(tmp_path
         raise RunFolderError(errno.ENOSPC, FULL)
     path = tmp_path / "eval.json"
     path.mkdir()
-    with pytest.raises(ConfigError, match=r"eval\.json cannot be written: Is a directory"), translate_write_errors(path):
+    with (
+        pytest.raises(ConfigError, match=r"eval\.json cannot be written: Is a directory"),
+        translate_write_errors(path),
+    ):
         path.write_text("")
 
 

@@ -16,7 +16,7 @@ from sft_play.diagnose import gpu_info, gpu_page
 from sft_play.facts import host
 from sft_play.facts.gpus.gpu import PcieLink
 from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.installed import nccl_package, torch_cuda_version, torch_hip_version, installed_version
+from sft_play.facts.installed import installed_version, nccl_package, torch_cuda_version, torch_hip_version
 from tests.conftest import ROOT
 
 MIB = 2**20
@@ -361,7 +361,9 @@ def test_versions_are_read_without_importing(monkeypatch):
 
 def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
     asked = []
-    monkeypatch.setattr(gpu_info, "read_torch_report", lambda environment: asked.append(environment) or ["PyTorch version: 2"])
+    monkeypatch.setattr(
+        gpu_info, "read_torch_report", lambda environment: asked.append(environment) or ["PyTorch version: 2"]
+    )
     assert "FULL=1 asks it what it sees" in seen_text()
     assert not asked
     text = seen_text(includes_torch=True)

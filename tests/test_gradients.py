@@ -145,7 +145,9 @@ def test_the_plan_takes_a_layout_that_can_do_what_is_asked():
         assert wanted <= {layout.name for layout in possible}
         assert not wanted & {item.name for item in refused}
         assert all("sync_gradients_every" in item.because for item in refused if item.name.startswith("zero"))
-    plan = make_plan(PlanRequest(run_of("lora", mixed_precision={"buffer": "bfloat16"}), load_model_shape(MODEL), hardware))
+    plan = make_plan(
+        PlanRequest(run_of("lora", mixed_precision={"buffer": "bfloat16"}), load_model_shape(MODEL), hardware)
+    )
     assert plan.layout.startswith("zero")
 
 
@@ -215,7 +217,9 @@ def test_whole_gradients_are_counted_where_fsdp_adds_up_once_a_step(precision):
     often, once = run_of(sync_gradients_every="micro_batch"), run_of(sync_gradients_every="step")
     wide = run_of(sync_gradients_every="step", mixed_precision={"reduce": "float32"})
     ranks = 8
-    walks = [StepMemorySimulation(config, shape, precision, step_of("fsdp", ranks=ranks)) for config in (often, once, wide)]
+    walks = [
+        StepMemorySimulation(config, shape, precision, step_of("fsdp", ranks=ranks)) for config in (often, once, wide)
+    ]
     width = DTYPE_BYTES[precision.compute]
     assert [walk.full_gradient_bytes for walk in walks] == [0, shape.params * width, shape.params * 4]
     peaks = [estimate_memory(config, shape, precision, step_of("fsdp", ranks=ranks)) for config in (often, once, wide)]
@@ -223,7 +227,9 @@ def test_whole_gradients_are_counted_where_fsdp_adds_up_once_a_step(precision):
     assert more == shape.params * width - shape.params * 4 // ranks  # instead of this rank's parts in fp32
     assert peaks[2].moments["backward"] >= peaks[1].moments["backward"]
     assert peaks[1].moments["optimizer"] == peaks[0].moments["optimizer"]  # cut by then
-    single = [estimate_memory(config, shape, precision, step_of("fsdp", ranks=ranks, accum=1)) for config in (often, once)]
+    single = [
+        estimate_memory(config, shape, precision, step_of("fsdp", ranks=ranks, accum=1)) for config in (often, once)
+    ]
     assert single[0] == single[1]
 
 
@@ -289,7 +295,9 @@ def test_the_closed_form_by_hand():
 
 def test_a_plan_keeps_its_collectives_through_json():
     config = run_of("full", "auto", sync_gradients_every="step", mixed_precision={"reduce": "float32"})
-    plan = make_plan(PlanRequest(config, load_model_shape(MODEL), parse_hardware("2xRTX4090"), allowed_layouts=("fsdp",)))
+    plan = make_plan(
+        PlanRequest(config, load_model_shape(MODEL), parse_hardware("2xRTX4090"), allowed_layouts=("fsdp",))
+    )
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
     assert plan.speed.collectives["reduce_scatter"] == 4 * load_model_shape(MODEL).params
 
@@ -377,13 +385,22 @@ def test_a_report_of_four_ranks_by_hand():
     assert found["sent_bytes"] == 90
     assert found["agrees"]
     assert [rank["waiting_s"] for rank in found["ranks"]] == pytest.approx([0.1, 0.1, 0.0, 0.1])
-    assert not communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes=planned, planned_sent_bytes=80)["agrees"]
-    assert communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes={}, planned_sent_bytes=0)["difference"] is None
+    assert not communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes=planned, planned_sent_bytes=80)[
+        "agrees"
+    ]
+    assert (
+        communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes={}, planned_sent_bytes=0)["difference"]
+        is None
+    )
     assert TOLERANCE == 0.05
-    hybrid = communication_report(ranks, Layout("fsdp_hybrid", 4, 2), steps=1, planned_bytes=planned, planned_sent_bytes=90)
+    hybrid = communication_report(
+        ranks, Layout("fsdp_hybrid", 4, 2), steps=1, planned_bytes=planned, planned_sent_bytes=90
+    )
     assert hybrid["kinds"]["all_gather"]["bytes"] == 20  # two ranks of a shard
     assert hybrid["kinds"]["all_reduce"]["sent_bytes"] == 100  # over two copies
-    mesh = communication_report(ranks, Layout("fsdp_tp", 2, 2, tensor_parallel=2), steps=1, planned_bytes=planned, planned_sent_bytes=90)
+    mesh = communication_report(
+        ranks, Layout("fsdp_tp", 2, 2, tensor_parallel=2), steps=1, planned_bytes=planned, planned_sent_bytes=90
+    )
     assert mesh["kinds"]["all_gather"]["bytes"] == 20  # two ranks of a shard
     assert mesh["kinds"]["all_gather"]["sent_bytes"] == 10
     assert mesh["kinds"]["all_reduce"]["sent_bytes"] == 100  # over two tensor-parallel ranks

@@ -18,11 +18,11 @@ from sft_play.facts.gpus.gpu_catalog import (
     CATALOG_BY_KEY,
     CATALOG_ENTRIES,
     GPU_GENERATIONS,
-    find_gpus,
-    suggested_gpus,
     catalog_key,
-    nearest_gpus,
     driver_reserve_bytes,
+    find_gpus,
+    nearest_gpus,
+    suggested_gpus,
 )
 from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.units import GIB, MIB
@@ -274,7 +274,10 @@ def test_gpus_that_differ_are_numbered_by_cuda_in_another_order(nvml):
     assert not detect_hardware({"CUDA_VISIBLE_DEVICES": "GPU-b"}).notes
     nvml(turing)
     assert not detect_hardware({}).gpus[0].has_bf16
-    assert (detect_hardware({}).gpus[0].flops("bfloat16"), detect_hardware({}).gpus[0].flops("float16")) == (None, 65e12)
+    assert (detect_hardware({}).gpus[0].flops("bfloat16"), detect_hardware({}).gpus[0].flops("float16")) == (
+        None,
+        65e12,
+    )
 
 
 # --- the host --------------------------------------------------------------------------------------------------------

@@ -165,7 +165,9 @@ def test_a_name_in_the_whole_class_and_back(places):
         assert whole != name
         assert tower.to_text_name(whole) == name
         assert tower.to_full_name(whole) == whole
-    assert tower.to_full_name("lm_head.weight") == ("lm_head.weight" if places[0][0] else "language_model.lm_head.weight")
+    assert tower.to_full_name("lm_head.weight") == (
+        "lm_head.weight" if places[0][0] else "language_model.lm_head.weight"
+    )
     assert {**LEGACY_KEY_MAPPING}.items() <= tower.key_mapping.items()
 
 

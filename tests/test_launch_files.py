@@ -25,8 +25,8 @@ from sft_play.launch.accelerate import (
     AccelerateConfig,
     accelerate_path,
     find_accelerate_file,
-    read_machines,
     read_accelerate_file,
+    read_machines,
     write_accelerate_file,
 )
 from sft_play.launch.deepspeed.files import (
@@ -37,7 +37,13 @@ from sft_play.launch.deepspeed.files import (
     shipped_deepspeed_config,
     translate_deepspeed_keys,
 )
-from sft_play.launch.deepspeed.fill import PlanValues, cpu_adam_obstacles, cpu_adam_compile_note, fill_auto_values, deepspeed_options
+from sft_play.launch.deepspeed.fill import (
+    PlanValues,
+    cpu_adam_compile_note,
+    cpu_adam_obstacles,
+    deepspeed_options,
+    fill_auto_values,
+)
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions, override_lines
 from sft_play.launch.machine import select_hardware
 from tests.conftest import ROOT
@@ -432,7 +438,9 @@ def test_the_table_is_that_of_the_installed_deepspeed():
 
 
 def test_what_is_filled_loads_in_the_installed_deepspeed():
-    filled = [fill_auto_values(shipped_deepspeed_config(layout), replace(NUMBERS, layout=layout))[0] for layout in ZERO_STAGES]
+    filled = [
+        fill_auto_values(shipped_deepspeed_config(layout), replace(NUMBERS, layout=layout))[0] for layout in ZERO_STAGES
+    ]
     code = (
         "import json, sys\n"
         "from deepspeed.runtime.config import DeepSpeedConfig\n"
@@ -515,11 +523,16 @@ def test_blocks_that_only_repeat_the_run_are_left_out_aloud():
 
 def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built():
     numbers = replace(NUMBERS, layout="zero3_offload")
-    config, lines = fill_auto_values(shipped_deepspeed_config("zero3_offload"), numbers, adam_obstacle="no C++ compiler")
+    config, lines = fill_auto_values(
+        shipped_deepspeed_config("zero3_offload"), numbers, adam_obstacle="no C++ compiler"
+    )
     assert config["zero_force_ds_cpu_optimizer"] is False
     assert any("no C++ compiler" in line for line in lines)
     assert "zero_force_ds_cpu_optimizer" not in fill_auto_values(shipped_deepspeed_config("zero3_offload"), numbers)[0]
-    assert "zero_force_ds_cpu_optimizer" not in fill_auto_values(shipped_deepspeed_config("zero2"), NUMBERS, adam_obstacle="x")[0]
+    assert (
+        "zero_force_ds_cpu_optimizer"
+        not in fill_auto_values(shipped_deepspeed_config("zero2"), NUMBERS, adam_obstacle="x")[0]
+    )
 
 
 @pytest.mark.parametrize("obstacles", [(), ("no ninja",)])

@@ -213,8 +213,12 @@ def test_a_plan_with_the_kernels_says_that_no_trace_runs_them(monkeypatch: Any) 
     monkeypatch.delitem(build.KERNEL_CONTEXTS, "liger", raising=False)
     model, run = {"model_type": "llama", **SIZES}, config("liger")
     shape = parse_model_shape(dict(model), name="m")
-    candidate = build_candidate(build_plan_inputs(PlanRequest(run, shape, parse_hardware("1xH100"))), SINGLE, BatchPlan(1, 1, 1), 0)
-    assert trace_candidate(run, model, shape, BF16, candidate).unavailable_reason == "Liger's kernels run on a GPU alone"
+    candidate = build_candidate(
+        build_plan_inputs(PlanRequest(run, shape, parse_hardware("1xH100"))), SINGLE, BatchPlan(1, 1, 1), 0
+    )
+    assert (
+        trace_candidate(run, model, shape, BF16, candidate).unavailable_reason == "Liger's kernels run on a GPU alone"
+    )
 
 
 @pytest.mark.build
@@ -307,7 +311,9 @@ def test_saved_bytes_are_those_counted_by_hand() -> None:
     # in fp32 nothing is cast: 28 and 76 against 8 and 12; 40 and 60 against 8 and 8; 20 and 36 against 12 and 20
     fp32 = 2 * 4 * (20 + 64) + 6 * (32 + 52) + 3 * (8 + 16)
     assert liger_saved_bytes(shape, LIGER_REPLACEMENTS["llama"], e=4, recomputed_share=0.0) == fp32
-    assert liger_saved_starts_s(shape, LIGER_REPLACEMENTS["llama"], recomputed_share=0.0) == pytest.approx(2 * 32e-6 + 242e-6)
+    assert liger_saved_starts_s(shape, LIGER_REPLACEMENTS["llama"], recomputed_share=0.0) == pytest.approx(
+        2 * 32e-6 + 242e-6
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -347,7 +353,9 @@ def test_runs_correct_only_plans_of_their_own_kernels(seed: int) -> None:
     ]  # fmt: skip
     for names in (("plain", "plain"), ("plain", "liger"), ("liger", "liger")):
         counted = CountedKernels(*names)
-        found = calibration.compute_correction(runs, device="H100", mode="lora", layout="single", model="m", kernels=counted)
+        found = calibration.compute_correction(
+            runs, device="H100", mode="lora", layout="single", model="m", kernels=counted
+        )
         of_memory = [run.measured_reserved / 100 for run in runs if run.kernels == names[0] and run.predicted_reserved]
         of_speed = sorted(run.measured_tokens_per_s / 100 for run in runs if run.kernels == names[1])
         assert found.memory_factor == max([1.0, *of_memory])
@@ -428,7 +436,11 @@ def test_a_plan_that_does_not_fit_names_the_kernels_where_they_are_installed_and
 ) -> None:
     run = config(wish, **{"train.gradient_checkpointing": "false", "train.batch_size": 4, "train.grad_accum": 1})
     without = frozenset() if installed else frozenset({LIGER_PACKAGE})
-    found = list(find_suggestions(PlanRequest(run, load_model_shape(run.model.name), parse_hardware("1xRTX4090"), missing_packages=without)))
+    found = list(
+        find_suggestions(
+            PlanRequest(run, load_model_shape(run.model.name), parse_hardware("1xRTX4090"), missing_packages=without)
+        )
+    )
     named_ways = [way for way in found if way.setting and "train.kernels=liger" in way.setting]
     assert bool(named_ways) == (wish == "auto" and installed)
     assert found

@@ -1064,7 +1064,10 @@ def test_a_prompt_whose_texts_spell_special_tokens_has_the_tokens_that_training_
     row = renderer.render(chat)
     first = next(at for at, label in enumerate(row.labels) if label != IGNORED)
     assert renderer.prompt_ids(chat) == row.input_ids[:first]
-    assert renderer.prompt_and_answer_ids(chat) == (row.input_ids[:first], [one for one in row.labels if one != IGNORED])
+    assert renderer.prompt_and_answer_ids(chat) == (
+        row.input_ids[:first],
+        [one for one in row.labels if one != IGNORED],
+    )
 
 
 def test_special_tokens_in_texts_are_control_tokens_or_bad_rows_when_told(tokenizer, make):

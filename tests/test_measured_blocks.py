@@ -84,7 +84,9 @@ def wide(kind, **more):
 
 
 def measured_shape(fields, kind=""):
-    return dataclasses.replace(measure_shape_on_meta(fields, name=kind or "m"), block_meter=BlockMeter(json.dumps(fields)))
+    return dataclasses.replace(
+        measure_shape_on_meta(fields, name=kind or "m"), block_meter=BlockMeter(json.dumps(fields))
+    )
 
 
 def step_of(shape, **changes):
@@ -250,7 +252,9 @@ def test_a_class_without_checkpointing_is_planned_without_it():
     assert {candidate.checkpointed_layers for candidate in plan.candidates} == {0}
     with pytest.raises(ConfigError, match="model type ctrl has no activation checkpointing that frees memory; set it"):
         make_plan(
-            PlanRequest(run(text="train: {gradient_checkpointing: true}\n", length=64), shape, parse_hardware("1xRTX3060"))
+            PlanRequest(
+                run(text="train: {gradient_checkpointing: true}\n", length=64), shape, parse_hardware("1xRTX3060")
+            )
         )
 
 
@@ -384,7 +388,9 @@ def test_real_buffers_hold_what_their_class_computes(kind):
     with trace_context(settings, real=True) as (loop, skeleton):
         found = dict(build.base_model(loop.load_model(skeleton)).named_buffers())
     torch.manual_seed(0)
-    meant = dict(AutoModelForCausalLM.from_config(build.language_model_config(settings), dtype=torch.bfloat16).named_buffers())
+    meant = dict(
+        AutoModelForCausalLM.from_config(build.language_model_config(settings), dtype=torch.bfloat16).named_buffers()
+    )
     assert found.keys() == meant.keys() != set()
     assert all(torch.equal(found[name], one) for name, one in meant.items())
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks.closed_form import predict_memory, parse_setting, sample_settings, trace_settings
+from benchmarks.closed_form import parse_setting, predict_memory, sample_settings, trace_settings
 from sft_play.config.load import config_from_text
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.decoder import parse_model_shape
@@ -244,7 +244,9 @@ def test_zero_partitions_are_those_counted_on_real_ranks(name, ranks, per_param,
     """Live bytes of deepspeed 0.19.8 on CPU ranks, per parameter: 8.00 / 10.02 and 5.00 / 7.02 in stage 1 after and
     before the step, 8.00 / 9.02 and 5.00 / 5.55 in stage 2, 8.02 and 4.02 always in stage 3."""
     shape = llama_8b()
-    kept = StepMemorySimulation(run(mode="full"), shape, BF16, Step(1, 1, 512, layout=Layout(name, ranks, ranks))).resident
+    kept = StepMemorySimulation(
+        run(mode="full"), shape, BF16, Step(1, 1, 512, layout=Layout(name, ranks, ranks))
+    ).resident
     held = kept.weights + kept.master_weights + kept.optimizer
     assert held / shape.params == pytest.approx(per_param, rel=0.001)
     assert kept.gradients / shape.params == pytest.approx(gradients, rel=0.001)
@@ -294,7 +296,9 @@ def test_margins_are_one_table_and_the_largest_class_counts():
 
     def share(mode="lora", precision=BF16, layout=SINGLE, own_experts=False, **step):
         shape = dataclasses.replace(llama_8b(), uses_custom_experts=own_experts)
-        return select_margin(StepMemorySimulation(run(mode=mode), shape, precision, Step(1, 1, 512, layout=layout, **step))).share
+        return select_margin(
+            StepMemorySimulation(run(mode=mode), shape, precision, Step(1, 1, 512, layout=layout, **step))
+        ).share
 
     wide = Precision("bfloat16", "float32", "")
     assert share() == share(mode="full") == share(precision=wide) == 0.03

@@ -255,7 +255,9 @@ def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
     found = find_run_processes(output, name="killed")
     assert not found.is_running
     assert "its manifest says running, and nothing writes it: it was ended" in found.notes[0]
-    assert "40.0 GiB" in "\n".join(format_memory_snapshot(read_memory_snapshot(output, {}, name=str(output / "killed"))))
+    assert "40.0 GiB" in "\n".join(
+        format_memory_snapshot(read_memory_snapshot(output, {}, name=str(output / "killed")))
+    )
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

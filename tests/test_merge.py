@@ -18,8 +18,8 @@ from sft_play.finished.export import merged_weights, push
 from sft_play.finished.export.check_merge import divergence_limit, merge_test
 from sft_play.finished.export.export import export_run
 from sft_play.finished.export.merge import merge_run, record_merge_test, whole_model_folder
-from sft_play.finished.export.places import read_merge_record, describe_merge, find_merged_model
-from sft_play.finished.load import load_trained_model, load_model_folder
+from sft_play.finished.export.places import describe_merge, find_merged_model, read_merge_record
+from sft_play.finished.load import load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run
 from tests.finished_runs import SMALL, finished_run, make_base
 
@@ -170,7 +170,9 @@ def test_tensors_that_are_joined_in_ram_are_merged_over(tmp_path):
     merged = merge_run(run)
     assert merged.streamed
     assert any("ngram_embedding.shard_" in name for name in load_file(merged.path / "model.safetensors"))
-    torch.testing.assert_close(logits(load_model_folder(merged.path)), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(load_model_folder(merged.path)), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4
+    )
 
 
 @contextlib.contextmanager
@@ -350,7 +352,9 @@ def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypa
     merged = merge_run(run)
     assert not merged.streamed
     assert "whole model is loaded into RAM" in caplog.text
-    torch.testing.assert_close(logits(load_model_folder(merged.path)), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(load_model_folder(merged.path)), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -415,7 +419,9 @@ def test_layers_that_no_adapter_touches_keep_their_bits(tmp_path):
 
 def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
     base = make_base(tmp_path / "base", llama())
-    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"])))
+    run = find_finished_run(
+        tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"]))
+    )
     dequantized = merge_run(run, dtype="fp32")
     original = merge_run(run, dtype="fp32", base="original", out=tmp_path / "original")
     expected = logits(load_trained_model(run))
@@ -424,7 +430,10 @@ def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
     assert original.lines()[-1] == f"Next: make merge-test RUN={run.folder.path} OUT={original.path}"
     assert "merge-test has not been run" in str(describe_merge(original.path))
     one, other = merge_test(run), merge_test(run, path=original.path)
-    assert (read_merge_record(dequantized.path)["test"]["ok"], read_merge_record(original.path)["test"]["ok"]) == (True, False)
+    assert (read_merge_record(dequantized.path)["test"]["ok"], read_merge_record(original.path)["test"]["ok"]) == (
+        True,
+        False,
+    )
     assert one.ok
     assert not other.ok
     assert one.kl_merged < other.kl_merged
@@ -435,7 +444,9 @@ def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
 def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monkeypatch):
     """By export, serve and push alike, which ask `whole_model_folder` or the same rule."""
     base = make_base(tmp_path / "base", llama())
-    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"])))
+    run = find_finished_run(
+        tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"]))
+    )
     folder = merge_run(run, base="original", dtype="fp32").path
     asked = (lambda: whole_model_folder(run, is_locked=False), lambda: push._upload_folder(run, is_merged=True))
     for ask in asked:

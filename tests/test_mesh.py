@@ -176,7 +176,11 @@ def test_a_mesh_that_cannot_run_the_job_is_refused_before_anything_loads(mesh, c
     with pytest.raises(
         ConfigError, match=rf"cannot run this job: .*{because}.*; use \[\[{count}\], \[fsdp\]\], or null"
     ):
-        make_advised_plan(PlanRequest(run(mesh, **config), load_model_shape(config.get("name", LLAMA)), parse_hardware(f"{count}xH100")))
+        make_advised_plan(
+            PlanRequest(
+                run(mesh, **config), load_model_shape(config.get("name", LLAMA)), parse_hardware(f"{count}xH100")
+            )
+        )
 
 
 def test_the_types_that_are_divided_are_those_of_transformers():
@@ -208,7 +212,8 @@ def found(request, tmp_path_factory) -> dict[str, Any]:
 @pytest.mark.build
 @pytest.mark.parametrize("mode", ["full", "lora"])
 @pytest.mark.parametrize(
-    "divided", [pytest.param(kind, marks=[] if kind in FEW else [pytest.mark.slow]) for kind in sorted(TENSOR_PARALLEL_TYPES)]
+    "divided",
+    [pytest.param(kind, marks=[] if kind in FEW else [pytest.mark.slow]) for kind in sorted(TENSOR_PARALLEL_TYPES)],
 )
 def test_a_model_of_two_parts_has_the_loss_and_gradients_of_the_whole_one(found, divided, mode):
     one = found["divided"][f"{divided} {mode}"]
@@ -243,7 +248,10 @@ def test_a_class_that_would_be_divided_wrongly_is_refused(found, kind):
 
 
 def test_parts_divide_the_blocks_and_leave_embedding_head_and_norms_whole():
-    shape, job = load_model_shape(LLAMA), build_plan_inputs(PlanRequest(run(mode="full"), load_model_shape(LLAMA), parse_hardware("8xH100")))
+    shape, job = (
+        load_model_shape(LLAMA),
+        build_plan_inputs(PlanRequest(run(mode="full"), load_model_shape(LLAMA), parse_hardware("8xH100"))),
+    )
     blocks = sum(kind.count * kind.linear_weights for kind in shape.layers)
     for fsdp, tp in ((1, 2), (1, 8), (2, 4), (4, 2)):
         layout = Layout("fsdp_tp" if fsdp > 1 else "tp", fsdp, fsdp, tp)
@@ -262,7 +270,9 @@ def test_a_part_of_a_row_needs_a_part_of_its_activations():
         shared = make_advised_plan(PlanRequest(mesh, shape, parse_hardware("8xH100"))).choice
         short = run([[8], ["fsdp"]], mode="full", model__max_seq_len=8192 // parts, train__batch_size=1)
         alone = make_advised_plan(PlanRequest(short, shape, parse_hardware("8xH100"))).choice
-        if shared.checkpointed_layers == alone.checkpointed_layers and (shared.batch.grad_accum > 1) == (alone.batch.grad_accum > 1):
+        if shared.checkpointed_layers == alone.checkpointed_layers and (shared.batch.grad_accum > 1) == (
+            alone.batch.grad_accum > 1
+        ):
             assert shared.memory.terms["activations"] == pytest.approx(alone.memory.terms["activations"], rel=0.01)
         assert shared.speed.tokens == 8192 * shared.batch.effective_batch
 
@@ -282,7 +292,9 @@ def test_offloaded_checkpoints_leave_the_gpu_for_the_hosts_ram():
     kept, offloaded = (
         make_advised_plan(
             PlanRequest(
-                run(mode="lora", train__gradient_checkpointing=wish, train__batch_size=4), shape, parse_hardware("1xH100")
+                run(mode="lora", train__gradient_checkpointing=wish, train__batch_size=4),
+                shape,
+                parse_hardware("1xH100"),
             )
         ).choice
         for wish in (True, "offload")
@@ -314,7 +326,9 @@ def test_what_is_chosen_can_be_launched_from_2_to_1024_gpus(seed):
         assert plan.choice.layout.ranks == count
         assert plan.batch.effective_batch == config.train.effective_batch_size
         assert not any("does not launch" in str(one.rejected_because) for one in plan.candidates)
-        assert plan.choice.layout in find_layouts(config, load_model_shape(LLAMA), machine)[0] or plan.layout == "fsdp_cp"
+        assert (
+            plan.choice.layout in find_layouts(config, load_model_shape(LLAMA), machine)[0] or plan.layout == "fsdp_cp"
+        )
     assert chosen
 
 
@@ -325,11 +339,14 @@ def test_a_row_too_long_for_a_gpu_is_shared_where_nothing_else_fits():
     assert not any(one.fits for one in plan.candidates if one.layout.context_parallel == 1)
     short = run(mode="lora", train__effective_batch_size=8)
     assert "fsdp_cp" not in {
-        one.layout.name for one in make_advised_plan(PlanRequest(short, load_model_shape(LLAMA), parse_hardware("8xL40S"))).candidates
+        one.layout.name
+        for one in make_advised_plan(PlanRequest(short, load_model_shape(LLAMA), parse_hardware("8xL40S"))).candidates
     }
     found = refusal = None
     try:
-        found = make_advised_plan(PlanRequest(long, load_model_shape(LLAMA), parse_hardware("8xL40S"), allowed_layouts=("ddp", "fsdp")))
+        found = make_advised_plan(
+            PlanRequest(long, load_model_shape(LLAMA), parse_hardware("8xL40S"), allowed_layouts=("ddp", "fsdp"))
+        )
     except ConfigError as error:
         refusal = error
     assert refusal is None
@@ -522,7 +539,9 @@ def test_a_mesh_that_does_not_fit_is_answered_with_changes_that_plan_as_they_say
 
 def test_the_largest_model_of_a_mesh_is_one_that_it_can_run():
     """Classes that tensor-parallel ranks cannot divide are passed over."""
-    found = find_largest_fit("model", PlanRequest(run([1, 4]), load_model_shape(LLAMA), parse_hardware("4xH100,ram=1TiB")))
+    found = find_largest_fit(
+        "model", PlanRequest(run([1, 4]), load_model_shape(LLAMA), parse_hardware("4xH100,ram=1TiB"))
+    )
     assert load_model_shape(str(found.value)).model_type in TENSOR_PARALLEL_TYPES
 
 

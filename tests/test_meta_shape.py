@@ -108,7 +108,9 @@ def test_buffers_are_counted_in_the_dtype_that_they_are_loaded_in(kind, dtype):
     with torch.device("meta"):
         loaded = AutoModelForCausalLM.from_config(prepare_text_config(config), dtype=dtype)
     shape = measure_shape_on_meta(json.loads(json.dumps(config.to_dict(), default=str)), name="m")
-    assert sum(one.nbytes for one in loaded.buffers()) == shape.buffer_bytes + dtype.itemsize * shape.buffer_elements > 0
+    assert (
+        sum(one.nbytes for one in loaded.buffers()) == shape.buffer_bytes + dtype.itemsize * shape.buffer_elements > 0
+    )
 
 
 @pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"])

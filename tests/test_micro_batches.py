@@ -90,7 +90,9 @@ def test_a_batch_that_was_given_is_kept_in_rows(seed):
     cut = MicroBatches(rows).assign_rows(lengths, ranks=ranks)
     check_whole(cut, len(lengths), ranks)
     assert all(sum(map(len, each)) == rows * ranks for each in cut[:-1])
-    assert len(cut) == MicroBatches(rows).max_micro_steps(-(-len(lengths) // ranks)) == -(-len(lengths) // (rows * ranks))
+    assert (
+        len(cut) == MicroBatches(rows).max_micro_steps(-(-len(lengths) // ranks)) == -(-len(lengths) // (rows * ranks))
+    )
 
 
 @pytest.mark.parametrize("seed", CASES)

@@ -12,7 +12,14 @@ import pytest
 from benchmarks.starter_base import CHAT_TEMPLATE
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
-from sft_play.finished.export.ollama import UnsupportedTemplate, TemplateParts, go_template, learn_template_parts, format_modelfile, render_as_ollama
+from sft_play.finished.export.ollama import (
+    TemplateParts,
+    UnsupportedTemplate,
+    format_modelfile,
+    go_template,
+    learn_template_parts,
+    render_as_ollama,
+)
 from sft_play.finished.export.prompts import probe_conversations
 from sft_play.training.prepare.tokenizer import BUILT_IN_TEMPLATES
 from tests.conftest import shared

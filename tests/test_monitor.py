@@ -37,7 +37,8 @@ def test_padding_samples_and_speed_are_counted_from_the_batches(monkeypatch):
     made._window_start = 0.0
     # two rows of four places, one of them padded by two; the second row is a masked one
     made.count_batch(
-        batch([[1, 2, 3, 4], [1, 2, 0, 0]], [[-100, -100, 3, 4], [-100] * 4], [[1, 1, 1, 1], [1, 1, 0, 0]]), ignored_label=-100
+        batch([[1, 2, 3, 4], [1, 2, 0, 0]], [[-100, -100, 3, 4], [-100] * 4], [[1, 1, 1, 1], [1, 1, 0, 0]]),
+        ignored_label=-100,
     )
     found = made.take_metrics(steps=2, device=torch.device("cpu"))
     assert found["padding_share"] == pytest.approx(2 / 8)

@@ -14,8 +14,8 @@ from benchmarks.mutation_score import (
     Mutant,
     MutantVerdict,
     all_mutants,
-    previously_killed,
     find_mutants,
+    previously_killed,
     score,
 )
 from tests.conftest import ROOT

@@ -82,6 +82,8 @@ def test_the_twelve_words_are_defined_where_the_page_says():
     assert len(dict(rows)) == 12
     for word, path in rows:
         classes = [
-            node.name for node in tree_of(ROOT / "sft_play" / path).body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+            node.name
+            for node in tree_of(ROOT / "sft_play" / path).body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
         ]
         assert any(word.lower() in name.lower() for name in classes), f"{path} defines no {word}: {classes}"

@@ -63,7 +63,9 @@ def test_the_similarity_is_jaccards(seed):
     texts = varied(draw, draw.choice([5, 50, 5000]))
     for _ in range(200):
         one, other = draw.choice(texts), draw.choice(texts)
-        assert jaccard_similarity(compute_shingles(one), compute_shingles(other)) == pytest.approx(jaccard(one, other), abs=1e-12)
+        assert jaccard_similarity(compute_shingles(one), compute_shingles(other)) == pytest.approx(
+            jaccard(one, other), abs=1e-12
+        )
 
 
 @needs_datasketch

@@ -222,7 +222,10 @@ def test_preferences_are_refused_and_a_file_without_a_model_asks_for_it():
         translate_file("base_model: a/b\nrl: dpo\n", name="x.yaml", user_settings={})
     with pytest.raises(ConfigError, match=r"x\.yaml names no model.*FROM=x\.yaml MODEL=owner/name"):
         translate_file("lora_r: 8\n", name="x.yaml", user_settings={})
-    assert translate_file("lora_r: 8\n", name="x.yaml", user_settings={"model.name": "a/b"}).settings["tuning.mode"] == "lora"
+    assert (
+        translate_file("lora_r: 8\n", name="x.yaml", user_settings={"model.name": "a/b"}).settings["tuning.mode"]
+        == "lora"
+    )
 
 
 KEYS = sorted(other_tools.key_table().plain_keys)

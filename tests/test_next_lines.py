@@ -44,9 +44,9 @@ def ship(*, reason: str = "") -> Any:
         GeneralEvidence,
         MergeEvidence,
         ShipCheck,
+        ShipVerdict,
         TaskEvidence,
         Thresholds,
-        ShipVerdict,
     )
 
     evidence = Evidence(TaskEvidence("test"), GeneralEvidence(), MergeEvidence("no adapter"))
@@ -88,7 +88,7 @@ def push() -> Any:
 
 
 def record() -> Any:
-    from sft_play.finished.report.record import RunRecord, RunPart
+    from sft_play.finished.report.record import RunPart, RunRecord
     from sft_play.runs.folder import RunFolder
 
     return RunRecord(RunFolder(RUN), "finished", {}, {}, {}, (RunPart(None, {}, {}, {}, {}, {}),), ())

@@ -105,7 +105,9 @@ def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(
         four_bit = dict(model.named_modules())[name]
         if type(four_bit).__name__ == "Linear4bit":
             module.weight.data = nf4_experts.functional.dequantize_4bit(four_bit.weight, four_bit.weight.quant_state)
-    assert found == sum(nf4 // 2 for nf4 in (n for kind in load_run_model_shape(run(folder)).layers for n in stack(kind)))
+    assert found == sum(
+        nf4 // 2 for nf4 in (n for kind in load_run_model_shape(run(folder)).layers for n in stack(kind))
+    )
     ids = torch.randint(0, 400, (2, 12))
     with torch.no_grad():
         ours, theirs = model(input_ids=ids).logits.float(), plain(input_ids=ids).logits.float()
@@ -182,7 +184,9 @@ def test_qwen3_30b_fits_24_gib_and_its_adapters_are_counted():
     with_experts = run(QWEN, target_parameters="auto").tuning.lora
     more = adapter_params(shape, with_experts) - adapter_params(shape, config.tuning.lora)
     assert more == sum(
-        kind.count * 16 * one.experts * (one.inputs + one.outputs) for kind in shape.layers for one in kind.expert_weights
+        kind.count * 16 * one.experts * (one.inputs + one.outputs)
+        for kind in shape.layers
+        for one in kind.expert_weights
     )
 
 
@@ -435,5 +439,9 @@ def test_a_plan_refuses_what_is_asked_of_experts_that_are_not_there(model, tunin
 
 def test_both_keys_of_adapters_on_experts_plan_the_same():
     by_key, by_name = run(QWEN, experts=True), run(QWEN, target_parameters="auto")
-    assert adapter_params(load_model_shape(QWEN), by_key.tuning.lora) == adapter_params(load_model_shape(QWEN), by_name.tuning.lora)
-    assert adapter_params(load_model_shape(QWEN), by_key.tuning.lora) > adapter_params(load_model_shape(QWEN), run(QWEN).tuning.lora)
+    assert adapter_params(load_model_shape(QWEN), by_key.tuning.lora) == adapter_params(
+        load_model_shape(QWEN), by_name.tuning.lora
+    )
+    assert adapter_params(load_model_shape(QWEN), by_key.tuning.lora) > adapter_params(
+        load_model_shape(QWEN), run(QWEN).tuning.lora
+    )

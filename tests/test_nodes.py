@@ -26,7 +26,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup
 from sft_play.launch.accelerate import read_accelerate_file
 from sft_play.launch.exported import RankInfo
-from sft_play.launch.launch_options import LaunchOptions, parse_launch_options, fill_from_accelerate
+from sft_play.launch.launch_options import LaunchOptions, fill_from_accelerate, parse_launch_options
 from sft_play.launch.machine import choose_interface
 from sft_play.training.ranks.node_meeting import NodeMeeting, card_differences, meet_nodes, node_card
 from tests.conftest import ROOT, VARIABLES, clean_environment
@@ -373,7 +373,9 @@ def test_three_nodes_meet_and_each_has_all_cards(card):
     port = free_port()
     met = together(
         *(
-            lambda rank=rank: meet_nodes(NodeSetup(3, rank, "127.0.0.1", port), {**card, "host": f"h{rank}"}, limit_s=30)  # type: ignore[misc]
+            lambda rank=rank: meet_nodes(
+                NodeSetup(3, rank, "127.0.0.1", port), {**card, "host": f"h{rank}"}, limit_s=30
+            )  # type: ignore[misc]
             for rank in (2, 0, 1)
         )
     )
@@ -458,7 +460,9 @@ def test_a_port_that_is_taken_is_said_before_anybody_waits(card):
 
 def test_node_0_on_another_machine_than_the_address_is_refused(card):
     with pytest.raises(ConfigError, match=r"NODE_RANK=0 is the machine at MASTER_ADDR=192\.0\.2\.1"):
-        meet_nodes(NodeSetup(2, 0, "192.0.2.1", free_port()), card, limit_s=60)  # an address of documentation (RFC 5737)
+        meet_nodes(
+            NodeSetup(2, 0, "192.0.2.1", free_port()), card, limit_s=60
+        )  # an address of documentation (RFC 5737)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -227,7 +227,10 @@ def test_all_ranks_leave_a_step_out_where_one_of_them_is_not_finite(world, strat
     assert "step 3: the gradient norm is" in printed
     assert "the last checkpoint is that of step 2" in printed
     folder = world / "outputs" / name
-    assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == ["checkpoint-1", "checkpoint-2"]
+    assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
     code, printed = start(warm.python(), "resume", "train.on_nan=skip", RUN=name, spoiled="3")
     assert code == 0, printed
     assert "from step 2" in printed

@@ -98,7 +98,11 @@ def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
         lengths = [max(2, min(2048, round(mean * draw.lognormvariate(0, spread)))) for _ in range(400)]
         known = summarize_row_tokens({length: lengths.count(length) for length in lengths}, limit=2048)
         request = PlanRequest(
-            run_of(model, mode, batch), load_model_shape(model), parse_hardware(f"1x{card}"), row_tokens=known, has_eval=False
+            run_of(model, mode, batch),
+            load_model_shape(model),
+            parse_hardware(f"1x{card}"),
+            row_tokens=known,
+            has_eval=False,
         )
         plan, job = make_plan(request), build_plan_inputs(request)
         for candidate in plan.candidates:
@@ -262,7 +266,9 @@ def prepared(**changes: Any) -> tuple[Any, Any]:
     from sft_play.training.model import varlen
 
     hf_config = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=4096)
-    spec = SimpleNamespace(hf_config=hf_config, attention=SimpleNamespace(name=changes.pop("name", varlen.VARLEN_ATTENTION)))
+    spec = SimpleNamespace(
+        hf_config=hf_config, attention=SimpleNamespace(name=changes.pop("name", varlen.VARLEN_ATTENTION))
+    )
     step = SimpleNamespace(one_by_one=changes.pop("one_by_one", False))
     compute = changes.pop("compute", "bfloat16")
     layout = SimpleNamespace(tensor_parallel=changes.pop("parts", 1))
@@ -291,7 +297,9 @@ def wrong(**changes: Any) -> Any:
             lengths = [lengths[0] + lengths[1], *lengths[2:]]
         if "window" in changes and window is not None:
             window += changes["window"]
-        found = varlen.attention_per_chat(query, key, value, lengths, scale=scale * changes.get("scale", 1), window=window)
+        found = varlen.attention_per_chat(
+            query, key, value, lengths, scale=scale * changes.get("scale", 1), window=window
+        )
         if "nan" in changes:
             found = torch.where(torch.arange(len(found))[:, None, None] == changes["nan"], torch.nan, found)
         if "gradient" in changes:

@@ -216,7 +216,9 @@ def adapters(config: RunConfig) -> Facts:
 
 def on_cpu(config: RunConfig) -> Any:
     """The plan of the tiny model on a CPU."""
-    return make_plan(PlanRequest(config, load_model_shape(config.model.name), Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)))
+    return make_plan(
+        PlanRequest(config, load_model_shape(config.model.name), Hardware((), "CPU", 2, 24 * GIB, 24 * GIB))
+    )
 
 
 def arguments(config: RunConfig) -> Facts:
@@ -535,7 +537,9 @@ def hybrid(config: RunConfig) -> Facts:
     from sft_play.planner.layout import find_layouts
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=4)
-    return {item.name: item.shard for item in find_layouts(config, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), machine)[0]}
+    return {
+        item.name: item.shard for item in find_layouts(config, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), machine)[0]
+    }
 
 
 def over_ranks(config: RunConfig) -> Facts:

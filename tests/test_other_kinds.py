@@ -18,7 +18,7 @@ from sft_play.data.sources.formats import (
     rename_columns,
     to_example,
 )
-from sft_play.data.sources.other_kinds import NEGATIVE_COLUMNS, REJECTED_COLUMNS, PREFERENCE_TAGS
+from sft_play.data.sources.other_kinds import NEGATIVE_COLUMNS, PREFERENCE_TAGS, REJECTED_COLUMNS
 from sft_play.data.sources.raw import BadRow, RawRow
 from tests.conftest import chat
 
@@ -181,7 +181,10 @@ def test_what_tells_another_kind_is_found_among_any_other_columns():
             else [False, "false", " False", 0, "0", 0.0, "undesirable", "rejected"]
             for key in PREFERENCE_TAGS
         },
-        **{key: ["another answer", TURNS, [{"role": "assistant", "content": "b"}], {"x": "y"}] for key in REJECTED_COLUMNS},
+        **{
+            key: ["another answer", TURNS, [{"role": "assistant", "content": "b"}], {"x": "y"}]
+            for key in REJECTED_COLUMNS
+        },
         **{key: ["an other passage", ["x"], '["x", "y"]'] for key in NEGATIVE_COLUMNS},
     }
     refused = 0

@@ -324,7 +324,9 @@ def test_whatever_the_value_a_hint_names_only_what_is_taken():
 
 def test_words_of_the_table_name_keys_targets_and_variables_that_exist():
     rows = [*other_tools.key_table().known_keys.values(), *(row for _, row in other_tools.key_table().prefixed_keys)]
-    words = {row.explanation for row in rows} | {answer.explanation for row in rows for answer in row.translations.values()}
+    words = {row.explanation for row in rows} | {
+        answer.explanation for row in rows for answer in row.translations.values()
+    }
     seen = 0
     for text in words:
         for key in re.findall(

@@ -60,7 +60,9 @@ def test_tasks_that_srun_gives_gpus_are_ranks(nodes, per_node):
 
 
 def test_a_gpu_is_named_by_host_and_uuid_and_by_its_slot_without_one(monkeypatch):
-    seen = GpuSnapshot(tuple(GpuStatus(n, H100, "NVIDIA", uuid=f"GPU-{n}" if n else None, bus_id="00:17") for n in range(3)))
+    seen = GpuSnapshot(
+        tuple(GpuStatus(n, H100, "NVIDIA", uuid=f"GPU-{n}" if n else None, bus_id="00:17") for n in range(3))
+    )
     monkeypatch.setattr(machine.nvml, "gpu_snapshot", lambda **_: seen)
     place = RankInfo(5, 0, 8, 4)
     # hidden by CUDA_VISIBLE_DEVICES=2, the driver still lists them all

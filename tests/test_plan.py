@@ -418,7 +418,9 @@ def test_the_speed_of_a_mistral_on_an_a100_is_near_what_was_published():
     for mode, published in (("full", 3567), ("lora", 3947)):
         text = f"tuning: {{mode: {mode}}}\ntask_mode: cpt\ntrain: {{batch_size: 8, gradient_checkpointing: true}}"
         run = config_from_text(f"model: {{name: mistralai/Mistral-7B-v0.1, max_seq_len: 4096}}\n{text}", name="x")
-        plan = make_advised_plan(PlanRequest(run, load_model_shape("mistralai/Mistral-7B-v0.1"), parse_hardware("A100-80GB")))
+        plan = make_advised_plan(
+            PlanRequest(run, load_model_shape("mistralai/Mistral-7B-v0.1"), parse_hardware("A100-80GB"))
+        )
         assert plan.speed.tokens_per_s == pytest.approx(published, rel=0.15), mode
 
 

@@ -61,7 +61,9 @@ def config(*overrides: str, name: str = "Qwen/Qwen2.5-7B-Instruct") -> RunConfig
 
 
 def plan_of(hardware: str, *overrides: str, name: str = "Qwen/Qwen2.5-7B-Instruct") -> Plan:
-    return make_advised_plan(PlanRequest(config(*overrides, name=name), load_model_shape(name), parse_hardware(hardware)))
+    return make_advised_plan(
+        PlanRequest(config(*overrides, name=name), load_model_shape(name), parse_hardware(hardware))
+    )
 
 
 def broken(plan: Plan, effective: int) -> list[str]:
@@ -197,14 +199,20 @@ def test_nothing_fits_is_answered_in_time():
 def test_the_thriftiest_candidates_fit_where_any_does(hardware, mode):
     for length in (512, 2048, 8192, 32768):
         run = config(f"tuning.mode={mode}", f"model.max_seq_len={length}")
-        job = build_plan_inputs(PlanRequest(run, load_model_shape("Qwen/Qwen2.5-7B-Instruct"), parse_hardware(hardware)))
+        job = build_plan_inputs(
+            PlanRequest(run, load_model_shape("Qwen/Qwen2.5-7B-Instruct"), parse_hardware(hardware))
+        )
         layouts, _ = find_layouts(job.config, job.shape, job.hardware)
-        assert any(one.fits for one in lowest_memory_candidates(job, layouts)) == any(one.fits for one in evaluate_candidates(job, layouts))
+        assert any(one.fits for one in lowest_memory_candidates(job, layouts)) == any(
+            one.fits for one in evaluate_candidates(job, layouts)
+        )
 
 
 def test_max_says_how_and_with_how_much_ram():
     job = config()
-    found = find_largest_fit("model", PlanRequest(job, load_model_shape(job.model.name), parse_hardware("1xH100,ram=1TiB")))
+    found = find_largest_fit(
+        "model", PlanRequest(job, load_model_shape(job.model.name), parse_hardware("1xH100,ram=1TiB"))
+    )
     assert "zero3_offload" in found.limited_by
     assert "of 1024.0 GiB of RAM on each node" in found.limited_by
 
@@ -353,7 +361,9 @@ def test_a_model_that_is_refused_is_never_proposed(monkeypatch):
     known = {one: KNOWN_MODELS[one] for one in ("openai/gpt-oss-20b", "Qwen/Qwen2.5-0.5B")}
     monkeypatch.setattr(what_if, "KNOWN_MODELS", known)
     monkeypatch.setattr(what_if, "refuse_quantised", refuses)
-    request = PlanRequest(config("model.max_seq_len=512"), load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("16xH200"))
+    request = PlanRequest(
+        config("model.max_seq_len=512"), load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("16xH200")
+    )
     assert find_largest_fit("model", request).value == "Qwen/Qwen2.5-0.5B"
 
 

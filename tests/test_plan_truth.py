@@ -105,7 +105,9 @@ def live(config: RunConfig, machine: Hardware, *, speed: float, memory: float) -
     """Plan a run with what is recorded, and record what a machine measures that does constant shares of what is
     predicted without a record. The plan is handed over as JSON, as ranks are."""
     shape = load_model_shape(config.model.name)
-    plan = make_plan(PlanRequest(config, shape, machine, allowed_layouts=("single",), measured_runs=calibration.load_measured_runs()))
+    plan = make_plan(
+        PlanRequest(config, shape, machine, allowed_layouts=("single",), measured_runs=calibration.load_measured_runs())
+    )
     free = make_plan(PlanRequest(config, shape, machine, allowed_layouts=("single",)))
     raw = next(one for one in (free.choice, *free.candidates) if one.key == plan.choice.key)
     peak = {"measured_allocated": raw.memory.allocated, "measured_reserved": round(memory * raw.memory.reserved)}
@@ -257,7 +259,9 @@ def test_ways_out_and_max_know_what_earlier_runs_taught():
             words = way.setting.split()
             run = config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: lora}}", name="x", overrides=words)
             again = make_advised_plan(
-                PlanRequest(run, load_model_shape(run.model.name), machine, allowed_layouts=("single",), measured_runs=earlier)
+                PlanRequest(
+                    run, load_model_shape(run.model.name), machine, allowed_layouts=("single",), measured_runs=earlier
+                )
             )
             assert (again.fits, again.memory.required) == (True, way.required), way
             checked += 1
@@ -271,7 +275,9 @@ def needs(predicted: int, peaks: list[tuple[int, int]]) -> float:
         if predicted < foreseen / calibration.SIMILAR_SIZE_FACTOR:
             continue  # of another size: much smaller
         scaled = predicted * min(calibration.MAX_MEMORY_FACTOR, found / foreseen)
-        by_run.append(min(scaled, calibration.SIMILAR_SIZE_FACTOR * found))  # no run speaks for more than twice what it measured
+        by_run.append(
+            min(scaled, calibration.SIMILAR_SIZE_FACTOR * found)
+        )  # no run speaks for more than twice what it measured
     return max(by_run)
 
 
@@ -296,7 +302,8 @@ def test_the_starters_memory_does_not_move_a_4b(cache):
     for dtype in ("bf16: true", "bf16: false"):
         config = config_from_text(f"model: {{name: Qwen/Qwen3-4B}}\ntrain: {{{dtype}}}", name="x")
         plain, taught = (
-            make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen3-4B"), machine, measured_runs=runs)) for runs in ([], [starter])
+            make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen3-4B"), machine, measured_runs=runs))
+            for runs in ([], [starter])
         )
         assert taught.memory == plain.memory
         assert taught.memory.required > 4 * GIB
@@ -462,7 +469,9 @@ def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
     assert answered >= 5
     config = config_from_text("model: {name: Qwen/Qwen2.5-7B-Instruct}\ntuning: {mode: lora}", name="x")
     for ram, offloads in (("", False), (",ram=66GiB", False), (",ram=1TiB", True)):
-        found = find_largest_fit("model", PlanRequest(config, load_model_shape(config.model.name), parse_hardware(f"1xH100{ram}")))
+        found = find_largest_fit(
+            "model", PlanRequest(config, load_model_shape(config.model.name), parse_hardware(f"1xH100{ram}"))
+        )
         assert ("offload" in found.limited_by) == offloads, found
 
 
@@ -499,7 +508,12 @@ def test_one_rank_writes_a_checkpoint_whatever_the_number_of_gpus():
     config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: full}", name="x")
     needs = {
         count: make_advised_plan(
-            PlanRequest(config, load_model_shape(config.model.name), parse_hardware(f"{count}xH200"), allowed_layouts=("single", "ddp"))
+            PlanRequest(
+                config,
+                load_model_shape(config.model.name),
+                parse_hardware(f"{count}xH200"),
+                allowed_layouts=("single", "ddp"),
+            )
         ).choice.host_required
         for count in (1, 2, 8)
     }
@@ -518,7 +532,9 @@ def test_what_is_nearest_to_fitting_is_judged_by_gpu_and_host_alike(random_plans
     for _, plan in random_plans:
         if not plan.fits:
             assert choose_candidate(plan.candidates) is None
-            assert plan.choice.budget_ratio == min(one.budget_ratio for one in plan.candidates if one.step.loss == "chunked")
+            assert plan.choice.budget_ratio == min(
+                one.budget_ratio for one in plan.candidates if one.step.loss == "chunked"
+            )
 
 
 def test_the_command_says_host_memory_where_that_is_short(command: Command, tmp_path, monkeypatch):
@@ -543,6 +559,9 @@ def test_a_check_of_what_is_predicted_not_to_fit_does_not_say_ready():
     from sft_play.diagnose.pages import CheckReport
     from sft_play.findings import pass_finding, warn_finding
 
-    fine, tried = pass_finding("memory plan", "fits"), warn_finding("memory plan", "does NOT fit", "make plan shows the ways out")
+    fine, tried = (
+        pass_finding("memory plan", "fits"),
+        warn_finding("memory plan", "does NOT fit", "make plan shows the ways out"),
+    )
     assert CheckReport((fine,)).lines()[-1].startswith("Ready to train: ")
     assert "Ready" not in CheckReport((tried,)).lines()[-1]

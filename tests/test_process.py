@@ -570,7 +570,11 @@ class TestStyleOfARun:
             "parts": "part", "blank": "be terse", "sharegpt": "be terse\n\ncolumn", "alpaca": "be terse",
             "pair": "be terse\n\nof pairs",
         }  # fmt: skip
-        assert read["developer"][0][AUTHOR_MESSAGE] == {"role": "developer", "content": "be terse\n\ndev", "name": "Ann"}
+        assert read["developer"][0][AUTHOR_MESSAGE] == {
+            "role": "developer",
+            "content": "be terse\n\ndev",
+            "name": "Ann",
+        }
 
     def test_what_keeps_its_prompt_without_being_asked_is_noted(self, tmp_path):
         for row in (self.ROWS[4], {"text": "plain words"}):
@@ -601,7 +605,9 @@ class TestStyleOfARun:
             assert len(split.chats) == len(split.rows)
             assert all(system_of(split.chats[at].messages) == "be terse" for at in range(len(split.chats)))
         plain = config.model_copy(update={"data": config.data.model_copy(update={"style": StyleConfig()})})
-        other = build_splits(plain, find_data_paths(plain.data), tokenizer, max_seq_len=200)  # not from the other's cache
+        other = build_splits(
+            plain, find_data_paths(plain.data), tokenizer, max_seq_len=200
+        )  # not from the other's cache
         assert "be terse" not in tokenizer.decode(other.train.rows[0]["input_ids"])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.closed_form import predict_memory, parse_setting
+from benchmarks.closed_form import parse_setting, predict_memory
 from benchmarks.memory_model.closed import NoClosedForm, closed_form
 from benchmarks.memory_model.published import PublishedRun, read_runs
 from benchmarks.memory_model.score import Promise, ScoredRow, score
@@ -56,7 +56,10 @@ def test_what_stays_is_packed_and_what_passes_leaves_holes() -> None:
     assert resident_term_bytes(TERMS) == 1060
     found = reserved_bytes(TERMS, attention="sdpa", layout=SINGLE)
     assert found == sum(TERMS.values()) + TEMPORARY_SLACK["fused"] * 600 + GRADIENT_SLACK * 80
-    assert reserved_bytes(dict.fromkeys(RESIDENT_TERMS, 1 << 30), attention="eager", layout=SINGLE) == len(RESIDENT_TERMS) << 30
+    assert (
+        reserved_bytes(dict.fromkeys(RESIDENT_TERMS, 1 << 30), attention="eager", layout=SINGLE)
+        == len(RESIDENT_TERMS) << 30
+    )
 
 
 @pytest.mark.parametrize(("attention", "layout"), [("eager", SINGLE), ("sdpa", Layout("ddp", 2))])

@@ -152,7 +152,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     half = folder / HALF  # stopped after a step; a part of its settings was given in SET
     given = ("train.learning_rate=0.001", "tuning.lora.r=4")
     half.mkdir(parents=True)
-    (half / "resolved.json").write_text(json.dumps(resolved_config(load_config(folder / CONFIG, overrides=given).config)))
+    (half / "resolved.json").write_text(
+        json.dumps(resolved_config(load_config(folder / CONFIG, overrides=given).config))
+    )
     manifest |= {
         "status": "stopped",
         "overrides": given,

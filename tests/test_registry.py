@@ -7,7 +7,7 @@ import json
 import pytest
 import transformers
 
-from benchmarks.registry import MODES, REGISTRY_FILE, model_types, format_page, walk_class
+from benchmarks.registry import MODES, REGISTRY_FILE, format_page, model_types, walk_class
 from tests.conftest import ROOT
 
 AGAIN = ("qwen2_5_vl", "mistral3")

@@ -24,14 +24,14 @@ from sft_play.finished.report.charts import (
     PLOT_HEIGHT,
     Chart,
     Curve,
-    run_charts,
     draw_charts,
     plot_as_text,
+    run_charts,
     thin_points,
 )
 from sft_play.finished.report.compare import compare_results
 from sft_play.finished.report.record import headline_metrics, read_record
-from sft_play.finished.report.report import write_report, report_at_end, reporting, report_sections
+from sft_play.finished.report.report import report_at_end, report_sections, reporting, write_report
 from sft_play.finished.run import find_run_folder
 from sft_play.runs.files import read_evaluations, read_summary
 from sft_play.runs.folder import RunFolder

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import RunFolderError
-from sft_play.finished.reproduce import describe_code, compare_weights
+from sft_play.finished.reproduce import compare_weights, describe_code
 from sft_play.runs.manifest import code_state
 from tests import warm
 from tests.conftest import ROOT, chat

@@ -66,7 +66,10 @@ def config(tmp_path) -> Path:
 
 
 def failed(folder: RunFolder, died: str | None, **more: Any) -> None:
-    folder.write_json("manifest.json", {"format": MANIFEST_FORMAT, "status": "failed", **({CRASH_ENTRY: died} if died else {}), **more})
+    folder.write_json(
+        "manifest.json",
+        {"format": MANIFEST_FORMAT, "status": "failed", **({CRASH_ENTRY: died} if died else {}), **more},
+    )
 
 
 def checkpoint(folder: RunFolder, step: int) -> None:

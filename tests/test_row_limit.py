@@ -29,7 +29,7 @@ from sft_play.data.process import process_files
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import Text
-from sft_play.data.sources.raw import NOTE_PIECE, BadRow, RawRow, read_line_blocks, find_piece_end, read_text_pieces
+from sft_play.data.sources.raw import NOTE_PIECE, BadRow, RawRow, find_piece_end, read_line_blocks, read_text_pieces
 from sft_play.errors import DataError
 from sft_play.process import imports
 from tests.bundled import data_file, there, tokenizer_folder
@@ -94,7 +94,9 @@ def test_lines_are_held_up_to_the_limit_and_not_a_byte_beyond(tmp_path, monkeypa
         path.write_bytes(b"\n".join(wanted) + end)
         size = chance.randint(1, limit)
         plain = raw.read_blocks
-        monkeypatch.setattr(raw, "read_blocks", lambda *a, size=size, plain=plain, **k: plain(*a, **{**k, "size": size}))
+        monkeypatch.setattr(
+            raw, "read_blocks", lambda *a, size=size, plain=plain, **k: plain(*a, **{**k, "size": size})
+        )
         monkeypatch.setattr(raw, "MAX_ROW_BYTES", limit)
         found: list[bytes | int] = []
         for at, block in read_line_blocks(path):

@@ -127,7 +127,10 @@ def test_the_page_of_a_plan_is_four_lines_and_a_line_for_each_warning():
 def test_fifteen_steps_are_few_and_twenty_are_not():
     config = config_from_text(f"model: {{name: {MODELS[0]}}}", name="x")
     plan = make_advised_plan(PlanRequest(config, load_model_shape(MODELS[0]), parse_hardware("1xRTX4090")))
-    by_steps = {steps: plan_warnings(dataclasses.replace(plan, run_length=RunLength(steps, None)), config) for steps in (1, 15, 20)}
+    by_steps = {
+        steps: plan_warnings(dataclasses.replace(plan, run_length=RunLength(steps, None)), config)
+        for steps in (1, 15, 20)
+    }
     assert FEW_STEPS == 20
     assert "15 optimizer steps are few" in by_steps[15][0]
     assert "1 optimizer step is few" in by_steps[1][0]
@@ -359,7 +362,9 @@ def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
         found = re.search(r"make train CONFIG=(\S+) SET=\"(.*)\"", line)
         assert found is not None
         config = load_config(ROOT / found[1], overrides=split_overrides(found[2])).config
-        require_usable_hardware(config, hardware, {}, count_params=lambda name=config.model.name: load_model_shape(name).params)
+        require_usable_hardware(
+            config, hardware, {}, count_params=lambda name=config.model.name: load_model_shape(name).params
+        )
         assert ("0.5B" in config.model.name) == (not hardware.gpus)
     job.loaded.path = Path("my.yaml")
     assert _next_step_lines(job) == []

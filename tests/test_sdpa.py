@@ -79,7 +79,13 @@ class Machine:
         return max(call.head_dim, call.value_head_dim) <= limit and call.head_dim % 8 == call.value_head_dim % 8 == 0
 
     def flash(self, call: SdpaCall, heads: int, kv_heads: int) -> bool:
-        if call.masked or not call.half_precision or call.head_dim != call.value_head_dim or call.head_dim > 256 or heads % kv_heads:
+        if (
+            call.masked
+            or not call.half_precision
+            or call.head_dim != call.value_head_dim
+            or call.head_dim > 256
+            or heads % kv_heads
+        ):
             return False
         if not (8, 0) <= self.sm <= (12, 1):
             return False
@@ -261,7 +267,9 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
     )
     step = Step(2, 1, 1024, checkpointed_layers=None if checkpointing else 0, loss="logits", padded=masked, saves=False)
     shape = parse_model_shape(MODEL, name="m")
-    planned = {on: estimate_memory(config, shape, precision, dataclasses.replace(step, cudnn=on)) for on in (True, False)}
+    planned = {
+        on: estimate_memory(config, shape, precision, dataclasses.replace(step, cudnn=on)) for on in (True, False)
+    }
     for on in (True, False):
         assert planned[on].allocated == pytest.approx(traced[on].allocated, rel=0.03 if checkpointing else 0.01)
     if not half:

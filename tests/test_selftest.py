@@ -17,8 +17,8 @@ import pytest
 
 from benchmarks.gpu_selftest import checks, environment, out_of_memory, probes, selftest, several, trials
 from benchmarks.gpu_selftest.checks import Peak
-from benchmarks.gpu_selftest.material import LARGE_MODEL, CPU_SIZE, GPU_SIZE, write_trial_rows
-from benchmarks.gpu_selftest.part import DEFERRED_REASON, SelftestRecord, Part, open_record
+from benchmarks.gpu_selftest.material import CPU_SIZE, GPU_SIZE, LARGE_MODEL, write_trial_rows
+from benchmarks.gpu_selftest.part import DEFERRED_REASON, Part, SelftestRecord, open_record
 from benchmarks.gpu_selftest.report import page_lines
 from benchmarks.gpu_selftest.trials import TrialBench
 from sft_play.errors import ConfigError
@@ -431,7 +431,9 @@ def test_no_part_is_begun_after_the_minutes_that_were_given(tmp_path, monkeypatc
     steps = step("one", 100.0), step("several/two", 100.0), step("three", 1.0), step("four", 1e4, later=True)
     fake(monkeypatch, *steps)
     found = selftest.selftest(tmp_path / "a.json", minutes=3).parts  # 180 s: over after the second
-    assert [found[name].reason == DEFERRED_REASON for name in ("one", "several/two", "three", "four")] == [False] * 2 + [True] * 2
+    assert [found[name].reason == DEFERRED_REASON for name in ("one", "several/two", "three", "four")] == [
+        False
+    ] * 2 + [True] * 2
     assert not json.loads((tmp_path / "a.json").read_text())["finished"]
     book = selftest.selftest(tmp_path / "a.json", minutes=60)
     assert {book.parts[name].status for name in ("one", "several/two", "three", "four")} == {"pass"}

@@ -148,7 +148,9 @@ def test_requests_that_cannot_be_answered_say_why(world):
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
 
-def post(endpoint: serve.ServedEndpoint, body: object, path: str = "chat/completions", **headers: str) -> tuple[int, dict]:
+def post(
+    endpoint: serve.ServedEndpoint, body: object, path: str = "chat/completions", **headers: str
+) -> tuple[int, dict]:
     """Status and answer; `body` in JSON, or bytes as they are."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(

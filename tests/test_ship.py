@@ -24,8 +24,8 @@ from sft_play.finished.evaluate.ship_rule import (
     TaskEvidence,
     Thresholds,
     chance_losses,
-    loss_gain,
     judge_evidence,
+    loss_gain,
 )
 from sft_play.finished.evaluate.statistics import paired_bootstrap
 from tests.conftest import chat

@@ -64,7 +64,11 @@ def test_each_row_says_where_and_when_it_was_read_and_whether_it_was_fitted():
 
 def test_four_of_five_published_speeds_lie_within_what_the_plan_says(published):
     found = published_speeds.shares_within_error(published)
-    assert set(found) == {DATA_CENTRE_ERROR.of, LONG_ROW_ERROR.of, WORKSTATION_ERROR.of}  # smaller models: benchmarks/speed.json
+    assert set(found) == {
+        DATA_CENTRE_ERROR.of,
+        LONG_ROW_ERROR.of,
+        WORKSTATION_ERROR.of,
+    }  # smaller models: benchmarks/speed.json
     assert all(one["within"] >= 0.75 for one in found.values()), found
 
 
@@ -165,7 +169,9 @@ def test_what_the_error_does_not_tell_apart_is_about_as_fast():
         plan = make_plan(request)
         error = plan.speed_error
         for candidate in plan.candidates:
-            why = rejection_reason(build_plan_inputs(request), candidate, plan.choice, top_speed=plan.speed.tokens_per_s)
+            why = rejection_reason(
+                build_plan_inputs(request), candidate, plan.choice, top_speed=plan.speed.tokens_per_s
+            )
             reasons.append(why)
             for number, sign in re.findall(r"(-?[\d.]+)% (faster|slower)", why):
                 assert float(number) / 100 > (error.share or 0.0) - 0.01, (why, sign)

@@ -369,7 +369,9 @@ class TestCache:
         two = build_rows(path, recipe, split="train", workers=2)
         assert len(two.files[KEPT_SIDE]) > 1
         assert self.rows(two) == self.rows(one)
-        assert [str(row) for row in two.stats[KEPT_SIDE].first_bad] == [str(row) for row in one.stats[KEPT_SIDE].first_bad]
+        assert [str(row) for row in two.stats[KEPT_SIDE].first_bad] == [
+            str(row) for row in one.stats[KEPT_SIDE].first_bad
+        ]
         assert two.stats[KEPT_SIDE].tokens == one.stats[KEPT_SIDE].tokens
         assert ":4001: messages is empty" in str(two.stats[KEPT_SIDE].first_bad[0])
 
@@ -408,7 +410,9 @@ class TestCache:
         built = build_rows(path, recipe, split="train")
         (counts,) = built.folder.glob("meta.*")
         counts.write_bytes(counts.read_bytes()[:-9])
-        assert build_rows(path, recipe, split="train").stats[KEPT_SIDE].kept_rows == built.stats[KEPT_SIDE].kept_rows == 1
+        assert (
+            build_rows(path, recipe, split="train").stats[KEPT_SIDE].kept_rows == built.stats[KEPT_SIDE].kept_rows == 1
+        )
 
     def test_ranks_that_start_at_once_make_one_cache(self, recipe, tmp_path, cache):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(3_000)))
@@ -523,7 +527,9 @@ def test_a_mixed_run_holds_text_out_beside_its_chats(tiny_llama, tmp_path):
         "test_path: null}",
         name="run.yaml",
     )
-    splits = build_splits(config, find_data_paths(config.data), AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64)
+    splits = build_splits(
+        config, find_data_paths(config.data), AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64
+    )
     sources = splits.val.rows["source"][:]
     assert sources.count(0) == 5
     assert sources.count(1) >= 1

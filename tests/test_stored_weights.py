@@ -15,7 +15,7 @@ from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError
 from sft_play.facts.models.config_fields import dequantised_config
 from sft_play.finished.export.merge import merge_run
-from sft_play.finished.load import load_trained_model, load_model_folder
+from sft_play.finished.load import load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import load_run_model_shape
@@ -207,7 +207,10 @@ def test_a_merge_is_a_16_bit_model_that_answers_as_trained(tmp_path, kind, store
     assert {one.dtype for one in open_tensors(merged.path).values()} <= {"F32", "BF16"}  # some classes keep norms
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        ours, theirs = load_model_folder(merged.path)(input_ids=ids).logits, load_trained_model(run)(input_ids=ids).logits
+        ours, theirs = (
+            load_model_folder(merged.path)(input_ids=ids).logits,
+            load_trained_model(run)(input_ids=ids).logits,
+        )
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-4, atol=1e-4)
 
 

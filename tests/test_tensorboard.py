@@ -211,7 +211,9 @@ def test_a_sidecar_that_cannot_start_is_a_reason_and_leaves_nothing(tmp_path, ow
     broken.write_text("#!/bin/sh\necho no module named tensorboard >&2\nexit 3\n")
     broken.chmod(0o755)
     for python, expected in [(str(broken), "no module named tensorboard"), (str(tmp_path / "none"), "No such file")]:
-        sidecar, words = board.start_server(tmp_path / "tb", port=free_port(), python=python, ends_with_caller=ends_with_me)
+        sidecar, words = board.start_server(
+            tmp_path / "tb", port=free_port(), python=python, ends_with_caller=ends_with_me
+        )
         assert sidecar is None
         assert expected in words
         assert board.running_servers() == []
@@ -536,7 +538,8 @@ def test_stop_ends_those_of_a_folder_or_all(tmp_path, fake, on, command):
     one, two = make_run(base, "one", "running"), make_run(base, "two", "running")
     away = tmp_path / "elsewhere"
     first, second, third, fourth = (
-        board.start_server(place, port=0, python=fake)[0] for place in (one.tensorboard_path, two.tensorboard_path, base, away)
+        board.start_server(place, port=0, python=fake)[0]
+        for place in (one.tensorboard_path, two.tensorboard_path, base, away)
     )
     assert board.running_servers() == [fourth, third, second, first]  # the newest first
 

@@ -119,14 +119,18 @@ NEUTRAL = {
 def test_each_default_reaches_the_yaml_or_a_comment(tool, mode):
     """Of a file that says nothing but the mode, every default is in force in the run that is written, or a comment
     names its key. Those that follow from other settings are worked out by hand in test_translated.py."""
-    found = translate_file(f"{NEUTRAL[tool]}\ntuning: {{mode: {mode}}}\n", name="x.yaml", user_settings={"model.name": "a/b"})
+    found = translate_file(
+        f"{NEUTRAL[tool]}\ntuning: {{mode: {mode}}}\n", name="x.yaml", user_settings={"model.name": "a/b"}
+    )
     assert found.tool.name.startswith(TOOLS[tool]["name"])
     config = config_from_text(format_run_yaml(found.settings), name="x.yaml")
     said = " ".join(" ".join(found.comments()).replace("# ", "").split())
     seen: set[str] = set()
     for key, value in found.tool.defaults.items():
         row = found.tool.known_keys.get(key) or other_tools.find_known_key(tuple(key.split(".")))
-        wanted = value if isinstance(value, dict) else dict(other_tools.translate_value(row, value).settings) if row else {}
+        wanted = (
+            value if isinstance(value, dict) else dict(other_tools.translate_value(row, value).settings) if row else {}
+        )
         wanted = wanted if row or isinstance(value, dict) else {find_option(key)[0]: value}
         for path, ours in wanted.items() if value is not None else ():
             is_idle = mode == "full" and path.startswith("tuning.lora.")

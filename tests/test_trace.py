@@ -206,7 +206,9 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         trainer.train()
     trained = phase_peaks(log)
     workspaces = 2 * cublas_workspace_bytes((8, 0))
-    ours = max(value for phase, value in phase_peaks(step.record_step(settings)).items() if phase.endswith((" 1", " 2")))
+    ours = max(
+        value for phase, value in phase_peaks(step.record_step(settings)).items() if phase.endswith((" 1", " 2"))
+    )
     assert ours - workspaces == pytest.approx(max(trained["step 1"], trained["step 2"]), rel=1e-3)
 
 
@@ -242,7 +244,8 @@ def test_shims_are_gone_after_a_trace():
     with pytest.raises(TraceUnavailable):
         step.record_step(dataclasses.replace(SMALL, optimizer="unknown"))
     assert all(
-        one is other for one, other in zip(before, [patch.resolve_target()[2] for patch in patches.PATCHES], strict=True)
+        one is other
+        for one, other in zip(before, [patch.resolve_target()[2] for patch in patches.PATCHES], strict=True)
     )
 
 

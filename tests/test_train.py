@@ -385,7 +385,10 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_whole_one(train):
 
 def test_checkpoints_are_kept_to_the_limit(train):
     _, _, folder = train("one", "train.max_steps=4", "train.save_steps=1", "train.save_total_limit=2")
-    assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == ["checkpoint-3", "checkpoint-4"]
+    assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == [
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["checkpoint-3", "checkpoint-4"]
 
 

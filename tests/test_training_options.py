@@ -14,9 +14,11 @@ from sft_play.config.schema import ADAMW_OPTIMIZERS, ExternalNames, RunConfig, T
 from sft_play.config.validation import find_conflicts
 from sft_play.config.yaml_io import YamlDocument
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed.fill import PlanValues, fill_auto_values, deepspeed_options
+from sft_play.launch.deepspeed.fill import PlanValues, deepspeed_options, fill_auto_values
 
-EPSILON = ExternalNames("adam_epsilon", deepspeed="optimizer.params.eps", other_tools="adam_eps epsilon", optimizers=ADAMW_OPTIMIZERS)
+EPSILON = ExternalNames(
+    "adam_epsilon", deepspeed="optimizer.params.eps", other_tools="adam_eps epsilon", optimizers=ADAMW_OPTIMIZERS
+)
 
 
 class LongerTrain(TrainConfig):
@@ -36,7 +38,12 @@ class LongerRun(RunConfig):
 @pytest.fixture
 def longer(monkeypatch):
     """A run with train.adam_epsilon, while the schema has it."""
-    cached = (config_options.all_options, config_options.sections, config_options.list_item_sections, other_tools.key_table)
+    cached = (
+        config_options.all_options,
+        config_options.sections,
+        config_options.list_item_sections,
+        other_tools.key_table,
+    )
     monkeypatch.setattr(schema, "TrainConfig", LongerTrain)
     monkeypatch.setattr(config_options, "RunConfig", LongerRun)
     for one in cached:
@@ -118,7 +125,11 @@ def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspee
 def test_a_key_in_a_wrong_place_is_never_told_to_be_removed():
     """Whatever the table of other tools says of a name: what exists here is moved to its place."""
     own = {path.rpartition(".")[2]: path for path in config_options.all_options() if not path.startswith("plan.")}
-    own = {name: path for name, path in own.items() if len(find_option(name)) == 1 and name not in unknown_keys._VAGUE_NAMES}
+    own = {
+        name: path
+        for name, path in own.items()
+        if len(find_option(name)) == 1 and name not in unknown_keys._VAGUE_NAMES
+    }
     assert len(own) > 80
     for name in own:
         with pytest.raises(ConfigError) as error:

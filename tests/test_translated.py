@@ -166,7 +166,9 @@ def test_defaults_are_named_and_those_that_are_ours_too_are_not_written():
 def test_an_adapter_that_is_continued_keeps_its_own_options():
     config = config_of(f"{FACTORY}adapter_name_or_path: saves/first\n")
     assert config.model.adapter == "saves/first"
-    assert not any(path.startswith("tuning.lora.") for path in translated(f"{FACTORY}adapter_folder: x\n").default_options)
+    assert not any(
+        path.startswith("tuning.lora.") for path in translated(f"{FACTORY}adapter_folder: x\n").default_options
+    )
 
 
 def test_a_run_yaml_of_ours_gets_no_other_tools_defaults():

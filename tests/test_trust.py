@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.facts.network import is_local_request, allowed_host_names
+from sft_play.facts.network import allowed_host_names, is_local_request
 from sft_play.log import set_up_logging
 from tests.conftest import ROOT, chat, clean_environment
 

@@ -246,7 +246,9 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
     for name in ("plain", "masked"):
         given.clear()
         if name == "masked":
-            monkeypatch.setattr(model_spec, "check_padding", lambda *_, **__: masking.MaskRequirement(True, "a test says so"))
+            monkeypatch.setattr(
+                model_spec, "check_padding", lambda *_, **__: masking.MaskRequirement(True, "a test says so")
+            )
         code, said = command("train", "--config", str(path), f"output.name={name}")
         assert code == 0, said
         lines = (tmp_path / "outputs" / name / "metrics.jsonl").read_text().splitlines()

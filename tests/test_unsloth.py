@@ -233,7 +233,9 @@ def test_both_environments_have_to_see_the_same_device(standin, monkeypatch, gpu
 def test_models_that_it_cannot_train_as_the_run_says_are_named():
     def said(precision: Any = "bfloat16", **changes: Any) -> str | None:
         plain = {"text_tower": None, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
-        return backend.unsloth_model_problem(SimpleNamespace(**{**plain, **changes}), Precision("bfloat16", precision, ""))
+        return backend.unsloth_model_problem(
+            SimpleNamespace(**{**plain, **changes}), Precision("bfloat16", precision, "")
+        )
 
     assert said() is None
     assert "image-text" in str(said(text_tower=object()))

@@ -180,7 +180,11 @@ def test_fp32_weights_that_do_not_fit_are_to_be_given_up_first(asked):
     config = config_from_text(
         "model: {name: Qwen/Qwen2.5-1.5B}\ntuning: {mode: full}", name="run.yaml", overrides=[asked]
     )
-    found = make_advised_plan(PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xRTX4090"), allowed_layouts=("single",)))
+    found = make_advised_plan(
+        PlanRequest(
+            config, load_model_shape(config.model.name), parse_hardware("1xRTX4090"), allowed_layouts=("single",)
+        )
+    )
     assert not found.fits
     way = asked.partition("=")[0] + "=auto"
     assert way in [one.setting for one in found.suggestions]
@@ -231,7 +235,10 @@ def test_what_comes_of_the_wish_for_bf16_adapters_is_said(mode, machine, only, m
     plain = run(mode, more, name)
     lora = plain.tuning.lora.model_copy(update={"dtype": "bfloat16"})
     asked = plain.model_copy(update={"tuning": plain.tuning.model_copy(update={"lora": lora})})
-    plans = [make_plan(PlanRequest(one, load_model_shape(name), parse_hardware(machine), allowed_layouts=(only,))) for one in (plain, asked)]
+    plans = [
+        make_plan(PlanRequest(one, load_model_shape(name), parse_hardware(machine), allowed_layouts=(only,)))
+        for one in (plain, asked)
+    ]
     assert [reason for reason in plans[1].reasons if said in reason]
     assert not [reason for reason in plans[0].reasons if "tuning.lora.dtype" in reason]
 
@@ -345,7 +352,9 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
         assert kept == (updates if is_kept else None)
         if layout in ("single", "ddp"):
             for masters in (True, False):
-                assert apply_weight_updates(BF16, config, layout, fp32_master_weights=masters, resumed_updates=kept) == apply_weight_updates(
+                assert apply_weight_updates(
+                    BF16, config, layout, fp32_master_weights=masters, resumed_updates=kept
+                ) == apply_weight_updates(
                     BF16, run("full", f"train: {{weight_updates: {updates if is_kept else wish}}}"), layout
                 )
 

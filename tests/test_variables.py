@@ -129,7 +129,9 @@ def test_a_section_of_the_run_yaml_that_has_a_variables_name_is_still_a_setting(
 
 def test_several_targets_take_what_one_of_them_takes():
     assert variables.command_line_problem(["process", "train"], ["FORCE", "CONFIG"], []) is None
-    assert "ROW= is not used by make process train" in (variables.command_line_problem(["process", "train"], ["ROW"], []) or "")
+    assert "ROW= is not used by make process train" in (
+        variables.command_line_problem(["process", "train"], ["ROW"], []) or ""
+    )
 
 
 def test_an_empty_value_is_refused_where_it_would_mean_the_default():

@@ -214,7 +214,9 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
     monkeypatch.setattr(varlen, "packed_attention", counted)
     tried: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        load_trainer, "verify_varlen_kernel", lambda spec, plan, *, device: tried.append((spec.attention.name, device.type))
+        load_trainer,
+        "verify_varlen_kernel",
+        lambda spec, plan, *, device: tried.append((spec.attention.name, device.type)),
     )
     path = run_yaml(tmp_path, tiny_llama)
     for name, attention in (("masked", "sdpa"), ("apart", "auto")):
@@ -245,7 +247,9 @@ def test_a_model_generates_with_its_usual_attention(tiny_llama):
     from sft_play.training.model import varlen
     from sft_play.training.model.context_parallel import full_rows_attention
 
-    own = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation=varlen.VARLEN_ATTENTION, dtype=torch.float32)
+    own = AutoModelForCausalLM.from_pretrained(
+        tiny_llama, attn_implementation=varlen.VARLEN_ATTENTION, dtype=torch.float32
+    )
     usual = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation="sdpa", dtype=torch.float32)
     ids = torch.tensor([[0, 0, 0, 7, 9], [5, 6, 8, 7, 9]])
     mask = (ids > 0).long()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.verify import layouts
-from benchmarks.verify.layouts import TOLERANCES, LayoutCase, LayoutTable, _LayoutBench, _largest_difference
+from benchmarks.verify.layouts import TOLERANCES, LayoutCase, LayoutTable, _largest_difference, _LayoutBench
 from benchmarks.verify.weights import compare_tensors
 
 pytestmark = pytest.mark.build

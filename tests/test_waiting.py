@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from sft_play.data.sources.examples import count_part_rows
-from sft_play.data.sources.files import list_parts, find_source
+from sft_play.data.sources.files import find_source, list_parts
 from sft_play.process import waiting as module
 from sft_play.process.waiting import WaitProgress, report_wait
 

@@ -31,21 +31,21 @@ from sft_play.launch import machine as of_ranks
 from sft_play.launch.accelerate import (
     accelerate_launch_config,
     default_accelerate_path,
-    remove_accelerate_variables,
     find_accelerate_file,
     read_accelerate_file,
     read_found_file,
     refuse_too_few_processes,
+    remove_accelerate_variables,
 )
 from sft_play.launch.exported import (
-    rendezvous_variables,
     node_variables,
     rank_variables,
     read_rank_info,
     refuse_lone_node,
     refuse_repeated_starts,
+    rendezvous_variables,
 )
-from sft_play.launch.launch_options import LaunchOptions, parse_launch_options, fill_from_accelerate
+from sft_play.launch.launch_options import LaunchOptions, fill_from_accelerate, parse_launch_options
 from sft_play.process.environment import independent_environment
 from tests import warm
 from tests.conftest import ROOT, Command, clean_environment
@@ -168,7 +168,12 @@ def test_copies_that_mpi_starts_are_refused_unless_they_are_ranks_or_nodes(name)
 
 
 def test_an_address_of_another_machine_without_a_number_of_nodes_stops(caplog):
-    for nodes in (NodeSetup(), NodeSetup(1, 0, "127.0.0.1", None), NodeSetup(1, 0, "localhost", 5), NodeSetup(2, 1, "192.0.2.1", 5)):
+    for nodes in (
+        NodeSetup(),
+        NodeSetup(1, 0, "127.0.0.1", None),
+        NodeSetup(1, 0, "localhost", 5),
+        NodeSetup(2, 1, "192.0.2.1", 5),
+    ):
         refuse_lone_node(nodes)
     for address in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=r"is another machine.*give NNODES=2 NODE_RANK=1 .* or NNODES=1 for"):
@@ -246,7 +251,9 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
             fill_from_accelerate(LaunchOptions(), config)
         return
     options = fill_from_accelerate(LaunchOptions(), config)
-    assert options.nodes == (NodeSetup(machines, min(rank, machines - 1), "10.0.0.1", 1234) if machines > 1 else NodeSetup())
+    assert options.nodes == (
+        NodeSetup(machines, min(rank, machines - 1), "10.0.0.1", 1234) if machines > 1 else NodeSetup()
+    )
     assert options.processes == each
     typed = fill_from_accelerate(parse_launch_options({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"}), config)
     assert (typed.nodes.address, typed.nodes.port) == ("10.0.0.9", 5)

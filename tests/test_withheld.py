@@ -147,7 +147,10 @@ WITHHELD = [
 
 def pages() -> str:
     """What the commands that look at a machine print of it; nothing in them may raise."""
-    seen, memory = gpu_info.read_machine_info(Path("outputs"), {}), memory_check.read_memory_snapshot(Path("outputs"), {})
+    seen, memory = (
+        gpu_info.read_machine_info(Path("outputs"), {}),
+        memory_check.read_memory_snapshot(Path("outputs"), {}),
+    )
     json.dumps([seen.as_json(), memory.as_json()])
     surroundings.read_system_facts(detect_hardware({}), {})
     return "\n".join([*gpu_page.machine_lines(seen), *memory_page.format_memory_snapshot(memory)])

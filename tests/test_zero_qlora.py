@@ -38,7 +38,9 @@ def run(text: str = "", *, name: str = LLAMA_8B, mode: str = "qlora"):
 
 
 def walk(name: str, ranks: int, *, mode: str = "qlora") -> StepMemorySimulation:
-    return StepMemorySimulation(run(mode=mode), load_model_shape(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
+    return StepMemorySimulation(
+        run(mode=mode), load_model_shape(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks))
+    )
 
 
 # --- what is planned --------------------------------------------------------------------------------------------------
@@ -53,7 +55,10 @@ def test_a_rank_keeps_its_part_of_packed_weights_and_tables_and_all_constants():
         held = walk("zero3", ranks).resident
         assert held.weights == pytest.approx((packed + tables) / ranks + constants + norms, rel=0.001)
         assert held.host == 0
-        offloaded, trained = walk("zero3_offload", ranks).resident, walk("zero3_offload", ranks).trained_parameters.params
+        offloaded, trained = (
+            walk("zero3_offload", ranks).resident,
+            walk("zero3_offload", ranks).trained_parameters.params,
+        )
         assert offloaded.weights == constants + norms  # no parameters, or too small to be worth a gather
         # beside them 18 bytes for each number of the adapters: 2 as they are, 4 master, 8 of states, 4 of gradients
         assert offloaded.host == pytest.approx((packed + tables + 18 * trained) / ranks, rel=0.001)
@@ -96,7 +101,11 @@ def test_a_model_larger_than_a_gpu_is_loaded_by_fsdp_and_both_peaks_are_said():
 
 def test_loading_that_does_not_fit_is_refused_and_named():
     config = run("train: {optim: adamw_torch_fused}", name=LLAMA_70B)
-    plan = make_plan(PlanRequest(config, load_model_shape(LLAMA_70B), parse_hardware("8xRTX4090,ram=512GiB"), allowed_layouts=("zero3",)))
+    plan = make_plan(
+        PlanRequest(
+            config, load_model_shape(LLAMA_70B), parse_hardware("8xRTX4090,ram=512GiB"), allowed_layouts=("zero3",)
+        )
+    )
     assert not plan.fits  # an eighth of the weights would fit in a step; all of them do not while loading
     assert plan.memory.reserved + plan.memory.margin < plan.budget_bytes < plan.memory.load_bytes
     assert any("while loading" in reason for reason in plan.reasons)
@@ -138,7 +147,9 @@ def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
 def test_what_four_threads_cast_at_once_is_in_ram():
     def in_ram(mode: str, stored: str) -> int:
         step = Step(1, 1, 512, layout=Layout("single"))
-        return host_read_bytes(StepMemorySimulation(run(mode=mode), replace(load_model_shape(LLAMA_8B), stored_dtype=stored), BF16, step))
+        return host_read_bytes(
+            StepMemorySimulation(run(mode=mode), replace(load_model_shape(LLAMA_8B), stored_dtype=stored), BF16, step)
+        )
 
     table, matrix = WORDS * H, 4096 * 14336
     assert in_ram("lora", "float32") == in_ram("full", "float32") == 2 * (2 * table + 2 * matrix)
@@ -174,7 +185,9 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
 def test_more_ranks_never_need_more_in_a_step():
     for name in ("zero3", "zero3_offload"):
         found = [
-            estimate_memory(run(), load_model_shape(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
+            estimate_memory(
+                run(), load_model_shape(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks))
+            )
             for ranks in (2, 4, 8, 16)
         ]
         assert sorted((one.allocated for one in found), reverse=True) == [one.allocated for one in found]

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import CaseRunner, FuzzFailure, run_command, isolated_environment, require_consistent_exit
+from benchmarks.fuzz.run import CaseRunner, FuzzFailure, isolated_environment, require_consistent_exit, run_command
 from sft_play.config.load import config_from_text, load_config, resolved_config
 from sft_play.config.options import all_options, option_accepts
 from sft_play.config.yaml_io import parse_yaml
@@ -56,7 +56,9 @@ def case_runner() -> Iterator[CaseRunner]:
     parsed_seeds = [parse_yaml(seed.decode(), name="seed").data for seed in seeds]
     keys = list(all_options())
     words = re.findall(r'"(\w[\w.-]*)"', (ROOT / "sft_play/config/schema.py").read_text(encoding="utf-8"))
-    accepted_values = {key: [one for one in (*_PLAIN, *dict.fromkeys(words)) if option_accepts(key, one)] for key in keys}
+    accepted_values = {
+        key: [one for one in (*_PLAIN, *dict.fromkeys(words)) if option_accepts(key, one)] for key in keys
+    }
 
     def judge(draw: random.Random, folder: Path) -> bool:
         path = folder / "run.yaml"
@@ -73,7 +75,9 @@ def case_runner() -> Iterator[CaseRunner]:
         yield judge
 
 
-def _case(draw: random.Random, seed: bytes, parsed: dict[str, Any], accepted_values: dict[str, list[Any]]) -> tuple[bytes, str]:
+def _case(
+    draw: random.Random, seed: bytes, parsed: dict[str, Any], accepted_values: dict[str, list[Any]]
+) -> tuple[bytes, str]:
     """A run YAML, and why it has to be refused; empty where it may be right."""
     choice, data = draw.randrange(10), json.loads(json.dumps(parsed))
     if choice < 3:

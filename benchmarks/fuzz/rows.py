@@ -16,7 +16,14 @@ from typing import Any
 import yaml
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import CaseRunner, FuzzFailure, run_command, read_files, isolated_environment, require_consistent_exit
+from benchmarks.fuzz.run import (
+    CaseRunner,
+    FuzzFailure,
+    isolated_environment,
+    read_files,
+    require_consistent_exit,
+    run_command,
+)
 from benchmarks.fuzz.templates import tokenizer
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError, SftPlayError, TokenizerError

@@ -92,7 +92,16 @@ def run_cases_isolated(part: str, numbers: range, *, seed: int) -> Iterator[Case
     """The same in processes of their own: a case that hangs or crashes its process is wrong, and the rest is tried."""
     next_case = numbers.start
     while next_case < numbers.stop:
-        command = [sys.executable, "-m", "benchmarks.fuzz", "--worker", part, str(seed), str(next_case), str(numbers.stop)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.fuzz",
+            "--worker",
+            part,
+            str(seed),
+            str(next_case),
+            str(numbers.stop),
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             for result in _read_results(process):
                 next_case = result.number + 1

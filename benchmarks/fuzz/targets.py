@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.fuzz import mutate
 from benchmarks.fuzz.run import CaseRunner, FuzzFailure, isolated_environment
 from sft_play.files import ROOT
-from sft_play.process.variables import VARIABLES, command_line_problem, all_targets
+from sft_play.process.variables import VARIABLES, all_targets, command_line_problem
 
 _INJECTED = (
     *("$(shell touch {0})", "`touch {0}`", "; touch {0} #", "$$(touch {0})", "' ; touch {0} ; '", '" && touch {0} "'),
@@ -47,7 +47,11 @@ def case_runner() -> Iterator[CaseRunner]:
             raise FuzzFailure(
                 f"exit code {process.returncode} of make {goal} {variables}: {process.stderr[-2000:]}{process.stdout[-500:]}"
             )
-        if message is None and "none.yaml" not in process.stderr + process.stdout and "SET" not in process.stderr + process.stdout:
+        if (
+            message is None
+            and "none.yaml" not in process.stderr + process.stdout
+            and "SET" not in process.stderr + process.stdout
+        ):
             raise FuzzFailure(f"make {goal} {variables} said {process.stderr[-2000:]}")
         return False
 

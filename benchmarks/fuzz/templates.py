@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import CaseRunner, FuzzFailure, read_files, isolated_environment
+from benchmarks.fuzz.run import CaseRunner, FuzzFailure, isolated_environment, read_files
 from sft_play.errors import TokenizerError
 from sft_play.files import ROOT
 

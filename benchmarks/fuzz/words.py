@@ -13,7 +13,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import CaseRunner, FuzzFailure, run_command, read_files, isolated_environment, require_consistent_exit
+from benchmarks.fuzz.run import (
+    CaseRunner,
+    FuzzFailure,
+    isolated_environment,
+    read_files,
+    require_consistent_exit,
+    run_command,
+)
 from sft_play.commands.request import flag_commands_table, read_request
 from sft_play.errors import SftPlayError
 from sft_play.process.variables import COMMANDS, VARIABLES

@@ -51,9 +51,16 @@ def device(hardware: Hardware) -> Part:
 def toolchain(_: TrialBench) -> Part:
     """A C compiler and Python's headers, which Triton needs."""
     name, there = f"{PREFIX}compiler", compiler.find_toolchain(os.environ)
-    measured = {"compiler": there.compiler, "failed": there.compile_error, "triton": there.has_triton, "built": there.has_built_module}
+    measured = {
+        "compiler": there.compiler,
+        "failed": there.compile_error,
+        "triton": there.has_triton,
+        "built": there.has_built_module,
+    }
     if there.compiler is None or there.compile_error is not None:
-        missing, remedy = compiler.toolchain_obstacle(dataclasses.replace(there, has_triton=True, has_built_module=False)) or ("none", "")
+        missing, remedy = compiler.toolchain_obstacle(
+            dataclasses.replace(there, has_triton=True, has_built_module=False)
+        ) or ("none", "")
         if not there.has_triton:
             return Part(name, "skipped", f"there is {missing}, and no Triton that needs one", measured=measured)
         if not there.has_built_module:

@@ -109,7 +109,10 @@ def open_record(path: Path, machine: Mapping[str, Any]) -> SelftestRecord:
         raise ConfigError(f"OUT={one_line(str(path))} is {path_kind}; name a file, such as OUT=selftest.json")
     if path.exists():
         earlier = _read_earlier_record(path)
-        is_same_machine = _machine_identity(earlier["machine"]) == _machine_identity(record.machine) and earlier["versions"] == record.versions
+        is_same_machine = (
+            _machine_identity(earlier["machine"]) == _machine_identity(record.machine)
+            and earlier["versions"] == record.versions
+        )
         if is_same_machine and not earlier.get("finished"):
             parts = [Part(**part) for part in earlier["parts"]]
             record.parts = {part.name: part for part in parts if part.status != "skipped"}  # those are tried again

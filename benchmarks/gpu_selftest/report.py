@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu_selftest.part import DEFERRED_REASON, SelftestRecord, Part
+from benchmarks.gpu_selftest.part import DEFERRED_REASON, Part, SelftestRecord
 from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.log import one_line
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from benchmarks.gpu_selftest import environment, out_of_memory, several, trials
 from benchmarks.gpu_selftest.checks import update_problems
 from benchmarks.gpu_selftest.material import write_trial_rows
-from benchmarks.gpu_selftest.part import DEFERRED_REASON, SelftestRecord, Part, open_record
+from benchmarks.gpu_selftest.part import DEFERRED_REASON, Part, SelftestRecord, open_record
 from benchmarks.gpu_selftest.report import line_of, page_lines
-from benchmarks.gpu_selftest.trials import MODES, TrialBench, Trial
+from benchmarks.gpu_selftest.trials import MODES, Trial, TrialBench
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.log import one_line, redact
 from sft_play.planner import calibration
@@ -204,7 +204,9 @@ def _calibrating(part: Part, trial: Trial, bench: TrialBench) -> Part:
         recorded = calibration.load_measured_runs(bench.record)
         if recorded:
             speed = part.measured["tokens_per_s"]  # into the user's record, which the trials do not see
-            calibration.add_measured_run(replace(recorded[-1], model=calibration.SELFTEST_MODEL, measured_tokens_per_s=speed))
+            calibration.add_measured_run(
+                replace(recorded[-1], model=calibration.SELFTEST_MODEL, measured_tokens_per_s=speed)
+            )
     return part
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.gpu_selftest.checks import loss_problems, speed_problems
 from benchmarks.gpu_selftest.part import Part
-from benchmarks.gpu_selftest.trials import TrialBench, ProcessResult, judge_run_folder, run_module, train_run
+from benchmarks.gpu_selftest.trials import ProcessResult, TrialBench, judge_run_folder, run_module, train_run
 from sft_play.config.load import load_config
 from sft_play.diagnose import ranks, surroundings
 from sft_play.facts.hardware import Hardware

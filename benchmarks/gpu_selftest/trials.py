@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_selftest.checks import Peak, moment_problems, peak_problems, speed_problems
-from benchmarks.gpu_selftest.material import ROW_KINDS, CPU_SIZE, GPU_SIZE, TrialSize
+from benchmarks.gpu_selftest.material import CPU_SIZE, GPU_SIZE, ROW_KINDS, TrialSize
 from benchmarks.gpu_selftest.part import Part
 from sft_play.config.load import load_config
 from sft_play.facts.gpus.unusable_accelerators import VISIBILITY_VARIABLES
@@ -159,7 +159,9 @@ class ProcessResult:
         return one_line(redact(f"{last} ({how})"), limit=1200)
 
 
-def run_module(arguments: Sequence[str], log: Path, bench: TrialBench, *, limit_s: float = TRIAL_TIMEOUT_S) -> ProcessResult:
+def run_module(
+    arguments: Sequence[str], log: Path, bench: TrialBench, *, limit_s: float = TRIAL_TIMEOUT_S
+) -> ProcessResult:
     """Run `python -m WORDS` to its end, its output in `log`; whatever it started ends with it."""
     environment = child_environment(independent_environment(os.environ))
     environment |= {"SFT_PLAY_CACHE": str(bench.cache), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -209,7 +211,15 @@ def run_trial(trial: Trial, bench: TrialBench) -> Part:
 def plan_run(config: Path) -> Plan:
     """The plan of a run YAML on the first GPU, without earlier runs."""
     read = load_config(config).config
-    return make_plan(PlanRequest(read, load_run_model_shape(read), detect_hardware().limit_gpus(1), allowed_layouts=("single",), has_eval=has_eval(read)))
+    return make_plan(
+        PlanRequest(
+            read,
+            load_run_model_shape(read),
+            detect_hardware().limit_gpus(1),
+            allowed_layouts=("single",),
+            has_eval=has_eval(read),
+        )
+    )
 
 
 def judge_run_folder(name: str, folder: Path, ended: ProcessResult, *, rows: str) -> Part:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.mask_score.exact import NOTHING_ENDS, MaskCase, JudgedMask, Renderings, find_mask_problem
+from benchmarks.mask_score.exact import NOTHING_ENDS, JudgedMask, MaskCase, Renderings, find_mask_problem
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
@@ -242,7 +242,9 @@ def _load(name: str) -> Any:
     return tokenizer
 
 
-def _score_template(file: Path, folder: Path, tokenizer: Any, parts: TokenizerParts, encoder: Encoder) -> Iterator[MaskScoreRow]:
+def _score_template(
+    file: Path, folder: Path, tokenizer: Any, parts: TokenizerParts, encoder: Encoder
+) -> Iterator[MaskScoreRow]:
     name = file.relative_to(folder).as_posix()
     try:
         own = copy.copy(tokenizer)
@@ -278,7 +280,9 @@ def _judge_case(name: str, case: MaskCase, renderer: Renderer, tokenizer: Any) -
     mask = JudgedMask(found.text, found.input_ids, found.labels, found.method == "last_turn")
     wrong = find_mask_problem(case, mask, renderings, tokenizer)
     if wrong == NOTHING_ENDS:
-        return MaskScoreRow(name, case.name, "", "refused", f"{wrong} (data.on_missing_end=train trains it all the same)")
+        return MaskScoreRow(
+            name, case.name, "", "refused", f"{wrong} (data.on_missing_end=train trains it all the same)"
+        )
     if wrong:
         return MaskScoreRow(name, case.name, found.method, "wrong", wrong)
     left = f"{found.untrained_turns} earlier turns are not trained" if found.untrained_turns else ""

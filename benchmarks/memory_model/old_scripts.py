@@ -261,7 +261,9 @@ class ScriptLoop(TracedLoop):
             return torch.optim.SGD(trained, lr=1e-3, foreach=True)
         if name == "adamw_32bit_bnb":
             return fakes.FakeStateOptimizer(trained, lambda elements: (4 * elements, 4 * elements), self.log)
-        return torch.optim.AdamW(trained, lr=1e-4, foreach=False) if name == "lora_fa" else super().create_optimizer(model)
+        return (
+            torch.optim.AdamW(trained, lr=1e-4, foreach=False) if name == "lora_fa" else super().create_optimizer(model)
+        )
 
     def run_micro_step(self, model: Any, step: int, length: int) -> None:
         """A micro-batch, of this one's length."""

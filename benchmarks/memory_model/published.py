@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory_model.published_columns import NotExpressible, CsvRow, gib_in
+from benchmarks.memory_model.published_columns import CsvRow, NotExpressible, gib_in
 from benchmarks.memory_model.published_models import Config, ConfigOf, cache_configs, known_config
 from benchmarks.memory_model.published_sources import step_settings
 from benchmarks.memory_model.script_settings import ScriptSettings

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.memory_model.published_columns import (
-    NotExpressible,
     CsvRow,
+    NotExpressible,
     columns_settings,
     count_in,
-    row_lengths,
     require_value,
+    row_lengths,
     version_in,
 )
 from benchmarks.memory_model.published_models import Config, ConfigOf, known_config

@@ -391,7 +391,9 @@ TraceAnswer = TracedPeak | str
 """A trace's peak, or why there is none."""
 
 
-def _traces(runs: Iterable[PublishedRun], trace: TraceFunction | None, progress: Progress | None) -> dict[str, TraceAnswer]:
+def _traces(
+    runs: Iterable[PublishedRun], trace: TraceFunction | None, progress: Progress | None
+) -> dict[str, TraceAnswer]:
     """The answer for each of the distinct settings, by their text; several at once where there are cores for it."""
     # each once: many rows repeat the settings of another, and a trace takes seconds
     distinct = {run.settings.as_json(): (run.id, run.settings) for run in runs if run.settings is not None}

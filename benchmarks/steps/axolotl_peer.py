@@ -24,7 +24,7 @@ def main(path: Path) -> None:
     """Train until the recorder has seen enough."""
     from datasets import load_from_disk
 
-    from benchmarks.steps.peer import record_next_in_context, make_recorder
+    from benchmarks.steps.peer import make_recorder, record_next_in_context
 
     order = ProcessOrder.read(path)
     facts = order.known()
@@ -41,7 +41,9 @@ def settings(order: ProcessOrder, facts: dict[str, Any], rows: Path) -> dict[str
     """axolotl's run YAML for the facts of our run."""
     lora, warmup = facts["lora"], facts["trainer"]["warmup_steps"]
     of_trainer = trainer_arguments(facts, steps=order.total, micro=facts["micro_batch"])
-    peer_settings = {name: value for name, value in of_trainer.items() if name not in (*UNKNOWN, "use_cpu", "warmup_steps")} | {
+    peer_settings = {
+        name: value for name, value in of_trainer.items() if name not in (*UNKNOWN, "use_cpu", "warmup_steps")
+    } | {
         "base_model": facts["model"],
         "revision_of_model": facts["revision"],
         "trust_remote_code": facts["trust_remote_code"],

@@ -20,7 +20,7 @@ ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2", "f
 
 def main(path: Path) -> None:
     """Train until the recorder has seen enough."""
-    from benchmarks.steps.peer import record_next_in_context, make_recorder
+    from benchmarks.steps.peer import make_recorder, record_next_in_context
 
     order = ProcessOrder.read(path)
     facts = order.known()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.steps.order import ProcessOrder
-from benchmarks.steps.recording import MeasurementDone, Recorder, record_trainer, record_next_trainer
+from benchmarks.steps.recording import MeasurementDone, Recorder, record_next_trainer, record_trainer
 
 
 def make_recorder(order: ProcessOrder, facts: dict[str, Any], **others: Any) -> Recorder:

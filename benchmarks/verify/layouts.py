@@ -25,7 +25,7 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.facts.models.architecture import load_config_json, find_model_folder, load_model_shape
+from sft_play.facts.models.architecture import find_model_folder, load_config_json, load_model_shape
 from sft_play.facts.models.config_fields import UnknownArchitecture
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
@@ -447,7 +447,10 @@ def _largest_difference(expected: Sequence[float], measured: Sequence[float]) ->
     """Largest relative difference over steps; infinite where their numbers differ."""
     if len(expected) != len(measured) or not expected:
         return math.inf
-    return max(abs(expected_value - measured_value) / abs(expected_value) for expected_value, measured_value in zip(expected, measured, strict=True))
+    return max(
+        abs(expected_value - measured_value) / abs(expected_value)
+        for expected_value, measured_value in zip(expected, measured, strict=True)
+    )
 
 
 def _message(text: str) -> str:

@@ -23,8 +23,13 @@ from sft_play.accelerate_helpers.settings import (
 )
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.hardware import detect_hardware
-from sft_play.launch.accelerate import remove_accelerate_variables, is_accelerate_launch, refuse_too_few_processes
-from sft_play.launch.deepspeed.fill import HIDDEN_SIZE_FORMULAS, cpu_adam_obstacles, cpu_adam_compile_note, drop_unresolved_autos
+from sft_play.launch.accelerate import is_accelerate_launch, refuse_too_few_processes, remove_accelerate_variables
+from sft_play.launch.deepspeed.fill import (
+    HIDDEN_SIZE_FORMULAS,
+    cpu_adam_compile_note,
+    cpu_adam_obstacles,
+    drop_unresolved_autos,
+)
 from sft_play.launch.exported import rank_variables
 from sft_play.launch.machine import disable_broken_p2p
 from sft_play.log import one_line
@@ -51,7 +56,9 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         set_deepspeed_to_cpu()
     elif torch.version.hip is None:
         disable_broken_p2p(detect_hardware(), os.environ)
-    checked = check_settings(config, best_precision=best_precision, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
+    checked = check_settings(
+        config, best_precision=best_precision, has_deepspeed=importlib.util.find_spec("deepspeed") is not None
+    )
     if checked.fallback_reason is not None:
         lost_offload = " (zero3_offload: nothing is offloaded)" if checked.settings.zero3_offload else ""
         _warn(f"backend: deepspeed falls back to accelerate{lost_offload}: {checked.fallback_reason}")
@@ -63,7 +70,11 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         _warn(f"accelerate launch asked for FSDP, which accelerate does not use here (type "
               f"{accelerator.distributed_type}): it shards over several GPUs only")  # fmt: skip
     accelerator.dist_config = checked.settings
-    compared_settings = {**checked.settings.model_dump(), "mixed_precision": checked.mixed_precision, "DeepSpeed": checked.deepspeed_config}
+    compared_settings = {
+        **checked.settings.model_dump(),
+        "mixed_precision": checked.mixed_precision,
+        "DeepSpeed": checked.deepspeed_config,
+    }
     require_same_inputs({key: str(value) for key, value in compared_settings.items()})
     return accelerator
 
@@ -78,7 +89,8 @@ def _no_op_accelerator(config: Any) -> Any:
         )
     _warn("the package accelerate is not installed: one process trains, without DDP, FSDP or ZeRO (NoOpAccelerator)")
     accelerator = NoOpAccelerator(
-        mixed_precision=checked.mixed_precision, gradient_accumulation_steps=checked.settings.gradient_accumulation_steps
+        mixed_precision=checked.mixed_precision,
+        gradient_accumulation_steps=checked.settings.gradient_accumulation_steps,
     )
     accelerator.dist_config = checked.settings
     return accelerator
@@ -92,7 +104,9 @@ def _best_precision() -> AutocastPrecision:
 
 
 def _drop_launcher_settings(checked: CheckedSettings) -> None:
-    launcher_wants_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and is_accelerate_launch(os.environ)
+    launcher_wants_deepspeed = os.environ.get(
+        "ACCELERATE_USE_DEEPSPEED", ""
+    ).lower() == "true" and is_accelerate_launch(os.environ)
     if launcher_wants_deepspeed and checked.deepspeed_config is None and checked.fallback_reason is None:
         _warn("accelerate launch asked for DeepSpeed, but backend is accelerate; set backend: deepspeed")
     if checked.deepspeed_config is not None:
@@ -197,7 +211,9 @@ def _enable_gradient_checkpointing(model: Any) -> None:
     try:
         enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
     except ValueError as error:
-        raise ConfigError(f"gradient_checkpointing: {class_name} cannot: {one_line(str(error))}; set it to false") from None
+        raise ConfigError(
+            f"gradient_checkpointing: {class_name} cannot: {one_line(str(error))}; set it to false"
+        ) from None
 
 
 def _fill_deepspeed(config: dict[str, Any], model: Any, items: tuple[Any, ...], micro_batch_size: int | None) -> None:
@@ -220,7 +236,9 @@ def _drop_replaced_blocks(config: dict[str, Any], items: tuple[Any, ...]) -> Non
     classes_by_block = {"optimizer": {"Optimizer", "DummyOptim"}, "scheduler": {"LRScheduler", "DummyScheduler"}}
     for name, class_names in classes_by_block.items():
         block = config.get(name)
-        match = next((item for item in items if class_names & {base_class.__name__ for base_class in type(item).__mro__}), None)
+        match = next(
+            (item for item in items if class_names & {base_class.__name__ for base_class in type(item).__mro__}), None
+        )
         if block is None or type(match).__name__.startswith("Dummy"):  # accelerate's marker for "as the file says"
             continue
         if match is not None or "auto" in (block.get("params") or {}).values():

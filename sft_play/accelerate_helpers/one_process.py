@@ -93,7 +93,9 @@ class NoOpAccelerator:
 
 def _cast_outputs_to_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward whose outputs are in fp32, as accelerate returns them."""
-    to_fp32 = functools.partial(tree_map, lambda value: value.float() if getattr(value, "dtype", 0) == torch.bfloat16 else value)
+    to_fp32 = functools.partial(
+        tree_map, lambda value: value.float() if getattr(value, "dtype", 0) == torch.bfloat16 else value
+    )
     return functools.wraps(forward)(lambda *args, **kwargs: to_fp32(forward(*args, **kwargs)))
 
 

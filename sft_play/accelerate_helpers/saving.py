@@ -50,9 +50,20 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
         _run_on_all_ranks(accelerator, lambda: _prepare_folders(path, temporary_path) if is_main else None, path)
         try:
             unwrapped_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-            weights = _run_step(accelerator, lambda: _gather_weights(accelerator, model, unwrapped_model, is_main=is_main), path)
-            _run_on_all_ranks(accelerator, lambda: _write_model(unwrapped_model, tokenizer, weights, temporary_path) if is_main else None, path)
-            _run_on_all_ranks(accelerator, lambda: _replace_folder(temporary_path, path) if is_main else None, path, folder_state=_FOLDER_COMPLETE)
+            weights = _run_step(
+                accelerator, lambda: _gather_weights(accelerator, model, unwrapped_model, is_main=is_main), path
+            )
+            _run_on_all_ranks(
+                accelerator,
+                lambda: _write_model(unwrapped_model, tokenizer, weights, temporary_path) if is_main else None,
+                path,
+            )
+            _run_on_all_ranks(
+                accelerator,
+                lambda: _replace_folder(temporary_path, path) if is_main else None,
+                path,
+                folder_state=_FOLDER_COMPLETE,
+            )
         finally:
             if is_main:
                 atomic.remove(temporary_path)
@@ -76,7 +87,9 @@ def _run_step(accelerator: Any, work: Callable[[], Any], path: Path, *, folder_s
         ) from error
 
 
-def _run_on_all_ranks(accelerator: Any, work: Callable[[], Any], path: Path, *, folder_state: str = _NOTHING_WRITTEN) -> None:
+def _run_on_all_ranks(
+    accelerator: Any, work: Callable[[], Any], path: Path, *, folder_state: str = _NOTHING_WRITTEN
+) -> None:
     """Do this rank's work; every rank waits for all and raises if any failed, that rank its own error."""
     failure: Exception | None = None
     error_text: str | None = None
@@ -87,7 +100,9 @@ def _run_on_all_ranks(accelerator: Any, work: Callable[[], Any], path: Path, *, 
     rank_errors = _run_step(accelerator, lambda: gather_values(error_text), path, folder_state=folder_state)
     if failure is not None:
         raise failure
-    failed_ranks = [f"rank {rank}: {rank_error}" for rank, rank_error in enumerate(rank_errors) if rank_error is not None]
+    failed_ranks = [
+        f"rank {rank}: {rank_error}" for rank, rank_error in enumerate(rank_errors) if rank_error is not None
+    ]
     if failed_ranks:
         raise TrainingError(f"{path} was not saved; {'; '.join(failed_ranks)}")
 
@@ -150,7 +165,11 @@ def _gather_weights(accelerator: Any, model: Any, unwrapped_model: Any, *, is_ma
     if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
         weights = accelerator.get_state_dict(model)  # FSDP1: flat parameters, complete on rank 0
         return dict(weights) if is_main else {}
-    tensors = adapter_parameters(unwrapped_model) if hasattr(unwrapped_model, "peft_config") else unwrapped_model.state_dict(keep_vars=True).items()
+    tensors = (
+        adapter_parameters(unwrapped_model)
+        if hasattr(unwrapped_model, "peft_config")
+        else unwrapped_model.state_dict(keep_vars=True).items()
+    )
     return gather_to_cpu(tensors, keeps_copies=is_main)
 
 
@@ -159,10 +178,18 @@ def _write_model(unwrapped_model: Any, tokenizer: Any, weights: dict[str, torch.
         if hasattr(unwrapped_model, "save_pretrained"):
             write_weights(unwrapped_model, temporary_path, state_dict=weights)
         else:
-            names_by_tensor = {id(tensor): name for name, tensor in reversed(weights.items())}  # tied: under the first name alone
-            save_file({name: weights[name] for name in names_by_tensor.values()}, temporary_path / "model.safetensors", {"format": "pt"})
+            names_by_tensor = {
+                id(tensor): name for name, tensor in reversed(weights.items())
+            }  # tied: under the first name alone
+            save_file(
+                {name: weights[name] for name in names_by_tensor.values()},
+                temporary_path / "model.safetensors",
+                {"format": "pt"},
+            )
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary_path)
     except OSError as error:
         raise RunFolderError(f"{temporary_path} cannot be written: {error.strerror or error}") from error
-    check_saved_weights(temporary_path, expected=saved_shapes(unwrapped_model) if hasattr(unwrapped_model, "save_pretrained") else None)
+    check_saved_weights(
+        temporary_path, expected=saved_shapes(unwrapped_model) if hasattr(unwrapped_model, "save_pretrained") else None
+    )

@@ -68,7 +68,10 @@ class CheckedSettings:
 
 
 def check_settings(
-    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, best_precision: AutocastPrecision, has_deepspeed: bool
+    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig,
+    *,
+    best_precision: AutocastPrecision,
+    has_deepspeed: bool,
 ) -> CheckedSettings:
     """The settings of a file or a mapping, checked together with their DeepSpeed file; `best_precision`: that of
     this device, "no" on a CPU. Raises ConfigError: there is no such file, keys or values are wrong, or contradict."""
@@ -92,14 +95,18 @@ def check_settings(
 def _raise_problems(problems: Sequence[str]) -> None:
     messages = list(dict.fromkeys(problems))
     if messages:
-        raise ConfigError(messages[0] if len(messages) == 1 else f"{len(messages)} problems:\n  " + "\n  ".join(messages))
+        raise ConfigError(
+            messages[0] if len(messages) == 1 else f"{len(messages)} problems:\n  " + "\n  ".join(messages)
+        )
 
 
 def _read_config(config: Any) -> tuple[YamlDocument, Path | None]:
     if isinstance(config, DistConfig):
         config = config.model_dump()
     if isinstance(config, Mapping):
-        data = {str(key): os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()}
+        data = {
+            str(key): os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()
+        }
         return YamlDocument(name="config", data=data), None
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config is {type(config).__name__}; give the path of a YAML file, or a mapping of its keys")
@@ -148,7 +155,9 @@ def _format_any_value(value: Any, raw_text: str | None = None) -> str:
         return one_line(repr(value), limit=80)
 
 
-def _resolve_precision(settings: DistConfig, deepspeed: Mapping[str, Any], best_precision: AutocastPrecision) -> AutocastPrecision:
+def _resolve_precision(
+    settings: DistConfig, deepspeed: Mapping[str, Any], best_precision: AutocastPrecision
+) -> AutocastPrecision:
     """Resolve mixed_precision: auto follows the DeepSpeed file if that sets it, else the device."""
     if settings.mixed_precision != "auto":
         return settings.mixed_precision
@@ -183,7 +192,9 @@ def _load_deepspeed_file(
     return name, config, None
 
 
-def _fill_deepspeed_config(config: dict[str, Any], settings: DistConfig, name: str, precision: AutocastPrecision) -> None:
+def _fill_deepspeed_config(
+    config: dict[str, Any], settings: DistConfig, name: str, precision: AutocastPrecision
+) -> None:
     for key in ("bf16", "fp16"):  # as in a run, whose file may have been written for another machine
         if key in config or key == precision:
             config[key] = {**(config.get(key) or {}), "enabled": key == precision}
@@ -209,5 +220,9 @@ def _find_contradictions(config: Mapping[str, Any], settings: DistConfig, source
     if settings.zero3_offload and zero.get("stage", "auto") not in ("auto", None, 3):
         yield f"zero_optimization.stage: {zero['stage']} contradicts zero3_offload: true of {source}"
     offload_param = zero.get("offload_param")
-    if isinstance(offload_param, dict) and offload_param.get("device") in ("cpu", "nvme") and zero.get("stage") in (0, 1, 2):
+    if (
+        isinstance(offload_param, dict)
+        and offload_param.get("device") in ("cpu", "nvme")
+        and zero.get("stage") in (0, 1, 2)
+    ):
         yield f"offload_param needs stage 3 and the stage is {zero['stage']}"

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_COMMAND_TABLE: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("commands.json").read_text(encoding="utf-8"))
+_COMMAND_TABLE: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("commands.json").read_text(encoding="utf-8")
+)
 COMMAND_FILES = {command: row["file"] for command, row in _COMMAND_TABLE.items()}
 # Commands that the program starts itself, and help does not name.
 INTERNAL_COMMANDS = {"rank": "launching"}

@@ -107,7 +107,9 @@ def require_writable_out(out: Path, name: str = "OUT") -> None:
     if not existing_parent.is_dir():
         raise ConfigError(f"{name}={escape_control(str(out))} cannot be written: {existing_parent} is not a folder")
     if not os.access(existing_parent, os.W_OK | os.X_OK) and not os.access(out, os.W_OK):
-        raise ConfigError(f"{name}={escape_control(str(out))} cannot be written: {existing_parent} is not writable for this user")
+        raise ConfigError(
+            f"{name}={escape_control(str(out))} cannot be written: {existing_parent} is not writable for this user"
+        )
 
 
 def write_out_file(path: Path, data: Any) -> None:

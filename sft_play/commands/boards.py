@@ -65,7 +65,10 @@ def _stop_servers(request: Request) -> CommandResult:
     running = tensorboard.running_servers()
     still_running = [server for server in servers if server in running]
     stopped = [_server_fields(server) for server in servers if server not in still_running]
-    return CommandResult({"ok": not still_running, "stopped": stopped, "running": list(map(_server_fields, running))}, exit_code=int(bool(still_running)))
+    return CommandResult(
+        {"ok": not still_running, "stopped": stopped, "running": list(map(_server_fields, running))},
+        exit_code=int(bool(still_running)),
+    )
 
 
 def _remove_curves(request: Request) -> CommandResult:
@@ -79,7 +82,9 @@ def _remove_curves(request: Request) -> CommandResult:
                 raise
             logger.info("kept: %s", error)
     files = [size for parts in removable.values() for size in parts.values()]
-    description = f"{len(files)} event file{'s' * (len(files) != 1)}, {format_size(sum(files))}, of {len(removable)} finished run"
+    description = (
+        f"{len(files)} event file{'s' * (len(files) != 1)}, {format_size(sum(files))}, of {len(removable)} finished run"
+    )
     description += "s" * (len(removable) > 1)
     pruned = PruneResult((), 0)
     if not removable:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sft_play.commands.answer import CommandResult, command_result, write_out_file
-from sft_play.commands.request import Request, requested_hardware, request_output_dir, refuse_hardware
+from sft_play.commands.request import Request, refuse_hardware, request_output_dir, requested_hardware
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose import engines, gpu_info, gpu_page, memory_check, memory_page, run_check
@@ -23,11 +23,11 @@ from sft_play.exit_codes import add_exit_status, write_json_line
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, fail_finding
 from sft_play.launch.accelerate import find_accelerate_file, read_found_file
-from sft_play.launch.launch_options import apply_mesh, mesh_hardware, fill_from_accelerate
+from sft_play.launch.launch_options import apply_mesh, fill_from_accelerate, mesh_hardware
 from sft_play.launch.machine import restrict_to_device
 from sft_play.log import is_output_lost
 from sft_play.planner.layout import layout_choices
-from sft_play.starting.plan_run import plan_run, load_run_model_shape
+from sft_play.starting.plan_run import load_run_model_shape, plan_run
 from sft_play.starting.plan_stages import refuse_impossible_strategy
 from sft_play.starting.refusals import refusals
 from sft_play.starting.row_survey import has_variable_lengths
@@ -39,7 +39,10 @@ def run_diagnosing(request: Request) -> CommandResult | int:
     """The page; of check and doctor exit code 2 where there is a problem."""
     if request.command == "check":
         serve = engines.parse_engine_names(request.serve)
-        return check_result(check_run(request.config, request.overrides, requested_hardware(request), engine_names=serve), is_full=request.why)
+        return check_result(
+            check_run(request.config, request.overrides, requested_hardware(request), engine_names=serve),
+            is_full=request.why,
+        )
     if request.command == "gpu-info":
         return _gpu_info(request)
     refuse_hardware(request)
@@ -55,7 +58,14 @@ def check_run(
     engine_names: Sequence[str] = (),
 ) -> CheckReport:
     """`run_check.check_config` with the plan that a run would make here, and with what else it would be refused for."""
-    report = run_check.check_config(config_path, overrides, hardware, planner=_plan_for_check, earlier_findings=extra_findings, engine_names=engine_names)
+    report = run_check.check_config(
+        config_path,
+        overrides,
+        hardware,
+        planner=_plan_for_check,
+        earlier_findings=extra_findings,
+        engine_names=engine_names,
+    )
     with contextlib.suppress(ConfigError):  # the report says it
         loaded = load_config(config_path, overrides=overrides)
         errors = refusals(loaded, restrict_to_device(loaded.config, hardware), plans=())
@@ -75,8 +85,12 @@ def check_result(report: CheckReport, *, is_full: bool) -> CommandResult:
 
 
 def _plan_for_check(config: RunConfig, hardware: Hardware, read_lengths: run_check.RowLengths) -> PlannedRun:
-    rows = read_lengths() if has_variable_lengths(config) else None  # blocks of text and packs are full, whatever their rows have
-    return PlannedRun(config, load_run_model_shape(config), plan_run(config, mesh_hardware(config, hardware), rows=rows))
+    rows = (
+        read_lengths() if has_variable_lengths(config) else None
+    )  # blocks of text and packs are full, whatever their rows have
+    return PlannedRun(
+        config, load_run_model_shape(config), plan_run(config, mesh_hardware(config, hardware), rows=rows)
+    )
 
 
 def _doctor(request: Request) -> CommandResult:
@@ -95,7 +109,9 @@ def _doctor(request: Request) -> CommandResult:
         strategy = options.strategy or ("zero2" if options.deepspeed else None)
         refuse_impossible_strategy(config, machine, strategy)
         layouts = (strategy,) if strategy else layout_choices(machine.ranks)
-        return PlannedRun(config, load_run_model_shape(config), plan_run(config, machine, layouts=layouts, include_suggestions=False))
+        return PlannedRun(
+            config, load_run_model_shape(config), plan_run(config, machine, layouts=layouts, include_suggestions=False)
+        )
 
     return command_result(run_doctor(planner, options, uses_cpu=uses_cpu))
 
@@ -123,7 +139,9 @@ def _memory_check(request: Request) -> CommandResult | int:
         else:
             if sys.stdout.isatty():
                 sys.stdout.write("\033[H\033[2J")  # in the place of the look before
-            logger.info("%s", "\n".join([*memory_page.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"]))
+            logger.info(
+                "%s", "\n".join([*memory_page.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"])
+            )
         if is_output_lost():
             raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-from sft_play.commands.answer import CommandResult, confirm_with_user, command_result, stdout_to_stderr
+from sft_play.commands.answer import CommandResult, command_result, confirm_with_user, stdout_to_stderr
 from sft_play.commands.request import Request, find_request_run, request_output_dir, trusts_code
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect_hardware
@@ -23,7 +23,7 @@ from sft_play.finished.export.places import (
     require_mergeable,
     require_merged,
 )
-from sft_play.finished.export.push import require_repo_name, push, plan_upload
+from sft_play.finished.export.push import plan_upload, push, require_repo_name
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 from sft_play.process.environment import set_deepspeed_to_cpu
@@ -59,7 +59,9 @@ def run_exporting(request: Request) -> CommandResult:
 
 
 def _merge(request: Request, finished: FinishedRun) -> CommandResult:
-    require_mergeable(finished, request.base, request.out or finished.folder.path / MERGED_FOLDER, replace=request.force)
+    require_mergeable(
+        finished, request.base, request.out or finished.folder.path / MERGED_FOLDER, replace=request.force
+    )
     from sft_play.finished.export.merge import merge_run
 
     base = cast("MergeBase | None", request.base)
@@ -72,7 +74,9 @@ def _merge_test(request: Request, finished: FinishedRun) -> CommandResult:
     require_merged(finished, request.out or finished.folder.path / MERGED_FOLDER)
     from sft_play.finished.export.check_merge import MERGE_TEST_ROWS, merge_test
 
-    return command_result(merge_test(finished, path=request.out, rows=request.limit or MERGE_TEST_ROWS), is_written_to_out=False)
+    return command_result(
+        merge_test(finished, path=request.out, rows=request.limit or MERGE_TEST_ROWS), is_written_to_out=False
+    )
 
 
 def _check_export(request: Request) -> None:
@@ -86,7 +90,9 @@ def _check_export(request: Request) -> None:
 
 
 def _export(request: Request, finished: FinishedRun) -> CommandResult:
-    require_export_target(request.out or finished.folder.path / EXPORT_FOLDER / str(request.format), replace=request.force)
+    require_export_target(
+        request.out or finished.folder.path / EXPORT_FOLDER / str(request.format), replace=request.force
+    )
     if request.llama_cpp is not None and request.format != "vllm":
         find_converter(request.llama_cpp)
     from sft_play.finished.export.export import export_run
@@ -107,12 +113,16 @@ def _export_test(request: Request, finished: FinishedRun) -> CommandResult:
     find_gguf(finished, request.out)
     from sft_play.finished.export.check_export import EXPORT_TEST_ROWS, export_test
 
-    tested = export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS, llama_cpp=request.llama_cpp)
+    tested = export_test(
+        finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS, llama_cpp=request.llama_cpp
+    )
     return command_result(tested, is_written_to_out=False)
 
 
 def _push(request: Request, finished: FinishedRun) -> CommandResult:
-    upload = plan_upload(finished, request.repo, is_merged=request.merged, is_public=request.public, is_confirmed=request.yes)
+    upload = plan_upload(
+        finished, request.repo, is_merged=request.merged, is_public=request.public, is_confirmed=request.yes
+    )
     upload_text = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back
     if not confirm_with_user(request, f"{upload_text}\nUpload?", refusal=upload_text):
         return CommandResult({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])

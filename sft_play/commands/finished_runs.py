@@ -8,7 +8,14 @@ import os
 import sys
 from collections.abc import Callable
 
-from sft_play.commands.answer import CommandResult, confirm_with_user, command_result, write_result, require_writable_out, stdout_to_stderr
+from sft_play.commands.answer import (
+    CommandResult,
+    command_result,
+    confirm_with_user,
+    require_writable_out,
+    stdout_to_stderr,
+    write_result,
+)
 from sft_play.commands.request import Request, find_request_run, request_output_dir, require_source
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable
@@ -86,7 +93,9 @@ def _prune(request: Request) -> CommandResult:
     if not request.runs:
         raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")
     part_kind: PruneScope = "checkpoints" if request.checkpoints else "run"
-    removable = select_prunable([open_run(output, check_run_name(name, key="RUNS")) for name in request.runs], part_kind)
+    removable = select_prunable(
+        [open_run(output, check_run_name(name, key="RUNS")) for name in request.runs], part_kind
+    )
     nothing_removed = {"ok": True, "removed": [], "freed_bytes": 0}
     if not removable:
         return CommandResult(nothing_removed, ["There are no checkpoints to remove"])

@@ -23,8 +23,8 @@ from sft_play.launch.accelerate import (
     MIXED_PRECISION,
     accelerate_path,
     find_accelerate_file,
-    read_machines,
     read_accelerate_file,
+    read_machines,
     refuse_too_few_processes,
     write_accelerate_file,
 )
@@ -32,9 +32,9 @@ from sft_play.launch.exported import (
     RENDEZVOUS_VARIABLES,
     RESUMED_VARIABLE,
     RankInfo,
-    rendezvous_variables,
     read_rank_info,
     refuse_repeated_starts,
+    rendezvous_variables,
 )
 from sft_play.launch.machine import restrict_to_device, select_hardware
 from sft_play.log import escape_control, one_line, set_up_logging
@@ -61,7 +61,9 @@ def run_launching(request: Request) -> CommandResult | int:
         launch_result = start_run(launch_request)
         if launch_request.options.dry_run:
             return _launch_command_result(launch_result)
-        if request.command == "rank" or (launch_request.rank_info is not None and not launch_request.rank_info.is_first):
+        if request.command == "rank" or (
+            launch_request.rank_info is not None and not launch_request.rank_info.is_first
+        ):
             return 0  # the parent answers, or rank 0
         return _training_result(launch_result)
 
@@ -76,19 +78,26 @@ def launch_request_from(request: Request) -> LaunchRequest:
     loaded = load_config(request.config, overrides=request.overrides)
     if command == "rank":
         resumed_run = os.environ.get(RESUMED_VARIABLE)
-        return LaunchRequest(loaded, options, rank_info=rank_info, should_resume=bool(resumed_run), run_name=resumed_run)
+        return LaunchRequest(
+            loaded, options, rank_info=rank_info, should_resume=bool(resumed_run), run_name=resumed_run
+        )
     if command == "launch-command":
         return LaunchRequest(loaded, dataclasses.replace(options, dry_run=True), launches_ranks=True)
     trusts = functools.partial(trusts_code, request)
     if rank_info is not None:
         if request.is_config_recorded:
             check_remote_code(request.config, *(part.config.model for part in loaded.runs), is_trusted=trusts)
-        return LaunchRequest(loaded, options, rank_info=rank_info, should_resume=command == "resume", run_name=request.run)
+        return LaunchRequest(
+            loaded, options, rank_info=rank_info, should_resume=command == "resume", run_name=request.run
+        )
     if command == "resume":
         return resume_request(loaded, options, run_name=request.run, trusts=trusts)
     # the only process that another launcher started launches no others
     return LaunchRequest(
-        loaded, options, launches_ranks=(command in _LAUNCHING_COMMANDS and read_rank_info(os.environ) is None) or _needs_ranks(request, loaded)
+        loaded,
+        options,
+        launches_ranks=(command in _LAUNCHING_COMMANDS and read_rank_info(os.environ) is None)
+        or _needs_ranks(request, loaded),
     )
 
 
@@ -116,7 +125,9 @@ def _training_result(launch_result: LaunchResult) -> CommandResult:
     folder = launch_result.folder
     run = None if folder is None else str(folder.path)
     if launch_result.exit_code:
-        kept_folder = folder if folder is not None and folder.path.is_dir() else None  # a run that is refused leaves nothing
+        kept_folder = (
+            folder if folder is not None and folder.path.is_dir() else None
+        )  # a run that is refused leaves nothing
         error = kept_folder.read_manifest().get("error") if kept_folder else None
         data = {"run": run if kept_folder else None} | ({"error": str(error)} if error else {})
         return CommandResult(data, exit_code=launch_result.exit_code)
@@ -126,8 +137,14 @@ def _training_result(launch_result: LaunchResult) -> CommandResult:
 
 def _launch_command_result(launch_result: LaunchResult) -> CommandResult:
     launch = launch_result.launch
-    launch_fields = launch and {"line": launch.shell_line, "words": list(launch.argv), "environment": launch.environment}
-    return CommandResult({"launch": launch_fields, "plan": launch_result.plan.as_json() if launch_result.plan else None})
+    launch_fields = launch and {
+        "line": launch.shell_line,
+        "words": list(launch.argv),
+        "environment": launch.environment,
+    }
+    return CommandResult(
+        {"launch": launch_fields, "plan": launch_result.plan.as_json() if launch_result.plan else None}
+    )
 
 
 def accelerate_has_machines() -> bool:
@@ -155,7 +172,9 @@ def launcher_rank_info(request: Request) -> RankInfo | None:
         return None
     requested, started_count = options.processes, rank_info.local_world_size
     if requested not in (None, started_count):
-        message = f"NPROC={requested} asks for {requested} processes on this node, and the launcher started {started_count}"
+        message = (
+            f"NPROC={requested} asks for {requested} processes on this node, and the launcher started {started_count}"
+        )
         raise ConfigError(f"{message}: leave out NPROC=, or give the launcher the same number")
     wants_engine = options.deepspeed or options.strategy not in (None, "single")
     # no launcher that is known here set RANK: it may be left from a notebook or another run

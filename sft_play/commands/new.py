@@ -21,12 +21,14 @@ from sft_play.files import atomic
 from sft_play.launch.machine import go_offline_without_hub
 from sft_play.log import one_line, redact
 from sft_play.planner.plan_summary import long_cpu_warnings
-from sft_play.starting.plan_run import plan_run, load_run_model_shape
+from sft_play.starting.plan_run import load_run_model_shape, plan_run
 from sft_play.starting.refusals import require_capable_machine
 
 _MODES_BY_PREFERENCE = ("lora", "qlora")
 _SUFFIXES = (".yaml", ".yml")
-_RunYaml = tuple[list[str], Mapping[str, JsonValue], list[str]]  # lines for the file's head, settings, comments below them
+_RunYaml = tuple[
+    list[str], Mapping[str, JsonValue], list[str]
+]  # lines for the file's head, settings, comments below them
 
 
 def run_new(request: Request) -> CommandResult:
@@ -37,7 +39,9 @@ def run_new(request: Request) -> CommandResult:
     if request.data and request.data.startswith("hub:"):
         go_offline_without_hub(request.data)
     head, settings, comments = _translate_file(request, request.from_) if request.from_ else _infer_run_yaml(request)
-    text = "\n".join([*(f"# {line}" for line in head), format_run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
+    text = (
+        "\n".join([*(f"# {line}" for line in head), format_run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
+    )
     config = config_from_text(text, name=str(out))  # what is written loads
     with contextlib.suppress(SftPlayError):  # data that are named by a registry, or are not here
         missed_lines = missed_column_lines(config.data, task_mode=config.task_mode)
@@ -49,7 +53,9 @@ def run_new(request: Request) -> CommandResult:
     machine = [f"HARDWARE={request.hardware}"] if request.hardware else []
     next_command = shlex.join(["make", "plan", f"CONFIG={out}", *machine])
     lines = [*text.rstrip("\n").splitlines(), "", f"Written to {out}", f"Next: {next_command}"]
-    return CommandResult({"ok": True, "path": str(out), "settings": settings, "next": next_command}, lines, is_written_to_out=False)
+    return CommandResult(
+        {"ok": True, "path": str(out), "settings": settings, "next": next_command}, lines, is_written_to_out=False
+    )
 
 
 def _missing_message(request: Request) -> str:
@@ -86,7 +92,9 @@ def _translate_file(request: Request, file: Path) -> _RunYaml:
         data_keys = re.compile(r"data\.(\w+_path|columns|encoding)")
         settings |= {path: value for path, value in dataset_info.settings.items() if data_keys.fullmatch(path)}
     text = read_text(file, variable="FROM", expected="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
-    result = translate_file(text, name=str(file), user_settings=settings, row_format=dataset_info.format if dataset_info else "")
+    result = translate_file(
+        text, name=str(file), user_settings=settings, row_format=dataset_info.format if dataset_info else ""
+    )
     head = f"From {one_line(str(file))}, a file of {result.tool.name}; what is not set has this toolkit's defaults"
     comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
     return [head], result.settings, comments if comments[1:] else []
@@ -97,8 +105,12 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
     assert request.data is not None
     folder = find_model_folder(request.model)
     model_settings: dict[str, JsonValue] = {"model.name": request.model}
-    qlora_config = config_from_text(format_run_yaml({**model_settings, "tuning.mode": _MODES_BY_PREFERENCE[-1]}), name="the run YAML")
-    dataset_info = infer_dataset(request.data, count_tokens=_token_counter(folder), positions=load_run_model_shape(qlora_config).max_positions)
+    qlora_config = config_from_text(
+        format_run_yaml({**model_settings, "tuning.mode": _MODES_BY_PREFERENCE[-1]}), name="the run YAML"
+    )
+    dataset_info = infer_dataset(
+        request.data, count_tokens=_token_counter(folder), positions=load_run_model_shape(qlora_config).max_positions
+    )
     settings = {**model_settings, **dataset_info.settings}
     if dataset_info.is_chat and folder is not None and not _has_template(folder):
         settings["data.chat_template"] = "chatml"

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from sft_play.commands.answer import CommandResult
-from sft_play.commands.request import Request, requested_hardware, refuse_make_variables
+from sft_play.commands.request import Request, refuse_make_variables, requested_hardware
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, error_prefix, stage_context
-from sft_play.facts.gpus.gpu_catalog import Price, load_prices, lowest_prices, find_gpus
+from sft_play.facts.gpus.gpu_catalog import Price, find_gpus, load_prices, lowest_prices
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.installed import missing_kernel_packages
 from sft_play.facts.network import DEFAULT_PORT
@@ -28,14 +28,19 @@ from sft_play.log import escape_control
 from sft_play.planner import calibration, plan_details
 from sft_play.planner.advice.budget import BudgetResult, build_offer, compare_machine_prices
 from sft_play.planner.advice.suggestions import lowest_memory_candidate
-from sft_play.planner.advice.what_if import LargestFit, FitQuestion, parse_grid, parse_question
+from sft_play.planner.advice.what_if import FitQuestion, LargestFit, parse_grid, parse_question
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.planner.plan_summary import plan_summary_lines
-from sft_play.starting.plan_run import has_eval, plan_run, load_run_model_shape, training_backend
-from sft_play.starting.plan_stages import apply_deepspeed_batch, common_layout, read_deepspeed_config, refuse_impossible_strategy
+from sft_play.starting.plan_run import has_eval, load_run_model_shape, plan_run, training_backend
+from sft_play.starting.plan_stages import (
+    apply_deepspeed_batch,
+    common_layout,
+    read_deepspeed_config,
+    refuse_impossible_strategy,
+)
 from sft_play.starting.refusals import refusals
-from sft_play.starting.row_survey import count_row_tokens_if_quick, cached_row_tokens
+from sft_play.starting.row_survey import cached_row_tokens, count_row_tokens_if_quick
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +59,17 @@ def run_plan(request: Request) -> CommandResult:
         with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
             configs.append((cell, load_config(request.config, overrides=(*request.overrides, *cell)).longest_config))
     strategy, keeps_params, apply_deepspeed = _deepspeed_settings(request, hardware)
-    loaded, configs = _map_configs(loaded, apply_deepspeed), [(cell, apply_deepspeed(config)) for cell, config in configs]
+    loaded, configs = (
+        _map_configs(loaded, apply_deepspeed),
+        [(cell, apply_deepspeed(config)) for cell, config in configs],
+    )
     layouts = (strategy,) if strategy else LAYOUT_NAMES
     base_config = loaded.config
     row_errors: list[SftPlayError] = []
-    backend, missing_data_lines = training_backend(base_config, hardware, layouts), count_row_tokens_if_quick(loaded, on_error=row_errors.append)
+    backend, missing_data_lines = (
+        training_backend(base_config, hardware, layouts),
+        count_row_tokens_if_quick(loaded, on_error=row_errors.append),
+    )
     if backend is not None and backend.fallback_from:  # another one than was asked for
         missing_data_lines = [f"Backend: {backend.reason}", *missing_data_lines]
     budget = _request_budget(request, loaded, hardware, layouts)
@@ -79,12 +90,18 @@ def run_plan(request: Request) -> CommandResult:
     largest = _answer_max(max_question, loaded.config, hardware, layouts) if max_question else None
     data = plan.as_json()
     if stages:
-        data |= {"stage": loaded.stage_name, "stages": [{"name": name, **cell_plan.as_json()} for name, _, cell_plan in stages]}
+        data |= {
+            "stage": loaded.stage_name,
+            "stages": [{"name": name, **cell_plan.as_json()} for name, _, cell_plan in stages],
+        }
     if cells:
         data["whatif"] = [{"settings": list(cell), **cell_plan.as_json()} for cell, cell_plan in cells]
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
-    misfit, deepspeed_file = _misfit_error(plan, loaded), request.options.deepspeed.file if request.options.deepspeed else None
+    misfit, deepspeed_file = (
+        _misfit_error(plan, loaded),
+        request.options.deepspeed.file if request.options.deepspeed else None,
+    )
     plans = [cell_plan for *_, cell_plan in stages] or [plan]
     errors = () if misfit else (*row_errors, *refusals(run, machine, needs_rows=False, plans=plans))
     refusal_texts = _warn_of_refusals(errors, machine)
@@ -92,7 +109,14 @@ def run_plan(request: Request) -> CommandResult:
     data["precision_of"] = plan.parameters.shares() if plan.parameters else None
     data["launch"] = None if misfit or refusal_texts else launch_line(plan, loaded, deepspeed_file)
     lines = [
-        *_plan_page(request, plan, loaded.config, missing_data_lines, data["launch"], _node_launch_lines(plan, loaded, deepspeed_file)),
+        *_plan_page(
+            request,
+            plan,
+            loaded.config,
+            missing_data_lines,
+            data["launch"],
+            _node_launch_lines(plan, loaded, deepspeed_file),
+        ),
         *plan_details.stage_lines(stages),
         *plan_details.grid_lines(cells),
         *([plan_details.largest_line(largest)] if largest else []),
@@ -124,7 +148,9 @@ def _deepspeed_settings(
     if deepspeed_request is None:
         return request.options.strategy, False, lambda config: config
     deepspeed_config, strategy, name = read_deepspeed_config(deepspeed_request, request.options.strategy)
-    apply_deepspeed = functools.partial(apply_deepspeed_batch, deepspeed_config=deepspeed_config, ranks=hardware.ranks, name=name)
+    apply_deepspeed = functools.partial(
+        apply_deepspeed_batch, deepspeed_config=deepspeed_config, ranks=hardware.ranks, name=name
+    )
     return strategy, keeps_params_on_gpu(deepspeed_config, strategy), apply_deepspeed
 
 
@@ -133,7 +159,9 @@ def _map_configs(loaded: LoadedConfig, change_config: Callable[[RunConfig], RunC
     return dataclasses.replace(loaded, config=change_config(loaded.config), stages=stages)
 
 
-def _request_budget(request: Request, loaded: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutName, ...]) -> BudgetResult | None:
+def _request_budget(
+    request: Request, loaded: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutName, ...]
+) -> BudgetResult | None:
     if request.budget is None:
         return None
     if loaded.stages:
@@ -142,14 +170,26 @@ def _request_budget(request: Request, loaded: LoadedConfig, hardware: Hardware, 
 
 
 def _plan_page(
-    request: Request, plan: Plan, config: RunConfig, missing_data_lines: Sequence[str], command: str | None, node_launch_lines: Sequence[str]
+    request: Request,
+    plan: Plan,
+    config: RunConfig,
+    missing_data_lines: Sequence[str],
+    command: str | None,
+    node_launch_lines: Sequence[str],
 ) -> Sequence[str]:
     if request.why:
-        return [*missing_data_lines, *plan_details.plan_lines(plan, config, command=command, node_commands=node_launch_lines)]
+        return [
+            *missing_data_lines,
+            *plan_details.plan_lines(plan, config, command=command, node_commands=node_launch_lines),
+        ]
     start_lines = (node_launch_lines or [f"Start: {command}"]) if command is not None and plan.fits else []
     backend_lines = [line for line in missing_data_lines if line.startswith("Backend")]
     trace_reasons = [reason for reason in plan.reasons if "trace" in reason] if request.trace else []
-    return [*backend_lines, *plan_summary_lines(plan, config, start_lines=start_lines, has_local_data=missing_data_lines == backend_lines), *trace_reasons]
+    return [
+        *backend_lines,
+        *plan_summary_lines(plan, config, start_lines=start_lines, has_local_data=missing_data_lines == backend_lines),
+        *trace_reasons,
+    ]
 
 
 def _misfit_error(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
@@ -180,7 +220,9 @@ def _stage_plans(
         return []
     layouts = (strategy,) if strategy else LAYOUT_NAMES
     common_strategy = strategy or common_layout([stage.config for stage in stages], hardware, layouts=layouts)
-    make_plan = functools.partial(plan_run, hardware=hardware, layouts=(common_strategy,), trace=trace, keeps_params=keeps_params)
+    make_plan = functools.partial(
+        plan_run, hardware=hardware, layouts=(common_strategy,), trace=trace, keeps_params=keeps_params
+    )
     return [(stage.name, stage.config, make_plan(stage.config)) for stage in stages]
 
 
@@ -188,18 +230,29 @@ def _plan_whatif_cell(
     cell: tuple[str, ...], config: RunConfig, base_config: RunConfig, machine: Hardware, make_plan: Callable[..., Plan]
 ) -> Plan:
     # the lengths of the base's rows for a cell that has the same ones, at whatever limit
-    has_same_rows = (config.data, config.task_mode, config.model.name) == (base_config.data, base_config.task_mode, base_config.model.name)
+    has_same_rows = (config.data, config.task_mode, config.model.name) == (
+        base_config.data,
+        base_config.task_mode,
+        base_config.model.name,
+    )
     with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
-        return make_plan(config, mesh_hardware(config, machine), rows=cached_row_tokens(base_config) if has_same_rows else None)
+        return make_plan(
+            config, mesh_hardware(config, machine), rows=cached_row_tokens(base_config) if has_same_rows else None
+        )
 
 
-def _answer_max(max_question: FitQuestion, config: RunConfig, hardware: Hardware, layouts: Sequence[LayoutName]) -> LargestFit:
+def _answer_max(
+    max_question: FitQuestion, config: RunConfig, hardware: Hardware, layouts: Sequence[LayoutName]
+) -> LargestFit:
     from sft_play.planner.advice.what_if import find_largest_fit
 
     earlier = [] if hardware.named else calibration.load_measured_runs()
     has_evaluation, missing = has_eval(config), missing_kernel_packages()
     return find_largest_fit(
-        max_question, PlanRequest(config, load_run_model_shape(config), hardware, layouts, has_evaluation, earlier, missing_packages=missing)
+        max_question,
+        PlanRequest(
+            config, load_run_model_shape(config), hardware, layouts, has_evaluation, earlier, missing_packages=missing
+        ),
     )
 
 
@@ -275,7 +328,9 @@ def make_budget(
         return BudgetResult(usd, (), (name,), today)
     if listed_price is not None:
         price_source = listed_price.price_list
-        offer = dataclasses.replace(offer, provider=price_source.provider, read=price_source.read.isoformat(), address=price_source.address)
+        offer = dataclasses.replace(
+            offer, provider=price_source.provider, read=price_source.read.isoformat(), address=price_source.address
+        )
     return BudgetResult(usd, (offer,), (), today)
 
 
@@ -284,13 +339,17 @@ def cheapest_machine(budget: BudgetResult) -> Hardware | None:
     if not budget.offers:
         return None
     cheapest_offer = budget.offers[0]
-    return dataclasses.replace(parse_hardware(cheapest_offer.machine), price_per_gpu_hour=cheapest_offer.usd_per_gpu_hour)
+    return dataclasses.replace(
+        parse_hardware(cheapest_offer.machine), price_per_gpu_hour=cheapest_offer.usd_per_gpu_hour
+    )
 
 
 def _listed_prices(machine: Hardware) -> Iterator[Price]:
     entry = next(iter(find_gpus(machine.gpus[0].name)), None)
     if entry is not None:
-        yield from (price for price in load_prices() if price.gpu == entry.name and machine.gpus_per_node in price.gpu_counts)
+        yield from (
+            price for price in load_prices() if price.gpu == entry.name and machine.gpus_per_node in price.gpu_counts
+        )
 
 
 def _machine_name(machine: Hardware) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sft_play.commands.answer import CommandResult, command_result
-from sft_play.commands.diagnosing import check_run, check_result
-from sft_play.commands.request import Request, requested_hardware, make_argv
+from sft_play.commands.diagnosing import check_result, check_run
+from sft_play.commands.request import Request, make_argv, requested_hardware
 from sft_play.commands.rows import render
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
@@ -37,7 +37,9 @@ def run_preparing(request: Request) -> CommandResult:
     if request.command == "style":
         from sft_play.data.style import style_rows
 
-        return _add_next_command(command_result(style_rows(config, request.style, force=request.force)), request, config)
+        return _add_next_command(
+            command_result(style_rows(config, request.style, force=request.force)), request, config
+        )
     from sft_play.documents.documents import convert_documents
 
     return _add_next_command(command_result(convert_documents(config, force=request.force)), request, config)
@@ -114,12 +116,20 @@ def _pipeline_steps(
     overrides = [*loaded.overrides, *_file_settings(folder, config.data)]  # what was just written
     yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)
     extra_findings = [_training_files_finding(config.data, folder)]
-    yield "check", lambda: check_result(check_run(loaded.path, overrides, hardware, extra_findings=extra_findings), is_full=is_full)
+    yield (
+        "check",
+        lambda: check_result(
+            check_run(loaded.path, overrides, hardware, extra_findings=extra_findings), is_full=is_full
+        ),
+    )
 
 
 def _training_files_finding(data: DataConfig, folder: Path) -> Finding:
     written_file, configured_path = folder / "train.jsonl", data.train_path
-    if configured_path is not None and Path(configured_path).expanduser().absolute() == written_file.expanduser().absolute():
+    if (
+        configured_path is not None
+        and Path(configured_path).expanduser().absolute() == written_file.expanduser().absolute()
+    ):
         return pass_finding("training files", f"data.train_path={written_file}, which was written just now")
     sources = f"data.sources: {', '.join(data.source_names)}"
     return warn_finding(

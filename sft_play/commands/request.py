@@ -20,7 +20,7 @@ from sft_play.config.options import sections
 from sft_play.config.schema import ModelConfig, OutputConfig
 from sft_play.config.unknown_keys import flag_hint
 from sft_play.config.yaml_io import parse_yaml_value
-from sft_play.data.sources.files import list_parts, find_source
+from sft_play.data.sources.files import find_source, list_parts
 from sft_play.errors import ConfigError, DataError, RunFolderError
 from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.files import relative_to_cwd
@@ -148,7 +148,10 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
             uses_tensorboard=bool(parsed.tensorboard),
             notes=notes,
         ),
-        **{field: _parse_variable_value(name, _variable_text(parsed, environment, name)) for field, name in REQUEST_VARIABLES.items()},
+        **{
+            field: _parse_variable_value(name, _variable_text(parsed, environment, name))
+            for field, name in REQUEST_VARIABLES.items()
+        },
     )
     _require_config(request, environment)
     return request
@@ -157,7 +160,11 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
 def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
     """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG; raises
     RunFolderError where there is no such run, and no starter whose runs it could be one of."""
-    run = _variable_text(parsed, environment, "RUN") if parsed.command == "resume" and "CONFIG" not in environment else None
+    run = (
+        _variable_text(parsed, environment, "RUN")
+        if parsed.command == "resume" and "CONFIG" not in environment
+        else None
+    )
     if run is None:
         return None
     try:
@@ -216,7 +223,11 @@ def _parse_variable_value(name: str, text: str | None) -> Any:
             raise ConfigError(f"{name}={one_line(text)} is not a number of {variable.counted_noun}, such as {name}=4")
         return int(text)
     if variable.kind == "number":
-        amount = re.sub(r"^\$|(\$| ?usd)$", "", text.strip(), flags=re.IGNORECASE) if "money" in variable.counted_noun else text
+        amount = (
+            re.sub(r"^\$|(\$| ?usd)$", "", text.strip(), flags=re.IGNORECASE)
+            if "money" in variable.counted_noun
+            else text
+        )
         if name == "BUDGET" and amount == "0":
             raise ConfigError("BUDGET=0 pays for nothing; a shell reads $20 as $2 and 0: write BUDGET=20")
         try:
@@ -224,7 +235,9 @@ def _parse_variable_value(name: str, text: str | None) -> Any:
         except ValueError:
             value = -1.0
         if not 0 <= value < float("inf"):
-            raise ConfigError(f"{name}={one_line(text)} is not {variable.counted_noun}, such as {name}={variable.example}")
+            raise ConfigError(
+                f"{name}={one_line(text)} is not {variable.counted_noun}, such as {name}={variable.example}"
+            )
         return value
     return text
 
@@ -258,7 +271,9 @@ def _build_parser(command: str | None) -> argparse.ArgumentParser:
 
 def flag_commands_table() -> dict[str, Sequence[str]]:
     """Every flag with the commands that take it."""
-    variable_flags = {f"--{name.lower()}": flag_commands(name) for name, variable in VARIABLES.items() if variable.has_flag}
+    variable_flags = {
+        f"--{name.lower()}": flag_commands(name) for name, variable in VARIABLES.items() if variable.has_flag
+    }
     return {**variable_flags, **{flag: row["for"] for flag, row in EXTRA_FLAGS.items()}}
 
 
@@ -284,16 +299,30 @@ def _check_flags(parsed: argparse.Namespace, argv: Sequence[str], unknown: Seque
 def _unknown_flag_problem(command: str, word: str, argv: Sequence[str], flags: Mapping[str, Sequence[str]]) -> str:
     flag, equals, value = word.partition("=")
     next_word = [*argv, ""][argv.index(word) + 1] if word in argv else ""
-    flag_text = value if equals else next_word if next_word and not next_word.startswith("--") and "=" not in next_word else None
+    flag_text = (
+        value
+        if equals
+        else next_word
+        if next_word and not next_word.startswith("--") and "=" not in next_word
+        else None
+    )
     setting = flag_hint(flag, flag_text) if command in flag_commands("SET") else None
     command_flags = [name for name, commands in flags.items() if command in commands]
     suggestion = None if setting else nearest_name(flag, command_flags, list(flags))
-    owner_note = "" if suggestion is None or suggestion in command_flags else f" (a flag of {', '.join(flags[suggestion])})"
-    hint = setting or (f"did you mean {suggestion}{owner_note}?" if suggestion else f"{command} takes {', '.join(command_flags) or 'none'}")
+    owner_note = (
+        "" if suggestion is None or suggestion in command_flags else f" (a flag of {', '.join(flags[suggestion])})"
+    )
+    hint = setting or (
+        f"did you mean {suggestion}{owner_note}?"
+        if suggestion
+        else f"{command} takes {', '.join(command_flags) or 'none'}"
+    )
     return f"{command} has no flag {one_line(flag)}; {hint}"
 
 
-def _launch_values(parsed: argparse.Namespace, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _launch_values(
+    parsed: argparse.Namespace, environment: Mapping[str, str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """How to launch the run, by flags, make's variables and what a scheduler exported; log lines about the last.
     `train` takes the nodes too where the environment names several: then each of them runs `train`."""
     command = parsed.command
@@ -416,10 +445,15 @@ def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
     """Whether this command allows the code that a key of a model's settings lets run: by SET, or by a CONFIG that was
     given for this model in this revision."""
     path, required_value = f"model.{key}", getattr(model, key)
-    set_values = [value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == path]
+    set_values = [
+        value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == path
+    ]
     if set_values:
         return bool(parse_yaml_value(set_values[-1], name=path) == required_value)
     if not request.is_config_given or request.is_config_recorded:
         return False
     config_model = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
-    return bool(getattr(config_model, key) == required_value) and (config_model.name, config_model.revision) == (model.name, model.revision)
+    return bool(getattr(config_model, key) == required_value) and (config_model.name, config_model.revision) == (
+        model.name,
+        model.revision,
+    )

@@ -83,7 +83,11 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
         check_not_source(folder / name, files)
     with OutputFolder(folder, file_names, force=force, command="render") as output:
         rendered_files = [
-            RenderedFile(part_split(part), folder / names[part], _render_rows(path, part, output, names, config.data, tools.row_maker))
+            RenderedFile(
+                part_split(part),
+                folder / names[part],
+                _render_rows(path, part, output, names, config.data, tools.row_maker),
+            )
             for part, path in files
         ]
         _refuse_bad_rows(rendered_files, config.data)
@@ -134,7 +138,9 @@ class RenderedFile:
 
     def bad_lines(self) -> list[str]:
         """The bad rows in words: counts by reason, the first of them, and how many more."""
-        return bad_row_lines(f"{self.stats.rows:,} rows of {self.stats.source}", self.stats.bad_rows, self.stats.first_bad)
+        return bad_row_lines(
+            f"{self.stats.rows:,} rows of {self.stats.source}", self.stats.bad_rows, self.stats.first_bad
+        )
 
     def lines(self) -> list[str]:
         """What was written, in words."""
@@ -201,7 +207,9 @@ class Preview:
     def lines(self) -> list[str]:
         """The examples as plain text, trained parts in [[ ]]."""
         head = f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in [[ ]]"
-        body = [line for example in self.examples for line in ["", *format_plain_lines(example, max_pieces=self.max_pieces)]]
+        body = [
+            line for example in self.examples for line in ["", *format_plain_lines(example, max_pieces=self.max_pieces)]
+        ]
         return [head, *self.notes, *body, "", f"Page: {self.page}"]
 
     def as_json(self) -> dict[str, Any]:
@@ -216,7 +224,9 @@ class Preview:
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_terminal or console.no_color or console.color_system is None:
             return False
-        console.print(f"{len(self.examples):,} of {self.rows:,} rows of {make_visible(self.source)}; trained parts green")
+        console.print(
+            f"{len(self.examples):,} of {self.rows:,} rows of {make_visible(self.source)}; trained parts green"
+        )
         for note in self.notes:
             console.print(make_visible(note))
         for example in self.examples:
@@ -239,7 +249,11 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     chosen_rows = select_row(reader, row) if row is not None else select_spread_rows(reader, count or DEFAULT_EXAMPLES)
     tools = load_row_tools(config)
     token_bytes = TokenBytes(tools.tokenizer)
-    examples = tuple(example for row_number, raw in chosen_rows for example in preview_rows(row_number, raw, reader, tools.row_maker, token_bytes))
+    examples = tuple(
+        example
+        for row_number, raw in chosen_rows
+        for example in preview_rows(row_number, raw, reader, tools.row_maker, token_bytes)
+    )
     page_path = page or DEFAULT_PAGE
     check_not_source(page_path, [("train", path)])
     others = [source.name for source in paths.sources[1:]]
@@ -255,6 +269,8 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     if config.task_mode == "cpt":
         description.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
     with OutputFolder(page_path.parent, (page_path.name,), force=force, command="preview") as folder:
-        folder.open(page_path.name).write(render_html_page(examples, title=f"Preview of {Path(str(path)).name}", intro_lines=description))
+        folder.open(page_path.name).write(
+            render_html_page(examples, title=f"Preview of {Path(str(path)).name}", intro_lines=description)
+        )
     max_pieces = MAX_PAGE_PIECES if row is not None else MAX_TERMINAL_PIECES
     return Preview(str(path), reader.rows, examples, notes, page_path, max_pieces)

@@ -44,7 +44,9 @@ def run_notebook(request: Request) -> CommandResult | int:
     cells = read_notebook(request.notebook)
     rank_info, result_fields = read_rank_info(os.environ), {"notebook": str(request.notebook), "cells": len(cells)}
     if rank_info is None:
-        launch = notebook_launch(request.notebook, select_hardware(request.options, detect_hardware()), gpus=request.options.gpus)
+        launch = notebook_launch(
+            request.notebook, select_hardware(request.options, detect_hardware()), gpus=request.options.gpus
+        )
         logger.info("Launch: %s", launch.shell_line)
         # ranks run this command again: they know by the environment where their output goes
         os.environ["JSON"] = "1" if request.json else ""

@@ -186,7 +186,15 @@ def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
         require_gpus_and_disk(loaded, hardware, plans, folder)
     largest_plan = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
     if state == "new" and not largest_plan.fits:  # one that has begun ran here before, whatever is predicted now
-        return SweepCell(settings, loaded, folder, largest_plan, _total_hours(plans), "does_not_fit", format_misfit(largest_plan, config))
+        return SweepCell(
+            settings,
+            loaded,
+            folder,
+            largest_plan,
+            _total_hours(plans),
+            "does_not_fit",
+            format_misfit(largest_plan, config),
+        )
     return SweepCell(settings, loaded, folder, largest_plan, _total_hours(plans), state)
 
 
@@ -230,9 +238,14 @@ def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
     actions = {"finished": "finished before", "begun": "resumed", "new": "trained", "does_not_fit": "skipped"}
     rows = []
     for cell in cells:
-        needed_gib, available_gib = gib_or_na(cell.plan.memory.required, digits=2), gib_or_na(cell.plan.budget_bytes, digits=2)
+        needed_gib, available_gib = (
+            gib_or_na(cell.plan.memory.required, digits=2),
+            gib_or_na(cell.plan.budget_bytes, digits=2),
+        )
         hours = "-" if cell.hours is None else f"{cell.hours:.2f}"
-        rows.append((cell.name, "yes" if cell.plan.fits else "NO", needed_gib, available_gib, hours, actions[cell.state]))
+        rows.append(
+            (cell.name, "yes" if cell.plan.fits else "NO", needed_gib, available_gib, hours, actions[cell.state])
+        )
     table = build_table(["run", "fits", "needs GiB", "of GiB", "hours", ""], rows, text_columns=(0, 1, 5))
     skipped = [f"{cell.name} does not fit: {cell.error}" for cell in cells if cell.error]
     to_train = [cell for cell in cells if cell.needs_training]

@@ -61,12 +61,16 @@ def apply_adapter(document: YamlDocument) -> list[Problem]:
         adapter = find_adapter(name, output_dir=output_root)
     except ConfigError as error:
         return [document.problem(key_path, str(error))]
-    model, tuning, lora = (document.ensure_section(section_path) for section_path in (("model",), ("tuning",), ("tuning", "lora")))
+    model, tuning, lora = (
+        document.ensure_section(section_path) for section_path in (("model",), ("tuning",), ("tuning", "lora"))
+    )
     if model is None or tuning is None or lora is None:
         return []  # reported as a section that holds a value
     problems = []
     if tuning.get("mode") == "full":
-        reason = f"full trains all weights, and {ADAPTER_KEY} continues an adapter: use lora or qlora, or merge the adapter"
+        reason = (
+            f"full trains all weights, and {ADAPTER_KEY} continues an adapter: use lora or qlora, or merge the adapter"
+        )
         problems.append(
             document.problem(("tuning", "mode"), f"{reason} (make merge) and name the merged model in model.name")
         )
@@ -74,7 +78,9 @@ def apply_adapter(document: YamlDocument) -> list[Problem]:
         if option in lora and option != "dropout" and not _is_same_value(option, lora[option], adapter_value):
             adapter_name = f"the adapter {one_line(adapter.path)}"
             reason = f"{format_value(lora[option])}, and {adapter_name} has {format_value(adapter_value)}"
-            problems.append(document.problem(("tuning", "lora", option), f"{reason}; leave it out: the adapter's is taken"))
+            problems.append(
+                document.problem(("tuning", "lora", option), f"{reason}; leave it out: the adapter's is taken")
+            )
         elif option != "dropout" or option not in lora:
             lora[option] = adapter_value
     if adapter.added_tokens and model.setdefault("add_tokens", adapter.added_tokens) != adapter.added_tokens:
@@ -132,15 +138,23 @@ def _adapter_folder(name: str, output_dir: Path) -> Path:
         return adapter_dir
     manifest = _read_manifest(adapter_dir)
     if manifest is None:
-        raise ConfigError(f"{adapter_dir} is neither a run of this toolkit nor an adapter: it has no {ADAPTER_CONFIG_FILE}")
+        raise ConfigError(
+            f"{adapter_dir} is neither a run of this toolkit nor an adapter: it has no {ADAPTER_CONFIG_FILE}"
+        )
     if manifest.get("status") != "finished":
         raise ConfigError(
             f"the run {adapter_dir} is not finished (its manifest says {one_line(str(manifest.get('status')))}): make "
             f"resume RUN={adapter_dir.name} trains it to its end; one of its checkpoints is named by its own path"
         )
     if not (adapter_dir / "adapter" / ADAPTER_CONFIG_FILE).is_file():
-        advice = f"; it trained all weights: give model.name: {adapter_dir / 'model'}" if (adapter_dir / "model").is_dir() else ""
-        raise ConfigError(f"the run {adapter_dir} has no adapter ({adapter_dir / 'adapter' / ADAPTER_CONFIG_FILE}){advice}")
+        advice = (
+            f"; it trained all weights: give model.name: {adapter_dir / 'model'}"
+            if (adapter_dir / "model").is_dir()
+            else ""
+        )
+        raise ConfigError(
+            f"the run {adapter_dir} has no adapter ({adapter_dir / 'adapter' / ADAPTER_CONFIG_FILE}){advice}"
+        )
     return adapter_dir / "adapter"
 
 
@@ -212,7 +226,9 @@ def _lora_settings(config: Mapping[str, Any], path: str, *, has_added_tokens: bo
                    for value in (config.get("r"), config.get("lora_alpha")))  # fmt: skip
     if not (option_accepts("tuning.lora.r", rank) and option_accepts("tuning.lora.alpha", alpha)):
         display_value = one_line(f"r={json.dumps(rank)} and lora_alpha={json.dumps(alpha)}")
-        raise ConfigError(f"{name} has {display_value} in its {ADAPTER_CONFIG_FILE}, and whole numbers from 1 are needed")
+        raise ConfigError(
+            f"{name} has {display_value} in its {ADAPTER_CONFIG_FILE}, and whole numbers from 1 are needed"
+        )
     return {
         "r": rank,
         "alpha": alpha,

@@ -30,7 +30,10 @@ def auto_learning_rate(*, alpha: float | None, rows: int, is_lion: bool = False)
     min_rows, max_rows = BATCH_ROWS_RANGE
     counted_rows = min(max(rows, min_rows), max_rows)
     base = FULL_RATE if alpha is None else ADAPTER_RATE
-    rate, derivation = base * math.sqrt(counted_rows / max_rows), f"{base:g} at {max_rows} rows a step x sqrt({counted_rows}/{max_rows})"
+    rate, derivation = (
+        base * math.sqrt(counted_rows / max_rows),
+        f"{base:g} at {max_rows} rows a step x sqrt({counted_rows}/{max_rows})",
+    )
     if alpha is not None and alpha > REFERENCE_ALPHA:
         rate, derivation = (
             rate * REFERENCE_ALPHA / alpha,

@@ -110,25 +110,38 @@ def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Probl
     stages: list[Stage] = []
     curriculum = document.data["curriculum"]
     assert isinstance(curriculum, list), "validated"
-    overlays = [_build_overlay(document, stage_path, stage) for stage_path, stage in enumerate(curriculum) if isinstance(stage, dict)]
-    problems = [*(problem for stage in overlays for problem in stage.problems), *ineffective_overrides(document, overlays)]
+    overlays = [
+        _build_overlay(document, stage_path, stage)
+        for stage_path, stage in enumerate(curriculum)
+        if isinstance(stage, dict)
+    ]
+    problems = [
+        *(problem for stage in overlays for problem in stage.problems),
+        *ineffective_overrides(document, overlays),
+    ]
     names = Counter(stage.name.lower() for stage in overlays)
 
     for overlay in overlays:
         stage_path: KeyPath = ("curriculum", overlay.number - 1)
         stage_config, stage_problems = validate(overlay.document)
-        stage_problems += find_conflicts(stage_config, overlay.document) if stage_config is not None and not stage_problems else []
+        stage_problems += (
+            find_conflicts(stage_config, overlay.document) if stage_config is not None and not stage_problems else []
+        )
         problems += map(overlay.relocate_problem, stage_problems)
         if names[overlay.name.lower()] > 1:
             problems.append(
-                document.problem((*stage_path, "name"), f"{overlay.name} is the name of {names[overlay.name.lower()]} stages")
+                document.problem(
+                    (*stage_path, "name"), f"{overlay.name} is the name of {names[overlay.name.lower()]} stages"
+                )
             )
         if stage_config is None:
             continue
         # the stage just before, unless that one has problems of its own
         previous_stage = stages[-1] if stages and stages[-1].number == overlay.number - 1 else None
         if previous_stage is not None and learned_settings(stage_config) == learned_settings(previous_stage.config):
-            reason = f"changes nothing: stage {overlay.name} has the data and settings of {previous_stage.name} before it"
+            reason = (
+                f"changes nothing: stage {overlay.name} has the data and settings of {previous_stage.name} before it"
+            )
             advice = "give it something of its own, or give that stage more epochs"
             problems.append(document.problem(stage_path, f"{reason}; {advice}"))
         stages.append(Stage(overlay.name, overlay.number, stage_config))
@@ -143,7 +156,9 @@ def _problem_line(problem: Problem) -> int:
 def check_quotes(text: str, name: str) -> None:
     """Raise ConfigError for a text that begins with a typographic quote."""
     if text and text[0] in TYPOGRAPHIC_QUOTES:
-        raise ConfigError(f"{name}={format_value(text)}: {text[0]} is a typographic quote, which nothing reads; write ' or \"")
+        raise ConfigError(
+            f"{name}={format_value(text)}: {text[0]} is a typographic quote, which nothing reads; write ' or \""
+        )
 
 
 def split_overrides(text: str) -> list[str]:
@@ -179,7 +194,9 @@ def apply_overrides(document: YamlDocument, overrides: Iterable[str]) -> list[Pr
         next_setting = re.search(r",\s*([a-z_.]+)=", text)
         if next_setting and next_setting[1] in all_options():
             separated = f"{key}={text[: next_setting.start()]} {text[next_setting.start() + 1 :].strip()}"
-            problems.append(Problem(key, OVERRIDE_LOCATION, f"settings stand apart by spaces, not commas: SET='{separated}'"))
+            problems.append(
+                Problem(key, OVERRIDE_LOCATION, f"settings stand apart by spaces, not commas: SET='{separated}'")
+            )
             continue
         try:
             value = parse_yaml_value(text, name=f"{OVERRIDE_LOCATION} {key}")
@@ -199,12 +216,24 @@ def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonVa
         count = len(stages) if isinstance(stages, list) else 0
         if int(key_parts[1]) >= count or len(key_parts) > 4:
             reason = "names a key inside a key" if len(key_parts) > 4 else f"there are {count} stages, counted from 0"
-            return [Problem(".".join(key_parts), OVERRIDE_LOCATION, f"{reason}: curriculum.0.train.epochs=1 sets a key of the first")]
+            return [
+                Problem(
+                    ".".join(key_parts),
+                    OVERRIDE_LOCATION,
+                    f"{reason}: curriculum.0.train.epochs=1 sets a key of the first",
+                )
+            ]
     section = document.ensure_section(path[:-1])
     if section is None:
         parent = next(path[:end] for end in range(1, len(path)) if document.ensure_section(path[:end]) is None)
         display_value = format_value(find_value(document.data, parent))
-        return [Problem(".".join(key_parts), OVERRIDE_LOCATION, f"{'.'.join(map(str, parent))} is {display_value}, not a section")]
+        return [
+            Problem(
+                ".".join(key_parts),
+                OVERRIDE_LOCATION,
+                f"{'.'.join(map(str, parent))} is {display_value}, not a section",
+            )
+        ]
     section[key_parts[-1]] = value
     # a section that is replaced as a whole leaves no lines of its old keys behind
     for texts_by_path in (document.lines, document.raw_texts):
@@ -222,7 +251,9 @@ def resolved_config(config: RunConfig, *, effective_batch: int | None = None) ->
     if config.train.derives_effective_batch:
         data["train"]["effective_batch_size"] = effective_batch
     if config.curriculum:  # read again, they would count as given for stages that have files of their own
-        data["data"] = {key: value for key, value in data["data"].items() if not is_derived_default(config, f"data.{key}")}
+        data["data"] = {
+            key: value for key, value in data["data"].items() if not is_derived_default(config, f"data.{key}")
+        }
     return data
 
 
@@ -310,7 +341,9 @@ class StageOverlay:
         for path, file_path in self.file_paths.items():
             stage_key = dotted_path(path)
             if problem.path == stage_key or problem.path.startswith((f"{stage_key}.", f"{stage_key}[")):
-                return Problem(dotted_path(file_path) + problem.path[len(stage_key) :], problem.location, problem.message)
+                return Problem(
+                    dotted_path(file_path) + problem.path[len(stage_key) :], problem.location, problem.message
+                )
         return problem
 
 
@@ -330,7 +363,11 @@ def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValu
     problems: list[Problem] = []
     for path, file_path, value in _stage_settings(stage, ("curriculum", index)):
         if path in file_paths or _is_job_wide(path):
-            duplicate_message = f"set twice: here and as {dotted_path(file_paths[path])}; remove one of them" if path in file_paths else ""
+            duplicate_message = (
+                f"set twice: here and as {dotted_path(file_paths[path])}; remove one of them"
+                if path in file_paths
+                else ""
+            )
             message = duplicate_message or f"applies to all stages; set {dotted_path(path)} of the run"
             problems.append(document.problem(file_path, message))
             continue
@@ -338,8 +375,12 @@ def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValu
         section = stage_document.ensure_section(path[:-1])
         assert section is not None, "validated"
         section[str(path[-1])] = copy.deepcopy(value)
-        stage_document.overridden_paths = {old_path for old_path in stage_document.overridden_paths if old_path[: len(path)] != path}
-        stage_document.lines = {old_path: line for old_path, line in stage_document.lines.items() if old_path[: len(path)] != path}
+        stage_document.overridden_paths = {
+            old_path for old_path in stage_document.overridden_paths if old_path[: len(path)] != path
+        }
+        stage_document.lines = {
+            old_path: line for old_path, line in stage_document.lines.items() if old_path[: len(path)] != path
+        }
         # an override of a stage's key has no line: that of the stage stands for it
         stage_document.lines[path] = document.lines.get(file_path, document.lines.get(file_path[:2], 1))
     for set_path, replaced_path in _REPLACED_OPTIONS.items():
@@ -381,7 +422,9 @@ def ineffective_overrides(document: YamlDocument, stages: list[StageOverlay]) ->
     for path in sorted(document.overridden_paths, key=str):
         if stages and all(path in stage.file_paths for stage in stages):
             stage_key = ".".join(map(str, stages[0].file_paths[path]))
-            yield Problem(dotted_path(path), "SET", f"every stage of the curriculum sets its own; set it there: {stage_key}=…")
+            yield Problem(
+                dotted_path(path), "SET", f"every stage of the curriculum sets its own; set it there: {stage_key}=…"
+            )
 
 
 def learned_settings(config: RunConfig) -> dict[str, Any]:

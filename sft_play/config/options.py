@@ -166,7 +166,9 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
     for limit in limits:
         if getattr(limit, "pattern", None) in _PATTERN_DESCRIPTIONS:
             return _PATTERN_DESCRIPTIONS[limit.pattern]
-    return _TYPE_DESCRIPTIONS.get(annotation, str(annotation)) + _describe_limits(limits, is_number=annotation in (int, float))
+    return _TYPE_DESCRIPTIONS.get(annotation, str(annotation)) + _describe_limits(
+        limits, is_number=annotation in (int, float)
+    )
 
 
 def _describe_limits(constraints: tuple[Any, ...], *, is_number: bool) -> str:
@@ -174,12 +176,19 @@ def _describe_limits(constraints: tuple[Any, ...], *, is_number: bool) -> str:
         return f"{number:g}" if isinstance(number, float) else str(number)
 
     words_by_constraint = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
-    bounds = ((word, getattr(limit, name, None)) for limit in constraints if is_number for name, word in words_by_constraint.items())
+    bounds = (
+        (word, getattr(limit, name, None))
+        for limit in constraints
+        if is_number
+        for name, word in words_by_constraint.items()
+    )
     phrases = [f"{word} {format_number(value)}" for word, value in bounds if value is not None]
     return (" " + " and ".join(phrases)) if phrases else ""
 
 
-_PATTERN_DESCRIPTIONS = {HUB_KERNEL_PATTERN: "a flash attention kernel of the hub with its commit (owner/name@40 hexadecimal digits)"}
+_PATTERN_DESCRIPTIONS = {
+    HUB_KERNEL_PATTERN: "a flash attention kernel of the hub with its commit (owner/name@40 hexadecimal digits)"
+}
 _TYPE_DESCRIPTIONS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",

@@ -61,7 +61,9 @@ class KeyTable:
 
 @functools.cache
 def _load_tables(file_name: str = "other_tools.yaml") -> dict[str, Any]:
-    document = parse_yaml(resources.files("sft_play.config").joinpath(file_name).read_text(encoding="utf-8"), name=file_name)
+    document = parse_yaml(
+        resources.files("sft_play.config").joinpath(file_name).read_text(encoding="utf-8"), name=file_name
+    )
     assert not document.problems, document.problems
     return document.data
 
@@ -77,8 +79,12 @@ def key_table() -> KeyTable:
     tables = _load_tables()
     data_set = {part: names.split() for part, names in tables["data_set"].items()}
     # what is part of a source's entry needs no answer, unless a row has one
-    data_set_keys = [f"{holder}.{name}" for holder in ("entry", "held_out") for names in data_set.values() for name in names]
-    known_keys = dict.fromkeys(data_set_keys, KnownKey(read_value=lambda value, path: KeyTranslation())) | parse_known_keys(tables["rows"])
+    data_set_keys = [
+        f"{holder}.{name}" for holder in ("entry", "held_out") for names in data_set.values() for name in names
+    ]
+    known_keys = dict.fromkeys(
+        data_set_keys, KnownKey(read_value=lambda value, path: KeyTranslation())
+    ) | parse_known_keys(tables["rows"])
     for option in optimizer_options():  # its names are ours, whatever the file says of them
         known_keys |= dict.fromkeys(option.other_names, KnownKey(option.path))
     prefixes = tuple((tuple(entry["keys"].split()), _parse_known_key(entry)) for entry in tables["prefixes"])
@@ -100,7 +106,8 @@ def detect_tool(key_names: Collection[str]) -> OtherTool:
     """The tool whose telltale keys a file has most of; the first of the table where it has no tool's."""
     tools = _load_tables("tool_defaults.yaml")
     best = max(
-        tools.values(), key=lambda entry: sum(bool(fnmatch.filter(key_names, pattern)) for pattern in entry["marks"].split())
+        tools.values(),
+        key=lambda entry: sum(bool(fnmatch.filter(key_names, pattern)) for pattern in entry["marks"].split()),
     )
     # a tool's own defaults count before those of the tools that it is built on
     entries = [*(tools[name] for name in reversed(best.get("like", "").split())), best]
@@ -175,7 +182,10 @@ DATA_SET_OPTIONS = ("data.train_path", "data.val_path")  # where data sets are n
 
 def _read_data_files(value: Any, path: str, *further_settings: tuple[str, JsonValue]) -> KeyTranslation:
     """The data sets of a key: one as a path; several, or a part of one, as sources; `further_settings` beside."""
-    entries = [_data_set_sources(entry, "train" if path == DATA_SET_OPTIONS[0] else "val|dev") for entry in parse_data_sets(value)]
+    entries = [
+        _data_set_sources(entry, "train" if path == DATA_SET_OPTIONS[0] else "val|dev")
+        for entry in parse_data_sets(value)
+    ]
     # by their paths, since no source may be there twice
     sources = list({source["path"]: source for entry in entries for source in entry}.values())
     if not sources:
@@ -186,7 +196,9 @@ def _read_data_files(value: Any, path: str, *further_settings: tuple[str, JsonVa
             f"{path} (several: data.sources)"
         )
     if path == DATA_SET_OPTIONS[0] and (len(sources) > 1 or len(sources[0]) > 1):
-        return KeyTranslation((("data.sources", list(sources)), *further_settings), "a weight in each sets its share of an epoch")
+        return KeyTranslation(
+            (("data.sources", list(sources)), *further_settings), "a weight in each sets its share of an epoch"
+        )
     explanation_of_several = "one file is taken, not several: make process joins them"
     explanation = explanation_of_several if len(sources) > 1 else "the format is detected, see make preview"
     return KeyTranslation(((path, sources[0]["path"]), *further_settings), explanation)
@@ -204,7 +216,9 @@ def parse_data_sets(value: Any) -> list[dict[str, Any]]:
         {"share" if "id" in entry and key == "weight" else key: entry[key] for key in entry} for entry in entries
     ]
     return [
-        _load_tables("tool_defaults.yaml")["torchtune"]["data_sets"].get(str(entry.get("_component_")).rpartition(".")[2], {})
+        _load_tables("tool_defaults.yaml")["torchtune"]["data_sets"].get(
+            str(entry.get("_component_")).rpartition(".")[2], {}
+        )
         | entry
         for entry in entries
     ]
@@ -220,7 +234,10 @@ def _data_set_sources(entry: Mapping[str, Any], split_pattern: str) -> list[dict
     is another split of the hub."""
     path_key = next((name for name in key_table().data_set_names["path"] if entry.get(name)), "path")
     options = {key: value for key, value in entry.items() if key != path_key and value}
-    parts = {part: next((options[alias] for alias in names if alias in options), None) for part, names in key_table().data_set_names.items()}
+    parts = {
+        part: next((options[alias] for alias in names if alias in options), None)
+        for part, names in key_table().data_set_names.items()
+    }
     data_path, split = entry.get(path_key), str(parts["split"] or split_pattern)
     if data_path in ("json", "csv", "parquet", "arrow", "text"):  # of `datasets`, for files
         files = options.get("data_files")
@@ -234,7 +251,10 @@ def _data_set_sources(entry: Mapping[str, Any], split_pattern: str) -> list[dict
         row_limit = re.search(r"#(\d+)$", text) or re.search(r"^\w+\[:(\d+)\]$", split)
         numeric_options = {"weight": parts["weight"], "max_rows": int(row_limit[1]) if row_limit else parts["max_rows"]}
         if source and (not source.startswith("hub:") or re.match(split_pattern, split)):
-            sources.append({"path": source + hub_config} | {option: number for option, number in numeric_options.items() if type(number) in (int, float)})
+            sources.append(
+                {"path": source + hub_config}
+                | {option: number for option, number in numeric_options.items() if type(number) in (int, float)}
+            )
     return sources
 
 
@@ -251,19 +271,31 @@ def _read_names(value: Any, path: str) -> KeyTranslation | None:
     """Names in a list, or in a text with commas."""
     entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     names: JsonValue = (
-        [_load_tables()["modules"].get(str(name), name) for name in entries if name] if isinstance(entries, list) else None
+        [_load_tables()["modules"].get(str(name), name) for name in entries if name]
+        if isinstance(entries, list)
+        else None
     )
     is_pattern = path.startswith("tuning.") and not re.fullmatch(r"[\w.,\[\]\"' -]*", str(value))
     if is_pattern:
-        return explain_only("a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj, …), or is auto")
-    return translate_to(path, names) if names and option_accepts(path, names) else explain_only(f"{path} takes {all_options()[path].accepted_values}")
+        return explain_only(
+            "a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj, …), or is auto"
+        )
+    return (
+        translate_to(path, names)
+        if names and option_accepts(path, names)
+        else explain_only(f"{path} takes {all_options()[path].accepted_values}")
+    )
 
 
 def _read_split(value: Any, path: str) -> KeyTranslation | None:
     """A split of `datasets`: nothing to say of the one that is read."""
     match = re.fullmatch(r"(train|val|dev)\w*(\[:\d+\])?", str(value))
     if match and (match[1] == "train") is (path == DATA_SET_OPTIONS[0]):
-        return explain_only("this number of rows (max_rows) is drawn by train.seed, not the first") if match[2] else KeyTranslation()
+        return (
+            explain_only("this number of rows (max_rows) is drawn by train.seed, not the first")
+            if match[2]
+            else KeyTranslation()
+        )
     return explain_only(
         f"{path} reads a split whole, train or validation: load_dataset(…, split={{value}}).to_json(FILE) of datasets "
         "writes another, or a part, to name here"
@@ -273,20 +305,28 @@ def _read_split(value: Any, path: str) -> KeyTranslation | None:
 # By the name that the table gives them.
 _READERS: Mapping[str, ValueReader] = {
     # torchtune's function for a model: `lora_llama3_1_8b` adds adapters, `qlora_llama3_1_8b` to 4-bit weights
-    "builder": lambda value, path: translate_to(path, re.sub(r".*\.(q?lora)_.*|.*", r"\1", str(value), count=1) or "full"),
+    "builder": lambda value, path: translate_to(
+        path, re.sub(r".*\.(q?lora)_.*|.*", r"\1", str(value), count=1) or "full"
+    ),
     "column": lambda value, path: KeyTranslation() if path.endswith(f".{value}") else None,
     # ms-swift's mapping of its own columns to the usual ones
-    "columns": lambda value, path: translate_to(path, {v: k for k, v in value.items()}) if isinstance(value, dict) else None,
+    "columns": lambda value, path: (
+        translate_to(path, {v: k for k, v in value.items()}) if isinstance(value, dict) else None
+    ),
     "data_files": _read_data_files,
     # axolotl's `pretraining_dataset`: its name says the task too
     "documents": lambda value, path: _read_data_files(value, path, ("task_mode", "cpt")),
     # torchtune's steps of each epoch
     "each_epoch": lambda value, path: translate_to(path, [value, "train.epochs"]) if isinstance(value, int) else None,
     "held_out_share": _read_held_out_share,
-    "layers": lambda value, path: translate_to(path, [f"layers.{index}" for index in re.findall(r"\d+", str(value))] or "all"),
+    "layers": lambda value, path: translate_to(
+        path, [f"layers.{index}" for index in re.findall(r"\d+", str(value))] or "all"
+    ),
     "names": _read_names,
     # `betas: [0.9, 0.95]`: only the second is an option here
-    "second_beta": lambda value, path: translate_to(path, value[1]) if isinstance(value, list) and len(value) == 2 else None,
+    "second_beta": lambda value, path: (
+        translate_to(path, value[1]) if isinstance(value, list) and len(value) == 2 else None
+    ),
     "split": _read_split,
     "system": lambda value, path: (
         KeyTranslation(((path, value), ("data.style.how", "keep"))) if value and isinstance(value, str) else None
@@ -304,14 +344,19 @@ def find_known_key(parts: tuple[str, ...]) -> KnownKey | None:
     for name in (".".join(names), names[-1]):
         if name in key_table().known_keys:
             return key_table().known_keys[name]
-    return next((known_key for prefixes, known_key in key_table().prefixed_keys if names[-1].startswith(prefixes)), None)
+    return next(
+        (known_key for prefixes, known_key in key_table().prefixed_keys if names[-1].startswith(prefixes)), None
+    )
 
 
 def translate_value(known_key: KnownKey, value: JsonValue) -> KeyTranslation:
     """What a row answers for a value: by spelling, by its reader, as given where our key accepts it, or in words."""
     normalized = normalize_spelling(value)
     # our reader takes yes and no for words, as YAML 1.2 has it; other tools' files mean true and false by them
-    for spelling in (normalized, {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(normalized, normalized)):
+    for spelling in (
+        normalized,
+        {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(normalized, normalized),
+    ):
         if spelling in known_key.translations:
             return known_key.translations[spelling]
     if value is None or (known_key.is_switch and normalized in OFF_SPELLINGS):

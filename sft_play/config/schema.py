@@ -285,7 +285,9 @@ class StyleConfig(Section):
 class DocumentsConfig(Section):
     """`make dapt-docx`: turns documents into clean plain text."""
 
-    path: Name | Annotated[tuple[Name, ...], Field(min_length=1)] = option("data/documents", owner="documents.documents")
+    path: Name | Annotated[tuple[Name, ...], Field(min_length=1)] = option(
+        "data/documents", owner="documents.documents"
+    )
     """Documents: a file, a folder, a glob, or a list of these; .docx, .pdf, .pptx, .xlsx, .epub, .html, .md, .txt."""
 
     out_dir: Name = option("data/processed_text", owner="documents.documents")
@@ -405,7 +407,9 @@ class DataConfig(Section):
     think text or none: `{reasoning_effort: {think: high, plain: no_think}}`; a kind without one gets the
     default. A row's own column `chat_template_kwargs` goes before."""
 
-    template_date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = option(None, owner="data.masks.render")
+    template_date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = option(
+        None, owner="data.masks.render"
+    )
     """Date for templates that write one (YYYY-MM-DD); null uses the day when the run starts."""
 
     loss_on: Literal["assistant", "completion", "all"] = option("assistant", owner="data.masks.render")
@@ -537,12 +541,16 @@ class TrainConfig(Section):
     warmup_steps: float = optimizer_option(0.03, ExternalNames("warmup_steps"), ge=0.0)
     """Warm-up steps; a value below 1 is a share of all steps."""
 
-    weight_decay: float = optimizer_option(0.0, ExternalNames("weight_decay", deepspeed="optimizer.params.weight_decay"), ge=0.0)
+    weight_decay: float = optimizer_option(
+        0.0, ExternalNames("weight_decay", deepspeed="optimizer.params.weight_decay"), ge=0.0
+    )
     """AdamW's weight decay (not applied to norms and biases)."""
 
     adam_beta2: float = optimizer_option(
         0.999,
-        ExternalNames("adam_beta2", deepspeed="optimizer.params.betas.1", other_tools="beta2", optimizers=ADAMW_OPTIMIZERS),
+        ExternalNames(
+            "adam_beta2", deepspeed="optimizer.params.betas.1", other_tools="beta2", optimizers=ADAMW_OPTIMIZERS
+        ),
         ge=0.0,
         lt=1.0,
     )
@@ -638,7 +646,9 @@ class TrainConfig(Section):
     early_stopping_patience: Annotated[int, Field(ge=1)] | None = option(None, owner="training.loop.trainer")
     """Stop after this many evaluations without improvement; needs load_best_model_at_end."""
 
-    seed: int = optimizer_option(42, ExternalNames("seed", other_tools="data_seed random_seed global_seed random_state"), ge=0, lt=2**32)
+    seed: int = optimizer_option(
+        42, ExternalNames("seed", other_tools="data_seed random_seed global_seed random_state"), ge=0, lt=2**32
+    )
     """Seed for adapters, dropout, data order and splits."""
 
     profile_steps: Annotated[int, Field(ge=1, le=100)] | None = option(None, owner="training.measure.profile")

@@ -50,7 +50,10 @@ class Translation:
     def comments(self) -> list[str]:
         """What is not taken, and which settings are the other tool's defaults, as lines of comment."""
         reasons = dict.fromkeys(entry_reason for _, entry_reason in self.left_out)
-        texts = [f"{', '.join(entry for entry, entry_reason in self.left_out if entry_reason == reason)}: {reason}" for reason in reasons]
+        texts = [
+            f"{', '.join(entry for entry, entry_reason in self.left_out if entry_reason == reason)}: {reason}"
+            for reason in reasons
+        ]
         if self.idle_keys:
             texts.append(f"empty, off, or without effect here: {', '.join(self.idle_keys)}")
         if self.default_options:
@@ -62,7 +65,9 @@ class Translation:
         return [line for text in texts for line in wrapper.wrap(text)]
 
 
-def translate_file(text: str, *, name: str, user_settings: Mapping[str, JsonValue], row_format: str = "") -> Translation:
+def translate_file(
+    text: str, *, name: str, user_settings: Mapping[str, JsonValue], row_format: str = ""
+) -> Translation:
     """Translate another tool's file into a run that loads. `user_settings` win over the file's;
     `row_format` is the format of the rows, if it is known. Raises ConfigError if the file is no YAML, names no model,
     or describes another kind of training."""
@@ -101,9 +106,15 @@ def _gather_data_sets(document: YamlDocument) -> None:
     data_set_keys = [
         key
         for key, known_key in known_keys.items()
-        if known_key and known_key.path == other_tools.DATA_SET_OPTIONS[0] and other_tools.translate_value(known_key, document.data[key]).settings
+        if known_key
+        and known_key.path == other_tools.DATA_SET_OPTIONS[0]
+        and other_tools.translate_value(known_key, document.data[key]).settings
     ]
-    shared_options = {key: document.data.pop(key) for key in known_keys if data_set_keys and key in other_tools.key_table().data_set_names["beside"]}
+    shared_options = {
+        key: document.data.pop(key)
+        for key in known_keys
+        if data_set_keys and key in other_tools.key_table().data_set_names["beside"]
+    }
     for key in data_set_keys if shared_options else []:
         document.data[key] = [shared_options | entry for entry in other_tools.parse_data_sets(document.data[key])]
 
@@ -119,7 +130,11 @@ def _own_named_keys(document: YamlDocument, result: Translation) -> Iterator[For
             result.settings.setdefault(path, value)
             continue
         known_key = other_tools.key_table().known_keys.get(str(key_path[-1]))
-        refusal = other_tools.explain_only(f"expected {all_options()[path].accepted_values}") if path in all_options() else None
+        refusal = (
+            other_tools.explain_only(f"expected {all_options()[path].accepted_values}")
+            if path in all_options()
+            else None
+        )
         yield ForeignKey(key_path, value, None, other_tools.translate_value(known_key, value) if known_key else refusal)
 
 
@@ -133,9 +148,16 @@ def _data_set_keys(keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
         for index, entry in enumerate(other_tools.parse_data_sets(key.value)):
             for inner_path, value in walk_leaves(entry):
                 inner_key = other_tools.find_known_key(("entry" if is_trained else "held_out", *map(str, inner_path)))
-                translation = other_tools.translate_value(inner_key or KnownKey(explanation="there is no such option here"), value)
+                translation = other_tools.translate_value(
+                    inner_key or KnownKey(explanation="there is no such option here"), value
+                )
                 key_path = (*key.path, index, *inner_path) if isinstance(key.value, list) else (*key.path, *inner_path)
-                yield ForeignKey(key_path, value, None, KeyTranslation(translation.settings if is_trained else (), translation.explanation))
+                yield ForeignKey(
+                    key_path,
+                    value,
+                    None,
+                    KeyTranslation(translation.settings if is_trained else (), translation.explanation),
+                )
 
 
 def _check_no_preferences(keys: list[ForeignKey], name: str) -> None:
@@ -152,13 +174,23 @@ def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[Forei
     set_keys = [key for key in keys if key.value is not None]
     names = {str(part) for key in set_keys for part in key.path}
     known_keys = [other_tools.find_known_key(tuple(map(str, key.path))) for key in set_keys]
-    options = {known_key.path for known_key in known_keys if known_key} | {path for key in set_keys for path in key.settings}
+    options = {known_key.path for known_key in known_keys if known_key} | {
+        path for key in set_keys for path in key.settings
+    }
     if "train.effective_batch_size" in options:  # the plan divides it
         options |= {"train.batch_size", "train.grad_accum"}
     for name, value in tool.defaults.items():
         paths = find_option(name)
-        known_key = tool.known_keys.get(name) or other_tools.find_known_key(tuple(name.split("."))) or KnownKey(paths[0] if len(paths) == 1 else "")
-        translation = other_tools.parse_translation(value) if isinstance(value, dict) else other_tools.translate_value(known_key, value)
+        known_key = (
+            tool.known_keys.get(name)
+            or other_tools.find_known_key(tuple(name.split(".")))
+            or KnownKey(paths[0] if len(paths) == 1 else "")
+        )
+        translation = (
+            other_tools.parse_translation(value)
+            if isinstance(value, dict)
+            else other_tools.translate_value(known_key, value)
+        )
         key = ForeignKey((name,), value, None, translation, is_default=True)
         is_in_file = name.rpartition(".")[2] in names or not options.isdisjoint(key.settings.keys() - {"tuning.mode"})
         if value is not None and not is_in_file:
@@ -177,12 +209,24 @@ def _take_key(key: ForeignKey, document: YamlDocument, result: Translation) -> N
     template = _REMOVE_ADVICE.sub("", key.translation.explanation) if key.translation else ""
     explanation = template.replace("{value}", format_value(key.value, raw_text=raw_text).strip('"'))
     is_off = key.value is False or key.value in (None, "", [], {}) or "no effect" in explanation
-    if not accepted and not explanation.startswith("here rows") and (is_off or (key.translation is not None and not explanation)):
+    if (
+        not accepted
+        and not explanation.startswith("here rows")
+        and (is_off or (key.translation is not None and not explanation))
+    ):
         result.idle_keys.append(dotted_path(key.path))
     elif not accepted or _PARTIAL_WORDS.search(explanation):
-        settings_text = f"here {' and '.join(f'{path}: {format_value(value)}' for path, value in accepted.items())}" if accepted else ""
+        settings_text = (
+            f"here {' and '.join(f'{path}: {format_value(value)}' for path, value in accepted.items())}"
+            if accepted
+            else ""
+        )
         paths = [path for path in find_option(key.name) if path in all_options()]
-        fallback_reason = f"{paths[0]} takes {all_options()[paths[0]].accepted_values}" if len(paths) == 1 else "there is no such option here"
+        fallback_reason = (
+            f"{paths[0]} takes {all_options()[paths[0]].accepted_values}"
+            if len(paths) == 1
+            else "there is no such option here"
+        )
         reason = "; ".join(filter(None, [settings_text, explanation])) or fallback_reason
         result.left_out.append((f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})", reason))
 
@@ -200,7 +244,11 @@ def _take_default(key: ForeignKey, result: Translation, row_format: str) -> None
     # what is said of a mode is that of training the whole
     is_mode_explanation = "tuning.mode" in key.settings and result.settings["tuning.mode"] != "full"
     explanation = key.translation.explanation if key.translation and not is_mode_explanation else ""
-    if explanation and not _REMOVE_ADVICE.search(explanation) and (not key.settings or (undecided and _PARTIAL_WORDS.search(explanation))):
+    if (
+        explanation
+        and not _REMOVE_ADVICE.search(explanation)
+        and (not key.settings or (undecided and _PARTIAL_WORDS.search(explanation)))
+    ):
         result.left_out.append((f"{dotted_path(key.path)} (not in the file)", explanation))
 
 
@@ -225,7 +273,9 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
         result.left_out.append(("data.train_path", message))
     if settings["tuning.mode"] == "full":
         for path in [path for path in settings if path.startswith("tuning.lora.")]:
-            result.left_out.append((f"{path}: {format_value(settings.pop(path))}", "all weights are trained, without adapters"))
+            result.left_out.append(
+                (f"{path}: {format_value(settings.pop(path))}", "all weights are trained, without adapters")
+            )
     if isinstance(parts := settings.get("tuning.trainable"), list):
         settings["tuning.trainable"] = [*parts, *cast(list[JsonValue], settings.get("tuning.lora.modules_to_save", []))]
     if isinstance(settings.get("train.batch_size"), int):
@@ -271,7 +321,9 @@ def format_run_yaml(settings: Mapping[str, JsonValue]) -> str:
 
 def _format_section(section: dict[str, Any]) -> str:
     short_text, long_text = (
-        yaml.dump(section, Dumper=_RunYamlDumper, default_flow_style=flow, width=10_000, sort_keys=False, allow_unicode=True)
+        yaml.dump(
+            section, Dumper=_RunYamlDumper, default_flow_style=flow, width=10_000, sort_keys=False, allow_unicode=True
+        )
         for flow in (None, False)
     )
     is_short = not short_text.startswith("{") and max(map(len, short_text.splitlines())) <= 112

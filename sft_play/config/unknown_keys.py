@@ -61,29 +61,43 @@ class ForeignKey:
         return {} if self.option_path is None else {self.option_path: self.value}
 
 
-def find_foreign_keys(document: YamlDocument, path: KeyPath, value: JsonValue, *, section: str | None) -> Iterator[ForeignKey]:
+def find_foreign_keys(
+    document: YamlDocument, path: KeyPath, value: JsonValue, *, section: str | None
+) -> Iterator[ForeignKey]:
     """An unknown key; of a section every key in it, unless the table answers it as a whole. `section` is ours that
     holds it, or that the other tool's section corresponds to; None if unknown."""
     key, known_key = str(path[-1]), other_tools.find_known_key(tuple(map(str, path)))
     own_section = other_tools.key_table().sections.get(key.lower())
-    is_translated_whole = known_key is not None and (not known_key.path or known_key.path in other_tools.DATA_SET_OPTIONS) and own_section is None
+    is_translated_whole = (
+        known_key is not None
+        and (not known_key.path or known_key.path in other_tools.DATA_SET_OPTIONS)
+        and own_section is None
+    )
     if not isinstance(value, dict) or not value or is_translated_whole:
         yield _foreign_key(path, value, section)
         return
     similar_section = None if own_section is not None else nearest_name(key, [name for name in sections() if name])
     fields = sections()[own_section or similar_section or ""].model_fields if own_section or similar_section else {}
-    known_names = [inner_key for inner_key in value if own_section is not None or (inner_key not in fields and _is_known_key((*path, inner_key)))]
+    known_names = [
+        inner_key
+        for inner_key in value
+        if own_section is not None or (inner_key not in fields and _is_known_key((*path, inner_key)))
+    ]
     if own_section is None and (section is not None or not known_names):
         yield _foreign_key(path, value, section)
     for inner_key in value:
         if inner_key in known_names or (similar_section is not None and inner_key not in fields):
-            yield from find_foreign_keys(document, (*path, inner_key), value[inner_key], section=own_section or similar_section)
+            yield from find_foreign_keys(
+                document, (*path, inner_key), value[inner_key], section=own_section or similar_section
+            )
 
 
 def _foreign_key(path: KeyPath, value: JsonValue, section: str | None) -> ForeignKey:
     parts = tuple(map(str, path))
     option_paths = _possible_options(parts, section)
-    is_option_value = len(option_paths) == 1 and option_paths[0] in all_options() and option_accepts(option_paths[0], value)
+    is_option_value = (
+        len(option_paths) == 1 and option_paths[0] in all_options() and option_accepts(option_paths[0], value)
+    )
     return ForeignKey(path, value, section, translate_key(parts, value), option_paths[0] if is_option_value else None)
 
 
@@ -119,13 +133,17 @@ def unknown_key_problem(document: YamlDocument, key: ForeignKey) -> Problem:
     if key.translation is not None:
         hint = f"; {format_translation(key.translation, key.value, raw_text=raw_text, separator=separator)}"
     else:
-        hint = _suggestion(tuple(map(str, key.path)), key.value, raw_text=raw_text, section=key.section, separator=separator)
+        hint = _suggestion(
+            tuple(map(str, key.path)), key.value, raw_text=raw_text, section=key.section, separator=separator
+        )
     return Problem(dotted_path(key.path), location, f"unknown key ({format_key_value(key, raw_text)}){hint}")
 
 
 def format_key_value(key: ForeignKey, raw_text: str | None) -> str:
     """`value 4`, or that it is a secret."""
-    words = [str(part) for path, value in walk_leaves(key.value, key.path[-1:]) if isinstance(value, str) for part in path]
+    words = [
+        str(part) for path, value in walk_leaves(key.value, key.path[-1:]) if isinstance(value, str) for part in path
+    ]
     is_secret = any(map(_SECRET_NAME.search, words))
     return "not shown" if is_secret else f"value {format_value(key.value, raw_text=raw_text)}"
 
@@ -145,17 +163,27 @@ def flag_hint(flag: str, value: str | None) -> str | None:
     return _suggestion(parts, parsed, raw_text=value, section=None, separator="=").removeprefix("; ")
 
 
-def _suggestion(parts: tuple[str, ...], value: JsonValue, *, raw_text: str | None, section: str | None, separator: str) -> str:
+def _suggestion(
+    parts: tuple[str, ...], value: JsonValue, *, raw_text: str | None, section: str | None, separator: str
+) -> str:
     key, paths = parts[-1], _possible_options(parts, section)
     if paths:
-        value_text = f"{separator}{format_setting_value(value, raw_text)}" if len(paths) == 1 and paths[0] in all_options() and option_accepts(paths[0], value) else ""
+        value_text = (
+            f"{separator}{format_setting_value(value, raw_text)}"
+            if len(paths) == 1 and paths[0] in all_options() and option_accepts(paths[0], value)
+            else ""
+        )
         return f"; it belongs at {' or '.join(paths[:3])}{value_text}"
     section_keys = list(sections()[section].model_fields) if section is not None else []
     similar_name = nearest_name(key, section_keys)
     if similar_name:
         return f"; did you mean {f'{section}.' if section else ''}{similar_name}?"
     other_names = {path.rpartition(".")[2] for path in [*all_options(), *sections()]} - _VAGUE_NAMES - {""}
-    similar_name = None if key in _VAGUE_NAMES else nearest_name(key, other_names, other_tools.key_table().plain_keys, min_similarity=_MIN_SIMILARITY)
+    similar_name = (
+        None
+        if key in _VAGUE_NAMES
+        else nearest_name(key, other_names, other_tools.key_table().plain_keys, min_similarity=_MIN_SIMILARITY)
+    )
     if similar_name:
         if similar_paths := find_option(similar_name):
             return f"; did you mean {' or '.join(similar_paths[:3])}?"
@@ -165,13 +193,21 @@ def _suggestion(parts: tuple[str, ...], value: JsonValue, *, raw_text: str | Non
     return f"; {section or 'the root'} takes {', '.join(section_keys or sections()[''].model_fields)}"
 
 
-def format_translation(translation: other_tools.KeyTranslation, value: JsonValue, *, raw_text: str | None, separator: str) -> str:
+def format_translation(
+    translation: other_tools.KeyTranslation, value: JsonValue, *, raw_text: str | None, separator: str
+) -> str:
     """An answer of the table in words: `here it is train.bf16: true`."""
     settings = []
     for option_path, option_value in translation.settings:
         is_same = option_value is value or (option_value == value and type(option_value) is type(value))
-        default = ", the default" if option_path in all_options() and all_options()[option_path].default == option_value else ""
-        settings.append(f"{option_path}{separator}{format_setting_value(option_value, raw_text if is_same else None)}{default}")
+        default = (
+            ", the default"
+            if option_path in all_options() and all_options()[option_path].default == option_value
+            else ""
+        )
+        settings.append(
+            f"{option_path}{separator}{format_setting_value(option_value, raw_text if is_same else None)}{default}"
+        )
     explanation = translation.explanation.replace("{value}", format_value(value, raw_text=raw_text).strip('"'))
     if not settings:
         return explanation
@@ -213,7 +249,9 @@ def merge_keys(keys: Sequence[ForeignKey]) -> list[ForeignKey]:
         if items and isinstance(value, list) and all(isinstance(item, str) for item in items):
             value, explanation = list(dict.fromkeys(items)), ""  # the trackers, the tokens, the modules of both
         for index, key in enumerate(merged_keys):
-            if option in key.settings and other_tools.normalize_spelling(key.settings[option]) != other_tools.normalize_spelling(value):
+            if option in key.settings and other_tools.normalize_spelling(
+                key.settings[option]
+            ) != other_tools.normalize_spelling(value):
                 reason = "" if key.is_default else explanation
                 if reason and option.startswith("data.columns."):  # one name of a column holds for all data sets
                     column = f"{option}={key.settings[option]}"

@@ -47,11 +47,17 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
     reported_paths = {*unknown_by_path, *misplaced}
     foreign_keys = merge_keys([key for keys in unknown_by_path.values() for key in keys])
     problems = [*(unknown_key_problem(document, key) for key in foreign_keys), *misplaced.values()]
-    broken_paths = [path for path, value in walk_leaves(document.data) if isinstance(value, str) and _SURROGATE.search(value)]
+    broken_paths = [
+        path for path, value in walk_leaves(document.data) if isinstance(value, str) and _SURROGATE.search(value)
+    ]
     problems += [document.problem(path, "the text has half of a surrogate pair") for path in broken_paths]
     quotes_message = "is in typographic quotes, which YAML takes for letters of the text; write \" or '"
     texts = [(path, value) for path, value in walk_leaves(document.data) if isinstance(value, str) and len(value) > 1]
-    problems += [document.problem(path, quotes_message) for path, value in texts if {value[0], value[-1]} <= {*TYPOGRAPHIC_QUOTES}]
+    problems += [
+        document.problem(path, quotes_message)
+        for path, value in texts
+        if {value[0], value[-1]} <= {*TYPOGRAPHIC_QUOTES}
+    ]
     if broken_paths:
         return None, problems
     # Without the keys that are reported already, pydantic finds what else is wrong: all problems are shown at once.
@@ -103,7 +109,11 @@ def _other_tools_hint(document: YamlDocument, path: KeyPath, value: JsonValue) -
     known_key = other_tools.key_table().known_keys.get(str(path[-1]))
     translation = other_tools.translate_value(known_key, value) if known_key else other_tools.KeyTranslation()
     separator = "=" if document.location(path) == OVERRIDE_LOCATION else ": "
-    return f"; as other tools mean it, {format_translation(translation, value, raw_text=None, separator=separator)}" if translation.settings else ""
+    return (
+        f"; as other tools mean it, {format_translation(translation, value, raw_text=None, separator=separator)}"
+        if translation.settings
+        else ""
+    )
 
 
 def find_unknown_keys(document: YamlDocument) -> Iterator[tuple[KeyPath, list[ForeignKey]]]:
@@ -125,7 +135,9 @@ def _option_problems(error: ValidationError, document: YamlDocument, reported_pa
         if item["type"] == "default_factory_not_called":  # another key is wrong, and this default depends on it
             continue
         path = _error_path(item["loc"])
-        if path not in reported and not any(path[: len(blocked_path)] == blocked_path for blocked_path in reported_paths):
+        if path not in reported and not any(
+            path[: len(blocked_path)] == blocked_path for blocked_path in reported_paths
+        ):
             reported.add(path)
             yield document.problem(path, _describe_error(document, path, item["type"]))
 
@@ -142,7 +154,12 @@ def _error_path(location: Sequence[str | int]) -> KeyPath:
 
 
 def _describe_error(document: YamlDocument, path: KeyPath, error_type: str) -> str:
-    value, raw_text, name, other_tool_hint = find_value(document.data, path), document.raw_texts.get(path), ".".join(map(str, path)), ""
+    value, raw_text, name, other_tool_hint = (
+        find_value(document.data, path),
+        document.raw_texts.get(path),
+        ".".join(map(str, path)),
+        "",
+    )
     list_index = next((index for index, part in enumerate(path) if isinstance(part, int)), None)
     if list_index is not None:  # a section in a list, or one of its keys
         list_path, key_path = ".".join(map(str, path[:list_index])), path[list_index + 1 :]
@@ -189,7 +206,11 @@ def value_hint(value: JsonValue, raw_text: str | None, accepted_values: str, *, 
         if "number" in accepted_values and value.lstrip("+-").replace("_", "").replace(",", "").isdigit():
             return "; write the number without separators and leading zeros"
         min_similarity = 0.6 if len(value) > 3 else TYPO_SIMILARITY  # `gpu` is not a misspelt `cpu`
-        suggestion = did_you_mean(value, accepted_values.replace(",", " ").split(), min_similarity=min_similarity) if can_guess else ""
+        suggestion = (
+            did_you_mean(value, accepted_values.replace(",", " ").split(), min_similarity=min_similarity)
+            if can_guess
+            else ""
+        )
         return f"; {suggestion}" if suggestion else ""
     if isinstance(value, (bool, int, float)) and "text" in accepted_values and "list" not in accepted_values:
         return f'; put it in quotes: "{raw_text if raw_text is not None else value}"'
@@ -243,9 +264,13 @@ def find_conflicts(config: RunConfig, document: YamlDocument) -> list[Problem]:
             key = "experts" if lora.experts else "target_parameters"
             add_problem(f"tuning.lora.{name}", f"{value}, and adapters on experts have none; remove it or {key}")
     if lora.experts and lora.target_parameters not in ((), "auto"):
-        add_problem("tuning.lora.experts", "true adapts all weights of experts, and target_parameters names some; remove one")
+        add_problem(
+            "tuning.lora.experts", "true adapts all weights of experts, and target_parameters names some; remove one"
+        )
     if config.tuning.quantize_experts is True and config.tuning.mode != "qlora":
-        add_problem("tuning.quantize_experts", f"true, and tuning.mode is {config.tuning.mode}; use qlora, or remove it")
+        add_problem(
+            "tuning.quantize_experts", f"true, and tuning.mode is {config.tuning.mode}; use qlora, or remove it"
+        )
     if config.tuning.mode != "full":
         for name, message in _adapter_init_conflicts(config):
             add_problem(name, message)
@@ -297,11 +322,17 @@ def _source_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     for index, source in enumerate(data.sources):
         first_index = first_indices.setdefault(f"path {source.path.rstrip('/')}", index)
         if first_index != index:
-            yield (*sources_path, index, "path"), f"is data.sources[{first_index}] already; give one of them the weight of both"
+            yield (
+                (*sources_path, index, "path"),
+                f"is data.sources[{first_index}] already; give one of them the weight of both",
+            )
     for index, name in enumerate(data.source_names):
         if name.startswith("rank_"):
             yield (*sources_path, index), f"is named {name}, but loss_{name} is a rank's loss; give it another name"
         first_index = first_indices.setdefault(f"name {name}", index)
         if first_index != index and data.sources[index].path != data.sources[first_index].path:
             key = ("name",) if data.sources[index].name else ()
-            yield (*sources_path, index, *key), f"is named {name}, as data.sources[{first_index}] is; give it another name"
+            yield (
+                (*sources_path, index, *key),
+                f"is named {name}, as data.sources[{first_index}] is; give it another name",
+            )

@@ -75,7 +75,9 @@ class YamlDocument:
     def location(self, path: KeyPath) -> str:
         """Where a value stands: `SET` for an override, else `file:line`, its own or its nearest ancestor's."""
         for override_path in self.overridden_paths:
-            if path[: len(override_path)] == override_path or (override_path[: len(path)] == path and path not in self.lines):
+            if path[: len(override_path)] == override_path or (
+                override_path[: len(path)] == path and path not in self.lines
+            ):
                 return OVERRIDE_LOCATION
         while path and path not in self.lines:
             path = path[:-1]
@@ -145,7 +147,9 @@ def _suggest_file(path: Path, suffixes: tuple[str, ...]) -> str:
     siblings, shipped_configs = files_in(path.parent), files_in(Path("configs"))
     stem = path.stem if path.suffix in suffixes else path.name
     for files in [siblings, shipped_configs] if path.parent == Path() else [siblings]:
-        match = nearest_name(stem, [file.stem for file in files]) or nearest_name(path.name, [file.name for file in files])
+        match = nearest_name(stem, [file.stem for file in files]) or nearest_name(
+            path.name, [file.name for file in files]
+        )
         if match is not None:
             return f"; did you mean {next(file for file in files if match in (file.stem, file.name))}?"
     names = [str(file) for file in siblings or shipped_configs]
@@ -160,7 +164,9 @@ def parse_yaml(text: str, *, name: str) -> YamlDocument:
         raise ConfigError(f"{name}: the file is empty; a run YAML needs at least `model: {{name: …}}`")
     if not isinstance(node, yaml.MappingNode):
         kind = "a list" if isinstance(node, yaml.SequenceNode) else f"the value {one_line(str(node.value))!r}"
-        raise ConfigError(f"{name}:{_line_number(node)}: the root is {kind}; expected sections such as `model: {{name: …}}`")
+        raise ConfigError(
+            f"{name}:{_line_number(node)}: the root is {kind}; expected sections such as `model: {{name: …}}`"
+        )
     document = YamlDocument(name=name)
     builder = _DocumentBuilder(document)
     document.data = builder.mapping(node, ())
@@ -274,7 +280,9 @@ class _DocumentBuilder:
         return None
 
     def _problem(self, path: KeyPath, node: yaml.Node, message: str) -> None:
-        self._document.problems.append(Problem(dotted_path(path), f"{self._document.name}:{_line_number(node)}", message))
+        self._document.problems.append(
+            Problem(dotted_path(path), f"{self._document.name}:{_line_number(node)}", message)
+        )
 
 
 def resolve_scalar(text: str) -> JsonValue:

@@ -36,7 +36,9 @@ def judge_rows(stats: RowStats, data: DataConfig, *, task_mode: str) -> Iterator
         yield fail_finding(name, message, f"use task_mode=sft, or give data.{stats.split}_path plain text, or null")
         return
     if stats.bad_rows:
-        yield _bad_rows_finding(name, description, stats.bad_rows, stats.first_bad, data, known_role_lines(stats.bad_rows, stats.turns))
+        yield _bad_rows_finding(
+            name, description, stats.bad_rows, stats.first_bad, data, known_role_lines(stats.bad_rows, stats.turns)
+        )
     else:
         yield pass_finding(name, description)
     if stats.left_out_rows:
@@ -69,14 +71,25 @@ def missed_column_lines(data: DataConfig, *, task_mode: str) -> list[str]:
     for name, source in find_data_paths(data).named_paths():
         is_trained = part_split(name) == "train" or (name == "text" and task_mode == "cpt_mixed")
         if is_trained and not str(source).startswith(HUB_PREFIX):
-            stats = count_readable_rows(source, data, name, text_wanted=name == "text" or task_mode == "cpt", max_rows=_COLUMN_PROBE_ROWS)
+            stats = count_readable_rows(
+                source, data, name, text_wanted=name == "text" or task_mode == "cpt", max_rows=_COLUMN_PROBE_ROWS
+            )
             source_note = "" if name == "train" else f" of {name}"
-            lines += [f"Columns{source_note} {finding.found}" for finding in judge_columns(stats, data) if finding.verdict == "WARN"]
+            lines += [
+                f"Columns{source_note} {finding.found}"
+                for finding in judge_columns(stats, data)
+                if finding.verdict == "WARN"
+            ]
     return lines
 
 
 def _bad_rows_finding(
-    name: str, description: str, bad_rows: Counter[str], first_bad: Sequence[BadRow], data: DataConfig, more_lines: Sequence[str] = ()
+    name: str,
+    description: str,
+    bad_rows: Counter[str],
+    first_bad: Sequence[BadRow],
+    data: DataConfig,
+    more_lines: Sequence[str] = (),
 ) -> Finding:
     lines = "\n".join([*bad_row_lines(description, bad_rows, first_bad), *more_lines])
     if data.on_bad_row == "skip":
@@ -124,7 +137,9 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     if not stats.kept_rows:
         yield skip_finding(name, "no row is left to look at")
         return
-    methods = ", ".join(f"{MASK_METHODS.get(method, method)} ({count:,})" for method, count in stats.methods.most_common())
+    methods = ", ".join(
+        f"{MASK_METHODS.get(method, method)} ({count:,})" for method, count in stats.methods.most_common()
+    )
     rows, share = stats.methods.total(), stats.trained_tokens / max(1, stats.tokens)
     rows_note = f"every one of {rows:,} rows" if rows != 1 else "the only row"
     tokens = f"{stats.trained_tokens:,} of {stats.tokens:,} tokens are trained ({share:.0%})"
@@ -138,7 +153,9 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
             f"{stats.untrained_turns:,} assistant turns have no exact mask and are not trained: the template "
             "writes a turn of the history differently from how it is generated"
         )
-        yield warn_finding(name, message, "data.multi_turn=split trains each of them as the last turn of a row of its own")
+        yield warn_finding(
+            name, message, "data.multi_turn=split trains each of them as the last turn of a row of its own"
+        )
     if stats.merged_edges:
         yield pass_finding(name, f"{stats.merged_edges:,} answers end inside a token, which is split there")
 
@@ -184,16 +201,24 @@ def judge_lengths(stats: RowStats, data: DataConfig, *, max_seq_len: int, positi
     rows_note = f"of {stats.kept_rows + stats.too_long_rows:,} rows"
     rows = [f"{stats.cut_rows:,} {rows_note} are cut at max_seq_len {max_seq_len:,}"]
     if stats.rows_with_cut_end:
-        rows.append(f"{stats.rows_with_cut_end:,} {rows_note} train an answer without its end, at which a model learns to stop")
+        rows.append(
+            f"{stats.rows_with_cut_end:,} {rows_note} train an answer without its end, at which a model learns to stop"
+        )
     if stats.too_long_rows:
         outcome = "left out" if data.truncate == "drop" else "without any trained token left"
-        rows.append(f"{stats.too_long_rows:,} {rows_note} {outcome} (shortest prompt: {stats.shortest_prompt:,} tokens)")
-    message = f"{'; '.join(rows)}; {stats.lost_tokens:,} of {cost.trained_tokens:,} trained tokens ({share:.1%}) are lost"
+        rows.append(
+            f"{stats.too_long_rows:,} {rows_note} {outcome} (shortest prompt: {stats.shortest_prompt:,} tokens)"
+        )
+    message = (
+        f"{'; '.join(rows)}; {stats.lost_tokens:,} of {cost.trained_tokens:,} trained tokens ({share:.1%}) are lost"
+    )
     remedy = length_remedy(stats, data, max_seq_len=max_seq_len, positions=positions)
     if stats.kept_rows == 0:
         shortest_note = f"(shortest prompt: {stats.shortest_prompt:,} tokens)"
         yield fail_finding(
-            name, f"all {stats.too_long_rows:,} rows lose their answer at max_seq_len {max_seq_len} {shortest_note}", remedy
+            name,
+            f"all {stats.too_long_rows:,} rows lose their answer at max_seq_len {max_seq_len} {shortest_note}",
+            remedy,
         )
     elif share > data.max_lost_fraction and stats.split == "train":
         limit_note = f", more than data.max_lost_fraction={data.max_lost_fraction:g}"
@@ -230,7 +255,11 @@ def judge_roles(stats: RowStats) -> Iterator[Finding]:
     if stats.role_rows:
         order = sorted(stats.role_tokens, key=lambda role: (role == TEMPLATE_ROLE, -stats.role_tokens[role][0]))
         shares = ", ".join(f"{role} {stats.role_tokens[role][1]:,} of {stats.role_tokens[role][0]:,}" for role in order)
-        rows_note = "" if stats.role_rows == stats.kept_rows else f", counted in {stats.role_rows:,} of {stats.kept_rows:,} rows"
+        rows_note = (
+            ""
+            if stats.role_rows == stats.kept_rows
+            else f", counted in {stats.role_rows:,} of {stats.kept_rows:,} rows"
+        )
         yield pass_finding("tokens by role", f"trained in {stats.split}: {shares}{rows_note}")
 
 
@@ -245,7 +274,9 @@ def judge_marks(stats: RowStats, tokenizer: Any) -> Iterator[Finding]:
 def _bos_finding(stats: RowStats, tokenizer: Any) -> Finding:
     name = tokenizer.bos_token
     if stats.rows_with_bos not in (0, stats.kept_rows):
-        message = f"{stats.rows_with_bos:,} of {stats.kept_rows:,} rows of {stats.split} begin with {name}, the others do not"
+        message = (
+            f"{stats.rows_with_bos:,} of {stats.kept_rows:,} rows of {stats.split} begin with {name}, the others do not"
+        )
         return warn_finding("BOS", message, "give data.chat_template a template that writes it always or never")
     if stats.rows_with_bos:
         return pass_finding("BOS", f"every row of {stats.split} begins with one {name}")
@@ -274,7 +305,9 @@ def _turn_end_finding(stats: RowStats, tokenizer: Any) -> Finding:
     if stats.rows_with_cut_end:
         rows = f"{stats.rows_with_cut_end:,} of {stats.kept_rows:,} rows of {stats.split}"
         message = f"{rows} train an answer that max_seq_len cuts in two, without its end; every other one {ends}"
-        return warn_finding("end of turn", message, "raise model.max_seq_len, or leave such rows out with data.truncate=drop")
+        return warn_finding(
+            "end of turn", message, "raise model.max_seq_len, or leave such rows out with data.truncate=drop"
+        )
     return pass_finding("end of turn", f"every trained answer {ends}")
 
 
@@ -286,7 +319,9 @@ def _padding_finding(stats: RowStats, tokenizer: Any) -> Finding:
         )
         return warn_finding("padding token", message, "fine if the template ends turns with it")
     eos_note = ", which is also the end token" if tokenizer.pad_token_id == tokenizer.eos_token_id else ""
-    return pass_finding("padding token", f"{tokenizer.pad_token}{eos_note}; padding is masked by length, never by its id")
+    return pass_finding(
+        "padding token", f"{tokenizer.pad_token}{eos_note}; padding is masked by length, never by its id"
+    )
 
 
 def judge_split(stats: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> Iterator[Finding]:

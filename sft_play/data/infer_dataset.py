@@ -11,9 +11,9 @@ from pathlib import Path
 from sft_play.config.schema import DataConfig, Encoding
 from sft_play.config.yaml_io import JsonValue
 from sft_play.data.build.size import SAMPLE_CHARACTERS, estimate_size
-from sft_play.data.sources.columns import guess_columns, find_rendered_mark
+from sft_play.data.sources.columns import find_rendered_mark, guess_columns
 from sft_play.data.sources.examples import ExampleReader, character_count
-from sft_play.data.sources.files import AnySource, list_parts, find_source, read_rows
+from sft_play.data.sources.files import AnySource, find_source, list_parts, read_rows
 from sft_play.data.sources.formats import Chat, Example, Text, recognise_format
 from sft_play.data.sources.raw import BadRow, NotUtf8, RawRow, no_usable_rows_error
 from sft_play.data.sources.tables import split_from_name
@@ -50,7 +50,9 @@ def estimate_tokens(text: str) -> int:
     return -(-len(text.encode("utf-8", "replace")) // 3)
 
 
-def infer_dataset(data_path: str, *, count_tokens: CountTokens = estimate_tokens, positions: int | None = None) -> InferredDataset:
+def infer_dataset(
+    data_path: str, *, count_tokens: CountTokens = estimate_tokens, positions: int | None = None
+) -> InferredDataset:
     """What the first rows of some data ask for; of files that are not UTF-8, the encoding that they look like too.
     `positions`: the longest row that the model takes. Raises DataError where no row can be used."""
     try:
@@ -63,7 +65,9 @@ def infer_dataset(data_path: str, *, count_tokens: CountTokens = estimate_tokens
     return replace(dataset, settings={**dataset.settings, "data.encoding": encoding}, description=description)
 
 
-def _infer_with_encoding(data_path: str, encoding: Encoding, count_tokens: CountTokens, positions: int | None) -> InferredDataset:
+def _infer_with_encoding(
+    data_path: str, encoding: Encoding, count_tokens: CountTokens, positions: int | None
+) -> InferredDataset:
     paths, source, is_text = _find_sources(data_path, encoding)
     columns = {} if is_text else _guess_columns(source)
     reader = ExampleReader(source, DataConfig(columns=columns), split="train", wants_text=is_text)
@@ -74,7 +78,9 @@ def _infer_with_encoding(data_path: str, encoding: Encoding, count_tokens: Count
     size = estimate_size(DataConfig(train_path=paths["data.train_path"], encoding=encoding), text_wanted=is_cpt)
     rows = max(size.rows if size else 0, len(examples))
     tokens = _estimate_row_tokens(examples, count_tokens)
-    length = min(_choose_block_length(sum(tokens)) if is_cpt else _choose_length(tokens), positions or _LENGTH_CHOICES[-1])
+    length = min(
+        _choose_block_length(sum(tokens)) if is_cpt else _choose_length(tokens), positions or _LENGTH_CHOICES[-1]
+    )
     settings: dict[str, JsonValue] = {"model.max_seq_len": length}
     settings |= {"task_mode": "cpt" if is_cpt else "sft", **paths}
     if columns:
@@ -138,11 +144,17 @@ def _read_sample(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:
 def _estimate_row_tokens(examples: Sequence[Example], count_tokens: CountTokens) -> list[int]:
     """The tokens of each example: counted for the longest, by their characters for the others."""
     texts = [example.text if isinstance(example, Text) else _chat_text(example) for example in examples]
-    template_tokens = [0 if isinstance(example, Text) else _TEMPLATE_TOKENS + _TURN_TOKENS * len(example.messages) for example in examples]
+    template_tokens = [
+        0 if isinstance(example, Text) else _TEMPLATE_TOKENS + _TURN_TOKENS * len(example.messages)
+        for example in examples
+    ]
     longest = sorted(range(len(texts)), key=lambda index: -len(texts[index]))[:_COUNTED_ROWS]
     counted_tokens = {index: count_tokens(texts[index]) for index in longest}
     tokens_per_char = sum(counted_tokens.values()) / max(1, sum(len(texts[index]) for index in longest))
-    return [counted_tokens.get(index, round(len(text) * tokens_per_char)) + template_tokens[index] for index, text in enumerate(texts)]
+    return [
+        counted_tokens.get(index, round(len(text) * tokens_per_char)) + template_tokens[index]
+        for index, text in enumerate(texts)
+    ]
 
 
 def _chat_text(chat: Chat) -> str:
@@ -155,7 +167,11 @@ def _choose_length(tokens: Sequence[int]) -> int:
     longest_fit = next((length for length in _LENGTH_CHOICES if length >= max(tokens)), _LENGTH_CHOICES[-1])
     if longest_fit <= _MAX_FULL_LENGTH:
         return longest_fit
-    lost = {length: sum(max(0, row_tokens - length) for row_tokens in tokens) for length in _LENGTH_CHOICES if length >= _MAX_FULL_LENGTH}
+    lost = {
+        length: sum(max(0, row_tokens - length) for row_tokens in tokens)
+        for length in _LENGTH_CHOICES
+        if length >= _MAX_FULL_LENGTH
+    }
     return next(length for length in lost if lost[length] <= 0.01 * sum(tokens) or length == _LENGTH_CHOICES[-1])
 
 

@@ -110,7 +110,9 @@ class _OutputFile(io.TextIOWrapper):
     def __init__(self, path: Path) -> None:
         self.temporary_path = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
         unnamed_file = _open_unnamed_file(path.parent)
-        super().__init__(self.temporary_path.open("wb") if unnamed_file is None else unnamed_file, encoding="utf-8", newline="\n")
+        super().__init__(
+            self.temporary_path.open("wb") if unnamed_file is None else unnamed_file, encoding="utf-8", newline="\n"
+        )
         self._path, self._is_unnamed = path, unnamed_file is not None
 
     def finish(self) -> None:

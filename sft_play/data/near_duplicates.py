@@ -19,7 +19,7 @@ import numpy as np
 from sft_play.config.schema import DataConfig
 from sft_play.data.process_report import messages_text
 from sft_play.data.sources.columns import WORD_PATTERN
-from sft_play.data.sources.files import list_parts, find_source, read_part
+from sft_play.data.sources.files import find_source, list_parts, read_part
 from sft_play.data.sources.formats import Example, Text, recognise_format, to_example
 from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -71,7 +71,10 @@ def jaccard_similarity(first: Shingles, second: Shingles) -> float:
 def choose_bands(threshold: float) -> tuple[int, int]:
     """Bands and rows of the index: the longest rows, which let the fewest other pairs through, of few bands."""
     sure_similarity = min(threshold + SIMILARITY_MARGIN, (1 + threshold) / 2)
-    bands_by_rows = {rows: math.ceil(math.log(MISS_PROBABILITY) / math.log(1 - sure_similarity**rows)) for rows in range(2, _MAX_BAND_ROWS + 1)}
+    bands_by_rows = {
+        rows: math.ceil(math.log(MISS_PROBABILITY) / math.log(1 - sure_similarity**rows))
+        for rows in range(2, _MAX_BAND_ROWS + 1)
+    }
     rows = max((rows for rows, bands in bands_by_rows.items() if bands <= _MAX_BANDS), default=2)
     return bands_by_rows[rows], rows
 

@@ -203,7 +203,9 @@ def select_row(reader: ExampleReader, requested_number: int) -> list[tuple[int, 
     """The row of this number, from 1."""
     rows = [raw for row_number, raw in enumerate(reader.raw_rows(), start=1) if row_number == requested_number]
     if not rows:
-        raise DataError(f"ROW={requested_number}: {reader.path} has {format_row_count(reader.rows)}; rows are counted from 1")
+        raise DataError(
+            f"ROW={requested_number}: {reader.path} has {format_row_count(reader.rows)}; rows are counted from 1"
+        )
     return [(requested_number, rows[0])]
 
 
@@ -229,11 +231,18 @@ def select_spread_rows(reader: ExampleReader, count: int) -> list[tuple[int, Row
         raise DataError(f"{reader.path} has no rows")
     kept_rows |= {last[0]: last[1], longest[1]: longest[2]}  # the stride may have dropped them
     requested_indices = choose_evenly(last[0] + 1, count, longest=longest[1])
-    nearest = sorted({min(sorted(kept_rows), key=lambda index: abs(index - requested_index)) for requested_index in requested_indices})
+    nearest = sorted(
+        {
+            min(sorted(kept_rows), key=lambda index: abs(index - requested_index))
+            for requested_index in requested_indices
+        }
+    )
     return [(index + 1, kept_rows[index]) for index in nearest]
 
 
-def preview_rows(row_number: int, raw_row: RowWithFormat, reader: ExampleReader, row_renderer: RowRenderer, token_bytes: TokenBytes) -> list[PreviewRow]:
+def preview_rows(
+    row_number: int, raw_row: RowWithFormat, reader: ExampleReader, row_renderer: RowRenderer, token_bytes: TokenBytes
+) -> list[PreviewRow]:
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
     raw, row_format = raw_row
     example = read_example(raw, row_format, reader.data)
@@ -242,7 +251,11 @@ def preview_rows(row_number: int, raw_row: RowWithFormat, reader: ExampleReader,
     if isinstance(example, BadRow):
         return [PreviewRow(row_number, example.where, reason=_bad_row_reason(example), raw_text=raw_text)]
     outcomes = row_renderer.make_rows([(row_number, example)])
-    return [_preview_outcome(outcome, token_bytes, row_renderer.max_seq_len, raw_text) for outcome in outcomes if isinstance(outcome, RowOutcome)]
+    return [
+        _preview_outcome(outcome, token_bytes, row_renderer.max_seq_len, raw_text)
+        for outcome in outcomes
+        if isinstance(outcome, RowOutcome)
+    ]
 
 
 def _preview_outcome(outcome: RowOutcome, token_bytes: TokenBytes, limit: int, raw_text: str) -> PreviewRow:
@@ -255,11 +268,25 @@ def _preview_outcome(outcome: RowOutcome, token_bytes: TokenBytes, limit: int, r
         reason, cut_tokens, remaining_ids = _bad_row_reason(row), max(0, len(ids) - limit), ids[:limit]
         lost_trained_tokens = sum(label != IGNORED for label in labels[limit:])
     else:
-        reason, cut_tokens, remaining_ids, lost_trained_tokens = "", row.cut_tokens, tuple(row.input_ids), row.lost_trained_tokens
+        reason, cut_tokens, remaining_ids, lost_trained_tokens = (
+            "",
+            row.cut_tokens,
+            tuple(row.input_ids),
+            row.lost_trained_tokens,
+        )
     notes = (*outcome.example.notes, *whole_row.notes, *_row_notes(whole_row))
     pieces = split_token_pieces(ids, labels, token_bytes, kept_flags=kept_token_flags(ids, remaining_ids))
     return PreviewRow(
-        outcome.row_number, whole_row.location, ids, labels, tuple(pieces), whole_row.method, notes, cut_tokens=cut_tokens, lost_trained_tokens=lost_trained_tokens, reason=reason
+        outcome.row_number,
+        whole_row.location,
+        ids,
+        labels,
+        tuple(pieces),
+        whole_row.method,
+        notes,
+        cut_tokens=cut_tokens,
+        lost_trained_tokens=lost_trained_tokens,
+        reason=reason,
     )
 
 
@@ -333,7 +360,9 @@ class TokenBytes:
 
     def _decode_token(self, token: str) -> bytes:
         if self._is_byte_level:
-            return b"".join(bytes([_BYTE_BY_LETTER[c]]) if c in _BYTE_BY_LETTER else c.encode("utf-8", "replace") for c in token)
+            return b"".join(
+                bytes([_BYTE_BY_LETTER[c]]) if c in _BYTE_BY_LETTER else c.encode("utf-8", "replace") for c in token
+            )
         if self._is_sentence_piece:
             if byte := _BYTE_NAME.fullmatch(token):
                 return bytes([int(byte[1], 16)])
@@ -360,7 +389,14 @@ def split_token_pieces(
         nonlocal piece_text
         if pending_ids:
             assert piece_state is not None
-            pieces.append(TokenPiece(piece_text + decoder.decode(b"", True), tuple(pending_ids), is_trained=piece_state[0], is_kept=piece_state[1]))
+            pieces.append(
+                TokenPiece(
+                    piece_text + decoder.decode(b"", True),
+                    tuple(pending_ids),
+                    is_trained=piece_state[0],
+                    is_kept=piece_state[1],
+                )
+            )
             decoder.reset()
             pending_ids.clear()
             piece_text = ""
@@ -369,7 +405,15 @@ def split_token_pieces(
         token_state = (label != IGNORED, is_kept)
         if token_bytes.is_special(token_id):
             close_piece()
-            pieces.append(TokenPiece(raw_bytes.decode("utf-8", "replace"), (token_id,), token_state[0], is_special=True, is_kept=token_state[1]))
+            pieces.append(
+                TokenPiece(
+                    raw_bytes.decode("utf-8", "replace"),
+                    (token_id,),
+                    token_state[0],
+                    is_special=True,
+                    is_kept=token_state[1],
+                )
+            )
             continue
         if token_state != piece_state:  # a piece is trained or not, kept or not, as a whole
             close_piece()

@@ -56,7 +56,9 @@ pre { white-space: pre-wrap; border: 1px solid var(--line); border-radius: 4px; 
 """.strip()
 
 
-def render_html_page(rows: Sequence[PreviewRow], *, title: str, intro_lines: Iterable[str], max_pieces: int = MAX_PAGE_PIECES) -> str:
+def render_html_page(
+    rows: Sequence[PreviewRow], *, title: str, intro_lines: Iterable[str], max_pieces: int = MAX_PAGE_PIECES
+) -> str:
     """One HTML page without network, script or anything outside itself; `intro_lines` stand below the title."""
     # the page may be opened anywhere: it allows itself this one style sheet, by its digest, and nothing else
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
@@ -94,7 +96,9 @@ def _render_section(row: PreviewRow, max_pieces: int) -> str:
         (row.raw_text, f"<pre>{_escape(row.raw_text)}</pre>\n"),
     ]
     body = "".join(part for is_present, part in parts if is_present)
-    return f'<section>\n<h2>Row {row.row_number:,}</h2>\n<p class="soft">{_escape(row.location)}</p>\n{body}</section>\n'
+    return (
+        f'<section>\n<h2>Row {row.row_number:,}</h2>\n<p class="soft">{_escape(row.location)}</p>\n{body}</section>\n'
+    )
 
 
 def _render_spans(row: PreviewRow, max_pieces: int) -> Iterator[str]:

@@ -28,21 +28,21 @@ from sft_play.data.near_duplicates import (
     read_compared_texts,
 )
 from sft_play.data.process_report import MAX_LISTED, FileReport, Occurrences, ProcessReport, SplitReport, sort_by_count
-from sft_play.data.sources.examples import read_example, count_part_rows
-from sft_play.data.sources.files import FilePart, list_parts, find_source, is_saved_dataset, read_part, walk_data_files
+from sft_play.data.sources.examples import count_part_rows, read_example
+from sft_play.data.sources.files import FilePart, find_source, is_saved_dataset, list_parts, read_part, walk_data_files
 from sft_play.data.sources.formats import (
     TEMPLATE_KWARGS,
     Example,
     Text,
-    require_known_columns,
     content_digest,
-    digest_share,
     detect_format,
+    digest_share,
     is_processed_row,
+    require_known_columns,
 )
 from sft_play.data.sources.messages import author_form, known_role_lines
 from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large_row
-from sft_play.data.sources.tables import split_names, split_from_name
+from sft_play.data.sources.tables import split_from_name, split_names
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.process.waiting import WaitProgress, report_wait
@@ -86,7 +86,9 @@ class _Processor:
         # The first file with chats, and the first with plain text: they are not processed together.
         self._first_file_by_kind: dict[str, str] = {}
         self._output_files: dict[str, TextIO] = {}
-        self._similarity_index = None if self._options.near_duplicates == "ignore" else SimilarityIndex(self._sketch_maker)
+        self._similarity_index = (
+            None if self._options.near_duplicates == "ignore" else SimilarityIndex(self._sketch_maker)
+        )
         # The rows of each file that training rows are compared with.
         self._indexes_by_file: dict[str, SimilarityIndex] = {}
         self._progress: WaitProgress
@@ -130,7 +132,12 @@ class _Processor:
             self._index_rows_of_file(value)
         for held_out_path in (data.val_path, data.test_path) if self._similarity_index is not None else ():
             path = Path(held_out_path or "").expanduser().resolve()
-            if held_out_path and path.exists() and path not in known_paths and not any(map(path.is_relative_to, self._output_folders())):
+            if (
+                held_out_path
+                and path.exists()
+                and path not in known_paths
+                and not any(map(path.is_relative_to, self._output_folders()))
+            ):
                 known_paths.add(path)
                 try:
                     self._index_rows_of_file(held_out_path)
@@ -182,7 +189,9 @@ class _Processor:
             )
         if root is not None and not is_saved_dataset(root):
             part_names = {part.name for part in parts}
-            self._report.skipped_files += [one_line(str(item)) for item in walk_data_files(root) if str(item) not in part_names]
+            self._report.skipped_files += [
+                one_line(str(item)) for item in walk_data_files(root) if str(item) not in part_names
+            ]
         parts_with_splits: list[tuple[FilePart, str | None]] = []
         for part in parts:
             names = split_names(part.name, is_on_hub=part.kind == "hub") if part.kind in ("saved", "hub") else []
@@ -195,7 +204,9 @@ class _Processor:
             # `train_sft`, `test_gen`: the split may be the first word
             split = split_from_name(name) or split_from_name(name.replace("_", "-").split("-")[0])
             if split is None and len(names) > 1:
-                remark = f"{one_line(part.name)}: its split {one_line(name)} is none of {', '.join(SPLIT_NAMES)}: not read"
+                remark = (
+                    f"{one_line(part.name)}: its split {one_line(name)} is none of {', '.join(SPLIT_NAMES)}: not read"
+                )
                 self._report.remarks.append(remark)
             else:
                 parts_with_splits.append((dataclasses.replace(part, split=name), split or "train"))
@@ -243,7 +254,9 @@ class _Processor:
                 example = dataclasses.replace(example, where=source) if isinstance(source, str) and source else example
             yield example
 
-    def _process_example(self, example: Example, split: str | None, file: FileReport, out: OutputFolder) -> BadRow | None:
+    def _process_example(
+        self, example: Example, split: str | None, file: FileReport, out: OutputFolder
+    ) -> BadRow | None:
         """Count one example, choose its split and write it; a bad row where it is too large to be read again."""
         report = self._report
         digest = content_digest(example)
@@ -252,11 +265,15 @@ class _Processor:
         if len(line) > MAX_ROW_BYTES // 4 and (size := len(line.encode("utf-8", "replace"))) > MAX_ROW_BYTES:
             return too_large_row(example.where, size)
         options = self._options
-        target_split = split or split_by_digest(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
+        target_split = split or split_by_digest(
+            digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction
+        )
         for note in example.notes:
             report.notes.setdefault(note, Occurrences()).add(example.where)
         is_new = not any(digest[:16] in digests for digests in self._digests_by_split.values())
-        if self._check_duplicate(digest[:16], target_split, example.where) or self._check_similar(example, target_split, is_new=is_new):
+        if self._check_duplicate(digest[:16], target_split, example.where) or self._check_similar(
+            example, target_split, is_new=is_new
+        ):
             return None
         self._first_file_by_kind.setdefault("text" if isinstance(example, Text) else "chats", file.name)
         if self._faults:
@@ -277,7 +294,9 @@ class _Processor:
                 report.count_dropped("a duplicate of an earlier row", location)
         split_digests.add(key)
         # The held-out splits come first where raw files have their own, so a row of train knows whether they hold it.
-        other_splits = [name for name in SPLIT_NAMES[SPLIT_NAMES.index(target_split) + 1 :] if key in self._digests_by_split[name]]
+        other_splits = [
+            name for name in SPLIT_NAMES[SPLIT_NAMES.index(target_split) + 1 :] if key in self._digests_by_split[name]
+        ]
         if other_splits or (target_split == "test" and key in self._digests_by_split["val"]):
             report.leaks.add(f"{location} ({' and '.join(other_splits) or 'val'})")
             # from train alone: the held-out rows stay the same whatever is trained on
@@ -296,7 +315,9 @@ class _Processor:
             return False
         sketch = self._sketch_maker.sketch(compared_text(example))
         if target_split == "train" and self._indexes_by_file:
-            is_dropped = self._check_held_out(example, [sketch, *map(self._sketch_maker.sketch, long_questions(example))])
+            is_dropped = self._check_held_out(
+                example, [sketch, *map(self._sketch_maker.sketch, long_questions(example))]
+            )
         if self._similarity_index is None or is_dropped or not is_new:
             return is_dropped
         match = self._similarity_index.nearest(sketch)
@@ -312,7 +333,11 @@ class _Processor:
     @property
     def _is_index_full(self) -> bool:
         only_counts = self._options.near_duplicates == "count"
-        return only_counts and self._similarity_index is not None and self._similarity_index.memory_bytes >= MAX_INDEX_BYTES
+        return (
+            only_counts
+            and self._similarity_index is not None
+            and self._similarity_index.memory_bytes >= MAX_INDEX_BYTES
+        )
 
     def _check_held_out(self, example: Example, sketches: list[TextSketch]) -> bool:
         report, is_dropped = self._report, False
@@ -371,7 +396,11 @@ def _format_file_fault(file: FileReport, stats: RowStats, error: str = "") -> st
     lines = []
     if stats.bad_rows:
         head, *rows = bad_row_lines(f"{file.rows:,} rows", stats.bad_rows, stats.first_bad)
-        lines = [f"{file.name}: {head}", *rows, *(f"  {line}" for line in known_role_lines(stats.bad_rows, stats.turns))]
+        lines = [
+            f"{file.name}: {head}",
+            *rows,
+            *(f"  {line}" for line in known_role_lines(stats.bad_rows, stats.turns)),
+        ]
     return "\n".join([*lines, *([error] if error else [])])
 
 

@@ -200,11 +200,15 @@ class ProcessReport:
             checks.append((f"Training rows nearly in {file}", places, options.drop_overlaps, "drop_overlaps=true"))
         for name, places, are_left_out, option in checks:
             outcome = "left out" if are_left_out else f"kept; data.process.{option} leaves them out"
-            lines.append(f"{name}: {places.count:,}" + (f", {outcome}: {places.format_locations()}" if places.count else ""))
+            lines.append(
+                f"{name}: {places.count:,}" + (f", {outcome}: {places.format_locations()}" if places.count else "")
+            )
         lines += self.remarks
         if self.skipped_files:
             listed_files = ", ".join(self.skipped_files[:MAX_LISTED])
-            lines.append(f"Files not read, whose names are not those of data ({len(self.skipped_files)}): {listed_files}")
+            lines.append(
+                f"Files not read, whose names are not those of data ({len(self.skipped_files)}): {listed_files}"
+            )
         lines += [line for name, split in self.splits.items() for line in self._split_lines(name, split)]
         return lines
 

@@ -13,7 +13,7 @@ from sft_play.config.schema import RunConfig, StyleConfig
 from sft_play.data.build.stats import format_row_count
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.process import SPLIT_NAMES, read_processed
-from sft_play.data.sources.examples import find_system_prompt, count_part_rows, set_system_prompt
+from sft_play.data.sources.examples import count_part_rows, find_system_prompt, set_system_prompt
 from sft_play.data.sources.files import FilePart
 from sft_play.data.sources.formats import STYLED_KEY, Text, recognise_format, to_example
 from sft_play.data.sources.messages import author_form
@@ -42,7 +42,10 @@ class StyleReport:
     def lines(self) -> list[str]:
         """The report in words."""
         lines = [f"Styled {format_row_count(self.total.total())} into {self.out_dir}: {_format_outcomes(self.total)}"]
-        lines += [f"  {name}: {format_row_count(counts.total())}, {_format_outcomes(counts)}" for name, counts in self.splits.items()]
+        lines += [
+            f"  {name}: {format_row_count(counts.total())}, {_format_outcomes(counts)}"
+            for name, counts in self.splits.items()
+        ]
         return [*lines, *(f"data.style.per_source: no row's source matches {one_line(g)}" for g in self.unused_globs)]
 
     def as_json(self) -> dict[str, Any]:

@@ -44,7 +44,10 @@ class DiskUsage:
     def min_bytes(self, existing_checkpoints: int = 0) -> int:
         """Of `total_bytes` what weights and states take for certain beside `existing_checkpoints`; before the final
         weights are written the oldest one goes."""
-        new_checkpoints, checkpoint = max(0, (self.max_checkpoints or 1) - existing_checkpoints), self.checkpoint_bytes - OTHER_BYTES
+        new_checkpoints, checkpoint = (
+            max(0, (self.max_checkpoints or 1) - existing_checkpoints),
+            self.checkpoint_bytes - OTHER_BYTES,
+        )
         return max(new_checkpoints * checkpoint, (new_checkpoints - 1) * checkpoint + self.weights_bytes - OTHER_BYTES)
 
 
@@ -68,7 +71,9 @@ def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> Disk
         total_saves = None if plan.run_length is None else math.ceil(plan.run_length.steps / save_interval)
     checkpoint_counts = [count for count in (total_saves, kept_at_once) if count is not None]
     # the fewer of the two bounds: a short run writes fewer checkpoints than the limit allows
-    return DiskUsage(checkpoint + OTHER_BYTES, weights + OTHER_BYTES, min(checkpoint_counts) if checkpoint_counts else None)
+    return DiskUsage(
+        checkpoint + OTHER_BYTES, weights + OTHER_BYTES, min(checkpoint_counts) if checkpoint_counts else None
+    )
 
 
 def disk_findings(config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions) -> list[Finding]:
@@ -100,19 +105,26 @@ def hub_cache_folder() -> Path:
     return Path(HF_HUB_CACHE)
 
 
-def check_disk(disk_usage: DiskUsage, *, folder: Path, disk_folder: Path, space: DiskSpace | None, is_writable: bool) -> Finding:
+def check_disk(
+    disk_usage: DiskUsage, *, folder: Path, disk_folder: Path, space: DiskSpace | None, is_writable: bool
+) -> Finding:
     """Whether the run's folder is writable and has room for the checkpoints that exist at once."""
     if not is_writable:
         return fail_finding("disk", f"output.dir {folder}: {disk_folder} is not writable for this user",
                       "set output.dir to a folder that you can write, or give this user the folder")  # fmt: skip
     if space is None:
         return skip_finding("disk", f"the free space at {disk_folder} cannot be read")
-    checkpoint_text, free_text = f"checkpoint of {format_size(disk_usage.checkpoint_bytes)}", f"{format_size(space.free)} are free at {disk_folder}"
+    checkpoint_text, free_text = (
+        f"checkpoint of {format_size(disk_usage.checkpoint_bytes)}",
+        f"{format_size(space.free)} are free at {disk_folder}",
+    )
     if disk_usage.max_checkpoints is None:
         verdict = fail_finding if space.free < disk_usage.total_bytes else warn_finding
         return verdict("disk", f"every {checkpoint_text} is kept, and {free_text}", "set train.save_total_limit=2")
     checkpoint_size = format_size(disk_usage.checkpoint_bytes)
-    several_text = f"{disk_usage.max_checkpoints} checkpoints of {checkpoint_size} at once (the oldest is deleted after a new one)"
+    several_text = (
+        f"{disk_usage.max_checkpoints} checkpoints of {checkpoint_size} at once (the oldest is deleted after a new one)"
+    )
     written_text = f"a {checkpoint_text}" if disk_usage.max_checkpoints == 1 else several_text
     sizes = f"{format_size(disk_usage.weights_bytes)} at the end: {format_size(disk_usage.total_bytes)}"
     needed = f"{written_text} and {sizes}; {free_text}"

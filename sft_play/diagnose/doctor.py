@@ -19,7 +19,7 @@ from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.machine import select_hardware, require_usable_hardware, disable_broken_p2p
+from sft_play.launch.machine import disable_broken_p2p, require_usable_hardware, select_hardware
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 
@@ -80,7 +80,11 @@ def _select_gpus(machine: Hardware, options: LaunchOptions) -> tuple[Hardware, H
         return machine, machine, fail_finding("GPUs", message, remedy or "GPUS= and NPROC= name GPUs that there are")
     all_nodes = select_hardware(options, machine)
     if not local_machine.gpus:
-        return local_machine, all_nodes, skip_finding("GPUs", f"none found; {local_machine.ranks} CPU ranks are used instead")
+        return (
+            local_machine,
+            all_nodes,
+            skip_finding("GPUs", f"none found; {local_machine.ranks} CPU ranks are used instead"),
+        )
     return local_machine, all_nodes, pass_finding("GPUs", f"{len(local_machine.gpus)} x {local_machine.gpus[0].name}")
 
 
@@ -188,12 +192,16 @@ def check_node_meeting(
     hosts = join_unique(one_line(str(card.get("host"))) for card in meeting.cards)
     address = f"{one_line(str(nodes.address))}:{nodes.port}"
     compared_facts = "the same packages, driver, GPUs and number of ranks"
-    return meeting.gloo_variables(environment), pass_finding("nodes", f"{nodes.count} met at {address} ({hosts}), with {compared_facts}")
+    return meeting.gloo_variables(environment), pass_finding(
+        "nodes", f"{nodes.count} met at {address} ({hosts}), with {compared_facts}"
+    )
 
 
 def node_description(system_facts: SystemFacts) -> Mapping[str, object]:
     """The description of this node, which the others compare with theirs."""
-    package_names = [name for name in system_facts.versions if name in COMPUTE_PACKAGES or name.startswith("nvidia-nccl")]
+    package_names = [
+        name for name in system_facts.versions if name in COMPUTE_PACKAGES or name.startswith("nvidia-nccl")
+    ]
     return {
         "host": system_facts.hostname,
         "alike": {

@@ -25,7 +25,9 @@ LOOKED_UP_DATE: str = _ENGINE_TABLE["looked_up"]
 # `title` and `limits` by the name that SERVE= takes.
 ENGINES: Mapping[str, Mapping[str, Any]] = _ENGINE_TABLE["engines"]
 # Classes by the names of config.json, as the engines know them.
-MODEL_CLASSES: Mapping[str, frozenset[str]] = {name: frozenset(entry["names"]) for name, entry in _ENGINE_TABLE["models"].items()}
+MODEL_CLASSES: Mapping[str, frozenset[str]] = {
+    name: frozenset(entry["names"]) for name, entry in _ENGINE_TABLE["models"].items()
+}
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Whole modules that vLLM takes beside an adapter: heads of classifiers.
 _CLASSIFIER_HEADS = {"classifier", "score"}

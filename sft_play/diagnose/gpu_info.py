@@ -16,7 +16,7 @@ from sft_play.facts.gpus.gpu import GpuSnapshot
 from sft_play.facts.gpus.unusable_accelerators import unusable_accelerator
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.host import nearest_disk_space
-from sft_play.facts.installed import nccl_package, torch_cuda_version, torch_hip_version, installed_version
+from sft_play.facts.installed import installed_version, nccl_package, torch_cuda_version, torch_hip_version
 from sft_play.log import one_line
 
 # An import of torch from a cold network disk takes a minute and more.
@@ -118,7 +118,9 @@ def read_machine_info(outputs: Path, environment: Mapping[str, str], *, includes
             disk_bytes=disk.total if disk else None,
             disk_free_bytes=disk.free if disk else None,
         ),
-        software=SoftwareVersions(installed_version("torch"), torch_cuda_version(), torch_hip_version(), nccl_version, nccl_name),
+        software=SoftwareVersions(
+            installed_version("torch"), torch_cuda_version(), torch_hip_version(), nccl_version, nccl_name
+        ),
         torch_report=read_torch_report(environment) if includes_torch else None,
         unused_accelerator=None if hardware.gpus else unusable_accelerator(environment),
     )

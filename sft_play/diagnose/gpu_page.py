@@ -35,7 +35,9 @@ def _visible_lines(machine: MachineInfo) -> list[str]:
     if machine.visible_setting is not None:
         order = ", ".join(f"GPU {index} is cuda:{device}" for device, index in enumerate(machine.visible_gpus))
         lines.append(f"{one_line(machine.visible_setting)}: {order or 'no GPU is visible'}")
-    lines += [f"GPU {gpu.index} does not answer: {one_line(gpu.trouble)}" for gpu in machine.gpu_snapshot.gpus if gpu.trouble]
+    lines += [
+        f"GPU {gpu.index} does not answer: {one_line(gpu.trouble)}" for gpu in machine.gpu_snapshot.gpus if gpu.trouble
+    ]
     return [*lines, *machine.hardware.notes]
 
 
@@ -57,7 +59,9 @@ def _gpu_lines(gpu_snapshot: GpuSnapshot) -> list[str]:
 
 def _gpu_row(gpu: GpuStatus) -> list[str]:
     sizes = (gib_or_na(size) for size in (gpu.total_bytes, gpu.used_bytes, gpu.free_bytes))
-    capability, power_cap, temperature = map(value_or_na, (gpu.compute_capability, gpu.power_cap_watts, gpu.temperature_celsius))
+    capability, power_cap, temperature = map(
+        value_or_na, (gpu.compute_capability, gpu.power_cap_watts, gpu.temperature_celsius)
+    )
     max_link = _format_pcie_link(gpu.pcie.max_generation, gpu.pcie.max_lanes)
     link = f"{_format_pcie_link(gpu.pcie.generation, gpu.pcie.lanes)}/{max_link}"
     mig = NOT_KNOWN if gpu.mig_enabled is None else "on" if gpu.mig_enabled else "off"
@@ -78,7 +82,9 @@ def _process_lines(gpu_snapshot: GpuSnapshot) -> list[str]:
         for item in gpu.all_processes
     ]
     lines = ["", *render_lines(build_table(("GPU", "pid", "process", "GiB"), rows, text_columns=(2,)))] if rows else []
-    unlisted = [str(gpu.index) for gpu in gpu_snapshot.gpus if gpu.processes is None and not gpu.trouble and not gpu.unified]
+    unlisted = [
+        str(gpu.index) for gpu in gpu_snapshot.gpus if gpu.processes is None and not gpu.trouble and not gpu.unified
+    ]
     return [*lines, *([f"Processes: none is listed for GPU {', '.join(unlisted)} (n/a)"] if unlisted else [])]
 
 
@@ -159,7 +165,9 @@ def _format_fact(key: str, value: Any) -> str:
     if key.endswith("bytes"):
         return f"{gib_or_na(value, digits=2)} GiB"
     units = {"bandwidth": ("GB/s", 1e9), "bytes_per_s": ("GB/s", 1e9), "flops": ("TFLOPS", 1e12)}
-    return next((_format_rate(value, *unit) for suffix, unit in units.items() if key.endswith(suffix)), value_or_na(value))
+    return next(
+        (_format_rate(value, *unit) for suffix, unit in units.items() if key.endswith(suffix)), value_or_na(value)
+    )
 
 
 def _format_rate(rate: float | None, unit: str = "GB/s", size: float = 1e9) -> str:

@@ -28,7 +28,10 @@ Facts = Mapping[str, Any]
 def matches_conditions(conditions: Condition | Sequence[Condition], facts: Facts) -> bool:
     """True if the facts meet a condition, or one of several."""
     alternatives = [conditions] if isinstance(conditions, Mapping) else conditions
-    return any(all(_meets_requirement(facts[name], required) for name, required in condition.items()) for condition in alternatives)
+    return any(
+        all(_meets_requirement(facts[name], required) for name, required in condition.items())
+        for condition in alternatives
+    )
 
 
 def _meets_requirement(fact: Any, required: Any) -> bool:
@@ -62,7 +65,13 @@ def find_known_bad(
     facts = _combination_facts(system_facts, packages, ranks=ranks, nodes=nodes, layout=layout)
     shown_facts = {name: "?" if value is None else value for name, value in facts.items()}
     findings = [
-        Finding(KNOWN_BAD_NAME, entry["verdict"], entry["what"].format(**shown_facts), entry["remedy"], tuple(entry["sources"]))
+        Finding(
+            KNOWN_BAD_NAME,
+            entry["verdict"],
+            entry["what"].format(**shown_facts),
+            entry["remedy"],
+            tuple(entry["sources"]),
+        )
         for entry in KNOWN_BAD_TABLE["pairs"]
         if matches_conditions(entry["when"], facts)
     ]
@@ -77,11 +86,15 @@ def error_remedies(error: str) -> tuple[str, ...]:
     return _DEFAULT_ERROR_REMEDY
 
 
-def _combination_facts(system_facts: SystemFacts, packages: Collection[str], *, ranks: int, nodes: int, layout: str) -> Facts:
+def _combination_facts(
+    system_facts: SystemFacts, packages: Collection[str], *, ranks: int, nodes: int, layout: str
+) -> Facts:
     gpus = system_facts.hardware.gpus
     capabilities = [gpu.capability for gpu in gpus if gpu.capability]
     torch_cuda, driver_cuda = _version_numbers(system_facts.torch_cuda), system_facts.driver_cuda
-    unsound_reason = next(filter(None, (kernel_package_problem(name, capability) for name in packages for capability in capabilities)), "")
+    unsound_reason = next(
+        filter(None, (kernel_package_problem(name, capability) for name in packages for capability in capabilities)), ""
+    )
     uses_nccl = ranks > 1 and bool(gpus)
     is_p2p_off = P2P_OFF.keys() <= system_facts.environment.keys()
     return {
@@ -103,7 +116,9 @@ def _combination_facts(system_facts: SystemFacts, packages: Collection[str], *, 
         "nodes": nodes,
         "over_nccl": uses_nccl,
         "layout": layout,
-        "accelerate_refuses_p2p": uses_nccl and not is_p2p_off and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
+        "accelerate_refuses_p2p": uses_nccl
+        and not is_p2p_off
+        and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
     }
 
 

@@ -162,7 +162,9 @@ def read_memory_snapshot(
         folder=str(folder.path) if folder else None,
         status=read_manifest_or_empty(folder).get("status") if folder else None,
         gpus=gpus,
-        ranks=tuple(_rank_memory_use(rank, position, peaks) for position, rank in enumerate(group.ranks)) if group else (),
+        ranks=tuple(_rank_memory_use(rank, position, peaks) for position, rank in enumerate(group.ranks))
+        if group
+        else (),
         prediction=prediction,
         ram=ram,
         warnings=tuple(memory_warnings(gpus, ram, prediction, group)) if group else (),
@@ -219,7 +221,9 @@ def _gpu_memory_use(gpu: GpuStatus, pids: set[int], ranks: tuple[int, ...], peak
     )  # fmt: skip
 
 
-def memory_warnings(gpus: tuple[GpuMemoryUse, ...], ram: RamUse, prediction: MemoryPrediction | None, group: RankGroup) -> Iterator[str]:
+def memory_warnings(
+    gpus: tuple[GpuMemoryUse, ...], ram: RamUse, prediction: MemoryPrediction | None, group: RankGroup
+) -> Iterator[str]:
     """Warn of what others hold of what the plan counts on: the predicted peak and its margin have to fit beside it."""
     if prediction is None:
         return
@@ -240,13 +244,19 @@ def _gpu_warnings(use: GpuMemoryUse, prediction: MemoryPrediction) -> Iterator[s
         return
     others_bytes = use.others_bytes
     remaining_bytes = use.total_bytes - others_bytes - peak
-    if remaining_bytes >= prediction.margin or not others_bytes:  # a tight plan without others is no news: `make plan` said so
+    if (
+        remaining_bytes >= prediction.margin or not others_bytes
+    ):  # a tight plan without others is no news: `make plan` said so
         return
     holders = ", ".join(
         f"pid {item.pid} ({value_or_na(item.name)}) {gib_or_na(item.used_bytes, digits=2)} GiB"
         for item in sorted(use.others, key=lambda item: -(item.used_bytes or 0))[:MAX_NAMED_PROCESSES]
     )
-    holders = f"others hold {holders}" if holders else f"{gib_or_na(others_bytes, digits=2)} GiB are held by no process that is listed"
+    holders = (
+        f"others hold {holders}"
+        if holders
+        else f"{gib_or_na(others_bytes, digits=2)} GiB are held by no process that is listed"
+    )
     margin_text = f"the plan's margin of {gib_or_na(prediction.margin, digits=2)} GiB"
     remaining_text = f"{gib_or_na(remaining_bytes, digits=2)} of {margin_text} are left"
     if remaining_bytes <= 0:

@@ -87,7 +87,10 @@ def _prediction_table(prediction: MemoryPrediction) -> Table:
 
 
 def watch_memory(
-    read_snapshot: Callable[[], MemorySnapshot], *, show_snapshot: Callable[[MemorySnapshot], None], pause: Callable[[float], None] = time.sleep
+    read_snapshot: Callable[[], MemorySnapshot],
+    *,
+    show_snapshot: Callable[[MemorySnapshot], None],
+    pause: Callable[[float], None] = time.sleep,
 ) -> MemorySnapshot | None:
     """Take snapshots until Ctrl-C, and show each; returns the last one."""
     last_snapshot: MemorySnapshot | None = None

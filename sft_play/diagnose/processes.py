@@ -184,7 +184,10 @@ def find_run_processes(output_root: Path, *, name: str | None = None) -> RunProc
     newest, *others = sorted(folders, key=_start_order, reverse=True)
     run_processes = _inspect_run(newest)
     other_paths = ", ".join(one_line(str(folder.path)) for folder in others)
-    return replace(run_processes, notes=(*run_processes.notes, *([f"also running: {other_paths} (RUN= chooses)"] if others else [])))
+    return replace(
+        run_processes,
+        notes=(*run_processes.notes, *([f"also running: {other_paths} (RUN= chooses)"] if others else [])),
+    )
 
 
 def read_manifest_or_empty(folder: RunFolder) -> dict[str, Any]:
@@ -207,11 +210,15 @@ def _inspect_run(folder: RunFolder) -> RunProcesses:
         # a process that is killed cannot write its end into the manifest
         status = read_manifest_or_empty(folder).get("status")
         ended_note = "; its manifest says running, and nothing writes it: it was ended" if status == "running" else ""
-        return RunProcesses(folder, notes=(f"Run {shown_path} is not running (status: {value_or_na(status)}){ended_note}",))
+        return RunProcesses(
+            folder, notes=(f"Run {shown_path} is not running (status: {value_or_na(status)}){ended_note}",)
+        )
     group = find_rank_group(folder, _lock_holders(folder))
     if group is None:
         by_unseen_process = "by a process that cannot be seen from here (another user, container or machine)"
-        return RunProcesses(folder, None, is_running=True, notes=(f"Run {shown_path} is being written, {by_unseen_process}",))
+        return RunProcesses(
+            folder, None, is_running=True, notes=(f"Run {shown_path} is being written, {by_unseen_process}",)
+        )
     return RunProcesses(folder, group, is_running=True, notes=(f"Run {shown_path}: {_describe_processes(group)}",))
 
 

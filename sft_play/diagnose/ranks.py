@@ -21,7 +21,7 @@ from sft_play.launch.command import TORCHRUN_MODULE, LaunchCommand, torchrun_com
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line, redact
 from sft_play.process.environment import LAUNCHER_VARIABLES
-from sft_play.process.failures import kill_process_tree, format_ranks
+from sft_play.process.failures import format_ranks, kill_process_tree
 from sft_play.process.signals import child_environment
 
 ALL_REDUCE_NAME, BANDWIDTH_NAME = "all-reduce", "bandwidth"
@@ -54,7 +54,9 @@ class AllReduceOutcome:
     limit_s: float = 0.0
 
 
-def all_reduce_launch(machine: Hardware, options: LaunchOptions, *, reports_folder: Path, timeout_s: float) -> LaunchCommand:
+def all_reduce_launch(
+    machine: Hardware, options: LaunchOptions, *, reports_folder: Path, timeout_s: float
+) -> LaunchCommand:
     """The command that starts this node's ranks: a run's, with another module."""
     local_ranks = len(machine.gpus) or machine.cpu_ranks
     device = "cuda" if machine.gpus else "cpu"
@@ -70,20 +72,30 @@ def all_reduce_launch(machine: Hardware, options: LaunchOptions, *, reports_fold
     return replace(launch, argv=(*launch.argv[:module_index], CHECK_MODULE, *launch.argv[module_index + 1 :]))
 
 
-def run_all_reduce(machine: Hardware, options: LaunchOptions, *, limit_s: float, environment: Mapping[str, str]) -> AllReduceOutcome:
+def run_all_reduce(
+    machine: Hardware, options: LaunchOptions, *, limit_s: float, environment: Mapping[str, str]
+) -> AllReduceOutcome:
     """Start this node's ranks, wait at most `limit_s`, and read their reports; no rank survives."""
     local_ranks = len(machine.gpus) or machine.cpu_ranks
     first_rank = options.nodes.rank * local_ranks
-    outcome = AllReduceOutcome(tuple(range(first_rank, first_rank + local_ranks)), local_ranks * options.nodes.count, limit_s=limit_s)
+    outcome = AllReduceOutcome(
+        tuple(range(first_rank, first_rank + local_ranks)), local_ranks * options.nodes.count, limit_s=limit_s
+    )
     with tempfile.TemporaryDirectory(prefix="sft-play-doctor-") as folder_name:
         reports_folder = Path(folder_name)
-        launch = all_reduce_launch(machine, options, reports_folder=reports_folder, timeout_s=max(1.0, limit_s - REPORT_MARGIN_S))
+        launch = all_reduce_launch(
+            machine, options, reports_folder=reports_folder, timeout_s=max(1.0, limit_s - REPORT_MARGIN_S)
+        )
         launcher_index = launch.argv.index(TORCHRUN_MODULE)
         # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
         launch_environment = {name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES}
         with (reports_folder / "output").open("wb") as output_file:
             process = subprocess.Popen(
-                [*launch.argv[:launcher_index], "sft_play.process.signals", *launch.argv[launcher_index:]],  # so that it ends with the doctor
+                [
+                    *launch.argv[:launcher_index],
+                    "sft_play.process.signals",
+                    *launch.argv[launcher_index:],
+                ],  # so that it ends with the doctor
                 env=child_environment({**launch_environment, **launch.environment}),
                 stdin=subprocess.DEVNULL,
                 stdout=output_file,
@@ -103,7 +115,11 @@ def run_all_reduce(machine: Hardware, options: LaunchOptions, *, limit_s: float,
         last_lines = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-_TAIL_LINES:]
         return replace(
             outcome,
-            notes_by_rank={rank: note for rank in outcome.expected_ranks if (note := _read_note(reports_folder / f"rank-{rank}.json"))},
+            notes_by_rank={
+                rank: note
+                for rank in outcome.expected_ranks
+                if (note := _read_note(reports_folder / f"rank-{rank}.json"))
+            },
             result=_read_note(reports_folder / "result.json"),
             exit_code=code,
             output_tail=" | ".join(redact(one_line(line, limit=160)) for line in last_lines),
@@ -122,7 +138,9 @@ def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes
     """The findings of the all-reduce: the sum, the ranks that did not arrive, the bandwidth."""
     errors = {rank: str(note["error"]) for rank, note in outcome.notes_by_rank.items() if "error" in note}
     wrong_counts = {rank: int(note["wrong"]) for rank, note in outcome.notes_by_rank.items() if note.get("wrong")}
-    finished_ranks = [rank for rank in outcome.expected_ranks if outcome.notes_by_rank.get(rank, {}).get("stage") == "done"]
+    finished_ranks = [
+        rank for rank in outcome.expected_ranks if outcome.notes_by_rank.get(rank, {}).get("stage") == "done"
+    ]
     if wrong_counts:
         counts = ", ".join(f"rank {rank} has {count} wrong elements" for rank, count in wrong_counts.items())
         remedy = "test the machine's memory: gloo on the CPU returned wrong numbers"
@@ -168,16 +186,26 @@ def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts, error
     if first_errors:
         error = next(iter(first_errors.values()))
         failed_ranks = [rank for rank, message in first_errors.items() if message == error]
-        return fail_finding(ALL_REDUCE_NAME, f"{format_ranks(failed_ranks)}: {redact(one_line(error, limit=300))}", *error_remedies(error))
+        return fail_finding(
+            ALL_REDUCE_NAME,
+            f"{format_ranks(failed_ranks)}: {redact(one_line(error, limit=300))}",
+            *error_remedies(error),
+        )
     ranks_by_stage: dict[str, list[int]] = {}
     for rank in outcome.expected_ranks:
         ranks_by_stage.setdefault(str(outcome.notes_by_rank.get(rank, {}).get("stage", "absent")), []).append(rank)
-    stages_text = "; ".join(f"{format_ranks(ranks)} {_STAGES.get(stage, stage)}" for stage, ranks in ranks_by_stage.items())
+    stages_text = "; ".join(
+        f"{format_ranks(ranks)} {_STAGES.get(stage, stage)}" for stage, ranks in ranks_by_stage.items()
+    )
     if not outcome.timed_out and not errors:
         failure = f"{stages_text}, exit code {outcome.exit_code}: {outcome.output_tail or 'no output'}"
         return fail_finding(ALL_REDUCE_NAME, failure, *error_remedies(outcome.output_tail))
     reason = f" ({one_line(next(iter(errors.values())), limit=200)})" if errors else ""
-    return fail_finding(ALL_REDUCE_NAME, f"not done after {outcome.limit_s:.0f} s: {stages_text}{reason}", *_hang_remedy(system_facts, outcome))
+    return fail_finding(
+        ALL_REDUCE_NAME,
+        f"not done after {outcome.limit_s:.0f} s: {stages_text}{reason}",
+        *_hang_remedy(system_facts, outcome),
+    )
 
 
 def _hang_remedy(system_facts: SystemFacts, outcome: AllReduceOutcome) -> tuple[str, ...]:
@@ -209,16 +237,26 @@ def _bandwidth_findings(outcome: AllReduceOutcome, system_facts: SystemFacts, no
     timings = [(int(item["bytes"]), float(item["seconds"])) for item in outcome.result["speeds"]]
     bandwidths = [(size, bus_bandwidth(size, seconds, outcome.world_size)) for size, seconds in timings]
     best_bandwidth = max(speed for _, speed in bandwidths)
-    message = f"{best_bandwidth / 1e9:.2f} GB/s a rank (" + ", ".join(f"{size_bytes // 2**20} MiB: {bytes_per_s / 1e9:.2f}" for size_bytes, bytes_per_s in bandwidths) + ")"
+    message = (
+        f"{best_bandwidth / 1e9:.2f} GB/s a rank ("
+        + ", ".join(f"{size_bytes // 2**20} MiB: {bytes_per_s / 1e9:.2f}" for size_bytes, bytes_per_s in bandwidths)
+        + ")"
+    )
     if not system_facts.hardware.gpus:
         return [skip_finding(BANDWIDTH_NAME, f"{message}; CPU ranks have no expected rate")]
-    expected_rate, min_share, link = expected_link_rate(system_facts) if nodes.count == 1 else (None, 0.0, "the network")
+    expected_rate, min_share, link = (
+        expected_link_rate(system_facts) if nodes.count == 1 else (None, 0.0, "the network")
+    )
     if expected_rate is None:
         return [skip_finding(BANDWIDTH_NAME, f"{message}; the expected rate of {link} is not known")]
     message += f", {best_bandwidth / expected_rate:.0%} of the {expected_rate / 1e9:.0f} GB/s of {link}"
     if best_bandwidth >= min_share * expected_rate:
         return [pass_finding(BANDWIDTH_NAME, message)]
-    return [warn_finding(BANDWIDTH_NAME, f"{message}; at least {min_share:.0%} is expected", _SLOW_LINK_REMEDY, BANDWIDTH_SOURCE)]
+    return [
+        warn_finding(
+            BANDWIDTH_NAME, f"{message}; at least {min_share:.0%} is expected", _SLOW_LINK_REMEDY, BANDWIDTH_SOURCE
+        )
+    ]
 
 
 def expected_link_rate(system_facts: SystemFacts) -> tuple[float | None, float, str]:
@@ -226,4 +264,6 @@ def expected_link_rate(system_facts: SystemFacts) -> tuple[float | None, float, 
     link_rate = system_facts.hardware.link_bytes_per_s
     entries = find_gpus(system_facts.hardware.gpus[0].name)
     is_pcie = link_rate is not None and bool(entries) and link_rate <= entries[0].pcie
-    return (link_rate, MIN_PCIE_SHARE, "PCIe") if is_pcie else (link_rate, MIN_NVLINK_SHARE, "the link between the GPUs")
+    return (
+        (link_rate, MIN_PCIE_SHARE, "PCIe") if is_pcie else (link_rate, MIN_NVLINK_SHARE, "the link between the GPUs")
+    )

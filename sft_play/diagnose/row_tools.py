@@ -45,7 +45,8 @@ def build_row_maker(config: RunConfig, tokenizer: Any) -> RowRenderer:
     max_seq_len = config.model.max_seq_len
     positions = load_max_positions(config.model.name, revision=config.model.revision)
     return RowRenderer(
-        Renderer(tokenizer, config.data, max_seq_len=min(max_seq_len, positions or max_seq_len)), task_mode=config.task_mode
+        Renderer(tokenizer, config.data, max_seq_len=min(max_seq_len, positions or max_seq_len)),
+        task_mode=config.task_mode,
     )
 
 

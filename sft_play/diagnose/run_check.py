@@ -23,7 +23,13 @@ from sft_play.diagnose.pages import CheckReport
 from sft_play.diagnose.row_tools import build_row_maker, configure_hub
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import require_available_model, load_config_json, is_hub_reachable, find_model_folder, load_max_positions
+from sft_play.facts.models.architecture import (
+    find_model_folder,
+    is_hub_reachable,
+    load_config_json,
+    load_max_positions,
+    require_available_model,
+)
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import require_usable_hardware
@@ -54,7 +60,9 @@ def check_config(
     try:
         loaded = load_config(config_path, overrides=overrides)
     except SftPlayError as error:
-        config_finding = fail_finding("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
+        config_finding = fail_finding(
+            "config", str(error), "fix the run YAML; configs/reference.yaml lists every option"
+        )
         return CheckReport((*earlier_findings, config_finding), time.monotonic() - started, config_path)
     findings = [*earlier_findings]
     *earlier_runs, last_run = [*map(loaded.for_stage, loaded.stages)] or [loaded]
@@ -84,7 +92,11 @@ class _RunChecks:
     def _problem_finding(self, name: str, error: SftPlayError, remedy: str) -> Finding:
         """An error as a problem; one that is on the page already makes this part skipped."""
         first_name = self._reported.setdefault(str(error), name)
-        return fail_finding(name, str(error), remedy) if first_name == name else skip_finding(name, f"not without the {first_name}; see there")
+        return (
+            fail_finding(name, str(error), remedy)
+            if first_name == name
+            else skip_finding(name, f"not without the {first_name}; see there")
+        )
 
     def findings(self) -> Iterator[Finding]:
         """Every check, in the order of the page."""
@@ -143,7 +155,9 @@ class _RunChecks:
             return
         if self._config.task_mode != "cpt":
             template_name = self._config.data.chat_template or "the tokenizer's own"
-            yield pass_finding("chat template", f"{one_line(template_name, limit=300)}; masks are verified row by row below")
+            yield pass_finding(
+                "chat template", f"{one_line(template_name, limit=300)}; masks are verified row by row below"
+            )
 
     def _check_data(self) -> Iterator[Finding]:
         config = self._config
@@ -224,11 +238,15 @@ class _RunChecks:
             plan = self._planned.plan
             require_fit(plan, self._config)
             if not self._hardware.named:
-                require_usable_hardware(self._config, self._hardware, os.environ, count_params=lambda: plan.model_params)
+                require_usable_hardware(
+                    self._config, self._hardware, os.environ, count_params=lambda: plan.model_params
+                )
         except SftPlayError as error:
             yield self._problem_finding("memory plan", error, "make plan shows every candidate and the ways out")
             return
-        summary = "\n".join([f"{choice_line(plan)} ({machine_name})", *parameter_lines(plan, self._config), memory_line(plan)])
+        summary = "\n".join(
+            [f"{choice_line(plan)} ({machine_name})", *parameter_lines(plan, self._config), memory_line(plan)]
+        )
         if plan.fits:
             yield pass_finding("memory plan", summary)
         else:
@@ -267,7 +285,9 @@ class _RunChecks:
         )
         micro_batches, rows = plan.micro_batches, plan.row_tokens
         if micro_batches.tokens is not None and rows is not None:
-            passes = average_micro_steps(rows, micro_batches, effective_batch=plan.batch.effective_batch, ranks=plan.batch.ranks)
+            passes = average_micro_steps(
+                rows, micro_batches, effective_batch=plan.batch.effective_batch, ranks=plan.batch.ranks
+            )
             shares["grouped"] = 1 - passes.tokens / (passes.count * passes.padded_tokens * plan.batch.ranks)
         yield checks.judge_padding(
             shares,

@@ -26,9 +26,15 @@ def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> 
     """Check that every package is installed in a version that the project accepts (`requirements`)."""
     problems = [problem for text in requirements if (problem := _requirement_problem(Requirement(text), versions))]
     if problems:
-        return fail_finding("packages", "; ".join(problems), "make setup (with VENV=: install them into that environment)")
+        return fail_finding(
+            "packages", "; ".join(problems), "make setup (with VENV=: install them into that environment)"
+        )
     versions_text = ", ".join(f"{name} {versions[name]}" for name in COMPUTE_PACKAGES if name in versions)
-    return pass_finding("packages", versions_text) if requirements else skip_finding("packages", f"{versions_text}: no ranges")
+    return (
+        pass_finding("packages", versions_text)
+        if requirements
+        else skip_finding("packages", f"{versions_text}: no ranges")
+    )
 
 
 def _requirement_problem(requirement: Requirement, versions: Mapping[str, str]) -> str | None:

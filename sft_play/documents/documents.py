@@ -118,9 +118,15 @@ class DocumentsReport:
         return [
             f"{_format_count(document_count, 'document')} found, {document_count - len(self.unreadable)} read, {len(self.unreadable)} not",
             *_format_list("not read", [f"{name}: {reason}" for name, reason in self.unreadable.items()]),
-            *_format_list("other files, not read", [f"{count:,} {suffix}" for suffix, count in self.other_files.most_common()]),
+            *_format_list(
+                "other files, not read", [f"{count:,} {suffix}" for suffix, count in self.other_files.most_common()]
+            ),
             *_format_list("copies", [f"{name} is the same text as {first}" for name, first in self.copies.items()]),
-            *([f"{_format_count(self.repeated_paragraphs, 'paragraph')} repeated, {outcome}"] if self.repeated_paragraphs else []),
+            *(
+                [f"{_format_count(self.repeated_paragraphs, 'paragraph')} repeated, {outcome}"]
+                if self.repeated_paragraphs
+                else []
+            ),
             f"{_format_count(self.paragraphs, 'paragraph')} in {_format_count(rows, 'row')} of at most {self.config.chunk_chars:,} "
             "characters",
             *(f"  {line}" for line in [*file_lines, note] if line),
@@ -139,8 +145,16 @@ def _format_count(count: int, noun: str) -> str:
 
 
 def _format_list(title: str, items: list[str]) -> list[str]:
-    ending = [f"  … and {len(items) - _MAX_LISTED_ITEMS:,} more in {REPORT_JSON_FILE}"] if len(items) > _MAX_LISTED_ITEMS else []
-    return [f"{title}:", *(f"  {one_line(item, limit=400)}" for item in items[:_MAX_LISTED_ITEMS]), *ending] if items else []
+    ending = (
+        [f"  … and {len(items) - _MAX_LISTED_ITEMS:,} more in {REPORT_JSON_FILE}"]
+        if len(items) > _MAX_LISTED_ITEMS
+        else []
+    )
+    return (
+        [f"{title}:", *(f"  {one_line(item, limit=400)}" for item in items[:_MAX_LISTED_ITEMS]), *ending]
+        if items
+        else []
+    )
 
 
 def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
@@ -173,7 +187,9 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
                 elif parts:
                     _write_rows(train, TRAIN_FILE, name, parts, report)
         report.is_all_trained = bool(val_documents) and not report.ok
-        split, file = (TRAIN_FILE, train) if report.is_all_trained or not val_documents else (VAL_FILE, output.open(VAL_FILE))
+        split, file = (
+            (TRAIN_FILE, train) if report.is_all_trained or not val_documents else (VAL_FILE, output.open(VAL_FILE))
+        )
         for name, parts in val_documents:
             _write_rows(file, split, name, parts, report)
         if not report.ok:
@@ -225,7 +241,9 @@ def _find_files(document_path: str) -> Iterator[tuple[Path, Path]]:
         yield from ((root, file) for file in (walk_data_files(match) if match.is_dir() else [match]))
 
 
-def read_documents(paths_by_name: dict[str, Path], options: DocumentsConfig) -> Generator[tuple[str, str | UnreadableDocumentError], None, None]:
+def read_documents(
+    paths_by_name: dict[str, Path], options: DocumentsConfig
+) -> Generator[tuple[str, str | UnreadableDocumentError], None, None]:
     """Each document's name and text, in the order given; several processes read at a time."""
     count = max(1, min(usable_cores(), _MAX_PROCESSES, len(paths_by_name) // _DOCUMENTS_PER_PROCESS))
     idle_readers: queue.SimpleQueue[ReaderProcess] = queue.SimpleQueue()
@@ -241,7 +259,9 @@ def read_documents(paths_by_name: dict[str, Path], options: DocumentsConfig) -> 
 
     # threads wait for processes here; at the end no new work comes first, then the processes' end, then the threads'
     with ThreadPoolExecutor(count) as pool, contextlib.ExitStack() as stack:
-        progress = stack.enter_context(report_wait("Reading documents", unit="documents", count_total=lambda: len(paths_by_name)))
+        progress = stack.enter_context(
+            report_wait("Reading documents", unit="documents", count_total=lambda: len(paths_by_name))
+        )
         for _ in range(count):
             idle_readers.put(stack.enter_context(contextlib.closing(ReaderProcess(options))))
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
@@ -271,7 +291,9 @@ class _RepeatFilter:
             return [] if self._drops_repeats else parts
         repeat_flags = [self._is_repeated(part) for part in parts]
         self._report.repeated_paragraphs += sum(repeat_flags)
-        return [part for part, is_repeat in zip(parts, repeat_flags, strict=True) if not (is_repeat and self._drops_repeats)]
+        return [
+            part for part, is_repeat in zip(parts, repeat_flags, strict=True) if not (is_repeat and self._drops_repeats)
+        ]
 
     def _is_repeated(self, paragraph: str) -> bool:
         """Whether it stood earlier; never headings and code, which the text around them needs."""

@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 
 from sft_play.config.schema import DocumentsConfig
 from sft_play.data.build.workers import hide_main_module
-from sft_play.data.sources.raw import read_head, find_piece_end, read_text_pieces, wide_encoding_error
+from sft_play.data.sources.raw import find_piece_end, read_head, read_text_pieces, wide_encoding_error
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.process.signals import die_with_parent
@@ -59,7 +59,11 @@ def read_document(path: Path, options: DocumentsConfig) -> str:
     try:
         if path.stat().st_size > MAX_DOCUMENT_BYTES:
             raise UnreadableDocumentError(f"larger than the {MAX_DOCUMENT_BYTES // MIB} MiB that are read; split it")
-        text = clean_text(read_plain_text(path) if kind == "text" else _convert_document(kind, _check_archive(path.read_bytes()), options))
+        text = clean_text(
+            read_plain_text(path)
+            if kind == "text"
+            else _convert_document(kind, _check_archive(path.read_bytes()), options)
+        )
     except (UnreadableDocumentError, DataError) as error:
         raise UnreadableDocumentError(str(error)) from None
     except OSError as error:
@@ -71,7 +75,9 @@ def read_document(path: Path, options: DocumentsConfig) -> str:
         reason = "locked with a password" if "Password" in detail else "damaged, or something else than its name says"
         raise UnreadableDocumentError(f"cannot be read as {kind}: {reason}? ({detail})") from None
     if not re.search(r"\w", text):  # an empty table is not text
-        raise UnreadableDocumentError("holds no text" + (" (scanned pages?); run it through OCR first" if kind == "pdf" else ""))
+        raise UnreadableDocumentError(
+            "holds no text" + (" (scanned pages?); run it through OCR first" if kind == "pdf" else "")
+        )
     return text.strip("\n")
 
 
@@ -84,11 +90,15 @@ def read_plain_text(path: Path) -> str:
 
 def _check_archive(data: bytes) -> bytes:
     if data.startswith(_OLE_MAGIC):
-        raise UnreadableDocumentError("an Office file from before 2007, or locked with a password; save it as .docx without one")
+        raise UnreadableDocumentError(
+            "an Office file from before 2007, or locked with a password; save it as .docx without one"
+        )
     if data.startswith(_ZIP_MAGIC):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(part.file_size for part in archive.infolist()) > MAX_DOCUMENT_UNPACKED_BYTES:
-                raise UnreadableDocumentError(f"unpacks to more than the {MAX_DOCUMENT_UNPACKED_BYTES // MIB:,} MiB that are opened")
+                raise UnreadableDocumentError(
+                    f"unpacks to more than the {MAX_DOCUMENT_UNPACKED_BYTES // MIB:,} MiB that are opened"
+                )
     return data
 
 
@@ -101,7 +111,9 @@ def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
         from bs4 import UnicodeDammit
 
         page = UnicodeDammit(data, is_html=True).unicode_markup or ""  # decoded as it declares, as browsers do
-        main_text = options.drop_repeated and trafilatura.extract(page, output_format="markdown", include_comments=False)
+        main_text = options.drop_repeated and trafilatura.extract(
+            page, output_format="markdown", include_comments=False
+        )
         return str(main_text or converters.HtmlConverter().convert_string(page).markdown)
     readers = {
         "docx": converters.DocxConverter,
@@ -119,7 +131,9 @@ def _read_page_headers(data: bytes) -> list[str]:
     """The paragraphs of a Word file's page headers and footers, each once: MarkItDown reads none."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         names = [name for name in sorted(archive.namelist()) if re.fullmatch(r"word/(header|footer)\d*\.xml", name)]
-        paragraphs = (paragraph for name in names for paragraph in ElementTree.fromstring(archive.read(name)).findall(".//{*}p"))
+        paragraphs = (
+            paragraph for name in names for paragraph in ElementTree.fromstring(archive.read(name)).findall(".//{*}p")
+        )
         texts = ["".join(run.text or "" for run in paragraph.findall(".//{*}t")) for paragraph in paragraphs]
     return [text for text in dict.fromkeys(texts) if text.strip()]
 
@@ -139,7 +153,9 @@ class ReaderProcess:
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._connection, child_connection = context.Pipe()
-            self._process = context.Process(target=_serve_documents, args=(child_connection, self._options, os.getpid()), daemon=True)
+            self._process = context.Process(
+                target=_serve_documents, args=(child_connection, self._options, os.getpid()), daemon=True
+            )
             with hide_main_module():
                 self._process.start()
             child_connection.close()  # so that its end is seen here
@@ -148,7 +164,9 @@ class ReaderProcess:
             timeout_s += 2 * path.stat().st_size / MIB
         try:
             self._connection.send(path)
-            answer = self._connection.recv() if self._connection.poll(timeout_s) else f"took longer than {timeout_s:,.0f} s"
+            answer = (
+                self._connection.recv() if self._connection.poll(timeout_s) else f"took longer than {timeout_s:,.0f} s"
+            )
         except (EOFError, OSError):
             answer = "crashed the process that read it; is it damaged?"
         if isinstance(answer, list):
@@ -194,7 +212,9 @@ def _serve_documents(connection: Connection, options: DocumentsConfig, parent_pi
 # headings and blocks of code.
 
 _ESCAPE_SEQUENCE = "\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b\n]*(?:\x07|\x1b\\\\)?|[@-Z\\\\^_])"
-_REMOVED_CHARACTERS = re.compile(f"{_ESCAPE_SEQUENCE}|[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\ufeff\ud800-\udfff\ufffe\uffff]")
+_REMOVED_CHARACTERS = re.compile(
+    f"{_ESCAPE_SEQUENCE}|[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\ufeff\ud800-\udfff\ufffe\uffff]"
+)
 _LINE_ENDS = re.compile("\r\n|[\r\x0b\x85\u2028]")
 _PARAGRAPH_ENDS = re.compile("[\x0c\u2029]")
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f]")

@@ -67,7 +67,11 @@ def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
 
 def toolchain_obstacle(toolchain: Toolchain) -> tuple[str, str] | None:
     """What is missing, and what to do; None where Triton can build its module, has built it, or is not installed."""
-    if not toolchain.has_triton or toolchain.has_built_module or (toolchain.compiler is not None and toolchain.compile_error is None):
+    if (
+        not toolchain.has_triton
+        or toolchain.has_built_module
+        or (toolchain.compiler is not None and toolchain.compile_error is None)
+    ):
         return None
     headers, compile_error = toolchain.headers / "Python.h", toolchain.compile_error or ""
     missing = [] if toolchain.compiler else ["no C compiler (neither CC, gcc nor clang)"]
@@ -88,8 +92,13 @@ def inductor_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tup
     unsupported_gpus = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (7, 0)]
     if unsupported_gpus:  # torch 2.13, _inductor/scheduler.py: GPUTooOldForTriton, in the first step
         capability = ".".join(map(str, unsupported_gpus[0].capability or ()))
-        return f"it compiles for compute capability 7.0 and newer, and {unsupported_gpus[0].name} has {capability}", "use another GPU"
-    toolchain = replace(find_toolchain(environment), has_built_module=False)  # what an earlier run has left is of other kernels
+        return (
+            f"it compiles for compute capability 7.0 and newer, and {unsupported_gpus[0].name} has {capability}",
+            "use another GPU",
+        )
+    toolchain = replace(
+        find_toolchain(environment), has_built_module=False
+    )  # what an earlier run has left is of other kernels
     if hardware.gpus and not toolchain.has_triton:
         return "Triton is not installed", "pip install triton"
     if not hardware.gpus:
@@ -97,7 +106,9 @@ def inductor_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tup
         compiler = shutil.which(environment.get("CXX") or default)
         if compiler is None:
             return f"no C++ compiler (CXX, or {default})", f"install {default}"
-        toolchain = replace(toolchain, has_triton=True, compiler=compiler, compile_error=_compile_trial(compiler, toolchain.headers))
+        toolchain = replace(
+            toolchain, has_triton=True, compiler=compiler, compile_error=_compile_trial(compiler, toolchain.headers)
+        )
     return toolchain_obstacle(toolchain)
 
 
@@ -140,4 +151,6 @@ def _compile_trial(compiler: str, headers: Path) -> str | None:
     if completed.returncode == 0:
         return None
     lines = completed.stderr.strip().splitlines()  # the first error; what follows are its consequences
-    return next((line for line in lines if "error" in line), lines[-1] if lines else f"exit code {completed.returncode}")
+    return next(
+        (line for line in lines if "error" in line), lines[-1] if lines else f"exit code {completed.returncode}"
+    )

@@ -15,7 +15,7 @@ from sft_play.errors import HardwareError
 from sft_play.facts import host
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.gpus.gpu_aliases import normalize_machine_text
-from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find_gpus, catalog_key, nearest_gpus
+from sft_play.facts.gpus.gpu_catalog import CatalogEntry, catalog_key, find_gpus, nearest_gpus
 from sft_play.facts.gpus.visible_gpus import ListedGpu, visible_gpus
 from sft_play.facts.machine_spec import MachineSpec, is_machine_file, parse_machine_spec
 from sft_play.log import one_line
@@ -186,7 +186,9 @@ def _build_named_gpu(spec: MachineSpec, entry: CatalogEntry | None) -> Gpu:
 
 
 def _fill_rates(gpu: Gpu, source: CatalogEntry | MachineSpec) -> Gpu:
-    rates: dict[str, Any] = {field: getattr(source, name) or getattr(gpu, field) for field, name in _RATE_FIELDS.items()}
+    rates: dict[str, Any] = {
+        field: getattr(source, name) or getattr(gpu, field) for field, name in _RATE_FIELDS.items()
+    }
     watts = source.tdp_watts if isinstance(source, CatalogEntry) else gpu.tdp_watts
     return replace(gpu, **rates, tdp_watts=watts)
 
@@ -205,7 +207,14 @@ def detect_hardware(environment: Mapping[str, str] | None = None) -> Hardware:
     link_rate = _slowest_link(visible, entries)
     pages = bool(gpus) and host.is_wsl()
     hardware = Hardware(
-        gpus, host.cpu_name(), host.cpu_cores(), ram_total, ram_free, link_bytes_per_s=link_rate, notes=notes, pages=pages
+        gpus,
+        host.cpu_name(),
+        host.cpu_cores(),
+        ram_total,
+        ram_free,
+        link_bytes_per_s=link_rate,
+        notes=notes,
+        pages=pages,
     )
     wsl_notes = ["WSL: Windows' desktop shares the GPU, and a part of what is free is left to it"] if pages else []
     return replace(hardware, notes=(*notes, *wsl_notes, *_mixed_gpu_notes(hardware)))

@@ -62,7 +62,9 @@ def total_and_free_ram() -> tuple[int, int]:
         limit = _read_number(folder / limit_file)
         if limit is not None and limit < host.total:
             # file cache that can be dropped does not count as used
-            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", read_text_or_empty(folder / "memory.stat"), re.MULTILINE)
+            cache = re.search(
+                r"^(?:total_)?inactive_file (\d+)$", read_text_or_empty(folder / "memory.stat"), re.MULTILINE
+            )
             used = max(0, (_read_number(folder / use_file) or 0) - (int(cache[1]) if cache else 0))
             total, free = min(total, limit), min(free, max(0, limit - used))
     return total, free

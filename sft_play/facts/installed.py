@@ -129,7 +129,9 @@ def load_or_measure(
     `key`: all that the answer depends on; `cacheable`: whether it may be kept."""
     if not cacheable:
         return measure()
-    versions = {name: installed_version(name) or "none" for name in MEASURED_LIBRARIES} | {"python": platform.python_version()}
+    versions = {name: installed_version(name) or "none" for name in MEASURED_LIBRARIES} | {
+        "python": platform.python_version()
+    }
     key_text = json.dumps({**key, "versions": versions}, sort_keys=True)
     path = cache_dir() / cache_name / f"{hashlib.sha256(key_text.encode()).hexdigest()[:32]}.json"
     with contextlib.suppress(OSError, ValidationError):  # absent, or broken

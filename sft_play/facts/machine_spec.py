@@ -85,9 +85,13 @@ _read_flops = _make_reader(
     lambda match: _DECIMAL_UNITS[match[2].upper()],
     1e9, 1e18, "a dense rate with its unit, TFLOPS or PFLOPS, such as 165TFLOPS",
 )  # fmt: skip
-_read_watts = _make_reader(rf"{_NUMBER}\s*(k?)W?", lambda match: 1000 if match[2] else 1, 1, 100_000, "watts, such as 350W")
+_read_watts = _make_reader(
+    rf"{_NUMBER}\s*(k?)W?", lambda match: 1000 if match[2] else 1, 1, 100_000, "watts, such as 350W"
+)
 _read_cores = _make_reader(r"([0-9]{1,6})", lambda match: 1, 1, math.inf, "a whole number from 1, such as 64")
-_read_price = _make_reader(_NUMBER, lambda match: 1, 0, math.inf, "a number without currency, per GPU and hour, such as 2.5")
+_read_price = _make_reader(
+    _NUMBER, lambda match: 1, 0, math.inf, "a number without currency, per GPU and hour, such as 2.5"
+)
 
 
 def _read_capability(text: str) -> tuple[int, int]:
@@ -184,7 +188,9 @@ def _apply_options(spec: MachineSpec, options: dict[str, str], prefix: str) -> M
 
 
 # --- the YAML file ----------------------------------------------------------------------------------------------------
-_FILE_FORMAT = "a machine's file has gpus: (a name, or name:, count: and options), nodes:, ram:, cores:, network:, price:"
+_FILE_FORMAT = (
+    "a machine's file has gpus: (a name, or name:, count: and options), nodes:, ram:, cores:, network:, price:"
+)
 
 
 def _parse_machine_file(path: Path) -> MachineSpec:

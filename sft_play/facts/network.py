@@ -66,14 +66,18 @@ def resolve_addresses(host: str, port: int) -> list[str]:
 def local_addresses() -> list[str]:
     """This machine's IPv4 addresses but the loopback."""
     interface_addresses = (item for items in psutil.net_if_addrs().values() for item in items)
-    return sorted(item.address for item in interface_addresses if item.family == socket.AF_INET and not is_loopback(item.address))
+    return sorted(
+        item.address for item in interface_addresses if item.family == socket.AF_INET and not is_loopback(item.address)
+    )
 
 
 def find_interface(address: str) -> str | None:
     """The network interface that has an address of this machine; None where none has it."""
     normalized = _normalize_address(address)
     for name, interface_addresses in psutil.net_if_addrs().items():
-        ip_addresses = (item.address for item in interface_addresses if item.family in (socket.AF_INET, socket.AF_INET6))
+        ip_addresses = (
+            item.address for item in interface_addresses if item.family in (socket.AF_INET, socket.AF_INET6)
+        )
         if any(_normalize_address(text) == normalized for text in ip_addresses):
             return name
     return "lo" if is_loopback(address) and "lo" in psutil.net_if_addrs() else None

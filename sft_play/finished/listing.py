@@ -74,7 +74,9 @@ class RunList(RunCommandResult):
             step = "-" if run.step is None else str(run.step)
             age = "-" if run.started is None else format_duration((self.now - run.started).total_seconds())
             name, model = one_line(run.name, limit=48), one_line(f"{run.mode} {run.model}", limit=48)
-            rows.append((name, run.status, step, metric_format.format(run.best_value), format_size(run.bytes), age, model))
+            rows.append(
+                (name, run.status, step, metric_format.format(run.best_value), format_size(run.bytes), age, model)
+            )
         count, total_bytes = len(self.runs), sum(run.bytes for run in self.runs)
         checkpoints = sum(run.checkpoint_bytes for run in self.runs)
         return [
@@ -109,7 +111,9 @@ def _list_run(folder: RunFolder) -> ListedRun:
         best_value=value,
         **find_best_checkpoint(folder),
         bytes=_folder_bytes(folder.path),
-        checkpoint_bytes=sum(_folder_bytes(checkpoints) for checkpoints in folder.path.rglob("checkpoints") if checkpoints.is_dir()),
+        checkpoint_bytes=sum(
+            _folder_bytes(checkpoints) for checkpoints in folder.path.rglob("checkpoints") if checkpoints.is_dir()
+        ),
         started=_parse_date(manifest.get("started")),
         best_rows=rows,
     )
@@ -126,7 +130,9 @@ def run_status(folder: RunFolder, manifest: dict[str, Any]) -> RunStatus:
     return "stopped" if status == "stopped" else "failed"
 
 
-def find_best_evaluation(metrics: Sequence[dict[str, Any]], summary: dict[str, Any]) -> tuple[str, float, int | None] | None:
+def find_best_evaluation(
+    metrics: Sequence[dict[str, Any]], summary: dict[str, Any]
+) -> tuple[str, float, int | None] | None:
     """The best of all evaluations, the one after training among them: exact match where it was measured, with how many
     rows it is of where that was recorded, else loss."""
     summary_metrics = summary.get("after") if isinstance(summary.get("after"), dict) else {}
@@ -219,7 +225,11 @@ def _prunable_paths(folder: RunFolder, scope: PruneScope) -> dict[Path, int]:
         raise RunFolderError(f"{folder.path} is a link to {link_target}: name that folder, or remove the link")
     if scope == "run":
         return {folder.path: _folder_bytes(folder.path)}
-    return {checkpoints: _folder_bytes(checkpoints) for checkpoints in sorted(folder.path.rglob("checkpoints")) if checkpoints.is_dir()}
+    return {
+        checkpoints: _folder_bytes(checkpoints)
+        for checkpoints in sorted(folder.path.rglob("checkpoints"))
+        if checkpoints.is_dir()
+    }
 
 
 def _require_finished(folder: RunFolder, status: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import DataSplit, DataSplits, build_splits
 from sft_play.data.masks.render import Renderer
-from sft_play.data.sources.files import find_data_paths, file_digest
+from sft_play.data.sources.files import file_digest, find_data_paths
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_model_folder
 from sft_play.log import one_line
@@ -93,7 +93,9 @@ def load_initial_model(run: FinishedRun) -> Any:
     if not adapter_file.is_file():
         raise ModelError(f"{adapter_file} is gone; {run.folder.path} continued its training")
     if file_digest(adapter_file) != adapter.sha256:
-        raise ModelError(f"{adapter_file} is not the adapter that {run.folder.path} continued, by its digest: put it back")
+        raise ModelError(
+            f"{adapter_file} is not the adapter that {run.folder.path} continued, by its digest: put it back"
+        )
     return load_adapter(load_base_model(run), adapter.folder)
 
 
@@ -108,7 +110,9 @@ def measure_both_models(run: FinishedRun, measure: Callable[[str, Any], T]) -> t
             base_result = measure("base", model)
     else:
         model = load_initial_model(run)
-        base_result = measure("base" if continued_adapter is None else f"model before training ({continued_adapter.name})", model)
+        base_result = measure(
+            "base" if continued_adapter is None else f"model before training ({continued_adapter.name})", model
+        )
         del model  # two whole models may be more than fits
         free_memory()
         model = load_trained_model(run)
@@ -158,7 +162,11 @@ def build_run_splits(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Dat
     """The rows of `config`, the run's or one with other data, tokenised and divided as training did; raises DataError
     where the data is gone, or no longer has trained tokens."""
     return build_splits(
-        config, find_data_paths(config.data), tokenizer, max_seq_len=run.plan().max_seq_len, today=first_start_date(run.folder)
+        config,
+        find_data_paths(config.data),
+        tokenizer,
+        max_seq_len=run.plan().max_seq_len,
+        today=first_start_date(run.folder),
     )
 
 

@@ -87,7 +87,10 @@ def reproduce(run: FinishedRun) -> ReproduceResult:
     or its settings cannot be read; TrainingError where the repetition failed; Interrupted where the user stopped it."""
     run_folder, new_name = run.folder.path, _free_name(run.folder)
     working_folder = Path(str(run.manifest.get("cwd")))  # its paths are relative to where it was started
-    working_folder, config_path = working_folder if working_folder.is_dir() else Path.cwd(), run_folder.absolute() / "resolved.json"
+    working_folder, config_path = (
+        working_folder if working_folder.is_dir() else Path.cwd(),
+        run_folder.absolute() / "resolved.json",
+    )
     with contextlib.chdir(working_folder):
         loaded = load_config(config_path)
         _require_inputs(run, loaded)
@@ -155,7 +158,9 @@ def _training_command(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path
         arguments += _batch_overrides(prefix, part, settings)
     arguments += ["output.if_exists=fail", "train.stop_after_steps=null", "train.max_hours=null"]
     # TensorBoard writes into the run folder; other trackers would log the run a second time to somebody's account
-    arguments.append(f"train.report_to={json.dumps([name for name in config.train.report_to if name == 'tensorboard'])}")
+    arguments.append(
+        f"train.report_to={json.dumps([name for name in config.train.report_to if name == 'tensorboard'])}"
+    )
     weights = (manifest.get("data") or {}).get("weights") or {}
     if find_model_folder(config.model.name) is None and weights.get("sha256"):  # of a hub model that is its commit
         arguments.append(f"model.revision={weights['sha256']}")
@@ -183,7 +188,9 @@ def _batch_overrides(prefix: str, folder: RunFolder, config: RunConfig) -> list[
         overrides.append(f"{prefix}train.batch_by={'tokens' if by_tokens else 'rows'}")
     if config.train.gradient_checkpointing == "auto":
         checkpointed_layers, layer_count = plan["checkpointed_layers"], plan["layers"]
-        value = json.dumps(bool(checkpointed_layers) if checkpointed_layers in (0, layer_count) else checkpointed_layers)
+        value = json.dumps(
+            bool(checkpointed_layers) if checkpointed_layers in (0, layer_count) else checkpointed_layers
+        )
         overrides.append(f"{prefix}train.gradient_checkpointing={value}")
     if config.eval.batch_size == "auto" and plan.get("eval_batch"):
         overrides.append(f"{prefix}eval.batch_size={plan['eval_batch']}")
@@ -234,7 +241,9 @@ def compare_weights(first_folder: Path, second_folder: Path) -> tuple[int, dict[
                     elif (difference := _difference(file.get_tensor(name), second_file.get_tensor(name))) is not None:
                         differing[name] = difference
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"the weights in {first_folder} or {second_folder} cannot be read: {one_line(str(error))}") from None
+            raise ModelError(
+                f"the weights in {first_folder} or {second_folder} cannot be read: {one_line(str(error))}"
+            ) from None
     return count + len(second_tensors), differing | dict.fromkeys(sorted(second_tensors), math.inf)
 
 

@@ -18,9 +18,15 @@ from safetensors import SafetensorError
 from sft_play.config.adapter import LAST_RUN
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.data.sources.files import source_digest, find_data_paths
+from sft_play.data.sources.files import find_data_paths, source_digest
 from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError
-from sft_play.facts.models.architecture import load_config_json, find_model_folder, load_max_positions, text_only_note, base_weights_identity
+from sft_play.facts.models.architecture import (
+    base_weights_identity,
+    find_model_folder,
+    load_config_json,
+    load_max_positions,
+    text_only_note,
+)
 from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
@@ -126,7 +132,9 @@ def _newest_run(base: Path, status: str | None = None) -> RunFolder | None:
     manifests = [(folder, folder.read_manifest()) for folder in iter_runs(base)]
     candidates = [entry for entry in manifests if status is None or entry[1].get("status") == status]
     time_key = "ended" if status else "started"
-    return max(candidates, key=lambda entry: (str(entry[1].get(time_key)), str(entry[0].path)))[0] if candidates else None
+    return (
+        max(candidates, key=lambda entry: (str(entry[1].get(time_key)), str(entry[0].path)))[0] if candidates else None
+    )
 
 
 def base_model_folder(run: FinishedRun) -> Path:
@@ -198,7 +206,10 @@ def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
     if rope.get("rope_type", rope.get("type")) == "yarn":  # whose class reads positions beyond those of pre-training
         positions = max(positions, int(rope["factor"] * rope.get("original_max_position_embeddings", positions)))
     rows_note = f"rows of training had at most {trained_length:,} tokens (model.max_seq_len)"
-    return positions, f"Context: the model's own {positions:,} positions; {rows_note}" if positions != trained_length else ""
+    return (
+        positions,
+        f"Context: the model's own {positions:,} positions; {rows_note}" if positions != trained_length else "",
+    )
 
 
 # --- files and folders that a command writes --------------------------------------------------------------------------

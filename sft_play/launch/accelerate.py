@@ -24,7 +24,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup, is_host_address
 from sft_play.launch.deepspeed.files import ZERO_LAYOUTS
-from sft_play.launch.exported import read_nodes, rank_variables
+from sft_play.launch.exported import rank_variables, read_nodes
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName
 
@@ -56,7 +56,9 @@ def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
     named_path = environment.get("ACCELERATE_CONFIG", "").strip()
     if named_path:
         return None if named_path == NO_ACCELERATE_FILE else accelerate_path(environment)
-    return next((path for path in (PROJECT_ACCELERATE_FILE, default_accelerate_path(environment)) if path.is_file()), None)
+    return next(
+        (path for path in (PROJECT_ACCELERATE_FILE, default_accelerate_path(environment)) if path.is_file()), None
+    )
 
 
 def read_found_file(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateConfig, tuple[str, ...]]:
@@ -211,7 +213,9 @@ def _validation_problems(error: ValidationError, data: Mapping[str, Any]) -> lis
     for detail in error.errors(include_url=False):
         key, field = str(detail["loc"][0]), AccelerateConfig.model_fields[str(detail["loc"][0])]
         is_own_message = detail["type"] == "value_error"
-        expected = str(detail["ctx"]["error"]) if is_own_message else describe_values(field.annotation, tuple(field.metadata))
+        expected = (
+            str(detail["ctx"]["error"]) if is_own_message else describe_values(field.annotation, tuple(field.metadata))
+        )
         problems[key] = f"{key}: {format_value(data[key])} is not valid; expected {expected}"
     return list(problems.values())
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.errors import ConfigError
-from sft_play.facts.network import DEFAULT_PORT, NodeSetup, resolve_addresses, is_host_address, is_loopback, can_bind
+from sft_play.facts.network import DEFAULT_PORT, NodeSetup, can_bind, is_host_address, is_loopback, resolve_addresses
 from sft_play.log import one_line
 from sft_play.process.failures import RUN_VARIABLE
 
@@ -46,7 +46,13 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     variables = {name: environment[name] for name in RANK_VARIABLES if environment.get(name, "").strip()}
     if "LOCAL_WORLD_SIZE" not in variables and "LOCAL_SIZE" in environment and "CROSS_SIZE" in environment:
         variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # deepspeed's launcher
-    return variables if "LOCAL_RANK" in variables else _slurm_rank_variables(environment) if "RANK" not in environment else {}
+    return (
+        variables
+        if "LOCAL_RANK" in variables
+        else _slurm_rank_variables(environment)
+        if "RANK" not in environment
+        else {}
+    )
 
 
 def _slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -115,7 +121,9 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
 def refuse_repeated_starts(environment: Mapping[str, str], *, nodes: int) -> None:
     """Raises ConfigError where Slurm or MPI started this command several times, each of which would be a separate
     run."""
-    task_counts = {name: text for name in _TASK_COUNT_VARIABLES if (text := environment.get(name, "")).isdigit() and int(text) > 1}
+    task_counts = {
+        name: text for name in _TASK_COUNT_VARIABLES if (text := environment.get(name, "")).isdigit() and int(text) > 1
+    }
     if nodes > 1 or rank_variables(environment) or not task_counts:
         return
     name, text = next(iter(task_counts.items()))
@@ -133,13 +141,18 @@ def refuse_lone_node(nodes: NodeSetup) -> None:
     where it may have been exported for a single node, only a warning."""
     if nodes.count > 1 or nodes.address is None:
         return
-    address_text, missing_text = f"MASTER_ADDR={one_line(nodes.address)}", "NNODES= nor WORLD_SIZE= says how many nodes meet there"
+    address_text, missing_text = (
+        f"MASTER_ADDR={one_line(nodes.address)}",
+        "NNODES= nor WORLD_SIZE= says how many nodes meet there",
+    )
     with contextlib.suppress(ConfigError, OSError):
         addresses = resolve_addresses(nodes.address, 0)
         if all(is_loopback(address) for address in addresses):
             return
         if any(can_bind(address) for address in addresses):  # batch systems export it for a single node too
-            logger.warning("%s is this machine, and neither %s: the run is on this node alone", address_text, missing_text)
+            logger.warning(
+                "%s is this machine, and neither %s: the run is on this node alone", address_text, missing_text
+            )
             return
     raise ConfigError(
         f"{address_text} is another machine, and neither {missing_text}: give NNODES=2 NODE_RANK=1 (on the machine at "
@@ -180,7 +193,9 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo | None:
     )
     if (rank is None) != (world_size is None):
         missing = "RANK" if rank is None else "WORLD_SIZE"
-        raise ConfigError(f"the environment sets {_format_rank_variables(environment)} but not {missing}; a launcher sets all")
+        raise ConfigError(
+            f"the environment sets {_format_rank_variables(environment)} but not {missing}; a launcher sets all"
+        )
     if rank is None or world_size is None or local_rank is None:
         return None
     # a launcher that does not say how many ranks are here has started all of them here
@@ -227,7 +242,9 @@ def read_nodes(values: Mapping[str, str], names: tuple[str, str, str, str] = NOD
         raise ConfigError(f"{port_name}={port} is not a port; ports go from 1 to 65535")
     if (rank or 0) >= count:
         default = "" if values.get(count_name, "").strip() else " (its default)"
-        raise ConfigError(f"{rank_name}={rank} is not one of {count_name}={count}{default}: ranks go from 0 to {count - 1}")
+        raise ConfigError(
+            f"{rank_name}={rank} is not one of {count_name}={count}{default}: ranks go from 0 to {count - 1}"
+        )
     if count == 1:
         return NodeSetup(1, 0, address, port)
     if rank is None or address is None:

@@ -16,9 +16,9 @@ from sft_play.facts.network import DEFAULT_PORT, NodeSetup
 from sft_play.launch.accelerate import (
     AccelerateConfig,
     accelerate_launch_config,
-    remove_accelerate_variables,
     find_accelerate_file,
     read_found_file,
+    remove_accelerate_variables,
 )
 from sft_play.launch.deepspeed.fill import equal_numbers
 from sft_play.launch.exported import read_nodes, read_whole_number
@@ -52,7 +52,11 @@ class LaunchOptions:
 
 
 def parse_launch_options(
-    values: Mapping[str, str], *, uses_deepspeed: bool = False, uses_tensorboard: bool = False, notes: tuple[str, ...] = ()
+    values: Mapping[str, str],
+    *,
+    uses_deepspeed: bool = False,
+    uses_tensorboard: bool = False,
+    notes: tuple[str, ...] = (),
 ) -> LaunchOptions:
     """What the variables ask for; `notes` name the sources of values that the user did not type. Raises ConfigError
     where one of them is not a number, out of range, or an unknown strategy."""
@@ -60,7 +64,9 @@ def parse_launch_options(
     try:
         nodes = read_nodes(values)
         if nodes.count == 1 and values.get("NNODES", "").strip():
-            nodes = NodeSetup()  # without NNODES a file of accelerate may name several: address and port are kept for it
+            nodes = (
+                NodeSetup()
+            )  # without NNODES a file of accelerate may name several: address and port are kept for it
         return LaunchOptions(
             strategy=_parse_strategy(values.get("STRATEGY")),
             processes=read_whole_number(values, "NPROC", minimum=1),
@@ -78,7 +84,9 @@ def parse_launch_options(
         raise ConfigError(f"{error} ({'; '.join(notes)})") from None
 
 
-def fill_from_accelerate(options: LaunchOptions, accelerate_config: AccelerateConfig, mesh: Mesh | None = None) -> LaunchOptions:
+def fill_from_accelerate(
+    options: LaunchOptions, accelerate_config: AccelerateConfig, mesh: Mesh | None = None
+) -> LaunchOptions:
     """The options with an accelerate configuration filled in wherever the command line says nothing. `mesh`: the run
     YAML's; FSDP in the configuration means it then, and not a layout. Raises ConfigError where it is for several
     machines and lacks the address of rank 0's."""
@@ -94,7 +102,9 @@ def fill_from_accelerate(options: LaunchOptions, accelerate_config: AccelerateCo
         port = nodes.port or accelerate_config.main_process_port or DEFAULT_PORT
         nodes = NodeSetup(accelerate_config.num_machines, accelerate_config.machine_rank, address, port)
     file = accelerate_config.deepspeed_config_file
-    request = options.deepspeed or (DeepspeedRequest(file) if accelerate_config.distributed_type == "DEEPSPEED" else None)
+    request = options.deepspeed or (
+        DeepspeedRequest(file) if accelerate_config.distributed_type == "DEEPSPEED" else None
+    )
     # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
     follows_mesh = mesh is not None and mesh.ranks > mesh.dp and accelerate_config.distributed_type == "FSDP"
     layout = accelerate_config.layout if accelerate_config.layout in LAYOUT_NAMES and not follows_mesh else None
@@ -175,7 +185,9 @@ def apply_mesh(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
         raise ConfigError(f"{mesh_text} is a mesh of {mesh.ranks} processes, which {nodes} nodes cannot share equally")
     per_node, gpu_count = mesh.ranks // nodes, len(detect_hardware().gpus)
     if gpu_count and per_node > gpu_count:
-        raise HardwareError(f"{mesh_text} needs {per_node} processes on each node, and there are {gpu_count} GPUs: one each")
+        raise HardwareError(
+            f"{mesh_text} needs {per_node} processes on each node, and there are {gpu_count} GPUs: one each"
+        )
     return dataclasses.replace(options, processes=per_node)
 
 
@@ -195,10 +207,19 @@ def override_lines(
     messages = [
         (precision not in (None, mixed_precision), precision_message),
         (str(fsdp_config.get("fsdp_version", 1)) != "2", "asks for FSDP's first version: FSDP2 (fully_shard) is used"),
-        (offloads_params, "says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM"),
+        (
+            offloads_params,
+            "says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM",
+        ),
     ]
     for key, planned_value in {"gradient_accumulation_steps": grad_accum, "gradient_clipping": max_grad_norm}.items():
         file_value = accelerate_config.deepspeed_config.get(key) if distributed_type == "DEEPSPEED" else None
-        if file_value not in (None, "auto") and planned_value is not None and not equal_numbers(file_value, planned_value):
-            messages.append((True, f"says deepspeed_config.{key}: {file_value}, the plan {planned_value:g}: the plan wins"))
+        if (
+            file_value not in (None, "auto")
+            and planned_value is not None
+            and not equal_numbers(file_value, planned_value)
+        ):
+            messages.append(
+                (True, f"says deepspeed_config.{key}: {file_value}, the plan {planned_value:g}: the plan wins")
+            )
     return [f"{accelerate_config.path.name} {text}" for applies, text in messages if applies]

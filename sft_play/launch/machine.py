@@ -17,10 +17,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.compiler import require_compiler, require_inductor
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.unusable_accelerators import VISIBILITY_VARIABLES, CPU_HINT, unusable_accelerator
+from sft_play.facts.gpus.unusable_accelerators import CPU_HINT, VISIBILITY_VARIABLES, unusable_accelerator
 from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.facts.models.architecture import is_hub_reachable, find_model_folder
-from sft_play.facts.network import GLOO_VARIABLE, route_address, find_interface
+from sft_play.facts.models.architecture import find_model_folder, is_hub_reachable
+from sft_play.facts.network import GLOO_VARIABLE, find_interface, route_address
 from sft_play.launch.command import visible_gpu_variables
 from sft_play.launch.exported import RankInfo
 from sft_play.launch.launch_options import LaunchOptions
@@ -135,7 +135,9 @@ def spread_hardware(hardware: Hardware, world_size: int, nodes: int, *, sees_own
     if sees_own_gpu_only and len(hardware.gpus) == 1:
         hardware = dataclasses.replace(hardware, gpus=hardware.gpus * ranks_per_node)
     if ranks_per_node > len(hardware.gpus):
-        raise HardwareError(f"{ranks_per_node} ranks on this node and {len(hardware.gpus)} GPUs: start at most one rank per GPU")
+        raise HardwareError(
+            f"{ranks_per_node} ranks on this node and {len(hardware.gpus)} GPUs: start at most one rank per GPU"
+        )
     # the GPUs of other nodes are not seen from here: they are taken to be like this node's
     gpus = tuple(dataclasses.replace(hardware.gpus[n % ranks_per_node], index=n) for n in range(world_size))
     return dataclasses.replace(hardware, gpus=gpus, nodes=nodes)
@@ -160,7 +162,9 @@ def check_rank_gpu(plan: Plan, rank_info: RankInfo) -> None:
         return
     visible_gpus, planned_gpu = detect_hardware().gpus, plan.hardware.gpus[0]
     if rank_info.local_rank >= len(visible_gpus):
-        raise HardwareError(f"rank {rank_info.rank} needs GPU {rank_info.local_rank}, and {len(visible_gpus)} can be seen")
+        raise HardwareError(
+            f"rank {rank_info.rank} needs GPU {rank_info.local_rank}, and {len(visible_gpus)} can be seen"
+        )
     if visible_gpus[rank_info.local_rank].name != planned_gpu.name:
         raise HardwareError(
             f"rank {rank_info.rank} has a {visible_gpus[rank_info.local_rank].name}, and the plan is for "
@@ -174,7 +178,11 @@ def warn_idle_gpus(hardware: Hardware, options: LaunchOptions, accelerate_file: 
     total, used = len(detect_hardware().gpus), hardware.gpus_per_node
     if not hardware.gpus or options.gpus or used >= total:
         return
-    file_hint = f", or num_processes: {total * options.nodes.count} in {one_line(str(accelerate_file))}," if accelerate_file else ""
+    file_hint = (
+        f", or num_processes: {total * options.nodes.count} in {one_line(str(accelerate_file))},"
+        if accelerate_file
+        else ""
+    )
     logger.warning("%d of this node's %d GPUs %s idle: NPROC=%d%s uses them all",
                    total - used, total, "stay" if total - used > 1 else "stays", total, file_hint)  # fmt: skip
 
@@ -208,7 +216,9 @@ def has_broken_p2p(names: Sequence[str], driver: str | None) -> bool:
     """accelerate's own rule (utils/environment.py, `check_cuda_p2p_ib_support`): the machine has several GPUs, visible
     or not, one of them an RTX 40, and an older driver; however many processes there are."""
     version = [int(part) for part in re.findall(r"\d+", driver or "")]
-    return len(names) > 1 and any("RTX 40" in name for name in names) and bool(version) and version < _WORKING_P2P_DRIVER
+    return (
+        len(names) > 1 and any("RTX 40" in name for name in names) and bool(version) and version < _WORKING_P2P_DRIVER
+    )
 
 
 def _installed_gpus() -> tuple[list[str], str | None]:

@@ -11,7 +11,7 @@ from typing import Any
 from absl import app
 from tensorboard import default, main_lib, program
 
-from sft_play.facts.network import is_local_request, allowed_host_names
+from sft_play.facts.network import allowed_host_names, is_local_request
 
 
 def refuse_foreign_requests(board_app: Any, host: str) -> Any:

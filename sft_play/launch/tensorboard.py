@@ -122,7 +122,9 @@ def sidecar(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> 
     environment's."""
     should_keep = environment.get("TB_KEEP", "").strip().lower() not in ("", "0", "no", "false", "off")
     try:
-        server, message = start_server(logdir, ends_with_caller=not should_keep, **{**server_settings(environment), **options})
+        server, message = start_server(
+            logdir, ends_with_caller=not should_keep, **{**server_settings(environment), **options}
+        )
     except ConfigError as error:
         server, message = None, str(error)
     if server is None:
@@ -166,8 +168,17 @@ def start_server(
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
         # Two that start at once would both find the same port free, and no TensorBoard over the folder.
-        with hold_lock(cache_dir() / "tensorboard.lock", waiting="Another command starts a TensorBoard; waiting for it"):
-            existing = next((server_found for server_found in running_servers() if (server_found.logdir, server_found.host) == (folder, host)), None)
+        with hold_lock(
+            cache_dir() / "tensorboard.lock", waiting="Another command starts a TensorBoard; waiting for it"
+        ):
+            existing = next(
+                (
+                    server_found
+                    for server_found in running_servers()
+                    if (server_found.logdir, server_found.host) == (folder, host)
+                ),
+                None,
+            )
             if existing is not None and _is_answering_at(existing.url, folder):
                 end_note = "; it ends with its run" * (existing.ends_with_run and not ends_with_caller)
                 return replace(existing, is_reused=True), f"TensorBoard is already running: {existing.page}{end_note}"
@@ -282,7 +293,9 @@ def running_servers() -> list[TensorBoardServer]:
             if _TENSORBOARD_MODULE in argv and process.environ().get(OWNER_VARIABLE) == _owner():
                 options = dict(word[2:].split("=", 1) for word in argv if word.startswith("--") and "=" in word)
                 address = options["host"], int(options["port"]), options["logdir"]
-                start_times[TensorBoardServer(process, *address, ends_with_run=_GUARD_MODULE in argv)] = process.create_time()
+                start_times[TensorBoardServer(process, *address, ends_with_run=_GUARD_MODULE in argv)] = (
+                    process.create_time()
+                )
     return sorted(start_times, key=lambda one: -start_times[one])
 
 

@@ -118,7 +118,11 @@ def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, uses_cudn
     """The kernel that PyTorch takes; `capability` None: unknown; `cudnn`: cuDNN's is preferred there and not switched
     off."""
     gpu_capability = capability or _DEFAULT_CAPABILITY
-    return next(kernel.name for kernel in _SDPA_KERNELS if (uses_cudnn or kernel.name != "cudnn") and _accepts(kernel, call, gpu_capability))
+    return next(
+        kernel.name
+        for kernel in _SDPA_KERNELS
+        if (uses_cudnn or kernel.name != "cudnn") and _accepts(kernel, call, gpu_capability)
+    )
 
 
 def _accepts(kernel: _KernelLimits, call: SdpaCall, capability: tuple[int, int]) -> bool:

@@ -85,7 +85,10 @@ def is_single_rank_batch(train: TrainConfig) -> bool:
     """Whether all three numbers are given and agree on one rank: over several the effective batch is kept."""
     if "auto" in (train.batch_size, train.grad_accum):
         return False
-    return not train.derives_effective_batch and int(train.batch_size) * int(train.grad_accum) == train.effective_batch_size
+    return (
+        not train.derives_effective_batch
+        and int(train.batch_size) * int(train.grad_accum) == train.effective_batch_size
+    )
 
 
 def format_batch_product(train: TrainConfig, batch: BatchPlan, *, is_resumed: bool = False) -> str:
@@ -100,7 +103,11 @@ def format_batch_product(train: TrainConfig, batch: BatchPlan, *, is_resumed: bo
         return f"{text}: the effective batch that was given for one rank is kept, {changed}"
     batch_options = {"train.batch_size": train.batch_size, "train.grad_accum": train.grad_accum}
     given_options = [name for name, value in batch_options.items() if value != "auto"]
-    return f"{text} ({' and '.join(given_options)} {'are' if len(given_options) > 1 else 'is'} given)" if given_options else text
+    return (
+        f"{text} ({' and '.join(given_options)} {'are' if len(given_options) > 1 else 'is'} given)"
+        if given_options
+        else text
+    )
 
 
 def format_changed_batch(train: TrainConfig, batch: BatchPlan) -> str:
@@ -117,7 +124,9 @@ def _format_factors(batch: BatchPlan) -> str:
     return f"micro {batch.micro_batch} x accum {batch.grad_accum} x {batch.ranks} ranks"
 
 
-def batch_product_problem(train: TrainConfig, *, ranks: int, option_texts: Mapping[str, str] | None = None) -> str | None:
+def batch_product_problem(
+    train: TrainConfig, *, ranks: int, option_texts: Mapping[str, str] | None = None
+) -> str | None:
     """Why the numbers that are given do not multiply to the effective batch; None where they do. `option_texts`: words
     for a number that another file gives, by its key in the section train."""
     sizes = [train.batch_size, train.grad_accum]

@@ -107,7 +107,9 @@ class Correction:
         """The corrected prediction of a step's reserved bytes: more than the budget where a step that needs no more
         ran out."""
         corrected = int(uncorrected * self.for_prediction(uncorrected).memory_factor)
-        return max(corrected, budget + 1) if self.oom_run and uncorrected >= self.oom_run.predicted_reserved else corrected
+        return (
+            max(corrected, budget + 1) if self.oom_run and uncorrected >= self.oom_run.predicted_reserved else corrected
+        )
 
     def for_prediction(self, predicted: int) -> Correction:
         """The correction of a prediction of `predicted` bytes, from the runs of like size. A run counts for larger ones
@@ -116,7 +118,9 @@ class Correction:
         def factor(peak: tuple[int, int]) -> float:
             return min(peak[1] / peak[0], MAX_MEMORY_FACTOR, SIMILAR_SIZE_FACTOR * peak[1] / predicted)
 
-        similar_peaks = [peak for peak in self.peaks if peak[0] / SIMILAR_SIZE_FACTOR <= predicted <= SIMILAR_SIZE_FACTOR * max(peak)]
+        similar_peaks = [
+            peak for peak in self.peaks if peak[0] / SIMILAR_SIZE_FACTOR <= predicted <= SIMILAR_SIZE_FACTOR * max(peak)
+        ]
         similar_peaks.sort(key=factor, reverse=True)
         return replace(self, memory_factor=max([1.0, *map(factor, similar_peaks)]), peaks=tuple(similar_peaks))
 
@@ -138,8 +142,7 @@ class Correction:
         if self.uses_selftest_speed:
             ratio_text = f"{self.speed_factor:.2f} of the roofline's speed in this mode on this machine"
             return (
-                f"{SELFTEST_MODEL} measured {ratio_text}, which predicts this speed until one of your runs measures "
-                "it"
+                f"{SELFTEST_MODEL} measured {ratio_text}, which predicts this speed until one of your runs measures it"
             )
         if not self.run_count:
             return None
@@ -216,15 +219,21 @@ def compute_correction(
     finished_runs = [run for run in same_kind if not run.ran_out_of]
     # what was asked for and what the plan counted can differ: a prediction that counted other kernels is recorded as 0
     memory_runs = [run for run in finished_runs if run.kernels == kernels.memory and run.predicted_reserved]
-    nearest_runs = _prefer_runs([run for run in memory_runs if run.model != SELFTEST_MODEL], lambda run: run.layout == layout)
+    nearest_runs = _prefer_runs(
+        [run for run in memory_runs if run.model != SELFTEST_MODEL], lambda run: run.layout == layout
+    )
     nearest_runs = _prefer_runs(nearest_runs, lambda run: run.model == model)
     memory = max([1.0, *(run.memory_ratio for run in nearest_runs)])
     finished_runs = [run for run in finished_runs if run.kernels == kernels.speed and run.speed_ratio > 0]
-    speed_runs = _prefer_runs([run for run in finished_runs if run.model != SELFTEST_MODEL], lambda run: run.model == model)
+    speed_runs = _prefer_runs(
+        [run for run in finished_runs if run.model != SELFTEST_MODEL], lambda run: run.model == model
+    )
     speeds = [run.speed_ratio for run in speed_runs or finished_runs]
     speed = statistics.median(speeds[-SPEED_RUNS:]) if speeds else 1.0
     lowest, highest = SPEED_RANGE
-    same_model_runs = [run for run in same_kind if (run.layout, run.model, run.kernels) == (layout, model, kernels.memory)]
+    same_model_runs = [
+        run for run in same_kind if (run.layout, run.model, run.kernels) == (layout, model, kernels.memory)
+    ]
     return Correction(
         len(nearest_runs), min(MAX_MEMORY_FACTOR, memory), min(highest, max(lowest, speed)),
         has_measured_speed=bool(speeds),

@@ -101,14 +101,15 @@ class Candidate:
     def verdict(self) -> str:
         """Whether it fits, with the numbers, and which memory is too small."""
         device = (
-            f"{_format_need(self.memory.required, self.budget.device)} per "
-            f"{'GPU' if self.step.on_gpu else 'process'}"
+            f"{_format_need(self.memory.required, self.budget.device)} per {'GPU' if self.step.on_gpu else 'process'}"
         )
         host = "" if self.budget.host is None else f"{_format_need(self.host_required, self.budget.host)} on each node"
         if self.fits:
             return f"fits, {device}{self.ram_text}"
         needs = {"GPU memory": device, "RAM": host if self.step.on_gpu else device}
-        lacking_text = " and ".join(f"too little {memory_kind}: needs {needs[memory_kind]}" for memory_kind in self.insufficient_memory)
+        lacking_text = " and ".join(
+            f"too little {memory_kind}: needs {needs[memory_kind]}" for memory_kind in self.insufficient_memory
+        )
         return f"does NOT fit, {lacking_text}{'' if device in lacking_text else f' ({device} would be enough)'}"
 
     @property
@@ -174,7 +175,13 @@ class PlanInputs:
 
     def layout_precision(self, layout: Layout) -> Precision:
         """The precision of a layout."""
-        return apply_weight_updates(self.precision, self.config, layout.name, fp32_master_weights=self.fp32_master_weights, resumed_updates=self.resumed_updates)
+        return apply_weight_updates(
+            self.precision,
+            self.config,
+            layout.name,
+            fp32_master_weights=self.fp32_master_weights,
+            resumed_updates=self.resumed_updates,
+        )
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -247,7 +254,9 @@ def evaluate_weight_updates(inputs: PlanInputs, layouts: Sequence[Layout]) -> tu
     return rounding_inputs, [one for one in candidates if one.layout not in rounded_layouts] + rounded_candidates
 
 
-def _collect_candidates(layouts: Sequence[Layout], evaluate_layout: Callable[[Layout], Sequence[Candidate]]) -> list[Candidate]:
+def _collect_candidates(
+    layouts: Sequence[Layout], evaluate_layout: Callable[[Layout], Sequence[Candidate]]
+) -> list[Candidate]:
     candidates: list[Candidate] = []
     refusals: list[ConfigError] = []
     for layout in layouts:
@@ -271,7 +280,10 @@ def lowest_memory_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> l
     def layout_candidates(layout: Layout) -> list[Candidate]:
         batches = batch_splits(inputs.config.train, ranks=layout.data_parallel, resumed_batch=inputs.resumed_batch)
         single_micro_step = [batch for batch in batches[1:2] if batch.grad_accum == 1]
-        return [build_candidate(inputs, layout, batch, checkpointed_layers, eval_rows=1) for batch in (*batches[:1], *single_micro_step)]
+        return [
+            build_candidate(inputs, layout, batch, checkpointed_layers, eval_rows=1)
+            for batch in (*batches[:1], *single_micro_step)
+        ]
 
     return _collect_candidates(layouts, layout_candidates)
 
@@ -282,7 +294,10 @@ def _batch_candidates(inputs: PlanInputs, layout: Layout, batch: BatchPlan) -> I
     if requested_layers is not None:
         yield build_candidate(inputs, layout, batch, requested_layers)
         return
-    uncheckpointed, checkpointed = build_candidate(inputs, layout, batch, 0), build_candidate(inputs, layout, batch, num_layers)
+    uncheckpointed, checkpointed = (
+        build_candidate(inputs, layout, batch, 0),
+        build_candidate(inputs, layout, batch, num_layers),
+    )
     yield uncheckpointed
     yield checkpointed
     if checkpointed.fits and not uncheckpointed.fits:
@@ -344,7 +359,9 @@ def build_candidate(
         batch=batch,
         step=step,
         precision=precision,
-        memory=dataclasses.replace(memory, reserved=correction.corrected_reserved(uncorrected.reserved, inputs.device_budget)),
+        memory=dataclasses.replace(
+            memory, reserved=correction.corrected_reserved(uncorrected.reserved, inputs.device_budget)
+        ),
         speed=speed.scaled(1 / correction.speed_factor),  # a duration: slower by the factor that tokens/s are lower
         budget=MemoryBudget(inputs.device_budget, inputs.host_budget),
         host_required=_host_required_bytes(inputs, layout, memory),
@@ -357,25 +374,47 @@ def _predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step) ->
     micro_steps = None
     if inputs.row_tokens is not None:
         layout = step.layout
-        step_rows, division = step.micro_batch * step.grad_accum * layout.data_parallel, plan_micro_batches(inputs, precision, step)
-        micro_steps = average_micro_steps(inputs.row_tokens, division, effective_batch=step_rows, ranks=layout.data_parallel)
-        micro_steps = dataclasses.replace(micro_steps, padded_tokens=micro_steps.padded_tokens / layout.context_parallel)
+        step_rows, division = (
+            step.micro_batch * step.grad_accum * layout.data_parallel,
+            plan_micro_batches(inputs, precision, step),
+        )
+        micro_steps = average_micro_steps(
+            inputs.row_tokens, division, effective_batch=step_rows, ranks=layout.data_parallel
+        )
+        micro_steps = dataclasses.replace(
+            micro_steps, padded_tokens=micro_steps.padded_tokens / layout.context_parallel
+        )
     return predict_speed(inputs.config, inputs.shape, precision, step, inputs.rates, micro_steps=micro_steps)
 
 
 def _build_step(
-    inputs: PlanInputs, layout: Layout, batch: BatchPlan, checkpointed_layers: int, *, loss: Any, uses_masks: bool = False, keeps_padding: bool = False
+    inputs: PlanInputs,
+    layout: Layout,
+    batch: BatchPlan,
+    checkpointed_layers: int,
+    *,
+    loss: Any,
+    uses_masks: bool = False,
+    keeps_padding: bool = False,
 ) -> Step:
     """Without an evaluation; `uses_masks` and `keeps_padding`: rows have a mask, or are padded, even where they need
     not."""
     # ranks that share a row each have a part of it, and no boundaries
     joins_rows = inputs.packed or (inputs.cuts_by_tokens and layout.context_parallel == 1)
-    varlen = joins_rows and not uses_masks and not keeps_padding and inputs.row_attention.pack_mask_reason(inputs.layout_precision(layout)) is None
+    varlen = (
+        joins_rows
+        and not uses_masks
+        and not keeps_padding
+        and inputs.row_attention.pack_mask_reason(inputs.layout_precision(layout)) is None
+    )
     uses_masks = uses_masks or inputs.row_attention.mask_reason is not None
     # a packed row needs a mask even alone; by tokens short rows share a micro-batch of one full row
     shares_micro_batches = inputs.packed or (inputs.cuts_by_tokens and batch.micro_batch * batch.grad_accum > 1)
     has_padding = not varlen and is_padded(
-        inputs.config, layout, rows=2 if shares_micro_batches else batch.micro_batch, uses_masks=inputs.packed or uses_masks
+        inputs.config,
+        layout,
+        rows=2 if shares_micro_batches else batch.micro_batch,
+        uses_masks=inputs.packed or uses_masks,
     )
     return Step(
         micro_batch=batch.micro_batch,
@@ -441,7 +480,9 @@ def choose_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
     candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
     min_speed = EQUAL_SPEED_SHARE * fastest_speed(candidates)
     # equally fast: the simplest layout, then all layers or none, then the smallest, which leaves most memory free
-    fast_candidates = [candidate for candidate in candidates if candidate.fits and candidate.speed.tokens_per_s >= min_speed]
+    fast_candidates = [
+        candidate for candidate in candidates if candidate.fits and candidate.speed.tokens_per_s >= min_speed
+    ]
     return min(
         fast_candidates,
         key=lambda one: (

@@ -49,7 +49,9 @@ def gradient_sync(config: RunConfig, precision: Precision, layout: str) -> Gradi
     if _is_fsdp(layout) and mixed.param != "auto":
         gathered_dtype = mixed.param
     computed_dtype = _gradient_dtype(config, precision, layout, gathered_dtype)
-    default_interval: SyncInterval = "micro_batch" if _is_fsdp(layout) or layout in GRADIENT_SHARDING_LAYOUTS else "step"
+    default_interval: SyncInterval = (
+        "micro_batch" if _is_fsdp(layout) or layout in GRADIENT_SHARDING_LAYOUTS else "step"
+    )
     return GradientSync(
         interval=default_interval if requested_interval is None or layout == "single" else requested_interval,
         computed_dtype=computed_dtype,
@@ -139,5 +141,7 @@ def ineffective_distributed_options(config: RunConfig, layout: str) -> list[str]
         settings |= {"profile_communication": options.profile_communication}
     set_options = {name: str(value).lower() for name, value in settings.items() if value not in ("auto", False)}
     options_text = ", ".join(f"distributed.{name}={value}" for name, value in set_options.items())
-    circumstance = "on one process, which sends nothing" if layout == "single" else f"under {layout}, which needs no search"
+    circumstance = (
+        "on one process, which sends nothing" if layout == "single" else f"under {layout}, which needs no search"
+    )
     return [f"{options_text}: no effect {circumstance}"] if options_text and layout != "ddp" else []

@@ -62,7 +62,9 @@ _REPLACED_BY_TYPES = {
 # the package knows and this table does not are planned with the plain code: those that no trace confirms (Qwen3-Next,
 # Qwen3.5, Llama 4, Gemma 4, towers of image models), and those whose norms only follow attention and MLP (EXAONE 4,
 # OLMo 2 and 3), which the estimate of a block only approximates.
-LIGER_REPLACEMENTS: Mapping[str, ReplacedOperations] = {kind: replaced for kinds, replaced in _REPLACED_BY_TYPES.items() for kind in kinds.split()}
+LIGER_REPLACEMENTS: Mapping[str, ReplacedOperations] = {
+    kind: replaced for kinds, replaced in _REPLACED_BY_TYPES.items() for kind in kinds.split()
+}
 
 
 KernelsName = Literal["plain", "liger"]
@@ -109,7 +111,9 @@ def plan_kernels(
     if shape.num_experts:  # experts keep their own code, and so do MLPs beside them
         operations = replace(operations, gate=False)
     operations_text = f"{setting}Liger's for {operations.text}"
-    condition = f"if a measurement before the first step shows that they compute the same ({LIGER_PACKAGE} {LIGER_VERSION})"
+    condition = (
+        f"if a measurement before the first step shows that they compute the same ({LIGER_PACKAGE} {LIGER_VERSION})"
+    )
     if option == "liger":
         return PlannedKernels(operations, operations, f"{operations_text}, {condition}")
     # auto may fall back to the plain code when the run starts, which must then still fit
@@ -148,7 +152,9 @@ class ExpertsImplementation:
     casts_weights: bool = False
 
 
-def select_experts_implementation(config: RunConfig, *, has_own_code: bool, widths: Iterable[int], precision: Precision) -> ExpertsImplementation:
+def select_experts_implementation(
+    config: RunConfig, *, has_own_code: bool, widths: Iterable[int], precision: Precision
+) -> ExpertsImplementation:
     """The implementation for a model with experts: grouped_mm unless its class, its widths or the config are against.
     Raises ConfigError where it is asked for by name, and cannot run."""
     implementation = config.model.experts_implementation
@@ -197,7 +203,9 @@ def plan_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> 
         return None
     # the width of experts in code that is not known is not known either
     widths = sorted({shape.hidden_size, *(kind.expert_width for kind in expert_layers if kind.expert_width)})
-    return select_experts_implementation(config, has_own_code=shape.uses_custom_experts, widths=widths, precision=precision)
+    return select_experts_implementation(
+        config, has_own_code=shape.uses_custom_experts, widths=widths, precision=precision
+    )
 
 
 def check_experts_option(config: RunConfig) -> None:

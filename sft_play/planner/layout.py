@@ -188,7 +188,9 @@ def _check_mesh_layout(mesh: Mesh, config: RunConfig, shape: ModelShape, hardwar
     reason = _layout_obstacle(layout, config, shape, hardware)
     if reason is not None:
         alternative = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
-        raise ConfigError(f"{option_text} cannot run this job: {reason}; use {alternative}, or null to let the plan choose")
+        raise ConfigError(
+            f"{option_text} cannot run this job: {reason}; use {alternative}, or null to let the plan choose"
+        )
     return layout
 
 
@@ -241,7 +243,11 @@ def _layouts_to_try(config: RunConfig, hardware: Hardware, rank_count: int) -> l
         if tensor_parallel > node_ranks or rank_count % tensor_parallel:
             continue
         shard_ranks = rank_count // tensor_parallel
-        layouts.append(Layout("tp", 1, 1, tensor_parallel) if shard_ranks == 1 else Layout("fsdp_tp", shard_ranks, shard_ranks, tensor_parallel))
+        layouts.append(
+            Layout("tp", 1, 1, tensor_parallel)
+            if shard_ranks == 1
+            else Layout("fsdp_tp", shard_ranks, shard_ranks, tensor_parallel)
+        )
     return layouts + offload_layouts
 
 
@@ -269,7 +275,9 @@ def _layout_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardw
         return "Adafactor needs whole rows and columns, which a partitioned tensor lacks"
     if layout.offloads_states and optim not in ("adamw_torch_fused", "adamw_torch"):
         return "DeepSpeed's CPU optimizer is AdamW"
-    return gradient_sync_refusal(config, choose_precision(config, hardware, shape), layout.name, on_gpu=bool(hardware.gpus))
+    return gradient_sync_refusal(
+        config, choose_precision(config, hardware, shape), layout.name, on_gpu=bool(hardware.gpus)
+    )
 
 
 def _adapter_start_obstacle(layout: Layout, config: RunConfig) -> str | None:
@@ -322,7 +330,11 @@ def _context_parallel_obstacle(layout: Layout, config: RunConfig, shape: ModelSh
         return f"{shape.num_kv_heads} key heads do not split over {ranks} ranks"
     if config.data.packing != "none" and config.task_mode != "cpt":
         return "packed chats need a mask between them (data.packing=none)"
-    if config.model.attn_implementation not in ("auto", "sdpa") or shape.attention_softcap is not None or shape.has_attention_sinks:
+    if (
+        config.model.attn_implementation not in ("auto", "sdpa")
+        or shape.attention_softcap is not None
+        or shape.has_attention_sinks
+    ):
         return "it runs with sdpa attention only"
     if shape.uses_alibi:
         return "ALiBi's biases are a mask, and it has none"

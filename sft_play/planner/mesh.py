@@ -10,7 +10,12 @@ from sft_play.errors import ConfigError
 from sft_play.log import one_line
 
 # The axes of a mesh; order and case are free, and an axis of size 1 changes nothing.
-MESH_AXES = {"dp": "data parallel copies", "fsdp": "FSDP2 shards", "tp": "tensor parallel parts", "cp": "parts of a row"}
+MESH_AXES = {
+    "dp": "data parallel copies",
+    "fsdp": "FSDP2 shards",
+    "tp": "tensor parallel parts",
+    "cp": "parts of a row",
+}
 # Names of sizes given without any.
 DEFAULT_AXES = ("fsdp", "tp")
 
@@ -51,10 +56,14 @@ def parse_mesh(mesh_shape: Any) -> Mesh | None:
         raise _mesh_error(mesh_shape, "unknown axis, or one that is named twice")
     mesh = Mesh(**dict(zip(names, sizes, strict=True)))
     if mesh.tp > 1 and mesh.cp > 1:
-        raise _mesh_error(mesh_shape, "tp and cp cannot be combined", f"use {Mesh(mesh.dp, mesh.fsdp, 1, mesh.cp * mesh.tp)}")
+        raise _mesh_error(
+            mesh_shape, "tp and cp cannot be combined", f"use {Mesh(mesh.dp, mesh.fsdp, 1, mesh.cp * mesh.tp)}"
+        )
     if mesh.dp > 1 and mesh.fsdp == 1 and mesh.tp * mesh.cp > 1:
         alternative = Mesh(1, mesh.dp, mesh.tp, mesh.cp)
-        raise _mesh_error(mesh_shape, "DDP cannot be combined with tp or cp", f"use {alternative}: the same rows, less memory")
+        raise _mesh_error(
+            mesh_shape, "DDP cannot be combined with tp or cp", f"use {alternative}: the same rows, less memory"
+        )
     return mesh
 
 

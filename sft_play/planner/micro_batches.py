@@ -202,7 +202,9 @@ def summarize_row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int
 
 
 @functools.lru_cache(maxsize=4096)
-def average_micro_steps(rows: RowTokens, division: MicroBatches, *, effective_batch: int, ranks: int) -> AverageMicroSteps:
+def average_micro_steps(
+    rows: RowTokens, division: MicroBatches, *, effective_batch: int, ranks: int
+) -> AverageMicroSteps:
     """What a rank computes in an average step of `effective_batch` rows, by a few drawn ones; a micro step takes as
     long as its fullest rank."""
     step_rows = min(effective_batch, rows.rows)
@@ -210,7 +212,11 @@ def average_micro_steps(rows: RowTokens, division: MicroBatches, *, effective_ba
     generator = random.Random(1)  # every rank and every plan of the same rows sees the same steps
     count = padded_tokens = weighted_length = tokens = row_count = 0.0
     for _ in range(_DRAWN_STEPS):
-        sample = generator.sample(rows.sample, drawn_rows) if drawn_rows <= len(rows.sample) else generator.choices(rows.sample, k=drawn_rows)
+        sample = (
+            generator.sample(rows.sample, drawn_rows)
+            if drawn_rows <= len(rows.sample)
+            else generator.choices(rows.sample, k=drawn_rows)
+        )
         lengths = sorted(sample, reverse=True)
         for micro_step in division.assign_rows(lengths, ranks=ranks):
             rank_lengths = [[lengths[index] for index in batch] for batch in micro_step if batch]
@@ -228,4 +234,6 @@ def average_micro_steps(rows: RowTokens, division: MicroBatches, *, effective_ba
             weighted_length += micro_step_tokens * row_length
         tokens += sum(lengths)
     scale = step_rows / drawn_rows / _DRAWN_STEPS  # to one whole step
-    return AverageMicroSteps(count * scale, padded_tokens / count, weighted_length / padded_tokens, tokens * scale, row_count / count)
+    return AverageMicroSteps(
+        count * scale, padded_tokens / count, weighted_length / padded_tokens, tokens * scale, row_count / count
+    )

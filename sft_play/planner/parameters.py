@@ -52,7 +52,10 @@ class ParameterCounts:
             "frozen": (self.frozen, self.rest_dtype if self.frozen else None),
             "trained": (self.trained, self.adapter_dtype or self.rest_dtype),
         }
-        return {name: {"params": count, "share": count / self.total, "dtype": dtype} for name, (count, dtype) in groups.items()}
+        return {
+            name: {"params": count, "share": count / self.total, "dtype": dtype}
+            for name, (count, dtype) in groups.items()
+        }
 
 
 def count_parameters(config: RunConfig, shape: ModelShape, precision: Precision, layout: Layout) -> ParameterCounts:
@@ -63,7 +66,9 @@ def count_parameters(config: RunConfig, shape: ModelShape, precision: Precision,
     stacked_tensors = [(stacked, kind.count) for kind in shape.layers for stacked in kind.expert_weights]
     experts = ExpertParameters(
         total=sum(count * stacked.weights for stacked, count in stacked_tensors),
-        adapters=0 if is_full else sum(count * stacked_adapter_params(stacked, lora) for stacked, count in stacked_tensors),
+        adapters=0
+        if is_full
+        else sum(count * stacked_adapter_params(stacked, lora) for stacked, count in stacked_tensors),
     )
     return ParameterCounts(
         total=shape.params,

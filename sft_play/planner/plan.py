@@ -187,7 +187,11 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per second."""
-        own_fields = {plan_field.name: _plain_data(getattr(self, plan_field.name)) for plan_field in fields(self) if plan_field.name not in _OTHER_JSON_FIELDS}
+        own_fields = {
+            plan_field.name: _plain_data(getattr(self, plan_field.name))
+            for plan_field in fields(self)
+            if plan_field.name not in _OTHER_JSON_FIELDS
+        }
         # plans without these had the JSON before them: a recorded plan stays byte for byte
         for name in ("kernels", "compile_s", "deepspeed", "parameters"):
             if not own_fields[name]:
@@ -287,13 +291,19 @@ def make_plan(
     """
     config, shape, hardware = request.config, request.shape, request.hardware
     _check_settings(request)  # first, so that the message names the setting and not a layout
-    inputs = dataclasses.replace(build_plan_inputs(request), resumed_batch=resumed_batch, resumed_updates=resumed_updates)
+    inputs = dataclasses.replace(
+        build_plan_inputs(request), resumed_batch=resumed_batch, resumed_updates=resumed_updates
+    )
     inputs, candidates, impossible = _evaluate_layouts(request, inputs, keeps_params=keeps_params)
     choice, candidates, notes = _choose_confirmed(inputs, candidates, trace_candidate)
     speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
     step, half_precision = choice.step, choice.precision.compute != "float32"
-    repeats_keys = step.on_gpu and needs_repeated_kv(shape, attention=step.attention, half_precision=half_precision, capability=step.capability)
-    kernels = plan_kernels(config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=inputs.rates.missing_packages)
+    repeats_keys = step.on_gpu and needs_repeated_kv(
+        shape, attention=step.attention, half_precision=half_precision, capability=step.capability
+    )
+    kernels = plan_kernels(
+        config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=inputs.rates.missing_packages
+    )
     simulation = create_step_simulation(config, shape, choice.precision, step)
     return Plan(
         choice=choice,
@@ -344,11 +354,15 @@ def _evaluate_layouts(
     # context parallelism is slower wherever a whole row fits a GPU: evaluated only where nothing else fits
     can_divide_rows = "fsdp_cp" in request.allowed_layouts and request.config.model.mesh_shape is None
     if can_divide_rows and not any(candidate.fits for candidate in candidates):
-        candidates += evaluate_candidates(inputs, context_parallel_layouts(request.config, request.shape, request.hardware))
+        candidates += evaluate_candidates(
+            inputs, context_parallel_layouts(request.config, request.shape, request.hardware)
+        )
     return inputs, candidates, impossible
 
 
-def _requested_layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout], tuple[ImpossibleLayout, ...]]:
+def _requested_layouts(
+    request: PlanRequest, *, keeps_params: bool
+) -> tuple[list[Layout], tuple[ImpossibleLayout, ...]]:
     hardware = request.hardware
     possible, impossible = find_layouts(request.config, request.shape, hardware, named=request.named_layout)
     layouts = [layout for layout in possible if layout.name in request.allowed_layouts] or list(possible[:1])
@@ -388,7 +402,9 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
 
     @functools.cache
     def find_correction(layout: Layout) -> calibration.Correction:
-        kernels = plan_kernels(config, shape, layout, on_gpu=bool(hardware.gpus), missing_packages=request.missing_packages)
+        kernels = plan_kernels(
+            config, shape, layout, on_gpu=bool(hardware.gpus), missing_packages=request.missing_packages
+        )
         return calibration.compute_correction(
             request.measured_runs, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
             kernels=kernels.counted_names, is_compiled=config.train.compile, budget=device_budget_bytes(hardware),
@@ -438,7 +454,9 @@ def _apply_trace(inputs: PlanInputs, candidate: Candidate, trace: TracePredictio
     memory = candidate.memory
     excess = max(0, trace.allocated - memory.allocated)
     # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
-    uncorrected = dataclasses.replace(candidate.uncorrected, reserved=max(candidate.uncorrected.reserved, trace.reserved))
+    uncorrected = dataclasses.replace(
+        candidate.uncorrected, reserved=max(candidate.uncorrected.reserved, trace.reserved)
+    )
     reserved = inputs.find_correction(candidate.layout).corrected_reserved(uncorrected.reserved, inputs.device_budget)
     peak_phase = RUN_PHASES.get(memory.moment, "training")
     memory = dataclasses.replace(

@@ -136,7 +136,9 @@ def speed_lines(plan: Plan) -> list[str]:
         return ["Speed: not predicted (the device's rates are not known)"]
     speed = plan.speed
     slow_parts = [
-        f"{name.replace('_', ' ')} {seconds / speed.step_s:.0%}" for name, seconds in speed.parts.items() if seconds > 0.01 * speed.step_s
+        f"{name.replace('_', ' ')} {seconds / speed.step_s:.0%}"
+        for name, seconds in speed.parts.items()
+        if seconds > 0.01 * speed.step_s
     ]
     mfu_text = f", model FLOP utilisation {plan.mfu:.0%}" if plan.mfu is not None else ""
     error_text = f" ({plan.speed_error.text})" if plan.speed_error else ""
@@ -237,7 +239,9 @@ def suggestion_lines(plan: Plan) -> list[str]:
     if lines:
         lines.insert(0, "Suggestions, the least harmful first:")
     if plan.not_enough:
-        lines.append(f"Not enough on their own: {'; '.join(f'{item.change} ({item.needs})' for item in plan.not_enough)}")
+        lines.append(
+            f"Not enough on their own: {'; '.join(f'{item.change} ({item.needs})' for item in plan.not_enough)}"
+        )
     return lines
 
 

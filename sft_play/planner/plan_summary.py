@@ -71,7 +71,9 @@ def plan_warnings(plan: Plan, config: RunConfig) -> list[str]:
     messages = []
     if plan.run_length is not None and plan.run_length.steps < FEW_STEPS and not config.train.max_steps:
         steps_text = f"{plan.run_length.steps} optimizer step{' is' if plan.run_length.steps == 1 else 's are'} few"
-        messages.append(f"{steps_text}: more train.epochs, or a smaller {config.train.effective_batch_options}, makes more")
+        messages.append(
+            f"{steps_text}: more train.epochs, or a smaller {config.train.effective_batch_options}, makes more"
+        )
     if batch_change := format_changed_batch(config.train, plan.batch):
         messages.append(f"{batch_change}: the effective batch of {plan.batch.effective_batch} is kept over all ranks")
     return [*messages, *long_cpu_warnings(plan)]

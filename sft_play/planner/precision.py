@@ -47,7 +47,9 @@ FP16_OVERFLOWS = {
 }
 
 
-def find_fp16_overflow(model_type: str, *, is_eager: bool = False, attention_dropout: float = 0.0) -> Fp16Overflow | None:
+def find_fp16_overflow(
+    model_type: str, *, is_eager: bool = False, attention_dropout: float = 0.0
+) -> Fp16Overflow | None:
     """What is known to exceed fp16's range in a model of this type with these settings; None if nothing."""
     overflow = FP16_OVERFLOWS.get(model_type)
     conditions = {"eager": is_eager, "attention_dropout": attention_dropout > 0, None: True}
@@ -114,7 +116,12 @@ UNSHARDED_LAYOUTS = ("single", "ddp")
 
 
 def apply_weight_updates(
-    precision: Precision, config: RunConfig, layout: str, *, fp32_master_weights: bool = True, resumed_updates: WeightUpdates | None = None
+    precision: Precision,
+    config: RunConfig,
+    layout: str,
+    *,
+    fp32_master_weights: bool = True,
+    resumed_updates: WeightUpdates | None = None,
 ) -> Precision:
     """The precision of a layout, with how updates reach bf16 weights that train in full. bf16 has 8 significant bits:
     an update below 1/512 of a weight is lost when it is rounded to the nearest, and at usual learning rates nearly all
@@ -124,7 +131,9 @@ def apply_weight_updates(
         return precision
     option = config.train.weight_updates
     if option == "auto":
-        option = resumed_updates or ("float32" if fp32_master_weights and config.model.dtype == "auto" else "stochastic")
+        option = resumed_updates or (
+            "float32" if fp32_master_weights and config.model.dtype == "auto" else "stochastic"
+        )
     if option == "float32":
         reason = "weights are held in fp32 (in bf16 nearly all updates would be lost)"
         return dataclasses.replace(precision, load="float32", reason=f"{precision.reason}; {reason}")
@@ -135,7 +144,9 @@ def apply_weight_updates(
     return dataclasses.replace(precision, reason=f"{precision.reason}; {reason}", updates=option)
 
 
-def _choose_compute_dtype(config: RunConfig, hardware: Hardware, overflow: Fp16Overflow | None) -> tuple[DtypeName, str]:
+def _choose_compute_dtype(
+    config: RunConfig, hardware: Hardware, overflow: Fp16Overflow | None
+) -> tuple[DtypeName, str]:
     train = config.train
     if not hardware.gpus:
         if train.bf16 is True:

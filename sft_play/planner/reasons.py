@@ -64,16 +64,32 @@ def plan_reasons(
     """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know; `limit`:
     tokens of a row at most; `notes`: what a trace of the choice said."""
     requested_length = inputs.config.model.max_seq_len
-    simulation, has_adapters = create_step_simulation(inputs.config, inputs.shape, choice.precision, choice.step), inputs.config.tuning.mode != "full"
+    simulation, has_adapters = (
+        create_step_simulation(inputs.config, inputs.shape, choice.precision, choice.step),
+        inputs.config.tuning.mode != "full",
+    )
     correction = inputs.find_correction(choice.layout).for_prediction(choice.uncorrected.reserved)
-    length_reasons = [f"max_seq_len {limit} instead of {requested_length}: the model has {limit} positions"] if limit != requested_length else []
+    length_reasons = (
+        [f"max_seq_len {limit} instead of {requested_length}: the model has {limit} positions"]
+        if limit != requested_length
+        else []
+    )
     return (
         choice.precision.reason,
         *length_reasons,
         *([f"the model's shape is {inputs.shape.source_note}"] if inputs.shape.source_note else []),
-        *([ACTIVATION_REASONS[simulation.was_measured_on_cpu]] if isinstance(simulation, MeasuredStepSimulation) else []),
+        *(
+            [ACTIVATION_REASONS[simulation.was_measured_on_cpu]]
+            if isinstance(simulation, MeasuredStepSimulation)
+            else []
+        ),
         *([OWN_LOGITS_REASON] if inputs.shape.has_custom_logits else []),
-        *(f"adapters: {text}" for text in (inputs.shape.adapter_placement.notes if inputs.shape.adapter_placement and has_adapters else ())),
+        *(
+            f"adapters: {text}"
+            for text in (
+                inputs.shape.adapter_placement.notes if inputs.shape.adapter_placement and has_adapters else ()
+            )
+        ),
         *filter(None, (inputs.shape.text_only_note, inputs.shape.storage_note, inputs.shape.published_note)),
         *_batch_reasons(inputs, candidates, choice),
         _row_reason(inputs, choice),
@@ -111,14 +127,22 @@ def _tuning_reasons(config: RunConfig, choice: Candidate) -> Iterator[str]:
 def _batch_reasons(inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate) -> list[str]:
     text = format_batch_product(inputs.config.train, choice.batch, is_resumed=inputs.resumed_batch is not None)
     same_layout = [candidate for candidate in candidates if candidate.fits and candidate.layout == choice.layout]
-    sizes = [candidate.batch.micro_batch for candidate in same_layout if candidate.checkpointed_layers == choice.checkpointed_layers]
+    sizes = [
+        candidate.batch.micro_batch
+        for candidate in same_layout
+        if candidate.checkpointed_layers == choice.checkpointed_layers
+    ]
     if max(sizes, default=0) > choice.batch.micro_batch:
         text += f"; up to {max(sizes)} would fit and be about as fast"
     elif len(sizes) > 1:
         text += "; smaller ones are slower"
     effective_batch, layout = choice.batch.effective_batch, choice.layout
     # a mesh is the user's own choice, and needs no explanation
-    if layout.data_parallel == layout.ranks or effective_batch % layout.ranks == 0 or inputs.config.model.mesh_shape is not None:
+    if (
+        layout.data_parallel == layout.ranks
+        or effective_batch % layout.ranks == 0
+        or inputs.config.model.mesh_shape is not None
+    ):
         return [text]
     return [
         text,
@@ -144,18 +168,24 @@ def _row_reason(inputs: PlanInputs, choice: Candidate) -> str:
     if row_tokens is None:
         return f"assumed: every row {inputs.seq_len} tokens{padding_text}, every token trained on"
     lengths_text = (
-        f"longest row {row_tokens.longest:,} tokens, mean {row_tokens.mean:,.0f}, 95% up to "
-        f"{row_tokens.p95:,}"
+        f"longest row {row_tokens.longest:,} tokens, mean {row_tokens.mean:,.0f}, 95% up to {row_tokens.p95:,}"
     )
-    lengths_text += f"; longest held-out row {row_tokens.held_out:,}" if row_tokens.held_out > row_tokens.longest else ""
+    lengths_text += (
+        f"; longest held-out row {row_tokens.held_out:,}" if row_tokens.held_out > row_tokens.longest else ""
+    )
     padded_tokens = plan_micro_batches(inputs, choice.precision, choice.step).tokens
-    fill_note = f": a micro-batch has as many rows as fit into {padded_tokens:,} tokens" if padded_tokens is not None else ""
+    fill_note = (
+        f": a micro-batch has as many rows as fit into {padded_tokens:,} tokens" if padded_tokens is not None else ""
+    )
     return f"{lengths_text}{fill_note}{padding_text}"
 
 
 def _sharded_checkpoint_reason(inputs: PlanInputs, choice: Candidate) -> str:
     memory = choice.memory
-    size_text, rank_size_text = f"{memory.checkpoint_bytes / GIB:.1f} GiB", f"{memory.host_save_each_bytes / GIB:.1f} GiB"
+    size_text, rank_size_text = (
+        f"{memory.checkpoint_bytes / GIB:.1f} GiB",
+        f"{memory.host_save_each_bytes / GIB:.1f} GiB",
+    )
     if inputs.config.train.async_save:
         return (
             f"train.async_save: checkpoints of {size_text} are written while training goes on, in parts: each of "
@@ -190,9 +220,15 @@ def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
         return text + _separate_calls_text(inputs, choice)
     if not is_padded(inputs.config, choice.layout, rows=choice.batch.micro_batch):
         return ""
-    can_join_rows = inputs.cuts_by_tokens and inputs.row_tokens is not None and inputs.row_attention.pack_mask_reason(choice.precision) is None
+    can_join_rows = (
+        inputs.cuts_by_tokens
+        and inputs.row_tokens is not None
+        and inputs.row_attention.pack_mask_reason(choice.precision) is None
+    )
     is_slower = can_join_rows and choice.layout.context_parallel == 1
-    slower_note = "; without padding each chat would be a call of its own, which is predicted to be slower" if is_slower else ""
+    slower_note = (
+        "; without padding each chat would be a call of its own, which is predicted to be slower" if is_slower else ""
+    )
     if choice.step.padded:
         return f", shorter rows padded to it and masked ({inputs.row_attention.mask_reason}){slower_note}"
     return f", shorter rows padded to it, without a mask (attention is causal, and padding at the end){slower_note}"
@@ -249,7 +285,9 @@ def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choi
     return [
         candidate
         if candidate.key == choice.key
-        else dataclasses.replace(candidate, rejected_because=rejection_reason(inputs, candidate, choice, top_speed=top_speed))
+        else dataclasses.replace(
+            candidate, rejected_because=rejection_reason(inputs, candidate, choice, top_speed=top_speed)
+        )
         for candidate in selected.values()
     ]
 
@@ -277,7 +315,11 @@ def rejection_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate
         return f"{basis} {1 - share_of_best:.1%} slower than the fastest that fits"
     extra_bytes = candidate.memory.required - choice.memory.required
     speed_text = "about as fast" if ratio >= 1.001 else "not faster"
-    return f"{speed_text}, {format_gib(extra_bytes)} GiB more" if extra_bytes > 0 else f"{speed_text}, {format_gib(candidate.memory.required)} GiB as well"
+    return (
+        f"{speed_text}, {format_gib(extra_bytes)} GiB more"
+        if extra_bytes > 0
+        else f"{speed_text}, {format_gib(candidate.memory.required)} GiB as well"
+    )
 
 
 def _layout_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate, ratio: float, error: SpeedError) -> str:
@@ -288,7 +330,9 @@ def _layout_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate, 
     text = f"{'not needed' if is_less_simple else 'another is preferred'}: {_format_fit(inputs, choice)}"
     moved_difference = candidate.speed.moved_bytes - choice.speed.moved_bytes
     if abs(moved_difference) >= GIB // 10:
-        text += f" and moves {abs(moved_difference) / GIB:.1f} GiB {'less' if moved_difference > 0 else 'more'} per step"
+        text += (
+            f" and moves {abs(moved_difference) / GIB:.1f} GiB {'less' if moved_difference > 0 else 'more'} per step"
+        )
     if ratio < EQUAL_SPEED_SHARE or not is_less_simple:
         text += f"; this is predicted {format_relative_speed(ratio, error)}"
     return text
@@ -305,11 +349,15 @@ def format_relative_speed(ratio: float, error: SpeedError | None = None) -> str:
 
 
 def _format_fit(inputs: PlanInputs, choice: Candidate) -> str:
-    return f"{choice.layout.name} fits at {format_gib(choice.memory.required)} of {format_gib(inputs.device_budget)} GiB"
+    return (
+        f"{choice.layout.name} fits at {format_gib(choice.memory.required)} of {format_gib(inputs.device_budget)} GiB"
+    )
 
 
 # --- slower code than there is ----------------------------------------------------------------------------------------
-def slow_code_reasons(config: RunConfig, shape: ModelShape, choice: Candidate, missing_packages: Collection[str]) -> list[str]:
+def slow_code_reasons(
+    config: RunConfig, shape: ModelShape, choice: Candidate, missing_packages: Collection[str]
+) -> list[str]:
     """A line for the experts that do not run as grouped products of 16 bits by themselves, and one for each package of
     `missing_packages` whose kernels the model's class would run on this GPU, with what it costs by the roofline."""
     lines, experts = [], plan_experts(config, shape, choice.precision)
@@ -322,7 +370,9 @@ def slow_code_reasons(config: RunConfig, shape: ModelShape, choice: Candidate, m
             cost_text = _format_cost(choice.speed, LINEAR_PART) if name == LINEAR_ATTENTION_PACKAGE else ""
             unsound_reason = kernel_package_problem(name, choice.step.capability)
             advice = f"; leave it so: {unsound_reason}" if unsound_reason else ""
-            lines.append(f"{name} is not installed: {shape.model_type} runs its own slower code instead{cost_text}{advice}")
+            lines.append(
+                f"{name} is not installed: {shape.model_type} runs its own slower code instead{cost_text}{advice}"
+            )
     return lines
 
 

@@ -29,9 +29,15 @@ LAUNCHER_PREFIXES = ("PET_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_")
 
 def independent_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a run started beside this one: this package first, this run's rank variables left out."""
-    excluded = {*MAKE_COMMAND_VARIABLES, *LAUNCHER_VARIABLES, *(["OMP_NUM_THREADS"] if "WORLD_SIZE" in environment else [])}
+    excluded = {
+        *MAKE_COMMAND_VARIABLES,
+        *LAUNCHER_VARIABLES,
+        *(["OMP_NUM_THREADS"] if "WORLD_SIZE" in environment else []),
+    }
     variables = {
-        name: value for name, value in environment.items() if name not in excluded and not name.startswith(LAUNCHER_PREFIXES)
+        name: value
+        for name, value in environment.items()
+        if name not in excluded and not name.startswith(LAUNCHER_PREFIXES)
     }
     variables["ACCELERATE_CONFIG"] = "none"  # accelerate's own file may name several machines
     return add_package_path(variables)
@@ -65,7 +71,9 @@ def busy_cores(*, seconds: float = 0.1) -> float:
     return share * (psutil.cpu_count() or 1)
 
 
-def openmp_wait_variables(environment: Mapping[str, str], *, measure_busy_cores: Callable[[], float] = busy_cores) -> dict[str, str]:
+def openmp_wait_variables(
+    environment: Mapping[str, str], *, measure_busy_cores: Callable[[], float] = busy_cores
+) -> dict[str, str]:
     """Variables to set before torch is loaded: how OpenMP's threads wait. Empty where the environment sets it."""
     if _THREAD_WAIT_VARIABLES & set(environment):
         return {}
@@ -95,7 +103,14 @@ def allocator_variables(environment: Mapping[str, str], *, root: Path = Path("/"
 
 def format_allocator(environment: Mapping[str, str]) -> str:
     """A line on this process's allocator setting, and on options that the plan's bound does not cover."""
-    name = next((variable for variable in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES) if environment.get(variable, "").strip()), None)
+    name = next(
+        (
+            variable
+            for variable in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES)
+            if environment.get(variable, "").strip()
+        ),
+        None,
+    )
     if name is None:
         return "Allocator: PyTorch's default, segments of fixed size"
     setting = environment[name].strip()

@@ -110,7 +110,13 @@ def report_to_agent(error: BaseException) -> bool:
 
 
 def record_failure(
-    kind: FailureKind, message: str, *, name: str = "", exit_code: int = 1, stack: str = "", error: BaseException | None = None
+    kind: FailureKind,
+    message: str,
+    *,
+    name: str = "",
+    exit_code: int = 1,
+    stack: str = "",
+    error: BaseException | None = None,
 ) -> None:
     """Write a failure into the launcher's file, if there is one. The first failure stays: what follows, such as
     connections that break, only hides it. It is replaced only by a message of ours about the same exception."""
@@ -226,7 +232,11 @@ def find_agent_processes(agent: int) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             belongs_to_agent = process.environ().get(AGENT_VARIABLE) == str(agent)
-            if belongs_to_agent and process.pid not in (agent, os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                belongs_to_agent
+                and process.pid not in (agent, os.getpid())
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 yield process
 
 

@@ -38,7 +38,9 @@ def die_with_parent(parent: int, signal_number: signal.Signals) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal_number), 0, 0, 0)
     else:
-        threading.Thread(target=_signal_when_orphaned, args=(parent, signal_number), daemon=True, name="sft_play parent watch").start()
+        threading.Thread(
+            target=_signal_when_orphaned, args=(parent, signal_number), daemon=True, name="sft_play parent watch"
+        ).start()
     if os.getppid() != parent:  # the parent ended before it could be watched
         os.kill(os.getpid(), signal_number)
 
@@ -49,7 +51,9 @@ def _signal_when_orphaned(parent: int, signal_number: signal.Signals) -> None:
     os.kill(os.getpid(), signal_number)
 
 
-def child_environment(environment: Mapping[str, str], *, signal_number: signal.Signals = signal.SIGKILL) -> dict[str, str]:
+def child_environment(
+    environment: Mapping[str, str], *, signal_number: signal.Signals = signal.SIGKILL
+) -> dict[str, str]:
     """The environment of a child that calls `watch_parent` first. By default it is killed, without saving
     anything; SIGTERM as `signal_number` lets it save."""
     return {**environment, PARENT_VARIABLE: f"{os.getpid()}:{signal_number.name}"}
@@ -61,11 +65,15 @@ def watch_parent() -> None:
     parent, _, signal_name = os.environ.pop(PARENT_VARIABLE, "").partition(":")
     make, _, child = os.environ.pop(MAKE_VARIABLE, "").partition(":")
     if parent.isdigit():
-        die_with_parent(int(parent), signal.Signals[signal_name] if signal_name in signal.Signals.__members__ else signal.SIGTERM)
+        die_with_parent(
+            int(parent), signal.Signals[signal_name] if signal_name in signal.Signals.__members__ else signal.SIGTERM
+        )
     elif make.isdigit() and child == str(os.getpid()):  # else this is the child of a wrapper (VENV=), not of make
         die_with_parent(int(make), signal.SIGTERM)
         if sys.platform == "linux" and _handles_interrupt(int(make)):
-            threading.Thread(target=_forward_interrupt_of_make, args=(int(make),), daemon=True, name="sft_play make watch").start()
+            threading.Thread(
+                target=_forward_interrupt_of_make, args=(int(make),), daemon=True, name="sft_play make watch"
+            ).start()
 
 
 def _forward_interrupt_of_make(make: int) -> None:
@@ -213,7 +221,9 @@ class ChildResult(NamedTuple):
     was_stopped: bool
 
 
-def run_child(module: str, arguments: Sequence[str], *, environment: Mapping[str, str], **popen_options: Any) -> ChildResult:
+def run_child(
+    module: str, arguments: Sequence[str], *, environment: Mapping[str, str], **popen_options: Any
+) -> ChildResult:
     """Run `python -m MODULE WORDS...` in a session of its own until it ends: a request to stop is passed on as SIGTERM,
     so that it can save, and another one kills it. `popen_options`: further arguments of Popen."""
     # safe path: `-m` would put the working folder first, whose package of that name may be another one

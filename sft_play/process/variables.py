@@ -29,7 +29,9 @@ TARGETS: Dict[str, str] = _VARIABLE_TABLE["targets"]
 MAINTENANCE_TARGETS = _expand_names("@maintaining")
 MAKE_ONLY_COMMANDS = _expand_names("@commands_of_make")
 # Flags that are not variables: the commands that take them, their help, and the setting for which some stand.
-EXTRA_FLAGS: Dict[str, Dict[str, Any]] = {flag: {**row, "for": _expand_names(row["for"])} for flag, row in _VARIABLE_TABLE["flags"].items()}
+EXTRA_FLAGS: Dict[str, Dict[str, Any]] = {
+    flag: {**row, "for": _expand_names(row["for"])} for flag, row in _VARIABLE_TABLE["flags"].items()
+}
 SETTING_BY_VARIABLE: Dict[str, str] = _VARIABLE_TABLE["settings"]
 # Other names for the same, in capitals without underscores: launchers' and people's.
 VARIABLE_SYNONYMS = {word: name for name, words in _VARIABLE_TABLE["other_words"].items() for word in words.split()}
@@ -93,18 +95,26 @@ def takes_variable(name: str, target: str) -> bool:
 def flag_commands(name: str) -> Tuple[str, ...]:
     """The commands of the program that take the flag of a variable."""
     variable = VARIABLES[name]
-    return tuple(command for command in (*variable.commands, *variable.ranks) if command not in (*TARGETS, *MAKE_ONLY_COMMANDS))
+    return tuple(
+        command for command in (*variable.commands, *variable.ranks) if command not in (*TARGETS, *MAKE_ONLY_COMMANDS)
+    )
 
 
 def target_help(makefile: str, target: str) -> List[str]:
     """What `make help TARGET` shows: the target's line of a Makefile, and the variables that it takes."""
     text = next(line for line in makefile.splitlines() if line.startswith(target + ":")).partition("## ")[2]
     variables = [(name, variable) for name, variable in VARIABLES.items() if takes_variable(name, target)]
-    return [f"make {target}: {text}", *(f"  {name + '=' + variable.example:<24} {variable.help}" for name, variable in variables)]
+    return [
+        f"make {target}: {text}",
+        *(f"  {name + '=' + variable.example:<24} {variable.help}" for name, variable in variables),
+    ]
 
 
 def command_line_problem(
-    goals: Sequence[str], given_names: Iterable[str], empty_names: Iterable[str], makefile_targets: Optional[Sequence[str]] = None
+    goals: Sequence[str],
+    given_names: Iterable[str],
+    empty_names: Iterable[str],
+    makefile_targets: Optional[Sequence[str]] = None,
 ) -> Optional[str]:
     """What is wrong with make's command line, in one line; None where nothing is.
 
@@ -118,7 +128,9 @@ def command_line_problem(
     if unknown:
         return "; ".join(unknown)
     command_text = f"make {' '.join(requested)}" if goals else "make without a target"
-    problems = [text for name in sorted(given_names) for text in [_variable_problem(name, requested, command_text)] if text]
+    problems = [
+        text for name in sorted(given_names) for text in [_variable_problem(name, requested, command_text)] if text
+    ]
     for name in sorted(empty_names):
         if (
             name in VARIABLES
@@ -152,15 +164,25 @@ def _variable_problem(name: str, requested: List[str], command_text: str) -> Opt
             return None
         problem = f"{name}= is not used by {command_text}; it belongs to {_format_takers(name)}"
         is_run_command = any(target_command(goal) in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS) for goal in requested)
-        return f"{problem} (the setting: SET='{SETTING_BY_VARIABLE[name]}=...')" if is_run_command and name in SETTING_BY_VARIABLE else problem
+        return (
+            f"{problem} (the setting: SET='{SETTING_BY_VARIABLE[name]}=...')"
+            if is_run_command and name in SETTING_BY_VARIABLE
+            else problem
+        )
     if name.upper() in _FOREIGN_VARIABLES:
         return None
     usable_names = [variable for variable in VARIABLES if any(takes_variable(variable, goal) for goal in requested)]
     # PYTHONPATH is no slip of PYTHON, and ACCELERATE_CONFG is one of ACCELERATE_CONFIG
     min_similarity = 0.85 if name.startswith(FOREIGN_PREFIXES) else None
     suggestion = VARIABLE_SYNONYMS.get(normalize_name(name))
-    if suggestion not in usable_names:  # GPU=4090 is HARDWARE= for make plan, and a slip of GPUS= where ranks are launched
-        suggestion = nearest_name(name, usable_names, min_similarity=min_similarity) or suggestion or nearest_name(name, list(VARIABLES), min_similarity=min_similarity)
+    if (
+        suggestion not in usable_names
+    ):  # GPU=4090 is HARDWARE= for make plan, and a slip of GPUS= where ranks are launched
+        suggestion = (
+            nearest_name(name, usable_names, min_similarity=min_similarity)
+            or suggestion
+            or nearest_name(name, list(VARIABLES), min_similarity=min_similarity)
+        )
     if suggestion is not None:
         owner_note = "" if suggestion in usable_names else f" It belongs to {_format_takers(suggestion)}"
         return f"{name}= is not a variable of {command_text}; did you mean {suggestion}=?{owner_note}"

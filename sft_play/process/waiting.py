@@ -40,7 +40,9 @@ _open_waits: list[WaitProgress] = []
 
 
 @contextlib.contextmanager
-def report_wait(task: str, *, unit: str = "", count_total: Callable[[], int | None] = lambda: None) -> Iterator[WaitProgress]:
+def report_wait(
+    task: str, *, unit: str = "", count_total: Callable[[], int | None] = lambda: None
+) -> Iterator[WaitProgress]:
     """Say what is being done where it takes longer than three seconds; a part that is opened inside speaks first.
     `unit`: of what `add` counts. `count_total`: how many there will be, called in another thread when there is
     something to say."""

@@ -35,7 +35,12 @@ _TORCH_WRITE_ERROR = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ 
 
 
 # What JSON has for each kind of value; `mappings` are a list of mappings.
-_JSON_TYPES: dict[str, type | tuple[type, ...]] = {"mapping": dict, "mappings": list, "list": list, "number": (int, float)}
+_JSON_TYPES: dict[str, type | tuple[type, ...]] = {
+    "mapping": dict,
+    "mappings": list,
+    "list": list,
+    "number": (int, float),
+}
 # Of the files of a run the kinds of value that readers count on, with the keys that have them at whatever depth.
 _EXPECTED_KINDS: dict[str, dict[str, str]] = {
     "manifest.json": {
@@ -137,7 +142,9 @@ def truncate_metrics(path: Path, step: int, *, stage: str | None = None) -> None
     """Drop the lines of metrics after `step` (in a run with stages, this stage's): a resumed run writes those steps
     again."""
     if path.exists():
-        kept_lines = [line for line, entry in read_metric_lines(path) if entry["step"] <= step or entry.get("stage") != stage]
+        kept_lines = [
+            line for line, entry in read_metric_lines(path) if entry["step"] <= step or entry.get("stage") != stage
+        ]
         write_text(path, "".join(f"{line}\n" for line in kept_lines))
 
 
@@ -180,8 +187,13 @@ def write_refusal(error: BaseException | None) -> str | None:
     while error is not None and id(error) not in checked_errors:
         checked_errors.add(id(error))
         rank_errors = getattr(error, "failures", None)  # of torch's distributed checkpoint
-        texts = [str(error), *(str(rank_error) for rank_error in (rank_errors.values() if isinstance(rank_errors, dict) else ()))]
-        error_numbers = {int(os_error or errno_text) for text in texts for os_error, errno_text in _ERRNO_IN_TEXT.findall(text)}
+        texts = [
+            str(error),
+            *(str(rank_error) for rank_error in (rank_errors.values() if isinstance(rank_errors, dict) else ())),
+        ]
+        error_numbers = {
+            int(os_error or errno_text) for text in texts for os_error, errno_text in _ERRNO_IN_TEXT.findall(text)
+        }
         error_numbers |= {error.errno} if isinstance(error, OSError) and error.errno is not None else set()
         for error_number in error_numbers.intersection(_WRITE_ERRNOS):
             return os.strerror(error_number)
@@ -238,4 +250,8 @@ def free_disk_bytes(path: Path) -> int | None:
 def format_free_space(path: Path) -> str:
     """What a disk has free, for a message."""
     available_bytes = free_disk_bytes(path)
-    return "what is free there is not known" if available_bytes is None else f"{available_bytes:,} bytes ({format_size(available_bytes)}) are free there"
+    return (
+        "what is free there is not known"
+        if available_bytes is None
+        else f"{available_bytes:,} bytes ({format_size(available_bytes)}) are free there"
+    )

@@ -126,10 +126,15 @@ class RunFolder:
         """Create the folder of a stage, or continue the existing one."""
         write_json(self.path / "plan.json", plan)
         write_json(self.path / "resolved.json", resolved_config(config, effective_batch=plan.get("effective_batch")))
-        earlier_manifest = self.read_manifest() if self.manifest_path.is_file() else {}  # what the first start recorded stays
+        earlier_manifest = (
+            self.read_manifest() if self.manifest_path.is_file() else {}
+        )  # what the first start recorded stays
         earlier_manifest = {name: value for name, value in earlier_manifest.items() if name not in END_ENTRIES}
         write_json(
-            self.manifest_path, earlier_manifest | {"format": MANIFEST_FORMAT, "stage": self.stage_name, "status": "running"} | dict(manifest)
+            self.manifest_path,
+            earlier_manifest
+            | {"format": MANIFEST_FORMAT, "stage": self.stage_name, "status": "running"}
+            | dict(manifest),
         )
 
     @property
@@ -140,7 +145,9 @@ class RunFolder:
     def has_finished(self, *, is_adapter: bool) -> bool:
         """True if the stage was trained to its end, and its result is there."""
         return (
-            self.has_begun and self.read_manifest().get("status") == "finished" and self.model_path(is_adapter=is_adapter).is_dir()
+            self.has_begun
+            and self.read_manifest().get("status") == "finished"
+            and self.model_path(is_adapter=is_adapter).is_dir()
         )
 
     @property
@@ -148,7 +155,9 @@ class RunFolder:
         """True if a step left something, be it a damaged checkpoint or a line of metrics. A run without any starts from
         the beginning."""
         run = self.whole_run
-        if any(run.path.glob("checkpoints/checkpoint-*")) or any(run.path.glob(f"{STAGES_FOLDER}/*/checkpoints/checkpoint-*")):
+        if any(run.path.glob("checkpoints/checkpoint-*")) or any(
+            run.path.glob(f"{STAGES_FOLDER}/*/checkpoints/checkpoint-*")
+        ):
             return True
         lines = read_metric_lines(run.metrics_path) if run.metrics_path.is_file() else ()
         return any(entry["step"] > 0 for _, entry in lines)
@@ -177,7 +186,9 @@ class RunFolder:
     def update_manifest(self, **changes: Any) -> None:
         """Rewrite the manifest with some entries changed; None removes one."""
         kept_entries = {name: value for name, value in self.read_manifest().items() if name not in changes}
-        write_json(self.manifest_path, kept_entries | {name: value for name, value in changes.items() if value is not None})
+        write_json(
+            self.manifest_path, kept_entries | {name: value for name, value in changes.items() if value is not None}
+        )
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one of the folder's JSON files."""

@@ -32,7 +32,11 @@ def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None 
     output_root = output_dir(output)
     if name is not None or output.name is not None:
         with error_prefix(name and f"RUN={one_line(name)}"):
-            folder = resolve_run(output_root, name) if name else open_run(output_root, check_run_name(output.name or "", key="output.name"))
+            folder = (
+                resolve_run(output_root, name)
+                if name
+                else open_run(output_root, check_run_name(output.name or "", key="output.name"))
+            )
         if folder.read_manifest().get("status") == "finished":
             raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")
         return folder
@@ -50,7 +54,9 @@ def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None 
     folders = [folder for folder, _ in unfinished]
     chosen = next((folder for folder in folders if folder.has_trained), folders[0])
     for skipped in folders[: folders.index(chosen)]:
-        logger.info("%s is newer, but no step was trained in it: RUN=%s starts it again", skipped.path, skipped.path.name)
+        logger.info(
+            "%s is newer, but no step was trained in it: RUN=%s starts it again", skipped.path, skipped.path.name
+        )
     return chosen
 
 
@@ -174,7 +180,12 @@ def is_finished(folder: RunFolder) -> bool:
 
 
 def create_run(
-    folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any], lock_part: int | None = None
+    folder: RunFolder,
+    loaded: LoadedConfig,
+    *,
+    manifest: dict[str, Any],
+    plan: dict[str, Any],
+    lock_part: int | None = None,
 ) -> RunLock:
     """Create the folder, locked, with config, plan and manifest, or nothing; one to be replaced is moved aside.
     `lock_part`: see `lock_run`. Raises RunFolderError where it exists (another start may have created it), is being
@@ -210,10 +221,14 @@ def create_run(
     return run_lock
 
 
-def write_initial_files(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
+def write_initial_files(
+    folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any]
+) -> None:
     """Write what a run begins with: config, settings, plan and manifest."""
     write_text(folder.path / "config.yaml", loaded.text)
-    write_json(folder.path / "resolved.json", resolved_config(loaded.config, effective_batch=plan.get("effective_batch")))
+    write_json(
+        folder.path / "resolved.json", resolved_config(loaded.config, effective_batch=plan.get("effective_batch"))
+    )
     write_json(folder.path / "plan.json", plan)
     write_json(folder.path / MANIFEST_FILE, manifest)
 
@@ -225,7 +240,10 @@ def move_aside(folder: RunFolder) -> Path:
         timestamp, suffix = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), 2
         replaced_path = folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}")
         while replaced_path.exists():
-            replaced_path, suffix = folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}-{suffix}"), suffix + 1
+            replaced_path, suffix = (
+                folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}-{suffix}"),
+                suffix + 1,
+            )
         folder.path.rename(replaced_path)
         run_lock.folder = RunFolder(replaced_path)
     return replaced_path

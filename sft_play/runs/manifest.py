@@ -145,7 +145,10 @@ def load_resumed_config(loaded: LoadedConfig, folder: RunFolder, *, is_trusted: 
     """Load the config of a resumed run: the settings that its first start was given beside its config, and over them
     those that are given now. Raises ConfigError where they cannot be read, RunFolderError where they allow code that
     the user does not."""
-    recorded_overrides, model = folder.read_manifest().get("overrides"), read_json(folder.path / "resolved.json").get("model")
+    recorded_overrides, model = (
+        folder.read_manifest().get("overrides"),
+        read_json(folder.path / "resolved.json").get("model"),
+    )
     overrides = kept_overrides(list(map(str, recorded_overrides))) if isinstance(recorded_overrides, list) else []
     adapter = model.get("adapter") if isinstance(model, dict) else None
     if adapter:  # by its path: `last` may be another one by now

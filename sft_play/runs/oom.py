@@ -59,7 +59,10 @@ def record_oom_event(folder: RunFolder, event: OomEvent) -> None:
     if event.again in ("step", "run") and isinstance(batch, dict) and batch.get("micro_batch") == event.micro_batch:
         rows = batch["micro_batch"] * batch["grad_accum"]
         batch = {**batch, "micro_batch": event.now, "grad_accum": rows // event.now}
-    folder.update_manifest(batch=batch, **{OOM_ENTRY: [*(asdict(earlier_event) for earlier_event in read_oom_events(folder)), asdict(event)]})
+    folder.update_manifest(
+        batch=batch,
+        **{OOM_ENTRY: [*(asdict(earlier_event) for earlier_event in read_oom_events(folder)), asdict(event)]},
+    )
 
 
 def write_oom_note(folder: RunFolder, event: OomEvent) -> None:

@@ -22,16 +22,16 @@ from sft_play.errors import ConfigError, DoesNotFit, Interrupted, RunFolderError
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.network import SETTLE_SHARE, NodeSetup, require_free_port
 from sft_play.launch.command import LaunchCommand, rank_timeout_s, torchrun_command
-from sft_play.launch.exported import RESUMED_VARIABLE, RankInfo, rendezvous_variables, rank_variables
+from sft_play.launch.exported import RESUMED_VARIABLE, RankInfo, rank_variables, rendezvous_variables
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import (
+    adjust_local_rank,
     choose_interface,
-    restrict_to_device,
-    select_hardware,
     rank_gpu_name,
     require_distinct_gpus,
+    restrict_to_device,
+    select_hardware,
     spread_hardware,
-    adjust_local_rank,
 )
 from sft_play.log import start_log_file
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed, plan_from_json
@@ -111,7 +111,9 @@ def _write_launch_files(
     return run_lock
 
 
-def _torchrun_command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan, *, resumed_run: str | None) -> LaunchCommand:
+def _torchrun_command(
+    loaded: LoadedConfig, options: LaunchOptions, plan: Plan, *, resumed_run: str | None
+) -> LaunchCommand:
     hardware, processes = plan.hardware, plan.hardware.gpus_per_node
     # of the cores, for each CPU rank; a run that is repeated has its own
     cores_per_rank = max(1, hardware.cpu_cores // processes)
@@ -139,13 +141,19 @@ def _require_fitting_adapter(loaded: LoadedConfig, plan: Plan) -> None:
 
     config, loaded_tokenizer = loaded.config, load_tokenizer(loaded.config)
     tokenizer_size = len(loaded_tokenizer.tokenizer)
-    read_base_adapter(config, build_model_spec(config, plan.precision, tokenizer_size=tokenizer_size, new_rows=loaded_tokenizer.new_rows))
+    read_base_adapter(
+        config,
+        build_model_spec(config, plan.precision, tokenizer_size=tokenizer_size, new_rows=loaded_tokenizer.new_rows),
+    )
 
 
 def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
     """The options with the nodes that exported RANK and WORLD_SIZE mean: they number nodes, or WORLD_SIZE counts ranks,
     of which RANK is this node's first. Where both can be meant, the nodes that come tell."""
-    nodes, node_hardware = options.nodes, select_hardware(dataclasses.replace(options, nodes=NodeSetup()), restrict_to_device(config, detect_hardware()))
+    nodes, node_hardware = (
+        options.nodes,
+        select_hardware(dataclasses.replace(options, nodes=NodeSetup()), restrict_to_device(config, detect_hardware())),
+    )
     if node_hardware.ranks == 1 or nodes.count % node_hardware.ranks:
         return options
     rank_explanation = (
@@ -161,11 +169,15 @@ def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchO
         count = len(_meet_nodes(options, config, node_hardware, may_count_ranks=True).cards)
     if count < nodes.count:
         logger.info("Nodes: %s", rank_explanation)
-        nodes = dataclasses.replace(nodes, count=count, rank=nodes.rank // node_hardware.ranks, exported_rank=rank_explanation)
+        nodes = dataclasses.replace(
+            nodes, count=count, rank=nodes.rank // node_hardware.ranks, exported_rank=rank_explanation
+        )
     return dataclasses.replace(options, nodes=nodes)
 
 
-def _meet_nodes(options: LaunchOptions, config: RunConfig, node_hardware: Hardware, *, may_count_ranks: bool = False) -> NodeMeeting:
+def _meet_nodes(
+    options: LaunchOptions, config: RunConfig, node_hardware: Hardware, *, may_count_ranks: bool = False
+) -> NodeMeeting:
     with importing():
         from sft_play.training.ranks.node_meeting import meet_nodes, node_card
 
@@ -191,7 +203,9 @@ def rank_arguments(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> 
         arguments = [word for word in arguments if not word.startswith("model.adapter=")]
         arguments.append(f"model.adapter={json.dumps(adapter)}")
     arguments += ["--strategy", plan.layout]
-    arguments += ["--tensorboard"] if options.uses_tensorboard else []  # rank 0 starts it: only rank 0 knows the run's folder
+    arguments += (
+        ["--tensorboard"] if options.uses_tensorboard else []
+    )  # rank 0 starts it: only rank 0 knows the run's folder
     if options.deepspeed is not None:
         arguments.append("--deepspeed")
         arguments += ["--deepspeed_config", str(options.deepspeed.file)] if options.deepspeed.file else []
@@ -231,7 +245,9 @@ def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped
         logger.warning("ended at once; what was saved until then is kept")
         return Interrupted.exit_code
     if agent_code < 0:
-        signal_name = signal.Signals(-agent_code).name if -agent_code in list(signal.Signals) else f"signal {-agent_code}"
+        signal_name = (
+            signal.Signals(-agent_code).name if -agent_code in list(signal.Signals) else f"signal {-agent_code}"
+        )
         logger.error("the ranks' agent was killed by %s; what the ranks saved until then is kept", signal_name)
         with contextlib.suppress(RunFolderError, OSError):
             if folder is not None:
@@ -281,9 +297,13 @@ class LaunchPlan:
     def to_json(self, *, has_folder: bool) -> str:
         """As JSON, for the ranks; `has_folder`: whether their parent creates the folder."""
         assert self.folder is not None, "rank 0 names it"
-        stage_fields = [{"plan": plan.as_json(), "deepspeed": deepspeed_config} for plan, deepspeed_config in self.stage_plans]
+        stage_fields = [
+            {"plan": plan.as_json(), "deepspeed": deepspeed_config} for plan, deepspeed_config in self.stage_plans
+        ]
         folder, today = str(self.folder.path.absolute()), str(self.today)
-        return json.dumps({"folder": folder, "parts": stage_fields, "resume": self.is_resumed, "made": has_folder, "today": today})
+        return json.dumps(
+            {"folder": folder, "parts": stage_fields, "resume": self.is_resumed, "made": has_folder, "today": today}
+        )
 
     @staticmethod
     def from_json(text: str) -> LaunchPlan:
@@ -320,7 +340,9 @@ def receive_launch_plan(config: RunConfig, rank_info: RankInfo) -> LaunchPlan | 
     with importing():
         from sft_play.training.ranks.distributed import broadcast_text, publish_gpu
 
-    previous_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch's wait hears no Ctrl-C, and there is nothing to undo
+    previous_handler = signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # torch's wait hears no Ctrl-C, and there is nothing to undo
     publish_gpu(rank_gpu_name(rank_info, restrict_to_device(config, detect_hardware())), rank_info.rank)
     signal.signal(signal.SIGINT, previous_handler)
     return None if rank_info.is_first else LaunchPlan.from_json(broadcast_text(None))
@@ -335,7 +357,9 @@ def gather_rank_hardware(local_hardware: Hardware, rank_info: RankInfo) -> Hardw
     gpus = gather_gpus(rank_info.world_size) if sees_one_gpu else []
     require_distinct_gpus(gpus)
     # without a UUID of each, ranks that share one GPU by mistake look the same
-    hardware = spread_hardware(local_hardware, rank_info.world_size, rank_info.node_count, sees_own_gpu_only=sees_one_gpu and all(gpus))
+    hardware = spread_hardware(
+        local_hardware, rank_info.world_size, rank_info.node_count, sees_own_gpu_only=sees_one_gpu and all(gpus)
+    )
     if hardware.gpus and rank_info.local_world_size < len(local_hardware.gpus):
         logger.warning("%d of this node's %d GPUs are idle: start %d processes on it (--nproc-per-node) to use all",
                        len(local_hardware.gpus) - rank_info.local_world_size, len(local_hardware.gpus),

@@ -21,9 +21,9 @@ from sft_play.facts.installed import cuda_libraries, missing_kernel_packages
 from sft_play.facts.models.architecture import (
     load_config_json,
     published_params_note,
+    quantised_storage_note,
     refuse_quantised,
     refuse_remote_code,
-    quantised_storage_note,
     text_only_note,
 )
 from sft_play.facts.models.model_shape import ModelShape
@@ -84,7 +84,9 @@ def read_previous_run(folder: RunFolder) -> PreviousRun | None:
     known_layout: LayoutName = layout if layout in LAYOUT_NAMES else "single"
     oom_micro_batches = [event.micro_batch for event in oom.read_oom_events(folder) if event.again in ("step", "run")]
     previous_batch = BatchPlan(micro_batch, grad_accum, ranks)
-    return PreviousRun(known_layout, previous_batch, processes, updates, folder.has_trained, min(oom_micro_batches, default=None))
+    return PreviousRun(
+        known_layout, previous_batch, processes, updates, folder.has_trained, min(oom_micro_batches, default=None)
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,11 @@ def resume_constraints(config: RunConfig, previous: PreviousRun | None, ranks: i
     effective_batch, is_batch_open = previous.batch.effective_batch, "auto" in (train.batch_size, train.grad_accum)
     # Another effective batch is refused by check_same_run, and a split that is given in full needs none from here.
     is_other_batch = not train.derives_effective_batch and train.effective_batch_size != effective_batch
-    is_fully_requested = requested_micro_batch and not is_batch_open and requested_micro_batch * int(train.grad_accum) * ranks == effective_batch
+    is_fully_requested = (
+        requested_micro_batch
+        and not is_batch_open
+        and requested_micro_batch * int(train.grad_accum) * ranks == effective_batch
+    )
     if is_other_batch or is_fully_requested:
         return ResumeConstraints(updates=updates)
     rank_share, remainder = divmod(effective_batch, ranks)
@@ -184,13 +190,17 @@ def select_local_backend(config: RunConfig, hardware: Hardware, *, layout: str, 
     return backends.fall_back(config, problem) if problem else backend
 
 
-def training_backend(config: RunConfig, hardware: Hardware, layouts: tuple[LayoutName, ...] = LAYOUT_NAMES) -> Backend | None:
+def training_backend(
+    config: RunConfig, hardware: Hardware, layouts: tuple[LayoutName, ...] = LAYOUT_NAMES
+) -> Backend | None:
     """The backend that trains a run here, where it had to be chosen: not for bnb, nor on a machine that was only named.
     Raises as `select_local_backend` does."""
     if config.tuning.backend == "bnb" or hardware.named:
         return None
     default_layout: LayoutName = "ddp" if hardware.ranks > 1 else "single"
-    return select_local_backend(config, hardware, layout=default_layout if default_layout in layouts or not layouts else layouts[0])
+    return select_local_backend(
+        config, hardware, layout=default_layout if default_layout in layouts or not layouts else layouts[0]
+    )
 
 
 def find_unsloth_layout(loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> LayoutName | None:
@@ -249,7 +259,9 @@ def add_oom_advice(config: RunConfig, plan: Plan) -> Iterator[None]:
 
 
 def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
-    checkpointing = plan.choice.checkpointed_layers if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
+    checkpointing = (
+        plan.choice.checkpointed_layers if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
+    )
     train_settings: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
     train_settings |= {} if plan.choice.step.offloads else {"gradient_checkpointing": checkpointing}
     config = config.model_copy(update={"train": config.train.model_copy(update=train_settings)})
@@ -257,8 +269,14 @@ def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> li
         request = _plan_request(config, plan.hardware, (plan.layout,))
         failed_plan = make_plan(request)
         earlier = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
-        alternatives = [suggestion for suggestion in find_suggestions(replace(request, measured_runs=earlier)) if suggestion.fits]
-        alternatives = [suggestion for suggestion in alternatives if suggestion.hardware is None or suggestion.required < failed_plan.memory.required]
+        alternatives = [
+            suggestion for suggestion in find_suggestions(replace(request, measured_runs=earlier)) if suggestion.fits
+        ]
+        alternatives = [
+            suggestion
+            for suggestion in alternatives
+            if suggestion.hardware is None or suggestion.required < failed_plan.memory.required
+        ]
         return [
             f"{item.change} ({item.needs}; {'resume takes it' if _can_resume_with(item) else 'a new run'})"
             for item in alternatives
@@ -267,7 +285,10 @@ def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> li
 
 
 def _can_resume_with(suggestion: Suggestion) -> bool:
-    return suggestion.setting is not None and {word.partition("=")[0] for word in suggestion.setting.split()} <= FREE_TO_CHANGE_OPTIONS
+    return (
+        suggestion.setting is not None
+        and {word.partition("=")[0] for word in suggestion.setting.split()} <= FREE_TO_CHANGE_OPTIONS
+    )
 
 
 def check_without_rows(config: RunConfig, hardware: Hardware, *, layouts: tuple[LayoutName, ...]) -> None:
@@ -286,7 +307,9 @@ def _plan_request(
         hardware,
         layouts,
         has_eval(config),
-        measured_runs=[] if hardware.named else calibration.load_measured_runs(),  # runs here say nothing about a machine that is named
+        measured_runs=[]
+        if hardware.named
+        else calibration.load_measured_runs(),  # runs here say nothing about a machine that is named
         row_tokens=rows or cached_row_tokens(config),
         missing_packages=missing_kernel_packages(),
         libraries=cuda_libraries(),
@@ -315,7 +338,9 @@ def _work_estimator(config: RunConfig, row_tokens: RowTokens | None) -> Callable
         steps = config.train.max_steps
         if size is None:
             return RunLength(steps, None) if steps else None
-        has_full_rows = is_plain_text or config.data.packing != "none"  # blocks and packs: every row has max_seq_len tokens
+        has_full_rows = (
+            is_plain_text or config.data.packing != "none"
+        )  # blocks and packs: every row has max_seq_len tokens
         rows = max(1, size.tokens // config.model.max_seq_len) if has_full_rows else size.rows
         steps_per_epoch = math.ceil(rows / effective_batch)
         steps = steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))

@@ -14,14 +14,14 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError, stage_context
 from sft_play.facts.hardware import Hardware
 from sft_play.launch.deepspeed.files import (
-    keeps_params_on_gpu,
     deepspeed_layout,
+    keeps_params_on_gpu,
+    merge_deepspeed_batch,
     read_deepspeed_file,
     shipped_deepspeed_config,
     translate_deepspeed_keys,
-    merge_deepspeed_batch,
 )
-from sft_play.launch.deepspeed.fill import PlanValues, cpu_adam_obstacles, cpu_adam_compile_note, fill_auto_values
+from sft_play.launch.deepspeed.fill import PlanValues, cpu_adam_compile_note, cpu_adam_obstacles, fill_auto_values
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.launch.machine import prepare_libraries
 from sft_play.log import one_line
@@ -32,15 +32,15 @@ from sft_play.process.imports import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import requested_deepspeed
 from sft_play.starting.plan_run import (
-    resume_constraints,
+    check_without_rows,
+    load_run_model_shape,
     log_plan,
     plan_run,
-    check_without_rows,
-    require_resumable_layout,
-    load_run_model_shape,
     read_previous_run,
+    require_resumable_layout,
+    resume_constraints,
 )
-from sft_play.starting.row_survey import count_row_tokens, has_variable_lengths, cached_row_tokens
+from sft_play.starting.row_survey import cached_row_tokens, count_row_tokens, has_variable_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,9 @@ def plan_stages(
         if part.stage_name is not None:
             logger.debug("Stage %s:", part.stage_name)
         with stage_context(part.stage_name):
-            stage_plans.append(plan_ranks(part, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed))
+            stage_plans.append(
+                plan_ranks(part, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed)
+            )
     return stage_plans
 
 
@@ -78,9 +80,16 @@ def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list
     that has not begun, or is finished."""
     if not loaded.stages or folder is None:
         return [(part, folder) for part in loaded.runs]
-    stage_folders = [folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]) for stage in loaded.stages]
+    stage_folders = [
+        folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]) for stage in loaded.stages
+    ]
     return [
-        (part, stage_folder if stage_folder.has_begun and not stage_folder.has_finished(is_adapter=part.config.tuning.mode != "full") else None)
+        (
+            part,
+            stage_folder
+            if stage_folder.has_begun and not stage_folder.has_finished(is_adapter=part.config.tuning.mode != "full")
+            else None,
+        )
         for part, stage_folder in zip(loaded.runs, stage_folders, strict=True)
     ]
 
@@ -125,7 +134,9 @@ def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, layouts: 
         with contextlib.suppress(SftPlayError):
             joint_plans = make_plans((name,))
             if all(plan.fits and plan.layout == name for plan in joint_plans):
-                step_seconds[name] = sum(plan.hours or plan.speed.step_s for plan in joint_plans)  # hours: data of known size
+                step_seconds[name] = sum(
+                    plan.hours or plan.speed.step_s for plan in joint_plans
+                )  # hours: data of known size
     return min(step_seconds or names, key=lambda name: step_seconds.get(name, 0.0))
 
 
@@ -147,11 +158,17 @@ def plan_ranks(
     config, strategy, deepspeed_request = loaded.config, options.strategy, options.deepspeed
     if previous is not None and strategy is None and deepspeed_request is None:
         # DeepSpeed's checkpoints are read by the same layout only; those of the others by any, over any number of ranks
-        strategy = previous.layout if previous.processes == hardware.ranks or previous.layout in DEEPSPEED_LAYOUTS else None
+        strategy = (
+            previous.layout if previous.processes == hardware.ranks or previous.layout in DEEPSPEED_LAYOUTS else None
+        )
     deepspeed_config, name = None, "DeepSpeed"
     if deepspeed_request is not None:
         deepspeed_config, strategy, name = read_deepspeed_config(deepspeed_request, strategy)
-    elif original_deepspeed is not None and strategy in DEEPSPEED_LAYOUTS and deepspeed_layout(original_deepspeed, default_layout=strategy) == strategy:
+    elif (
+        original_deepspeed is not None
+        and strategy in DEEPSPEED_LAYOUTS
+        and deepspeed_layout(original_deepspeed, default_layout=strategy) == strategy
+    ):
         deepspeed_config = original_deepspeed
     if resume_from and strategy:
         require_resumable_layout(resume_from, previous, strategy)
@@ -161,12 +178,16 @@ def plan_ranks(
     constraints = resume_constraints(config, previous, count_data_parallel_ranks(config, previous, hardware))
     if previous is not None and constraints.batch not in (None, previous.batch):
         message = "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept"
-        logger.info(message, *dataclasses.astuple(constraints.batch), previous.batch.ranks, constraints.batch.effective_batch)
+        logger.info(
+            message, *dataclasses.astuple(constraints.batch), previous.batch.ranks, constraints.batch.effective_batch
+        )
     refuse_impossible_strategy(config, hardware, strategy)
     layouts = _strategy_layouts(strategy, hardware)
     if previous is not None and strategy is None:
         layouts = tuple(name for name in layouts if previous.resume_obstacle(name) is None)
-    keeps_weights = deepspeed_config is not None and strategy is not None and keeps_params_on_gpu(deepspeed_config, strategy)
+    keeps_weights = (
+        deepspeed_config is not None and strategy is not None and keeps_params_on_gpu(deepspeed_config, strategy)
+    )
     trace = config.plan.trace and bool(hardware.gpus)
     plan = plan_run(config, hardware, layouts=layouts, trace=trace, keeps_params=keeps_weights, constraints=constraints)
     # a kept batch ran before: it is tried again where the prediction says that it does not fit
@@ -174,20 +195,28 @@ def plan_ranks(
     log_plan(plan, config, stage=loaded.stage_name)
     if plan.layout not in DEEPSPEED_LAYOUTS:
         return plan, None
-    deepspeed_config = deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))[0]  # the plan chose DeepSpeed by itself
-    return dataclasses.replace(plan, deepspeed=deepspeed_config), _resolve_deepspeed_config(plan, config, deepspeed_config, name)
+    deepspeed_config = (
+        deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))[0]
+    )  # the plan chose DeepSpeed by itself
+    return dataclasses.replace(plan, deepspeed=deepspeed_config), _resolve_deepspeed_config(
+        plan, config, deepspeed_config, name
+    )
 
 
 def _strategy_layouts(strategy: LayoutName | None, hardware: Hardware) -> tuple[LayoutName, ...]:
     return (strategy,) if strategy else layout_choices(hardware.ranks)
 
 
-def read_deepspeed_config(request: DeepspeedRequest, strategy: LayoutName | None) -> tuple[dict[str, Any], LayoutName, str]:
+def read_deepspeed_config(
+    request: DeepspeedRequest, strategy: LayoutName | None
+) -> tuple[dict[str, Any], LayoutName, str]:
     """DeepSpeed's config in current keys, from the user's file or as shipped, the layout that it asks for, and its name
     in messages."""
     planned_layout = strategy or "zero2"
     name = f"DEEPSPEED_CONFIG={one_line(str(request.file))}" if request.file else "DeepSpeed"
-    deepspeed_config, notes = translate_deepspeed_keys(read_deepspeed_file(request.file) if request.file else shipped_deepspeed_config(planned_layout), name=name)
+    deepspeed_config, notes = translate_deepspeed_keys(
+        read_deepspeed_file(request.file) if request.file else shipped_deepspeed_config(planned_layout), name=name
+    )
     layout = deepspeed_layout(deepspeed_config, name=name, default_layout=planned_layout)
     _log_deepspeed(notes)
     return deepspeed_config, layout, name
@@ -213,7 +242,9 @@ def _log_deepspeed(lines: Iterable[str]) -> None:
         logger.debug("DeepSpeed: %s", line)
 
 
-def _resolve_deepspeed_config(plan: Plan, config: RunConfig, deepspeed_config: dict[str, Any], name: str) -> dict[str, Any]:
+def _resolve_deepspeed_config(
+    plan: Plan, config: RunConfig, deepspeed_config: dict[str, Any], name: str
+) -> dict[str, Any]:
     numbers = PlanValues.from_plan(plan, config, hidden_size=load_run_model_shape(config).hidden_size)
     offloads = plan.choice.layout.offloads_states
     obstacles = cpu_adam_obstacles() if offloads else ()
@@ -232,7 +263,10 @@ def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: 
     names = list(dict.fromkeys(layout.name for layout in possible))
     if strategy in names:
         return
-    reason = next((refused_layout.because for refused_layout in refused if refused_layout.name == strategy), f"{hardware.ranks} rank(s)")
+    reason = next(
+        (refused_layout.because for refused_layout in refused if refused_layout.name == strategy),
+        f"{hardware.ranks} rank(s)",
+    )
     if config.model.mesh_shape is not None:
         reason = f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"
     others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"

@@ -44,10 +44,14 @@ def refusals(
         needs_rows: False for a plan, after which the data may come; a file that is there has to be readable.
         plans: the plan of the run, or of each stage, as far as there are any; None before there are.
     """
-    checks: list[Callable[[], object]] = [partial(require_capable_machine, part.config, hardware) for part in loaded.runs]
+    checks: list[Callable[[], object]] = [
+        partial(require_capable_machine, part.config, hardware) for part in loaded.runs
+    ]
     checks += [partial(_require_writable_folder, loaded, hardware)] if makes_folder else []
     checks += [partial(_require_readable_rows, part, needs_rows=needs_rows) for part in loaded.runs]
-    checks += [] if plans is None else [partial(require_gpus_and_disk, loaded, hardware, plans, _find_resumed_run(loaded))]
+    checks += (
+        [] if plans is None else [partial(require_gpus_and_disk, loaded, hardware, plans, _find_resumed_run(loaded))]
+    )
     for check in checks:
         try:
             check()
@@ -106,8 +110,13 @@ def require_gpus_and_disk(
     folder = folder or RunFolder(output_dir(loaded.config.output))
     for part, plan in zip(loaded.runs, plans, strict=False):
         stage_folder = folder if part.stage_name is None else folder.stage_folder(part.stage_name)
-        disk, free_disk = planned_disk_usage(part.config, load_run_model_shape(part.config), plan), free_disk_bytes(folder.path)
-        needed_bytes = disk.min_bytes(existing_checkpoints=len(list(stage_folder.checkpoints_path.glob("checkpoint-*"))))
+        disk, free_disk = (
+            planned_disk_usage(part.config, load_run_model_shape(part.config), plan),
+            free_disk_bytes(folder.path),
+        )
+        needed_bytes = disk.min_bytes(
+            existing_checkpoints=len(list(stage_folder.checkpoints_path.glob("checkpoint-*")))
+        )
         if free_disk is not None and free_disk < needed_bytes:
             raise RunFolderError(
                 f"{folder.path}: there is no room for what the run writes ({disk.max_checkpoints or 'all its'} "

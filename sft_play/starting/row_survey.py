@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.checks import missed_column_lines
-from sft_play.data.sources.files import list_parts, find_data_paths
+from sft_play.data.sources.files import find_data_paths, list_parts
 from sft_play.errors import SftPlayError, stage_context
 from sft_play.facts.models.architecture import find_model_folder, load_max_positions
 from sft_play.files import atomic, cache_dir
@@ -86,10 +86,16 @@ def count_row_tokens_if_quick(
             try:
                 data_bytes = sum(size for _, size, _ in _data_file_states(config))
             except SftPlayError as error:
-                missing_data_lines.append(f"Rows: every row is taken to have full length, because the data are not here: {error}")
+                missing_data_lines.append(
+                    f"Rows: every row is taken to have full length, because the data are not here: {error}"
+                )
                 continue
             folder = find_model_folder(config.model.name)
-            if folder is None or data_bytes > QUICK_BYTES or not any(any(folder.glob(name)) for name in _TOKENIZER_PATTERNS):
+            if (
+                folder is None
+                or data_bytes > QUICK_BYTES
+                or not any(any(folder.glob(name)) for name in _TOKENIZER_PATTERNS)
+            ):
                 continue
             try:
                 with stage_context(part.stage_name):
@@ -145,7 +151,9 @@ def _row_tokens_key(config: RunConfig) -> str:
     tokenizer = [config.model.name, config.model.revision] if folder is None else sorted(_tokenizer_file_states(folder))
     code = Path(__file__).parents[1] / "data"  # the code decides tokens too: templates, masks, cuts
     key_parts: dict[str, Any] = {
-        "options": {name: value for name, value in _data_options(config).items() if name not in _OPTIONS_WITHOUT_EFFECT},
+        "options": {
+            name: value for name, value in _data_options(config).items() if name not in _OPTIONS_WITHOUT_EFFECT
+        },
         "limit": config.model.max_seq_len,
         "tokenizer": tokenizer,
         "files": sorted(_data_file_states(config)),
@@ -172,7 +180,11 @@ def _data_file_states(config: RunConfig) -> Iterator[tuple[str, int, int]]:
                 yield part.name, 0, date.today().toordinal()
                 continue
             data_path = part.path
-            yield from (_file_state(path) for path in (data_path.rglob("*") if data_path.is_dir() else [data_path]) if path.is_file())
+            yield from (
+                _file_state(path)
+                for path in (data_path.rglob("*") if data_path.is_dir() else [data_path])
+                if path.is_file()
+            )
 
 
 def _file_state(path: Path) -> tuple[str, int, int]:

@@ -22,11 +22,11 @@ from sft_play.launch.launch_options import (
     LaunchOptions,
     apply_accelerate_config,
     apply_mesh,
+    fill_from_accelerate,
     override_lines,
     pop_accelerate_launch_config,
-    fill_from_accelerate,
 )
-from sft_play.launch.machine import hide_gpus, warn_idle_gpus, restrict_to_device, select_hardware, use_one_gpu
+from sft_play.launch.machine import hide_gpus, restrict_to_device, select_hardware, use_one_gpu, warn_idle_gpus
 from sft_play.log import one_line, start_log_buffer, start_log_file
 from sft_play.planner import plan_details
 from sft_play.planner.layout import DEEPSPEED_LAYOUTS
@@ -41,12 +41,12 @@ from sft_play.runs.manifest import changed_settings, check_no_differences, first
 from sft_play.starter import BASE_NAME
 from sft_play.starting.launch_ranks import (
     LaunchPlan,
-    resolve_exported_nodes,
-    launch_ranks,
     gather_rank_hardware,
-    setup_rank_environment,
+    launch_ranks,
     receive_launch_plan,
     refusal_to_json,
+    resolve_exported_nodes,
+    setup_rank_environment,
 )
 from sft_play.starting.plan_run import find_unsloth_layout, read_previous_run
 from sft_play.starting.plan_stages import count_rows_before_planning, plan_stages
@@ -117,7 +117,11 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
             _log_base_model(request.loaded)
         request = _resolve_launch_request(request)
         exit_stack.enter_context(error_prefix(request.options.nodes.exported_rank or None))
-        launch_plan = _plan_launch(request, exit_stack) if request.rank_info is None else _plan_launch_as_rank(request, request.rank_info, exit_stack)
+        launch_plan = (
+            _plan_launch(request, exit_stack)
+            if request.rank_info is None
+            else _plan_launch_as_rank(request, request.rank_info, exit_stack)
+        )
         folder, stage_plans = launch_plan.folder, launch_plan.stage_plans
         if not stage_plans:
             return LaunchResult(0, folder)
@@ -150,16 +154,23 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
         return LaunchResult(0, folder, plan)
 
 
-def resume_request(loaded: LoadedConfig, options: LaunchOptions, *, run_name: str | None, trusts: CodeTrust) -> LaunchRequest:
+def resume_request(
+    loaded: LoadedConfig, options: LaunchOptions, *, run_name: str | None, trusts: CodeTrust
+) -> LaunchRequest:
     """A stopped run, the one named `run_name` or the newest, to be resumed over as many ranks as before where no other
     number is asked for; raises RunFolderError where there is none, or its settings allow code that `trusts` does not.
     """
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run_name)
     loaded, previous = load_resumed_config(loaded, folder, is_trusted=trusts), read_previous_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):
-        gpu_count, rank_count = len(restrict_to_device(loaded.config, detect_hardware()).gpus), previous.processes if previous else 1
+        gpu_count, rank_count = (
+            len(restrict_to_device(loaded.config, detect_hardware()).gpus),
+            previous.processes if previous else 1,
+        )
         options = dataclasses.replace(options, processes=min(rank_count, gpu_count) if gpu_count else rank_count)
-    has_engine = options.deepspeed or (previous is not None and previous.layout in DEEPSPEED_LAYOUTS)  # a single rank's too
+    has_engine = options.deepspeed or (
+        previous is not None and previous.layout in DEEPSPEED_LAYOUTS
+    )  # a single rank's too
     is_one_rank = options.processes == 1 and options.nodes.count == 1 and not has_engine
     launches_ranks = not (is_one_rank and options.strategy in (None, "single"))
     return LaunchRequest(loaded, options, launches_ranks=launches_ranks, should_resume=True, folder=folder)
@@ -190,16 +201,24 @@ def _resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
         refuse_lone_node(options.nodes)
     else:
         rank_info = setup_rank_environment(loaded.config, rank_info) if rank_info is not None else None
-        accelerate_config = pop_accelerate_launch_config()  # now: the plan decides, and accelerate would act on the same variables later
+        accelerate_config = (
+            pop_accelerate_launch_config()
+        )  # now: the plan decides, and accelerate would act on the same variables later
         if rank_info is None:
             options = dataclasses.replace(options, strategy="single")
-            for name in RENDEZVOUS_VARIABLES:  # torch and accelerate would wait for others, as a notebook or a guide asked
+            for (
+                name
+            ) in RENDEZVOUS_VARIABLES:  # torch and accelerate would wait for others, as a notebook or a guide asked
                 os.environ.pop(name, None)
-        elif accelerate_config is not None and rank_info.run_folder is None:  # under a parent of ours: left from another launch
+        elif (
+            accelerate_config is not None and rank_info.run_folder is None
+        ):  # under a parent of ours: left from another launch
             options = fill_from_accelerate(options, accelerate_config, parse_mesh(loaded.config.model.mesh_shape))
     refuse_restarts(loaded, options, rank_info)
     loaded = tensorboard.add_tensorboard_tracker(loaded) if options.uses_tensorboard else loaded
-    return dataclasses.replace(request, loaded=loaded, options=options, rank_info=rank_info, accelerate_config=accelerate_config)
+    return dataclasses.replace(
+        request, loaded=loaded, options=options, rank_info=rank_info, accelerate_config=accelerate_config
+    )
 
 
 def _tensorboard_sidecar(request: LaunchRequest, folder: RunFolder | None) -> contextlib.AbstractContextManager[object]:
@@ -237,16 +256,22 @@ def _plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> La
             run_lock = exit_stack.enter_context(lock_run(folder, part=None if trains_in_process else LAUNCHER))
     options = dataclasses.replace(options, strategy=unsloth_layout) if unsloth_layout is not None else options
     if starts_run:
-        count_rows_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_in_process=trains_in_process)
+        count_rows_before_planning(
+            loaded, hardware, options, is_resumed=is_resumed, trains_in_process=trains_in_process
+        )
     stage_plans = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None)
     if starts_run:  # the folder is rank 0's where there are several nodes
         require_gpus_and_disk(loaded, hardware, [plan for plan, _ in stage_plans] if folder is not None else [], folder)
     today = first_start_date(folder) if folder is not None else date.today()
-    return LaunchPlan(folder, is_resumed, stage_plans, trains_in_process, lock=run_lock if trains_in_process else None, today=today)
+    return LaunchPlan(
+        folder, is_resumed, stage_plans, trains_in_process, lock=run_lock if trains_in_process else None, today=today
+    )
 
 
 def _launch_hardware(request: LaunchRequest) -> Hardware:
-    detected = detect_hardware() if request.launches_ranks else restrict_to_device(request.loaded.config, detect_hardware())
+    detected = (
+        detect_hardware() if request.launches_ranks else restrict_to_device(request.loaded.config, detect_hardware())
+    )
     if request.rank_info is not None and not request.launches_ranks:
         return gather_rank_hardware(detected, request.rank_info)
     for line in plan_details.detected_lines(detected):
@@ -324,9 +349,16 @@ def pop_crash_record(folder: RunFolder) -> str | None:
 def _resume_point(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
     from sft_play.training.checkpoints.checkpoints import checkpoint_step, last_complete_checkpoint
 
-    begun_stages = [stage_folder for stage_config in loaded.config.curriculum if (stage_folder := folder.stage_folder(stage_config.name)).has_begun]
+    begun_stages = [
+        stage_folder
+        for stage_config in loaded.config.curriculum
+        if (stage_folder := folder.stage_folder(stage_config.name)).has_begun
+    ]
     last_folder = begun_stages[-1] if begun_stages else folder
-    checkpoint, stage_suffix = last_complete_checkpoint(last_folder.checkpoints_path), f" of stage {last_folder.stage_name}" if last_folder.stage_name else ""
+    checkpoint, stage_suffix = (
+        last_complete_checkpoint(last_folder.checkpoints_path),
+        f" of stage {last_folder.stage_name}" if last_folder.stage_name else "",
+    )
     if checkpoint is None:
         return 0, f"the beginning{stage_suffix}: there is no checkpoint"
     return checkpoint_step(checkpoint), f"the checkpoint of step {checkpoint_step(checkpoint)}{stage_suffix}"

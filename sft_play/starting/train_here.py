@@ -97,7 +97,9 @@ def _record_stage(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
         "predicted_reserved": max(bytes_reserved for _, bytes_reserved in predicted),
         "measured_allocated": max(peak["measured_allocated"] or 0 for peak in measured),
         "measured_reserved": reserved_bytes,
-        "predicted_tokens_per_s": plan.choice.uncorrected.tokens_per_s if counted_kernels.speed == used_kernels else 0.0,
+        "predicted_tokens_per_s": plan.choice.uncorrected.tokens_per_s
+        if counted_kernels.speed == used_kernels
+        else 0.0,
         "measured_tokens_per_s": summary["tokens_per_s"],
         "compiled": is_compiled,
         "kernels": used_kernels,

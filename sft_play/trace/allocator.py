@@ -149,14 +149,18 @@ class CachingAllocator:
             return None
         # an expandable segment is chosen by the size that the free block could grow to, as upstream does
         if self.uses_expandable_segments:
-            while index + 1 < len(pool.blocks) and _expandable_size(pool.blocks[index + 1][2]) < _expandable_size(pool.blocks[index][2]):
+            while index + 1 < len(pool.blocks) and _expandable_size(pool.blocks[index + 1][2]) < _expandable_size(
+                pool.blocks[index][2]
+            ):
                 index += 1
         return pool.blocks.pop(index)[2]
 
     def _split_block(self, block: _Block, size: int) -> None:
         """Split off the remainder where it is worth keeping: 512 bytes, in the large pool more than 1 MiB."""
         remaining_size = block.size - size
-        if remaining_size < MIN_BLOCK_SIZE or (remaining_size <= SMALL_SIZE and not (block.pool.is_small or self.uses_expandable_segments)):
+        if remaining_size < MIN_BLOCK_SIZE or (
+            remaining_size <= SMALL_SIZE and not (block.pool.is_small or self.uses_expandable_segments)
+        ):
             return
         remaining = _Block(block.ptr + size, remaining_size, block.pool)
         remaining.splice_after(block)

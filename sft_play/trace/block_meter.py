@@ -95,7 +95,9 @@ class BlockMeter:
         padded_step = replace(step, varlen=False, one_by_one=False, padded=True, masks=True)
         measurement = BlockMeasurement(
             settings,
-            self._step_settings(config, shape, precision, padded_step, numbers, block_mode) if step.varlen else settings,
+            self._step_settings(config, shape, precision, padded_step, numbers, block_mode)
+            if step.varlen
+            else settings,
             block_mode,
             kind_indices,
             # adapters' gradients are too small to tell whether they are added to older ones
@@ -105,7 +107,13 @@ class BlockMeter:
         return measurement.pass_for(batch, step.length)
 
     def _step_settings(
-        self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step, numbers: ElementBytes, block_mode: BlockMode
+        self,
+        config: RunConfig,
+        shape: ModelShape,
+        precision: Precision,
+        step: Step,
+        numbers: ElementBytes,
+        block_mode: BlockMode,
     ) -> StepSettings:
         # DeepSpeed's adapters of half the width would be measured apart, and hardly differ
         single_step = replace(
@@ -154,7 +162,9 @@ class BlockMeasurement:
             batches = (upper // 2, upper)
         passes = self._load_passes(batches, length)
         next_pass = next(one for one in passes if one.batch >= rows)
-        return next_pass if next_pass.batch == rows else interpolate(passes[passes.index(next_pass) - 1], next_pass, rows)
+        return (
+            next_pass if next_pass.batch == rows else interpolate(passes[passes.index(next_pass) - 1], next_pass, rows)
+        )
 
     def _load_passes(self, batches: tuple[int, ...], length: int) -> list[MeasuredBlocks]:
         key_fields = {
@@ -164,14 +174,22 @@ class BlockMeasurement:
         key = json.dumps(key_fields)
         if key not in _passes_by_key:
             measure = partial(self.measure, batches, length)
-            _passes_by_key[key] = load_or_measure("blocks", key_fields, _PASSES_ADAPTER, measure, cacheable=self.settings.code is None)
+            _passes_by_key[key] = load_or_measure(
+                "blocks", key_fields, _PASSES_ADAPTER, measure, cacheable=self.settings.code is None
+            )
         return _passes_by_key[key]
 
     def measure(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         """The passes, on tensors without bytes or on a few real ones. Raises ModelError: neither is possible."""
-        logger.debug("Measuring the blocks of the model's class, once: rows of %d tokens, %s", length, _MODE_TEXTS[self.block_mode])
+        logger.debug(
+            "Measuring the blocks of the model's class, once: rows of %d tokens, %s",
+            length,
+            _MODE_TEXTS[self.block_mode],
+        )
         problem = ""
-        for measurement in (self, replace(self, settings=self.padded_settings))[: 1 + (self.padded_settings is not self.settings)]:
+        for measurement in (self, replace(self, settings=self.padded_settings))[
+            : 1 + (self.padded_settings is not self.settings)
+        ]:
             try:
                 return measurement._measure_fake(batches, length)
             except TraceUnavailable as error:
@@ -215,7 +233,9 @@ class BlockMeasurement:
             from sft_play.trace.blocks import run_blocks
         # of real tensors the CPU has no kernel that holds what a GPU's would
         settings = replace(self.settings, attention="eager") if real else self.settings
-        return run_blocks(settings, passes, self.block_mode, kind_indices=self.kind_indices, accumulates=self.accumulates, real=real)
+        return run_blocks(
+            settings, passes, self.block_mode, kind_indices=self.kind_indices, accumulates=self.accumulates, real=real
+        )
 
     def _measure_short_rows(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         """As many tokens in rows of two lengths, carried on to the rows that are meant."""
@@ -223,7 +243,8 @@ class BlockMeasurement:
         passes = [(-(-rows * length // size), size) for rows in batches for size in sizes]
         measured = iter(self._run_blocks(passes))
         return [
-            replace(interpolate(few, many, rows), ends=()) for rows, few, many in zip(batches, measured, measured, strict=True)
+            replace(interpolate(few, many, rows), ends=())
+            for rows, few, many in zip(batches, measured, measured, strict=True)
         ]
 
     def _measure_on_cpu(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
@@ -232,14 +253,19 @@ class BlockMeasurement:
             raise TraceUnavailable("eager attention's squares do not show in short rows")
         needed_bytes, (_, free_bytes) = 4 * self.params, total_and_free_ram()
         if needed_bytes > free_bytes // 2:
-            raise TraceUnavailable(f"its weights take {needed_bytes / GIB:.1f} GiB, and {free_bytes / GIB:.1f} GiB are free")
+            raise TraceUnavailable(
+                f"its weights take {needed_bytes / GIB:.1f} GiB, and {free_bytes / GIB:.1f} GiB are free"
+            )
         short, longer = (
             replace(one, batch=size)
-            for one, size in zip(self._run_blocks([(1, size) for size in CPU_ROW_TOKENS], real=True), CPU_ROW_TOKENS, strict=True)
+            for one, size in zip(
+                self._run_blocks([(1, size) for size in CPU_ROW_TOKENS], real=True), CPU_ROW_TOKENS, strict=True
+            )
         )
         mask_bytes = 0 if self._is_linear_in_tokens else length * length
         return [
-            _add_mask_bytes(replace(interpolate(short, longer, rows * length), batch=rows, ends=()), rows * mask_bytes) for rows in batches
+            _add_mask_bytes(replace(interpolate(short, longer, rows * length), batch=rows, ends=()), rows * mask_bytes)
+            for rows in batches
         ]
 
 

@@ -112,7 +112,9 @@ class _PassRecorder:
             by_kind[last_kind] = layers[-1]
         kinds = tuple(by_kind[one] for one in range(len(by_kind)))
         last_extra = layers[-1].saved - by_kind[last_kind].saved
-        return MeasuredBlocks(rows, held_bytes[0], embedding_bytes, layers[0], kinds, self._tail_bytes(held_bytes[-1]), last_extra)
+        return MeasuredBlocks(
+            rows, held_bytes[0], embedding_bytes, layers[0], kinds, self._tail_bytes(held_bytes[-1]), last_extra
+        )
 
     def _tail_bytes(self, held_bytes: int) -> LayerBytes:
         casts = 0 if self._block_mode == "kept" else sum(self._cast_bytes(block) for block in self._blocks)
@@ -120,7 +122,12 @@ class _PassRecorder:
         backward_start = self._backward_starts[-1]
         if backward_start is None:
             return LayerBytes(forward - casts)
-        return LayerBytes(forward - casts, 0, self._tail_backward_peak - self._static_bytes - held_bytes, backward_start[2] - self._previous_gradients)
+        return LayerBytes(
+            forward - casts,
+            0,
+            self._tail_backward_peak - self._static_bytes - held_bytes,
+            backward_start[2] - self._previous_gradients,
+        )
 
     def _held_bytes(self, embedding_bytes: int) -> list[int]:
         """What is held before each block, and after the last, beside its input and what lasts."""
@@ -148,7 +155,11 @@ class _PassRecorder:
             return LayerBytes(forward, cast=casts[-1])
         kept_bytes, backward_start = held_bytes[layer + 1] - held_bytes[layer], self._backward_starts[layer]
         later_gradients = backward_start[2] - self._previous_gradients if backward_start is not None else 0
-        backward = self._backward_peaks[layer] - self._static_bytes - held_bytes[layer] - later_gradients if backward_start is not None else 0
+        backward = (
+            self._backward_peaks[layer] - self._static_bytes - held_bytes[layer] - later_gradients
+            if backward_start is not None
+            else 0
+        )
         forward = self._peak_bytes[layer] - self._static_bytes - held_bytes[layer] - (embedding_bytes if layer else 0)
         gradients = _total_gradient_bytes(self._blocks[layer].parameters())
         if self._block_mode == "kept":

@@ -102,8 +102,14 @@ def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
         if module_parameters(module) and not any(path.startswith(f"{other}.") for other in lists)
     }
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    embedding_parent = next((path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding), "")
-    path = max(outermost, key=lambda path: (path.rpartition(".")[0] == embedding_parent, module_parameters(outermost[path])), default="")
+    embedding_parent = next(
+        (path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding), ""
+    )
+    path = max(
+        outermost,
+        key=lambda path: (path.rpartition(".")[0] == embedding_parent, module_parameters(outermost[path])),
+        default="",
+    )
     return path, outermost.get(path, nn.ModuleList())
 
 
@@ -159,7 +165,9 @@ def language_model_config(settings: StepSettings) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     if settings.code is not None:
-        config = drop_kernel_choices(AutoConfig.from_pretrained(settings.code, trust_remote_code=True)).get_text_config()
+        config = drop_kernel_choices(
+            AutoConfig.from_pretrained(settings.code, trust_remote_code=True)
+        ).get_text_config()
         config.update({"use_cache": False, "output_router_logits": False})
         return config
     fields = json.loads(json.dumps(dict(settings.model)))
@@ -251,7 +259,9 @@ def parse_peft_config(fields: Mapping[str, Any]) -> Any:
     method = str(fields.get("peft_type", "LORA")).upper()
     if method not in PEFT_CONFIGS:
         raise TraceUnavailable(f"adapters of {method} are not traced")
-    return PEFT_CONFIGS[method](json.loads(json.dumps({key: value for key, value in fields.items() if key != "peft_type"})))
+    return PEFT_CONFIGS[method](
+        json.loads(json.dumps({key: value for key, value in fields.items() if key != "peft_type"}))
+    )
 
 
 # PEFT's configs by method; benchmarks add those of other scripts.

@@ -56,9 +56,13 @@ def trace_candidate(
     if not candidate.step.on_gpu:
         return TracePrediction(unavailable_reason="a trace simulates a GPU, and this run is on the CPU")
     if candidate.layout.name not in TRACED_STRATEGIES:
-        return TracePrediction(unavailable_reason=f"the trace runs one GPU, DDP and FSDP2; {candidate.layout.name} rests on formulas")
+        return TracePrediction(
+            unavailable_reason=f"the trace runs one GPU, DDP and FSDP2; {candidate.layout.name} rests on formulas"
+        )
     if candidate.step.offloads:
-        return TracePrediction(unavailable_reason="the trace keeps what is recomputed on the GPU, and it is offloaded here")
+        return TracePrediction(
+            unavailable_reason="the trace keeps what is recomputed on the GPU, and it is offloaded here"
+        )
     if precision.updates == "stochastic":
         return TracePrediction(unavailable_reason="the trace does not step by stochastic rounding")
     try:
@@ -95,7 +99,9 @@ def step_settings(
         checkpointed_layers=recomputed_layers if 0 < recomputed_layers < shape.num_layers else None,
         loss=step.loss,
         attention=("one_by_one" if step.one_by_one else "varlen") if step.varlen else step.attention,
-        repeats_kv=needs_repeated_kv(shape, attention=step.attention, half_precision=is_half, capability=step.capability),
+        repeats_kv=needs_repeated_kv(
+            shape, attention=step.attention, half_precision=is_half, capability=step.capability
+        ),
         cudnn=("always" if config.task_mode == "cpt" else "training") if step.cudnn else "never",
         # text in full blocks is never packed
         mask="packed"
@@ -114,14 +120,18 @@ def step_settings(
         world=layout.ranks,
         sync_each_batch=is_fsdp and gradient_plan.interval == "micro_batch",
         mixed_precision=precision.compute if is_half else None,
-        gathers_in=gradient_plan.gathered_dtype if is_fsdp and gradient_plan.gathered_dtype != precision.compute else None,
+        gathers_in=gradient_plan.gathered_dtype
+        if is_fsdp and gradient_plan.gathered_dtype != precision.compute
+        else None,
         reduces_in=gradient_plan.reduced_dtype if is_fsdp and gradient_plan.is_compressed else None,
         on_gpu=step.on_gpu,
         capability=step.capability or (9, 0),
     )
 
 
-def _expert_implementation(config: RunConfig, shape: ModelShape, precision: Precision) -> Literal["stacked", "cast", "eager"]:
+def _expert_implementation(
+    config: RunConfig, shape: ModelShape, precision: Precision
+) -> Literal["stacked", "cast", "eager"]:
     expert_plan = plan_experts(config, shape, precision)
     if expert_plan is None or shape.uses_custom_experts:
         return "stacked"

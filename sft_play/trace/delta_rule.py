@@ -80,7 +80,9 @@ def _forward_states(k: Any, v: Any, rows: int) -> tuple[Any, Any, Any, Any]:
     return _empty_by_value_head(k, v), torch.empty_like(v), _empty_chunk_states(k, v, rows), torch.empty_like(v)
 
 
-def _backward_gradients(q: Any, k: Any, v: Any, decay: Any, beta: Any, grad: Any, rows: int) -> tuple[Any, Any, Any, Any, Any]:
+def _backward_gradients(
+    q: Any, k: Any, v: Any, decay: Any, beta: Any, grad: Any, rows: int
+) -> tuple[Any, Any, Any, Any, Any]:
     """`chunk_gated_delta_rule_bwd`: the states are computed again; all of it lives until its end."""
     states = _forward_states(k, v, rows)
     dv = torch.empty_like(grad)

@@ -91,8 +91,12 @@ class _FakeNF4Experts(nf4_experts.PackedWeight):
         super().__init__()
         self.shape, self.dtype = getattr(module, name).shape, getattr(torch, settings.weights)
         self._scales = (module, f"{name}_absmax", f"{name}_offset")
-        for buffer_name, (sizes, dtype) in _quantisation_buffers(self.shape.numel(), double_quant=settings.double_quant).items():
-            module.register_buffer(f"{name}_{buffer_name}", torch.empty(sizes, dtype=dtype, device="meta"), persistent=False)
+        for buffer_name, (sizes, dtype) in _quantisation_buffers(
+            self.shape.numel(), double_quant=settings.double_quant
+        ).items():
+            module.register_buffer(
+                f"{name}_{buffer_name}", torch.empty(sizes, dtype=dtype, device="meta"), persistent=False
+            )
 
     def placeholder(self, packed: torch.Tensor) -> torch.Tensor:
         return torch.empty((), dtype=self.dtype, device=packed.device).expand(self.shape)

@@ -22,7 +22,11 @@ aten = torch.ops.aten
 def workspace_sizes(func: Any, args: Any, kwargs: Any, out: Any, *, on_gpu: bool = True) -> tuple[int, ...]:
     """Bytes of each buffer that this operator's CUDA kernel takes from the allocator and frees before it returns; a
     CPU's, of the one that is known."""
-    return _WORKSPACE_SIZES[func](args) if func in _WORKSPACE_SIZES and (on_gpu or func is aten._log_softmax.default) else ()
+    return (
+        _WORKSPACE_SIZES[func](args)
+        if func in _WORKSPACE_SIZES and (on_gpu or func is aten._log_softmax.default)
+        else ()
+    )
 
 
 def _flash_backward(args: Any) -> tuple[int, ...]:
@@ -134,7 +138,9 @@ def _pad_head_size(*tensors: Any) -> Any:
     return [F.pad(tensor, (0, padding)) for tensor in tensors] if padding else tensors
 
 
-def traced_flash_attention(query: Any, key: Any, value: Any, dropout: float, is_causal: bool, scale: float | None) -> Any:
+def traced_flash_attention(
+    query: Any, key: Any, value: Any, dropout: float, is_causal: bool, scale: float | None
+) -> Any:
     """The flash kernel; head sizes are padded to a multiple of 8 first."""
     size, (query, key, value) = query.shape[-1], _pad_head_size(query, key, value)
     return aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, scale=scale)[0][..., :size]
@@ -201,6 +207,8 @@ def flash_attn_varlen_func(
     )[0][..., :size]
 
 
-def traced_varlen_attention(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, **_: Any) -> Any:
+def traced_varlen_attention(
+    query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, **_: Any
+) -> Any:
     """`training.model.varlen.kernel` on CUDA: [all tokens, heads, head size]; a window changes no size."""
     return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)

@@ -56,7 +56,13 @@ _ATTENTION_KINDS: dict[str, AttentionKind] = {
 _DISTRIBUTIONS = {"fla": LINEAR_ATTENTION_PACKAGE}
 
 # Names of the number of experts that a token passes.
-_EXPERTS_PER_TOKEN_FIELDS = ("num_experts_per_tok", *FIELD_ALIASES["num_experts_per_tok"], "top_k_experts", "moe_top_k", "top_k")
+_EXPERTS_PER_TOKEN_FIELDS = (
+    "num_experts_per_tok",
+    *FIELD_ALIASES["num_experts_per_tok"],
+    "top_k_experts",
+    "moe_top_k",
+    "top_k",
+)
 
 # Names of attributes that differ from block to block without making them different.
 _POSITION_ATTRIBUTES = re.compile(r"idx|index|layer_(id|number|num)|training")
@@ -83,7 +89,9 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
             )
         with torch.device("meta"):
             # not fp32, so that buffers which stay in fp32 are told from those that follow the weights
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=_WEIGHT_DTYPE, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=_WEIGHT_DTYPE, trust_remote_code=trust_remote_code
+            )
     except ModelError:
         raise
     except Exception as error:  # each model class checks its config in its own way
@@ -96,7 +104,9 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
     if shape.model_type in MODEL_FAMILIES:
         return shape
     untrained_names = parameters_without_gradient(model, trust_remote_code=trust_remote_code)
-    untrained_params = sum(one.numel() for name, one in model.named_parameters() if wildcard_name(name) in untrained_names)
+    untrained_params = sum(
+        one.numel() for name, one in model.named_parameters() if wildcard_name(name) in untrained_names
+    )
     computes_own_logits = has_custom_logits(hf_config, trust_remote_code=trust_remote_code)
     return replace(
         shape, adapter_placement=placement, untrained_params=untrained_params, has_custom_logits=computes_own_logits,
@@ -132,11 +142,16 @@ def measure_shape(
         name=name,
         model_type=str(hf_config.model_type),
         hidden_size=hidden,
-        intermediate_size=commonest.expert_width or commonest.mlp_width or _config_number(hf_config, "intermediate_size") or hidden,
+        intermediate_size=commonest.expert_width
+        or commonest.mlp_width
+        or _config_number(hf_config, "intermediate_size")
+        or hidden,
         num_layers=len(blocks),
         num_heads=heads,
         num_kv_heads=_config_number(hf_config, "num_key_value_heads") or heads,
-        head_dim=_config_number(hf_config, "qk_head_dim") or _config_number(hf_config, "head_dim") or max(1, hidden // heads),
+        head_dim=_config_number(hf_config, "qk_head_dim")
+        or _config_number(hf_config, "head_dim")
+        or max(1, hidden // heads),
         vocab_size=embedding.weight.shape[0],
         tied=head is None or head.weight is embedding.weight,
         max_positions=_config_number(hf_config, "max_position_embeddings"),
@@ -144,7 +159,9 @@ def measure_shape(
         layer_order=tuple(kinds.index(block) for block in measured),
         window=_window(hf_config, attention_kinds),
         num_experts=max(kind.num_experts for kind in kinds),
-        experts_per_token=next((value for name in _EXPERTS_PER_TOKEN_FIELDS if (value := _config_number(hf_config, name))), 0),
+        experts_per_token=next(
+            (value for name in _EXPERTS_PER_TOKEN_FIELDS if (value := _config_number(hf_config, name))), 0
+        ),
         # `experts_implementation` reaches experts of transformers' own kind alone
         uses_custom_experts=any(kind.num_experts for kind in kinds)
         and not any(hasattr(module, "is_concatenated") for module in model.modules()),
@@ -154,7 +171,9 @@ def measure_shape(
         embedding_width=0 if width == hidden else width,
         uses_alibi=bool(_config_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
         caps_logits=_config_field(hf_config, "final_logit_softcapping") is not None,
-        attention_dropout=next((float(rate) for name in _DROPOUT_FIELDS if (rate := _config_field(hf_config, name))), 0.0),
+        attention_dropout=next(
+            (float(rate) for name in _DROPOUT_FIELDS if (rate := _config_field(hf_config, name))), 0.0
+        ),
         position_rows=_learned_positions(model, hidden),
         outer_linears=_outer_linears(model, head, path, without_adapter),
         can_checkpoint=bool(getattr(type(model), "supports_gradient_checkpointing", False)),
@@ -180,9 +199,13 @@ def _measure_blocks(
     path, blocks = find_block_list(model)
     unpacked = frozenset(ExpertQuantizer.get_modules_to_not_convert(model))  # weights that blocks share, too
     # a class whose file names the package may have linear attention in place of softmax attention
-    layer_types = _per_layer_field(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION_PACKAGE in packages else None
+    layer_types = (
+        _per_layer_field(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION_PACKAGE in packages else None
+    )
     measured, boundaries = [], 0
-    for index, (block, attention, layer) in enumerate(zip(blocks, attention_kinds, layer_types or attention_kinds, strict=True)):
+    for index, (block, attention, layer) in enumerate(
+        zip(blocks, attention_kinds, layer_types or attention_kinds, strict=True)
+    ):
         kind = _measure_block(block, attention, is_linear=str(layer) == "linear_attention")
         # Inkling 2's blocks read the states at all boundaries before them
         boundaries += getattr(block, "is_block_boundary", False) is True
@@ -196,7 +219,9 @@ def _mark_linears(kind: LayerKind, prefix: str, without_adapter: Container[str],
         replace(
             one,
             adaptable=prefix + one.path not in without_adapter,
-            is_packable=one.is_packable and prefix + one.path not in unpacked and wildcard_name(prefix + one.path) not in unpacked,
+            is_packable=one.is_packable
+            and prefix + one.path not in unpacked
+            and wildcard_name(prefix + one.path) not in unpacked,
         )
         for one in kind.linears
     )
@@ -233,7 +258,9 @@ def _call_getter(model: nn.Module, getter: str) -> Any:
 
 
 def _layer_attention_kinds(hf_config: Any, count: int) -> list[AttentionKind]:
-    layer_types = _per_layer_field(hf_config, "layer_types", count) or _per_layer_field(hf_config, "attention_layers", count)
+    layer_types = _per_layer_field(hf_config, "layer_types", count) or _per_layer_field(
+        hf_config, "attention_layers", count
+    )
     window = _window(hf_config, ["sliding"])
     if layer_types is None:
         return ["sliding" if _config_number(hf_config, "sliding_window") else "full"] * count
@@ -315,7 +342,9 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         ),
         norm_params=sum(module_parameters(module) for module in modules.values() if _is_norm(module)),
         # what linear attention's last projection reads are its value heads
-        linear_attention_width=next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0) if is_linear else 0,
+        linear_attention_width=next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0)
+        if is_linear
+        else 0,
     )
     return replace(kind, other_params=module_parameters(block) - kind.params)
 

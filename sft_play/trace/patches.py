@@ -86,11 +86,15 @@ def _make_grouped_mm(original: Any, state: TraceState) -> Any:
 
 
 def _make_packed_indices(original: Any, state: TraceState) -> Any:
-    return lambda position_ids: torch.cumsum(torch.ones_like(position_ids), -1) if state.active_mask == "packed" else None
+    return lambda position_ids: (
+        torch.cumsum(torch.ones_like(position_ids), -1) if state.active_mask == "packed" else None
+    )
 
 
 def _make_is_packed(original: Any, state: TraceState) -> Any:
-    return lambda position_ids, batch_size: position_ids is not None and batch_size == 1 and state.active_mask == "packed"
+    return lambda position_ids, batch_size: (
+        position_ids is not None and batch_size == 1 and state.active_mask == "packed"
+    )
 
 
 _FLASH_UTILS = "transformers.modeling_flash_attention_utils"

@@ -243,7 +243,9 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
         fp32_weights = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
     if name in state_sizes:
         count = 0 if name.startswith("paged") else 1 if name.startswith("lion") else 2  # in the allocator
-        return fakes.FakeStateOptimizer(trained, state_sizes[name], log, fp32_state_counts={id(one): count for one in fp32_weights})
+        return fakes.FakeStateOptimizer(
+            trained, state_sizes[name], log, fp32_state_counts={id(one): count for one in fp32_weights}
+        )
     if name == "muon":
         from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices
 

@@ -84,7 +84,9 @@ class StorageLog(TorchDispatchMode):
     not rounded to blocks; a fake boolean index counts as true everywhere; `is_padded` answers whether a mask has
     padding."""
 
-    def __init__(self, *, workspace_sizes: WorkspaceSizes | None = None, is_padded: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, *, workspace_sizes: WorkspaceSizes | None = None, is_padded: Callable[[], bool] | None = None
+    ) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.current = self.peak = 0

@@ -55,7 +55,9 @@ class RunJob:
         return max(self.stage_jobs, key=lambda stage: stage.plan.memory.reserved + stage.plan.memory.margin)
 
 
-def build_run_job(loaded: LoadedConfig, plans: Sequence[PlanWithDeepSpeed], folder: RunFolder, **options: Any) -> RunJob:
+def build_run_job(
+    loaded: LoadedConfig, plans: Sequence[PlanWithDeepSpeed], folder: RunFolder, **options: Any
+) -> RunJob:
     """Build the job of a run, with its stages if it has any, from its plan, or one per stage; `options`: the other
     fields of `RunJob`. Raises DataError: a file of its rows is missing."""
     plan, deepspeed = plans[0]

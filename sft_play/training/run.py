@@ -61,7 +61,9 @@ def run_training(job: RunJob) -> dict[str, Any]:
         Heartbeat(job.timeout_s) as heartbeat,
         contextlib.closing(memory_meter.peaks),
     ):
-        distributed.require_same_inputs(input_digests(job, facts, writes_date=prepared[0].renderer.tokenizer_parts.writes_date))
+        distributed.require_same_inputs(
+            input_digests(job, facts, writes_date=prepared[0].renderer.tokenizer_parts.writes_date)
+        )
         with open_run_folder(job, prepared, facts):
             monitors = RunMonitors(memory_meter, heartbeat, start_time)
             if job.stages:
@@ -99,12 +101,16 @@ def train_stage(
             job, prepared, eval_set, monitors, begins_from=begins_from,
             saves_shards=is_disk_shared and job.plan.memory.checkpoint == "sharded",
         )  # fmt: skip
-        before_training = InitialEvaluation(job, trainer, eval_set, monitors.memory.peaks, is_resumed=checkpoint is not None)
+        before_training = InitialEvaluation(
+            job, trainer, eval_set, monitors.memory.peaks, is_resumed=checkpoint is not None
+        )
         metric_tags = eval_set.metric_tags(evaluates_in_training=trainer.args.eval_strategy != "no")
         trainer.step_memory.on_oom.append(functools.partial(_record_oom, job))
         with trainer.step_memory.raise_out_of_memory():
             gradient_check = GradientCheck(prepared.model_spec.late_gradients)
-            training = _run_training_loop(job, trainer, before_training, monitors, checkpoint, metric_tags, gradient_check)
+            training = _run_training_loop(
+                job, trainer, before_training, monitors, checkpoint, metric_tags, gradient_check
+            )
             metrics_after = None if training.stop_after.has_stopped_early else evaluate(trainer, eval_set)
         monitors.heartbeat.note(trainer.state.global_step, "saving the trained weights")
         summary = build_summary(job, trainer, training, before_training, metrics_after, monitors)
@@ -125,11 +131,18 @@ def _run_training_loop(
 ) -> TrainingSummary:
     resume_step = checkpoints.checkpoint_step(checkpoint) if checkpoint else None
     if distributed.is_first():
-        truncate_metrics(job.folder.metrics_path, -1 if resume_step is None else resume_step, stage=job.folder.stage_name)
+        truncate_metrics(
+            job.folder.metrics_path, -1 if resume_step is None else resume_step, stage=job.folder.stage_name
+        )
     train_config = job.loaded.config.train
-    stop_after = StopAfter(train_config.stop_after_steps, hours=train_config.max_hours, pause_seconds=trainer.pause_seconds)
+    stop_after = StopAfter(
+        train_config.stop_after_steps, hours=train_config.max_hours, pause_seconds=trainer.pause_seconds
+    )
     update_check = UpdateCheck(trainer, job.plan.precision.updates)
-    progress = Progress(count_tokens=lambda: trainer.tokens_seen, estimate_remaining=lambda: estimate_remaining(trainer, before_training.eval_set))
+    progress = Progress(
+        count_tokens=lambda: trainer.tokens_seen,
+        estimate_remaining=lambda: estimate_remaining(trainer, before_training.eval_set),
+    )
     compiler = trainer.compiler
     if compiler is not None:
         compiler.on_compiled.append(progress.exclude_wait)
@@ -138,7 +151,9 @@ def _run_training_loop(
     for callback in (
         *([before_training] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
         *(gradient_check, update_check, metrics_file, progress, stop_after),
-        *plan_callbacks(job.loaded.config, job.plan, job.folder, trainer, resume_step=resume_step, metric_tags=metric_tags),
+        *plan_callbacks(
+            job.loaded.config, job.plan, job.folder, trainer, resume_step=resume_step, metric_tags=metric_tags
+        ),
     ):
         trainer.add_callback(callback)
     trainable_parameters = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)

@@ -62,7 +62,10 @@ class RowWriter:
         columns = [_to_list_array(offsets, ids), _to_list_array(label_offsets, labels), _to_arrow(sources)]
         if self._keeps_chats:
             chats = (example if isinstance(example, Chat) else None for _, example in self._pending)
-            chat_texts = [chat and _JSON_ENCODER.encode([chat.where, chat.messages, chat.tools, chat.template_kwargs]) for chat in chats]
+            chat_texts = [
+                chat and _JSON_ENCODER.encode([chat.where, chat.messages, chat.tools, chat.template_kwargs])
+                for chat in chats
+            ]
             columns.append(pa.array(chat_texts, pa.string()))
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         self._pending, self._tokens = [], 0
@@ -95,7 +98,9 @@ def write_blocks(output_path: Path, paths: Sequence[Path], block_size: int, *, k
 
 
 def _make_block_batch(tokens: Any, block_size: int) -> Any:
-    column = _to_list_array(np.arange(0, len(tokens) + 1, block_size, dtype=np.int32), np.ascontiguousarray(tokens, np.int32))
+    column = _to_list_array(
+        np.arange(0, len(tokens) + 1, block_size, dtype=np.int32), np.ascontiguousarray(tokens, np.int32)
+    )
     sources = _to_arrow(np.ones(len(tokens) // block_size, np.int8))
     return pa.record_batch([column, column, sources], schema=_SCHEMA)
 

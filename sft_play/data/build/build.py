@@ -28,9 +28,9 @@ from sft_play.data.build.workers import run_jobs, split_for_workers, total_file_
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
-from sft_play.data.sources.examples import read_example, count_part_rows
-from sft_play.data.sources.files import AnySource, FilePart, source_digest, list_parts, read_part
-from sft_play.data.sources.formats import Example, RowFormat, content_digest, digest_share, detect_format
+from sft_play.data.sources.examples import count_part_rows, read_example
+from sft_play.data.sources.files import AnySource, FilePart, list_parts, read_part, source_digest
+from sft_play.data.sources.formats import Example, RowFormat, content_digest, detect_format, digest_share
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir, hold_lock
@@ -114,7 +114,9 @@ def _code_digest(package: Path) -> str:
 def _cache_key(source: AnySource, parts: Sequence[FilePart], recipe: BuildRecipe, split: str) -> str:
     import tokenizers
 
-    options = {key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _OPTIONS_NOT_IN_KEY}
+    options = {
+        key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _OPTIONS_NOT_IN_KEY
+    }
     key_parts = {
         # a tokenizer's ids are the library's doing too
         "code": [tokenizers.__version__, _code_digest(Path(__file__).parents[1])],
@@ -147,7 +149,9 @@ _META_FILE = "meta.pickle"
 _WAITING_MESSAGE = "Data: another process is preparing the same rows; waiting for it"
 
 
-_PICKLED_CLASSES = {(kind.__module__, kind.__qualname__) for kind in (RowStats, TruncationCost, BadRow, TokenRow, Counter)}
+_PICKLED_CLASSES = {
+    (kind.__module__, kind.__qualname__) for kind in (RowStats, TruncationCost, BadRow, TokenRow, Counter)
+}
 
 
 class _CacheUnpickler(pickle.Unpickler):
@@ -171,7 +175,9 @@ def _load_cache(folder: Path) -> BuiltRows | None:
     return None
 
 
-def _build_cache(folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, split: str, workers: int | str) -> BuiltRows:
+def _build_cache(
+    folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, split: str, workers: int | str
+) -> BuiltRows:
     # always the same place: nobody else writes there, since the caller holds the lock
     with atomic.replace_path(folder, temporary=folder.with_name(f"{folder.name}.part")) as temporary_folder:
         temporary_folder.mkdir()
@@ -211,13 +217,17 @@ def _build_rows(
                 counts.add(job_stats[name])
             for name, file in job_files.items():
                 files[name].append(file)
-    formats = [name for name, _ in stats[KEPT_SIDE].formats.most_common()] + [job.row_format.name for job in jobs if job.row_format]
+    formats = [name for name, _ in stats[KEPT_SIDE].formats.most_common()] + [
+        job.row_format.name for job in jobs if job.row_format
+    ]
     for side_stats in stats.values():
         side_stats.format = ", ".join(dict.fromkeys(formats)) or side_stats.format
     return {name: tuple(names) for name, names in files.items()}, stats
 
 
-def _plan_jobs(folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, *, workers: int, total_bytes: int) -> list[_BuildJob]:
+def _plan_jobs(
+    folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, *, workers: int, total_bytes: int
+) -> list[_BuildJob]:
     jobs: list[_BuildJob] = []
     for part in parts:
         row_format = detect_format(read_part(part), recipe.data)[1]
@@ -263,7 +273,11 @@ class _BuildWorker:
             examples = self._read_examples(job, stats, held_out_flags, progress)
             for outcome in self._row_renderer.make_rows(examples, is_document=recipe.is_document):
                 assert not isinstance(outcome, BadRow)
-                side, whole_row, row = HELD_OUT_SIDE if held_out_flags[outcome.row_number - 1] else KEPT_SIDE, outcome.whole_row, outcome.row
+                side, whole_row, row = (
+                    HELD_OUT_SIDE if held_out_flags[outcome.row_number - 1] else KEPT_SIDE,
+                    outcome.whole_row,
+                    outcome.row,
+                )
                 if whole_row is None:
                     assert isinstance(row, BadRow)
                     stats[side].count_unmasked(row)

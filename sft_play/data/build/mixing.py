@@ -63,7 +63,9 @@ class SourceMix:
     def epoch_rows(self, epoch: int) -> SourceRows:
         """The rows of an epoch, one source after the other."""
         starts = np.cumsum([0, *self.sizes[:-1]])
-        return np.concatenate([start + self._source_rows(source_index, epoch) for source_index, start in enumerate(starts.tolist())])
+        return np.concatenate(
+            [start + self._source_rows(source_index, epoch) for source_index, start in enumerate(starts.tolist())]
+        )
 
     def _source_rows(self, source_index: int, epoch: int) -> SourceRows:
         size, count = self.sizes[source_index], self.per_epoch[source_index]
@@ -109,7 +111,9 @@ class MixedSources:
         for name, weight, size, count in zip(self.names, weights, sizes, per_epoch, strict=True):
             message_start = f"data.sources: the weight {weight:g} of {name}, {weight / sum(weights):.3g} of all,"
             if not count:
-                raise DataError(f"{message_start} gives it no row of an epoch of {sum(sizes):,}; raise it, or leave {name} out")
+                raise DataError(
+                    f"{message_start} gives it no row of an epoch of {sum(sizes):,}; raise it, or leave {name} out"
+                )
             if count > MAX_SOURCE_PASSES * size:
                 raise DataError(
                     f"{message_start} asks for {count:,} rows an epoch, and it has {size:,}: more than {MAX_SOURCE_PASSES:,} passes "

@@ -96,7 +96,9 @@ def _assign_packs(falling_lengths: RowIndices, capacity: int) -> list[int]:
             # rows of this length that one of these packs takes
             open_packs, rows_per_pack = by_space[space], space // length
             filled_packs = [open_packs.pop() for _ in range(min(len(open_packs), remaining_rows // rows_per_pack))]
-            pack_of_row += filled_packs if rows_per_pack == 1 else [pack for pack in filled_packs for _ in range(rows_per_pack)]
+            pack_of_row += (
+                filled_packs if rows_per_pack == 1 else [pack for pack in filled_packs for _ in range(rows_per_pack)]
+            )
             remaining_rows -= len(filled_packs) * rows_per_pack
             keep_open(space - rows_per_pack * length, filled_packs)
             if open_packs and remaining_rows:  # fewer than fill one more

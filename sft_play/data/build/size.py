@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.examples import count_part_rows
-from sft_play.data.sources.files import FilePart, list_parts, find_source, read_part
+from sft_play.data.sources.files import FilePart, find_source, list_parts, read_part
 from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import BadRow, is_gzipped
 from sft_play.errors import SftPlayError

@@ -154,7 +154,9 @@ class _SplitBuilder:
         elif part_split(data_part) == "train" and not has_val:
             share = self._config.data.val_fraction
         split = "train" if data_part == "text" else part_split(data_part)
-        built_rows = self._build_rows(source, split, is_document=self._trains_text or data_part == "text", held_out_share=share)
+        built_rows = self._build_rows(
+            source, split, is_document=self._trains_text or data_part == "text", held_out_share=share
+        )
         stats = built_rows.stats[KEPT_SIDE].merge_held_out(built_rows.stats[HELD_OUT_SIDE])
         stats.source, stats.split = str(source), part_split(data_part)
         return stats
@@ -185,7 +187,9 @@ class _SplitBuilder:
             return kept_split, None
         held_out = _split_from_cache(built_rows, HELD_OUT_SIDE, f"{held_out_share:g} of {source} by content hash")
         # the build counts every row it reads on both sides; those that cannot be read are on the kept one
-        held_out.stats.rows = held_out.stats.kept_rows + held_out.stats.too_long_rows + held_out.stats.unmasked_rows.total()
+        held_out.stats.rows = (
+            held_out.stats.kept_rows + held_out.stats.too_long_rows + held_out.stats.unmasked_rows.total()
+        )
         kept_split.stats.rows -= held_out.stats.rows
         return kept_split, held_out if held_out.rows is not None else None
 
@@ -199,7 +203,9 @@ class _SplitBuilder:
             key = f"data.sources[{index}]"
             val = self._build_held_out(source.val, "val", key=f"{key}.val_path")
             share = self._config.data.val_fraction if val is None and common_val is None else 0.0
-            kept_split, split_off = self._build_source(source.train, "train", is_document=self._trains_text, held_out_share=share)
+            kept_split, split_off = self._build_source(
+                source.train, "train", is_document=self._trains_text, held_out_share=share
+            )
             train.append(dataclasses.replace(kept_split, option_key=f"{key}.path"))
             self._check_split(train[-1], "train")
             if val is None and split_off is not None:
@@ -210,7 +216,10 @@ class _SplitBuilder:
         vals = list(held_out_by_source.values()) if common_val is None else [common_val]
         count_shared_rows([split.stats for split in (*train, *vals, test) if split is not None])
         names = tuple(source.name for source in paths.sources)
-        used_splits = [self._limit_rows(_add_source_column(self._finish_split(split), index), index, names[index]) for index, split in enumerate(train)]
+        used_splits = [
+            self._limit_rows(_add_source_column(self._finish_split(split), index), index, names[index])
+            for index, split in enumerate(train)
+        ]
         weights = tuple(source.weight for source in self._config.data.sources)
         sources = MixedSources(names, weights, tuple(len(split.rows) for split in used_splits))
         mix = sources.mix(seed=self._config.train.seed)
@@ -221,7 +230,13 @@ class _SplitBuilder:
         marked_vals = [_add_source_column(self._finish_split(split), index) for index, split in numbered_vals]
         marked_test = _add_source_column(self._finish_split(test), -1) if test else None
         notes = (*paths.notes, *self._notes)
-        return DataSplits(_concatenate_splits(used_splits), _concatenate_splits(marked_vals) if marked_vals else None, marked_test, notes, sources)
+        return DataSplits(
+            _concatenate_splits(used_splits),
+            _concatenate_splits(marked_vals) if marked_vals else None,
+            marked_test,
+            notes,
+            sources,
+        )
 
     def _limit_rows(self, split: DataSplit, source_index: int, name: str) -> DataSplit:
         max_rows = self._config.data.sources[source_index].max_rows
@@ -285,7 +300,9 @@ class _SplitBuilder:
         )
         return dataclasses.replace(split, stats=dataclasses.replace(stats, tokens=tokens, trained_tokens=tokens))
 
-    def _mix_text_in(self, chats: DataSplit, val: DataSplit | None, source: AnySource) -> tuple[DataSplit, DataSplit | None]:
+    def _mix_text_in(
+        self, chats: DataSplit, val: DataSplit | None, source: AnySource
+    ) -> tuple[DataSplit, DataSplit | None]:
         share = self._config.data.val_fraction or (HELD_OUT_TEXT_FRACTION if val is not None else 0.0)
         kept_split, held_out = self._build_source(source, "train", is_document=True, held_out_share=share)
         if kept_split.stats.chats:
@@ -298,7 +315,9 @@ class _SplitBuilder:
         self._notes.append(
             f"Data val: {len(text.rows):,} blocks of held-out text ({text.stats.source}) beside the chats"
         )
-        return train, DataSplit(_concatenate_datasets([val.rows, text.rows]), val.stats.merge_source(text.stats), val.chats)
+        return train, DataSplit(
+            _concatenate_datasets([val.rows, text.rows]), val.stats.merge_source(text.stats), val.chats
+        )
 
     def _mix_train(self, chats: DataSplit, text: DataSplit) -> DataSplit:
         share = self._config.data.text_fraction
@@ -332,14 +351,19 @@ class _SplitBuilder:
             documents.append(example)
         return documents
 
-    def _split_document_ends(self, texts: Sequence[Text], source: AnySource, share: float) -> tuple[DataSplit, DataSplit | None]:
+    def _split_document_ends(
+        self, texts: Sequence[Text], source: AnySource, share: float
+    ) -> tuple[DataSplit, DataSplit | None]:
         renderer = Renderer(self._tokenizer, self._config.data, max_seq_len=self._max_seq_len, today=self._today)
         cuts = [int(len(text.text) * (1 - share)) for text in texts]
         pieces = {
             KEPT_SIDE: [text.text[:cut] for text, cut in zip(texts, cuts, strict=True)],
             HELD_OUT_SIDE: [text.text[cut:] for text, cut in zip(texts, cuts, strict=True)],
         }
-        kept_split, held_out = (self._build_in_memory(renderer, pieces[name], is_held_out=name == HELD_OUT_SIDE) for name in (KEPT_SIDE, HELD_OUT_SIDE))
+        kept_split, held_out = (
+            self._build_in_memory(renderer, pieces[name], is_held_out=name == HELD_OUT_SIDE)
+            for name in (KEPT_SIDE, HELD_OUT_SIDE)
+        )
         kept_split.stats.rows, kept_split.stats.source = len(texts), str(source)
         held_out.stats.source = f"the last {share:g} of each document of {source}"
         return kept_split, held_out if held_out.rows is not None else None
@@ -351,10 +375,15 @@ class _SplitBuilder:
         # one by one, for the memory
         token_stream = [token_id for text in nonempty_texts for token_id in renderer.tokenise_documents([text])[0]]
         block_size = self._max_seq_len
-        blocks = [token_stream[start : start + block_size] for start in range(0, len(token_stream) - block_size + 1, block_size)]
+        blocks = [
+            token_stream[start : start + block_size]
+            for start in range(0, len(token_stream) - block_size + 1, block_size)
+        ]
         if not blocks and is_held_out and token_stream:
             blocks = [token_stream]
-        stats = RowStats(rows=len(nonempty_texts), kept_rows=len(nonempty_texts), texts=len(nonempty_texts), tokens=len(token_stream))
+        stats = RowStats(
+            rows=len(nonempty_texts), kept_rows=len(nonempty_texts), texts=len(nonempty_texts), tokens=len(token_stream)
+        )
         stats.format = "text" if nonempty_texts else stats.format
         features = Features(
             {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")}

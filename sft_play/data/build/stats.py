@@ -95,7 +95,14 @@ class TruncationCost:
 
     def smallest_limit(self, share: float) -> int:
         """The smallest limit that keeps this share."""
-        return next((limit for limit, kept_tokens in enumerate(self._kept_tokens()) if kept_tokens >= share * self.trained_tokens), self.longest)
+        return next(
+            (
+                limit
+                for limit, kept_tokens in enumerate(self._kept_tokens())
+                if kept_tokens >= share * self.trained_tokens
+            ),
+            self.longest,
+        )
 
 
 # Rows
@@ -397,5 +404,7 @@ def length_remedy(stats: RowStats, data: DataConfig, *, max_seq_len: int, positi
     if positions is not None and cost.kept_share(positions) > cost.kept_share(max_seq_len):
         return f"set model.max_seq_len={positions}, the most that the model has: {cost.kept_share(positions):.1%} kept"
     is_limit_longer = positions is not None and positions > max_seq_len
-    reason = f"the model's {positions:,} positions keep no more" if is_limit_longer else "the model has no more positions"
+    reason = (
+        f"the model's {positions:,} positions keep no more" if is_limit_longer else "the model has no more positions"
+    )
     return f"{reason}: split or shorten the rows{prompt_hint}"

@@ -66,11 +66,15 @@ class RowCounter:
         tokenizer_parts, backend = renderer.tokenizer_parts, renderer.encoder.backend
         pad_token = dict(tokenizer_parts.special_tokens_map).get("pad_token")
         # a tokenizer without a pad token of its own pads with eos
-        self._pad_id = None if pad_token is None or pad_token == tokenizer_parts.eos_token else backend.token_to_id(pad_token)
+        self._pad_id = (
+            None if pad_token is None or pad_token == tokenizer_parts.eos_token else backend.token_to_id(pad_token)
+        )
         added_ids = (token_id for token_id, _, _ in tokenizer_parts.added_tokens)
         self._special_ids = frozenset(added_ids) | frozenset(map(backend.token_to_id, tokenizer_parts.special_tokens))
 
-    def count(self, stats: RowStats, row_number: int, example: Example, whole_row: TokenRow, row: TokenRow | BadRow) -> None:
+    def count(
+        self, stats: RowStats, row_number: int, example: Example, whole_row: TokenRow, row: TokenRow | BadRow
+    ) -> None:
         """Count a rendered row: as `whole_row`, and as max_seq_len leaves it; a bad `row` is too long."""
         runs = trained_runs(whole_row.labels)
         stats.truncation_cost.add(len(whole_row.labels), runs)
@@ -111,7 +115,9 @@ class RowCounter:
         if encoded.ids != list(whole_row.input_ids):
             return  # a text that spells a special token is tokenised differently
         stats.role_rows += 1
-        for role, (tokens, trained_tokens) in count_tokens_by_role(chat, whole_row.text, whole_row.labels, encoded.offsets).items():
+        for role, (tokens, trained_tokens) in count_tokens_by_role(
+            chat, whole_row.text, whole_row.labels, encoded.offsets
+        ).items():
             entry = stats.role_tokens.setdefault(role, [0, 0])
             entry[0] += tokens
             entry[1] += trained_tokens
@@ -151,8 +157,12 @@ class RowRenderer:
                 if isinstance(item, BadRow) or is_joined:
                     items.append((row_number, item))
                 else:
-                    items += [(row_number, example) for example in self.renderer.split_turns(self.renderer.recover_chat(item))]
-            usable_examples = [item for _, item in items if not (isinstance(item, BadRow) or (is_joined and isinstance(item, Chat)))]
+                    items += [
+                        (row_number, example) for example in self.renderer.split_turns(self.renderer.recover_chat(item))
+                    ]
+            usable_examples = [
+                item for _, item in items if not (isinstance(item, BadRow) or (is_joined and isinstance(item, Chat)))
+            ]
             with translate_library_errors():
                 rendered = iter(self.renderer.render_all(usable_examples))
             for row_number, item in items:
@@ -165,7 +175,9 @@ class RowRenderer:
                     yield RowOutcome(row_number, item, None, row)
                 else:
                     yield RowOutcome(row_number, item, row, row if is_joined else self.renderer.truncate(row))
-            release_after_long_text(max((character_count(item) for _, item in items if not isinstance(item, BadRow)), default=0))
+            release_after_long_text(
+                max((character_count(item) for _, item in items if not isinstance(item, BadRow)), default=0)
+            )
 
 
 NumberedExample = tuple[int, Example | BadRow]

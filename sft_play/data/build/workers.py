@@ -62,7 +62,11 @@ def split_for_workers(part: FilePart, *, count: int, total_bytes: int) -> list[F
 
 
 def run_jobs(
-    jobs: Sequence[WorkerJob], make_worker: Callable[[WorkerRecipe], Callable[[WorkerJob], WorkerResult]], recipe: WorkerRecipe, *, workers: int
+    jobs: Sequence[WorkerJob],
+    make_worker: Callable[[WorkerRecipe], Callable[[WorkerJob], WorkerResult]],
+    recipe: WorkerRecipe,
+    *,
+    workers: int,
 ) -> Iterator[WorkerResult]:
     """Results in the order of the jobs, made by `workers` processes. `make_worker`, a class or function of a module, is
     called once in each and returns what is called with each job. Raises DataError if one died, and what jobs raise."""

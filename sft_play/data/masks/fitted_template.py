@@ -19,14 +19,27 @@ from sft_play.data.masks.marked_copy import SALT, PieceKind
 from sft_play.data.masks.template import ChatTemplate, EndlessTemplateError, RenderError
 from sft_play.data.masks.token_row import TEMPLATE_REFUSES_ROW, InexactMaskError
 from sft_play.data.masks.turn_ends import format_first_difference
-from sft_play.data.sources.messages import AUTHOR_MESSAGE, REASONING_KEYS, TEXT_KEYS, Message, map_texts, drop_author_messages
+from sft_play.data.sources.messages import (
+    AUTHOR_MESSAGE,
+    REASONING_KEYS,
+    TEXT_KEYS,
+    Message,
+    drop_author_messages,
+    map_texts,
+)
 
 # In a rendering: the template took a list of parts for the text, and wrote it with its keys.
 PART_KEY = re.compile(r"""['"]type['"]""")
 
-PROBE_EXCHANGE: list[Message] = [{"role": "user", "content": "question1q"}, {"role": "assistant", "content": "answer1q"}]
+PROBE_EXCHANGE: list[Message] = [
+    {"role": "user", "content": "question1q"},
+    {"role": "assistant", "content": "answer1q"},
+]
 PROBE_SYSTEM: Message = {"role": "system", "content": "system1q"}
-PROBE_NEXT_TURNS: list[Message] = [{"role": "user", "content": "question2q"}, {"role": "assistant", "content": "answer2q"}]
+PROBE_NEXT_TURNS: list[Message] = [
+    {"role": "user", "content": "question2q"},
+    {"role": "assistant", "content": "answer2q"},
+]
 # Put behind a row of the data, whose own texts do not hold it.
 NEXT_QUESTION: Message = {"role": "user", "content": "question9q"}
 # A plain answer to a question of the data.
@@ -101,7 +114,11 @@ class FittedTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, with_prompt: bool = False) -> str:
         """The conversation as the model sees it; `messages` are fitted ones. Raises RenderError."""
-        return self.chat_template.render(to_template_messages(messages, as_parts=self.traits.needs_content_parts), tools=tools, with_prompt=with_prompt)
+        return self.chat_template.render(
+            to_template_messages(messages, as_parts=self.traits.needs_content_parts),
+            tools=tools,
+            with_prompt=with_prompt,
+        )
 
     def has_only_think_marks(self, text: str) -> bool:
         """Whether a text has only marks of think text and white space."""
@@ -171,7 +188,9 @@ class FittedTemplate:
         """The messages with what their author wrote, as far as the template takes it: roles, parts, and further keys,
         unless the template has no name for them and the text is the same without them."""
         notes: dict[str, None] = {}
-        authored = [self._authored_message(message, notes) if AUTHOR_MESSAGE in message else message for message in messages]
+        authored = [
+            self._authored_message(message, notes) if AUTHOR_MESSAGE in message else message for message in messages
+        ]
         known_keys_only = [
             {key: value for key, value in message.items() if key in KNOWN_KEYS or key in self._source_words}
             for message in authored
@@ -180,7 +199,9 @@ class FittedTemplate:
             return FittedMessages(authored, tuple(notes))
         return FittedMessages(known_keys_only, tuple(notes))
 
-    def _check_authored_rendering(self, messages: Sequence[Message], fitted: Sequence[Message], tools: Sequence[Any]) -> None:
+    def _check_authored_rendering(
+        self, messages: Sequence[Message], fitted: Sequence[Message], tools: Sequence[Any]
+    ) -> None:
         authored = [message.get(AUTHOR_MESSAGE, message) for message in messages]
         if any((original.get("tool_calls") or None) != message.get("tool_calls")
                for original, message in zip(authored, messages, strict=True)):  # fmt: skip
@@ -209,7 +230,9 @@ class FittedTemplate:
         # the same think text or calls under another of their names must not be given twice
         covered_keys = {*authored, *(REASONING_KEYS if "reasoning_content" in authored else ())}
         covered_keys |= {*(CALL_KEYS if authored.get("tool_calls") else ())}
-        return authored | {key: value for key, value in original.items() if key not in covered_keys and value is not None}
+        return authored | {
+            key: value for key, value in original.items() if key not in covered_keys and value is not None
+        }
 
     def _accepts(self, role: str, *kinds: str) -> bool:
         key = (role, *kinds)
@@ -229,7 +252,9 @@ class FittedTemplate:
     def foreign_entity(self, text: str, row: Any = ()) -> str:
         """The first HTML entity of a text that comes from neither the template's source nor the row; else empty."""
         for entity in dict.fromkeys(_ENTITY.findall(text)):
-            if entity not in self.chat_template.source and entity not in json.dumps(row, ensure_ascii=False, default=str):
+            if entity not in self.chat_template.source and entity not in json.dumps(
+                row, ensure_ascii=False, default=str
+            ):
                 return str(entity)
         return ""
 

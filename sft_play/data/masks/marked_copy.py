@@ -245,7 +245,9 @@ class MarkedText:
         """Whether the turn and the message after it are written with texts of their own, so that what stands between
         them is the turn's end or the other's beginning."""
         written_messages = {self._pieces[index].message_index for index, _, _ in self._written_spans}
-        return message_index in written_messages and (message_index + 1 in written_messages or message_index + 1 == message_count)
+        return message_index in written_messages and (
+            message_index + 1 in written_messages or message_index + 1 == message_count
+        )
 
     def next_piece_start(self, offset: int) -> int:
         """Where the next piece begins at or after the position; the text's end where there is none."""

@@ -49,7 +49,9 @@ def probe_template(
     ends = TurnEnds(tuple(token for token in special_tokens if token), eos_token)
     traits = replace(traits, think_marks=_probe_think_marks(FittedTemplate(chat_template, traits), ends))
     generation_prompt, answer_header = _probe_headers(FittedTemplate(chat_template, traits), ends.special_tokens)
-    template = FittedTemplate(chat_template, replace(traits, generation_prompt=generation_prompt, answer_header=answer_header))
+    template = FittedTemplate(
+        chat_template, replace(traits, generation_prompt=generation_prompt, answer_header=answer_header)
+    )
     return template, _probe_turn_ends(template, ends)
 
 
@@ -83,15 +85,23 @@ def _probe_content(chat_template: ChatTemplate, *, with_tools: bool) -> Template
 def _probe_calls(template: FittedTemplate) -> tuple[bool, ArgumentForm | Literal["own"]]:
     # The whole exchange first; some templates refuse a tool's result, or to be given tools.
     with contextlib.suppress(EndlessTemplateError):
-        for turns, tools in ((PROBE_CALL_TURNS, PROBE_TOOLS), (PROBE_CALL_TURNS[:2], PROBE_TOOLS), (PROBE_CALL_TURNS[:2], ())):
+        for turns, tools in (
+            (PROBE_CALL_TURNS, PROBE_TOOLS),
+            (PROBE_CALL_TURNS[:2], PROBE_TOOLS),
+            (PROBE_CALL_TURNS[:2], ()),
+        ):
             call_texts = {form: _render_calls(template, turns, tools, form) for form in ARGUMENT_FORMS}
             if any(call_texts.values()):
-                correct_forms = [form for form, text in call_texts.items() if _are_arguments_intact(template, text, form)]
+                correct_forms = [
+                    form for form, text in call_texts.items() if _are_arguments_intact(template, text, form)
+                ]
                 return turns is PROBE_CALL_TURNS, correct_forms[0] if len(correct_forms) == 1 else "own"
     return False, "own"
 
 
-def _render_calls(template: FittedTemplate, turns: Sequence[Message], tools: Sequence[Any], argument_form: ArgumentForm) -> str:
+def _render_calls(
+    template: FittedTemplate, turns: Sequence[Message], tools: Sequence[Any], argument_form: ArgumentForm
+) -> str:
     converted = convert_arguments(turns, argument_form)
     for form in CALL_FORMS:
         try:
@@ -125,17 +135,24 @@ def _are_arguments_intact(template: FittedTemplate, call_text: str, form: Argume
 def _probe_think_marks(template: FittedTemplate, ends: TurnEnds) -> tuple[str, ...]:
     """What opens think text, what closes it, and the control tokens in both; empty where there are no such marks."""
     question, answer = PROBE_EXCHANGE
-    think_forms = ({"reasoning_content": "thought1q"}, {"content": f"<think>\nthought1q\n</think>\n\n{answer['content']}"})
+    think_forms = (
+        {"reasoning_content": "thought1q"},
+        {"content": f"<think>\nthought1q\n</think>\n\n{answer['content']}"},
+    )
     for form in think_forms:
         try:
             text = _render(template, [question, {**answer, **form}])
-            unprompted, prompt = (_render(template, [question], with_prompt=with_prompt) for with_prompt in (False, True))
+            unprompted, prompt = (
+                _render(template, [question], with_prompt=with_prompt) for with_prompt in (False, True)
+            )
         except RenderError:
             continue
         text_before, has_think, text_after = text.partition("thought1q")
         closing, has_answer, _ = text_after.partition("answer1q")
         if has_think and has_answer:
-            mark_start = next(reversed(find_control_tokens(text_before, ends.special_tokens)), (len(text_before), ""))[0]
+            mark_start = next(reversed(find_control_tokens(text_before, ends.special_tokens)), (len(text_before), ""))[
+                0
+            ]
             marks = (text_before[mark_start:].strip(), closing.strip())
             # what opens the turn itself is no mark
             header = next(iter(control_tokens(prompt.removeprefix(unprompted), ends.special_tokens)), "\0")
@@ -154,7 +171,9 @@ def _probe_system(template: FittedTemplate) -> Literal["written", "dropped", "re
 def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> tuple[str, str]:
     """The generation prompt behind a question; and where there is none, what stands before the answer all the same."""
     try:
-        question, prompt = (_render(template, PROBE_EXCHANGE[:1], with_prompt=with_prompt) for with_prompt in (False, True))
+        question, prompt = (
+            _render(template, PROBE_EXCHANGE[:1], with_prompt=with_prompt) for with_prompt in (False, True)
+        )
     except RenderError:
         return "", ""
     if prompt != question:
@@ -237,4 +256,6 @@ def _probe_turn_openers(template: FittedTemplate, ends: TurnEnds) -> frozenset[s
     except RenderError:
         beginning = _render(template, PROBE_EXCHANGE)
     first_text_start = beginning.find("system1q") if "system1q" in beginning else beginning.find("question1q")
-    return frozenset(control_tokens(beginning[: max(0, first_text_start)], ends.special_tokens)) - {ends.eos_token or ""}
+    return frozenset(control_tokens(beginning[: max(0, first_text_start)], ends.special_tokens)) - {
+        ends.eos_token or ""
+    }

@@ -137,7 +137,9 @@ class Renderer:
                     self._turn_locators[key] = other_locator
                 else:
                     has_several = len(self.tokenizer_parts.templates) > 1
-                    self._turn_locators[key] = self._build_locator(source, with_tools=with_tools and has_several, kind=key[1])
+                    self._turn_locators[key] = self._build_locator(
+                        source, with_tools=with_tools and has_several, kind=key[1]
+                    )
             except TokenizerError as error:  # kept: every row would probe the broken template again
                 self._turn_locators[key] = error
         locator = self._turn_locators[key]
@@ -147,16 +149,25 @@ class Renderer:
 
     def _locator_for(self, messages: Sequence[Message], tools: Sequence[Any]) -> TurnLocator:
         try:
-            return self.turn_locator(with_tools=bool(tools), kind=row_kind(messages) if self._uses_row_kinds else PLAIN_ROW)
+            return self.turn_locator(
+                with_tools=bool(tools), kind=row_kind(messages) if self._uses_row_kinds else PLAIN_ROW
+            )
         except TokenizerError as error:
-            raise InexactMaskError(f"no chat template for rows {'with' if tools else 'without'} tools", str(error)) from error
+            raise InexactMaskError(
+                f"no chat template for rows {'with' if tools else 'without'} tools", str(error)
+            ) from error
 
     def _build_locator(self, source: str, *, with_tools: bool, kind: str) -> TurnLocator:
-        variables = {**dict(self.tokenizer_parts.special_tokens_map), **select_template_kwargs(self.data.chat_template_kwargs, kind)}
+        variables = {
+            **dict(self.tokenizer_parts.special_tokens_map),
+            **select_template_kwargs(self.data.chat_template_kwargs, kind),
+        }
         template = ChatTemplate(source, variables=variables, today=self.today)
         special_texts = (text for _, text, is_special in self.tokenizer_parts.added_tokens if is_special)
         special_tokens = dict.fromkeys((*self.tokenizer_parts.special_tokens, *special_texts))
-        return TurnLocator(template, special_tokens=[*special_tokens], eos_token=self.tokenizer_parts.eos_token, with_tools=with_tools)
+        return TurnLocator(
+            template, special_tokens=[*special_tokens], eos_token=self.tokenizer_parts.eos_token, with_tools=with_tools
+        )
 
     @functools.cached_property
     def special_token_guard(self) -> SpecialTokenGuard:
@@ -191,7 +202,10 @@ class Renderer:
             locator = self.turn_locator()
         except TokenizerError:
             return None
-        return RenderedChatParser(locator.template, special_tokens=[text for _, text, is_special in self.tokenizer_parts.added_tokens if is_special])
+        return RenderedChatParser(
+            locator.template,
+            special_tokens=[text for _, text, is_special in self.tokenizer_parts.added_tokens if is_special],
+        )
 
     def split_turns(self, example: Example) -> list[Example]:
         """The example itself, or with data.multi_turn=split one for each assistant turn that is trained."""
@@ -205,7 +219,9 @@ class Renderer:
                    for message in example.messages]  # fmt: skip
         return [
             replace(
-                example, where=f"{example.where} turn {turn_number}", messages=(*history[:index], example.messages[index])
+                example,
+                where=f"{example.where} turn {turn_number}",
+                messages=(*history[:index], example.messages[index]),
             )
             for turn_number, index in enumerate(turn_indices, start=1)
         ]
@@ -234,7 +250,11 @@ class Renderer:
         for source, has_marks in ((CHAT, False), (TEXT, True)):
             pending_texts: dict[int, str] = {}
             for index, draft in enumerate(drafts):
-                if isinstance(draft, TokenRow) and draft.source == source and not self._should_hide(draft.special_in_text):
+                if (
+                    isinstance(draft, TokenRow)
+                    and draft.source == source
+                    and not self._should_hide(draft.special_in_text)
+                ):
                     results[index] = self.encoder.encode_with_mask(draft.text, draft.spans) if source == CHAT else None
                     if results[index] is None:
                         pending_texts[index] = draft.text
@@ -269,7 +289,9 @@ class Renderer:
             messages = fitted.messages
             special_count = sum(map(self.special_token_guard.count, conversation_texts(messages)))
             if special_count and self.data.special_tokens_in_text == "fail":
-                raise InexactMaskError("a text holds a special token of the tokenizer", self.special_token_guard.first_token(messages))
+                raise InexactMaskError(
+                    "a text holds a special token of the tokenizer", self.special_token_guard.first_token(messages)
+                )
             is_hiding = self._should_hide(special_count)
             visible_messages = self.special_token_guard.hide(messages) if is_hiding else messages
             located = locator.locate(visible_messages, example.tools)
@@ -277,7 +299,9 @@ class Renderer:
                 # without the end that was added, which the template's own rendering does not have
                 self._check_hidden_rendering(located.text.removesuffix(located.added_end), messages, example.tools)
             spans, untrained_turns, method = self._select_trained_spans(located, messages)
-            prompt_suffixes = {start: located.prompt_suffixes[start] for start, _ in spans if start in located.prompt_suffixes}
+            prompt_suffixes = {
+                start: located.prompt_suffixes[start] for start, _ in spans if start in located.prompt_suffixes
+            }
             notes = (*fitted.notes, *self._row_notes(locator, located, messages, example.tools, prompt_suffixes))
             if not self.data.loss_on_empty_think and self.data.loss_on != "all":
                 spans = [self._skip_empty_think(locator, located, span) for span in spans]
@@ -319,19 +343,29 @@ class Renderer:
         prompt_suffixes: Mapping[int, str],
     ) -> Iterator[str]:
         """What is odd about the prompts and turns of a row; `prompt_suffixes`: of the turns that are trained."""
-        untrained_suffixes = [suffix for suffix in prompt_suffixes.values() if not (self.data.add_empty_think and THINK_END.search(suffix))]
+        untrained_suffixes = [
+            suffix
+            for suffix in prompt_suffixes.values()
+            if not (self.data.add_empty_think and THINK_END.search(suffix))
+        ]
         if untrained_suffixes:
             remedies = [self._settable_kwargs_hint(locator)]
             if any(map(THINK_END.search, untrained_suffixes)):
                 remedies.append("data.add_empty_think=true writes the prompt's empty think block before it")
             remedies = [*filter(None, remedies)]
             yield f"{NOTE_PROMPT_DIVERGES} ({'; '.join(remedies)})" if remedies else NOTE_PROMPT_DIVERGES
-        remedy = self._find_remedy(messages, tools, inexact_count=len(located.inexact_turns)) if located.inexact_turns else ""
+        remedy = (
+            self._find_remedy(messages, tools, inexact_count=len(located.inexact_turns))
+            if located.inexact_turns
+            else ""
+        )
         if remedy:
             yield f"a turn has no exact mask and is not trained: {remedy}"
         if locator.template.traits.answer_header:
             yield NOTE_NO_PROMPT.format(header=repr(locator.template.traits.answer_header))
-        headers_after_results = [text for index, text in located.headers.items() if index and messages[index - 1]["role"] == "tool"]
+        headers_after_results = [
+            text for index, text in located.headers.items() if index and messages[index - 1]["role"] == "tool"
+        ]
         if headers_after_results:
             yield NOTE_NO_HEADER.format(header=one_line(headers_after_results[0].strip()))
 
@@ -341,8 +375,12 @@ class Renderer:
         with_tools = bool(tools)
         if with_tools not in self._end_tokens:  # special tokens, and the template's own ends that are one token
             end_tokens = self.turn_locator(with_tools=with_tools).ends.end_tokens
-            special_tokens = (token for _, token, is_special in self.tokenizer_parts.added_tokens if is_special or token in end_tokens)
-            self._end_tokens[with_tools] = tuple(token for token in (*special_tokens, self.tokenizer_parts.eos_token) if token)
+            special_tokens = (
+                token for _, token, is_special in self.tokenizer_parts.added_tokens if is_special or token in end_tokens
+            )
+            self._end_tokens[with_tools] = tuple(
+                token for token in (*special_tokens, self.tokenizer_parts.eos_token) if token
+            )
         for start, end in spans:
             trained_text = text[start:end].rstrip()  # a line break after the end token may be trained with it
             if not trained_text.endswith(self._end_tokens[with_tools]):
@@ -363,12 +401,19 @@ class Renderer:
 
     def _find_remedy(self, messages: Sequence[Message], tools: Sequence[Any], *, inexact_count: int) -> str:
         """The option, or the change of the row, that leaves fewer turns inexact, tried on it; empty where none does."""
-        index = next((index for index in range(1, len(messages)) if messages[index]["role"] == messages[index - 1]["role"]), 1)
-        merge_remedy = f"messages[{index - 1}] and messages[{index}] are both {messages[index - 1]['role']} turns: {MERGE_REMEDY}"
+        index = next(
+            (index for index in range(1, len(messages)) if messages[index]["role"] == messages[index - 1]["role"]), 1
+        )
+        merge_remedy = (
+            f"messages[{index - 1}] and messages[{index}] are both {messages[index - 1]['role']} turns: {MERGE_REMEDY}"
+        )
         remedies: tuple[tuple[str, Callable[[Sequence[Message]], Sequence[Message]]], ...] = (
             (merge_remedy, merge_turns),
             (MOVE_SYSTEM_REMEDY, lambda rows: self._move_system_into_user(rows, tools)),
-            (f"{merge_remedy} and {MOVE_SYSTEM_REMEDY}", lambda rows: self._move_system_into_user(merge_turns(rows), tools)),
+            (
+                f"{merge_remedy} and {MOVE_SYSTEM_REMEDY}",
+                lambda rows: self._move_system_into_user(merge_turns(rows), tools),
+            ),
             (DROP_TEXT_REMEDY, drop_text_beside_calls),
             (NAMED_IDS_REMEDY, name_call_ids),
         )
@@ -431,7 +476,9 @@ class Renderer:
 
     def _tokenise(self, draft: TokenRow, encoding: Any) -> TokenRow | BadRow:
         if draft.source == TEXT:
-            ids = list((self.special_token_guard.plain_tokenizer.encode(draft.text) if encoding is None else encoding).ids)
+            ids = list(
+                (self.special_token_guard.plain_tokenizer.encode(draft.text) if encoding is None else encoding).ids
+            )
             end_id = self.tokenizer_parts.end_of_text_id
             # some tokenizers put it there themselves, by their post-processor
             draft.input_ids = ids if end_id is None or (ids and ids[-1] == end_id) else [*ids, end_id]
@@ -439,13 +486,23 @@ class Renderer:
             return draft
         is_plain, encoded_text, spans = encoding is not None, draft.text, draft.spans
         if not is_plain:
-            encoding, spans, encoded_text, draft.text, draft.spans = self.special_token_guard.encode(encoded_text, spans)
-        masked = encoding if isinstance(encoding, MaskedTokens) else mask_encoding(encoding, encoded_text, spans, self._added_ids)
+            encoding, spans, encoded_text, draft.text, draft.spans = self.special_token_guard.encode(
+                encoded_text, spans
+            )
+        masked = (
+            encoding
+            if isinstance(encoding, MaskedTokens)
+            else mask_encoding(encoding, encoded_text, spans, self._added_ids)
+        )
         draft.merged_edges = masked.crossed_edges
         if masked.crossed_edges:
-            split_tokens = (self.encoder if is_plain else self.special_token_guard).splitting_tokenizer.encode_with_mask(encoded_text, spans)
+            split_tokens = (
+                self.encoder if is_plain else self.special_token_guard
+            ).splitting_tokenizer.encode_with_mask(encoded_text, spans)
             if split_tokens is None and self.data.on_inexact_mask == "fail":
-                return BadRow(draft.location, "a token crosses the edge of an answer", encoding.tokens[masked.crossed_index])
+                return BadRow(
+                    draft.location, "a token crosses the edge of an answer", encoding.tokens[masked.crossed_index]
+                )
             masked = split_tokens or masked  # on_inexact_mask=train: the token that crosses the edge stays untrained
         draft.input_ids, draft.labels = masked.ids, masked.labels
         # The text is encoded without special tokens of the tokenizer's own, so a second BOS stands in the text itself.
@@ -465,12 +522,23 @@ class Renderer:
             ids, labels = ids[:limit], labels[:limit]
         else:  # truncate=prompt: the last tokens, a BOS at the beginning kept
             bos_tokens = 1 if self._bos_id is not None and ids[0] == self._bos_id else 0
-            ids, labels = [*ids[:bos_tokens], *ids[bos_tokens + excess :]], [*labels[:bos_tokens], *labels[bos_tokens + excess :]]
+            ids, labels = (
+                [*ids[:bos_tokens], *ids[bos_tokens + excess :]],
+                [*labels[:bos_tokens], *labels[bos_tokens + excess :]],
+            )
         remaining_tokens = count_trained_tokens(labels)
         if remaining_tokens == 0:
             first_trained = next(index for index, label in enumerate(row.labels) if label != IGNORED)
-            return BadRow(row.location, LOST_TO_LENGTH, f"{len(row.input_ids)} tokens, the first trained one at {first_trained}")
-        return replace(row, input_ids=ids, labels=labels, cut_tokens=excess, lost_trained_tokens=row.trained_tokens - remaining_tokens)
+            return BadRow(
+                row.location, LOST_TO_LENGTH, f"{len(row.input_ids)} tokens, the first trained one at {first_trained}"
+            )
+        return replace(
+            row,
+            input_ids=ids,
+            labels=labels,
+            cut_tokens=excess,
+            lost_trained_tokens=row.trained_tokens - remaining_tokens,
+        )
 
     # Documents and prompts.
 
@@ -492,10 +560,18 @@ class Renderer:
             locator = self._locator_for(chat.messages, chat.tools)
             prompt_messages = locator.template.fit(messages, chat.tools).messages[:-1]
             is_hiding = self.hides_special_tokens(prompt_messages)
-            text = locator.template.render(self.special_token_guard.hide(prompt_messages) if is_hiding else prompt_messages, chat.tools, with_prompt=True)
+            text = locator.template.render(
+                self.special_token_guard.hide(prompt_messages) if is_hiding else prompt_messages,
+                chat.tools,
+                with_prompt=True,
+            )
         except (RenderError, InexactMaskError):
             return None
-        encoding = self.special_token_guard.encode(text, [])[0] if is_hiding else self._backend.encode(text, add_special_tokens=False)
+        encoding = (
+            self.special_token_guard.encode(text, [])[0]
+            if is_hiding
+            else self._backend.encode(text, add_special_tokens=False)
+        )
         return list(encoding.ids)
 
     def prompt_and_answer_ids(self, chat: Chat) -> tuple[list[int], list[int]] | None:

@@ -67,7 +67,9 @@ class RenderedChatParser:
 
     def _is_bos(self, token: str) -> bool:
         """Whether all conversations begin with this token, and no later turn has it before it."""
-        gaps_by_position = [(previous_role == _START, gap) for (previous_role, _), gaps in self._gaps.items() for gap in gaps]
+        gaps_by_position = [
+            (previous_role == _START, gap) for (previous_role, _), gaps in self._gaps.items() for gap in gaps
+        ]
         starts = [gap.lstrip() for is_first, gap in gaps_by_position if is_first]
         is_between_turns = any(token in gap for is_first, gap in gaps_by_position if not is_first)
         return bool(starts) and all(gap.startswith(token) for gap in starts) and not is_between_turns
@@ -80,7 +82,9 @@ class RenderedChatParser:
                 starts = [0, *(offset for offset, _ in find_control_tokens(bare_start, self._special_tokens) if offset)]
                 for beginning in (bare_start[offset:] for offset in starts):
                     # only a system prompt may begin without a mark, and only where the template writes none
-                    if not text.startswith(beginning) or not (beginning.strip() or (role == "system" and not bare_start)):
+                    if not text.startswith(beginning) or not (
+                        beginning.strip() or (role == "system" and not bare_start)
+                    ):
                         continue
                     messages = self._split_turns(text[len(beginning) :], role)
                     if messages is not None:

@@ -63,18 +63,28 @@ class TemplateLayoutBuilder:
         try:
             text = self._template.render(marked_messages, tools)
         except RenderError as error:
-            raise InexactMaskError("the chat template refuses a copy of the row with marks in it", str(error)) from error
+            raise InexactMaskError(
+                "the chat template refuses a copy of the row with marks in it", str(error)
+            ) from error
         # A template that takes letters out of a text (`content[0]`) takes them out of its sentinel. The second copy has
         # other letters there, so that the two renderings differ.
-        second_copy = [map_message_texts(message, index, to_second_sentinels) for index, message in enumerate(marked_messages)]
+        second_copy = [
+            map_message_texts(message, index, to_second_sentinels) for index, message in enumerate(marked_messages)
+        ]
         second_text = to_first_sentinels(self._template.try_render(second_copy, tools))
         if second_text != text:
-            raise InexactMaskError("the chat template rewrites a text or takes it apart", format_first_difference(text, second_text))
+            raise InexactMaskError(
+                "the chat template rewrites a text or takes it apart", format_first_difference(text, second_text)
+            )
         gaps, written_pieces, changed_pieces = split_marked_text(text, pieces)
         written_indices = {piece_index for piece_index, _ in written_pieces}
         stripped_pieces = self._check_pieces(messages, pieces, written_indices, changed_pieces, text)
-        marked_row = _MarkedRow(self._template, self._ends, MarkedText(text, gaps, written_pieces, pieces), marked_messages, tools)
-        turns = tuple(marked_row.locate_turn(index) for index, message in enumerate(messages) if message["role"] == "assistant")
+        marked_row = _MarkedRow(
+            self._template, self._ends, MarkedText(text, gaps, written_pieces, pieces), marked_messages, tools
+        )
+        turns = tuple(
+            marked_row.locate_turn(index) for index, message in enumerate(messages) if message["role"] == "assistant"
+        )
         return TemplateLayout(tuple(gaps), tuple(written_pieces), turns, stripped_pieces), pieces
 
     def mark_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[MarkedPiece]]:
@@ -84,7 +94,9 @@ class TemplateLayoutBuilder:
         def mark(text: str, index: int, kind: PieceKind) -> str:
             for salt in (SALT, SECOND_SALT):
                 if salt in text:
-                    raise InexactMaskError("a text holds the mark that is used to find turns", f"messages[{index}]: {salt}")
+                    raise InexactMaskError(
+                        "a text holds the mark that is used to find turns", f"messages[{index}]: {salt}"
+                    )
             marked: list[str] = []
             offset = 0
             for begin, end, is_think in split_text_pieces(
@@ -93,7 +105,12 @@ class TemplateLayoutBuilder:
                 piece_index = len(pieces)
                 pieces.append(MarkedPiece(index, kind, text[begin:end], is_think or kind == "reasoning"))
                 self._check_between(text[offset:begin], index)
-                marked += (text[offset:begin], f"{SALT}{piece_index:05d}b", text[begin:end], f"{SALT}{piece_index:05d}e")
+                marked += (
+                    text[offset:begin],
+                    f"{SALT}{piece_index:05d}b",
+                    text[begin:end],
+                    f"{SALT}{piece_index:05d}e",
+                )
                 offset = end
             self._check_between(text[offset:], index)
             return "".join((*marked, text[offset:]))
@@ -113,16 +130,25 @@ class TemplateLayoutBuilder:
             )
 
     def _check_pieces(
-        self, messages: Sequence[Message], pieces: Sequence[MarkedPiece], written_indices: set[int], changed_pieces: set[int], text: str
+        self,
+        messages: Sequence[Message],
+        pieces: Sequence[MarkedPiece],
+        written_indices: set[int],
+        changed_pieces: set[int],
+        text: str,
     ) -> tuple[int, ...]:
         """Numbers of think pieces that are not written; raises InexactMaskError if others are missing or changed."""
-        last_content = {piece.message_index: piece_index for piece_index, piece in enumerate(pieces) if piece.kind == "content"}
+        last_content = {
+            piece.message_index: piece_index for piece_index, piece in enumerate(pieces) if piece.kind == "content"
+        }
         stripped_pieces = []
         for piece_index, piece in enumerate(pieces):
             role = messages[piece.message_index]["role"]
             location = f"messages[{piece.message_index}]"
             if piece_index in changed_pieces and piece.kind == "arguments":
-                raise InexactMaskError("the chat template encodes the JSON text of a tool call's arguments a second time", location)
+                raise InexactMaskError(
+                    "the chat template encodes the JSON text of a tool call's arguments a second time", location
+                )
             if piece_index in changed_pieces:
                 raise InexactMaskError(f"the chat template rewrites {_ROLE_POSSESSIVES[role]} text", location)
             if piece_index in written_indices:
@@ -133,7 +159,9 @@ class TemplateLayoutBuilder:
                 if all(piece.text in call_id and call_id in text for call_id in ids):
                     continue
             if piece.kind in ("name", "argument", "arguments"):
-                raise InexactMaskError("the chat template drops a tool call", f"{location}: {one_line(piece.text, limit=60)}")
+                raise InexactMaskError(
+                    "the chat template drops a tool call", f"{location}: {one_line(piece.text, limit=60)}"
+                )
             if role in ("system", "developer"):
                 raise InexactMaskError(_DROPPED_SYSTEM, location)
             if role != "assistant" or not piece.is_think or piece_index == last_content.get(piece.message_index):
@@ -197,7 +225,9 @@ class _MarkedRow:
         start = None if begin is None else marked_text.to_gap_position(begin)
         last_end = common_size if last is None else last
         # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
-        if entity := self.template.foreign_entity(marked_text.text[begin or common_size : marked_text.next_piece_start(last_end)], messages):
+        if entity := self.template.foreign_entity(
+            marked_text.text[begin or common_size : marked_text.next_piece_start(last_end)], messages
+        ):
             raise InexactMaskError(_WRITES_ENTITIES, f"messages[{index}]: {entity}")
         end = self._locate_end(index, piece_end=last_end, is_answer_text=kind == "content")
         detail = f"messages[{index}]"
@@ -205,15 +235,31 @@ class _MarkedRow:
             if not is_prefix:
                 detail = f"{detail}: the prompt continues with {one_line(repr(prompt[common_size:][:40]))}"
             # The best guess, for data.on_inexact_mask=train, begins where prompt and text part.
-            guessed_start = marked_text.to_gap_position(common_size) if not is_prefix and (first is None or common_size <= first) else None
-            guessed_span = (guessed_start, end.position) if guessed_start is not None and end.position is not None else None
+            guessed_start = (
+                marked_text.to_gap_position(common_size)
+                if not is_prefix and (first is None or common_size <= first)
+                else None
+            )
+            guessed_span = (
+                (guessed_start, end.position) if guessed_start is not None and end.position is not None else None
+            )
             reason = NO_TURN_END if end.position is None else PROMPT_MISMATCH
             return Turn(index, reason=reason, detail=detail, guessed_span=guessed_span, added_end=end.added_end)
         problem = marked_text.span_problem(index, begin, marked_text.to_offset(end.position))
         if problem:
             return Turn(index, reason=problem, detail=detail)
         header = marked_text.text[prompt_end:begin]
-        return Turn(index, start, end.position, end.ended_by_prefix, end.ended_by_next_turn, end.added_end, header, prompt_suffix, without_prompt)
+        return Turn(
+            index,
+            start,
+            end.position,
+            end.ended_by_prefix,
+            end.ended_by_next_turn,
+            end.added_end,
+            header,
+            prompt_suffix,
+            without_prompt,
+        )
 
     def _lacks_header(self, tail: str, size: int) -> bool:
         """Whether a turn's text has nothing of the header with which its prompt ends; both have `size` of `tail`."""
@@ -272,7 +318,9 @@ class _MarkedRow:
         if not is_answer_written or not answered_text.startswith(prompt_start):
             return None
         plain_size = len(common_prefix(tail, plain_header, self.ends.special_tokens))
-        differs_in_think_only = self.template.has_only_think_marks(plain_header[plain_size:]) and self.template.has_only_think_marks(plain_header[size:plain_size])
+        differs_in_think_only = self.template.has_only_think_marks(
+            plain_header[plain_size:]
+        ) and self.template.has_only_think_marks(plain_header[size:plain_size])
         return min(size, plain_size) if differs_in_think_only else None
 
     def _locate_end(self, index: int, *, piece_end: int, is_answer_text: bool) -> _TurnEndPosition:
@@ -281,10 +329,18 @@ class _MarkedRow:
         limit = marked_text.next_piece_start(piece_end)
         turn_text = self.template.try_render(self.messages[: index + 1], self.tools)
         # Where the conversation up to the turn is a beginning of the whole text, and ends before the next piece.
-        prefix_end = len(turn_text) if turn_text and marked_text.text.startswith(turn_text) and piece_end <= len(turn_text) <= limit else None
+        prefix_end = (
+            len(turn_text)
+            if turn_text and marked_text.text.startswith(turn_text) and piece_end <= len(turn_text) <= limit
+            else None
+        )
         is_last = index + 1 == len(self.messages)
         written_tail = marked_text.text[piece_end:limit]
-        final_tail = turn_text[piece_end:] if prefix_end is not None else text_behind_piece(turn_text, marked_text.text, piece_end)
+        final_tail = (
+            turn_text[piece_end:]
+            if prefix_end is not None
+            else text_behind_piece(turn_text, marked_text.text, piece_end)
+        )
         continued_tail = self._continued_tail(piece_end) if is_last else written_tail
         end = ends.find_end(final_tail, continued_tail, is_last=is_last, is_answer_text=is_answer_text)
         # In the middle of a row any token that opens a turn follows; only one seen on the probes ends an answer.

@@ -51,7 +51,9 @@ class SpecialTokenGuard:
         def replace_tokens(text: str) -> str:
             return self._pattern.sub(lambda match: chr(_HIDDEN_BASE + self._indices[match.group()]), text)
 
-        hidden_messages: list[Message] = map_texts(list(messages), replace_tokens, skipped_keys=("role", "id", "tool_call_id", "type"))
+        hidden_messages: list[Message] = map_texts(
+            list(messages), replace_tokens, skipped_keys=("role", "id", "tool_call_id", "type")
+        )
         return hidden_messages
 
     def reveal(self, text: str) -> str:
@@ -69,7 +71,10 @@ class SpecialTokenGuard:
             token_text = token if is_from_template else self.tokens[ord(token) - _HIDDEN_BASE]
             encoder_replacements.append((*match.span(), self._hidden_name(token) if is_from_template else token_text))
             reader_replacements.append((*match.span(), token_text))
-        (encoder_text, encoder_spans), (reader_text, reader_spans) = splice(text, encoder_replacements, spans), splice(text, reader_replacements, spans)
+        (encoder_text, encoder_spans), (reader_text, reader_spans) = (
+            splice(text, encoder_replacements, spans),
+            splice(text, reader_replacements, spans),
+        )
         encoding = self.plain_tokenizer.encode(encoder_text, add_special_tokens=False)
         return encoding, encoder_spans, encoder_text, reader_text, reader_spans
 

@@ -38,7 +38,11 @@ def row_kind(messages: Sequence[Message]) -> str:
     answers = [message for message in messages if message["role"] == "assistant"]
     texts = [message.get(key) for message in answers for key in REASONING_KEYS]
     has_reasoning = any(isinstance(text, str) and text.strip() for text in texts)
-    return THINK_ROW if has_reasoning or any(THINK_END.search(str(message.get("content"))) for message in answers) else PLAIN_ROW
+    return (
+        THINK_ROW
+        if has_reasoning or any(THINK_END.search(str(message.get("content"))) for message in answers)
+        else PLAIN_ROW
+    )
 
 
 def has_value_per_kind(value: Any) -> bool:
@@ -48,7 +52,9 @@ def has_value_per_kind(value: Any) -> bool:
 
 def select_template_kwargs(template_kwargs: Mapping[str, Any], kind: str = PLAIN_ROW) -> dict[str, Any]:
     """data.chat_template_kwargs for one kind of rows; a setting of the other kind alone is left out."""
-    selected_kwargs = {name: value for name, value in template_kwargs.items() if not has_value_per_kind(value) or kind in value}
+    selected_kwargs = {
+        name: value for name, value in template_kwargs.items() if not has_value_per_kind(value) or kind in value
+    }
     return {name: value[kind] if has_value_per_kind(value) else value for name, value in selected_kwargs.items()}
 
 
@@ -74,12 +80,16 @@ class ChatTemplate:
             self._template = self._environment.compile_limited(source)
             tree = self._environment.parse(source)
             self.searched_texts = frozenset(_find_searched_texts(tree))
-            self.settable_variables = _find_settable_variables(tree, known={*_RENDER_VARIABLES, *self._environment.globals})
+            self.settable_variables = _find_settable_variables(
+                tree, known={*_RENDER_VARIABLES, *self._environment.globals}
+            )
             """Variables that it reads and data.chat_template_kwargs may set."""
         except Exception as error:  # compiling somebody's program: RecursionError, SyntaxError, Jinja's own, …
             line_number = getattr(error, "lineno", None)
             line_suffix = f" (line {line_number})" if line_number else ""
-            raise TokenizerError(f"the chat template is not valid Jinja{line_suffix}: {one_line(str(error))}") from error
+            raise TokenizerError(
+                f"the chat template is not valid Jinja{line_suffix}: {one_line(str(error))}"
+            ) from error
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Any] = (), with_prompt: bool = False) -> str:
         """The conversation as text; `with_prompt`: ended by what an answer is generated after. Raises RenderError."""
@@ -108,7 +118,9 @@ def _convert_render_errors() -> Iterator[None]:
     except LimitExceededError as error:
         raise EndlessTemplateError(f"the chat template does not end in reasonable time or size: {error}") from None
     except RecursionError:
-        raise EndlessTemplateError("the chat template calls itself without end, or the row is nested too deeply") from None
+        raise EndlessTemplateError(
+            "the chat template calls itself without end, or the row is nested too deeply"
+        ) from None
     except MemoryError:
         raise EndlessTemplateError("the chat template takes more memory than there is") from None
     except Exception as error:

@@ -50,7 +50,9 @@ _LIST_FILTERS = frozenset(
     | {"default", "d", "reverse", "batch", "slice", "attr"}
 )
 # Filters that may write more than they are given.
-_GROWING_FILTERS = frozenset({"center", "indent", "format", "wordwrap", "batch", "slice", "truncate", "replace", "join"})
+_GROWING_FILTERS = frozenset(
+    {"center", "indent", "format", "wordwrap", "batch", "slice", "truncate", "replace", "join"}
+)
 _SLOW_FILTERS = frozenset({"wordwrap", "urlize", "pprint", "title", "xmlattr", "striptags", "wordcount"})
 _COMPARING_TESTS = frozenset(
     {"eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "gt", ">", "greaterthan", "le", "<=", "ge", ">=", "in"}
@@ -122,7 +124,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name in _COMPARING_TESTS:
             tests[name] = _check_argument_sizes(tests[name])
         self.filters["flat"] = check_value_size
-        self.filters["joined"] = lambda parts: self.budget.count_result("".join(str(check_value_size(part)) for part in parts))
+        self.filters["joined"] = lambda parts: self.budget.count_result(
+            "".join(str(check_value_size(part)) for part in parts)
+        )
         self.filters["turn"] = self._count_iteration
 
         def refuse_chance(*_: Any, **__: Any) -> None:
@@ -310,11 +314,17 @@ def _check_text(name: str, text: Any, *args: Any, **kwargs: Any) -> None:
     further than a text may be long."""
     options = [*args, *kwargs.values()]
     _check_widths([text, *options])
-    max_insertion = max((one if isinstance(one, int) else len(one) for one in options if isinstance(one, (int, str))), default=0)
+    max_insertion = max(
+        (one if isinstance(one, int) else len(one) for one in options if isinstance(one, (int, str))), default=0
+    )
     size = 0
     if name == "join":
         separator = str(kwargs.get("d", args[0] if args else ""))
-        size, insertions, max_insertion = sum(len(one) for one in text if isinstance(one, str)), len(text), len(separator)
+        size, insertions, max_insertion = (
+            sum(len(one) for one in text if isinstance(one, str)),
+            len(text),
+            len(separator),
+        )
     elif name == "translate" and args and isinstance(args[0], dict):
         insertions, max_insertion = len(text), max((len(str(one)) for one in args[0].values()), default=0)
     elif name == "replace":
@@ -324,7 +334,11 @@ def _check_text(name: str, text: Any, *args: Any, **kwargs: Any) -> None:
         _check_format(str(text), _PERCENT_WIDTH)
         insertions = str(text).count("%")
     else:  # how often the padding or separator may be written
-        insertion_counts = {"wordwrap": len(str(text)), "indent": str(text).count("\n") + 1, "expandtabs": str(text).count("\t")}
+        insertion_counts = {
+            "wordwrap": len(str(text)),
+            "indent": str(text).count("\n") + 1,
+            "expandtabs": str(text).count("\t"),
+        }
         size, insertions, max_insertion = len(str(text)), insertion_counts.get(name, 1), max_insertion or 8
     _check_chars(size + insertions * max_insertion)
 

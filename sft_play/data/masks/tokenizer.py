@@ -49,7 +49,9 @@ class TokenizerParts:
             )
         # transformers: one template as a text, or several as {name: text}
         chat_template = tokenizer.chat_template
-        templates = chat_template if isinstance(chat_template, dict) else {"default": chat_template} if chat_template else {}
+        templates = (
+            chat_template if isinstance(chat_template, dict) else {"default": chat_template} if chat_template else {}
+        )
         special_map = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         added = tokenizer.added_tokens_decoder.items()
         return cls(
@@ -161,7 +163,9 @@ def mask_encoding(encoding: Any, text: str, spans: Sequence[Span], added_ids: fr
         if end <= start:
             continue
         # a tokenizer may leave characters out, at the edges too
-        tokens = (map(encoding.char_to_token, offsets) for offsets in (range(start, end), range(end - 1, start - 1, -1)))
+        tokens = (
+            map(encoding.char_to_token, offsets) for offsets in (range(start, end), range(end - 1, start - 1, -1))
+        )
         first, last = (next((token for token in one if token is not None), None) for one in tokens)
         if first is None or last is None:
             continue

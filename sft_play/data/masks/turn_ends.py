@@ -121,7 +121,9 @@ class TurnEnds:
         """The control tokens of all ends of turns."""
         return frozenset(token for marker in self.end_markers for token in control_tokens(marker, self.special_tokens))
 
-    def find_end(self, final_tail: str | None, continued_tail: str | None, *, is_last: bool, is_answer_text: bool) -> TurnEnd | None:
+    def find_end(
+        self, final_tail: str | None, continued_tail: str | None, *, is_last: bool, is_answer_text: bool
+    ) -> TurnEnd | None:
         """The end of a turn: the text after its last piece, through its end; None where it has no end. `final_tail`
         follows the piece in the conversation that stops with the turn (None: not found), `continued_tail` in the one
         that continues (None: cannot be rendered). `is_last`: the turn is the last of the row; `is_answer_text`: its
@@ -130,7 +132,9 @@ class TurnEnds:
         if final_tail is None:
             return self._first_known_end(continued_tail or "")
         # Where the two renderings part, the turn is over: the one goes on with the next turn's header.
-        shared = final_tail if continued_tail is None else common_prefix(final_tail, continued_tail, self.special_tokens)
+        shared = (
+            final_tail if continued_tail is None else common_prefix(final_tail, continued_tail, self.special_tokens)
+        )
         ends = self._possible_ends(shared, is_answer_text=is_answer_text)
         # A header that is written in any case stands in both, and is the next turn's all the same.
         while ends and ends[-1][1] in self.turn_openers:
@@ -149,7 +153,8 @@ class TurnEnds:
             # as history the turn may be written otherwise (a call with its id), or be closed by another token
             tokens = [token for _, token in self._possible_ends(continued_tail, is_answer_text=is_answer_text)[:1]]
             end = self._first_known_end(
-                continued_tail, *(token for token in tokens if token in self.history_end_tokens or END_WORD.search(token))
+                continued_tail,
+                *(token for token in tokens if token in self.history_end_tokens or END_WORD.search(token)),
             )
             return self._last_call_end(final_tail, end) if is_last else end
         words = shared.rstrip()
@@ -198,9 +203,13 @@ class TurnEnds:
     def _opener_end(self, final_tail: str, continued_tail: str) -> int:
         """Where the special token ends that opens the next turn right after this one; 0 where there is none."""
         closed_tail = final_tail.rstrip()
-        following_tokens = [place for place in find_control_tokens(continued_tail, self.special_tokens) if place[0] >= len(closed_tail)]
+        following_tokens = [
+            place for place in find_control_tokens(continued_tail, self.special_tokens) if place[0] >= len(closed_tail)
+        ]
         if not continued_tail.startswith(closed_tail) or not following_tokens:
             return 0
         offset, token = following_tokens[0]
-        is_token = token in self.special_tokens or NON_TAG_TOKEN.fullmatch(token) or (not closed_tail and token[1] != "/")
+        is_token = (
+            token in self.special_tokens or NON_TAG_TOKEN.fullmatch(token) or (not closed_tail and token[1] != "/")
+        )
         return offset + len(token) if is_token and not continued_tail[len(closed_tail) : offset].strip() else 0

@@ -177,7 +177,9 @@ class TurnLocator:
             if turn.start is not None and turn.end is not None:
                 start = gap_starts[turn.start.gap] + turn.start.offset
                 # the answer's own text may begin as the prompt goes on
-                text_suffix = turn.prompt_suffix if turn.prompt_suffix and text.startswith(turn.prompt_suffix, start) else ""
+                text_suffix = (
+                    turn.prompt_suffix if turn.prompt_suffix and text.startswith(turn.prompt_suffix, start) else ""
+                )
                 start += len(text_suffix)
                 if turn.prompt_suffix and not text_suffix:
                     prompt_suffixes[start] = turn.prompt_suffix
@@ -186,7 +188,10 @@ class TurnLocator:
                 spans[turn.message_index] = (start, gap_starts[turn.end.gap] + turn.end.offset)
             elif turn.guessed_span is not None:
                 first, last = turn.guessed_span
-                guessed_spans[turn.message_index] = (gap_starts[first.gap] + first.offset, gap_starts[last.gap] + last.offset)
+                guessed_spans[turn.message_index] = (
+                    gap_starts[first.gap] + first.offset,
+                    gap_starts[last.gap] + last.offset,
+                )
         inexact_turns = {turn.message_index: turn for turn in template_layout.turns if not turn.is_exact}
         if inexact_turns:
             method = "last_turn" if spans else "inexact"
@@ -197,4 +202,14 @@ class TurnLocator:
         else:
             method = "prefix" if all(turn.ended_by_prefix for turn in template_layout.turns) else "marker"
         stripped_think, added_end = len(template_layout.stripped_pieces), template_layout.added
-        return LocatedTurns(text + added_end, spans, inexact_turns, guessed_spans, method, stripped_think, added_end, prompt_suffixes, headers)
+        return LocatedTurns(
+            text + added_end,
+            spans,
+            inexact_turns,
+            guessed_spans,
+            method,
+            stripped_think,
+            added_end,
+            prompt_suffixes,
+            headers,
+        )

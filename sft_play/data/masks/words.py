@@ -39,7 +39,9 @@ _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\
 _INVISIBLE_BYTES = [*range(33), *range(127, 161), 173]
 # The letters in which byte-level vocabularies write bytes (GPT-2's `bytes_to_unicode`): visible characters of
 # Latin-1 as they are, the others as characters from U+0100.
-BYTE_LETTERS = {byte: chr(byte) for byte in range(256)} | {byte: chr(256 + at) for at, byte in enumerate(_INVISIBLE_BYTES)}
+BYTE_LETTERS = {byte: chr(byte) for byte in range(256)} | {
+    byte: chr(256 + at) for at, byte in enumerate(_INVISIBLE_BYTES)
+}
 # A character that no known text holds, for classes without any character.
 _UNUSED_CHARACTER = r"\ue000"
 
@@ -159,7 +161,9 @@ def _compile_word_pattern(pre_tokenizer: dict[str, Any]) -> re.Pattern[str] | No
     *earlier_steps, last_step = steps or [{}]
     if last_step.get("type") != "ByteLevel" or last_step.get("add_prefix_space"):
         return None
-    patterns = [_split_pattern(step) for step in earlier_steps] + ([_GPT2_PATTERN] if last_step.get("use_regex", True) else [])
+    patterns = [_split_pattern(step) for step in earlier_steps] + (
+        [_GPT2_PATTERN] if last_step.get("use_regex", True) else []
+    )
     if len(patterns) != 1 or patterns[0] is None:
         return None
     try:
@@ -196,7 +200,9 @@ def to_python_pattern(pattern: str) -> str:
         char = pattern[offset]
         if match:
             name, is_negated = match[3], (match[1] == "P") != bool(match[2])  # \P{^L} is \p{L}
-            members = _character_ranges([code for code in _KNOWN_CODES if unicodedata.category(chr(code)).startswith(name) != is_negated])
+            members = _character_ranges(
+                [code for code in _KNOWN_CODES if unicodedata.category(chr(code)).startswith(name) != is_negated]
+            )
             parts.append(members if in_class else f"[{members}]")
             offset = match.end()
             continue

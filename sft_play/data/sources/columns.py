@@ -18,7 +18,9 @@ from sft_play.log import one_line
 
 # `kinds`: words in the names of columns; what is missed where one is not read; the known column that reads it, and what
 # it becomes there. A name with a word of `about` only describes its row. `hints`: for rows of no format.
-_COLUMN_TABLE: dict[str, Any] = json.loads(resources.files(__package__).joinpath("columns.json").read_text(encoding="utf-8"))
+_COLUMN_TABLE: dict[str, Any] = json.loads(
+    resources.files(__package__).joinpath("columns.json").read_text(encoding="utf-8")
+)
 COLUMN_KINDS: dict[str, dict[str, str]] = _COLUMN_TABLE["kinds"]
 _KIND_WORDS = {kind: frozenset(row["words"].split()) for kind, row in COLUMN_KINDS.items()}
 _UNSPACED_SCRIPTS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -102,7 +104,9 @@ def kinds_in_name(name: str) -> frozenset[str]:
     parts = re.split(r"[\W_\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip()).lower())
     words_in_name = {lowered, *(part for part in parts if len(part) > 1)}
     # words of scripts without spaces, or with endings, stand inside others
-    words_in_name.update(word for words in _KIND_WORDS.values() for word in words if not word.isascii() and word in lowered)
+    words_in_name.update(
+        word for words in _KIND_WORDS.values() for word in words if not word.isascii() and word in lowered
+    )
     kinds = frozenset(kind for kind, words in _KIND_WORDS.items() if not words.isdisjoint(words_in_name))
     if "about" in kinds:
         return kinds & {"about", "media"}
@@ -146,7 +150,9 @@ def missed_column_kind(name: str, value: Any, *, is_text: bool, answer_chars: in
     if are_objects and ("tools" in kinds or all("function" in item or "parameters" in item for item in items)):
         return "tools"
     lowered = str(value).strip().lower()
-    flag_kinds = [kind for kind in ("mask", "weight") if kind in kinds and lowered not in COLUMN_KINDS[kind]["usual"].split()]
+    flag_kinds = [
+        kind for kind in ("mask", "weight") if kind in kinds and lowered not in COLUMN_KINDS[kind]["usual"].split()
+    ]
     if flag_kinds or _BIT_LIST.fullmatch(lowered):
         return "mask"
     if is_text and not kinds.isdisjoint(("label", "answer")) and not isinstance(value, (list, dict)):
@@ -172,11 +178,15 @@ def describe_unused_columns(counts: Counter[UnusedColumn], columns: Mapping[str,
     conversions: list[str] = []
     for (name, kind, mapping), count in counts.most_common():
         if kind and name not in missed:
-            missed[name] = f"{one_line(name, limit=40)} ({COLUMN_KINDS[kind]['missed']}, {count:,} row{'s' * (count != 1)})"
+            missed[name] = (
+                f"{one_line(name, limit=40)} ({COLUMN_KINDS[kind]['missed']}, {count:,} row{'s' * (count != 1)})"
+            )
             if mapping and added_columns.keys().isdisjoint(dict(mapping)):  # of two for one known column the first
                 added_columns |= mapping
                 conversions.append(f"{one_line(name, limit=40)} as {COLUMN_KINDS[kind]['becomes']}")
-    other_names = [one_line(name, limit=40) for name in dict.fromkeys(name for name, _, _ in counts) if name not in missed]
+    other_names = [
+        one_line(name, limit=40) for name in dict.fromkeys(name for name, _, _ in counts) if name not in missed
+    ]
     # plain text with a label becomes a question and its answer, whatever was mapped
     setting = columns_setting(added_columns if "completion" in added_columns else {**columns, **added_columns})
     parts = {

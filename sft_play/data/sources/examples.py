@@ -17,14 +17,14 @@ from sft_play.data.sources.formats import (
     Example,
     RowFormat,
     Text,
-    require_known_columns,
     detect_format,
     is_processed_row,
     rename_columns,
+    require_known_columns,
     to_example,
 )
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
-from sft_play.data.sources.raw import BadRow, RawRow, read_blocks, is_gzipped, no_usable_rows_error
+from sft_play.data.sources.raw import BadRow, RawRow, is_gzipped, no_usable_rows_error, read_blocks
 from sft_play.errors import SftPlayError
 from sft_play.log import one_line
 from sft_play.process.waiting import report_wait

@@ -7,7 +7,16 @@ import re
 from pathlib import Path
 
 from sft_play.data.sources import json_rows
-from sft_play.data.sources.raw import BOM, GZIP_MARK, BadRow, RawRow, read_blocks, read_head, is_gzipped, wide_encoding_error
+from sft_play.data.sources.raw import (
+    BOM,
+    GZIP_MARK,
+    BadRow,
+    RawRow,
+    is_gzipped,
+    read_blocks,
+    read_head,
+    wide_encoding_error,
+)
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -40,12 +49,16 @@ def file_kind(path: Path, *, wants_text: bool = False) -> str:
     """What a file is: lines, objects, array, csv, parquet, arrow, arrow stream or text, by its content; by its name
     only between kinds that the content could be. Raises DataError where it is empty, or of no kind that can be read."""
     beginning = read_head(path)
-    binary_kind = next((kind for signature, kind in _BINARY_SIGNATURES.items() if beginning.startswith(signature)), None)
+    binary_kind = next(
+        (kind for signature, kind in _BINARY_SIGNATURES.items() if beginning.startswith(signature)), None
+    )
     if binary_kind is not None:
         if is_gzipped(path):  # pyarrow seeks in the file
             raise DataError(f"{path} is gzipped {binary_kind.title()}, which is read from its end: gunzip it")
         return binary_kind
-    unreadable = next((advice for signature, advice in _UNREADABLE_SIGNATURES.items() if beginning.startswith(signature)), None)
+    unreadable = next(
+        (advice for signature, advice in _UNREADABLE_SIGNATURES.items() if beginning.startswith(signature)), None
+    )
     if unreadable is not None:
         raise DataError(f"{path} is {unreadable}")
     encoding_error = wide_encoding_error(path, beginning)
@@ -97,7 +110,9 @@ def _json_kind(beginning: str) -> str:
         is_row = line_end and following.lstrip().startswith("[") and isinstance(first_row, RawRow)
         return "lines" if is_row else "array"
     # of rows on lines of their own, of which the first was cut off, the second is one
-    spans_lines = json_rows.OBJECT_CONTINUES in str(first_row) and isinstance(second_row, BadRow) and bool(following.strip())
+    spans_lines = (
+        json_rows.OBJECT_CONTINUES in str(first_row) and isinstance(second_row, BadRow) and bool(following.strip())
+    )
     return "objects" if spans_lines else "lines"
 
 

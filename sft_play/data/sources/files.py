@@ -23,20 +23,20 @@ from pathlib import Path, PurePath
 from sft_play.config.schema import MANAGED_HELD_OUT_FILES, PROCESSED_TEXT_PATH, DataConfig
 from sft_play.data.sources import json_rows, tables
 from sft_play.data.sources.columns import value_shape
-from sft_play.data.sources.file_kinds import ROW_FILE_SUFFIXES, TEXT_SUFFIXES, file_kind, data_suffix
+from sft_play.data.sources.file_kinds import ROW_FILE_SUFFIXES, TEXT_SUFFIXES, data_suffix, file_kind
 from sft_play.data.sources.formats import recognise_format
 from sft_play.data.sources.raw import (
     NOTE_PIECE,
     BadRow,
     RawRow,
-    read_blocks,
-    mark_encoding,
-    path_encoding,
     is_gzipped,
     is_long_text,
-    split_pieces,
-    require_file,
+    mark_encoding,
+    path_encoding,
+    read_blocks,
     read_text_pieces,
+    require_file,
+    split_pieces,
 )
 from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir
@@ -140,7 +140,10 @@ def find_data_paths(data: DataConfig) -> DataPaths:
     train = locate("train_path", data.train_path)
     sources: list[SourcePaths] = []
     for index, (source, name) in enumerate(zip(data.sources, data.source_names, strict=True)):
-        train_rows, held_out = locate(f"sources[{index}].path", source.path), locate(f"sources[{index}].val_path", source.val_path)
+        train_rows, held_out = (
+            locate(f"sources[{index}].path", source.path),
+            locate(f"sources[{index}].val_path", source.val_path),
+        )
         sources += [] if train_rows is None else [SourcePaths(name, train_rows, held_out)]
     val = locate("val_path", data.val_path)
     test = locate("test_path", data.test_path)
@@ -171,7 +174,8 @@ def has_held_out_file(data: DataConfig) -> bool:
     is_written = _is_default_path("train_path", data) and _existing_path(data.train_path or "") is not None
     configured = {key: value for key in ("val_path", "test_path") if (value := getattr(data, key)) is not None}
     return any(
-        not (is_written and _is_default_path(key, data)) or _existing_path(value) is not None for key, value in configured.items()
+        not (is_written and _is_default_path(key, data)) or _existing_path(value) is not None
+        for key, value in configured.items()
     )
 
 
@@ -255,7 +259,11 @@ def list_parts(source: AnySource, *, split: str = "train", wants_text: bool = Fa
     matches = [mark_encoding(match, encoding) for match in matches]
     parts = [part for match in matches for part in _list_path_parts(match, split, wants_text, is_glob_match=True)]
     if not parts:
-        raise DataError(_describe_missing(source_text) if not matches else f"what matches {one_line(source_text)} holds no data files")
+        raise DataError(
+            _describe_missing(source_text)
+            if not matches
+            else f"what matches {one_line(source_text)} holds no data files"
+        )
     return list(dict.fromkeys(parts))  # with `**` a folder and the files in it may both match
 
 
@@ -271,7 +279,9 @@ def _list_path_parts(path: Path, split: str, wants_text: bool, *, is_glob_match:
     ]
     if not parts and not is_glob_match:
         text_files = sum(data_suffix(item) in TEXT_SUFFIXES for item in walk_data_files(path))
-        text_hint = f"; it holds {text_files:,} text file{'s' if text_files > 1 else ''}: task_mode: cpt trains plain text"
+        text_hint = (
+            f"; it holds {text_files:,} text file{'s' if text_files > 1 else ''}: task_mode: cpt trains plain text"
+        )
         expected = f"looked for {', '.join(sorted(suffixes))} and a saved dataset"
         raise DataError(f"{path} holds no data files; {expected}{text_hint if text_files else ''}")
     return parts
@@ -293,7 +303,9 @@ def walk_data_files(folder: Path) -> list[Path]:
         visited.add(real_path)
         folders[:] = [name for name in folders if not name.startswith(".") and name not in NON_DATA_NAMES]
         items += [current_path / name for name in names if not name.startswith(".") and name not in NON_DATA_NAMES]
-    return sorted(item for item in items if item.is_file() or is_saved_dataset(item))  # the order of os.walk is the disk's
+    return sorted(
+        item for item in items if item.is_file() or is_saved_dataset(item)
+    )  # the order of os.walk is the disk's
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -346,7 +358,9 @@ def _read_whole_rows(part: FilePart) -> Iterator[RawRow | BadRow]:
         assert kind == "text", kind
         pieces = read_text_pieces(path)
         leading_pieces = list(itertools.islice(pieces, 2))
-        is_whole = len(leading_pieces) == 1  # a second piece is read ahead to know it: whole files are named without a line
+        is_whole = (
+            len(leading_pieces) == 1
+        )  # a second piece is read ahead to know it: whole files are named without a line
         for line, text in itertools.chain(leading_pieces, pieces):
             yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, () if is_whole else (NOTE_PIECE,))
 
@@ -358,7 +372,9 @@ def _unwrap_single_object(rows: Iterator[RawRow | BadRow]) -> Iterator[RawRow | 
     if isinstance(row, RawRow) and recognise_format(row.data) is None:
         keys = [key for key, value in row.data.items() if value_shape(value) == "rows"]
         if len(keys) == 1:
-            leading_rows = [RawRow(f"{row.where} {keys[0]}[{index}]", item) for index, item in enumerate(row.data[keys[0]])]
+            leading_rows = [
+                RawRow(f"{row.where} {keys[0]}[{index}]", item) for index, item in enumerate(row.data[keys[0]])
+            ]
     return itertools.chain(leading_rows, rows)
 
 

@@ -17,25 +17,31 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.sources.columns import COLUMN_KINDS, UnusedColumn, kinds_in_name, missed_column_kind, unknown_format_hint
+from sft_play.data.sources.columns import (
+    COLUMN_KINDS,
+    UnusedColumn,
+    kinds_in_name,
+    missed_column_kind,
+    unknown_format_hint,
+)
 from sft_play.data.sources.json_rows import ROLE_KEYS
 from sft_play.data.sources.messages import (
     AUTHOR_MESSAGE,
     Message,
     UnusableRow,
+    alternate_roles,
     content_text,
-    value_kind,
+    drop_author_messages,
+    iter_texts,
     merge_turns,
     parse_text_pair,
-    quote_value,
-    iter_texts,
     parse_tools,
     parse_turns,
+    quote_value,
     unpack_json,
-    alternate_roles,
-    drop_author_messages,
+    value_kind,
 )
-from sft_play.data.sources.other_kinds import NEGATIVE_COLUMNS, REJECTED_COLUMNS, OTHER_KIND_COLUMNS, refuse_other_kind
+from sft_play.data.sources.other_kinds import NEGATIVE_COLUMNS, OTHER_KIND_COLUMNS, REJECTED_COLUMNS, refuse_other_kind
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -93,7 +99,9 @@ _CANONICAL_JSON = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separator
 def content_digest(example: Example) -> bytes:
     """32 bytes of the example's content alone: the same row has the same wherever it stands."""
     # without the authors' own notation (roles by another name, content in parts), which changes nothing of the content
-    content: Any = example.text if isinstance(example, Text) else [drop_author_messages(example.messages), example.tools]
+    content: Any = (
+        example.text if isinstance(example, Text) else [drop_author_messages(example.messages), example.tools]
+    )
     if isinstance(example, Chat) and example.template_kwargs:
         content = [*content, example.template_kwargs]
     return hashlib.sha256(_CANONICAL_JSON.encode(content).encode("utf-8", "replace")).digest()
@@ -116,7 +124,11 @@ class RowFormat:
     def build(self, row: RawRow) -> Example:
         """The example that a row of this format is; raises UnusableRow."""
         if self.kind == "pair":
-            return _build_pair_chat(row, *self.required_columns, extra_columns=[key for key in _CONTEXT_COLUMNS if key in self.optional_columns])
+            return _build_pair_chat(
+                row,
+                *self.required_columns,
+                extra_columns=[key for key in _CONTEXT_COLUMNS if key in self.optional_columns],
+            )
         if self.kind == "calls":
             return _build_call_chat(row, *self.required_columns[:2])
         key = self.required_columns[0]
@@ -126,7 +138,9 @@ class RowFormat:
             return _build_chat(row, parse_turns(row.data[key], key))
         if "role" in row.data:
             tree_hint = "; parent_id says which message it answers (OASST)" if "parent_id" in row.data else ""
-            raise UnusableRow("a row is one message, not a conversation", f"the turns of a chat belong in one list{tree_hint}")
+            raise UnusableRow(
+                "a row is one message, not a conversation", f"the turns of a chat belong in one list{tree_hint}"
+            )
         text = _read_text_column(row, key)
         if not text.strip():
             raise UnusableRow(EMPTY_TEXT)
@@ -173,7 +187,9 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
     chat = Chat(row.where, tuple(messages), tools, template_kwargs=kwargs)
     # Hermes' rows have the tools in the prompt that the calls were generated after, and in a column
     prompt = str(messages[0]["content"]) if messages[0]["role"] == "system" else ""
-    quoted_texts = ((json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text)) for text in iter_texts(list(tools)))
+    quoted_texts = (
+        (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text)) for text in iter_texts(list(tools))
+    )
     repeats_tools = bool(tools) and all(any(form in prompt for form in quoted) for quoted in quoted_texts)
     return replace(chat, tools=(), notes=(NOTE_TOOLS_IN_TEXT,)) if repeats_tools else chat
 
@@ -238,10 +254,16 @@ def _build_pair_chat(row: RawRow, question: str, answer: str, *, extra_columns: 
     messages = (
         _join_pair_turns(prompt, reply, question, answer) if is_chat else _question_and_answer(row, question, answer)
     )
-    extra_texts = [text for key in extra_columns if key != question and (text := _read_text_column(row, key, required=False)).strip()]
+    extra_texts = [
+        text
+        for key in extra_columns
+        if key != question and (text := _read_text_column(row, key, required=False)).strip()
+    ]
     last_question = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if extra_texts and last_question is not None:
-        last_question["content"] = "\n".join([last_question["content"], *extra_texts])  # as LLaMA-Factory joins alpaca's columns
+        last_question["content"] = "\n".join(
+            [last_question["content"], *extra_texts]
+        )  # as LLaMA-Factory joins alpaca's columns
         last_question.pop(AUTHOR_MESSAGE, None)
     return _build_chat(row, messages)
 
@@ -292,7 +314,11 @@ def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
 def _add_parameter_schema(tool: Any) -> Any:
     """A tool as templates take it: its parameters, given by name alone, as the properties of an object."""
     parameters = tool.get("parameters")
-    if not isinstance(parameters, dict) or "properties" in parameters or not all(isinstance(schema, dict) for schema in parameters.values()):
+    if (
+        not isinstance(parameters, dict)
+        or "properties" in parameters
+        or not all(isinstance(schema, dict) for schema in parameters.values())
+    ):
         return tool
     return {**tool, "parameters": {"type": "object", "properties": parameters}}
 
@@ -339,7 +365,9 @@ FORMATS: tuple[RowFormat, ...] = (
 
 # what a chat may have beside its format's own columns, where data.columns maps it
 _MAPPABLE_COLUMNS = {"pair": frozenset({*_CONTEXT_COLUMNS, "reasoning"}), "turns": frozenset({"reasoning"})}
-KNOWN_COLUMNS = _MAPPABLE_COLUMNS["pair"].union(*((*shape.required_columns, *shape.optional_columns) for shape in FORMATS))
+KNOWN_COLUMNS = _MAPPABLE_COLUMNS["pair"].union(
+    *((*shape.required_columns, *shape.optional_columns) for shape in FORMATS)
+)
 _REQUIRED_COLUMNS = frozenset(key for shape in FORMATS if shape.kind != "calls" for key in shape.required_columns)
 # those that error messages name
 _COMMON_FORMATS = "messages; conversations; instruction + output; prompt + completion; question + answer; text"
@@ -351,9 +379,18 @@ def recognise_format(keys: Collection[str], columns: Mapping[str, str] | None = 
     user_columns = columns or {}
     # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of another meaning
     candidates = [row_format for row_format in FORMATS if all(key in keys for key in row_format.required_columns)]
-    row_format = next((row_format for row_format in candidates if all(key in user_columns for key in row_format.required_columns)), next(iter(candidates), None))
-    mapped_columns = _MAPPABLE_COLUMNS.get(row_format.kind, frozenset()).intersection(user_columns) if row_format is not None else ()
-    return replace(row_format, optional_columns=row_format.optional_columns.union(mapped_columns)) if row_format is not None and mapped_columns else row_format
+    row_format = next(
+        (row_format for row_format in candidates if all(key in user_columns for key in row_format.required_columns)),
+        next(iter(candidates), None),
+    )
+    mapped_columns = (
+        _MAPPABLE_COLUMNS.get(row_format.kind, frozenset()).intersection(user_columns) if row_format is not None else ()
+    )
+    return (
+        replace(row_format, optional_columns=row_format.optional_columns.union(mapped_columns))
+        if row_format is not None and mapped_columns
+        else row_format
+    )
 
 
 def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
@@ -374,14 +411,21 @@ _PROCESSED_COLUMNS = frozenset({"messages", "tools", TEMPLATE_KWARGS, "text", "s
 
 def is_processed_row(keys: Collection[str]) -> bool:
     """Whether a row with these keys is one that `make process` wrote."""
-    return "source" in keys and "id" in keys and ("messages" in keys or "text" in keys) and _PROCESSED_COLUMNS.issuperset(keys)
+    return (
+        "source" in keys
+        and "id" in keys
+        and ("messages" in keys or "text" in keys)
+        and _PROCESSED_COLUMNS.issuperset(keys)
+    )
 
 
 def require_known_columns(data: DataConfig) -> None:
     """Raises DataError when `data.columns` names a column that no format has, or one of the user's twice."""
     duplicates = [user_name for user_name, count in Counter(data.columns.values()).items() if count > 1]
     if duplicates:
-        raise DataError(f"data.columns: {one_line(duplicates[0])} is mapped to two columns; each of yours can stand for one")
+        raise DataError(
+            f"data.columns: {one_line(duplicates[0])} is mapped to two columns; each of yours can stand for one"
+        )
     for known in data.columns:
         if known not in KNOWN_COLUMNS:
             suggestion = did_you_mean(known, KNOWN_COLUMNS)
@@ -405,7 +449,11 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
     empty answers left out (`drop_empty`); such a row comes back as a BadRow with `is_asked`."""
     data = data or DataConfig()
     na_columns = frozenset(row.missing if data.keep_default_na else ())
-    row = replace(row, data={key: value for key, value in row.data.items() if key not in na_columns}) if na_columns else row
+    row = (
+        replace(row, data={key: value for key, value in row.data.items() if key not in na_columns})
+        if na_columns
+        else row
+    )
     # the format is that of the file's first rows; a later row may lack a column, or have null in it
     missing = [key for key in row_format.required_columns if key not in row.data]
     if missing:
@@ -420,7 +468,9 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
             refuse_other_kind(row.data, row_format.required_columns, is_text=is_text)
         prepared = row
         if data.turns_without_roles != "fail" and not is_text:
-            prepared = replace(row, data={**row.data, **{key: alternate_roles(row.data[key]) for key in row_format.required_columns}})
+            prepared = replace(
+                row, data={**row.data, **{key: alternate_roles(row.data[key]) for key in row_format.required_columns}}
+            )
         example = row_format.build(prepared)
         if "reasoning" in row_format.optional_columns and isinstance(example, Chat):
             _add_reasoning(example, row)
@@ -442,7 +492,9 @@ def _expected_columns(row_format: RowFormat) -> frozenset[str]:
     """The columns of a row that are never said to be unused, but for those of which a row has one of several."""
     # a row with one of these is refused, unless the user mapped its answer and so meant to leave it
     refused = (*REJECTED_COLUMNS, *NEGATIVE_COLUMNS) if row_format.kind != "text" else ()
-    columns = frozenset((*row_format.required_columns, *row_format.optional_columns, *refused, *_MEDIA_KEYS, "id", "source", STYLED_KEY))
+    columns = frozenset(
+        (*row_format.required_columns, *row_format.optional_columns, *refused, *_MEDIA_KEYS, "id", "source", STYLED_KEY)
+    )
     return columns.difference(SYSTEM_KEYS, TOOL_KEYS)
 
 
@@ -458,7 +510,9 @@ def _unused_columns(row: RawRow, row_format: RowFormat, example: Example, data: 
     answer = example.text if isinstance(example, Text) else messages[-1]["content"] or ""
     contents = [message["content"] or "" for message in messages]
     example_text = "\n".join([answer, *iter_texts([*getattr(example, "tools", ()), *messages])])
-    mappable = {"completion"} if is_text else row_format.optional_columns.union(_MAPPABLE_COLUMNS.get(row_format.kind, ()))
+    mappable = (
+        {"completion"} if is_text else row_format.optional_columns.union(_MAPPABLE_COLUMNS.get(row_format.kind, ()))
+    )
     # a second system prompt, or other think text, would make the row a bad one
     mappable = mappable.difference(message["role"] for message in messages)
     mappable -= {"reasoning"} if any("reasoning_content" in message for message in messages) else set()
@@ -538,11 +592,21 @@ def detect_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[li
         pending_columns = set() if is_processed_row(raw.data) else pending_columns.difference(raw.data)
         row_format = row_format or recognise_format(rename_columns(raw, data.columns).data, data.columns)
         # what every row needs is in the first; what a row may lack, in one of the first
-        if not pending_columns <= optional_columns or (row_format is not None and not pending_columns) or row_count == FORMAT_PROBE_ROWS:
+        if (
+            not pending_columns <= optional_columns
+            or (row_format is not None and not pending_columns)
+            or row_count == FORMAT_PROBE_ROWS
+        ):
             break
     # a file may lack what rows may lack, where it has no column that could be meant (a misspelt name)
-    names = {name for row in rows_read if isinstance(row, RawRow) for name in row.data if "about" not in kinds_in_name(name)}
-    names -= _expected_columns(row_format).union(row_format.optional_columns, data.columns.values()) if row_format is not None else set()
+    names = {
+        name for row in rows_read if isinstance(row, RawRow) for name in row.data if "about" not in kinds_in_name(name)
+    }
+    names -= (
+        _expected_columns(row_format).union(row_format.optional_columns, data.columns.values())
+        if row_format is not None
+        else set()
+    )
     if first_row is not None and pending_columns and (names or not pending_columns <= optional_columns):
         missing_column = next(name for name in data.columns.values() if name in pending_columns)
         raise DataError(

@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, read_line_blocks, not_utf8_error, read_text_blocks, too_large_row
+from sft_play.data.sources.raw import (
+    MAX_ROW_BYTES,
+    BadRow,
+    RawRow,
+    not_utf8_error,
+    read_line_blocks,
+    read_text_blocks,
+    too_large_row,
+)
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -132,7 +140,9 @@ def parse_line(line: str, location: str) -> RawRow | BadRow:
     try:
         return _to_raw_row(_DECODER.decode(line), location, line)
     except json.JSONDecodeError as error:
-        return BadRow(location, "not valid JSON", f"{_explain_json_error(error)}. Line: {one_line(line, limit=_QUOTED_CHARS)}")
+        return BadRow(
+            location, "not valid JSON", f"{_explain_json_error(error)}. Line: {one_line(line, limit=_QUOTED_CHARS)}"
+        )
     except LossyJson as error:
         return BadRow(location, str(error))
     except RecursionError:
@@ -295,7 +305,9 @@ def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:
             break
         else:
             found_text = f"`{one_line(char)}`" if char else "the end of the file"
-            raise DataError(f"{path}:{window.line_and_column()[0]}: expected `,` or `]` after a row, found {found_text}")
+            raise DataError(
+                f"{path}:{window.line_and_column()[0]}: expected `,` or `]` after a row, found {found_text}"
+            )
     window.position += 1
     if window.peek_char():
         raise DataError(f"{path}:{window.line_and_column()[0]}: text after the end of the list")
@@ -310,4 +322,8 @@ def _read_row(window: JsonWindow, location: str) -> RawRow | BadRow:
     value, text, loss = window.read_value()
     if loss:
         return BadRow(location, loss)
-    return _to_raw_row(value, location, text) if len(text) <= MAX_ROW_BYTES else too_large_row(location, len(text.encode()))
+    return (
+        _to_raw_row(value, location, text)
+        if len(text) <= MAX_ROW_BYTES
+        else too_large_row(location, len(text.encode()))
+    )

@@ -58,7 +58,14 @@ def quote_value(value: Any) -> str:
         return value_kind(value)
 
 
-_TYPE_NAMES = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+}
 
 
 def value_kind(value: Any) -> str:
@@ -81,7 +88,10 @@ def map_texts(value: Any, change: Callable[[str], str], *, skipped_keys: Collect
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: item if key in skipped_keys else map_texts(item, change, skipped_keys=skipped_keys) for key, item in value.items()}
+        return {
+            key: item if key in skipped_keys else map_texts(item, change, skipped_keys=skipped_keys)
+            for key, item in value.items()
+        }
     return [map_texts(item, change, skipped_keys=skipped_keys) for item in value] if isinstance(value, list) else value
 
 
@@ -142,8 +152,12 @@ def _parse_item(item: Any, index: int) -> list[Message]:
         answer = next((key for key in _ASSISTANT_KEYS if isinstance(item.get(key), str)), None)
         if question and answer:
             system = item.get("system")
-            system_messages = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-            unread_keys = tuple(key for key in item if key not in (question, answer, "system", "id", "index") and item[key])
+            system_messages = (
+                [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+            )
+            unread_keys = tuple(
+                key for key in item if key not in (question, answer, "system", "id", "index") and item[key]
+            )
             reply = {"role": "assistant", "content": item[answer], "_unread": unread_keys}
             return [*system_messages, {"role": "user", "content": item[question]}, reply]
         raise UnusableRow("a message has no role", f"{location} has the keys {quote_value(list(item))}")
@@ -243,7 +257,9 @@ def _read_train_flag(item: Mapping[str, Any], location: str) -> bool | None:
             flags[key] = _read_train_detail(value, location)
             continue
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            raise UnusableRow("a loss weight other than 0 and 1", f"{location}.{key} is {quote_value(value)}; it is not rounded")
+            raise UnusableRow(
+                "a loss weight other than 0 and 1", f"{location}.{key} is {quote_value(value)}; it is not rounded"
+            )
         if key == "mask":
             raise UnusableRow(
                 "a message has a mask, which may mean that it is trained or that it is not",
@@ -287,7 +303,9 @@ def known_role_lines(reasons: Iterable[str], roles: Mapping[str, int]) -> list[s
     """Where rows are refused for an unknown role: a line with the turns of known roles in the others, by role."""
     if not any(reason.startswith(UNKNOWN_ROLE) for reason in reasons):
         return []
-    counts_text = ", ".join(f"{role} {count:,}" for role, count in sorted(roles.items(), key=lambda item: -item[1])) or "none"
+    counts_text = (
+        ", ".join(f"{role} {count:,}" for role, count in sorted(roles.items(), key=lambda item: -item[1])) or "none"
+    )
     return [f"turns of known roles in the other rows: {counts_text}"]
 
 
@@ -341,7 +359,9 @@ def _first_value(part: Mapping[str, Any], *keys: str) -> Any:
 def _select_parts(value: Any, part_types: frozenset[str]) -> list[dict[str, Any]]:
     parts = value if isinstance(value, list) else []
     return [
-        part for part in parts if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in part_types
+        part
+        for part in parts
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in part_types
     ]
 
 
@@ -351,7 +371,10 @@ def _read_reasoning(item: Mapping[str, Any], content: Any) -> str:
         if any(item.get(key) not in (None, reasoning) for key in REASONING_KEYS):
             raise UnusableRow("a message has two different think texts", f"under {', '.join(REASONING_KEYS)}")
         return reasoning
-    parts = [_first_value(part, "text", "value", "thinking", "reasoning") for part in _select_parts(content, _REASONING_PART_TYPES)]
+    parts = [
+        _first_value(part, "text", "value", "thinking", "reasoning")
+        for part in _select_parts(content, _REASONING_PART_TYPES)
+    ]
     if not all(isinstance(part, str) for part in parts):
         raise UnusableRow("a content part is not text", "a part of reasoning without a text")
     return "".join(parts)
@@ -366,7 +389,9 @@ def _read_calls(item: Mapping[str, Any], content: Any, location: str) -> list[An
         return _parse_tool_calls(calls, location)
     if item.get("function_call") not in (None, "", {}):
         return _parse_call_text(item["function_call"], location)
-    part_values = [_first_value(part, "value", "text", part["type"]) for part in _select_parts(content, _CALL_PART_TYPES)]
+    part_values = [
+        _first_value(part, "value", "text", part["type"]) for part in _select_parts(content, _CALL_PART_TYPES)
+    ]
     return [call for value in part_values for call in _parse_call_text(value, location)]
 
 

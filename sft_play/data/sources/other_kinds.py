@@ -13,7 +13,16 @@ from typing import Any
 from sft_play.data.sources.messages import UnusableRow, unpack_json
 
 # Where rows of KTO say whether an answer is wanted.
-PREFERENCE_TAGS = ("label", "kto_tag", "kto_label", "desirable", "is_desirable", "is_chosen", "undesirable", "is_undesirable")
+PREFERENCE_TAGS = (
+    "label",
+    "kto_tag",
+    "kto_label",
+    "desirable",
+    "is_desirable",
+    "is_chosen",
+    "undesirable",
+    "is_undesirable",
+)
 # What they say of one that is not, as text; of a name with `un` the contrary.
 _UNWANTED_WORDS = frozenset({"false", "0", "0.0", "undesirable", "unwanted", "rejected", "dispreferred"})
 REJECTED_COLUMNS = (
@@ -56,7 +65,10 @@ def refuse_other_kind(data: Mapping[str, Any], required_columns: Sequence[str], 
     lists = {key: unpack_json(data.get(key), "[{") for key in CHOICE_COLUMNS}
     choices = next((key for key, value in lists.items() if isinstance(value, (list, dict)) and len(value) > 1), None)
     if choices is not None and not is_text and _is_mark(data[required_columns[-1]], lists[choices]):
-        raise UnusableRow(CHOICE_REASON, f"{choices} is there; write the choices into the question; {_train_anyway_hint(required_columns)}")
+        raise UnusableRow(
+            CHOICE_REASON,
+            f"{choices} is there; write the choices into the question; {_train_anyway_hint(required_columns)}",
+        )
 
 
 def _is_unwanted(tag: str, value: Any) -> bool:

@@ -154,7 +154,9 @@ def _transcode_blocks(path: Path, encoding: str, size: int) -> Iterator[bytes]:
         raise DataError(f"{location}: neither UTF-8 nor {encoding}, which data.encoding says it is") from None
 
 
-def _read_byte_blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
+def _read_byte_blocks(
+    path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES
+) -> Iterator[bytes]:
     is_packed = is_gzipped(path)
     offset = start
     try:
@@ -337,7 +339,9 @@ def guess_encoding(sample: bytes) -> Encoding | None:
     """What bytes that are not UTF-8 look like; None for UTF-8 that is damaged."""
     # sequences of several bytes that are UTF-8 are no accident: where most are, the others are damage
     valid = sample.decode("utf-8", "ignore").encode()
-    if sum(byte > 0x7F for byte in valid) > 4 * (len(sample) - len(valid)) or _IMPOSSIBLE_BYTES.fullmatch(_ASCII_BYTES.sub(b"", sample)):
+    if sum(byte > 0x7F for byte in valid) > 4 * (len(sample) - len(valid)) or _IMPOSSIBLE_BYTES.fullmatch(
+        _ASCII_BYTES.sub(b"", sample)
+    ):
         return None
     runs = list(map(len, re.findall(rb"[\x80-\xff]+", sample)))
     if sum(size for size in runs if size > 1) >= 0.7 * sum(runs):  # in Latin script they stand alone

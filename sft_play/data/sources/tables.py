@@ -91,7 +91,9 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     beginning = read_head(path).decode("utf-8", "ignore")
     delimiter_match = _DELIMITER_LINE.match(beginning)
     skipped_lines = len(list(itertools.islice(lines, 1))) if delimiter_match else 0
-    reader = csv.reader(lines, delimiter=delimiter_match[1] if delimiter_match else find_delimiter(beginning), strict=True)
+    reader = csv.reader(
+        lines, delimiter=delimiter_match[1] if delimiter_match else find_delimiter(beginning), strict=True
+    )
     names: list[str] | None = None
     while True:
         line = skipped_lines + reader.line_num + 1
@@ -364,7 +366,9 @@ def choose_split(names: list[str], split: str, path: str) -> str:
     if exact is not None:
         return exact
     similar = [  # `gsm8k_test`, or a name that begins with a split's, as `train_sft`
-        name for name in names if (split_from_name(name) or SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])) == split
+        name
+        for name in names
+        if (split_from_name(name) or SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])) == split
     ]
     if len(similar) == 1:
         return similar[0]
@@ -383,7 +387,9 @@ def parse_hub_name(hub_name: str) -> tuple[str, str | None]:
     or a folder of that name lies here."""
     repo_id, _, config = hub_name.removeprefix(HUB_PREFIX).partition(":")
     if not _HUB_ID.fullmatch(repo_id):
-        raise DataError(f"{one_line(hub_name)}: a data set of the hub is written hub:owner/name or hub:owner/name:config")
+        raise DataError(
+            f"{one_line(hub_name)}: a data set of the hub is written hub:owner/name or hub:owner/name:config"
+        )
     # datasets.load_dataset takes a local folder of that name before the hub's
     if Path(repo_id).exists():
         raise DataError(f"{one_line(hub_name)}: {repo_id} exists here too, and datasets would read it; write the path")

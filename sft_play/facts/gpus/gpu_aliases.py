@@ -27,7 +27,9 @@ def normalize_machine_text(text: str) -> tuple[str, str]:
     size of memory, or a device that no run uses."""
     head, comma, options = text.partition(",")
     match = re.fullmatch(_COUNT_PREFIX + r"(.+)", head.strip())
-    is_gpu_name = match is not None and not re.search(r"[*×:]", match[2]) and (find_gpus(match[2].strip()) or find_gpus(head))
+    is_gpu_name = (
+        match is not None and not re.search(r"[*×:]", match[2]) and (find_gpus(match[2].strip()) or find_gpus(head))
+    )
     if match is None or is_gpu_name or "mem" in options:
         return text, ""
     counts, name = match[1], match[2].strip()

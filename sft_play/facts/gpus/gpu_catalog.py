@@ -93,11 +93,21 @@ _TERA = 1e12
 def _parse_entry(row: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogEntry:
     """An entry of a line of the file, which has `memory`: GB on the box, nvidia-smi's MiB, torch's MiB; `dense`: a data
     sheet's 16- and 8-bit TFLOPS; `units`: streaming multiprocessors (AMD: compute units); `pcie`: generation, lanes."""
-    gpu_generation, (box_gb, smi_mib, torch_mib), (pcie_generation, pcie_lanes) = GPU_GENERATIONS[row["family"]], row["memory"], row["pcie"]
+    gpu_generation, (box_gb, smi_mib, torch_mib), (pcie_generation, pcie_lanes) = (
+        GPU_GENERATIONS[row["family"]],
+        row["memory"],
+        row["pcie"],
+    )
     driver_bytes = smi_mib * MIB if smi_mib else box_gb * GIB
-    unit_cycles_per_s, dense_tflops, nvlink_gb = row["units"] * row["boost_mhz"] * 1e6, row.get("dense"), row.get("nvlink_gb")
+    unit_cycles_per_s, dense_tflops, nvlink_gb = (
+        row["units"] * row["boost_mhz"] * 1e6,
+        row.get("dense"),
+        row.get("nvlink_gb"),
+    )
     fp16_flops = (dense_tflops[0] * _TERA if dense_tflops else unit_cycles_per_s * gpu_generation.fp16) or None
-    fp8_flops = dense_tflops[1] * _TERA if dense_tflops and dense_tflops[1] else unit_cycles_per_s * gpu_generation.fp16 * 2
+    fp8_flops = (
+        dense_tflops[1] * _TERA if dense_tflops and dense_tflops[1] else unit_cycles_per_s * gpu_generation.fp16 * 2
+    )
     citations = [_expand_source(text, sources) for text in row["sources"]]
     return CatalogEntry(
         row["name"],
@@ -128,10 +138,13 @@ def _expand_source(text: str, sources: Mapping[str, str]) -> str:
 
 _CATALOG_DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 GPU_GENERATIONS: dict[str, GpuGeneration] = {
-    name: GpuGeneration(**{**one, "capability": tuple(one["capability"])}) for name, one in _CATALOG_DATA["families"].items()
+    name: GpuGeneration(**{**one, "capability": tuple(one["capability"])})
+    for name, one in _CATALOG_DATA["families"].items()
 }
 # All entries; of those that share an alias, the first is what the alias alone means.
-CATALOG_ENTRIES: tuple[CatalogEntry, ...] = tuple(_parse_entry(row, _CATALOG_DATA["sources"]) for row in _CATALOG_DATA["gpus"])
+CATALOG_ENTRIES: tuple[CatalogEntry, ...] = tuple(
+    _parse_entry(row, _CATALOG_DATA["sources"]) for row in _CATALOG_DATA["gpus"]
+)
 
 _MAKER_WORDS = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|generation|graphics|[^a-z0-9]")
 _LAPTOP = re.compile(r"(laptop|mobile|notebook)(gpu)?")
@@ -156,7 +169,9 @@ def _short_key(key: str) -> str:
 
 _ENTRIES_BY_KEY: dict[str, list[CatalogEntry]] = {}
 for _entry in CATALOG_ENTRIES:
-    for _key in {form for name in (_entry.name, *_entry.aliases) for form in (catalog_key(name), _short_key(catalog_key(name)))}:
+    for _key in {
+        form for name in (_entry.name, *_entry.aliases) for form in (catalog_key(name), _short_key(catalog_key(name)))
+    }:
         _ENTRIES_BY_KEY.setdefault(_key, []).append(_entry)
 _SUGGESTED_GPUS = ("L4", "A100-40GB", "L40S", "H100", "H200", "B200", "B300")
 
@@ -165,11 +180,17 @@ def find_gpus(name: str, driver_bytes: int | None = None) -> tuple[CatalogEntry,
     """The entries that a name can mean, the most likely first; a trailing size chooses among them (`H100-80GB`), and so
     does `driver_bytes`, the total of a GPU that was found. A laptop's GPU is never the desktop's of the same number."""
     key = catalog_key(name)
-    entries = _ENTRIES_BY_KEY.get(key) or (_ENTRIES_BY_KEY.get(f"laptop{key[:-1]}", []) if key.endswith("m") else [])  # 3060m
+    entries = _ENTRIES_BY_KEY.get(key) or (
+        _ENTRIES_BY_KEY.get(f"laptop{key[:-1]}", []) if key.endswith("m") else []
+    )  # 3060m
     if not entries:  # a key that ends with the size on the box: `h10080gb`, `h10080g`, `h10080`
-        sized_entries = ([one for one in _ENTRIES_BY_KEY.get(base, []) if one.box_gb == size] for base, size in _split_size(key))
+        sized_entries = (
+            [one for one in _ENTRIES_BY_KEY.get(base, []) if one.box_gb == size] for base, size in _split_size(key)
+        )
         entries = next(filter(None, sized_entries), [])
-    entries = sorted(entries, key=lambda entry: key not in (catalog_key(entry.name), _short_key(catalog_key(entry.name))))
+    entries = sorted(
+        entries, key=lambda entry: key not in (catalog_key(entry.name), _short_key(catalog_key(entry.name)))
+    )
     if driver_bytes is None or not entries:
         return tuple(entries)
     return (min(entries, key=lambda entry: abs(entry.driver_bytes - driver_bytes)),)
@@ -195,7 +216,11 @@ def nearest_gpus(name: str) -> list[str]:
     sized_names = [entry.name for base, _ in _split_size(key) for entry in _ENTRIES_BY_KEY.get(base, [])]
     if sized_names:
         return list(dict.fromkeys(sized_names))[:4]
-    names_by_key = {spelling: entry.name for entry in CATALOG_ENTRIES for spelling in (_short_key(catalog_key(entry.name)), catalog_key(entry.name))}
+    names_by_key = {
+        spelling: entry.name
+        for entry in CATALOG_ENTRIES
+        for spelling in (_short_key(catalog_key(entry.name)), catalog_key(entry.name))
+    }
     matches = difflib.get_close_matches(key, list(names_by_key), n=12, cutoff=0.7)
     matches.sort(key=lambda form: (-difflib.SequenceMatcher(None, form, key).ratio(), _letter_distance(key, form)))
     return list(dict.fromkeys(names_by_key[form] for form in matches))[:4]

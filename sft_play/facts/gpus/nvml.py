@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from sft_play.facts import host
-from sft_play.facts.gpus.gpu import GpuProcess, MigInstance, PcieLink, GpuSnapshot, GpuStatus, Topology
+from sft_play.facts.gpus.gpu import GpuProcess, GpuSnapshot, GpuStatus, MigInstance, PcieLink, Topology
 from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY, find_gpus
 from sft_play.log import one_line
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from sft_play.facts.gpus.nvml import open_nvml, read_gpu_snapshot
 from sft_play.facts.gpus.visible_gpus import gpu_obstacle
 from sft_play.facts.host import read_text_or_empty
-from sft_play.facts.installed import torch_cuda_version, torch_hip_version, installed_version
+from sft_play.facts.installed import installed_version, torch_cuda_version, torch_hip_version
 from sft_play.log import one_line
 
 _VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD", 0x8086: "Intel"}
@@ -55,7 +55,9 @@ def torch_build_text() -> str:
     return f"torch {version} is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}' if hip else 'CPU only'}"
 
 
-def unusable_accelerator(environment: Mapping[str, str], *, root: Path = Path("/"), nvml: NvmlStatus | None = None) -> str | None:
+def unusable_accelerator(
+    environment: Mapping[str, str], *, root: Path = Path("/"), nvml: NvmlStatus | None = None
+) -> str | None:
     """The accelerator that a run on this machine, or the one below `root`, would silently leave unused, with what to
     do; None if there is none. `nvml`: its answer, where it is not to be asked. `CUDA_VISIBLE_DEVICES=`, or -1, asks for
     the CPU; beside AMD's GPUs, `HIP_VISIBLE_DEVICES` does too."""
@@ -64,7 +66,9 @@ def unusable_accelerator(environment: Mapping[str, str], *, root: Path = Path("/
     if VISIBILITY_VARIABLES[0] in emptied_variables:
         return None
     slots_by_vendor = _find_pci_gpus(root / "sys/bus/pci/devices")
-    problem = _nvidia_problem(slots_by_vendor.pop("NVIDIA", []), environment.get(VISIBILITY_VARIABLES[0]), root, nvml or _query_nvml())
+    problem = _nvidia_problem(
+        slots_by_vendor.pop("NVIDIA", []), environment.get(VISIBILITY_VARIABLES[0]), root, nvml or _query_nvml()
+    )
     if problem is None and slots_by_vendor and not emptied_variables:
         devices = " and ".join(_bus_text(vendor, slots) for vendor, slots in sorted(slots_by_vendor.items()))
         reason = "runs are planned for NVIDIA's GPUs and for CPUs, and nothing is known of how they do on this one"
@@ -72,7 +76,9 @@ def unusable_accelerator(environment: Mapping[str, str], *, root: Path = Path("/
     return f"{problem[0]} ({torch_build_text()}): {problem[1]}; or {CPU_HINT}" if problem else None
 
 
-def _nvidia_problem(slots: list[str], visible_setting: str | None, root: Path, nvml: NvmlStatus) -> tuple[str, str] | None:
+def _nvidia_problem(
+    slots: list[str], visible_setting: str | None, root: Path, nvml: NvmlStatus
+) -> tuple[str, str] | None:
     dev = root / "dev"
     signs = [f"/dev/{node.name}" for node in sorted(dev.glob("nvidia[0-9]*"))]
     # the host's, even in a container
@@ -81,7 +87,11 @@ def _nvidia_problem(slots: list[str], visible_setting: str | None, root: Path, n
     is_wsl = (dev / "dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
     signs += ["WSL's /dev/dxg with libcuda.so.1"] if is_wsl else []
     if not nvml.gpu_count:
-        return (f"this machine shows {' and '.join(signs)}, and NVML says: {nvml.error}", _DRIVER_REMEDY) if signs else None
+        return (
+            (f"this machine shows {' and '.join(signs)}, and NVML says: {nvml.error}", _DRIVER_REMEDY)
+            if signs
+            else None
+        )
     gpus_text = f"there are {nvml.gpu_count} NVIDIA GPUs" if nvml.gpu_count > 1 else "there is an NVIDIA GPU"
     if nvml.gpu_count > len(nvml.obstacles) and visible_setting is not None:
         problem = f"{gpus_text}, and {VISIBILITY_VARIABLES[0]}={one_line(visible_setting)} names none of them"
@@ -121,7 +131,9 @@ def explain_unusable_torch(gpu: str, torch_error: str, *, torch_build: str | Non
     """Why this torch cannot use a GPU that its driver shows, and what to do; `torch_error`: torch's own message, which
     says where the driver is too old."""
     build_text = torch_build or torch_build_text()
-    remedy = "a build for CUDA comes with make setup" if "CUDA" not in build_text else f"torch says: {one_line(torch_error)}"
+    remedy = (
+        "a build for CUDA comes with make setup" if "CUDA" not in build_text else f"torch says: {one_line(torch_error)}"
+    )
     return f"the driver shows {gpu}, but {build_text} and cannot use it: {remedy}; make doctor says more; or {CPU_HINT}"
 
 

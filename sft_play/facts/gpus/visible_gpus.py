@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.gpu import Gpu, MigInstance, GpuStatus
+from sft_play.facts.gpus.gpu import Gpu, GpuStatus, MigInstance
 from sft_play.facts.gpus.gpu_catalog import find_gpus
 from sft_play.facts.host import program_output
 from sft_play.units import GIB
@@ -123,7 +123,9 @@ def _catalog_bytes(name: str | None) -> int:
     return min((entry.driver_bytes for entry in find_gpus(name or "")), default=0)
 
 
-def _apply_visibility(listed_gpus: tuple[ListedGpu, ...], environment: Mapping[str, str]) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
+def _apply_visibility(
+    listed_gpus: tuple[ListedGpu, ...], environment: Mapping[str, str]
+) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
     variable = environment.get("CUDA_VISIBLE_DEVICES")
     visible = listed_gpus if variable is None else _filter_visible(listed_gpus, variable)  # set and empty: none at all
     visible = tuple(item for item in visible if item.usable)
@@ -174,7 +176,9 @@ def _read_smi_instances(split_gpu: ListedGpu) -> list[ListedGpu]:
     for line in program_output("nvidia-smi", "-L").splitlines():
         if match := re.match(r"GPU (\d+):", line):
             is_own_section = int(match[1]) == split_gpu.gpu.index
-        elif is_own_section and (match := re.match(r"\s+MIG (\S*?\d+gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)):
+        elif is_own_section and (
+            match := re.match(r"\s+MIG (\S*?\d+gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)
+        ):
             total_bytes, name = _profile_bytes(match[1]), f"{split_gpu.gpu.name} MIG {match[1]}"
             gpu = replace(split_gpu.gpu, name=name, total_bytes=total_bytes, free_bytes=None, mig=match[1])
             instances.append(ListedGpu(match[2], gpu, split_gpu.uuid))

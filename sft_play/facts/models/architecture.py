@@ -27,9 +27,9 @@ from sft_play.facts.models.config_fields import (
     DEQUANTISED_FORMATS,
     UnknownArchitecture,
     dequantisable_method,
-    refuse_other_models,
-    quantisation_method,
     normalize_field_names,
+    quantisation_method,
+    refuse_other_models,
 )
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.facts.models.model_shape import ModelShape
@@ -64,7 +64,9 @@ def load_max_positions(name: str, *, revision: str | None = None) -> int | None:
             return parse_model_shape(config, name=name).max_positions
         except UnknownArchitecture:
             inner = config.get("text_config")
-            max_positions = normalize_field_names(inner if isinstance(inner, Mapping) else config).get("max_position_embeddings")
+            max_positions = normalize_field_names(inner if isinstance(inner, Mapping) else config).get(
+                "max_position_embeddings"
+            )
             return max_positions if isinstance(max_positions, int) and max_positions > 0 else None
     return None
 

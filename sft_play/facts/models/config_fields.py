@@ -102,14 +102,20 @@ def refuse_other_models(config: object, *, name: str) -> None:
         raise ModelError(f"model {model_text}: its config is an adapter's; name the base model{hint}")
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if not isinstance(model_type, str) or not model_type:
-        raise ModelError(f"model {model_text}: not a language model's config.json (a tokenizer's?): it has no model_type")
+        raise ModelError(
+            f"model {model_text}: not a language model's config.json (a tokenizer's?): it has no model_type"
+        )
     class_names = [item for item in architectures if isinstance(item, str)] if isinstance(architectures, list) else []
     wrong_class = next((class_name for class_name in class_names if class_name.endswith(_TASK_HEADS)), None)
     if wrong_class is not None:
-        raise ModelError(f"model {model_text} is a {one_line(wrong_class)}, not a causal language model; take the language model")
+        raise ModelError(
+            f"model {model_text} is a {one_line(wrong_class)}, not a causal language model; take the language model"
+        )
     if model_type in NON_DECODER_TYPES or config.get("is_encoder_decoder") is True:
         description = NON_DECODER_TYPES.get(model_type, "an encoder with a decoder, which this toolkit does not train")
-        raise ModelError(f"model {model_text} (model_type {one_line(model_type)}) is {description}; take a causal language model")
+        raise ModelError(
+            f"model {model_text} (model_type {one_line(model_type)}) is {description}; take a causal language model"
+        )
 
 
 def refuse_absurd_sizes(config: Mapping[str, Any], *, name: str) -> None:
@@ -147,7 +153,11 @@ class ConfigFields:
         # an image-text model's config has the language model's in text_config, which may leave out its type
         outer_type = str(config["model_type"])
         model_type = text.get("model_type") or WRAPPED_TYPES.get(outer_type)
-        model_type = WRAPPED_TYPES.get(outer_type, outer_type) if model_type == outer_type or not isinstance(model_type, str) else model_type
+        model_type = (
+            WRAPPED_TYPES.get(outer_type, outer_type)
+            if model_type == outer_type or not isinstance(model_type, str)
+            else model_type
+        )
         if model_type not in MODEL_FAMILIES:
             raise UnknownArchitecture(
                 f"model {one_line(name)}: model_type {one_line(model_type)} is not among the {len(MODEL_FAMILIES)} "

@@ -35,7 +35,9 @@ def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
     fields = ConfigFields.from_config(config, name)
     family = MODEL_FAMILIES[fields.model_type]
     unsupported_field = next((key for key in _DROPOUT_FIELDS if fields.read_fraction(key)), None)
-    unsupported_field = unsupported_field or next((key for key in ACTIVATION_FIELDS if str(fields.values.get(key)) in STEPWISE_ACTIVATIONS), None)
+    unsupported_field = unsupported_field or next(
+        (key for key in ACTIVATION_FIELDS if str(fields.values.get(key)) in STEPWISE_ACTIVATIONS), None
+    )
     if unsupported_field is not None:
         raise UnknownArchitecture(
             f"model {one_line(name)}: config.json has {unsupported_field}: "
@@ -64,7 +66,9 @@ class _ShapeBuilder:
         family, fields = self.family, self.fields
         blocks = [(self._attention_kind(index), self._has_experts(index)) for index in range(self.num_layers)]
         kinds = list(dict.fromkeys(blocks))
-        layers = tuple(mark_adaptable(self._build_block(*kind, count=blocks.count(kind)), fields.model_type) for kind in kinds)
+        layers = tuple(
+            mark_adaptable(self._build_block(*kind, count=blocks.count(kind)), fields.model_type) for kind in kinds
+        )
         commonest = max(layers, key=lambda kind: kind.count)
         # config.json may have a window that no block uses (Qwen2: use_sliding_window)
         has_sliding_blocks = any(kind.attention == "sliding" for kind in layers)
@@ -160,7 +164,9 @@ class _ShapeBuilder:
 
     def _add_experts(self, kind: LayerKind, experts: ExpertFields) -> LayerKind:
         count, width = self.fields.require_count(experts.count_field), self.fields.require_count(experts.width_field)
-        shared_width = width * self.fields.require_count(experts.shared_count_field) if experts.shared_count_field else 0
+        shared_width = (
+            width * self.fields.require_count(experts.shared_count_field) if experts.shared_count_field else 0
+        )
         linears = kind.linears
         if shared_width:
             paths = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
@@ -173,7 +179,10 @@ class _ShapeBuilder:
             num_experts=count,
             expert_width=width,
             expert_params=count * (3 * self.hidden * width + biases),
-            expert_weights=(StackedExpertWeight(up_path, count, self.hidden, 2 * width), StackedExpertWeight(down_path, count, width, self.hidden)),
+            expert_weights=(
+                StackedExpertWeight(up_path, count, self.hidden, 2 * width),
+                StackedExpertWeight(down_path, count, width, self.hidden),
+            ),
             shared_width=shared_width,
             router_params=count * (self.hidden + int(experts.has_router_bias)),
         )
@@ -197,7 +206,9 @@ class _ShapeBuilder:
         layer_types = fields.values.get("layer_types")
         if isinstance(layer_types, list) and rule != "all":
             return self._layer_type_kind(layer_types, index)
-        return "sliding" if fields.optional_count("sliding_window") and self._uses_sliding_window(rule, index) else "full"
+        return (
+            "sliding" if fields.optional_count("sliding_window") and self._uses_sliding_window(rule, index) else "full"
+        )
 
     def _uses_sliding_window(self, rule: str, index: int) -> bool:
         fields = self.fields

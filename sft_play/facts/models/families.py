@@ -110,7 +110,9 @@ def no_adapter_reason(model_type: str, name: str) -> str | None:
 
 def mark_adaptable(kind: LayerKind, model_type: str) -> LayerKind:
     """The same kind of block, its linear layers marked where an adapter would not stay."""
-    linears = tuple(replace(linear, adaptable=no_adapter_reason(model_type, linear.name) is None) for linear in kind.linears)
+    linears = tuple(
+        replace(linear, adaptable=no_adapter_reason(model_type, linear.name) is None) for linear in kind.linears
+    )
     return replace(kind, linears=linears)
 
 
@@ -166,6 +168,8 @@ WRAPPED_TYPES: dict[str, str] = {
 # Model types that are not decoders, and what they are.
 NON_DECODER_TYPES: dict[str, str] = {
     kind: description
-    for description, kinds in json.loads(Path(__file__).with_name("other_kinds.json").read_text(encoding="utf-8")).items()
+    for description, kinds in json.loads(
+        Path(__file__).with_name("other_kinds.json").read_text(encoding="utf-8")
+    ).items()
     for kind in kinds.split()
 }

@@ -96,7 +96,9 @@ class AdapterPlacement:
         for target in targets:
             hits_no_excluded = not any(f".{path}".endswith(f".{target}") for path, _ in self.excluded)
             resolved |= dict.fromkeys(
-                [target] if hits_no_excluded else [known for known in self.targets if f".{known}".endswith(f".{target}")]
+                [target]
+                if hits_no_excluded
+                else [known for known in self.targets if f".{known}".endswith(f".{target}")]
             )
         return list(resolved)
 
@@ -106,7 +108,10 @@ class AdapterPlacement:
         reasons = dict.fromkeys(reason for _, reason in self.excluded)
         # names inside a block
         inner_reasons = [(path.partition(".*.")[2] or path, reason) for path, reason in self.excluded]
-        lines = [f"none on {', '.join(sorted({path for path, reason in inner_reasons if reason == one}))} ({one})" for one in reasons]
+        lines = [
+            f"none on {', '.join(sorted({path for path, reason in inner_reasons if reason == one}))} ({one})"
+            for one in reasons
+        ]
         return [*lines, *([f"on every linear layer: {self.untried_reason}"] if self.untried_reason else [])]
 
 
@@ -240,7 +245,8 @@ class ModelShape:
     def without_packed_experts(self) -> ModelShape:
         """The same with experts that stay in 16 bits."""
         kinds = (
-            replace(kind, expert_weights=tuple(replace(one, is_packable=False) for one in kind.expert_weights)) for kind in self.layers
+            replace(kind, expert_weights=tuple(replace(one, is_packable=False) for one in kind.expert_weights))
+            for kind in self.layers
         )
         return replace(self, layers=tuple(kinds))
 

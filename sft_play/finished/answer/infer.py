@@ -15,8 +15,8 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.sources.examples import apply_style
 from sft_play.data.sources.files import find_source, read_rows
 from sft_play.data.sources.formats import FORMATS, TEMPLATE_KWARGS, Chat, recognise_format, rename_columns, to_example
-from sft_play.data.sources.messages import Message, quote_value, unpack_json, drop_author_messages
-from sft_play.data.sources.raw import BadRow, RawRow, require_file, read_text_blocks
+from sft_play.data.sources.messages import Message, drop_author_messages, quote_value, unpack_json
+from sft_play.data.sources.raw import BadRow, RawRow, read_text_blocks, require_file
 from sft_play.errors import DataError
 from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.answer.respond import Responder
@@ -47,7 +47,9 @@ class Prompt:
     @functools.cached_property
     def output_fields(self) -> dict[str, Any]:
         """In plain data, as it is read back: tuples are lists."""
-        columns_written = {f"input_{name}" if name in _OUTPUT_COLUMNS else name: value for name, value in self.extra_columns.items()}
+        columns_written = {
+            f"input_{name}" if name in _OUTPUT_COLUMNS else name: value for name, value in self.extra_columns.items()
+        }
         fields = {**columns_written, "messages": drop_author_messages(self.messages)}
         fields |= {"tools": self.tools} if self.tools else {}
         fields |= {TEMPLATE_KWARGS: self.template_kwargs} if self.template_kwargs else {}
@@ -66,7 +68,11 @@ class InferResult(RunCommandResult):
 
     def lines(self) -> list[str]:
         resumed_note = f" ({self.resumed:,} were there already)" if self.resumed else ""
-        return [f"Answers: {self.prompts:,}{resumed_note}", f"Written to: {self.path}", next_command_line("eval", RUN=self.run)]
+        return [
+            f"Answers: {self.prompts:,}{resumed_note}",
+            f"Written to: {self.path}",
+            next_command_line("eval", RUN=self.run),
+        ]
 
 
 def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
@@ -76,7 +82,9 @@ def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
     data = data or DataConfig()
     if path.suffix == ".txt":
         lines = enumerate("".join(read_text_blocks(path)).split("\n"), start=1)
-        located_texts = [(f"{path}:{line_number}", line.removesuffix("\r")) for line_number, line in lines if line.strip()]
+        located_texts = [
+            (f"{path}:{line_number}", line.removesuffix("\r")) for line_number, line in lines if line.strip()
+        ]
         rows: list[RawRow | BadRow] = [RawRow(location, {"prompt": text}) for location, text in located_texts]
     else:
         rows = list(read_rows(find_source(str(path)), split="train"))
@@ -104,24 +112,38 @@ def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     renamed = rename_columns(raw, column_mapping)
     row = {key: value for key, value in renamed.data.items() if key not in renamed.missing}
     # as training recognises rows, but the answer may be missing, and plain text asks nothing
-    matching_formats = [row_format for row_format in FORMATS if row_format.kind != "text" and row_format.required_columns[0] in row]
-    complete_formats = (row_format for row_format in matching_formats if all(row.get(key) is not None for key in row_format.required_columns))
+    matching_formats = [
+        row_format for row_format in FORMATS if row_format.kind != "text" and row_format.required_columns[0] in row
+    ]
+    complete_formats = (
+        row_format
+        for row_format in matching_formats
+        if all(row.get(key) is not None for key in row_format.required_columns)
+    )
     row_format = next(complete_formats, next(iter(matching_formats), None))
     if row_format is None:
         column_names = one_line(", ".join(map(str, row)) or "none", limit=200)
         accepted_forms = "a prompt is a column prompt, question or instruction (with input), or a list messages"
         return f"no column is a prompt (columns: {column_names}); {accepted_forms}"
-    row_format = recognise_format(row_format.required_columns, column_mapping) or row_format  # with what data.columns maps
+    row_format = (
+        recognise_format(row_format.required_columns, column_mapping) or row_format
+    )  # with what data.columns maps
     question, *answers = row_format.required_columns
     question_value = unpack_json(row[question], "[")
     if not isinstance(question_value, (str, list)):
         return f"{question} is {quote_value(question_value)}, and has to be text or a list of messages"
     # an answer is put where a row of training has one, and taken off again: a prompt is read by the same code
-    format_columns = {key: value for key, value in row.items() if key in {*row_format.required_columns, *row_format.optional_columns} - {"reasoning"}}
+    format_columns = {
+        key: value
+        for key, value in row.items()
+        if key in {*row_format.required_columns, *row_format.optional_columns} - {"reasoning"}
+    }
     if row_format.kind == "turns":
         # a list of [question, answer] is never open
         is_open = isinstance(question_value, list) and bool(question_value) and not isinstance(question_value[-1], list)
-        format_columns[question] = [*question_value, {"role": "assistant", "content": "."}] if is_open else question_value
+        format_columns[question] = (
+            [*question_value, {"role": "assistant", "content": "."}] if is_open else question_value
+        )
     else:
         is_open = row.get(answers[0]) is None
         format_columns |= {answers[0]: "."} if is_open else {}
@@ -156,8 +178,12 @@ def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_t
         with translate_write_errors(answers_path), answers_path.open("a", encoding="utf-8") as file:
             for offset in range(answered, len(prompts), _CHUNK_PROMPTS):
                 chunk = prompts[offset : offset + _CHUNK_PROMPTS]
-                prompt_ids = [responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs) for prompt in chunk]
-                for prompt, answer in zip(chunk, responder.answer_texts(prompt_ids, max_new_tokens=max_new_tokens), strict=True):
+                prompt_ids = [
+                    responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs) for prompt in chunk
+                ]
+                for prompt, answer in zip(
+                    chunk, responder.answer_texts(prompt_ids, max_new_tokens=max_new_tokens), strict=True
+                ):
                     fields = {**prompt.output_fields, "answer": answer, "by": by}
                     file.write(json.dumps(fields, ensure_ascii=False) + "\n")
                 # on the disk before the next ones are computed: an answer that a crash loses costs minutes of GPU

@@ -54,7 +54,11 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
     """The application that answers as the run's model, called `name`; `allowed_hosts`: the names under which this
     server is asked, and from whose pages (None: any)."""
     _prepare_model(responder)
-    manager, state, generate_manager = _LoadedModelManager(responder, name), GenerationState(), _StoppingGenerateManager()
+    manager, state, generate_manager = (
+        _LoadedModelManager(responder, name),
+        GenerationState(),
+        _StoppingGenerateManager(),
+    )
     state.get_manager = lambda *_, **__: generate_manager
     handlers: dict[str, Any] = dict.fromkeys(
         parameter for parameter in inspect.signature(build_server).parameters if parameter.endswith("_handler")
@@ -137,8 +141,12 @@ class _LoadedModelManager(ModelManager):
         super().__init__(model_timeout=-1)
         self.force_model, self.responder = name, responder
         self.model, self.max_positions = responder.model, _max_positions(responder.model)
-        chat_without_tools, chat_with_tools = (Chat("", tuple(PROBE_EXCHANGE), tools) for tools in ((), tuple(PROBE_TOOLS)))
-        self.supports_tools = responder.renderer.prompt_ids(chat_without_tools) != responder.renderer.prompt_ids(chat_with_tools)
+        chat_without_tools, chat_with_tools = (
+            Chat("", tuple(PROBE_EXCHANGE), tools) for tools in ((), tuple(PROBE_TOOLS))
+        )
+        self.supports_tools = responder.renderer.prompt_ids(chat_without_tools) != responder.renderer.prompt_ids(
+            chat_with_tools
+        )
         # one of its own: the other thread, which renders, changes the settings of the responder's while it reads
         self.tokenizer = copy.deepcopy(responder.tokenizer)
         self.tokenizer.apply_chat_template = _request_prompt
@@ -231,7 +239,9 @@ class _ChatHandler(ChatCompletionHandler):
         async with manager.render_lock:  # one at a time: so does the tokenizer
             ids = await run_in_threadpool(manager.chat_ids, options["messages"], options.get("tools"))
         if manager.max_positions is not None and len(ids) >= manager.max_positions:
-            raise requests.bad_request(f"the prompt has {len(ids)} tokens and the model {manager.max_positions} positions")
+            raise requests.bad_request(
+                f"the prompt has {len(ids)} tokens and the model {manager.max_positions} positions"
+            )
         _REQUEST_PROMPT_IDS.set(ids)
         answer = await super().handle_request({"stream": False, **options}, request_id)
         if isinstance(answer, StreamingResponse):

@@ -111,7 +111,9 @@ def _validation_response(error: ValidationError, body: Mapping[str, Any]) -> HTT
         return bad_request(f"{option} is missing", option)
     value_text = one_line(json.dumps(body.get(option), ensure_ascii=False, default=str), limit=_MAX_VALUE_CHARS)
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-        return bad_request(f"{one_line(option)} is not supported by this server ({value_text} was given); leave it out", option)
+        return bad_request(
+            f"{one_line(option)} is not supported by this server ({value_text} was given); leave it out", option
+        )
     return bad_request(f"{option}={value_text} is not supported: {first['msg'][:1].lower()}{first['msg'][1:]}", option)
 
 
@@ -120,7 +122,9 @@ def _refuse_surrogates(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise bad_request("the request holds half of a surrogate pair (such as \\ud83d alone), which is no text") from None
+        raise bad_request(
+            "the request holds half of a surrogate pair (such as \\ud83d alone), which is no text"
+        ) from None
     except RecursionError:
         raise bad_request("the request is nested too deeply") from None
 

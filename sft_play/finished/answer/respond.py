@@ -18,7 +18,7 @@ from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
 from sft_play.finished.evaluate.score import compute_dtype
-from sft_play.finished.load import load_trained_model, build_run_renderer
+from sft_play.finished.load import build_run_renderer, load_trained_model
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import write_text
 from sft_play.training.measure.exact_match import (
@@ -55,7 +55,9 @@ class Responder:
         self.model = load_trained_model(run) if model is None else model
         self.renderer = build_run_renderer(run, self.tokenizer)
         self._is_plain_text = run.config.task_mode == "cpt"
-        self.stop_ids = stop_ids(run.config.task_mode, self.tokenizer, self.renderer, configured_eos_token_ids(self.model))
+        self.stop_ids = stop_ids(
+            run.config.task_mode, self.tokenizer, self.renderer, configured_eos_token_ids(self.model)
+        )
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: tuple[Any, ...] = (), template_kwargs: Mapping[str, Any] | None = None
@@ -72,7 +74,9 @@ class Responder:
             raise DataError(f"the chat template of {self.run.folder.path} cannot render turns of these roles: {roles}")
         return prompt
 
-    def answers(self, questions: Sequence[Question], *, max_new_tokens: int, model_label: str | None = None) -> list[GeneratedAnswer]:
+    def answers(
+        self, questions: Sequence[Question], *, max_new_tokens: int, model_label: str | None = None
+    ) -> list[GeneratedAnswer]:
         """Greedy answers, in the order asked, in batches of a token budget and in the precision of the run's own
         evaluation; where memory runs out the batches are halved. `model_label` names the model in log lines."""
         max_batch_tokens = self.run.plan().answer_tokens
@@ -200,7 +204,10 @@ class Conversation:
         # with /both the trained model's, which is last
         self.messages = [*conversation, {"role": "assistant", "content": answer}]
         run_name = self.responder.run.folder.path.name
-        self.answered_by = [*self.answered_by, f"the base of {run_name}" if self.uses_base and not self.compares_base else run_name]
+        self.answered_by = [
+            *self.answered_by,
+            f"the base of {run_name}" if self.uses_base and not self.compares_base else run_name,
+        ]
 
     def _system(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []

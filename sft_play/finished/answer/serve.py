@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft_play.errors import BackendError, ConfigError
-from sft_play.facts.network import is_local, allowed_host_names
+from sft_play.facts.network import allowed_host_names, is_local
 from sft_play.finished.run import FinishedRun, RunCommandResult, describe_context_window, next_command_line
 from sft_play.log import one_line
 from sft_play.process.environment import independent_environment
@@ -56,7 +56,9 @@ class ServedEndpoint(RunCommandResult):
     def url(self) -> str:
         """The base URL for clients on this machine."""
         client_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{client_host}]:{self.port}/v1" if ":" in client_host else f"http://{client_host}:{self.port}/v1"
+        return (
+            f"http://[{client_host}]:{self.port}/v1" if ":" in client_host else f"http://{client_host}:{self.port}/v1"
+        )
 
     def as_json(self) -> dict[str, Any]:
         return super().as_json() | {"url": self.url}
@@ -154,7 +156,9 @@ class TransformersService:
                 raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
             time.sleep(_POLL_INTERVAL_S)
         note = _client_notes(run, run.config.model.name if run.is_adapter else str(run.weights))
-        return ServedEndpoint(run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(), note)
+        return ServedEndpoint(
+            run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(), note
+        )
 
     def wait(self) -> int:
         """Wait until it ends or is stopped, and return the exit code. Ctrl-C lets answers under way end; a second one
@@ -209,7 +213,9 @@ class VllmService:
         self._command += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
         logger.info("Starting: %s", shlex.join(self._command))
         note = _client_notes(self._run, str(weights))
-        return ServedEndpoint(self._run.folder.path, SERVING_ENGINES[1], name, weights, self._host, self._port, os.getpid(), note)
+        return ServedEndpoint(
+            self._run.folder.path, SERVING_ENGINES[1], name, weights, self._host, self._port, os.getpid(), note
+        )
 
     def wait(self) -> NoReturn:
         """Become vLLM, whose exit code is this command's."""

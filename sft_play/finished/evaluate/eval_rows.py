@@ -10,7 +10,7 @@ from sft_play.data.build.splits import DataSplit
 from sft_play.data.sources.files import find_data_paths, find_source
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
-from sft_play.finished.load import evenly_spaced_indices, build_run_renderer, build_run_splits
+from sft_play.finished.load import build_run_renderer, build_run_splits, evenly_spaced_indices
 from sft_play.finished.run import FinishedRun, require_split
 from sft_play.log import one_line
 from sft_play.training.measure.exact_match import Question, build_questions
@@ -44,7 +44,9 @@ class EvalRows:
     """Rows of the split whose tokens the run was trained on; None where that is not known."""
 
 
-def load_eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: int | None, needs_questions: bool) -> EvalRows:
+def load_eval_rows(
+    run: FinishedRun, *, split: str | None, data: str | None, limit: int | None, needs_questions: bool
+) -> EvalRows:
     """The rows of a split (None: test where there is one, else val), or of a file, evenly spaced where limited; with
     `needs_questions` their questions too. Raises ConfigError where the split has another name, or is given beside a
     file; DataError where the run has no such rows, or they cannot be read."""
@@ -58,7 +60,9 @@ def load_eval_rows(run: FinishedRun, *, split: str | None, data: str | None, lim
     split_size = len(split_rows.rows)
     row_indices = evenly_spaced_indices(split_size, limit or split_size)
     questions = _select_questions(run, tokenizer, split_rows, set(row_indices)) if needs_questions else []
-    return EvalRows(name, data is None, split_rows.rows.select(row_indices), row_indices, split_size, questions, trained_on)
+    return EvalRows(
+        name, data is None, split_rows.rows.select(row_indices), row_indices, split_size, questions, trained_on
+    )
 
 
 def _run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, DataSplit]:
@@ -104,7 +108,11 @@ def _file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataSplit,
 
 def _select_questions(run: FinishedRun, tokenizer: Any, split: DataSplit, row_indices: set[int]) -> list[QuestionRow]:
     """The questions among the chosen rows, by the rule of the run's own exact match."""
-    chats = {row_index: split.chats[chat_index] for chat_index, row_index in enumerate(split.chats.row_indices) if row_index in row_indices}
+    chats = {
+        row_index: split.chats[chat_index]
+        for chat_index, row_index in enumerate(split.chats.row_indices)
+        if row_index in row_indices
+    }
     questions = build_questions([*chats.values()], build_run_renderer(run, tokenizer), tokenizer)
     return [
         QuestionRow(row_index, question, tuple(chat.messages[:-1]))

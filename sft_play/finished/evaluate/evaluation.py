@@ -16,17 +16,17 @@ from sft_play.finished.evaluate.eval_rows import EvalRows, load_eval_rows
 from sft_play.finished.evaluate.figures import (
     BOOTSTRAP_RESAMPLES,
     BOOTSTRAP_SEED,
-    MetricComparison,
     Metric,
+    MetricComparison,
     ModelMetrics,
     compare_metrics,
     exp_or_inf,
-    format_comparisons,
     finite_or_none,
+    format_comparisons,
     select_metrics,
 )
-from sft_play.finished.evaluate.harness import TaskComparison, HarnessTasks, find_tasks, run_tasks, compare_tasks
-from sft_play.finished.evaluate.score import eval_batch_tokens, compute_dtype, score_rows
+from sft_play.finished.evaluate.harness import HarnessTasks, TaskComparison, compare_tasks, find_tasks, run_tasks
+from sft_play.finished.evaluate.score import compute_dtype, eval_batch_tokens, score_rows
 from sft_play.finished.load import find_continued_adapter, measure_both_models
 from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line, translate_write_errors
 from sft_play.log import one_line
@@ -105,7 +105,9 @@ class Evaluation(RunCommandResult):
             return []
         total = f" of {rows.split_size:,}" if len(rows.row_indices) < rows.split_size else ""
         answers = f", {len(rows.questions):,} answers" if rows.questions else ""
-        lines = [f"Evaluated: {len(rows.row_indices):,}{total} rows of {rows.name} ({self.tokens:,} trained tokens{answers})"]
+        lines = [
+            f"Evaluated: {len(rows.row_indices):,}{total} rows of {rows.name} ({self.tokens:,} trained tokens{answers})"
+        ]
         if rows.trained_on:
             warning = f"{rows.trained_on:,} of {rows.split_size:,} rows were trained on, token for token"
             lines.append(f"Warning: {warning}, and say nothing about new data")
@@ -136,14 +138,21 @@ def evaluate_run(
         rows = load_eval_rows(run, split=split, data=data, limit=limit, needs_questions=bool(chosen_metrics))
         _require_answers(rows, metrics, chosen_metrics)
     max_answer_tokens = max_new_tokens or run.config.eval.max_new_tokens
-    base_metrics, tuned_metrics = _evaluate_models(run, rows, chosen_metrics, tasks=chosen_tasks, limit=limit, max_new_tokens=max_answer_tokens)
-    comparisons, continued_adapter = compare_metrics(rows, chosen_metrics, base_metrics, tuned_metrics) if rows else (), find_continued_adapter(run)
+    base_metrics, tuned_metrics = _evaluate_models(
+        run, rows, chosen_metrics, tasks=chosen_tasks, limit=limit, max_new_tokens=max_answer_tokens
+    )
+    comparisons, continued_adapter = (
+        compare_metrics(rows, chosen_metrics, base_metrics, tuned_metrics) if rows else (),
+        find_continued_adapter(run),
+    )
     summary_fields = {
         "by": {"weights": base_weights_identity(str(run.weights), None)["sha256"], "max_new_tokens": max_answer_tokens,
                "resamples": BOOTSTRAP_RESAMPLES, "seed": BOOTSTRAP_SEED},
         "before": continued_adapter.name if continued_adapter else None,
     }  # fmt: skip
-    task_results = compare_tasks(base_metrics.tasks, tuned_metrics.tasks) if base_metrics.tasks and tuned_metrics.tasks else ()
+    task_results = (
+        compare_tasks(base_metrics.tasks, tuned_metrics.tasks) if base_metrics.tasks and tuned_metrics.tasks else ()
+    )
     tokens = sum(score.tokens for score in tuned_metrics.scores)
     evaluation = Evaluation(
         run.folder.path, rows, tokens, comparisons, task_results, summary_fields, rows_path if rows else None, path
@@ -174,7 +183,9 @@ def _output_paths(run: FinishedRun, out: Path | None) -> tuple[Path, Path]:
 
 def _require_answers(rows: EvalRows, metric_names: Sequence[str], metrics: Sequence[Metric]) -> None:
     if metric_names and metrics and not rows.questions:
-        raise ConfigError(f"METRICS={one_line(' '.join(metric_names))}: no row of {rows.name} ends with an answer to generate")
+        raise ConfigError(
+            f"METRICS={one_line(' '.join(metric_names))}: no row of {rows.name} ends with an answer to generate"
+        )
     if rows.questions:
         _metric_values(rows, metrics, [rows.questions[0].question.reference])
 
@@ -182,7 +193,9 @@ def _require_answers(rows: EvalRows, metric_names: Sequence[str], metrics: Seque
 def _has_rows(run: FinishedRun, split: str | None, data: str | None) -> bool:
     """True if rows are asked for, or the run has held-out ones: with tasks it needs none."""
     config = run.config.data
-    has_held_out = config.val_path or config.test_path or config.val_fraction or any(source.val_path for source in config.sources)
+    has_held_out = (
+        config.val_path or config.test_path or config.val_fraction or any(source.val_path for source in config.sources)
+    )
     return bool(split or data or has_held_out)
 
 
@@ -199,9 +212,14 @@ def _evaluate_models(
         scores, answers, responder = [], [], Responder(run, model)
         if rows is not None:
             logger.info("Evaluating the %s: %s rows", model_label, f"{len(rows.row_indices):,}")
-            scores = score_rows(model, rows.rows, max_batch_tokens=eval_batch_tokens(run), autocast_dtype=compute_dtype(run))
+            scores = score_rows(
+                model, rows.rows, max_batch_tokens=eval_batch_tokens(run), autocast_dtype=compute_dtype(run)
+            )
             questions = [question_row.question for question_row in rows.questions]
-            answers = [answer.text for answer in responder.answers(questions, max_new_tokens=max_new_tokens, model_label=model_label)]
+            answers = [
+                answer.text
+                for answer in responder.answers(questions, max_new_tokens=max_new_tokens, model_label=model_label)
+            ]
         task_results = run_tasks(run, model, responder.tokenizer, tasks, limit=limit) if tasks else None
         return ModelMetrics(scores, answers, _metric_values(rows, metrics, answers), task_results)
 
@@ -215,14 +233,18 @@ def _metric_values(rows: EvalRows | None, metrics: Sequence[Metric], answers: Se
             try:
                 value = metric.score(answer, question_row.question.reference, question_row.messages)
             except ConfigError as error:
-                raise ConfigError(f"row {question_row.row_index + 1} of {rows.name if rows else ''}: {error}") from error
+                raise ConfigError(
+                    f"row {question_row.row_index + 1} of {rows.name if rows else ''}: {error}"
+                ) from error
             values[metric.name].append(value)
     return values
 
 
 def _rows_jsonl(run: FinishedRun, rows: EvalRows, base_metrics: ModelMetrics, tuned_metrics: ModelMetrics) -> str:
     tokenizer = load_tokenizer(run.config).tokenizer
-    question_indices = {question_row.row_index: question_index for question_index, question_row in enumerate(rows.questions)}
+    question_indices = {
+        question_row.row_index: question_index for question_index, question_row in enumerate(rows.questions)
+    }
     lines = []
     for index, row_index in enumerate(rows.row_indices):
         record: dict[str, Any] = {"row": row_index + 1}
@@ -230,7 +252,10 @@ def _rows_jsonl(run: FinishedRun, rows: EvalRows, base_metrics: ModelMetrics, tu
         if question_index is None:
             record["text"] = tokenizer.decode(rows.rows[index]["input_ids"])
         else:
-            record |= {"prompt": list(rows.questions[question_index].messages), "reference": rows.questions[question_index].question.reference}
+            record |= {
+                "prompt": list(rows.questions[question_index].messages),
+                "reference": rows.questions[question_index].question.reference,
+            }
         for name, model_metrics in (("base", base_metrics), ("tuned", tuned_metrics)):
             score = model_metrics.scores[index]
             record[name] = {

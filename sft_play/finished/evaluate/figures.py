@@ -92,7 +92,9 @@ def _built_in_metric(name: str) -> Metric:
     if name == "rouge_l":
         return Metric(name, lambda answer, reference, _: rouge_l(answer, reference), is_share=True)
     return Metric(
-        name, lambda answer, reference, _: float(GeneratedAnswer(Question([], "", reference), answer).is_correct), is_share=True
+        name,
+        lambda answer, reference, _: float(GeneratedAnswer(Question([], "", reference), answer).is_correct),
+        is_share=True,
     )
 
 
@@ -182,7 +184,9 @@ class MetricComparison:
     def table_cells(self) -> list[str]:
         """Its line of the table."""
         number_format = "{:.1%}" if self.is_share else "{:.4f}"
-        low, high = (_format_difference(bound, is_share=self.is_share) for bound in (self.interval.low, self.interval.high))
+        low, high = (
+            _format_difference(bound, is_share=self.is_share) for bound in (self.interval.low, self.interval.high)
+        )
         difference = _format_difference(self.interval.difference, is_share=self.is_share)
         return [
             METRIC_TITLES.get(self.name, self.name),
@@ -200,7 +204,10 @@ def compare_metrics(
     # rows count by their trained tokens, so that the weighted mean over rows is the mean over tokens
     tokens = np.array([score.tokens for score in tuned.scores])
     losses, shares = (
-        [np.array([getattr(score, field) / max(1, score.tokens) for score in model_metrics.scores]) for model_metrics in (base, tuned)]
+        [
+            np.array([getattr(score, field) / max(1, score.tokens) for score in model_metrics.scores])
+            for model_metrics in (base, tuned)
+        ]
         for field in ("nll", "correct")
     )
     comparisons = [
@@ -209,12 +216,16 @@ def compare_metrics(
     ]
     for metric in metrics if rows.questions else ():
         values = [np.array(model_metrics.values[metric.name]) for model_metrics in (base, tuned)]
-        comparisons.append(_compare_metric(metric.name, *values, weights=np.ones(len(values[0])), is_share=metric.is_share))
+        comparisons.append(
+            _compare_metric(metric.name, *values, weights=np.ones(len(values[0])), is_share=metric.is_share)
+        )
     return tuple(comparisons)
 
 
 def _compare_metric(name: str, base: Any, tuned: Any, *, weights: Any, **flags: bool) -> MetricComparison:
-    interval = paired_bootstrap(base, tuned, weights=weights, level=CONFIDENCE_LEVEL, resamples=BOOTSTRAP_RESAMPLES, seed=BOOTSTRAP_SEED)
+    interval = paired_bootstrap(
+        base, tuned, weights=weights, level=CONFIDENCE_LEVEL, resamples=BOOTSTRAP_RESAMPLES, seed=BOOTSTRAP_SEED
+    )
     base_mean, tuned_mean = (float(np.average(values, weights=weights)) for values in (base, tuned))
     return MetricComparison(name, base_mean, tuned_mean, interval, **flags)
 

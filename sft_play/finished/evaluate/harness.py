@@ -71,7 +71,9 @@ def find_tasks(tasks: Sequence[str]) -> HarnessTasks | None:
     return HarnessTasks(tuple(name for names in matches.values() for name in names), manager)
 
 
-def run_tasks(run: FinishedRun, model: Any, tokenizer: Any, tasks: HarnessTasks, *, limit: int | None) -> dict[str, Any]:
+def run_tasks(
+    run: FinishedRun, model: Any, tokenizer: Any, tasks: HarnessTasks, *, limit: int | None
+) -> dict[str, Any]:
     """What `simple_evaluate` of the harness returns for this model; prompts go through the run's chat template where it
     trained chats. Raises ConfigError where the harness fails, for example because a task's data cannot be fetched."""
     from lm_eval import simple_evaluate
@@ -99,7 +101,10 @@ def run_tasks(run: FinishedRun, model: Any, tokenizer: Any, tasks: HarnessTasks,
             log_samples=False,
         )
     except Exception as error:  # of the harness, the hub, and what tasks run
-        task_names, reason = one_line(",".join(tasks.names)), f"{type(error).__name__}: {one_line(str(error), limit=300)}"
+        task_names, reason = (
+            one_line(",".join(tasks.names)),
+            f"{type(error).__name__}: {one_line(str(error), limit=300)}",
+        )
         raise ConfigError(f"TASKS={task_names}: lm-evaluation-harness failed: {reason}") from error
     return dict(results or {})
 

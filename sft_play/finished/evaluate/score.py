@@ -92,7 +92,9 @@ def eval_batch_tokens(run: FinishedRun) -> int:
     return plan.eval_batch * plan.choice.step.seq_len  # of the longest row, which may be shorter than max_seq_len
 
 
-def _score_batch(model: Any, batch_rows: Sequence[dict[str, Any]], autocast_dtype: torch.dtype | None) -> list[RowScore]:
+def _score_batch(
+    model: Any, batch_rows: Sequence[dict[str, Any]], autocast_dtype: torch.dtype | None
+) -> list[RowScore]:
     batch = Collator(pad_id=0)(batch_rows)  # padding is masked: which token it is does not matter
     dtype = autocast_dtype or next(model.parameters()).dtype
     with torch.autocast(model.device.type, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):

@@ -24,11 +24,18 @@ from sft_play.exit_codes import DO_NOT_SHIP, EXIT_KINDS
 from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate import ship_rule as rule
-from sft_play.finished.evaluate.score import RowScore, eval_batch_tokens, compute_dtype, score_rows
+from sft_play.finished.evaluate.score import RowScore, compute_dtype, eval_batch_tokens, score_rows
 from sft_play.finished.export.check_merge import merge_test
 from sft_play.finished.export.merge import whole_model_folder
 from sft_play.finished.export.places import find_merged_model
-from sft_play.finished.load import HeldOutRows, find_continued_adapter, evenly_spaced_indices, load_held_out_rows, measure_both_models, build_run_renderer
+from sft_play.finished.load import (
+    HeldOutRows,
+    build_run_renderer,
+    evenly_spaced_indices,
+    find_continued_adapter,
+    load_held_out_rows,
+    measure_both_models,
+)
 from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line, translate_write_errors
 from sft_play.log import one_line
 from sft_play.runs.locking import lock_run
@@ -106,12 +113,18 @@ def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float |
             measurement = _ShipMeasurement(run, max_rows)
             provenance["rows_sha256"] = measurement.rows_sha256
             refusal_reason = rule.too_few_rows(measurement.task, thresholds)
-            evidence = _unmeasured_evidence(measurement.task, refusal_reason) if refusal_reason else measurement.measure_evidence()
+            evidence = (
+                _unmeasured_evidence(measurement.task, refusal_reason)
+                if refusal_reason
+                else measurement.measure_evidence()
+            )
         except ModelError as error:
             evidence = _unmeasured_evidence(rule.TaskEvidence(""), str(error))
         if not rule.judge_evidence(evidence, thresholds).reasons:
             evidence = dataclasses.replace(evidence, merge=_merge_evidence(run))
-        result = ShipResult(run.folder.path, evidence, thresholds, rule.judge_evidence(evidence, thresholds), provenance)
+        result = ShipResult(
+            run.folder.path, evidence, thresholds, rule.judge_evidence(evidence, thresholds), provenance
+        )
         with translate_write_errors(run.folder.path / SHIP_FILE):
             run.folder.write_json(SHIP_FILE, result.as_json())
     return result
@@ -132,7 +145,9 @@ class _ShipMeasurement:
         self.rows, left_out = distinct_rows(self.held_out_rows, max_rows) if split else ([], 0)
         placeholder_scores = [RowScore(math.nan, count_trained_tokens(row["labels"]), 0) for row in self.rows]
         # what is known of the task before a model reads its rows
-        self.task = rule.TaskEvidence(split, _row_losses(placeholder_scores, placeholder_scores, self.rows), left_out=left_out)
+        self.task = rule.TaskEvidence(
+            split, _row_losses(placeholder_scores, placeholder_scores, self.rows), left_out=left_out
+        )
         max_questions = min(max_rows, config.eval.generate_rows) if self.rows else 0
         self.questions = select_questions(self.held_out_rows.split, renderer, tokenizer, max_questions=max_questions)
         # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
@@ -143,7 +158,10 @@ class _ShipMeasurement:
             today=renderer.today,
         )
         sample = general_sample()
-        self.general_texts, self.general_chats = text_rows(sample, general_renderer), chat_rows(sample, general_renderer)
+        self.general_texts, self.general_chats = (
+            text_rows(sample, general_renderer),
+            chat_rows(sample, general_renderer),
+        )
         self.refused_chats = len(sample.chats) - len(self.general_chats)
         self.rows_sha256 = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
@@ -158,7 +176,9 @@ class _ShipMeasurement:
         chat_losses = _row_losses(base_scores["chats"], tuned_scores["chats"], self.general_chats)
         losses = _row_losses(base_scores["task"], tuned_scores["task"], self.rows)
         task = dataclasses.replace(self.task, losses=losses, right_base=right_base, right_tuned=right_tuned)
-        return rule.Evidence(task, rule.GeneralEvidence(text_losses, chat_losses, self.refused_chats), rule.MergeEvidence("not needed"))
+        return rule.Evidence(
+            task, rule.GeneralEvidence(text_losses, chat_losses, self.refused_chats), rule.MergeEvidence("not needed")
+        )
 
     def _measure_model(self, model_label: str, model: Any) -> tuple[dict[str, list[RowScore]], tuple[bool, ...]]:
         logger.info("Measuring the %s", model_label)
@@ -168,7 +188,9 @@ class _ShipMeasurement:
         for name, rows in row_sets.items():
             shortened_rows = [{column: values[:positions] for column, values in row.items()} for row in rows]
             max_batch_tokens, autocast_dtype = eval_batch_tokens(self.run), compute_dtype(self.run)
-            scores[name] = score_rows(model, shortened_rows, max_batch_tokens=max_batch_tokens, autocast_dtype=autocast_dtype)
+            scores[name] = score_rows(
+                model, shortened_rows, max_batch_tokens=max_batch_tokens, autocast_dtype=autocast_dtype
+            )
         answers = Responder(self.run, model).answers(self.questions, max_new_tokens=self.run.config.eval.max_new_tokens)
         return scores, tuple(answer.is_correct for answer in answers)
 
@@ -195,7 +217,10 @@ def _row_losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Seque
     def finite_nlls(scores: Sequence[RowScore]) -> tuple[float | None, ...]:
         return tuple(scores[index].nll if math.isfinite(scores[index].nll) else None for index in scored_indices)
 
-    tokens, chance_nlls = tuple(base[index].tokens for index in scored_indices), tuple(chance[index] for index in scored_indices)
+    tokens, chance_nlls = (
+        tuple(base[index].tokens for index in scored_indices),
+        tuple(chance[index] for index in scored_indices),
+    )
     return rule.Losses(finite_nlls(base), finite_nlls(tuned), tokens, chance_nlls)
 
 
@@ -248,7 +273,8 @@ def chat_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
     """The chats as tokens by the chat template, the assistant's turns trained, cut where they are too long; without
     those that the template cannot render, or that have no trained token then."""
     chats: Sequence[Any] = [
-        Chat(f"chat {number} of {GENERAL_SAMPLE_VERSION}", messages) for number, messages in enumerate(sample.chats, start=1)
+        Chat(f"chat {number} of {GENERAL_SAMPLE_VERSION}", messages)
+        for number, messages in enumerate(sample.chats, start=1)
     ]
     return [
         {"input_ids": row.input_ids[:_MAX_ROW_TOKENS], "labels": row.labels[:_MAX_ROW_TOKENS]}

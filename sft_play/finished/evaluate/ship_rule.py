@@ -212,7 +212,11 @@ def too_few_rows(task: TaskEvidence, thresholds: Thresholds) -> str:
 
 def format_evidence(verdict: ShipVerdict, continued_adapter: str | None) -> list[str]:
     """What the run was compared with where that is not its base, a line for each check, and the verdict."""
-    lines = [f"Before: {continued_adapter}, which this run continued: it is the base of these figures"] if continued_adapter else []
+    lines = (
+        [f"Before: {continued_adapter}, which this run continued: it is the base of these figures"]
+        if continued_adapter
+        else []
+    )
     lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
     reason = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
     return [*lines, f"Verdict: {verdict.label}{reason}"]
@@ -262,9 +266,13 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
         match_change = _paired_interval(task.right_base, task.right_tuned, thresholds.answers_level, thresholds)
         match_rates = {"base": float(np.mean(task.right_base)), "tuned": float(np.mean(task.right_tuned))}
         figures |= {"exact_match": match_rates | {"rows": len(task.right_base), "change": match_change.as_json()}}
-        line += f"; exact match {match_rates['base']:.1%} to {match_rates['tuned']:.1%} of {len(task.right_base):,} rows"
+        line += (
+            f"; exact match {match_rates['base']:.1%} to {match_rates['tuned']:.1%} of {len(task.right_base):,} rows"
+        )
         if match_change.is_below_zero:
-            reason = f"exact match fell from {match_rates['base']:.1%} to {match_rates['tuned']:.1%}, by more than chance"
+            reason = (
+                f"exact match fell from {match_rates['base']:.1%} to {match_rates['tuned']:.1%}, by more than chance"
+            )
     if not interval.low > required_gain:
         is_higher = interval.difference > required_gain
         reason = "the gain is within what chance gives" if is_higher else "the loss on held-out rows is not better"
@@ -379,7 +387,9 @@ def replay_verdict(path: Path) -> ReplayResult:
     verdict = judge_evidence(evidence, thresholds)
     recorded_decision = _decision(recorded.get("ok"), recorded.get("verdict"), recorded.get("checks"))
     decision = _decision(verdict.ok, verdict.label, [check.as_json() for check in verdict.checks])
-    differences = tuple(name for name in decision | recorded_decision if decision.get(name) != recorded_decision.get(name))
+    differences = tuple(
+        name for name in decision | recorded_decision if decision.get(name) != recorded_decision.get(name)
+    )
     continued_adapter = one_line(str(recorded["before"])) if recorded.get("before") else None
     return ReplayResult(path, verdict, differences, continued_adapter)
 
@@ -387,4 +397,6 @@ def replay_verdict(path: Path) -> ReplayResult:
 def _decision(ok: Any, verdict: Any, checks: Any) -> dict[str, Any]:
     """What decides, by names; the figures and words of the checks repeat the evidence."""
     check_records = [check for check in checks if isinstance(check, dict)] if isinstance(checks, list) else []
-    return {"ok": ok, "verdict": verdict} | {f"checks[{check.get('name')}].ok": check.get("ok") for check in check_records}
+    return {"ok": ok, "verdict": verdict} | {
+        f"checks[{check.get('name')}].ok": check.get("ok") for check in check_records
+    }

@@ -56,7 +56,9 @@ def paired_bootstrap(
     base_values, tuned_values = np.asarray(base, dtype=np.float64), np.asarray(tuned, dtype=np.float64)
     row_weights = np.ones(len(base_values)) if weights is None else np.asarray(weights, dtype=np.float64)
     if not base_values.shape == tuned_values.shape == row_weights.shape == (len(base_values),):
-        raise ValueError(f"one figure and one weight for each row, not {base_values.shape}, {tuned_values.shape}, {row_weights.shape}")
+        raise ValueError(
+            f"one figure and one weight for each row, not {base_values.shape}, {tuned_values.shape}, {row_weights.shape}"
+        )
     has_weight = row_weights > 0
     row_weights = row_weights[has_weight]
     # of each row, both models': the pairing takes their spread out

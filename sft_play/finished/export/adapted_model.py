@@ -46,7 +46,9 @@ class AdaptedModel:
         self.trained_rows: dict[str, tuple[list[int], torch.Tensor]] = {}
         """Of tables of embeddings of which only rows were trained: their indices, and the rows."""
         self._load_adapter(self._meta_model())
-        shared = next((name for name, source in tied_sources.items() if {name, source} <= self.adapted_layers.keys()), None)
+        shared = next(
+            (name for name, source in tied_sources.items() if {name, source} <= self.adapted_layers.keys()), None
+        )
         if shared is not None:
             raise ModelError(
                 f"the adapter cannot be merged: blocks of a {type(self.base_model).__name__} share {tied_sources[shared]}, and each "
@@ -72,7 +74,9 @@ class AdaptedModel:
 
         # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
         model = self._meta_model()
-        quantization = quantization_config(self.precision, quantizes_experts=self.run.config.tuning.has_quantized_experts)
+        quantization = quantization_config(
+            self.precision, quantizes_experts=self.run.config.tuning.has_quantized_experts
+        )
         quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None)
         names = [name for name, _ in model.named_parameters()]
@@ -89,7 +93,11 @@ class AdaptedModel:
         # a product of two bf16 factors, or a sum with a bf16 weight, would round what was trained
         tower = self.model_spec.text_tower
         name_in_file = str if tower is None else tower.to_full_name
-        saved = {name_in_file(name): tensor.float() for name, tensor in load_file(file).items() if not is_duplicate_name(name)}
+        saved = {
+            name_in_file(name): tensor.float()
+            for name, tensor in load_file(file).items()
+            if not is_duplicate_name(name)
+        }
         peft_model = get_peft_model(model, cast("Any", self.model_spec.peft_config))
         names = adapter_names(peft_model)
         mismatched_names = sorted(set(names) ^ set(saved))

@@ -17,14 +17,20 @@ from typing import Any
 import torch
 
 from sft_play.errors import ModelError
-from sft_play.finished.export.check_merge import RowLogProbs, mean_divergence, divergence_limit, log_probs, evenly_spaced_rows
+from sft_play.finished.export.check_merge import (
+    RowLogProbs,
+    divergence_limit,
+    evenly_spaced_rows,
+    log_probs,
+    mean_divergence,
+)
 from sft_play.finished.export.gguf_tokenizer import ExportCheck, file_checks, read_fields
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model_folder
 from sft_play.finished.export.places import find_gguf
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
-from sft_play.finished.export.prompts import PairedPrompt, EnginePrompts, shared_prefix_length
-from sft_play.finished.load import load_held_out_rows, load_trained_model, default_device
+from sft_play.finished.export.prompts import EnginePrompts, PairedPrompt, shared_prefix_length
+from sft_play.finished.load import default_device, load_held_out_rows, load_trained_model
 from sft_play.finished.run import FinishedRun, RunCommandResult
 from sft_play.log import one_line
 from sft_play.training.measure.exact_match import Question, generate_answers
@@ -186,10 +192,16 @@ class _ModelOutput:
 
 
 def _prompt_checks(
-    run: FinishedRun, prompts: EnginePrompts, paired_prompts: Sequence[PairedPrompt], fields: dict[str, Any], pre_tokenizers: Any
+    run: FinishedRun,
+    prompts: EnginePrompts,
+    paired_prompts: Sequence[PairedPrompt],
+    fields: dict[str, Any],
+    pre_tokenizers: Any,
 ) -> list[ExportCheck]:
     refused_count = sum(pair.rendered is None for pair in paired_prompts)
-    equal_count = sum(pair.rendered is not None and prompts.engine_ids(pair.text) == pair.ids for pair in paired_prompts)
+    equal_count = sum(
+        pair.rendered is not None and prompts.engine_ids(pair.text) == pair.ids for pair in paired_prompts
+    )
     reason = f"{equal_count} of {len(paired_prompts)} have training's token ids by the folder's template and tokenizer"
     if refused_count:
         reason += f"; the template refuses {refused_count}"
@@ -201,7 +213,11 @@ def _prompt_checks(
 
 
 def _compare_with_trained(
-    run: FinishedRun, measure: Callable[[Any], _ModelOutput], rows: Sequence[Any], output: _ModelOutput, tensor_types: set[str]
+    run: FinishedRun,
+    measure: Callable[[Any], _ModelOutput],
+    rows: Sequence[Any],
+    output: _ModelOutput,
+    tensor_types: set[str],
 ) -> tuple[AnswerComparison, float | None]:
     model = load_trained_model(run)
     trained, base_divergence = measure(model), None
@@ -217,7 +233,8 @@ def _compare_with_trained(
     comparison = AnswerComparison(
         mean_divergence(trained.log_probs, output.log_probs),
         equal_answers=sum(trained_answer == file_answer for trained_answer, file_answer in pairs) / max(1, len(pairs)),
-        equal_tokens=sum(shared_prefix_length(*pair) for pair in pairs) / max(1, sum(len(trained_answer) for trained_answer, _ in pairs)),
+        equal_tokens=sum(shared_prefix_length(*pair) for pair in pairs)
+        / max(1, sum(len(trained_answer) for trained_answer, _ in pairs)),
         kl_limit=max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
     )
     return comparison, base_divergence

@@ -17,7 +17,7 @@ import torch
 
 from sft_play.finished.export.merge import record_merge_test
 from sft_play.finished.export.places import MERGED_FOLDER, require_merged
-from sft_play.finished.load import evenly_spaced_indices, load_held_out_rows, load_trained_model, load_model_folder
+from sft_play.finished.load import evenly_spaced_indices, load_held_out_rows, load_model_folder, load_trained_model
 from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.prepare.device_checks import free_memory

@@ -35,26 +35,26 @@ from sft_play.finished.export.merge import whole_model_folder
 from sft_play.finished.export.ollama import build_modelfile
 from sft_play.finished.export.places import (
     CONVERTER_QUANTS,
-    EXPORT_FOLDER,
     EXPORT_FILE,
+    EXPORT_FOLDER,
     ExportFormat,
     Quant,
-    read_merge_record,
     describe_merge,
+    read_merge_record,
     require_export_target,
 )
-from sft_play.finished.export.pre_tokenizers import probe_texts, matching_names, read_pre_tokenizers
-from sft_play.finished.export.prompts import MAX_CHECKED_ROWS, PairedPrompt, EnginePrompts, write_generation_config
+from sft_play.finished.export.pre_tokenizers import matching_names, probe_texts, read_pre_tokenizers
+from sft_play.finished.export.prompts import MAX_CHECKED_ROWS, EnginePrompts, PairedPrompt, write_generation_config
 from sft_play.finished.load import load_held_out_rows
 from sft_play.finished.run import (
     FinishedRun,
     RunCommandResult,
     base_model_folder,
-    staged_folder,
     describe_context_window,
+    language_model_notes,
     next_command_line,
     require_space,
-    language_model_notes,
+    staged_folder,
 )
 from sft_play.runs.files import read_json, write_json
 from sft_play.training.checkpoints.tensor_files import open_tensors, weight_files
@@ -156,7 +156,9 @@ def _write_folder(run: FinishedRun, model_folder: Path, building: Path, target: 
     positions, context_note = describe_context_window(run, str(model_folder))
     name = run.folder.path.name
     command = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(positions)]
-    return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),), (context_note,) if context_note else ())
+    return ExportResult(
+        run.folder.path, "vllm", target, size, (shlex.join(command),), (context_note,) if context_note else ()
+    )
 
 
 def _link_or_copy(file: Path, target: Path) -> None:
@@ -191,11 +193,15 @@ def _write_gguf(
     modelfile_notes: tuple[str, ...] = ()
     if format == "ollama":
         positions, context_note = describe_context_window(run, str(model_folder))
-        text, modelfile_notes = build_modelfile(run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]), context=positions)
+        text, modelfile_notes = build_modelfile(
+            run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]), context=positions
+        )
         modelfile_notes += (context_note,) if context_note else ()
         (building / "Modelfile").write_text(text, encoding="utf-8")
     converted_file = file if converted_quant == file_quant else staged / "whole.gguf"
-    convert_to_gguf(converter, staged, converted_file, quant=converted_quant, name=name, vocabulary=json.dumps(vocabulary))
+    convert_to_gguf(
+        converter, staged, converted_file, quant=converted_quant, name=name, vocabulary=json.dumps(vocabulary)
+    )
     if converted_quant != file_quant:
         quantize_gguf(converted_file, file, file_quant)
     shutil.rmtree(staged)
@@ -217,7 +223,9 @@ def _resolve_quant(model: Path, requested_quant: Quant | None) -> Quant:
     quant = requested_quant or _lossless_quant(model)
     if quant is None:
         dtype = _main_dtype(model)
-        raise ConfigError(f"the weights in {model} are {dtype}, which no GGUF holds as they are; give QUANT=bf16 or q8_0")
+        raise ConfigError(
+            f"the weights in {model} are {dtype}, which no GGUF holds as they are; give QUANT=bf16 or q8_0"
+        )
     if quant == "f16" and _lossless_quant(model) != "f16" and (name := _find_beyond_f16(model)) is not None:
         raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
     return quant
@@ -293,13 +301,20 @@ def _converter_vocabulary(prompts: EnginePrompts, converter: Converter) -> tuple
     stop_names = ("eos", "eot", "eom") if eos_id is not None else ("eot", "eom")
     ids = dict(zip(stop_names, ([eos_id] if eos_id is not None else []) + other_stops, strict=False))
     space_prefix = gguf_tokenizer.adds_space_prefix(tokenizer) if gguf_tokenizer.is_sentencepiece(tokenizer) else None
-    return {"pre": pre_tokenizer, "add_bos": prompts.engine_adds_bos(), "ids": ids, "space_prefix": space_prefix}, pre_tokenizer
+    return {
+        "pre": pre_tokenizer,
+        "add_bos": prompts.engine_adds_bos(),
+        "ids": ids,
+        "space_prefix": space_prefix,
+    }, pre_tokenizer
 
 
 def _check_gguf(run: FinishedRun, file: Path, prompts: EnginePrompts, converter: Converter) -> tuple[int, list[str]]:
     fields, pre_tokenizers = gguf_tokenizer.read_fields(file), read_pre_tokenizers(converter.vocabulary_source)
     paired_prompts = _check_prompts(run, prompts)
-    checks = {check.name: check for check in gguf_tokenizer.file_checks(fields, pre_tokenizers, prompts, paired_prompts)}
+    checks = {
+        check.name: check for check in gguf_tokenizer.file_checks(fields, pre_tokenizers, prompts, paired_prompts)
+    }
     for check in checks.values():
         if check.ok is False and check.name != "Stop tokens":
             way_out = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"

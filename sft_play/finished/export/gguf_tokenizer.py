@@ -15,7 +15,7 @@ from typing import Any
 
 from sft_play.errors import ModelError
 from sft_play.finished.export.pre_tokenizers import PreTokenizer
-from sft_play.finished.export.prompts import PairedPrompt, EnginePrompts
+from sft_play.finished.export.prompts import EnginePrompts, PairedPrompt
 
 # Types of tokens, in SentencePiece's own file and in a GGUF (`tokenizer.ggml.token_type`).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
@@ -41,9 +41,15 @@ class GgufTokenizer:
         """Of tokens that are written twice, the last one."""
         token_types = entry("token_type") or [1] * len(self.tokens)
         special_types = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # wherever they occur in a text
-        special_tokens = [token for token, token_type in zip(self.tokens, token_types, strict=True) if token_type in special_types and token]
+        special_tokens = [
+            token
+            for token, token_type in zip(self.tokens, token_types, strict=True)
+            if token_type in special_types and token
+        ]
         # the longest first, where one special token begins with another
-        self._special_pattern = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or r"(?!)")
+        self._special_pattern = re.compile(
+            "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or r"(?!)"
+        )
         self.bos_id: int | None = entry("bos_token_id")
         # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of byte-level BPE
         self.add_bos = bool(entry("add_bos_token", self.kind == "llama"))
@@ -67,7 +73,9 @@ class GgufTokenizer:
         prefix = " " if self._adds_space_prefix else ""  # after every special token too
         return lambda text: list(processor.encode(prefix + text))
 
-    def _byte_level_encoder(self, merges: list[str], pre_tokenizers: Mapping[str, PreTokenizer]) -> Callable[[str], list[int]]:
+    def _byte_level_encoder(
+        self, merges: list[str], pre_tokenizers: Mapping[str, PreTokenizer]
+    ) -> Callable[[str], list[int]]:
         from tokenizers import Tokenizer, models
 
         if self.pre not in pre_tokenizers:
@@ -110,7 +118,10 @@ class ExportCheck:
 
 
 def file_checks(
-    fields: Mapping[str, Any], pre_tokenizers: Mapping[str, PreTokenizer], prompts: EnginePrompts, paired_prompts: Sequence[PairedPrompt]
+    fields: Mapping[str, Any],
+    pre_tokenizers: Mapping[str, PreTokenizer],
+    prompts: EnginePrompts,
+    paired_prompts: Sequence[PairedPrompt],
 ) -> list[ExportCheck]:
     """The comparisons of a GGUF, by its metadata, with training, on `paired_prompts`. `pre_tokenizers`: those
     of llama.cpp. Of a tokenizer that only llama.cpp itself reads, and without prompts, `ok` is None."""
@@ -123,11 +134,17 @@ def file_checks(
         file_tokenizer = GgufTokenizer(fields, pre_tokenizers)
     except UnreadableTokenizer as error:
         return [*checks, ExportCheck("Tokenizer", None, str(error))]
-    equal_count = sum(pair.rendered is not None and file_tokenizer.encode(pair.text) == pair.ids for pair in paired_prompts)
+    equal_count = sum(
+        pair.rendered is not None and file_tokenizer.encode(pair.text) == pair.ids for pair in paired_prompts
+    )
     reason = f"{equal_count} of {len(paired_prompts)} prompts have training's token ids by the file's own ({file_tokenizer.kind}, {file_tokenizer.pre})"
     checks.append(ExportCheck("Tokenizer", equal_count == len(paired_prompts) if paired_prompts else None, reason))
     missing_stops = prompts.tokenizer.convert_ids_to_tokens(sorted(set(prompts.stop_ids) - file_tokenizer.stop_ids))
-    reason = f"the file does not end at {', '.join(missing_stops)}" if missing_stops else "the file ends answers at training's stop tokens"
+    reason = (
+        f"the file does not end at {', '.join(missing_stops)}"
+        if missing_stops
+        else "the file ends answers at training's stop tokens"
+    )
     return [*checks, ExportCheck("Stop tokens", not missing_stops, reason)]
 
 

@@ -100,10 +100,14 @@ def _cached_converter() -> Converter:
 
 
 def _download(folder: Path) -> Path:
-    logger.info("llama.cpp's converter is not in the cache: fetching %s %s (73 MiB), once", LLAMA_CPP_PACKAGE, LLAMA_CPP_VERSION)
+    logger.info(
+        "llama.cpp's converter is not in the cache: fetching %s %s (73 MiB), once", LLAMA_CPP_PACKAGE, LLAMA_CPP_VERSION
+    )
     requirements, build_folder, download_folder = folder / "wanted.txt", folder / "build", folder / "download"
     (build_folder / "scikit_build_core").mkdir(parents=True)
-    requirements.write_text(f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n", encoding="utf-8")
+    requirements.write_text(
+        f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n", encoding="utf-8"
+    )
     (build_folder / "scikit_build_core" / "__init__.py").write_text("", encoding="utf-8")
     (build_folder / "scikit_build_core" / "build.py").write_text(_BUILD_SYSTEM, encoding="utf-8")
     command = [
@@ -154,7 +158,9 @@ def convert_to_gguf(converter: Converter, model: Path, target: Path, *, quant: s
     process = run_python([str(runner), *arguments], environment={"SFT_PLAY_GGUF_VOCABULARY": vocabulary})
     if process.returncode or not target.is_file():
         hint = "a newer checkout may do better (LLAMA_CPP=)"
-        raise BackendError(f"llama.cpp's converter ({converter.version}) failed; {hint}:\n{format_last_lines(process.stdout)}")
+        raise BackendError(
+            f"llama.cpp's converter ({converter.version}) failed; {hint}:\n{format_last_lines(process.stdout)}"
+        )
 
 
 def quantize_gguf(source: Path, target: Path, quant: str) -> None:

@@ -28,8 +28,8 @@ from sft_play.finished.export.merged_weights import MergedWeights
 from sft_play.finished.export.places import (
     MERGE_FILE,
     MERGED_FOLDER,
-    read_merge_record,
     find_merged_model,
+    read_merge_record,
     require_faithful_merge,
     require_mergeable,
 )
@@ -38,10 +38,10 @@ from sft_play.finished.run import (
     FinishedRun,
     RunCommandResult,
     base_model_folder,
-    staged_folder,
+    language_model_notes,
     next_command_line,
     require_space,
-    language_model_notes,
+    staged_folder,
 )
 from sft_play.planner.memory.loading_and_saving import MAX_WEIGHTS_FILE_BYTES
 from sft_play.runs.files import read_json, read_summary, write_json
@@ -84,7 +84,9 @@ class MergeResult(RunCommandResult):
         lines += self.notes
         if self.untied:
             lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
-        lines.append(f"Written to: {self.path} ({self.dtype}, {format_gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s)")
+        lines.append(
+            f"Written to: {self.path} ({self.dtype}, {format_gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s)"
+        )
         out_variable = {} if self.path == self.run / MERGED_FOLDER else {"OUT": self.path}
         return [*lines, next_command_line("merge-test", RUN=self.run, **out_variable)]
 
@@ -115,7 +117,9 @@ def merge_run(
         merged_weights.write(building, file_bytes)
         stop_ids = _write_configs(adapted, base_files, building, merged_weights.dtype)
         record_digests(building)
-        dtype_name = {value: name for name, value in MERGE_DTYPES.items()}.get(merged_weights.dtype, str(merged_weights.dtype))
+        dtype_name = {value: name for name, value in MERGE_DTYPES.items()}.get(
+            merged_weights.dtype, str(merged_weights.dtype)
+        )
         write_card(building, card_facts(run, adapted.model_spec, stop_ids, dtype=dtype_name))
         adapter_digest = base_weights_identity(str(run.weights), None)["sha256"]
         record = {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": adapter_digest, "test": None}
@@ -123,7 +127,9 @@ def merge_run(
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     lost_note = peft_loading_warning(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
     notes = [*language_model_notes(run), *[f"Adapter: {lost_note}"] * bool(lost_note)]
-    if dtype_name != "fp32" and any(holds_routed_experts(*named_module) for named_module in adapted.base_model.named_modules()):
+    if dtype_name != "fp32" and any(
+        holds_routed_experts(*named_module) for named_module in adapted.base_model.named_modules()
+    ):
         notes.append(f"Experts: rounded to {dtype_name}, a router may choose another of two that are nearly equal to it; "
                      "DTYPE=fp32 keeps the adapter's choices")  # fmt: skip
     return MergeResult(
@@ -180,5 +186,10 @@ def record_merge_test(folder: Path, *, ok: bool, divergence: float, limit: float
     """Add merge-test's verdict to the record; nothing where the folder has none: it may be anybody's model."""
     if not (folder / MERGE_FILE).is_file():
         return
-    verdict = {"ok": ok, "kl_merged": divergence, "kl_limit": limit, "date": datetime.now(UTC).isoformat("T", "seconds")}
+    verdict = {
+        "ok": ok,
+        "kl_merged": divergence,
+        "kl_limit": limit,
+        "date": datetime.now(UTC).isoformat("T", "seconds"),
+    }
     write_json(folder / MERGE_FILE, {**read_merge_record(folder), "test": verdict})

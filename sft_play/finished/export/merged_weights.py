@@ -40,17 +40,32 @@ class MergedWeights:
     def __init__(self, adapted: AdaptedModel, folder: Path, dtype: torch.dtype | None) -> None:
         self._adapted, self._folder = adapted, folder
         self._base_tensors = open_tensors(folder)
-        self._base_facts = {name: (tensor.file, tensor.shape, tensor.dtype) for name, tensor in self._base_tensors.items()}
+        self._base_facts = {
+            name: (tensor.file, tensor.shape, tensor.dtype) for name, tensor in self._base_tensors.items()
+        }
         self._requested_dtype = dtype
         self.dtype = dtype or self._dtype_of_files()
         """Dtype of the merged weights; tensors that the class keeps in fp32 stay so."""
         self._target_names, self._joined_tensors = _map_to_model(adapted, self._base_facts)
         streamable_targets = {target for target, is_converted in self._target_names.values() if not is_converted}
-        streamable_targets |= {target for target, joined_tensor in self._joined_tensors.items() if joined_tensor.can_be_split()}
+        streamable_targets |= {
+            target for target, joined_tensor in self._joined_tensors.items() if joined_tensor.can_be_split()
+        }
         # files hold a tied tensor once, under its source's name
-        trained_whole = (name for name in adapted.whole_tensors if name not in adapted.untied_sources and name not in adapted.tied_tensors)
-        self._trained_targets = {*adapted.adapted_layers, *trained_whole, *adapted.trained_rows, *adapted.quantized_names}
-        self.is_streamed = self._trained_targets <= streamable_targets and self._find_misfit(self._output_shapes()) is None
+        trained_whole = (
+            name
+            for name in adapted.whole_tensors
+            if name not in adapted.untied_sources and name not in adapted.tied_tensors
+        )
+        self._trained_targets = {
+            *adapted.adapted_layers,
+            *trained_whole,
+            *adapted.trained_rows,
+            *adapted.quantized_names,
+        }
+        self.is_streamed = (
+            self._trained_targets <= streamable_targets and self._find_misfit(self._output_shapes()) is None
+        )
 
     def _dtype_of_files(self) -> torch.dtype:
         counts: dict[torch.dtype, int] = {}
@@ -79,7 +94,9 @@ class MergedWeights:
             self._write_through_model(folder)
         misfit = self._find_misfit((name, tensor.shape) for name, tensor in open_tensors(folder).items())
         if misfit is not None:
-            raise ModelError(f"the merged weights are not those of a {type(self._adapted.base_model).__name__}: {misfit}")
+            raise ModelError(
+                f"the merged weights are not those of a {type(self._adapted.base_model).__name__}: {misfit}"
+            )
 
     def _find_misfit(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str | None:
         """What the class would miss or find too much or of another shape in these tensors, as transformers loads them;
@@ -108,7 +125,9 @@ class MergedWeights:
             "have another shape": {str(item[0]) for item in load_report["mismatched_keys"]},
             "are unknown to it": set(load_report["unexpected_keys"]) & extra,  # the base's own unused ones are kept
         }
-        return next((f"{len(names)} {problem}, such as {min(names)}" for problem, names in problems.items() if names), None)
+        return next(
+            (f"{len(names)} {problem}, such as {min(names)}" for problem, names in problems.items() if names), None
+        )
 
     def _output_name(self, key: str) -> str | None:
         """The name of a base's tensor in the result, its own, so that other engines read it as they read the base; None
@@ -143,7 +162,10 @@ class MergedWeights:
                 yield name, self._cast_as_in_files(self._adapted.trained_tensor(target, base), base)
                 if target in sources:  # what was one tensor in the base is two now
                     untied_name = sources[target]
-                    yield self._whole_name(untied_name), self._cast_as_in_files(self._adapted.trained_tensor(untied_name, base), base)
+                    yield (
+                        self._whole_name(untied_name),
+                        self._cast_as_in_files(self._adapted.trained_tensor(untied_name, base), base),
+                    )
 
     def _merged_parts(self, target: str) -> Iterator[tuple[str, torch.Tensor]]:
         joined_tensor = self._joined_tensors[target]
@@ -268,6 +290,8 @@ def _map_to_model(
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         targets[key] = (target, pattern is not None)  # a pattern is that of a converter; mere renamings have none
         if pattern is not None:
-            joined_tensor = joined_tensors.setdefault(target, _JoinedTensor(adapted, target, by_pattern[pattern], shapes))
+            joined_tensor = joined_tensors.setdefault(
+                target, _JoinedTensor(adapted, target, by_pattern[pattern], shapes)
+            )
             joined_tensor.add(key, pattern)
     return targets, joined_tensors

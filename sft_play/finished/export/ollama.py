@@ -46,7 +46,9 @@ def build_modelfile(
         _check_probes(prompts, parts, bos=bos)
     except UnsupportedTemplate as error:
         way_out = f"llama-server --jinja runs it itself: make export FORMAT=gguf RUN={run.folder.shell_path}"
-        raise UnsupportedTemplate(f"the chat template cannot be written as an Ollama template: {error}. {way_out}") from None
+        raise UnsupportedTemplate(
+            f"the chat template cannot be written as an Ollama template: {error}. {way_out}"
+        ) from None
     date_note = f"The chat template writes the date; the Modelfile has that of the run ({prompts.today})"
     notes = (date_note,) if "strftime_now" in (prompts.template or "") else ()
     return format_modelfile(file, template, stops=stops, system=parts.default_system, context=context), notes
@@ -70,7 +72,9 @@ def format_modelfile(file: str, template: str, *, stops: Sequence[str], system: 
     lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""']
     if system is not None:
         lines.append(f'SYSTEM """{system}"""')
-    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops if len(stop) <= _MAX_STOP_CHARS]
+    lines += [
+        f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops if len(stop) <= _MAX_STOP_CHARS
+    ]
     # greedy, as the run's own evaluation and every comparison here
     lines += [f"PARAMETER num_ctx {context}", "PARAMETER temperature 0"]
     return "\n".join(lines) + "\n"
@@ -111,7 +115,9 @@ def go_template(parts: TemplateParts, *, bos: str = "") -> str:
         if parts.system_position != "own turn":
             system = f"{escape(opening)}{{{{ $.System }}}}{escape(closing)}"
             # the system prompt is a message too: the first user turn is message 1 then; the last turn has none after it
-            system_condition = "le $i 1" if parts.system_position == "first user turn" else "eq (len (slice $.Messages $i)) 1"
+            system_condition = (
+                "le $i 1" if parts.system_position == "first user turn" else "eq (len (slice $.Messages $i)) 1"
+            )
             system_action = f"{{{{ if and $.System ({system_condition}) }}}}{system}{{{{ end }}}}"
         else:
             system = f"{escape(opening.removeprefix(bos))}{{{{ .System }}}}{escape(closing)}"
@@ -144,7 +150,9 @@ def render_as_ollama(parts: TemplateParts, messages: Sequence[Mapping[str, str]]
     text = (system_text if has_own_turn and system_text else parts.start).removeprefix(bos)
     for turn_index, (role, content) in enumerate(turns):
         if role == "user":
-            follows_system = turn_index <= 1 if parts.system_position == "first user turn" else turn_index == len(turns) - 1
+            follows_system = (
+                turn_index <= 1 if parts.system_position == "first user turn" else turn_index == len(turns) - 1
+            )
             inner_system = system_text if follows_system and not has_own_turn else ""
             text += f"{parts.user[0]}{inner_system}{content}{parts.user[1]}"
         elif role == "assistant":
@@ -164,14 +172,23 @@ def learn_template_parts(render: Render, special_tokens: Sequence[str]) -> Templ
     # a question that nothing follows shows where its turn ends, and where that of the answer begins
     user_end = _split_at_marks(render(turns[:1], prompt=False), [turns[0]["content"]])[1]
     if not between[0].startswith(user_end) or not after_last.startswith(user_end):
-        user_end = _trim_to_whole_tokens(_common_prefix(between[0], after_last), [between[0], after_last], special_tokens)
+        user_end = _trim_to_whole_tokens(
+            _common_prefix(between[0], after_last), [between[0], after_last], special_tokens
+        )
     # what opens a user turn ends both what stands before the first one and what stands between an answer and the next
-    user_start = _trim_to_whole_tokens(_common_suffix(before_first, between[1]), [before_first, between[1]], special_tokens)
+    user_start = _trim_to_whole_tokens(
+        _common_suffix(before_first, between[1]), [before_first, between[1]], special_tokens
+    )
     if user_end and user_start.startswith(user_end):  # what ends every turn ended a system prompt of the template's own
         user_start = user_start.removeprefix(user_end)
-    start, answer_end = before_first[: len(before_first) - len(user_start)], between[1][: len(between[1]) - len(user_start)]
+    start, answer_end = (
+        before_first[: len(before_first) - len(user_start)],
+        between[1][: len(between[1]) - len(user_start)],
+    )
     answer_start = between[0].removeprefix(user_end)
-    parts = TemplateParts(start, None, "own turn", (user_start, user_end), (answer_start, answer_end), after_last[len(user_end) :])
+    parts = TemplateParts(
+        start, None, "own turn", (user_start, user_end), (answer_start, answer_end), after_last[len(user_end) :]
+    )
     return _learn_system_parts(parts, render, turns, between, after_last)
 
 
@@ -189,13 +206,17 @@ def _learn_system_parts(
         *pieces, text_before, text_after, end = _split_at_marks(text, [*contents[:-1], _SYSTEM, contents[-1]])
         if [*pieces[1:], end] != [*between[:-1], tail] or not text_before.startswith(between[-1]):
             raise UnsupportedTemplate("it writes the system prompt between the turns")
-        return replace(parts, system=(text_before.removeprefix(between[-1]), text_after), system_position="last user turn")
+        return replace(
+            parts, system=(text_before.removeprefix(between[-1]), text_after), system_position="last user turn"
+        )
     text_before, text_after, *pieces = _split_at_marks(text, [_SYSTEM, *contents])
     if [*pieces] != [*between, tail]:
         raise UnsupportedTemplate("it writes the turns in another way where there is a system prompt")
     user_start = parts.user[0]
     if text_before.startswith(parts.start + user_start) and not text_after.endswith(user_start):
-        return replace(parts, system=(text_before[len(parts.start + user_start) :], text_after), system_position="first user turn")
+        return replace(
+            parts, system=(text_before[len(parts.start + user_start) :], text_after), system_position="first user turn"
+        )
     if user_start and not text_after.endswith(user_start):
         raise UnsupportedTemplate("it opens the first user turn in another way after a system prompt")
     system = (text_before, text_after[: len(text_after) - len(user_start)])

@@ -57,7 +57,9 @@ def find_merged_model(run: FinishedRun) -> Path | None:
     """The run's `merged/`; None where there is none, or one of an earlier adapter."""
     folder = run.folder.path / MERGED_FOLDER
     # the run is trained again where it is resumed
-    is_current = read_merge_record(folder).get("adapter_sha256") == base_weights_identity(str(run.weights), None)["sha256"]
+    is_current = (
+        read_merge_record(folder).get("adapter_sha256") == base_weights_identity(str(run.weights), None)["sha256"]
+    )
     return folder if is_current and (folder / "config.json").is_file() else None
 
 
@@ -80,7 +82,9 @@ def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
     if not test and record.get("base") == "original":
         test_command = next_command_line("merge-test", RUN=run.folder.path).removeprefix("Next: ")
         explanation = f"{folder} was merged into the original weights, and the adapter was trained on NF4 ones"
-        raise RunFolderError(f"{explanation}: {test_command} compares the two; {merge_command} merges into what was trained")
+        raise RunFolderError(
+            f"{explanation}: {test_command} compares the two; {merge_command} merges into what was trained"
+        )
 
 
 def describe_merge(folder: Path) -> str | None:

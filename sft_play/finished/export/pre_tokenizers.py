@@ -21,7 +21,17 @@ _STRING_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TYPE_PATTERN = re.compile(r"pre_type = LLAMA_VOCAB_PRE_TYPE_(\w+);")
 _NAME_PATTERN = re.compile(r'tokenizer_pre == "([^"]+)"')
 # Of several names for the same expressions, those of the tokenizers that have them first.
-PREFERRED_NAMES = ("gpt-2", "llama-bpe", "qwen2", "smollm", "gpt-4o", "tekken", "deepseek-llm", "deepseek-coder", "falcon")
+PREFERRED_NAMES = (
+    "gpt-2",
+    "llama-bpe",
+    "qwen2",
+    "smollm",
+    "gpt-4o",
+    "tekken",
+    "deepseek-llm",
+    "deepseek-coder",
+    "falcon",
+)
 _RANDOM_TEXTS = 400
 _ALPHABETS = (
     *((0x20, 0x7E), (0x20, 0x7E), (0x09, 0x0D), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x6FF), (0x900, 0xDFF)),
@@ -65,7 +75,9 @@ def read_pre_tokenizers(source: Path) -> dict[str, PreTokenizer]:
             continue  # not byte-level, which is the only kind that is compared here
         own_expressions = expressions.get(type_name, expressions.get("default", ()))
         if all(map(_is_readable, own_expressions)):
-            pre_tokenizers.update({name: PreTokenizer(name, own_expressions, "ignore_merges = true" in settings) for name in names})
+            pre_tokenizers.update(
+                {name: PreTokenizer(name, own_expressions, "ignore_merges = true" in settings) for name in names}
+            )
     return pre_tokenizers
 
 
@@ -146,7 +158,9 @@ def matching_names(backend: Any, pre_tokenizers: dict[str, PreTokenizer], texts:
         # cut alike, and merged alike: with ignore_merges a piece that is a token as a whole skips the merges
         if is_equal[candidate.expressions] and candidate.ignore_merges == bool(model.ignore_merges):
             names.append(name)
-    return sorted(names, key=lambda name: (PREFERRED_NAMES.index(name) if name in PREFERRED_NAMES else len(PREFERRED_NAMES), name))
+    return sorted(
+        names, key=lambda name: (PREFERRED_NAMES.index(name) if name in PREFERRED_NAMES else len(PREFERRED_NAMES), name)
+    )
 
 
 def _changes_text(backend: Any, texts: list[str]) -> bool:

@@ -18,7 +18,7 @@ from sft_play.data.build.splits import DataSplit
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import TokenizerError
-from sft_play.finished.load import evenly_spaced_indices, build_run_renderer
+from sft_play.finished.load import build_run_renderer, evenly_spaced_indices
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import read_json
 from sft_play.training.checkpoints.model_saving import set_stop_tokens
@@ -69,7 +69,9 @@ class EnginePrompts:
         """Tokens that end an answer as the run was trained; the folder's own are those of its generation config, else
         of its config."""
         configs = (read_json(self._model / name) for name in ("generation_config.json", "config.json"))
-        folder_stop_ids = next((config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None), None)
+        folder_stop_ids = next(
+            (config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None), None
+        )
         return stop_tokens(self._run, self.tokenizer, folder_stop_ids)
 
     @cached_property
@@ -77,7 +79,10 @@ class EnginePrompts:
         templates = self.tokenizer.chat_template
         named_templates = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
         token_texts = {key: value for key, value in self.tokenizer.special_tokens_map.items() if isinstance(value, str)}
-        return {name: ChatTemplate(source, variables=token_texts, today=self.today) for name, source in named_templates.items()}
+        return {
+            name: ChatTemplate(source, variables=token_texts, today=self.today)
+            for name, source in named_templates.items()
+        }
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, prompt: bool = True, tools: Sequence[Any] = ()
@@ -114,7 +119,9 @@ class EnginePrompts:
         if prompt is None or self._renderer.hides_special_tokens(chat.messages[:-1]):
             return None
         # what a client would send: without the answer, and without keys that only training reads
-        messages = [{key: value for key, value in turn.items() if key not in _TRAINING_KEYS} for turn in chat.messages[:-1]]
+        messages = [
+            {key: value for key, value in turn.items() if key not in _TRAINING_KEYS} for turn in chat.messages[:-1]
+        ]
         try:
             rendered = self.render(messages, tools=chat.tools)
         except RenderError:
@@ -132,7 +139,9 @@ class EnginePrompts:
             return None
         bos = self.tokenizer.bos_token_id
         tokenizer_adds_bos = list(self.tokenizer("a")["input_ids"])[:1] == [bos]
-        return bos is not None and tokenizer_adds_bos and any(pair.ids[:1] == [bos] for pair in self.probe_prompts()[:1])
+        return (
+            bos is not None and tokenizer_adds_bos and any(pair.ids[:1] == [bos] for pair in self.probe_prompts()[:1])
+        )
 
 
 def shared_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -58,7 +58,9 @@ class Upload:
         access = "private" if self.is_private else "PUBLIC"
         action = f"the existing {access} repository is updated" if self.repo_exists else f"a new {access} repository"
         sizes = self.file_sizes()
-        lines = [f"From {self.folder} to https://huggingface.co/{self.repo} ({action}), {format_size(sum(sizes.values()))}:"]
+        lines = [
+            f"From {self.folder} to https://huggingface.co/{self.repo} ({action}), {format_size(sum(sizes.values()))}:"
+        ]
         lines += [f"  {name} ({format_size(size)})" for name, size in sizes.items()]
         return [*lines, *self.notes]
 
@@ -107,7 +109,9 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
     base = describe_base(run.config)  # by the name that others find it under, since a local path means nothing to them
     files = _upload_files(folder)
     if CARD_FILE in files:
-        files[CARD_FILE] = (folder / CARD_FILE).read_text(encoding="utf-8").replace(REPOSITORY_PLACEHOLDER, repo_name).encode()
+        files[CARD_FILE] = (
+            (folder / CARD_FILE).read_text(encoding="utf-8").replace(REPOSITORY_PLACEHOLDER, repo_name).encode()
+        )
     notes = [line for line in [describe_merge(folder)] if is_merged and line]
     if "adapter_config.json" in files:
         settings = read_json(folder / "adapter_config.json") | {"base_model_name_or_path": base.name}
@@ -189,13 +193,18 @@ def _upload_files(folder: Path) -> dict[str, Path | bytes]:
     names = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file())
     # as a path: `*` stays within a folder
     return {
-        name: folder / name for name in names if any(PurePosixPath(f"/{name}").match(f"/{pattern}") for pattern in UPLOAD_PATTERNS)
+        name: folder / name
+        for name in names
+        if any(PurePosixPath(f"/{name}").match(f"/{pattern}") for pattern in UPLOAD_PATTERNS)
     }
 
 
 def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
     data = (run.manifest.get("data") or {}).values()
-    recorded_paths = [run.folder.path, *(Path(str(file["path"])) for file in data if Path(str(file.get("path", ""))).is_absolute())]
+    recorded_paths = [
+        run.folder.path,
+        *(Path(str(file["path"])) for file in data if Path(str(file.get("path", ""))).is_absolute()),
+    ]
     folders = {str(path.absolute().parent) for path in recorded_paths} | {str(Path.cwd()), str(Path.home())}
     # a folder such as /data may be named by any text; one below it is this machine's
     private_paths = sorted(folder for folder in folders if folder.count("/") > 1)

@@ -116,7 +116,9 @@ def _vega_spec(chart: Chart) -> dict[str, Any]:
     for curve in chart.curves:
         curve_name = _plain_text(curve.name)
         names.append(f"{curve_name} ({len(names) + 1})" if curve_name in names else curve_name)
-    colours = [GREY if curve.colour_index is None else COLOURS[curve.colour_index % len(COLOURS)] for curve in chart.curves]
+    colours = [
+        GREY if curve.colour_index is None else COLOURS[curve.colour_index % len(COLOURS)] for curve in chart.curves
+    ]
     legend = {"orient": "top", "title": None, "labelLimit": 380, "columns": 3}
     scale: dict[str, Any] = {"domain": names, "range": colours}
     colour: dict[str, Any] = {"field": "name", "type": "nominal", "sort": names, "scale": scale}
@@ -125,7 +127,10 @@ def _vega_spec(chart: Chart) -> dict[str, Any]:
     if chart.is_share:
         scale = {"domain": [0, 1]}
     y: dict[str, Any] = {"field": "value", "type": "quantitative", "title": None, "scale": scale}
-    y["axis"] = {"format": chart.tick_format, **({"values": _log_ticks(chart)} if chart.uses_log_scale else {"tickCount": 5})}
+    y["axis"] = {
+        "format": chart.tick_format,
+        **({"values": _log_ticks(chart)} if chart.uses_log_scale else {"tickCount": 5}),
+    }
     x: dict[str, Any] = {"field": "step", "type": "quantitative", "title": "step"}
     x |= {"scale": {"nice": False, "zero": False}, "axis": {"format": "~s", "tickCount": 6}}
     layers = [_vega_layer(curve, name, x, y, colour) for curve, name in zip(chart.curves, names, strict=True)]
@@ -163,7 +168,9 @@ def _log_ticks(chart: Chart) -> list[float]:
     return [tick for power in powers for digit in digits if low <= (tick := digit * 10.0**power) <= high]
 
 
-def _vega_layer(curve: Curve, name: str, x: dict[str, Any], y: dict[str, Any], colour: dict[str, Any]) -> dict[str, Any]:
+def _vega_layer(
+    curve: Curve, name: str, x: dict[str, Any], y: dict[str, Any], colour: dict[str, Any]
+) -> dict[str, Any]:
     values = [{"step": step, "value": value, "name": name} for step, value in thin_points(curve.points)]
     if len(values) == 1 or not curve.is_joined:  # a line of one point is not drawn at all
         # a thick ring, which looks like a dot: the legend draws strokes
@@ -230,15 +237,23 @@ def run_charts(record: RunRecord) -> list[Chart]:
 
 def _held_out_curves(record: RunRecord, metric: str) -> tuple[Curve, ...]:
     curves = {prefix: record.curve(f"{prefix}_{metric}") for prefix, _, _ in _HELD_OUT_SPLITS}
-    return tuple(Curve(name, curves[prefix], colour_index, shows_points=True) for prefix, name, colour_index in _HELD_OUT_SPLITS)
+    return tuple(
+        Curve(name, curves[prefix], colour_index, shows_points=True) for prefix, name, colour_index in _HELD_OUT_SPLITS
+    )
 
 
 def _source_curves(record: RunRecord) -> tuple[Curve, ...]:
     colour_indices = {name: colour_index for colour_index, name in enumerate(record.curve_names("loss_"))}
-    training = [Curve(name.removeprefix("loss_"), record.curve(name), colour_index) for name, colour_index in colour_indices.items()]
+    training = [
+        Curve(name.removeprefix("loss_"), record.curve(name), colour_index)
+        for name, colour_index in colour_indices.items()
+    ]
     held_out = []
     for name in record.curve_names("eval_loss_"):
-        title, colour_index = f"{name.removeprefix('eval_loss_')}, validation", colour_indices.get(name.removeprefix("eval_"))
+        title, colour_index = (
+            f"{name.removeprefix('eval_loss_')}, validation",
+            colour_indices.get(name.removeprefix("eval_")),
+        )
         held_out.append(Curve(title, record.curve(name), colour_index, shows_points=True))
     return (*training, *held_out)
 

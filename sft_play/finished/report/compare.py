@@ -12,14 +12,14 @@ from typing import Any
 from sft_play.diagnose.pages import build_table, render_lines
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import find_best_checkpoint
-from sft_play.finished.report.charts import COLOURS, Chart, Curve, ChartError, draw_charts, plot_as_text
+from sft_play.finished.report.charts import COLOURS, Chart, ChartError, Curve, draw_charts, plot_as_text
 from sft_play.finished.report.page import ReportSection, ReportTable, render_page, write_page
 from sft_play.finished.report.record import (
     RunRecord,
     compare_peak_memory,
+    mean_tokens_per_s,
     read_record,
     settings_by_path,
-    mean_tokens_per_s,
 )
 from sft_play.finished.run import RunCommandResult, next_command_line
 from sft_play.log import one_line
@@ -138,14 +138,19 @@ def _run_facts(record: RunRecord) -> dict[str, Any]:
 def compare_results(records: Sequence[RunRecord]) -> tuple[ResultRow, ...]:
     """The results of the runs; what none of them has is left out."""
 
-    def result_row(key: str, title: str, get_value: Callable[[RunRecord], Any], format_value: Callable[[Any], str]) -> ResultRow:
+    def result_row(
+        key: str, title: str, get_value: Callable[[RunRecord], Any], format_value: Callable[[Any], str]
+    ) -> ResultRow:
         return ResultRow(key, title, tuple(get_value(record) for record in records), format_value)
 
     peaks = [[compare_peak_memory(part) for part in record.parts] for record in records]
     memory_kinds = {memory_kind for parts in peaks for memory_kind, _, _ in parts}
     memory_kind = memory_kinds.pop() if len(memory_kinds) == 1 else "highest moment"
     peak = {
-        key: tuple(max((peak_bytes for part in parts if (peak_bytes := part[position]) is not None), default=None) for parts in peaks)
+        key: tuple(
+            max((peak_bytes for part in parts if (peak_bytes := part[position]) is not None), default=None)
+            for parts in peaks
+        )
         for key, position in (("predicted", 1), ("measured", 2))
     }
     results = (
@@ -195,7 +200,9 @@ def _comparison_charts(names: Sequence[str], records: Sequence[RunRecord]) -> li
         )
         filled = tuple(curve for curve in curves if curve.points)
         is_share, may_use_log = key == "eval_exact_match", key.endswith(("loss", "norm"))
-        tick_format = ".0%" if is_share else ".2~g" if key == "learning_rate" else "~s" if key == "tokens_per_s" else "~g"
+        tick_format = (
+            ".0%" if is_share else ".2~g" if key == "learning_rate" else "~s" if key == "tokens_per_s" else "~g"
+        )
         if filled:
             charts.append(
                 Chart(
@@ -234,4 +241,6 @@ def _comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
 
 def _format_cells(values: Sequence[Any]) -> list[str]:
     texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
-    return [_ABSENT_TEXT if value is None else one_line(text, limit=200) for value, text in zip(values, texts, strict=True)]
+    return [
+        _ABSENT_TEXT if value is None else one_line(text, limit=200) for value, text in zip(values, texts, strict=True)
+    ]

@@ -134,9 +134,15 @@ def read_record(folder: RunFolder) -> RunRecord:
     settings = read_json(folder.path / "resolved.json")
     # of stages those that have a folder: a run that failed in its first stage has no others
     curriculum = settings.get("curriculum")
-    stages = [str(stage["name"]) for stage in curriculum if isinstance(stage, dict) and "name" in stage] if curriculum else []
+    stages = (
+        [str(stage["name"]) for stage in curriculum if isinstance(stage, dict) and "name" in stage]
+        if curriculum
+        else []
+    )
     metrics = _read_stage_metrics(folder.metrics_path)
-    parts = [_read_part(folder.stage_folder(name), metrics) for name in stages if folder.stage_folder(name).path.is_dir()]
+    parts = [
+        _read_part(folder.stage_folder(name), metrics) for name in stages if folder.stage_folder(name).path.is_dir()
+    ]
     summary, warnings = read_summary(folder.path), tuple(_read_warnings(folder.log_path))
     parts = parts or [_read_part(folder, metrics)]
     return RunRecord(folder, run_status(folder, manifest), manifest, settings, summary, tuple(parts), warnings)
@@ -164,7 +170,9 @@ def _read_stage_metrics(path: Path) -> dict[str | None, _StageMetrics]:
 
 def _read_part(folder: RunFolder, metrics: Mapping[str | None, _StageMetrics]) -> RunPart:
     plan, settings = (read_json(folder.path / f"{name}.json") for name in ("plan", "resolved"))
-    return RunPart(folder.stage_name, plan, settings, read_summary(folder.path), *metrics.get(folder.stage_name, ({}, {})))
+    return RunPart(
+        folder.stage_name, plan, settings, read_summary(folder.path), *metrics.get(folder.stage_name, ({}, {}))
+    )
 
 
 def _read_warnings(log_path: Path) -> list[str]:
@@ -203,7 +211,9 @@ def headline_metrics(record: RunRecord) -> list[tuple[str, str]]:
         if formatted:
             generated_rows = record.held_out_metric("before" if after_value is None else "after", "generated_rows")
             suffix = f" of {generated_rows:,.0f} rows" if generated_rows and name == "exact_match" else ""
-            lead.append((label, (" → ".join(formatted) if after_value is not None else f"{formatted[0]} before") + suffix))
+            lead.append(
+                (label, (" → ".join(formatted) if after_value is not None else f"{formatted[0]} before") + suffix)
+            )
     answered_rows = max((rows for _, rows in record.curve("eval_generated_rows")), default=None)
     evaluations = [
         {name: value, "eval_generated_rows": answered_rows}
@@ -241,9 +251,15 @@ def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
         logged_gib = part.last_metrics.get("memory_peak_gib")  # of allocated bytes on a GPU
         if isinstance(logged_gib, (int, float)) and not part.summary:
             measured = int(logged_gib * GIB)
-            memory_kind, predicted = ("allocated", planned_peak.get("allocated")) if part.is_on_gpu else (memory_kind, predicted)
+            memory_kind, predicted = (
+                ("allocated", planned_peak.get("allocated")) if part.is_on_gpu else (memory_kind, predicted)
+            )
     # runs of earlier versions have the peak of their training steps
-    return f"{memory_kind}, in {peak.get('moment') or 'training'}" if peak else f"{memory_kind} so far", predicted, measured
+    return (
+        f"{memory_kind}, in {peak.get('moment') or 'training'}" if peak else f"{memory_kind} so far",
+        predicted,
+        measured,
+    )
 
 
 def percent_difference(predicted: float | None, measured: float | None) -> str:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import SftPlayError
-from sft_play.finished.report.charts import Chart, ChartError, run_charts, draw_charts, plot_as_text
+from sft_play.finished.report.charts import Chart, ChartError, draw_charts, plot_as_text, run_charts
 from sft_play.finished.report.page import AnsweredQuestion, ReportSection, ReportTable, render_page, write_page
 from sft_play.finished.report.record import (
-    RunRecord,
     RunPart,
+    RunRecord,
+    compare_peak_memory,
     headline_metrics,
     percent_difference,
-    compare_peak_memory,
     read_record,
     settings_by_path,
 )
@@ -77,7 +77,9 @@ def write_report(record: RunRecord, *, path: Path | None = None) -> RunReport:
     drawn_charts = [(chart.heading, svg) for chart, svg in zip(charts, svgs, strict=False)]
     sections = [section for section in report_sections(record, drawn_charts, problem) if not section.is_empty]
     target = path or record.folder.path / REPORT_FILE
-    write_page(target, render_page(f"{record.name}: training report", headline=headline_metrics(record), sections=sections))
+    write_page(
+        target, render_page(f"{record.name}: training report", headline=headline_metrics(record), sections=sections)
+    )
     loss_chart = charts[0] if charts and charts[0].title == "Loss" else None
     return RunReport(record, target, tuple(section.title for section in sections), len(svgs), loss_chart)
 
@@ -116,16 +118,22 @@ def report_at_end(folder: RunFolder) -> None:
 # --- the sections -----------------------------------------------------------------------------------------------------
 
 
-def report_sections(record: RunRecord, charts: Sequence[tuple[str, str]], problem: str | None) -> Iterator[ReportSection]:
+def report_sections(
+    record: RunRecord, charts: Sequence[tuple[str, str]], problem: str | None
+) -> Iterator[ReportSection]:
     """The parts of the page, in their order; some may be empty."""
     error = record.manifest.get("error")
     yield ReportSection("How it ended", items=[str(error)] if error and record.status == "failed" else [])
     shown_warnings, hidden_count = record.warnings[:MAX_WARNINGS], len(record.warnings) - MAX_WARNINGS
-    yield ReportSection("Warnings", items=[*shown_warnings, *([f"and {hidden_count} more in train.log"] if hidden_count > 0 else [])])
+    yield ReportSection(
+        "Warnings", items=[*shown_warnings, *([f"and {hidden_count} more in train.log"] if hidden_count > 0 else [])]
+    )
     yield ReportSection("Curves", charts=charts, items=[problem] if problem else [])
     yield _plan_section(record)
     yield ReportSection("Answers before and after", samples=answered_questions(record.summary.get("samples")))
-    yield ReportSection("What was run", pairs=[pair for pair in _run_pairs(record) if pair[1]], folded=_decision_texts(record))
+    yield ReportSection(
+        "What was run", pairs=[pair for pair in _run_pairs(record) if pair[1]], folded=_decision_texts(record)
+    )
     yield ReportSection("On what", pairs=[pair for pair in _machine_pairs(record.manifest) if pair[1]])
     yield _data_section(record.manifest)
     yield _reproduce_section(record)
@@ -137,7 +145,9 @@ def _plan_section(record: RunRecord) -> ReportSection:
         rows = [*_memory_rows(part), *_speed_rows(part)]
         prefix = f"{part.name}: " if part.name else ""
         if rows:
-            tables.append(ReportTable((f"{prefix}predicted against measured", "predicted", "measured", "difference"), rows))
+            tables.append(
+                ReportTable((f"{prefix}predicted against measured", "predicted", "measured", "difference"), rows)
+            )
     cpu_note = "On a CPU the memory is what the process has resident beyond Python and the libraries."
     speed_note = "Speed and time are predicted for rows of full length unless the plan knew their lengths."
     notes = [*([] if record.parts[0].is_on_gpu else [cpu_note]), speed_note] if tables else []
@@ -151,10 +161,20 @@ def _memory_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
         # tensors on a GPU; on a CPU resident memory, which older runs did not predict by moment
         predicted = peak.get("predicted_allocated" if part.is_on_gpu else "predicted_reserved")
         measured = peak.get("measured_allocated" if part.is_on_gpu else "measured_rss")
-        yield f"memory in {moment}", _format_size(predicted), _format_size(measured), percent_difference(predicted, measured)
+        yield (
+            f"memory in {moment}",
+            _format_size(predicted),
+            _format_size(measured),
+            percent_difference(predicted, measured),
+        )
     memory_kind, predicted, measured = compare_peak_memory(part)
     if predicted is not None:
-        yield f"peak, {memory_kind}", _format_size(predicted), _format_size(measured), percent_difference(predicted, measured)
+        yield (
+            f"peak, {memory_kind}",
+            _format_size(predicted),
+            _format_size(measured),
+            percent_difference(predicted, measured),
+        )
 
 
 def _speed_rows(part: RunPart) -> Iterator[tuple[str, ...]]:

@@ -87,7 +87,9 @@ def read_deepspeed_file(path: Path) -> DeepspeedConfig:
             _raise_json_error(json_text, name=one_line(str(path)))
         raise
     if not isinstance(data, dict):
-        raise ConfigError(f"{one_line(str(path))} holds {yaml_io.format_value(data)}; expected {DEEPSPEED_FILE_DESCRIPTION}")
+        raise ConfigError(
+            f"{one_line(str(path))} holds {yaml_io.format_value(data)}; expected {DEEPSPEED_FILE_DESCRIPTION}"
+        )
     return data
 
 
@@ -167,7 +169,9 @@ def merge_deepspeed_batch(
     for key, value in file_values.items():
         field = BATCH_KEYS[key]
         if run_values.get(field, value) != value:
-            problems.append(f'{key}: {value} contradicts train.{field}={run_values[field]}; keep one of them ("auto" here)')
+            problems.append(
+                f'{key}: {value} contradicts train.{field}={run_values[field]}; keep one of them ("auto" here)'
+            )
         elif field not in run_values:
             taken_values[field], sources[field] = value, f"{key}: {value}"
             lines.append(f"{key}: {value} is the run's train.{field}, which the run YAML leaves open")
@@ -182,7 +186,9 @@ def merge_deepspeed_batch(
         if not (is_single_rank_batch(train) and file_values.keys() == {"train_batch_size"}):
             default_text = f"train.effective_batch_size={train.effective_batch_size} (its default)"
             source_texts = {"effective_batch_size": default_text, **sources}
-            problem = batch_product_problem(train.model_copy(update=taken_values), ranks=ranks, option_texts=source_texts)
+            problem = batch_product_problem(
+                train.model_copy(update=taken_values), ranks=ranks, option_texts=source_texts
+            )
             problems += [problem] if problem else []
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
@@ -215,7 +221,9 @@ def _section_keys(section: dict[str, str]) -> frozenset[str]:
 # The keys of each section by its dotted path ("" is the top level). Sections that are not here are open: what they may
 # contain depends on their values. `sequence_parallel_size` and `inference` are read by transformers and by DeepSpeed's
 # ZeRO-3 loading.
-KNOWN_DEEPSPEED_KEYS: dict[str, frozenset[str]] = {path: _section_keys(section) for path, section in _KEY_TABLE["sections"].items()}
+KNOWN_DEEPSPEED_KEYS: dict[str, frozenset[str]] = {
+    path: _section_keys(section) for path, section in _KEY_TABLE["sections"].items()
+}
 
 # Paths where DeepSpeed itself understands "auto".
 PATHS_WITH_AUTO: tuple[str, ...] = tuple(_KEY_TABLE["auto_is_a_value"])
@@ -223,7 +231,9 @@ PATHS_WITH_AUTO: tuple[str, ...] = tuple(_KEY_TABLE["auto_is_a_value"])
 _COMMENT_KEY = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
 
 
-def translate_deepspeed_keys(raw: DeepspeedConfig, *, name: str = "the DeepSpeed configuration") -> tuple[DeepspeedConfig, tuple[str, ...]]:
+def translate_deepspeed_keys(
+    raw: DeepspeedConfig, *, name: str = "the DeepSpeed configuration"
+) -> tuple[DeepspeedConfig, tuple[str, ...]]:
     """The configuration in DeepSpeed's current keys, and notes on what was translated or left out. Raises ConfigError
     where a key is unknown (the nearest known one is named), was removed while it is switched on, or holds a value of
     the wrong kind. All of them at once."""
@@ -283,7 +293,10 @@ def _unknown_key_problems(config: DeepspeedConfig) -> Iterator[str]:
 
 
 def _suggest_key(path: str, key: str) -> str:
-    sections = sorted((section_path for section_path, names in KNOWN_DEEPSPEED_KEYS.items() if key in names), key=lambda section: section.count("."))
+    sections = sorted(
+        (section_path for section_path, names in KNOWN_DEEPSPEED_KEYS.items() if key in names),
+        key=lambda section: section.count("."),
+    )
     if sections:
         return f"it belongs at {' or '.join(_join_path(home, key) for home in sections[:3])}"
     return f"the nearest is {_join_path(path, nearest_name(key, KNOWN_DEEPSPEED_KEYS[path], min_similarity=0.0) or '')}"
@@ -304,9 +317,17 @@ def _is_finite_number(value: Any) -> bool:
 _BATCH_KEYS_PATTERN = re.compile(r"train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps")
 # Of a path the test of its values, and what it accepts; DeepSpeed itself checks the others.
 _VALUE_CHECKS: tuple[tuple[re.Pattern[str], Callable[[Any], bool], str], ...] = (
-    (_BATCH_KEYS_PATTERN, lambda value: isinstance(value, int) and _is_whole_number(value, minimum=1), 'a whole number from 1, or "auto"'),
+    (
+        _BATCH_KEYS_PATTERN,
+        lambda value: isinstance(value, int) and _is_whole_number(value, minimum=1),
+        'a whole number from 1, or "auto"',
+    ),
     (re.compile("gradient_clipping"), _is_finite_number, 'a number from 0 (0: no clipping), or "auto"'),
-    (re.compile(r"zero_optimization\.stage"), lambda value: _is_whole_number(value) and value <= 3, '0, 1, 2, 3 or "auto"'),
+    (
+        re.compile(r"zero_optimization\.stage"),
+        lambda value: _is_whole_number(value) and value <= 3,
+        '0, 1, 2, 3 or "auto"',
+    ),
     (
         re.compile(r"zero_optimization\.offload_(optimizer|param)\.device"),
         lambda value: value in ("none", "cpu", "nvme"),
@@ -329,7 +350,9 @@ def _value_problems(config: DeepspeedConfig) -> list[str]:
     problems = []
     for path, value in walk_values(config):
         if value is not None and (path in KNOWN_DEEPSPEED_KEYS or path in ("optimizer.params", "scheduler.params")):
-            known_keys_text = f" with {', '.join(sorted(KNOWN_DEEPSPEED_KEYS[path]))}" if path in KNOWN_DEEPSPEED_KEYS else ""
+            known_keys_text = (
+                f" with {', '.join(sorted(KNOWN_DEEPSPEED_KEYS[path]))}" if path in KNOWN_DEEPSPEED_KEYS else ""
+            )
             problems.append(f"{path}: {format_value(value)} is not a section; expected {{…}}{known_keys_text}")
             continue
         check = next((check for check in _VALUE_CHECKS if check[0].fullmatch(path)), None)

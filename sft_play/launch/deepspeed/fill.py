@@ -24,18 +24,18 @@ from sft_play.config.yaml_io import format_value
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.files import (
     AUTO,
-    PATHS_WITH_AUTO,
     BATCH_KEYS,
     DTYPE_KEYS,
+    PATHS_WITH_AUTO,
     SHORT_DTYPES,
     ZERO_STAGES,
     DeepspeedConfig,
-    find_parent,
     deepspeed_layout,
-    walk_values,
+    find_parent,
+    get_value_at,
     is_offloaded,
     set_value_at,
-    get_value_at,
+    walk_values,
 )
 from sft_play.planner.layout import LayoutName
 from sft_play.planner.plan import Plan
@@ -152,7 +152,9 @@ class _ConfigFiller:
         """Set a value whatever the file says."""
         if get_value_at(self.config, path) != value:
             set_value_at(self.config, path, value)
-            self.lines.append(f"{path} → {f'{value:,}' if type(value) is int else format_value(value).strip(chr(34))} ({reason})")
+            self.lines.append(
+                f"{path} → {f'{value:,}' if type(value) is int else format_value(value).strip(chr(34))} ({reason})"
+            )
 
     def fill_batch(self) -> None:
         """DeepSpeed asserts that the first is the product of the others and the ranks (0.19: `_batch_assertion`)."""
@@ -165,7 +167,10 @@ class _ConfigFiller:
         }
         for key, (value, reason) in expected.items():
             if self.set_if_open(key, value, reason) not in (None, value):
-                file_value, plan_text = self.config[key], f"the plan's {value} ({product} = {plan_values.effective_batch})"
+                file_value, plan_text = (
+                    self.config[key],
+                    f"the plan's {value} ({product} = {plan_values.effective_batch})",
+                )
                 remedy = f'set it to "auto", or run with train.{BATCH_KEYS[key]}={file_value}'
                 self.problems.append(f"{key}: {file_value} contradicts {plan_text}; {remedy}")
 
@@ -184,7 +189,10 @@ class _ConfigFiller:
         written for another machine. To DeepSpeed, absent means disabled. Autocast is a second way to the same, and
         turned off. Then the dtypes of communication."""
         reason, changed = f"the run computes in {self.plan_values.compute_dtype}", []
-        switches = {"bf16": self.plan_values.compute_dtype == "bfloat16", "fp16": self.plan_values.compute_dtype == "float16"}
+        switches = {
+            "bf16": self.plan_values.compute_dtype == "bfloat16",
+            "fp16": self.plan_values.compute_dtype == "float16",
+        }
         for key, is_enabled in {**switches, "torch_autocast": False}.items():
             if self.config.get(key) is None and not is_enabled:
                 continue
@@ -223,7 +231,9 @@ class _ConfigFiller:
             return
         optimizer_type, run_params = block.get("type", AUTO), _optimizer_params(self.plan_values.options)
         if str(optimizer_type).lower() not in ("adam", "adamw", AUTO):
-            message = f"optimizer.type: {format_value(optimizer_type)} is not supported; train.optim of the run YAML chooses"
+            message = (
+                f"optimizer.type: {format_value(optimizer_type)} is not supported; train.optim of the run YAML chooses"
+            )
             self.problems.append(message)
         for key, value in (block.get("params") or {}).items():
             if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
@@ -231,7 +241,9 @@ class _ConfigFiller:
             source, planned_value = run_params.get(key, ("the run YAML's optimizer, which has no such number", None))
             if not equal_numbers(value, planned_value):
                 expected = source if planned_value is None else f"{source}: {format_value(planned_value)}"
-                self.problems.append(f'optimizer.params.{key}: {format_value(value)} contradicts {expected}; set it to "auto"')
+                self.problems.append(
+                    f'optimizer.params.{key}: {format_value(value)} contradicts {expected}; set it to "auto"'
+                )
         self.lines.append("optimizer left out: the run YAML's is used (train.optim, learning_rate, weight_decay)")
 
     def drop_scheduler(self) -> None:
@@ -242,7 +254,11 @@ class _ConfigFiller:
         # a warm-up from 0, and its form, are what a schedule has anyway: they ask for no numbers of their own
         harmless_params = (("warmup_min_lr", 0), ("warmup_type", "linear"), ("warmup_type", "log"))
         fixed_params = {key: value for key, value in (block.get("params") or {}).items() if value != AUTO}
-        own_numbers = [f"{key}: {format_value(value)}" for key, value in sorted(fixed_params.items()) if (key, value) not in harmless_params]
+        own_numbers = [
+            f"{key}: {format_value(value)}"
+            for key, value in sorted(fixed_params.items())
+            if (key, value) not in harmless_params
+        ]
         if own_numbers:
             self.problems.append(
                 f"scheduler.params has its own numbers ({', '.join(own_numbers)}) and the run YAML has a schedule too "
@@ -301,7 +317,9 @@ def cpu_adam_compile_note() -> str | None:
     folder = Path(extensions_dir) if extensions_dir else caches / "torch_extensions"
     spec = find_spec("deepspeed")
     built_in = Path(spec.origin).parent / "ops" / "adam" if spec and spec.origin else folder
-    if any(folder.glob(f"{'' if extensions_dir else 'py*/'}cpu_adam/cpu_adam.so")) or any(built_in.glob("cpu_adam_op*.so")):
+    if any(folder.glob(f"{'' if extensions_dir else 'py*/'}cpu_adam/cpu_adam.so")) or any(
+        built_in.glob("cpu_adam_op*.so")
+    ):
         return None
     return f"its CPU Adam is compiled at this first start, which takes minutes; later starts find it in {folder}"
 

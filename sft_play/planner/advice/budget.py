@@ -96,9 +96,17 @@ class BudgetResult:
                 f"{budget}: the cheapest machine is {_format_offer(self.cheapest)}",
                 f"Fastest within it: {'the same' if is_same else _format_offer(self.fastest)}",
             ]
-        offer_lines = [f"  {_format_offer(offer)}{'' if offer.cost <= self.usd else ', above it'}" for offer in self.offers]
-        omitted_lines = [f"  and {len(offer_lines) - MAX_LISTED_MACHINES} more (JSON=1 lists them)"] if len(offer_lines) > MAX_LISTED_MACHINES else []
-        price_lines = [f"Public list prices, read {days} days ago or more: look them up" for days in self._ages_days()[:1]]
+        offer_lines = [
+            f"  {_format_offer(offer)}{'' if offer.cost <= self.usd else ', above it'}" for offer in self.offers
+        ]
+        omitted_lines = (
+            [f"  and {len(offer_lines) - MAX_LISTED_MACHINES} more (JSON=1 lists them)"]
+            if len(offer_lines) > MAX_LISTED_MACHINES
+            else []
+        )
+        price_lines = [
+            f"Public list prices, read {days} days ago or more: look them up" for days in self._ages_days()[:1]
+        ]
         heading_lines.append("Machines on which it fits, by cost, if every row were full length:")
         return [*heading_lines, *offer_lines[:MAX_LISTED_MACHINES], *omitted_lines, *price_lines]
 
@@ -115,7 +123,11 @@ def _format_offer(offer: Offer) -> str:
 
 
 def compare_machine_prices(
-    usd: float, prices: Iterable[tuple[Price, int]], *, make_machine_plan: Callable[[Hardware], Plan | None], today: date
+    usd: float,
+    prices: Iterable[tuple[Price, int]],
+    *,
+    make_machine_plan: Callable[[Hardware], Plan | None],
+    today: date,
 ) -> BudgetResult:
     """The machines of a price list (a price, how many GPUs) on which the run fits, the cheapest first; `plan`: the plan
     on a machine, None where it certainly does not fit. Raises ConfigError where the run's length is not known."""

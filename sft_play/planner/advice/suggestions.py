@@ -45,7 +45,9 @@ def make_advised_plan(request: PlanRequest, **options: Any) -> Plan:
         return plan
     all_suggestions = tuple(find_suggestions(request))
     return replace(
-        plan, suggestions=tuple(suggestion for suggestion in all_suggestions if suggestion.fits), not_enough=tuple(suggestion for suggestion in all_suggestions if not suggestion.fits)
+        plan,
+        suggestions=tuple(suggestion for suggestion in all_suggestions if suggestion.fits),
+        not_enough=tuple(suggestion for suggestion in all_suggestions if not suggestion.fits),
     )
 
 
@@ -102,7 +104,11 @@ def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
             candidate = _planned_choice(replace(request, config=_apply_setting(request.config, setting)))
         if candidate is None:
             continue
-        if not candidate.fits and present_candidate is not None and candidate.budget_ratio > present_candidate.budget_ratio:
+        if (
+            not candidate.fits
+            and present_candidate is not None
+            and candidate.budget_ratio > present_candidate.budget_ratio
+        ):
             continue
         yield _build_suggestion(setting, candidate, setting=setting)
         has_fit = has_fit or candidate.fits
@@ -135,7 +141,9 @@ def _suggest_machine(request: PlanRequest) -> Iterator[Suggestion]:
     for machine, description in _larger_machines(request):
         candidate = _planned_choice(_request_on_machine(request, machine))
         if candidate is not None and candidate.fits:
-            yield _build_suggestion(f"{description} ({candidate.layout.name})", candidate, hardware=_hardware_name(machine))
+            yield _build_suggestion(
+                f"{description} ({candidate.layout.name})", candidate, hardware=_hardware_name(machine)
+            )
 
 
 def _suggest_smaller_model(request: PlanRequest) -> Iterator[Suggestion]:
@@ -147,7 +155,9 @@ def _suggest_smaller_model(request: PlanRequest) -> Iterator[Suggestion]:
         yield _build_suggestion(setting, plan.choice, setting=setting)
 
 
-def _build_suggestion(change: str, candidate: Candidate, *, setting: str | None = None, hardware: str | None = None) -> Suggestion:
+def _build_suggestion(
+    change: str, candidate: Candidate, *, setting: str | None = None, hardware: str | None = None
+) -> Suggestion:
     device = "GPU" if candidate.step.on_gpu else "process"
     needs = f"{candidate.memory.required / GIB:.1f} GiB per {device}{candidate.ram_text}"
     if "RAM" in candidate.insufficient_memory and candidate.step.on_gpu and not candidate.offloads:
@@ -173,7 +183,11 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
         settings.append("eval.batch_size=auto")
     if config.model.attn_implementation == "eager":
         settings.append("model.attn_implementation=auto")
-    if config.train.kernels == "auto" and LIGER_PACKAGE not in request.missing_packages and request.shape.model_type in LIGER_REPLACEMENTS:
+    if (
+        config.train.kernels == "auto"
+        and LIGER_PACKAGE not in request.missing_packages
+        and request.shape.model_type in LIGER_REPLACEMENTS
+    ):
         settings += ["train.kernels=liger"] if request.hardware.gpus else []  # auto counts the plain ones' memory
     if config.model.max_seq_len > LENGTH_STEP:
         settings.append(f"model.max_seq_len={_longest_fitting_length(request)}")
@@ -200,7 +214,9 @@ def _smaller_batches(train: TrainConfig) -> list[str]:
 
 def _longest_fitting_length(request: PlanRequest) -> int:
     def fits(length: int) -> bool:
-        candidate = lowest_memory_candidate(replace(request, config=_apply_setting(request.config, f"model.max_seq_len={length}")))
+        candidate = lowest_memory_candidate(
+            replace(request, config=_apply_setting(request.config, f"model.max_seq_len={length}"))
+        )
         return candidate is not None and candidate.fits
 
     max_length = (request.config.model.max_seq_len - 1) // LENGTH_STEP * LENGTH_STEP
@@ -211,7 +227,9 @@ def _apply_setting(config: RunConfig, setting: str) -> RunConfig:
     changed: RunConfig = config
     for assignment in setting.split():
         path, _, value_text = assignment.partition("=")
-        value: Any = {"true": True, "null": None}.get(value_text, int(value_text) if value_text.isdigit() else value_text)
+        value: Any = {"true": True, "null": None}.get(
+            value_text, int(value_text) if value_text.isdigit() else value_text
+        )
         changed = _replace_option(changed, path.split("."), value)
     return changed
 
@@ -263,12 +281,17 @@ def _machines_with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, st
     if candidate is None or not candidate.fits or candidate.host_required <= hardware.ram_free_bytes:
         return
     ram_bytes = -(-candidate.host_required // RAM_STEP) * RAM_STEP
-    yield replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes), f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
+    yield (
+        replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes),
+        f"{ram_bytes / GIB:.0f} GiB of RAM on each node",
+    )
 
 
 def _machine_with_entry(hardware: Hardware, entry: CatalogEntry, count: int) -> Hardware:
     named_machine = parse_hardware(f"1x{entry.name}")
-    return replace(_machine_with_gpus(hardware, named_machine.gpus[0], count), link_bytes_per_s=named_machine.link_bytes_per_s)
+    return replace(
+        _machine_with_gpus(hardware, named_machine.gpus[0], count), link_bytes_per_s=named_machine.link_bytes_per_s
+    )
 
 
 def _certainly_fits(candidate: Candidate | None) -> bool:

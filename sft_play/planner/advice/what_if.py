@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.facts.models.architecture import KNOWN_MODELS, load_config_json, refuse_quantised, load_model_shape
+from sft_play.facts.models.architecture import KNOWN_MODELS, load_config_json, load_model_shape, refuse_quantised
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan, effective_batch
@@ -61,7 +61,9 @@ def parse_grid(assignments: Sequence[str], *, variable: str = "WHATIF") -> list[
                 f"{variable}='model.max_seq_len=2048,4096'"
             )
         if any(axis[0].startswith(f"{key}=") for axis in axes):
-            raise ConfigError(f"{variable} names {one_line(key)} twice; give all of its values at once: {one_line(key)}=1,2")
+            raise ConfigError(
+                f"{variable} names {one_line(key)} twice; give all of its values at once: {one_line(key)}=1,2"
+            )
         axes.append([f"{key}={value}" for value in values])
     count = math.prod(map(len, axes))
     if count > MAX_GRID_CELLS:
@@ -127,12 +129,18 @@ def find_largest_fit(question: FitQuestion, request: PlanRequest) -> LargestFit:
     if not layouts:
         raise ConfigError(f"MAX={question}: {_no_layout_reason(request)}")
     if question == "batch":
-        rows = largest_fitting_multiple(lambda rows: _simplest_fit(inputs, layouts, rows, inputs.seq_len).fits, step=1, limit=MAX_TRIED_ROWS)
+        rows = largest_fitting_multiple(
+            lambda rows: _simplest_fit(inputs, layouts, rows, inputs.seq_len).fits, step=1, limit=MAX_TRIED_ROWS
+        )
         outcome = _format_candidate(_simplest_fit(inputs, layouts, rows or 1, inputs.seq_len))
         return LargestFit("batch", rows, f"{inputs.seq_len} tokens a row, {outcome}")
     micro_batch = _micro_batch_option(request.config)
     positions = request.shape.max_positions or MAX_TRIED_SEQ_LEN
-    length = largest_fitting_multiple(lambda tried_length: _simplest_fit(inputs, layouts, micro_batch, tried_length).fits, step=SEQ_LEN_STEP, limit=positions)
+    length = largest_fitting_multiple(
+        lambda tried_length: _simplest_fit(inputs, layouts, micro_batch, tried_length).fits,
+        step=SEQ_LEN_STEP,
+        limit=positions,
+    )
     outcome = _format_candidate(_simplest_fit(inputs, layouts, micro_batch, length or SEQ_LEN_STEP))
     positions_note = f"the model's {positions} positions; " if length == positions else ""
     return LargestFit("seq_len", length, f"{positions_note}micro-batch {micro_batch}, {outcome}")
@@ -147,7 +155,8 @@ def _certain_layouts(request: PlanRequest) -> tuple[Layout, ...]:
     return tuple(
         layout
         for layout in layouts
-        if layout.name in request.allowed_layouts and (hardware.ram_given or not (layout.offloads_states or always_offloads))
+        if layout.name in request.allowed_layouts
+        and (hardware.ram_given or not (layout.offloads_states or always_offloads))
     )
 
 
@@ -170,13 +179,17 @@ def _simplest_fit(inputs: PlanInputs, layouts: tuple[Layout, ...], rows: int, le
     def candidate(layout: Layout) -> Candidate:
         step_rows = effective_batch(inputs.config.train, ranks=layout.data_parallel)
         grad_accum = max(1, step_rows // (rows * layout.data_parallel))
-        return build_candidate(inputs, layout, BatchPlan(rows, grad_accum, layout.data_parallel), checkpointed_layers, eval_rows=1)
+        return build_candidate(
+            inputs, layout, BatchPlan(rows, grad_accum, layout.data_parallel), checkpointed_layers, eval_rows=1
+        )
 
     return first_fitting(map(candidate, layouts))
 
 
 def _format_candidate(candidate: Candidate) -> str:
-    left_out_note = OFFLOAD_LEFT_OUT if candidate.step.on_gpu and candidate.budget.host is None and not candidate.fits else ""
+    left_out_note = (
+        OFFLOAD_LEFT_OUT if candidate.step.on_gpu and candidate.budget.host is None and not candidate.fits else ""
+    )
     return f"{candidate.layout.name} {candidate.verdict}{left_out_note}"
 
 
@@ -198,7 +211,10 @@ def _find_largest_model(request: PlanRequest) -> LargestFit:
         model_config = config.model_copy(update={"model": config.model.model_copy(update={"name": shape.name})})
         model_request = dataclasses.replace(request, config=model_config, shape=shape)
         try:
-            inputs, layouts = build_plan_inputs(model_request, fp32_master_weights=False), _certain_layouts(model_request)
+            inputs, layouts = (
+                build_plan_inputs(model_request, fp32_master_weights=False),
+                _certain_layouts(model_request),
+            )
         except ConfigError as error:  # the user's mesh cannot run it
             outcome = f"not {shape.name}: {error}"
             continue

@@ -112,7 +112,9 @@ def block_bytes(
     # gradients that are there when the forward runs again, and its peak until the last tensor is held
     recompute_peak = recompute_end + tape.live_at_first_use - kept_bytes
     gradient_bytes = sum(ref.nbytes for ref in block.gradients)
-    layer = LayerBytes(forward_bytes, kept_bytes, backward_bytes, gradient_bytes, cast_bytes, tape.meter.dequantised, unheld_input)
+    layer = LayerBytes(
+        forward_bytes, kept_bytes, backward_bytes, gradient_bytes, cast_bytes, tape.meter.dequantised, unheld_input
+    )
     return BlockBytes(layer, grad_size[1], recompute_peak)
 
 
@@ -196,7 +198,9 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
         # gradients in fp32 are products of fp32 copies (`_addmm_fp32`, lines 78 and 79)
         larger_side = max(vocab_columns, tokens) if makes_weight_gradient else vocab_columns
         copied_elements = tokens * vocab_columns + hidden * larger_side if compute_width != 4 else 0
-        backward_bytes += max((CPU_BACKWARD_BYTES + CPU_CAP_BYTES * head.caps_logits) * tokens * vocab_columns, 4 * copied_elements)
+        backward_bytes += max(
+            (CPU_BACKWARD_BYTES + CPU_CAP_BYTES * head.caps_logits) * tokens * vocab_columns, 4 * copied_elements
+        )
     if cast_bytes:  # in the backward pass the next tile's weights are cast while this one's are still held (line 423)
         next_columns = min(head.vocab_size - vocab_columns, VOCAB_TILE) or vocab_columns * (scored_tokens > TOKEN_TILE)
         backward_bytes = max(backward_bytes, cast_bytes + next_columns * hidden * compute_width)
@@ -206,7 +210,9 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
     # several rows in a copy (trainer/utils.py:1642 to 1645)
     index_backward = single_gradient(x.elements, e, transient=x.nbytes if on_gpu else 0)
     scored_rows = (
-        tape.op((x,), scored_tokens * hidden, e, backward=index_backward) if on_gpu or tail.batch > 1 else tape.view(x, scored_tokens * hidden)
+        tape.op((x,), scored_tokens * hidden, e, backward=index_backward)
+        if on_gpu or tail.batch > 1
+        else tape.view(x, scored_tokens * hidden)
     )
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
@@ -216,7 +222,9 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
         buffer = tape.new(tile, 1)
         out = tape.new(scored_tokens * hidden, e)
         if weight_gradient is not None:
-            gradient = weight_gradient if head.weight_width == 4 else tape.new(head.vocab_size * hidden, head.weight_width)
+            gradient = (
+                weight_gradient if head.weight_width == 4 else tape.new(head.vocab_size * hidden, head.weight_width)
+            )
             if head.trainable:
                 tail.keep_gradient(gradient)
             del gradient
@@ -225,7 +233,14 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
 
     tape.meter.add_transient(4 * STATISTICS_PER_TOKEN * scored_tokens + tile + forward_bytes)
     statistics = tape.new(3 * scored_tokens, 4)
-    return tape.op((scored_rows,), scored_tokens, 4, saved=(scored_rows, statistics, *saved_table), backward=backward, trains_weight=makes_weight_gradient)
+    return tape.op(
+        (scored_rows,),
+        scored_tokens,
+        4,
+        saved=(scored_rows, statistics, *saved_table),
+        backward=backward,
+        trains_weight=makes_weight_gradient,
+    )
 
 
 def _logits_loss(tail: ForwardPass, x: TensorRef, head: OutputHead) -> TensorRef:
@@ -238,7 +253,9 @@ def _logits_loss(tail: ForwardPass, x: TensorRef, head: OutputHead) -> TensorRef
     if logits.width != 4 or tail.batch > 1:  # an fp32 copy; of a part of fp32 logits, log_softmax makes one itself
         tape.meter.add_transient(2 * 4 * scored_elements)
     # the zeros of `gather` and the gradient of log_softmax are gone where that of the logits has its width
-    backward = single_gradient(logits_elements, logits.width, transient=2 * 4 * scored_elements - logits_elements * logits.width)
+    backward = single_gradient(
+        logits_elements, logits.width, transient=2 * 4 * scored_elements - logits_elements * logits.width
+    )
     log_probabilities = tape.op((logits,), scored_elements, 4, backward=backward, holds_output=True)
     tape.meter.add_transient(2 * 4 * scored_elements // tail.batch)
     return tape.op((log_probabilities,), scored_tokens, 4, backward=shared_gradient(1))

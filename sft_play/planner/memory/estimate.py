@@ -168,7 +168,9 @@ class MemoryEstimate:
         """Predicted bytes of a phase of the run: of tensors, and reserved, corrected as the peak is. None: unknown."""
         allocated, reserved = self.by_moment.get(phase, (None, None))
         if reserved is not None and phase != "loading":
-            uncorrected_reserved = max(phase_reserved for phase_name, (_, phase_reserved) in self.by_moment.items() if phase_name != "loading")
+            uncorrected_reserved = max(
+                phase_reserved for phase_name, (_, phase_reserved) in self.by_moment.items() if phase_name != "loading"
+            )
             reserved = reserved * self.reserved // uncorrected_reserved
         return allocated, reserved
 
@@ -220,7 +222,10 @@ def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate
         if name == "saving" and not step.on_gpu:  # what is copied to be written is in the same memory
             reserved_in_phase += saving.first_rank_ram
         previous = by_moment.get(RUN_PHASES.get(name, "training"), (0, 0))
-        by_moment[RUN_PHASES.get(name, "training")] = max(previous[0], phase_totals[name]), max(previous[1], reserved_in_phase)
+        by_moment[RUN_PHASES.get(name, "training")] = (
+            max(previous[0], phase_totals[name]),
+            max(previous[1], reserved_in_phase),
+        )
     if step.on_gpu:  # an evaluation starts with an empty cache
         step_terms = [one for name, one in phases.items() if name != "evaluation"]
         over_streams = step_reserved_bytes(step_terms, attention=step.attention, layout=layout)
@@ -245,12 +250,19 @@ def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate
         reserved=reserved,
         margin=int(reserved * margin.share) + kept_free,
         outside_allocator=paged_state_bytes
-        + (CUDA_CONTEXT_BYTES + NCCL_BYTES * communicator_count if step.on_gpu else CPU_LIBRARIES_BYTES + saving.staged_ram),
+        + (
+            CUDA_CONTEXT_BYTES + NCCL_BYTES * communicator_count
+            if step.on_gpu
+            else CPU_LIBRARIES_BYTES + saving.staged_ram
+        ),
         moment=peak,
         moments=phase_totals,
         by_moment=by_moment,
         load_bytes=load_bytes,
-        host_bytes=simulation.resident.host + simulation.offloaded_bytes() + saving.first_rank_ram + saving.each_rank_ram,
+        host_bytes=simulation.resident.host
+        + simulation.offloaded_bytes()
+        + saving.first_rank_ram
+        + saving.each_rank_ram,
         host_save_bytes=saving.first_rank_ram,
         host_save_each_bytes=saving.each_rank_ram,
         host_gather_bytes=saving.gathered_ram,
@@ -299,7 +311,10 @@ def generation_token_budget(simulation: StepMemorySimulation, memory: MemoryEsti
     step, width = simulation.step, DTYPE_BYTES[simulation.precision.compute]
     phase, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
     # temporary bytes per token in this phase
-    temporary_bytes, bytes_per_token = memory.moments.get(phase, 0) - memory.resident, kv_cache_bytes_per_token(simulation.shape, width)
+    temporary_bytes, bytes_per_token = (
+        memory.moments.get(phase, 0) - memory.resident,
+        kv_cache_bytes_per_token(simulation.shape, width),
+    )
     if not step.on_gpu and step.loss == "chunked":
         temporary_bytes = max(terms["activations"] for _, terms in simulation.evaluation_phases(rows))
         # the head computes one token of a row at a time, whose logits `generate` has in fp32 twice besides (measured:
@@ -350,7 +365,9 @@ def step_reserved_bytes(phases: Iterable[Mapping[str, int]], *, attention: str, 
 def select_margin(simulation: StepMemorySimulation) -> Margin:
     """The margin of a setting: the largest of its classes."""
     config, shape, step, layout = simulation.config, simulation.shape, simulation.step, simulation.step.layout
-    has_own_experts = shape.uses_custom_experts or any(kind.num_experts and not kind.expert_weights for kind in shape.layers)
+    has_own_experts = shape.uses_custom_experts or any(
+        kind.num_experts and not kind.expert_weights for kind in shape.layers
+    )
     class_applies: dict[MarginClass, bool] = {
         "measured": True,
         "quantised": simulation.is_nf4,
@@ -364,4 +381,7 @@ def select_margin(simulation: StepMemorySimulation) -> Margin:
         "shared_rows": layout.context_parallel > 1,
         "unseen": has_own_experts or layout.is_zero or layout.offloads_states or layout.tensor_parallel > 1,
     }
-    return max((MARGINS[name] for name, is_applicable in class_applies.items() if is_applicable), key=lambda margin: margin.share)
+    return max(
+        (MARGINS[name] for name, is_applicable in class_applies.items() if is_applicable),
+        key=lambda margin: margin.share,
+    )

@@ -72,14 +72,22 @@ class GatherBuffers:
 
     def reduction(self, layer: int) -> int:
         """When the gradients of block `layer` are sharded, beside the next unit's buffer."""
-        return self._prefetched_unit(layer) + self._sharding_bytes(int(self.blocks[layer] * self.trained_share)) + self._tied_embedding
+        return (
+            self._prefetched_unit(layer)
+            + self._sharding_bytes(int(self.blocks[layer] * self.trained_share))
+            + self._tied_embedding
+        )
 
     def embedding_backward(self, embedding_gradient: int) -> tuple[int, ...]:
         """When the embedding runs backward: gathered; with its gradient; when that is sharded."""
         last_reduction = int(self.blocks[0] * self.trained_share)
         # tied: the head's gradient of the same table is there too
         head_gradient = embedding_gradient if self._tied_embedding else 0
-        return 2 * self.embedding, (self.embedding or self.tail) + last_reduction + embedding_gradient + head_gradient, self._sharding_bytes(embedding_gradient)
+        return (
+            2 * self.embedding,
+            (self.embedding or self.tail) + last_reduction + embedding_gradient + head_gradient,
+            self._sharding_bytes(embedding_gradient),
+        )
 
 
 def build_gather_buffers(
@@ -89,19 +97,29 @@ def build_gather_buffers(
     fields. Of blocks that tensor-parallel ranks share, the gathered part is one rank's."""
     unit_bytes = [_unit_bytes(kind, width=width, nf4=nf4, lora=lora) // tensor_parallel_ranks for kind in shape.layers]
     table_bytes = width * shape.embedding_table_params
-    return GatherBuffers(tuple(unit_bytes[index] for index in shape.layer_order), 0 if shape.tied else table_bytes, table_bytes, **fields)
+    return GatherBuffers(
+        tuple(unit_bytes[index] for index in shape.layer_order), 0 if shape.tied else table_bytes, table_bytes, **fields
+    )
 
 
 def _unit_bytes(kind: LayerKind, *, width: int, nf4: bool, lora: LoraConfig | None) -> int:
     adapters = 0 if lora is None else width * block_adapter_params(kind, lora)
     if not nf4:
         return width * kind.params + adapters
-    packed = sum(nf4_packed_bytes(elements) for elements in kind.packable_sizes)  # constants are whole on every rank already
+    packed = sum(
+        nf4_packed_bytes(elements) for elements in kind.packable_sizes
+    )  # constants are whole on every rank already
     return packed + width * (kind.params - sum(kind.packable_sizes)) + adapters
 
 
 def zero_bucket_bytes(
-    layout: Layout, trained_params: int, params: int, hidden: int, *, packed_params: int = 0, reduces_in_fp32: bool = False
+    layout: Layout,
+    trained_params: int,
+    params: int,
+    hidden: int,
+    *,
+    packed_params: int = 0,
+    reduces_in_fp32: bool = False,
 ) -> int:
     """DeepSpeed's flat buffers in half precision: two of gradients being sent in stages 1 and 2, and in stage 3 one
     beside the parameters that it keeps gathered. A bucket has the hidden size squared elements, as transformers fills

@@ -43,7 +43,9 @@ def _scale_by_weight(block: ForwardPass, x: TensorRef) -> TensorRef:
         return (out if out is None or width == e else tape.new(size, e),)
 
     saved = (x,) if trains_weight else ()
-    return block.tape.op((x,), size, width, saved=saved, backward=backward, holds_weight=True, trains_weight=trains_weight)
+    return block.tape.op(
+        (x,), size, width, saved=saved, backward=backward, holds_weight=True, trains_weight=trains_weight
+    )
 
 
 def linear(block: ForwardPass, x: TensorRef, role: str) -> TensorRef:
@@ -57,7 +59,9 @@ def linear(block: ForwardPass, x: TensorRef, role: str) -> TensorRef:
 def _base_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
     if block.spec.is_nf4:
         return _nf4_linear(block, x, spec)
-    return block.dense(x, role, spec.inputs, spec.outputs, block.spec.element_bytes.weights, trainable=block.spec.trains_weights)
+    return block.dense(
+        x, role, spec.inputs, spec.outputs, block.spec.element_bytes.weights, trainable=block.spec.trains_weights
+    )
 
 
 def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef:
@@ -90,7 +94,12 @@ def _adapted_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpe
     under autocast only where training/model/adapter_inputs.py leaves it."""
     result = _base_linear(block, x, role, spec)
     width = result.width
-    if block.spec.element_bytes.autocast is None or block.spec.casts_inputs or block.spec.uses_dora or block.spec.lora_dropout:
+    if (
+        block.spec.element_bytes.autocast is None
+        or block.spec.casts_inputs
+        or block.spec.uses_dora
+        or block.spec.lora_dropout
+    ):
         x = block.to(x, block.spec.element_bytes.adapters)
     # result + lora_B(lora_A(dropout(x))) * scaling: fp32 where adapters are and autocast is not, then back
     result = block.add(result, _adapter_output(block, x, role, spec, result))
@@ -149,7 +158,9 @@ def _dora_weights(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> list[Te
     widths, e = block.spec.element_bytes, x.width
     compute_width = widths.autocast or e
     identity = block.tape.new(spec.inputs * spec.inputs, widths.adapters)
-    weights = [identity if compute_width == widths.adapters else block.tape.new(spec.inputs * spec.inputs, compute_width)]
+    weights = [
+        identity if compute_width == widths.adapters else block.tape.new(spec.inputs * spec.inputs, compute_width)
+    ]
     del identity
     delta = block.tape.new(spec.elements, compute_width)
     weights.append(delta if compute_width == e else block.tape.new(spec.elements, e))

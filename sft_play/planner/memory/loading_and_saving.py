@@ -30,27 +30,57 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     if loads_by_unit(simulation.config, layout):
         # on a CPU the copies that the first rank reads are in the same memory
         host_copies = {} if simulation.step.on_gpu else {"host_copies": host_copy_bytes(simulation)}
-        temporary_bytes = _largest_unit_bytes(simulation) + simulation.loaded_element_bytes.weights * largest_tensor_elements(simulation.shape)
-        return {"weights": resident.weights, "adapters": resident.adapters, "gather_buffers": temporary_bytes, **host_copies}
+        temporary_bytes = _largest_unit_bytes(
+            simulation
+        ) + simulation.loaded_element_bytes.weights * largest_tensor_elements(simulation.shape)
+        return {
+            "weights": resident.weights,
+            "adapters": resident.adapters,
+            "gather_buffers": temporary_bytes,
+            **host_copies,
+        }
     if layout.tensor_parallel > 1:  # divided on the way to the device, where FSDP2 shards what is already there
-        unsharded = resident_bytes(simulation.config, simulation.shape, simulation.loaded_element_bytes, replace(layout, shard=1))
+        unsharded = resident_bytes(
+            simulation.config, simulation.shape, simulation.loaded_element_bytes, replace(layout, shard=1)
+        )
         shard_total = resident.weights + resident.adapters
         return {"weights": unsharded.weights, "adapters": unsharded.adapters, "gather_buffers": shard_total}
     # embeddings that grow are copied
-    grown_table = simulation.loaded_element_bytes.weights * simulation.shape.embedding_table_params if simulation.config.model.add_tokens else 0
+    grown_table = (
+        simulation.loaded_element_bytes.weights * simulation.shape.embedding_table_params
+        if simulation.config.model.add_tokens
+        else 0
+    )
     if not simulation.is_nf4:
-        temporary_bytes = simulation.loaded_element_bytes.weights * largest_tensor_elements(simulation.shape) if layout.shards_params else 0
+        temporary_bytes = (
+            simulation.loaded_element_bytes.weights * largest_tensor_elements(simulation.shape)
+            if layout.shards_params
+            else 0
+        )
         if not layout.shards_params:  # parts of a stack, beside all that is loaded
-            temporary_bytes = (STACKING_COPIES - 1) * simulation.loaded_element_bytes.weights * max((stacked.weights for stacked in _stacked_tensors(simulation)), default=0)
+            temporary_bytes = (
+                (STACKING_COPIES - 1)
+                * simulation.loaded_element_bytes.weights
+                * max((stacked.weights for stacked in _stacked_tensors(simulation)), default=0)
+            )
             temporary_bytes = max(temporary_bytes, grown_table - resident.adapters)  # which are not there yet
-        return {"weights": resident.weights, "adapters": resident.adapters, "gather_buffers": max(temporary_bytes, _adapter_start_bytes(simulation))}
+        return {
+            "weights": resident.weights,
+            "adapters": resident.adapters,
+            "gather_buffers": max(temporary_bytes, _adapter_start_bytes(simulation)),
+        }
     sizes = [linear.weights for linear, _ in simulation.shape.linears]
     sizes += [STACKING_COPIES * stacked.weights for stacked in _stacked_tensors(simulation)]
     adapter_bytes = 4 * simulation.trained_parameters.params  # not there yet while the last matrices are quantised
     # DoRA: accelerate keeps all until FSDP has cut
     shard_total = resident.weights + resident.adapters if layout.is_fsdp else 0
     weight_total = weight_bytes(simulation.shape, width=simulation.loaded_element_bytes.weights, is_nf4=True)
-    temporary = max(shard_total, grown_table - adapter_bytes, simulation.loaded_element_bytes.weights * max(sizes, default=0) - adapter_bytes, _adapter_start_bytes(simulation))
+    temporary = max(
+        shard_total,
+        grown_table - adapter_bytes,
+        simulation.loaded_element_bytes.weights * max(sizes, default=0) - adapter_bytes,
+        _adapter_start_bytes(simulation),
+    )
     return {"weights": weight_total, "adapters": adapter_bytes, "gather_buffers": temporary}
 
 
@@ -60,19 +90,36 @@ def _adapter_start_bytes(simulation: StepMemorySimulation) -> int:
     lora = simulation.config.tuning.lora
     if simulation.is_full or lora.init == "default":
         return 0
-    adapted_weights = (linear.weights for linear, _ in simulation.shape.linears if is_target(linear, lora.target_modules))
-    return (4 + (2 * simulation.loaded_element_bytes.weights if simulation.is_nf4 else 0)) * max(adapted_weights, default=0)
+    adapted_weights = (
+        linear.weights for linear, _ in simulation.shape.linears if is_target(linear, lora.target_modules)
+    )
+    return (4 + (2 * simulation.loaded_element_bytes.weights if simulation.is_nf4 else 0)) * max(
+        adapted_weights, default=0
+    )
 
 
 def _stacked_tensors(simulation: StepMemorySimulation) -> list[StackedExpertWeight]:
-    return [stacked for kind in simulation.shape.layers for stacked in kind.expert_weights if stacked.is_packable or not simulation.is_nf4]
+    return [
+        stacked
+        for kind in simulation.shape.layers
+        for stacked in kind.expert_weights
+        if stacked.is_packable or not simulation.is_nf4
+    ]
 
 
 def _largest_unit_bytes(simulation: StepMemorySimulation) -> int:
     """Bytes of the largest unit of FSDP2 while it is sharded: what trains in full in its own dtype, fp32 under
     mixed precision, packed matrices with their constants."""
-    width = 4 if simulation.is_full and simulation.loaded_element_bytes.autocast is not None else simulation.loaded_element_bytes.weights
-    adapters = 4 if simulation.loaded_element_bytes.autocast is not None and not simulation.is_nf4 else simulation.loaded_element_bytes.adapters
+    width = (
+        4
+        if simulation.is_full and simulation.loaded_element_bytes.autocast is not None
+        else simulation.loaded_element_bytes.weights
+    )
+    adapters = (
+        4
+        if simulation.loaded_element_bytes.autocast is not None and not simulation.is_nf4
+        else simulation.loaded_element_bytes.adapters
+    )
     lora = simulation.config.tuning.lora
     units_bytes = [width * simulation.shape.embedding_table_params]
     for kind in simulation.shape.layers:
@@ -87,12 +134,18 @@ def host_read_bytes(simulation: StepMemorySimulation) -> int:
     """Bytes of RAM that a rank needs to load the weights, without pages of their files."""
     layout = simulation.step.layout
     if layout.is_fsdp or (layout.is_zero and layout.shards_params and not simulation.is_nf4):
-        return simulation.loaded_element_bytes.weights * largest_tensor_elements(simulation.shape) + host_copy_bytes(simulation)
+        return simulation.loaded_element_bytes.weights * largest_tensor_elements(simulation.shape) + host_copy_bytes(
+            simulation
+        )
     sizes = sorted((size for size, count, _ in large_tensors(simulation.shape) for _ in range(count)), reverse=True)
     # one after the other where each is packed as it comes; what is cast is cast in RAM, by several threads
-    reader_count = 1 if simulation.is_nf4 or simulation.shape.stored_dtype == simulation.precision.load else READER_THREADS
+    reader_count = (
+        1 if simulation.is_nf4 or simulation.shape.stored_dtype == simulation.precision.load else READER_THREADS
+    )
     # the base's own
-    copy_bytes = host_copy_bytes(simulation) if simulation.is_nf4 and simulation.config.tuning.lora.init == "loftq" else 0
+    copy_bytes = (
+        host_copy_bytes(simulation) if simulation.is_nf4 and simulation.config.tuning.lora.init == "loftq" else 0
+    )
     return simulation.loaded_element_bytes.weights * sum(sizes[:reader_count]) + copy_bytes
 
 
@@ -100,7 +153,9 @@ def host_copy_bytes(simulation: StepMemorySimulation) -> int:
     """Bytes of RAM that a rank keeps of weights that it reads into RAM: transformers maps files into memory, and
     copies what is cast from another dtype (DeepSpeed: each tensor in transit) or stacked (experts)."""
     has_stored_dtype = simulation.shape.stored_dtype == simulation.precision.load or simulation.step.layout.is_zero
-    return simulation.loaded_element_bytes.weights * (simulation.shape.expert_params if has_stored_dtype else simulation.shape.params)
+    return simulation.loaded_element_bytes.weights * (
+        simulation.shape.expert_params if has_stored_dtype else simulation.shape.params
+    )
 
 
 # Of a stacked tensor of experts while it is loaded: itself, and the parts that it is put together from
@@ -154,10 +209,18 @@ def plan_checkpoint_saving(simulation: StepMemorySimulation) -> CheckpointSaving
     final_weights_ram = min((parameters.params + untrained_params) * parameters.width, SAVE_SHARD_BYTES)
     paged_state_bytes = paged_bytes(simulation.config.train.optim, simulation.shape, parameters)
     if layout.is_zero:
-        return CheckpointSaving("deepspeed", 4 * parameters.params + (paged_state_bytes or 8 * parameters.params), final_weights_ram, 0, final_weights_ram)
+        return CheckpointSaving(
+            "deepspeed",
+            4 * parameters.params + (paged_state_bytes or 8 * parameters.params),
+            final_weights_ram,
+            0,
+            final_weights_ram,
+        )
     shard_count = (layout.shard if layout.is_fsdp else 1) * layout.tensor_parallel
     # a gradient is as large as its parameter
-    weight_and_gradient_bytes = simulation.resident.gradients * shard_count + simulation.loaded_element_bytes.weights * untrained_params
+    weight_and_gradient_bytes = (
+        simulation.resident.gradients * shard_count + simulation.loaded_element_bytes.weights * untrained_params
+    )
     state_bytes = simulation.resident.optimizer * shard_count + paged_state_bytes
     total_bytes = weight_and_gradient_bytes + state_bytes
     if not (layout.is_fsdp and simulation.is_full):
@@ -174,4 +237,11 @@ def plan_checkpoint_saving(simulation: StepMemorySimulation) -> CheckpointSaving
     if total_bytes <= MAX_WHOLE_BYTES and not is_async:
         return CheckpointSaving("whole", total_bytes, max(gathered_ram, gathered_weights_ram), 0, gathered_ram)
     staged_ram = -(-total_bytes // shard_count) if is_async else 0
-    return CheckpointSaving("sharded", total_bytes, gathered_weights_ram, SHARDED_SAVE_COPIES * 4 * -(-largest_elements // shard_count) + staged_ram, gathered_ram, staged_ram)
+    return CheckpointSaving(
+        "sharded",
+        total_bytes,
+        gathered_weights_ram,
+        SHARDED_SAVE_COPIES * 4 * -(-largest_elements // shard_count) + staged_ram,
+        gathered_ram,
+        staged_ram,
+    )

@@ -63,7 +63,9 @@ def interpolate(low: MeasuredBlocks, high: MeasuredBlocks, batch: int) -> Measur
     return replace(blended, ends=(low.batch, high.batch))
 
 
-def create_step_simulation(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> StepMemorySimulation:
+def create_step_simulation(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step
+) -> StepMemorySimulation:
     """The simulation of this step: by measured blocks where the shape has a meter."""
     simulation_class = StepMemorySimulation if shape.block_meter is None else MeasuredStepSimulation
     return simulation_class(config, shape, precision, step)
@@ -102,7 +104,9 @@ class MeasuredStepSimulation(StepMemorySimulation):
         return self._measured_layer("evaluated", layer, rows)
 
     def _head_bytes(self, batch: int, *, needs_gradient: bool) -> LayerBytes:
-        measured = self._measured_blocks(self._block_mode(self.shape.num_layers - 1) if needs_gradient else "evaluated", batch)
+        measured = self._measured_blocks(
+            self._block_mode(self.shape.num_layers - 1) if needs_gradient else "evaluated", batch
+        )
         estimated = super()._head_bytes(batch, needs_gradient=needs_gradient)
         # a few tokens do not show how many it takes at once, and only the class's own loss was run
         if measured.on_cpu or (self.step.loss == "logits") != self.shape.has_custom_logits:
@@ -112,11 +116,17 @@ class MeasuredStepSimulation(StepMemorySimulation):
         # its tiles are full from some batch on, so that it bends between two batches, as the usual last norm and head
         # do; what a class has beside them grows on a line
         measured_ends = [self._head_bytes(rows, needs_gradient=needs_gradient) for rows in measured.ends]
-        estimated_ends = [super(MeasuredStepSimulation, self)._head_bytes(rows, needs_gradient=needs_gradient) for rows in measured.ends]
+        estimated_ends = [
+            super(MeasuredStepSimulation, self)._head_bytes(rows, needs_gradient=needs_gradient)
+            for rows in measured.ends
+        ]
         fraction = (batch - measured.ends[0]) / (measured.ends[1] - measured.ends[0])
 
         def carried(peak: Literal["forward", "backward"]) -> int:
-            low_difference, high_difference = (getattr(one, peak) - getattr(other, peak) for one, other in zip(measured_ends, estimated_ends, strict=True))
+            low_difference, high_difference = (
+                getattr(one, peak) - getattr(other, peak)
+                for one, other in zip(measured_ends, estimated_ends, strict=True)
+            )
             return int(getattr(estimated, peak) + round(low_difference + fraction * (high_difference - low_difference)))
 
         return LayerBytes(carried("forward"), estimated.saved, carried("backward"), measured.tail.gradients)

@@ -26,7 +26,9 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     inner_elements = rows * spec.expert_width
     routing = _routing_weights(block, x, rows)  # (T * k,)
     indices = block.tape.new(rows, 8)
-    gathered = block.tape.op((x,), rows * spec.hidden, x.width, saved=(indices,), backward=block.index_backward(x, rows))
+    gathered = block.tape.op(
+        (x,), rows * spec.hidden, x.width, saved=(indices,), backward=block.index_backward(x, rows)
+    )
     # what the block reads dequantised or with an adapter, once, until its experts have run
     weights_in_use: list[TensorRef] = []
     gate_up = _grouped_linear(block, gathered, 0, spec.hidden, 2 * spec.expert_width, weights_in_use)
@@ -60,7 +62,9 @@ def _routing_weights(block: ForwardPass, x: TensorRef, rows: int) -> TensorRef:
     return block.tape.op((probabilities,), rows, 4 if spec.routes_in_fp32 else x.width)
 
 
-def _grouped_linear(block: ForwardPass, x: TensorRef, tensor_index: int, inputs: int, outputs: int, weights_in_use: list[TensorRef]) -> TensorRef:
+def _grouped_linear(
+    block: ForwardPass, x: TensorRef, tensor_index: int, inputs: int, outputs: int, weights_in_use: list[TensorRef]
+) -> TensorRef:
     """Rows times the matrices of their experts; a trained weight holds its input. fp32 weights are cast to
     autocast's dtype by training/prepare/experts.py, and the copy is held for x's gradient, as is a weight that was
     dequantised (training/model/nf4_experts.py) or to which an adapter was added (PEFT's ParamWrapper)."""
@@ -111,7 +115,13 @@ def _grouped_linear(block: ForwardPass, x: TensorRef, tensor_index: int, inputs:
         return (out,)
 
     return block.tape.op(
-        (x,), x.elements // inputs * outputs, e, saved=saved, backward=backward, holds_weight=True, trains_weight=trains_weight
+        (x,),
+        x.elements // inputs * outputs,
+        e,
+        saved=saved,
+        backward=backward,
+        holds_weight=True,
+        trains_weight=trains_weight,
     )
 
 
@@ -151,7 +161,11 @@ def _dense_mlp(block: ForwardPass, x: TensorRef) -> TensorRef:
     if "gate_up" in block.linears:
         gate_up = linear(block, x, "gate_up")
         gate, up = block.split(gate_up, gate_up.elements // 2, gate_up.elements // 2)
-        inner = liger_gate(block.tape, gate, up, copies_inputs=True) if uses_liger_gate else block.multiply(up, _activate(block, gate))
+        inner = (
+            liger_gate(block.tape, gate, up, copies_inputs=True)
+            if uses_liger_gate
+            else block.multiply(up, _activate(block, gate))
+        )
         return linear(block, inner, "down")
     if uses_liger_gate:
         inner = liger_gate(block.tape, linear(block, x, "gate"), linear(block, x, "up"), copies_inputs=False)

@@ -70,7 +70,11 @@ def weight_bytes(shape: ModelShape, *, width: int, is_nf4: bool) -> int:
         count * segment_remainder(elements // 2 if is_nf4 and packs else width * elements)
         for elements, count, packs in large_tensors(shape)
     )
-    return (nf4_total if is_nf4 else width * shape.packable_params) + width * (shape.params - shape.packable_params) + remainders
+    return (
+        (nf4_total if is_nf4 else width * shape.packable_params)
+        + width * (shape.params - shape.packable_params)
+        + remainders
+    )
 
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
@@ -92,14 +96,19 @@ def _lora_factors(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, in
         yield from ((*sides, count) for sides in _linear_lora_factors(linears, stacks, lora))
 
 
-def _linear_lora_factors(linears: Sequence[LinearShape], stacks: Sequence[StackedExpertWeight], lora: LoraConfig) -> Iterator[tuple[int, int]]:
+def _linear_lora_factors(
+    linears: Sequence[LinearShape], stacks: Sequence[StackedExpertWeight], lora: LoraConfig
+) -> Iterator[tuple[int, int]]:
     for linear in linears:
         if is_target(linear, lora.target_modules):
             yield from ((lora.stored_rank, linear.inputs), (linear.outputs, lora.stored_rank))
             yield from ((1, linear.outputs),) * lora.use_dora
     for stacked in stacks:
         if stacked_adapter_params(stacked, lora):
-            yield from ((lora.stored_rank * stacked.experts, stacked.inputs), (stacked.outputs, lora.stored_rank * stacked.experts))
+            yield from (
+                (lora.stored_rank * stacked.experts, stacked.inputs),
+                (stacked.outputs, lora.stored_rank * stacked.experts),
+            )
 
 
 EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
@@ -144,7 +153,9 @@ def trained_parameters(config: RunConfig, shape: ModelShape, widths: ElementByte
     lora = config.tuning.lora
     copied_modules = {name.rpartition(".")[2] for name in lora.modules_to_save}
     trains_embedding, trains_head = bool(copied_modules & EMBEDDING_NAMES), bool(copied_modules & HEAD_NAMES)
-    adapter_and_copy_params = adapter_params(shape, lora) + shape.embedding_table_params * (trains_embedding + trains_head)
+    adapter_and_copy_params = adapter_params(shape, lora) + shape.embedding_table_params * (
+        trains_embedding + trains_head
+    )
     tables = 1 if shape.tied and not (trains_embedding or trains_head) else 2 - trains_embedding - trains_head
     new_token_params = len(config.model.add_tokens) * tables * (shape.embedding_table_params // shape.vocab_size)
     factors = list(_lora_factors(shape, lora))
@@ -169,7 +180,11 @@ def optimizer_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters
         return bitsandbytes_state_bytes(optim, shape, parameters) - paged_bytes(optim, shape, parameters)
     if optim == "adafactor":
         return 4 * parameters.matrix_sides
-    remainders = _segment_remainders(shape, parameters.state_width) if is_full and parameters.params == shape.params - shape.untrained_params else 0
+    remainders = (
+        _segment_remainders(shape, parameters.state_width)
+        if is_full and parameters.params == shape.params - shape.untrained_params
+        else 0
+    )
     single_state_params = sum(count * linear.weights for linear, count in shape.linears) if optim == "muon" else 0
     return 2 * (parameters.state_width * parameters.params + remainders) - parameters.state_width * single_state_params
 
@@ -178,7 +193,9 @@ def bitsandbytes_state_bytes(optim: str, shape: ModelShape, parameters: TrainedP
     """States of bitsandbytes' optimizers, two of AdamW and one of Lion: fp32, or a byte and a 256th of an fp32 absmax.
     Those of whole embeddings are fp32 always (transformers' `create_optimizer`)."""
     fp32_params = _fp32_state_params(optim, shape, parameters)
-    return int(_states_per_parameter(optim) * (4 * fp32_params + (parameters.params - fp32_params) * (1 + 4 / STATE_BLOCK)))
+    return int(
+        _states_per_parameter(optim) * (4 * fp32_params + (parameters.params - fp32_params) * (1 + 4 / STATE_BLOCK))
+    )
 
 
 def paged_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
@@ -186,7 +203,9 @@ def paged_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) ->
     if not optim.startswith("paged"):
         return 0
     fp32_params = _fp32_state_params(optim, shape, parameters)
-    return _states_per_parameter(optim) * (4 * fp32_params + parameters.params - fp32_params - parameters.small_tensor_params)
+    return _states_per_parameter(optim) * (
+        4 * fp32_params + parameters.params - fp32_params - parameters.small_tensor_params
+    )
 
 
 def _fp32_state_params(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
@@ -208,7 +227,9 @@ def optimizer_temporary_bytes(optim: str, shape: ModelShape, parameters: Trained
         return copies + (4 * largest if parameters.rounds_stochastically else parameters.width * parameters.params)
     if optim == "muon":
         matrices = [(linear.weights, min(linear.inputs, linear.outputs)) for linear, _ in shape.linears]
-        return copies + max((parameters.state_width + 4) * size + 4 * shorter_side**2 for size, shorter_side in matrices)
+        return copies + max(
+            (parameters.state_width + 4) * size + 4 * shorter_side**2 for size, shorter_side in matrices
+        )
     copy_bytes = 8 if parameters.state_width == 4 else 16
     return copies + (copy_bytes * largest if optim == "adafactor" else 0)
 
@@ -233,22 +254,37 @@ def resident_bytes(config: RunConfig, shape: ModelShape, widths: ElementBytes, l
     return replace(parameter_bytes, weights=parameter_bytes.weights + buffer_bytes)
 
 
-def _resident_parameter_bytes(config: RunConfig, shape: ModelShape, widths: ElementBytes, layout: Layout) -> ResidentBytes:
+def _resident_parameter_bytes(
+    config: RunConfig, shape: ModelShape, widths: ElementBytes, layout: Layout
+) -> ResidentBytes:
     mode, optim = config.tuning.mode, config.train.optim
     is_full, is_nf4 = mode == "full", mode == "qlora"
     rank_parameters = trained_parameters(config, shape, widths)
-    frozen_bytes = widths.weights * shape.untrained_params if is_full else weight_bytes(shape, width=widths.weights, is_nf4=is_nf4)
+    frozen_bytes = (
+        widths.weights * shape.untrained_params if is_full else weight_bytes(shape, width=widths.weights, is_nf4=is_nf4)
+    )
     if layout.is_zero:
         # ZeRO-3 keeps whole on every rank, offloaded or not: NF4's constants, and norms and biases, which are below
         # `stage3_param_persistence_threshold` (10 times the hidden size)
         unsharded_bytes = _nf4_constant_bytes(shape) + widths.weights * shape.other_params
-        return _zero_resident_bytes(rank_parameters, frozen_bytes, unsharded_bytes if is_nf4 and layout.shards_params else 0, layout, optim, is_full=is_full)
+        return _zero_resident_bytes(
+            rank_parameters,
+            frozen_bytes,
+            unsharded_bytes if is_nf4 and layout.shards_params else 0,
+            layout,
+            optim,
+            is_full=is_full,
+        )
     if layout.tensor_parallel > 1:
         rank_parameters = tensor_parallel_parameters(config, shape, rank_parameters, layout.tensor_parallel)
-        elsewhere_bytes = widths.weights * _divided_params(shape) * (layout.tensor_parallel - 1) // layout.tensor_parallel
+        elsewhere_bytes = (
+            widths.weights * _divided_params(shape) * (layout.tensor_parallel - 1) // layout.tensor_parallel
+        )
         frozen_bytes -= 0 if is_full else elsewhere_bytes  # in full training `rank_parameters` has them
     if layout.is_fsdp:
-        return _fsdp_resident_bytes(rank_parameters, frozen_bytes, shape, layout, optim, upcast=widths.autocast is not None, mode=mode)
+        return _fsdp_resident_bytes(
+            rank_parameters, frozen_bytes, shape, layout, optim, upcast=widths.autocast is not None, mode=mode
+        )
     remainders = _segment_remainders(shape, rank_parameters.width) if is_full and layout.tensor_parallel == 1 else 0
     held_bytes = rank_parameters.params * rank_parameters.width + remainders
     return ResidentBytes(
@@ -267,7 +303,14 @@ def _segment_remainders(shape: ModelShape, width: int) -> int:
 
 
 def _fsdp_resident_bytes(
-    parameters: TrainedParameters, frozen_bytes: int, shape: ModelShape, layout: Layout, optim: str, *, upcast: bool, mode: str
+    parameters: TrainedParameters,
+    frozen_bytes: int,
+    shape: ModelShape,
+    layout: Layout,
+    optim: str,
+    *,
+    upcast: bool,
+    mode: str,
 ) -> ResidentBytes:
     """FSDP2: everything divided by W. Under mixed precision what trains is made fp32 (accelerate, utils/fsdp_utils.py),
     except adapters beside NF4 weights, which have the run's dtype: 4P/W, 4P/W of gradients and 8P/W of states. NF4's
@@ -278,7 +321,9 @@ def _fsdp_resident_bytes(
     shard = replace(parameters, params=-(-parameters.params // layout.shard), width=width, state_width=width)
     constant_bytes = _nf4_constant_bytes(shape) if is_nf4 else 0
     frozen_shard = constant_bytes + (frozen_bytes - constant_bytes) // layout.shard
-    state_bytes = 2 * width * shard.params if optim.startswith("adamw") else optimizer_bytes(optim, shape, shard, is_full=False)
+    state_bytes = (
+        2 * width * shard.params if optim.startswith("adamw") else optimizer_bytes(optim, shape, shard, is_full=False)
+    )
     held_bytes = shard.params * width
     return ResidentBytes(
         weights=frozen_shard + (held_bytes if is_full else 0),
@@ -288,13 +333,17 @@ def _fsdp_resident_bytes(
     )
 
 
-def tensor_parallel_parameters(config: RunConfig, shape: ModelShape, parameters: TrainedParameters, ranks: int) -> TrainedParameters:
+def tensor_parallel_parameters(
+    config: RunConfig, shape: ModelShape, parameters: TrainedParameters, ranks: int
+) -> TrainedParameters:
     """What one rank of a tensor-parallel group trains: its part of the blocks' linear layers, or of their adapters'
     factors on the divided side; embedding, head and norms are whole on each."""
     if ranks == 1:
         return parameters
     is_full = config.tuning.mode == "full"
-    elsewhere_params = _divided_params(shape) * (ranks - 1) // ranks if is_full else elsewhere_adapter_params(config, shape, ranks)
+    elsewhere_params = (
+        _divided_params(shape) * (ranks - 1) // ranks if is_full else elsewhere_adapter_params(config, shape, ranks)
+    )
     return replace(parameters, params=parameters.params - elsewhere_params)
 
 
@@ -310,7 +359,11 @@ def elsewhere_adapter_params(config: RunConfig, shape: ModelShape, ranks: int) -
         for role, linear in linears_by_role(kind, shape).items():
             if is_target(linear, lora.target_modules):
                 rank_linear = tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES)
-                total += kind.count * lora.stored_rank * (linear.inputs - rank_linear.inputs + linear.outputs - rank_linear.outputs)
+                total += (
+                    kind.count
+                    * lora.stored_rank
+                    * (linear.inputs - rank_linear.inputs + linear.outputs - rank_linear.outputs)
+                )
     return total
 
 
@@ -319,7 +372,9 @@ def _nf4_constant_bytes(shape: ModelShape) -> int:
     return sum(count * (nf4_bytes(elements) - nf4_packed_bytes(elements)) for elements, count in shape.packable_sizes)
 
 
-def _zero_resident_bytes(parameters: TrainedParameters, frozen_bytes: int, unsharded_bytes: int, layout: Layout, optim: str, *, is_full: bool) -> ResidentBytes:
+def _zero_resident_bytes(
+    parameters: TrainedParameters, frozen_bytes: int, unsharded_bytes: int, layout: Layout, optim: str, *, is_full: bool
+) -> ResidentBytes:
     """ZeRO in half precision (deepspeed/runtime/zero; bytes counted on real ranks): weights 2P, fp32 masters 4P/W,
     states 8P/W, gradients 2P in stage 1 and 2P/W from stage 2 on, weights 2P/W in stage 3. Frozen weights are cut in
     stage 3 too, NF4's packed bytes like others, but for `unsharded_bytes`. Offload: masters, states and fp32 gradients
@@ -327,9 +382,13 @@ def _zero_resident_bytes(parameters: TrainedParameters, frozen_bytes: int, unsha
     `grad_partitions_flat_buffer`, stage_1_and_2.py)."""
     shard_params = -(-parameters.params // layout.shard)
     weight_shard_bytes = 2 * (shard_params if layout.shards_params else parameters.params)
-    gradient_bytes = 0 if layout.offloads_states else 2 * (shard_params if layout.shards_gradients else parameters.params)
+    gradient_bytes = (
+        0 if layout.offloads_states else 2 * (shard_params if layout.shards_gradients else parameters.params)
+    )
     # two of fp32 for AdamW; paged states are managed memory, outside the allocator, but for their scales
-    state_bytes = {"paged_adamw_8bit": 8 * shard_params // STATE_BLOCK, "adafactor": shard_params // 12}.get(optim, 8 * shard_params)
+    state_bytes = {"paged_adamw_8bit": 8 * shard_params // STATE_BLOCK, "adafactor": shard_params // 12}.get(
+        optim, 8 * shard_params
+    )
     frozen_bytes = (frozen_bytes - unsharded_bytes) // layout.shard if layout.shards_params else frozen_bytes
     on_gpu = not layout.offloads_params
     host_bytes = 16 * shard_params if layout.offloads_states else 0  # fp32 masters, two states and gradients

@@ -48,7 +48,9 @@ class ForwardPass:
     def add(self, a: TensorRef, b: TensorRef) -> TensorRef:
         """a + b: both get the incoming gradient itself."""
         has_same_width = a.width == b.width
-        return self.tape.op((a, b), a.elements, max(a.width, b.width), backward=shared_gradient(2) if has_same_width else None)
+        return self.tape.op(
+            (a, b), a.elements, max(a.width, b.width), backward=shared_gradient(2) if has_same_width else None
+        )
 
     def scale(self, x: TensorRef) -> TensorRef:
         """x times a number: nothing is held."""
@@ -98,7 +100,11 @@ class ForwardPass:
         rows = x.elements // inputs
 
         def backward(
-            tape: Tape, grad: TensorRef, size: int = x.elements, e: int = x.width, needs_gradient: bool = x.node is not None
+            tape: Tape,
+            grad: TensorRef,
+            size: int = x.elements,
+            e: int = x.width,
+            needs_gradient: bool = x.node is not None,
         ) -> Grads:
             out = tape.new(size, e) if needs_gradient else None
             if out is not None:
@@ -159,7 +165,9 @@ def liger_norm(tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_we
             tape.meter.add_transient(4 * MAX_MULTIPROCESSORS * (size // rows))
         return (out if needs_gradient else None,)
 
-    return tape.op((x,), size, e, saved=(x, statistics), backward=backward, holds_weight=True, trains_weight=trains_weight)
+    return tape.op(
+        (x,), size, e, saved=(x, statistics), backward=backward, holds_weight=True, trains_weight=trains_weight
+    )
 
 
 def liger_gate(tape: Tape, gate: TensorRef, up: TensorRef, *, copies_inputs: bool) -> TensorRef:

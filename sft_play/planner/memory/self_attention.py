@@ -49,7 +49,9 @@ def _rotate_query_key(block: ForwardPass, q: TensorRef, k: TensorRef) -> tuple[T
         copies_input, copies_gradient = "qkv" in block.linears, spec.kernel == "eager"
         sums_groups = spec.heads != spec.kv_heads and (spec.kernel == "efficient" or _is_masked_cudnn(spec))
         q = liger_rotation(block.tape, q, copies_input=copies_input, copies_gradient=copies_gradient)
-        return q, liger_rotation(block.tape, k, copies_input=copies_input, copies_gradient=copies_gradient or sums_groups)
+        return q, liger_rotation(
+            block.tape, k, copies_input=copies_input, copies_gradient=copies_gradient or sums_groups
+        )
     rotated_q = _rotate(block, q)
     k = _rotate(block, k)
     return rotated_q, k  # the plain q lives until k is turned too, as in apply_rotary_pos_emb
@@ -172,7 +174,9 @@ def _cudnn_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRe
     return _fused_attention(block, q, k, v, backward_bytes, bias)
 
 
-def _fused_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef, backward_bytes: int, bias: TensorRef | None = None) -> TensorRef:
+def _fused_attention(
+    block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef, backward_bytes: int, bias: TensorRef | None = None
+) -> TensorRef:
     """One kernel for scores, softmax and their product with V; `backward_bytes`: within its backward kernel."""
     spec = block.spec
     statistics = block.tape.new(block.tokens * spec.heads, 4)

@@ -128,7 +128,9 @@ class StepMemorySimulation:
         self.is_full, self.is_nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
         loaded_element_bytes = element_bytes(config, precision, layout)
         self.trained_parameters = trained_parameters(config, shape, loaded_element_bytes)
-        self.rank_parameters = tensor_parallel_parameters(config, shape, self.trained_parameters, layout.tensor_parallel)
+        self.rank_parameters = tensor_parallel_parameters(
+            config, shape, self.trained_parameters, layout.tensor_parallel
+        )
         self.resident = resident_bytes(config, shape, loaded_element_bytes, layout)
         self.gradient_sync = gradient_sync(config, precision, layout.name)
         self.loaded_element_bytes = self.element_bytes = loaded_element_bytes
@@ -140,8 +142,12 @@ class StepMemorySimulation:
         self.recomputed_layers = step.recomputed_layers(shape.num_layers)
         self.accumulates_gradients = step.grad_accum > 1
         # set_requires_gradient_sync(False): FSDP2 then keeps whole gradients, and not a shard of each
-        delays_reduction = layout.is_fsdp and self.gradient_sync.interval != "micro_batch" and self.accumulates_gradients
-        self.full_gradient_bytes = self.rank_parameters.params * DTYPE_BYTES[self.gradient_sync.reduced_dtype] if delays_reduction else 0
+        delays_reduction = (
+            layout.is_fsdp and self.gradient_sync.interval != "micro_batch" and self.accumulates_gradients
+        )
+        self.full_gradient_bytes = (
+            self.rank_parameters.params * DTYPE_BYTES[self.gradient_sync.reduced_dtype] if delays_reduction else 0
+        )
         """Bytes of full gradients that every rank keeps between micro-batches though it holds a shard of the weights:
         FSDP2 then reduces them only at the end of the step, in the dtype in which they are sent."""
         self._known_specs: dict[tuple[bool, bool], tuple[BlockSpec, ...]] = {}
@@ -213,7 +219,10 @@ class StepMemorySimulation:
                 batch=self.step.micro_batch,
                 length=self.step.length,
                 width=widths[-1],
-                input_has_grad=layer > 0 or self.trained_parameters.trains_embedding or self._trains_rows("inputs") or self.recomputed_layers > 0,
+                input_has_grad=layer > 0
+                or self.trained_parameters.trains_embedding
+                or self._trains_rows("inputs")
+                or self.recomputed_layers > 0,
                 is_accumulating=self._is_accumulating(),
             )
             blocks.append(block)
@@ -231,7 +240,10 @@ class StepMemorySimulation:
             # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it; the block runs
             # forward again first, and its input stays until its backward pass has ended
             lone_peak = self._lone_forward_peak(layer, batch, self.specs, training=True)
-            hidden_bytes, peak = self._hidden_bytes(batch, layer), max(kept_layer.backward + kept_layer.input, block.recompute_peak)
+            hidden_bytes, peak = (
+                self._hidden_bytes(batch, layer),
+                max(kept_layer.backward + kept_layer.input, block.recompute_peak),
+            )
             checkpointed = replace(kept_layer, forward=lone_peak, saved=hidden_bytes, backward=peak)
             layers.append(checkpointed.offloaded if offloads else checkpointed)
         return layers
@@ -246,7 +258,9 @@ class StepMemorySimulation:
         return LayerBytes(forward, cast=self.blocks[layer].layer.cast)
 
     def _trains_rows(self, table: Literal["inputs", "head"]) -> bool:
-        return self.trained_parameters.new_token_params > 0 and not (self.trained_parameters.trains_embedding if table == "inputs" else self.trained_parameters.trains_head)
+        return self.trained_parameters.new_token_params > 0 and not (
+            self.trained_parameters.trains_embedding if table == "inputs" else self.trained_parameters.trains_head
+        )
 
     def _table_copy_bytes(self) -> int:
         """Bytes of the copy of a whole table that its rows are put into, of which only some train; else 0."""
@@ -281,7 +295,9 @@ class StepMemorySimulation:
     def _kept_gradient_bytes(self, gradients: int) -> int:
         if not self.step.layout.shards_gradients:
             return gradients
-        all_gradient_bytes = self.rank_parameters.params * (self.element_bytes.weights if self.is_full else self.element_bytes.adapters)
+        all_gradient_bytes = self.rank_parameters.params * (
+            self.element_bytes.weights if self.is_full else self.element_bytes.adapters
+        )
         return self.resident.gradients * gradients // max(1, all_gradient_bytes)
 
     def _batch_bytes(self, batch: int, specs: Sequence[BlockSpec], *, is_training: bool) -> int:
@@ -295,12 +311,16 @@ class StepMemorySimulation:
         if step.attention == "flash_attention_2":  # it takes the mask of B x S as it is
             return 0
         kinds_and_specs = zip(self.shape.layers, specs, strict=True)
-        masked_kinds = (kind for kind, spec in kinds_and_specs if step.attention == "eager" or (spec.masked and not spec.one_by_one))
+        masked_kinds = (
+            kind for kind, spec in kinds_and_specs if step.attention == "eager" or (spec.masked and not spec.one_by_one)
+        )
         attention_kinds = {kind.attention for kind in masked_kinds}
         return len(attention_kinds) * mask_elements * (self.weight_width if step.attention == "eager" else 1)
 
     # --- phases ------------------------------------------------------------------------------------------------------
-    def _phase_terms(self, phase: StepPhase, gradients: int, activations: int, **extra_terms: int) -> tuple[StepPhase, MemoryTerms]:
+    def _phase_terms(
+        self, phase: StepPhase, gradients: int, activations: int, **extra_terms: int
+    ) -> tuple[StepPhase, MemoryTerms]:
         terms = self._resident_terms | {"gradients": gradients, "activations": activations} | extra_terms
         return phase, {term: size for term, size in terms.items() if size or term in _REQUIRED_TERMS}
 
@@ -342,7 +362,11 @@ class StepMemorySimulation:
         if self.step.saves:
             # a sharded tensor is gathered one at a time, and copied once more on its way to the host
             # the token embedding is the largest: fp32 where it trains under FSDP2
-            gathered_bytes = 2 * self.shape.embedding_table_params * (4 if self.is_full else self.element_bytes.weights) if self.gather_buffers else 0
+            gathered_bytes = (
+                2 * self.shape.embedding_table_params * (4 if self.is_full else self.element_bytes.weights)
+                if self.gather_buffers
+                else 0
+            )
             yield self._phase_terms("saving", self._gradients_between_steps(), 0, gather_buffers=gathered_bytes)
 
     @cached_property
@@ -354,7 +378,9 @@ class StepMemorySimulation:
             temporary_bytes //= self.step.layout.shard
         update = self._phase_terms("optimizer", self.resident.gradients, 0, optimizer_step=temporary_bytes)
         # in this order: the forward pass fills `held_bytes`, which the backward pass reads
-        return largest_by_phase(itertools.chain(self._forward_phases(held_bytes), self._backward_phases(held_bytes), [update]))
+        return largest_by_phase(
+            itertools.chain(self._forward_phases(held_bytes), self._backward_phases(held_bytes), [update])
+        )
 
     def _hidden_bytes(self, batch: int, layer: int) -> int:
         return batch * self.step.length * self.shape.hidden_size * self.hidden_widths[layer]
@@ -377,27 +403,47 @@ class StepMemorySimulation:
         gather_buffers, batch = self.gather_buffers, self.step.micro_batch
         older_gradients, cast_bytes = self._older_gradient_bytes(), 0
         if self._table_copy_bytes():
-            yield self._phase_terms("forward", older_gradients, held_bytes[-1] + self._table_copy_bytes() + self._hidden_bytes(batch, 0))
+            yield self._phase_terms(
+                "forward", older_gradients, held_bytes[-1] + self._table_copy_bytes() + self._hidden_bytes(batch, 0)
+            )
         for layer, block in enumerate(self.layers):
             cast_bytes += block.cast
             # where blocks are checkpointed, the first one's checkpoint is the same tensor
             embedding_output = self._embedding_output_bytes(batch) if layer and not self.recomputed_layers else 0
             live_bytes = held_bytes[-1] + cast_bytes + embedding_output + block.forward
-            yield self._phase_terms("forward", older_gradients, live_bytes, gather_buffers=gather_buffers.forward(layer) if gather_buffers else 0)
+            yield self._phase_terms(
+                "forward",
+                older_gradients,
+                live_bytes,
+                gather_buffers=gather_buffers.forward(layer) if gather_buffers else 0,
+            )
             held_bytes.append(held_bytes[-1] + block.saved)
         size = self._hidden_bytes(batch, -1)
         if gather_buffers:
-            yield self._phase_terms("forward", older_gradients, held_bytes[-1] + cast_bytes + 2 * size, gather_buffers=gather_buffers.before_tail)
+            yield self._phase_terms(
+                "forward",
+                older_gradients,
+                held_bytes[-1] + cast_bytes + 2 * size,
+                gather_buffers=gather_buffers.before_tail,
+            )
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
         gathered_bytes = gather_buffers.tail if gather_buffers else 0
         head_bytes = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
-        yield self._phase_terms("head", older_gradients, held_bytes[-1] + cast_bytes + size, loss_head=head_bytes, gather_buffers=gathered_bytes)
+        yield self._phase_terms(
+            "head",
+            older_gradients,
+            held_bytes[-1] + cast_bytes + size,
+            loss_head=head_bytes,
+            gather_buffers=gathered_bytes,
+        )
 
     def _backward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         gather_buffers = self.gather_buffers
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
         gathered_bytes = gather_buffers.head if gather_buffers else 0
-        yield self._phase_terms("head", self._older_gradient_bytes(), held_bytes[-1], loss_head=head.backward, gather_buffers=gathered_bytes)
+        yield self._phase_terms(
+            "head", self._older_gradient_bytes(), held_bytes[-1], loss_head=head.backward, gather_buffers=gathered_bytes
+        )
         # tied: one gradient with the embedding's, which it waits for: it is one sharded unit, or not yet added up
         new_gradients = 0 if self.accumulates_gradients else self._kept_gradient_bytes(head.gradients)
         if self.shape.tied and gather_buffers:
@@ -414,7 +460,12 @@ class StepMemorySimulation:
                 gather_buffers=gather_buffers.backward(layer) if gather_buffers else 0,
             )
             if gather_buffers:
-                yield self._phase_terms("backward", gradient_bytes, held_bytes[layer] + block.input, gather_buffers=gather_buffers.reduction(layer))
+                yield self._phase_terms(
+                    "backward",
+                    gradient_bytes,
+                    held_bytes[layer] + block.input,
+                    gather_buffers=gather_buffers.reduction(layer),
+                )
             gradient_bytes += 0 if self.accumulates_gradients else self._kept_gradient_bytes(block.gradients)
         yield from self._embedding_phases(held_bytes[0] + self._hidden_bytes(self.step.micro_batch, 0))
 
@@ -422,25 +473,43 @@ class StepMemorySimulation:
         """The embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is
         sharded only then, it is live in addition."""
         width = self.element_bytes.weights if self.is_full else self.element_bytes.adapters
-        embedding_gradient = self.shape.embedding_table_params * width if self.trained_parameters.trains_embedding else self._table_copy_bytes()
+        embedding_gradient = (
+            self.shape.embedding_table_params * width
+            if self.trained_parameters.trains_embedding
+            else self._table_copy_bytes()
+        )
         gradient_bytes = max(self.resident.gradients, self.full_gradient_bytes)
         if self.gather_buffers:
-            earlier_gradients = gradient_bytes - (0 if self.accumulates_gradients else self._kept_gradient_bytes(embedding_gradient))
+            earlier_gradients = gradient_bytes - (
+                0 if self.accumulates_gradients else self._kept_gradient_bytes(embedding_gradient)
+            )
             for gathered_bytes in self.gather_buffers.embedding_backward(embedding_gradient):
                 yield self._phase_terms("backward", earlier_gradients, live_bytes, gather_buffers=gathered_bytes)
             return
         # `gradient_bytes` has the embedding's gradient once, or its shard: `embedding_gradient` is beside it, and so is
         # the head's, which waits to be added to an older one; PEFT's copies of tied modules are not tied
         is_tied = self.shape.tied and self.is_full
-        is_additional = self._table_copy_bytes() or is_tied or self._is_accumulating() or self.step.layout.shards_gradients
+        is_additional = (
+            self._table_copy_bytes() or is_tied or self._is_accumulating() or self.step.layout.shards_gradients
+        )
         has_two_gradients = is_tied and self.accumulates_gradients
-        yield self._phase_terms("backward", gradient_bytes, live_bytes + embedding_gradient * ((2 if has_two_gradients else 1) if is_additional else 0))
+        yield self._phase_terms(
+            "backward",
+            gradient_bytes,
+            live_bytes + embedding_gradient * ((2 if has_two_gradients else 1) if is_additional else 0),
+        )
 
     def evaluation_phases(self, rows: int) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         """A batch of the evaluation: the last block of each kind, then the head. Nothing is held for a backward pass
         but the embedding's output and autocast's copies; rows are not packed, so their mask is not the training's."""
-        specs = self._block_specs(has_padding=is_padded(self.config, self.step.layout, rows=rows, uses_masks=self.step.masks))
-        batch_bytes, gather_buffers, gradient_bytes = self._batch_bytes(rows, specs, is_training=False), self.gather_buffers, self._gradients_between_steps()
+        specs = self._block_specs(
+            has_padding=is_padded(self.config, self.step.layout, rows=rows, uses_masks=self.step.masks)
+        )
+        batch_bytes, gather_buffers, gradient_bytes = (
+            self._batch_bytes(rows, specs, is_training=False),
+            self.gather_buffers,
+            self._gradients_between_steps(),
+        )
         # blocks of one kind need the same, and the last of them comes with the most casts held
         last_layers, cast_bytes = {kind_index: layer for layer, kind_index in enumerate(self.shape.layer_order)}, 0
         for layer, index in enumerate(self.shape.layer_order):
@@ -448,7 +517,12 @@ class StepMemorySimulation:
             if last_layers[index] == layer:
                 embedding_output = self._hidden_bytes(rows, 0) if layer else 0
                 live_bytes = batch_bytes + cast_bytes + embedding_output + block.forward
-                yield self._phase_terms("evaluation", gradient_bytes, live_bytes, gather_buffers=gather_buffers.forward(layer) if gather_buffers else 0)
+                yield self._phase_terms(
+                    "evaluation",
+                    gradient_bytes,
+                    live_bytes,
+                    gather_buffers=gather_buffers.forward(layer) if gather_buffers else 0,
+                )
             cast_bytes += block.cast
         head = self._head_bytes(rows, needs_gradient=False)
         live_bytes = batch_bytes + cast_bytes + self._hidden_bytes(rows, 0) + 2 * self._hidden_bytes(rows, -1)
@@ -456,7 +530,13 @@ class StepMemorySimulation:
         yield self._phase_terms("evaluation", gradient_bytes, live_bytes, gather_buffers=gathered_before_tail)
         gathered_bytes = gather_buffers.tail if gather_buffers else 0
         batch_bytes -= self._mask_bytes(rows, specs)
-        yield self._phase_terms("evaluation", gradient_bytes, batch_bytes + cast_bytes, loss_head=head.forward, gather_buffers=gathered_bytes)
+        yield self._phase_terms(
+            "evaluation",
+            gradient_bytes,
+            batch_bytes + cast_bytes,
+            loss_head=head.forward,
+            gather_buffers=gathered_bytes,
+        )
 
 
 def largest_by_phase(phases: Iterable[tuple[StepPhase, MemoryTerms]]) -> Mapping[StepPhase, MemoryTerms]:

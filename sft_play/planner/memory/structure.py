@@ -165,7 +165,11 @@ def select_attention_kernel(
     # transformers repeats keys and values wherever there is a mask
     call = sdpa_call(shape, masked=masked, half_precision=half_precision)
     kernel = sdpa_kernel(call, capability, uses_cudnn=uses_cudnn)
-    kernel = sdpa_kernel(replace(call, has_grouped_heads=False), capability, uses_cudnn=uses_cudnn) if kernel == "math" else kernel
+    kernel = (
+        sdpa_kernel(replace(call, has_grouped_heads=False), capability, uses_cudnn=uses_cudnn)
+        if kernel == "math"
+        else kernel
+    )
     return "efficient" if kernel == "math" else kernel  # of a GPU newer than the table
 
 
@@ -173,10 +177,18 @@ def sdpa_call(shape: ModelShape, *, masked: bool, half_precision: bool) -> SdpaC
     """What transformers asks of PyTorch's sdpa for this model."""
     # heads that are grouped in a way that transformers would leave to PyTorch
     has_grouped_heads = shape.num_heads != shape.num_kv_heads and shape.head_dim <= FLASH_MAX_HEAD_DIM
-    return SdpaCall(shape.head_dim, shape.head_dim, has_grouped_heads=has_grouped_heads and not masked, masked=masked, half_precision=half_precision)
+    return SdpaCall(
+        shape.head_dim,
+        shape.head_dim,
+        has_grouped_heads=has_grouped_heads and not masked,
+        masked=masked,
+        half_precision=half_precision,
+    )
 
 
-def needs_repeated_kv(shape: ModelShape, *, attention: str, half_precision: bool, capability: tuple[int, int] | None) -> bool:
+def needs_repeated_kv(
+    shape: ModelShape, *, attention: str, half_precision: bool, capability: tuple[int, int] | None
+) -> bool:
     """Whether a run on GPUs of this capability repeats keys and values for sdpa: grouped ones only flash attention
     takes, and where it does not run, PyTorch would use its math kernel, with S x S scores in fp32."""
     call = sdpa_call(shape, masked=False, half_precision=half_precision)
@@ -209,7 +221,9 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
         num_experts=kind.num_experts if kind.expert_width else 0,  # experts of unknown width are counted as none
         experts_per_token=shape.experts_per_token,
         expert_width=kind.expert_width,
-        expert_tensors=tuple((tensor.weights, 0 if is_full else stacked_adapter_params(tensor, lora)) for tensor in kind.expert_weights),
+        expert_tensors=tuple(
+            (tensor.weights, 0 if is_full else stacked_adapter_params(tensor, lora)) for tensor in kind.expert_weights
+        ),
         has_expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
         clamps_gate=shape.has_clamped_gate,
         routes_in_fp32=shape.routes_in_fp32,
@@ -230,14 +244,23 @@ def linears_by_role(kind: LayerKind, shape: ModelShape) -> dict[str, LinearShape
         return {}
     attention_linears = [linear for linear in kind.linears if linear.is_attention]
     mlp_linears = [linear for linear in kind.linears if not linear.is_attention]
-    return dict(zip((*_ATTENTION_ROLES[len(attention_linears)], *_MLP_ROLES[len(mlp_linears)]), (*attention_linears, *mlp_linears), strict=True))
+    return dict(
+        zip(
+            (*_ATTENTION_ROLES[len(attention_linears)], *_MLP_ROLES[len(mlp_linears)]),
+            (*attention_linears, *mlp_linears),
+            strict=True,
+        )
+    )
 
 
 def tensor_parallel_spec(spec: BlockSpec, ranks: int) -> BlockSpec:
     """The block's part on one of `ranks`: heads and MLP columns are divided, hidden states are full."""
     if ranks == 1:
         return spec
-    linears = tuple((role, tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES)) for role, linear in spec.linears)
+    linears = tuple(
+        (role, tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES))
+        for role, linear in spec.linears
+    )
     return replace(
         spec,
         linears=linears,
@@ -270,7 +293,11 @@ def check_targets(config: RunConfig, shape: ModelShape) -> None:
         return
     layers = [linear for linear, _ in shape.linears if linear.adaptable]
     names = sorted({linear.name for linear in layers})
-    unmatched = [target_name for target_name in targets if target_name in OUTPUT_HEADS or not any(linear.matches(target_name) for linear in layers)]
+    unmatched = [
+        target_name
+        for target_name in targets
+        if target_name in OUTPUT_HEADS or not any(linear.matches(target_name) for linear in layers)
+    ]
     if unmatched:
         problems = "; ".join(f"{one_line(target)}{_unmatched_reason(target, shape, names)}" for target in unmatched)
         known_layers = f"The linear layers are: {', '.join(names)}; auto takes these"
@@ -297,7 +324,9 @@ def _unmatched_reason(target: str, shape: ModelShape, names: list[str]) -> str:
     if target in OUTPUT_HEADS:
         return " is the output head, which takes no adapter (the loss reads its weight)"
     if shape.adapter_placement is not None:
-        reason = next((text for path, text in shape.adapter_placement.excluded if f".{path}".endswith(f".{target}")), None)
+        reason = next(
+            (text for path, text in shape.adapter_placement.excluded if f".{path}".endswith(f".{target}")), None
+        )
     elif any(linear.matches(target) for linear, _ in shape.linears):
         reason = no_adapter_reason(shape.model_type, target.rpartition(".")[2])
     suggestion = did_you_mean(target, names)

@@ -99,9 +99,21 @@ class Node:
     __slots__ = ("backward", "has_saved_tensors", "inputs", "saved", "sequence_number")
 
     def __init__(
-        self, sequence_number: int, inputs: Sequence[Node | None], saved: list[TensorRef], backward: BackwardFormula, *, has_saved_tensors: bool
+        self,
+        sequence_number: int,
+        inputs: Sequence[Node | None],
+        saved: list[TensorRef],
+        backward: BackwardFormula,
+        *,
+        has_saved_tensors: bool,
     ) -> None:
-        self.sequence_number, self.inputs, self.saved, self.backward, self.has_saved_tensors = sequence_number, inputs, saved, backward, has_saved_tensors
+        self.sequence_number, self.inputs, self.saved, self.backward, self.has_saved_tensors = (
+            sequence_number,
+            inputs,
+            saved,
+            backward,
+            has_saved_tensors,
+        )
 
     def __lt__(self, other: Node) -> bool:
         # for heapq: the newest first, as autograd's ready queue takes the highest sequence number
@@ -132,13 +144,24 @@ class Tape:
         return ref
 
     def node(
-        self, inputs: Sequence[TensorRef], saved: Sequence[TensorRef], backward: BackwardFormula, *, holds_weight: bool = False
+        self,
+        inputs: Sequence[TensorRef],
+        saved: Sequence[TensorRef],
+        backward: BackwardFormula,
+        *,
+        holds_weight: bool = False,
     ) -> Node:
         """A node with these inputs that holds these storages."""
         self._sequence_number += 1
         # handles without their nodes: a node that held its output's node would keep itself alive
         saved_refs = [ref.detach() for ref in saved]
-        return Node(self._sequence_number, [ref.node for ref in inputs], saved_refs, backward, has_saved_tensors=holds_weight or bool(saved_refs))
+        return Node(
+            self._sequence_number,
+            [ref.node for ref in inputs],
+            saved_refs,
+            backward,
+            has_saved_tensors=holds_weight or bool(saved_refs),
+        )
 
     def op(
         self,
@@ -161,7 +184,9 @@ class Tape:
             self.peak_at_last_save = self.meter.peak
         out = self.new(elements, width)
         if needs_node:
-            out.node = self.node(inputs, saved, backward or separate_gradients(*inputs), holds_weight=holds_weight or holds_output)
+            out.node = self.node(
+                inputs, saved, backward or separate_gradients(*inputs), holds_weight=holds_weight or holds_output
+            )
             if holds_output:
                 out.node.saved.append(out.detach())
                 self.peak_at_last_save = self.meter.peak

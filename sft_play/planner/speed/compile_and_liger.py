@@ -98,7 +98,9 @@ def liger_saved_bytes(shape: ModelShape, operations: ReplacedOperations, *, e: i
         gated_width = kind.mlp_width if operations.gate else 0
         # rotation: times cos, half negated, put together, times sin, added: 10 e, and 15 e back, against 2 e
         forward_bytes += kind.count * (normed_width * norm_forward_bytes + rotated_width * 8 * e + gated_width * 2 * e)
-        backward_bytes += kind.count * (normed_width * norm_backward_bytes + rotated_width * 13 * e + gated_width * 4 * e)
+        backward_bytes += kind.count * (
+            normed_width * norm_backward_bytes + rotated_width * 13 * e + gated_width * 4 * e
+        )
     return forward_bytes * (1 + recomputed_share) + backward_bytes
 
 
@@ -108,5 +110,7 @@ def liger_saved_starts_s(shape: ModelShape, operations: ReplacedOperations, *, r
     for kind in shape.layers:
         has_attention = kind.attention != "none"
         norm_count = shape.norms_per_layer + (2 if has_attention and shape.has_qk_norm and operations.head_norms else 0)
-        seconds += kind.count * (norm_count * NORM_START_S + (ROTATION_START_S if has_attention and operations.rotation else 0.0))
+        seconds += kind.count * (
+            norm_count * NORM_START_S + (ROTATION_START_S if has_attention and operations.rotation else 0.0)
+        )
     return seconds * (1 + recomputed_share / 2)

@@ -192,7 +192,9 @@ def predict_speed(
     return roofline.predict(micro_steps or roofline.full_rows)
 
 
-def micro_step_overhead_tokens(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> int:
+def micro_step_overhead_tokens(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates
+) -> int:
     """What one more micro step over the same tokens costs, in tokens: starting kernels, reading and dequantising
     weights."""
     # one over half the tokens takes more than half the time: what two of them take beyond one is what it costs
@@ -240,7 +242,13 @@ class _Roofline:
         optimizer_s, host_s = self._optimizer_seconds()
         moved_bytes, exposed_s = self._communication(micro_s, micro_steps)
         if step.offloads:  # each block's input to the host and back, in the stream that computes
-            input_bytes = micro_steps.padded_tokens * self.shape.hidden_size * self._compute_width * self.shape.num_layers * self.recomputed_share
+            input_bytes = (
+                micro_steps.padded_tokens
+                * self.shape.hidden_size
+                * self._compute_width
+                * self.shape.num_layers
+                * self.recomputed_share
+            )
             host_s += 2 * input_bytes * count / NOMINAL_LINK
         # every part of a micro step, times their number; then what a step has once
         parts = {
@@ -252,13 +260,21 @@ class _Roofline:
         }
         ranks = layout.data_parallel * layout.context_parallel
         token_share = micro_steps.tokens / (count * micro_steps.padded_tokens * ranks)  # what is not padding
-        model_flops = sum(self._micro_step_flops(micro_steps, 0.0).values()) * token_share * count / layout.tensor_parallel
+        model_flops = (
+            sum(self._micro_step_flops(micro_steps, 0.0).values()) * token_share * count / layout.tensor_parallel
+        )
         bytes_by_kind = step_traffic(self.config, self.shape, self.precision, step).bytes_by_kind(max(1, round(count)))
         return Speed(sum(parts.values()), round(micro_steps.tokens), parts, moved_bytes, bytes_by_kind, model_flops)
 
     def micro_step_seconds(self, micro_steps: AverageMicroSteps) -> dict[str, float]:
         """Seconds of one micro step: matrix products, moving memory, dequantising weights, starting kernels."""
-        config, shape, step, rates, recomputed_share = self.config, self.shape, self.step, self.rates, self.recomputed_share
+        config, shape, step, rates, recomputed_share = (
+            self.config,
+            self.shape,
+            self.step,
+            self.rates,
+            self.recomputed_share,
+        )
         mode, tensor_parallel = config.tuning.mode, step.layout.tensor_parallel
         flops = self._micro_step_flops(micro_steps, recomputed_share)
         matrix_flops = sum(flops.values()) + flops["attention"] * (1 / rates.attention_share - 1)
@@ -266,12 +282,21 @@ class _Roofline:
         # each forward or backward pass reads them once, whatever the number of tokens
         weight_bytes = 2 * active_params(shape) / tensor_parallel
         forward_backwards = 2.0 + recomputed_share  # forward, backward, and what checkpointing computes again
-        liger_operations = plan_kernels(config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=rates.missing_packages).speed
+        liger_operations = plan_kernels(
+            config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=rates.missing_packages
+        ).speed
         saved_bytes = 0.0
         if liger_operations is not None:
-            saved_bytes = liger_saved_bytes(shape, liger_operations, e=self._compute_width, recomputed_share=recomputed_share) / (forward_backwards * shape.num_layers)
-        elementwise_bytes = self._elementwise_bytes(micro_steps.padded_tokens, saved_bytes) * forward_backwards / tensor_parallel
-        moving_s = self._memory_seconds(elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile else 1.0) + weight_bytes * forward_backwards)
+            saved_bytes = liger_saved_bytes(
+                shape, liger_operations, e=self._compute_width, recomputed_share=recomputed_share
+            ) / (forward_backwards * shape.num_layers)
+        elementwise_bytes = (
+            self._elementwise_bytes(micro_steps.padded_tokens, saved_bytes) * forward_backwards / tensor_parallel
+        )
+        moving_s = self._memory_seconds(
+            elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile else 1.0)
+            + weight_bytes * forward_backwards
+        )
         # half a byte read and two written per weight
         dequantise_s = self._memory_seconds(2.5 * active_params(shape) * forward_backwards) if mode == "qlora" else 0.0
         layer_start_share = 1.0 if mode == "full" else 1.5
@@ -279,7 +304,9 @@ class _Roofline:
         layer_start_share += CHAT_START_SHARE * micro_steps.rows if step.one_by_one else 0.0
         starting_s = LAYER_OVERHEAD_S * shape.num_layers * (forward_backwards + 1) * layer_start_share
         if liger_operations is not None:
-            starting_s = max(0.0, starting_s - liger_saved_starts_s(shape, liger_operations, recomputed_share=recomputed_share))
+            starting_s = max(
+                0.0, starting_s - liger_saved_starts_s(shape, liger_operations, recomputed_share=recomputed_share)
+            )
         busy_s = matrix_s + moving_s + dequantise_s
         # launches run ahead of a busy GPU, so a micro step takes the longer of the two, and some of the shorter
         visible_starts_s = max(0.0, starting_s - busy_s) + VISIBLE_START_SHARE * min(starting_s, busy_s)
@@ -290,14 +317,23 @@ class _Roofline:
         shape, forward_backwards, seconds = self.shape, 2.0 + self.recomputed_share, {}
         experts = plan_experts(self.config, shape, self.precision)
         if experts is not None and experts.name == "eager" and not shape.uses_custom_experts:
-            start_s = sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_OVERHEAD_S * forward_backwards
+            start_s = (
+                sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_OVERHEAD_S * forward_backwards
+            )
             expert_params = sum(kind.count * kind.num_experts * kind.expert_params for kind in shape.layers)
-            gradient_s = self._memory_seconds(EXPERT_GRADIENT_ACCESSES * DTYPE_BYTES[self.precision.load] * expert_params)
+            gradient_s = self._memory_seconds(
+                EXPERT_GRADIENT_ACCESSES * DTYPE_BYTES[self.precision.load] * expert_params
+            )
             seconds[EXPERTS_PART] = start_s + (gradient_s if self.config.tuning.mode == "full" else 0.0)
-        lacks_linear_attention = LINEAR_ATTENTION_PACKAGE in self.rates.missing_packages and LINEAR_ATTENTION_PACKAGE in shape.kernel_packages
+        lacks_linear_attention = (
+            LINEAR_ATTENTION_PACKAGE in self.rates.missing_packages
+            and LINEAR_ATTENTION_PACKAGE in shape.kernel_packages
+        )
         if lacks_linear_attention and self.step.capability is not None:
             channels = sum(kind.count * kind.linear_attention_width for kind in shape.layers)
-            seconds[LINEAR_PART] = self._memory_seconds(LINEAR_ATTENTION_BYTES * channels * padded_tokens * forward_backwards)
+            seconds[LINEAR_PART] = self._memory_seconds(
+                LINEAR_ATTENTION_BYTES * channels * padded_tokens * forward_backwards
+            )
         return seconds
 
     def _micro_step_flops(self, micro_steps: AverageMicroSteps, recomputed_share: float) -> dict[str, float]:
@@ -311,7 +347,11 @@ class _Roofline:
         return {
             "blocks": 2.0 * active_params(shape) * padded_tokens * (2.0 + recomputed_share + weight_gradient_share),
             "adapters": adapter_flops * padded_tokens * (3.0 + recomputed_share),
-            "attention": 4.0 * self._attended_keys(micro_steps.row_length) * shape.q_width * padded_tokens * (3.5 + recomputed_share),
+            "attention": 4.0
+            * self._attended_keys(micro_steps.row_length)
+            * shape.q_width
+            * padded_tokens
+            * (3.5 + recomputed_share),
             "head": 2.0 * shape.vocab_size * shape.hidden_size * padded_tokens * (3.0 + weight_gradient_share),
         }
 
@@ -367,15 +407,24 @@ class _Roofline:
                                                  traffic.after_update))  # fmt: skip
             # a micro-batch hides its own collectives and those that are put off until then, as DDP's in the last one
             reductions = traffic.reductions_per_step(grad_accum)
-            exposed_s = (grad_accum - reductions) * _exposed_seconds(micro_batch_s, hidden_s) + reductions * _exposed_seconds(micro_batch_s + reduction_s, hidden_s) + update_s
+            exposed_s = (
+                (grad_accum - reductions) * _exposed_seconds(micro_batch_s, hidden_s)
+                + reductions * _exposed_seconds(micro_batch_s + reduction_s, hidden_s)
+                + update_s
+            )
             if not layout.shards_states:  # DDP
-                message_bytes = sum(collective.message_bytes * count for collective, count in traffic.step_collectives(grad_accum))
+                message_bytes = sum(
+                    collective.message_bytes * count for collective, count in traffic.step_collectives(grad_accum)
+                )
                 exposed_s += self._memory_seconds(BUCKET_COPIES * message_bytes)
         if layout.offloads_params:
             # weights come from RAM for the forward and for the backward pass
             read_bytes = 2 * base_weight_bytes(self.config, shape, self._compute_width) / layout.tensor_parallel
             exposed_s += grad_accum * max(0.0, read_bytes / NOMINAL_LINK - hidden_s)
-        for sent_bytes, seconds in (self._tensor_parallel(micro_steps, grad_accum), self._context_parallel(micro_steps, grad_accum)):
+        for sent_bytes, seconds in (
+            self._tensor_parallel(micro_steps, grad_accum),
+            self._context_parallel(micro_steps, grad_accum),
+        ):
             moved_bytes += sent_bytes
             exposed_s += seconds
         return int(moved_bytes), exposed_s
@@ -384,15 +433,30 @@ class _Roofline:
         """Bytes and seconds of all-reduces in every block; nothing hides them: the next product needs their result."""
         ranks, recomputed_calls = self.step.layout.tensor_parallel, 2 if self.step.checkpointed_layers != 0 else 0
         calls = self.shape.num_layers * (4 + recomputed_calls) * grad_accum  # two a block forward, and two backward
-        sent_bytes = 2 * (ranks - 1) / ranks * micro_steps.padded_tokens * self.shape.hidden_size * self._compute_width * calls
-        return sent_bytes, sent_bytes / _link_bytes_per_s(ranks, self.rates) + COLLECTIVE_START_S * math.log2(ranks) * calls
+        sent_bytes = (
+            2 * (ranks - 1) / ranks * micro_steps.padded_tokens * self.shape.hidden_size * self._compute_width * calls
+        )
+        return sent_bytes, sent_bytes / _link_bytes_per_s(ranks, self.rates) + COLLECTIVE_START_S * math.log2(
+            ranks
+        ) * calls
 
     def _context_parallel(self, micro_steps: AverageMicroSteps, grad_accum: int) -> tuple[float, float]:
         """The same of ranks that share rows: query, key, value and output are exchanged in every block, and back."""
-        shape, ranks, recomputed_calls = self.shape, self.step.layout.context_parallel, int(self.step.checkpointed_layers != 0)
+        shape, ranks, recomputed_calls = (
+            self.shape,
+            self.step.layout.context_parallel,
+            int(self.step.checkpointed_layers != 0),
+        )
         key_width = max(shape.kv_width, ranks * shape.head_dim)  # repeated where there are fewer heads than ranks
         calls = shape.num_layers * (2 + recomputed_calls) * grad_accum
-        sent_bytes = (ranks - 1) / ranks * micro_steps.padded_tokens * (2 * shape.q_width + 2 * key_width) * self._compute_width * calls
+        sent_bytes = (
+            (ranks - 1)
+            / ranks
+            * micro_steps.padded_tokens
+            * (2 * shape.q_width + 2 * key_width)
+            * self._compute_width
+            * calls
+        )
         # each with each: no ring, so over nodes a GPU has its share of the network
         link_rate = _link_bytes_per_s(ranks, self.rates, per_node=1)
         return sent_bytes, sent_bytes / link_rate + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
@@ -411,7 +475,10 @@ def _collective_seconds(collective: Collective, rates: Rates) -> float:
     span = collective.span or collective.ranks
     # of a group whose ranks are spread over `span` others, a node has a part
     per_node = max(1, rates.gpus_per_node * collective.ranks // span)
-    return collective.sent_bytes / _link_bytes_per_s(span, rates, per_node=per_node) + COLLECTIVE_START_S * math.log2(collective.ranks) * collective.calls
+    return (
+        collective.sent_bytes / _link_bytes_per_s(span, rates, per_node=per_node)
+        + COLLECTIVE_START_S * math.log2(collective.ranks) * collective.calls
+    )
 
 
 def _exposed_seconds(collective_s: float, hidden_s: float) -> float:

@@ -23,7 +23,13 @@ from sft_play.units import MIB
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 # How often a rank sends its (W-1)/W of a whole message (ring algorithms, https://arxiv.org/abs/1910.02054 section 7):
 # an all-reduce is a reduce-scatter and an all-gather.
-SENT_SHARES: dict[str, float] = {"all_reduce": 2.0, "reduce": 1.0, "broadcast": 1.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+SENT_SHARES: dict[str, float] = {
+    "all_reduce": 2.0,
+    "reduce": 1.0,
+    "broadcast": 1.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+}
 # DDP's buckets (`bucket_cap_mb`), each an all-reduce of its own.
 DDP_BUCKET_BYTES = 25 * MIB
 # ZeRO-3 keeps a parameter that is used again within this many (`stage3_max_reuse_distance`).
@@ -97,25 +103,41 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
     if not layout.shards_params:
         reductions = (Collective("all_reduce", gradient_bytes, ranks, _bucket_count(gradient_bytes)),)
         updated_bytes = trained_params * DTYPE_BYTES[precision.compute]
-        gathers = (Collective("all_gather", updated_bytes, ranks, _bucket_count(updated_bytes)),) if layout.is_zero else ()
+        gathers = (
+            (Collective("all_gather", updated_bytes, ranks, _bucket_count(updated_bytes)),) if layout.is_zero else ()
+        )
         return Traffic(per_reduction=reductions, after_update=gathers, reductions_per_step=sync.reductions_per_step)
     calls = shape.num_layers + 1  # a unit per block, and the tail
     if layout.is_fsdp:
         # all units twice: the first block's backward pass prefetches the embedding, trained or not. Only the tail (last
         # norm and head, with the embedding where it is tied) stays gathered from the forward to the backward pass
         gathered_width = DTYPE_BYTES[sync.gathered_dtype]
-        gathered_bytes = 2 * _weight_bytes(config, shape, gathered_width) - gathered_width * shape.embedding_table_params
+        gathered_bytes = (
+            2 * _weight_bytes(config, shape, gathered_width) - gathered_width * shape.embedding_table_params
+        )
     else:
         gathered_bytes = _zero3_gathered_bytes(config, shape, precision, step)
     weights = Collective(
-        "all_gather", gathered_bytes / layout.tensor_parallel, layout.shard, 2 * calls, span=layout.shard * neighbour_ranks
+        "all_gather",
+        gathered_bytes / layout.tensor_parallel,
+        layout.shard,
+        2 * calls,
+        span=layout.shard * neighbour_ranks,
     )
-    gradient_collectives = [Collective("reduce_scatter", gradient_bytes, layout.shard, calls, span=layout.shard * neighbour_ranks)]
+    gradient_collectives = [
+        Collective("reduce_scatter", gradient_bytes, layout.shard, calls, span=layout.shard * neighbour_ranks)
+    ]
     if ranks > layout.shard:  # HSDP: each part is reduced once more, over the groups that hold a copy of it
         gradient_collectives.append(
-            Collective("all_reduce", gradient_bytes / layout.shard, ranks // layout.shard, calls, span=ranks * neighbour_ranks)
+            Collective(
+                "all_reduce", gradient_bytes / layout.shard, ranks // layout.shard, calls, span=ranks * neighbour_ranks
+            )
         )
-    return Traffic(per_micro_batch=(weights,), per_reduction=tuple(gradient_collectives), reductions_per_step=sync.reductions_per_step)
+    return Traffic(
+        per_micro_batch=(weights,),
+        per_reduction=tuple(gradient_collectives),
+        reductions_per_step=sync.reductions_per_step,
+    )
 
 
 def _bucket_count(size: float) -> int:
@@ -130,7 +152,9 @@ def base_weight_bytes(config: RunConfig, shape: ModelShape, width: int) -> float
 
 
 def _weight_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
-    adapter_bytes = 0 if config.tuning.mode == "full" else width * trained_parameters(config, shape, ElementBytes()).params
+    adapter_bytes = (
+        0 if config.tuning.mode == "full" else width * trained_parameters(config, shape, ElementBytes()).params
+    )
     return base_weight_bytes(config, shape, width) + adapter_bytes
 
 

@@ -184,7 +184,9 @@ def result_figures(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
     """Name and values, in words, of each figure that was measured before training or after; exact match with how many
     answers it is of, where they are fewer than the rows."""
     measured = [summary.get(moment) or {} for moment in ("before", "after")]
-    answer_counts = {figures["generated_rows"] for figures in measured if 0 < figures.get("generated_rows", 0) < figures["rows"]}
+    answer_counts = {
+        figures["generated_rows"] for figures in measured if 0 < figures.get("generated_rows", 0) < figures["rows"]
+    }
     match_name = f"exact match of {max(answer_counts):,} answers" if answer_counts else "exact match"
     for key, name, template in (("loss", "loss", "{:.4f}"), ("exact_match", match_name, "{:.1%}")):
         values = [figures.get(key) for figures in measured]

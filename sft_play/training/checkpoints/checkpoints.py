@@ -59,7 +59,11 @@ def create_staging(folder: Path) -> Path:
 
 
 def commit_checkpoint(
-    staged: Path, folder: Path, *, required_files: Sequence[str] = RESUME_FILES, on_bytes: Callable[[int], None] | None = None
+    staged: Path,
+    folder: Path,
+    *,
+    required_files: Sequence[str] = RESUME_FILES,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> Path:
     """Move a checkpoint that was written aside to its place, over one of the same step; returns its final path.
     `on_bytes` is called with the bytes that were hashed. Raises TrainingError: a file that resuming needs is missing or
@@ -109,7 +113,9 @@ def _file_sizes(checkpoint: Path) -> dict[str, int]:
     }
 
 
-def _file_digests(checkpoint: Path, sizes: Mapping[str, int], on_bytes: Callable[[int], None] | None = None) -> dict[str, str]:
+def _file_digests(
+    checkpoint: Path, sizes: Mapping[str, int], on_bytes: Callable[[int], None] | None = None
+) -> dict[str, str]:
     """For each file the SHA-256 of the SHA-256 digests of its pieces."""
     pieces = [(name, start) for name, size in sizes.items() for start in range(0, size, HASH_PIECE_BYTES)]
     hashes = {name: hashlib.sha256() for name in sizes}
@@ -178,7 +184,9 @@ def find_damage(
         actual_digests = _file_digests(checkpoint, sizes, on_bytes) if reads_contents else digests
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
-    changed = sorted(name for name in actual_digests.keys() | digests.keys() if actual_digests.get(name) != digests.get(name))
+    changed = sorted(
+        name for name in actual_digests.keys() | digests.keys() if actual_digests.get(name) != digests.get(name)
+    )
     return f"{', '.join(changed[:4])}: the contents are not those that were written" if changed else None
 
 
@@ -187,7 +195,9 @@ def skipped_line(checkpoint: Path, damage: str) -> str:
     return f"{checkpoint} is skipped: {damage}"
 
 
-def last_undamaged(folder: Path, *, on_bytes: Callable[[int], None] | None = None) -> tuple[Path | None, dict[Path, str]]:
+def last_undamaged(
+    folder: Path, *, on_bytes: Callable[[int], None] | None = None
+) -> tuple[Path | None, dict[Path, str]]:
     """The last checkpoint without a fault, None where there is none; and those after it, each with its fault."""
     damaged: dict[Path, str] = {}
     for path in sorted(_numbered_checkpoints(folder), key=checkpoint_step, reverse=True):
@@ -224,7 +234,9 @@ def rotate_checkpoints(folder: Path, *, limit: int | None, best_checkpoint: Path
     """Remove the oldest complete checkpoints beyond `limit`, never the best one; returns what was removed."""
     if limit is None:
         return []
-    candidates = [path for path in complete_checkpoints(folder) if best_checkpoint is None or path.name != best_checkpoint.name]
+    candidates = [
+        path for path in complete_checkpoints(folder) if best_checkpoint is None or path.name != best_checkpoint.name
+    ]
     removed = candidates[:-limit]
     for path in removed:
         (path / COMPLETE_FILE).unlink()  # first, so that a kill in between leaves nothing that looks complete

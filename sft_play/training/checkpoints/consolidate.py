@@ -47,7 +47,9 @@ def consolidate(
     run.read_manifest()  # raises where the folder is not a run's
     config = run.read_config(is_trusted=trusts)
     stages = [run.stage_folder(stage.name) for stage in config.curriculum]
-    started_stages = [stage for stage in stages if checkpoints.last_complete_checkpoint(stage.checkpoints_path) is not None]
+    started_stages = [
+        stage for stage in stages if checkpoints.last_complete_checkpoint(stage.checkpoints_path) is not None
+    ]
     run = started_stages[-1] if started_stages else run
     if out is not None and run.whole_run.path.resolve() not in (out.resolve(), *out.resolve().parents):
         return _write_consolidated(run, config, checkpoint, out)  # the run is only read: no lock

@@ -64,7 +64,9 @@ def states_by_name(states: Mapping[str, Any], names: list[list[str]]) -> dict[st
     if sizes != [len(group) for group in names]:
         raise TrainingError(f"the checkpoint's optimizer has groups of {sizes} tensors, but this one has "
                             f"{list(map(len, names))}: it was written for other trained weights")  # fmt: skip
-    groups = [{**group, "params": list(group_names)} for group, group_names in zip(states["param_groups"], names, strict=True)]
+    groups = [
+        {**group, "params": list(group_names)} for group, group_names in zip(states["param_groups"], names, strict=True)
+    ]
     return {"state": {all_names[index]: state for index, state in states["state"].items()}, "param_groups": groups}
 
 
@@ -151,7 +153,9 @@ def load_adapter(model: Any, folder: Path) -> Any:
     if text_tower is not None:
         config.target_parameters = [text_tower.to_text_name(name) for name in config.target_parameters or ()] or None
         rows: Any = config.trainable_token_indices or {}
-        config.trainable_token_indices = {text_tower.to_text_name(name): row_ids for name, row_ids in rows.items()} or None
+        config.trainable_token_indices = {
+            text_tower.to_text_name(name): row_ids for name, row_ids in rows.items()
+        } or None
         expert_modules = {name.rpartition(".")[0] for name in config.target_parameters or ()}
         text_names = map(text_tower.to_text_name, names)
         layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0] for name in text_names if ".lora_A." in name}
@@ -180,7 +184,9 @@ def gather_to_cpu(tensors: Iterable[tuple[str, Any]], *, keeps_copies: bool) -> 
         if id(tensor) not in copies:
             with gather_zero3_parameter(tensor):
                 full_tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                copies[id(tensor)] = full_tensor.detach().to("cpu", copy=True).contiguous() if keeps_copies else torch.empty(0)
+                copies[id(tensor)] = (
+                    full_tensor.detach().to("cpu", copy=True).contiguous() if keeps_copies else torch.empty(0)
+                )
     return {name: copies[identity] for name, identity in names.items()} if keeps_copies else {}
 
 

@@ -55,7 +55,11 @@ def find_last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
     if name is None:
         return None
     checkpoint: Path = folder / name
-    damage = None if distributed.is_first() else checkpoints.find_damage(checkpoint, reads_contents=distributed.is_first_of_node())
+    damage = (
+        None
+        if distributed.is_first()
+        else checkpoints.find_damage(checkpoint, reads_contents=distributed.is_first_of_node())
+    )
     with beat.waiting():
         distributed.barrier(distributed.long_timeout_group())
     distributed.require_all(
@@ -82,7 +86,9 @@ def forbid_pickled_code(checkpoint: Path) -> Iterator[None]:
         logger.warning("TRUST=1: what is stored in %s may run code while it is read", checkpoint)
         yield
         return
-    previous_values = {name: os.environ.pop(name, None) for name in (_WEIGHTS_ONLY_VARIABLE, _NOT_WEIGHTS_ONLY_VARIABLE)}
+    previous_values = {
+        name: os.environ.pop(name, None) for name in (_WEIGHTS_ONLY_VARIABLE, _NOT_WEIGHTS_ONLY_VARIABLE)
+    }
     os.environ[_WEIGHTS_ONLY_VARIABLE] = "1"
     try:
         with torch.serialization.safe_globals(_deepspeed_classes() if is_deepspeed else []):

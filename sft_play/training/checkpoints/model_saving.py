@@ -51,7 +51,9 @@ def save_model(
         write_weights(model, staging, **write_options)
         (staging / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path
         tokenizer.save_pretrained(staging)
-        size = check_saved_weights(staging, expected=saved_shapes(model), must_have_learned=steps > 1, on_bytes=on_bytes)
+        size = check_saved_weights(
+            staging, expected=saved_shapes(model), must_have_learned=steps > 1, on_bytes=on_bytes
+        )
         if base is not None:
             expand_to_full_class(model, staging, base)
         return size
@@ -81,7 +83,9 @@ def write_weights(
         model.save_pretrained(folder, state_dict={}, save_original_format=False)
         write_tensors(folder, tensors, shapes=shapes, dtype_rule=dtype_rule)
     elif named_tensors is not None:
-        cast_tensors = {name: tensor.to(dtype_rule(name, tensor)) for name, tensor in named_tensors if tensor is not None}
+        cast_tensors = {
+            name: tensor.to(dtype_rule(name, tensor)) for name, tensor in named_tensors if tensor is not None
+        }
         model.save_pretrained(folder, **options, state_dict=cast_tensors)
     else:  # the model's own weights are cast in place: no second copy
         for name, parameter in model.named_parameters() if dtype is not None else ():
@@ -101,13 +105,21 @@ def write_weights(
 def _use_full_names(model: Any, text_tower: TextTower, folder: Path) -> None:
     """PEFT and serving engines look for layers by these; a name's end alone would match layers for images too."""
     weights_path, config_path = folder / ADAPTER_FILE, folder / "adapter_config.json"
-    save_file({text_tower.to_full_name(name): tensor for name, tensor in load_file(weights_path).items()}, weights_path, {"format": "pt"})
+    save_file(
+        {text_tower.to_full_name(name): tensor for name, tensor in load_file(weights_path).items()},
+        weights_path,
+        {"format": "pt"},
+    )
     config = json.loads(config_path.read_text(encoding="utf-8"))
     suffixes = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
     config["target_modules"] = rf"{re.escape(text_tower.prefixes[0][1])}(?:.+\.)?(?:{suffixes})"
-    config["target_parameters"] = [text_tower.to_full_name(name) for name in config.get("target_parameters") or ()] or None
+    config["target_parameters"] = [
+        text_tower.to_full_name(name) for name in config.get("target_parameters") or ()
+    ] or None
     rows = config.get("trainable_token_indices") or {}
-    config["trainable_token_indices"] = {text_tower.to_full_name(name): row_ids for name, row_ids in rows.items()} or None
+    config["trainable_token_indices"] = {
+        text_tower.to_full_name(name): row_ids for name, row_ids in rows.items()
+    } or None
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
@@ -126,12 +138,20 @@ def expand_to_full_class(model: Any, folder: Path, base: Path, *, dtype: torch.d
         if name in trained:
             sources[key] = unmatched.pop(name, trained[name])
         elif not (
-            name in tied_names or _name_prefix(name) in trained_prefixes or apply_key_mapping(key, dict(text_tower.renamings)).startswith(full_prefixes)
+            name in tied_names
+            or _name_prefix(name) in trained_prefixes
+            or apply_key_mapping(key, dict(text_tower.renamings)).startswith(full_prefixes)
         ):  # a part for images or sound
             sources[key] = file_tensor
-    published = partial(_published_tensors, text_tower.build_full_model(), {text_tower.to_full_name(name): file_tensor for name, file_tensor in unmatched.items()})
+    published = partial(
+        _published_tensors,
+        text_tower.build_full_model(),
+        {text_tower.to_full_name(name): file_tensor for name, file_tensor in unmatched.items()},
+    )
     meta_tensors = published(lambda file_tensor: torch.empty(file_tensor.shape, device="meta"))
-    shapes = {key: file_tensor.shape for key, file_tensor in sources.items()} | {key: tuple(meta_tensor.shape) for key, meta_tensor in meta_tensors}
+    shapes = {key: file_tensor.shape for key, file_tensor in sources.items()} | {
+        key: tuple(meta_tensor.shape) for key, meta_tensor in meta_tensors
+    }
     staging = folder / ".whole"
     staging.mkdir()
     write_tensors(
@@ -197,7 +217,9 @@ def _name_prefix(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def set_stop_tokens(folder: Path, stop_ids: Sequence[int], pad_id: int | None, *, source_folder: Path | None = None) -> None:
+def set_stop_tokens(
+    folder: Path, stop_ids: Sequence[int], pad_id: int | None, *, source_folder: Path | None = None
+) -> None:
     """Write the tokens that end an answer into a model's generation config, whose other settings are those of the model
     in `source_folder`, or its own."""
     source, path = (source_folder or folder) / "generation_config.json", folder / "generation_config.json"
@@ -339,10 +361,17 @@ def write_tensors(
     missing = sorted(set(shapes) - {name for _, names in written_files for name in names})
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors were not gathered, such as {missing[0]}")
-    _name_files(folder, written_files, total_bytes=total_bytes, parameter_count=sum(math.prod(shape) for shape in shapes.values()))
+    _name_files(
+        folder,
+        written_files,
+        total_bytes=total_bytes,
+        parameter_count=sum(math.prod(shape) for shape in shapes.values()),
+    )
 
 
-def _name_files(folder: Path, written_files: list[tuple[Path, list[str]]], *, total_bytes: int, parameter_count: int) -> None:
+def _name_files(
+    folder: Path, written_files: list[tuple[Path, list[str]]], *, total_bytes: int, parameter_count: int
+) -> None:
     if len(written_files) == 1:
         written_files[0][0].rename(folder / "model.safetensors")
         return
@@ -351,6 +380,9 @@ def _name_files(folder: Path, written_files: list[tuple[Path, list[str]]], *, to
         file = f"model-{index:05d}-of-{len(written_files):05d}.safetensors"
         path.rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    index_json = {"metadata": {"total_parameters": parameter_count, "total_size": total_bytes}, "weight_map": weight_map}
+    index_json = {
+        "metadata": {"total_parameters": parameter_count, "total_size": total_bytes},
+        "weight_map": weight_map,
+    }
     text = json.dumps(index_json, indent=2, sort_keys=True) + "\n"
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")

@@ -88,10 +88,14 @@ def collect_part(model: nn.Module, optimizer: Any) -> CheckpointPart:
         name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         for name, state in states["state"].items()
     }
-    return CheckpointPart({**_weight_tensors(model), **_state_tensors(states)}, {"param_groups": states["param_groups"], "values": values})
+    return CheckpointPart(
+        {**_weight_tensors(model), **_state_tensors(states)}, {"param_groups": states["param_groups"], "values": values}
+    )
 
 
-def save_part(part: CheckpointPart, checkpoint: Path, *, group: Any, on_bytes: OnBytes, on_done: Callable[[], None] = lambda: None) -> None:
+def save_part(
+    part: CheckpointPart, checkpoint: Path, *, group: Any, on_bytes: OnBytes, on_done: Callable[[], None] = lambda: None
+) -> None:
     """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all see; all call it.
     No tensor is gathered. `group`: one that waits as long as a disk takes; `on_bytes` is called with the bytes that
     reach the disk, `on_done` once all of this rank are there. Raises TrainingError: a rank could not write."""
@@ -107,7 +111,9 @@ def load_sharded_weights(model: nn.Module, checkpoint: Path, *, group: Any | Non
     _load_tensors(_weight_tensors(model), checkpoint, group=group, on_bytes=on_bytes)
 
 
-def load_sharded_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None, on_bytes: OnBytes) -> None:
+def load_sharded_optimizer(
+    model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None, on_bytes: OnBytes
+) -> None:
     """Load states and groups into an optimizer; all ranks. Raises TrainingError: they are of other parameters."""
     saved = torch.load(checkpoint / GROUPS_FILE, weights_only=True)
     states = get_optimizer_state_dict(model, optimizer)  # creates them where no step was taken yet
@@ -248,7 +254,9 @@ class _CountedReader(dcp.FileSystemReader):
         if not isinstance(metadata, Metadata):
             raise TrainingError(f"{path} is not what torch's distributed checkpoint writes")
         entries = metadata.state_dict_metadata.items()
-        metadata.state_dict_metadata = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        metadata.state_dict_metadata = {
+            name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
+        }
         return metadata
 
 

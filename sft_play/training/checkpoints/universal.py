@@ -40,10 +40,20 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     trainer.heartbeat.note(checkpoints.checkpoint_step(checkpoint), "converting the checkpoint")
     # every state as pieces and whole, the first rank's again, and the weights: what is frozen is in no part
     state_sizes = [state_file.stat().st_size for state_file in state_files]
-    needed_bytes = 2 * sum(state_sizes) + state_sizes[0] + sum(file.stat().st_size for file in checkpoint.glob(f"*/{_MODEL_FILES}"))
+    needed_bytes = (
+        2 * sum(state_sizes)
+        + state_sizes[0]
+        + sum(file.stat().st_size for file in checkpoint.glob(f"*/{_MODEL_FILES}"))
+    )
     try:
-        available_bytes, purpose = distributed.broadcast_value(free_disk_bytes(folder)), f"{checkpoint.name} for another number of ranks"
-        with require_disk_space(folder, needed_bytes, purpose, available_bytes=available_bytes), trainer.watch_writing(folder):
+        available_bytes, purpose = (
+            distributed.broadcast_value(free_disk_bytes(folder)),
+            f"{checkpoint.name} for another number of ranks",
+        )
+        with (
+            require_disk_space(folder, needed_bytes, purpose, available_bytes=available_bytes),
+            trainer.watch_writing(folder),
+        ):
             if distributed.is_first():
                 logger.info("Converting the optimizer states of %d ranks for %d: %s",
                             len(state_files), distributed.world_size(), checkpoint)  # fmt: skip

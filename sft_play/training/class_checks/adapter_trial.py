@@ -127,7 +127,11 @@ def late_gradients(model: Any, *, trust_remote_code: bool = False) -> dict[str, 
     what sums up tokens in groups of a size that the config sets, which shorter rows pass by (the text says so), and
     what is multiplied by a tensor that the class begins at zero (Doge's `A`): a gradient of zeros (no text)."""
     untrained = parameters_without_gradient(model, trust_remote_code=trust_remote_code)
-    return {name: reason for name, reason in _trial_result(model.config, _try_late, trust_remote_code).items() if name not in untrained}
+    return {
+        name: reason
+        for name, reason in _trial_result(model.config, _try_late, trust_remote_code).items()
+        if name not in untrained
+    }
 
 
 def has_custom_logits(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
@@ -178,7 +182,11 @@ def freeze_parameters(model: nn.Module, patterns: Collection[str]) -> None:
 
 
 def _try_late(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    short = _try_in_full(config, length=_SHORT_LENGTH, trust_remote_code=trust_remote_code) if length_threshold(config) else {}
+    short = (
+        _try_in_full(config, length=_SHORT_LENGTH, trust_remote_code=trust_remote_code)
+        if length_threshold(config)
+        else {}
+    )
     return dict.fromkeys(_try_in_full(config, noise_spread=0.0, trust_remote_code=trust_remote_code), "") | short
 
 
@@ -190,7 +198,11 @@ def _try_in_full(
         parameters = dict(model.named_parameters())
         for draw in range(_MAX_DRAWS):
             _run_step(model, draw, length)
-            trained = {wildcard_name(name) for name, parameter in parameters.items() if parameter.grad is not None and bool(parameter.grad.any())}
+            trained = {
+                wildcard_name(name)
+                for name, parameter in parameters.items()
+                if parameter.grad is not None and bool(parameter.grad.any())
+            }
             untrained = {wildcard_name(name) for name in parameters} - trained
             if not untrained:
                 break
@@ -224,7 +236,9 @@ def _cached_trial(hf_config: Any, trial: Callable[..., dict[str, str]], trust_re
             raise _TrialFailed(f"{model_type_name(hf_config)} could not be tried: {problem}")
         return reasons
 
-    reasons: dict[str, str] = load_or_measure("adapters", cache_key, _REASONS, run_trial, cacheable=not trust_remote_code)
+    reasons: dict[str, str] = load_or_measure(
+        "adapters", cache_key, _REASONS, run_trial, cacheable=not trust_remote_code
+    )
     return reasons
 
 
@@ -245,7 +259,9 @@ def try_out(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
         if _try_adapters(model, groups):  # at once is quicker, and the rule
             for pattern, group in groups.items():
                 reasons |= _try_adapters(model, {pattern: group})
-            reasons |= _try_adapters(model, {pattern: group for pattern, group in groups.items() if pattern not in reasons})
+            reasons |= _try_adapters(
+                model, {pattern: group for pattern, group in groups.items() if pattern not in reasons}
+            )
     return reasons
 
 
@@ -260,7 +276,9 @@ def _lookahead(model: Any) -> float:
     changed_ids[0, -1] = 3 + (ids[0, -1] - 2) % (VOCABULARY_SIZE - 3)  # another one
     model.eval()
     with torch.no_grad():
-        logits, changed_logits = (model(input_ids=input_ids, use_cache=False).logits[0, :-1].float() for input_ids in (ids, changed_ids))
+        logits, changed_logits = (
+            model(input_ids=input_ids, use_cache=False).logits[0, :-1].float() for input_ids in (ids, changed_ids)
+        )
     return float((logits - changed_logits).abs().max() / logits.std())
 
 
@@ -295,7 +313,9 @@ def _try_adapters(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict
                 return {}
     except Exception as error:  # PEFT's refusal, or whatever a class does with what the adapter returns
         return dict.fromkeys(groups, f"an adapter there fails: {one_line(str(error), limit=120)}")
-    untrained_patterns = {wildcard_name(name.removeprefix("base_model.model.").partition(".lora_")[0]) for name in untrained}
+    untrained_patterns = {
+        wildcard_name(name.removeprefix("base_model.model.").partition(".lora_")[0]) for name in untrained
+    }
     return dict.fromkeys(sorted(untrained_patterns), NO_GRADIENT)
 
 

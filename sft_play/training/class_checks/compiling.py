@@ -65,7 +65,9 @@ class CompileMonitor(TrainerCallback):
     def figures(self) -> dict[str, Any]:
         """`compile` of the summary: seconds in training passes, which the speed leaves out, graphs, and `breaks`, at
         which plain code runs: between two graphs, or since too many kinds of passes were seen."""
-        graphs, breaks = (count - initial for count, initial in zip(_dynamo_counts(), self._initial_counts, strict=True))
+        graphs, breaks = (
+            count - initial for count, initial in zip(_dynamo_counts(), self._initial_counts, strict=True)
+        )
         return {"seconds": round(self._seconds, 2), "graphs": graphs, "breaks": breaks}
 
     def _on_compile_start(self, _: Any) -> None:
@@ -98,7 +100,9 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
 
     def check() -> tuple[ClassCheck, str | None]:
         dtype = getattr(torch, plan.precision.compute)
-        class_check = check_compiled_blocks(base.config, attention=small_model_attention(base), device=device, dtype=dtype)
+        class_check = check_compiled_blocks(
+            base.config, attention=small_model_attention(base), device=device, dtype=dtype
+        )
         problem = f"a small model of this class computes something else compiled: {class_check.figures}"
         return class_check, None if class_check.is_rounding else problem
 
@@ -107,7 +111,9 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
         logger.warning("Compiled blocks: none, the plain code runs: %s", reason)
         return None
     blocks = compile_in_place(model)
-    logger.debug("Compiled blocks: %d, at their first pass (on a small model of this class: %s)", blocks, class_check.figures)
+    logger.debug(
+        "Compiled blocks: %d, at their first pass (on a small model of this class: %s)", blocks, class_check.figures
+    )
     return CompileMonitor()
 
 
@@ -117,15 +123,27 @@ def check_compiled_blocks(hf_config: Any, *, attention: str, device: torch.devic
     uses_boundaries = attention == varlen.VARLEN_ATTENTION and dtype != torch.float32
     with torch.random.fork_rng(devices=[]):
         small = small_config(hf_config)
-        reference_model = small_model(small, "sdpa" if uses_boundaries else attention, trust_remote_code=False).to(device)
-        half_model = small_model(small, attention, trust_remote_code=False).to(device) if uses_boundaries else reference_model
+        reference_model = small_model(small, "sdpa" if uses_boundaries else attention, trust_remote_code=False).to(
+            device
+        )
+        half_model = (
+            small_model(small, attention, trust_remote_code=False).to(device) if uses_boundaries else reference_model
+        )
         half_model = to_dtype(half_model, dtype)
-        reference, reference_half = logits_and_gradients(reference_model), logits_and_gradients(half_model, packed=uses_boundaries)
+        reference, reference_half = (
+            logits_and_gradients(reference_model),
+            logits_and_gradients(half_model, packed=uses_boundaries),
+        )
         for model in (reference_model, half_model):
             compile_in_place(model)
         initial_counts = _dynamo_counts()
         try:
-            class_check = compare_with_reference(reference, reference_half, logits_and_gradients(reference_model), logits_and_gradients(half_model, packed=uses_boundaries))
+            class_check = compare_with_reference(
+                reference,
+                reference_half,
+                logits_and_gradients(reference_model),
+                logits_and_gradients(half_model, packed=uses_boundaries),
+            )
             # dynamo runs as plain code what it cannot compile, without an error
             if _dynamo_counts()[0] == initial_counts[0]:
                 raise ValueError("none of its blocks compiles")

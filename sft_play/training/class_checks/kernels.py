@@ -77,7 +77,9 @@ def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch
         problem = _liger_problem(plan) or _unknown_class_problem(model)
         if problem is not None:
             return None, problem
-        class_check = check_liger_kernels(model.config, attention=small_model_attention(model), device=device, dtype=dtype)
+        class_check = check_liger_kernels(
+            model.config, attention=small_model_attention(model), device=device, dtype=dtype
+        )
         problem = f"they differ on a small model of this class: {class_check.figures}"
         return class_check, None if class_check.is_rounding else problem
 

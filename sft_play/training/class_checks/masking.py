@@ -61,7 +61,11 @@ def require_packable(
 
     def measure_up_to(tokens: int | None) -> tuple[tuple[float, float] | None, str]:
         return measure_small_model(
-            hf_config, measure_packing_leak, attention=attention, longest_row=tokens, trust_remote_code=trust_remote_code
+            hf_config,
+            measure_packing_leak,
+            attention=attention,
+            longest_row=tokens,
+            trust_remote_code=trust_remote_code,
         )
 
     measurement, problem = measure_up_to(longest_row)
@@ -79,7 +83,9 @@ def require_packable(
             f"Packing: {model_type} keeps the chats of a row apart ({leak_words}, alone, packed, or after another chat)"
         )
     threshold = length_threshold(hf_config)
-    shorter_measurement, _ = measure_up_to(threshold) if threshold and (longest_row is None or threshold < longest_row) else (None, "")
+    shorter_measurement, _ = (
+        measure_up_to(threshold) if threshold and (longest_row is None or threshold < longest_row) else (None, "")
+    )
     is_apart_when_shorter = shorter_measurement is not None and shorter_measurement[0] < APART_TOLERANCE
     length_hint = f"model.max_seq_len={threshold}, up to which it does, or " if is_apart_when_shorter else ""
     raise ConfigError(f"data.packing=best_fit: {model_type} does not keep the chats of a row apart: {leak_words}; "
@@ -147,7 +153,9 @@ class MaskDifference:
         return self.logits <= self.tolerance and self.gradients <= self.tolerance and self.half_excess <= 0
 
 
-def check_padding(hf_config: Any, *, attention: str, longest_row: int | None = None, trust_remote_code: bool = False) -> MaskRequirement:
+def check_padding(
+    hf_config: Any, *, attention: str, longest_row: int | None = None, trust_remote_code: bool = False
+) -> MaskRequirement:
     """Whether padded rows, of at most `longest_row` tokens, of a model of this config need their mask; what cannot be
     measured keeps it."""
     measurement = measure_small_model(
@@ -160,11 +168,17 @@ def check_padding(hf_config: Any, *, attention: str, longest_row: int | None = N
     )  # fmt: skip
 
 
-def check_boundaries(hf_config: Any, *, longest_row: int | None = None, trust_remote_code: bool = False) -> MaskRequirement:
+def check_boundaries(
+    hf_config: Any, *, longest_row: int | None = None, trust_remote_code: bool = False
+) -> MaskRequirement:
     """Whether packs, of at most `longest_row` tokens, need a mask beside their boundaries (`varlen`); what cannot be
     measured keeps it."""
     measurement = measure_small_model(
-        hf_config, measure_boundaries, trust_remote_code=trust_remote_code, max_parameters=MAX_TRAINED_PARAMETERS, longest_row=longest_row
+        hf_config,
+        measure_boundaries,
+        trust_remote_code=trust_remote_code,
+        max_parameters=MAX_TRAINED_PARAMETERS,
+        longest_row=longest_row,
     )
     return _mask_requirement(
         model_type_name(hf_config), *measurement, kept_reason="chats of one row keep a mask between them",
@@ -172,7 +186,9 @@ def check_boundaries(hf_config: Any, *, longest_row: int | None = None, trust_re
     )  # fmt: skip
 
 
-def _mask_requirement(model_type: str, difference: MaskDifference | None, problem: str, *, kept_reason: str, freed_reason: str) -> MaskRequirement:
+def _mask_requirement(
+    model_type: str, difference: MaskDifference | None, problem: str, *, kept_reason: str, freed_reason: str
+) -> MaskRequirement:
     if difference is None:
         return MaskRequirement(True, f"{kept_reason}: what {model_type} does without cannot be measured ({problem})")
     if not difference.influence >= MIN_INFLUENCE:
@@ -202,7 +218,9 @@ def measure_padding(config: Any, *, attention: str, trust_remote_code: bool = Fa
         masked, unmasked = (run_model(model, rows, uses_masks=masks, **balance_inputs) for masks in (True, False))
         changed_outputs = run_model(model, changed_rows, **balance_inputs)
         half_model = copy.deepcopy(model).to(torch.bfloat16)
-        half_masked, half_unmasked = (run_model(half_model, rows, uses_masks=masks, **balance_inputs) for masks in (True, False))
+        half_masked, half_unmasked = (
+            run_model(half_model, rows, uses_masks=masks, **balance_inputs) for masks in (True, False)
+        )
     last_positions = torch.tensor([_PADDED_LENGTHS[0] - 1, sum(_PADDED_LENGTHS) - 1])  # the rows' last real places
     spread = float(masked.logits.std()) or 1.0
     return MaskDifference(
@@ -212,7 +230,10 @@ def measure_padding(config: Any, *, attention: str, trust_remote_code: bool = Fa
         tolerance=PADDING_TOLERANCE,
         half_excess=max(
             _relative_distance(getattr(half_unmasked, name), getattr(masked, name))
-            - max(_HALF_ERROR_FLOOR, HALF_ERROR_RATIO * _relative_distance(getattr(half_masked, name), getattr(masked, name)))
+            - max(
+                _HALF_ERROR_FLOOR,
+                HALF_ERROR_RATIO * _relative_distance(getattr(half_masked, name), getattr(masked, name)),
+            )
             for name in ("logits", "gradients")
         ),
     )
@@ -222,9 +243,13 @@ def measure_boundaries(config: Any, *, trust_remote_code: bool = False) -> MaskD
     """How the same chats differ as packs with sdpa and its mask, and one behind the other with `varlen`, in fp32 on the
     CPU; and padded rows of them, which evaluation has."""
     with torch.random.fork_rng(devices=[]):
-        sdpa_model, varlen_model = (small_model(config, name, trust_remote_code) for name in ("sdpa", varlen.VARLEN_ATTENTION))
+        sdpa_model, varlen_model = (
+            small_model(config, name, trust_remote_code) for name in ("sdpa", varlen.VARLEN_ATTENTION)
+        )
         generator = np.random.default_rng(2)
-        chats = [[generator.integers(3, VOCABULARY_SIZE, size=length) for length in lengths] for lengths in _PACK_LENGTHS]
+        chats = [
+            [generator.integers(3, VOCABULARY_SIZE, size=length) for length in lengths] for lengths in _PACK_LENGTHS
+        ]
         packs = [_pack(chats_of_row) for chats_of_row in chats]
         masked, separated = run_model(sdpa_model, packs), run_model(varlen_model, packs, flat=True)
         # each row as one chat: what a model computes that cannot tell them apart
@@ -234,7 +259,10 @@ def measure_boundaries(config: Any, *, trust_remote_code: bool = False) -> MaskD
         run_model(varlen_model, packs, flat=True)
         varlen_model.eval()
         single_rows = [{name: _pack([chat])[name] for name in ("input_ids", "labels")} for row in chats for chat in row]
-        sdpa_rows, varlen_rows = run_model(sdpa_model, single_rows), run_model(varlen_model, single_rows, uses_masks=False)
+        sdpa_rows, varlen_rows = (
+            run_model(sdpa_model, single_rows),
+            run_model(varlen_model, single_rows, uses_masks=False),
+        )
     spread = float(masked.logits.std()) or 1.0
     differences = torch.cat([masked.logits - separated.logits, sdpa_rows.logits - varlen_rows.logits])
     return MaskDifference(

@@ -80,15 +80,27 @@ def all_ranks_agree(check: Callable[[], tuple[CheckResult, str | None]]) -> tupl
     return result, None
 
 
-def compare_with_reference(reference: TensorList, reference_half: TensorList, replaced: TensorList, replaced_half: TensorList) -> ClassCheck:
+def compare_with_reference(
+    reference: TensorList, reference_half: TensorList, replaced: TensorList, replaced_half: TensorList
+) -> ClassCheck:
     """The proof from the numbers of the plain code in fp32 and in the run's dtype, and those of the other code."""
-    reference_error, replaced_error = relative_difference(reference_half, reference), relative_difference(replaced_half, reference)
-    return ClassCheck(relative_difference(replaced, reference), replaced_error / reference_error if reference_error else 0.0)
+    reference_error, replaced_error = (
+        relative_difference(reference_half, reference),
+        relative_difference(replaced_half, reference),
+    )
+    return ClassCheck(
+        relative_difference(replaced, reference), replaced_error / reference_error if reference_error else 0.0
+    )
 
 
 def largest_differences(checks: Iterable[ClassCheck]) -> ClassCheck:
     """The larger of each figure."""
-    return ClassCheck(*(_max_or_nan(figures) for figures in zip(*((check.fp32_difference, check.half_precision_ratio) for check in checks), strict=True)))
+    return ClassCheck(
+        *(
+            _max_or_nan(figures)
+            for figures in zip(*((check.fp32_difference, check.half_precision_ratio) for check in checks), strict=True)
+        )
+    )
 
 
 def logits_and_gradients(model: Any, *, packed: bool = False) -> TensorList:
@@ -120,7 +132,8 @@ def to_dtype(model: Any, dtype: torch.dtype) -> Any:
 def relative_difference(tensors: TensorList, references: TensorList) -> float:
     """The largest difference of a tensor over its size, as norms; nan if any is."""
     return _max_or_nan(
-        float((tensor - reference).norm() / reference.norm().clamp(min=1e-12)) for tensor, reference in zip(tensors, references, strict=True)
+        float((tensor - reference).norm() / reference.norm().clamp(min=1e-12))
+        for tensor, reference in zip(tensors, references, strict=True)
     )
 
 
@@ -168,7 +181,12 @@ def verify_varlen_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.dev
 
 
 def kernel_error(
-    kernel: Callable[..., torch.Tensor], heads: HeadShape, *, window: int | None, dtype: torch.dtype, device: torch.device
+    kernel: Callable[..., torch.Tensor],
+    heads: HeadShape,
+    *,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> float:
     """How far a kernel's outputs and gradients are from those of a call for each chat in fp32 on the CPU
     (`relative_difference`)."""
@@ -183,9 +201,17 @@ def kernel_error(
     output = kernel(*inputs, boundaries, max(KERNEL_CHAT_LENGTHS), scale=scale, window=window)
     query, key, value = reference_inputs
     reference_output = varlen.attention_per_chat(query, key, value, KERNEL_CHAT_LENGTHS, scale=scale, window=window)
-    gradients = torch.autograd.grad(output, inputs, weight.to(device, dtype)), torch.autograd.grad(reference_output, reference_inputs, weight)
-    tensors, references = ([tensor, *gradients_of_output] for tensor, gradients_of_output in zip((output, reference_output), gradients, strict=True))
-    return relative_difference([tensor.detach().cpu().float() for tensor in tensors], [tensor.detach() for tensor in references])
+    gradients = (
+        torch.autograd.grad(output, inputs, weight.to(device, dtype)),
+        torch.autograd.grad(reference_output, reference_inputs, weight),
+    )
+    tensors, references = (
+        [tensor, *gradients_of_output]
+        for tensor, gradients_of_output in zip((output, reference_output), gradients, strict=True)
+    )
+    return relative_difference(
+        [tensor.detach().cpu().float() for tensor in tensors], [tensor.detach() for tensor in references]
+    )
 
 
 def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape, int | None]]:
@@ -200,5 +226,9 @@ def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape,
     key_head_counts = {key_heads, getattr(hf_config, "num_global_key_value_heads", None) or key_heads}
     window = getattr(hf_config, "sliding_window", None)
     windows = [None, *([min(window, LONGEST_WINDOW)] if isinstance(window, int) and window > 0 else [])]
-    heads = {(max(1, queries // tensor_parallel), max(1, keys // tensor_parallel), width) for keys in key_head_counts for width in widths}
+    heads = {
+        (max(1, queries // tensor_parallel), max(1, keys // tensor_parallel), width)
+        for keys in key_head_counts
+        for width in widths
+    }
     return list(itertools.product(sorted(heads), windows))

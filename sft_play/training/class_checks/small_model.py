@@ -85,7 +85,12 @@ _measurements: dict[Hashable, Any] = {}
 
 
 def _measure(
-    hf_config: Any, measure: Callable[..., Any], max_parameters: int, options: dict[str, Any], all_layers: bool, longest_row: int | None
+    hf_config: Any,
+    measure: Callable[..., Any],
+    max_parameters: int,
+    options: dict[str, Any],
+    all_layers: bool,
+    longest_row: int | None,
 ) -> tuple[Any, str]:
     problem = "no small model of its class computes"
     for has_all_layers, is_narrow in [(True, True)] * all_layers + [(False, True), (False, False)]:
@@ -113,7 +118,10 @@ def small_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
     for implementation in implementations:
         try:
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32, trust_remote_code=trust_remote_code
+                copy.deepcopy(config),
+                attn_implementation=implementation,
+                dtype=torch.float32,
+                trust_remote_code=trust_remote_code,
             )
             break
         except ValueError:
@@ -140,7 +148,13 @@ class ModelOutputs:
 
 
 def run_model(
-    model: Any, rows: list[dict[str, Any]], *, flat: bool = False, uses_masks: bool = True, needs_gradients: bool = True, **extra_inputs: Any
+    model: Any,
+    rows: list[dict[str, Any]],
+    *,
+    flat: bool = False,
+    uses_masks: bool = True,
+    needs_gradients: bool = True,
+    **extra_inputs: Any,
 ) -> ModelOutputs:
     """A pass over rows as in training, backward too where it `needs_gradients`; `flat`: packs lie one behind the other,
     told apart by boundaries; `uses_masks`: padded rows come with theirs; `extra_inputs`: what else the model is
@@ -154,7 +168,9 @@ def run_model(
         output.loss.backward()
     lengths = [len(row["input_ids"]) for row in rows]
     is_joined = flat and "chat_lengths" in rows[0]
-    real_logits = output.logits[0] if is_joined else torch.cat([output.logits[n, :length] for n, length in enumerate(lengths)])
+    real_logits = (
+        output.logits[0] if is_joined else torch.cat([output.logits[n, :length] for n, length in enumerate(lengths)])
+    )
     gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
     return ModelOutputs(real_logits.detach().float(), torch.cat(gradients).float() if gradients else torch.zeros(0))
 
@@ -177,7 +193,12 @@ def _shorten(hf_config: Any, *, has_all_layers: bool = False, longest_row: int |
     # config.json may ask for, is an IndexError
     _set_fields(
         config,
-        {"vocab_size": VOCABULARY_SIZE, "unpadded_vocab_size": VOCABULARY_SIZE, "output_router_logits": False, **_SPECIAL_TOKENS},
+        {
+            "vocab_size": VOCABULARY_SIZE,
+            "unpadded_vocab_size": VOCABULARY_SIZE,
+            "output_router_logits": False,
+            **_SPECIAL_TOKENS,
+        },
     )
     layer_count = int(getattr(config, "num_hidden_layers", 0) or 0)
     if layer_count and not has_all_layers:
@@ -186,7 +207,14 @@ def _shorten(hf_config: Any, *, has_all_layers: bool = False, longest_row: int |
         value = config_field(config, name)
         if isinstance(value, int) and not isinstance(value, bool):
             setattr(config, name, min(value, _MAX_WINDOW))
-    _set_fields(config, {name: size for name, size in _LENGTH_THRESHOLDS.items() if _is_exceeded(config_field(config, name), longest_row)})
+    _set_fields(
+        config,
+        {
+            name: size
+            for name, size in _LENGTH_THRESHOLDS.items()
+            if _is_exceeded(config_field(config, name), longest_row)
+        },
+    )
     if rates := _compress_rates(config):
         config.compress_rates = {
             kind: min(rate, _MAX_WINDOW) if _is_exceeded(rate, longest_row) else rate for kind, rate in rates.items()
@@ -212,10 +240,16 @@ def _compress_rates(config: Any) -> dict[str, int]:
 
 def _cut_layers(config: Any, layer_count: int) -> None:
     lists = {
-        name: value for name, value in vars(config).items() if isinstance(value, list | tuple) and len(value) == layer_count
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == layer_count
     }
     layer_kinds = [[str(item) for item in value] for value in lists.values()]
-    needed_layers = [_layers_until_kind(value, item) for value in layer_kinds for item in set(value)] if layer_kinds else [_MAX_LAYERS]
+    needed_layers = (
+        [_layers_until_kind(value, item) for value in layer_kinds for item in set(value)]
+        if layer_kinds
+        else [_MAX_LAYERS]
+    )
     kept_layers = min(layer_count, max(2, min(_MAX_LAYERS, max(needed_layers))))
     if config_field(config, "num_kv_shared_layers"):  # the last layers, behind one of each kind with keys of its own
         shared = max(value.index(item) + 1 for value in layer_kinds for item in set(value)) if layer_kinds else 1
@@ -232,7 +266,9 @@ def _cut_layers(config: Any, layer_count: int) -> None:
     if overrides:
         config.per_layer_config = {layer: sizes for layer, sizes in overrides.items() if layer < kept_layers}
     if isinstance(getattr(config, "attention_types", None), list):  # gpt-neo: [[kinds, times]]
-        config.attention_types = [[[kind for layer_kinds, _ in config.attention_types for kind in layer_kinds][:kept_layers], 1]]
+        config.attention_types = [
+            [[kind for layer_kinds, _ in config.attention_types for kind in layer_kinds][:kept_layers], 1]
+        ]
         config.num_hidden_layers = len(config.attention_types[0][0])
         config.attention_layers = config.attention_types[0][0]
 
@@ -263,7 +299,11 @@ def _shrink_widths(config: Any) -> None:
             ("num_key_value_heads", "num_kv_heads"), 4 if key_heads == heads else 1 if key_heads == 1 else 2
         )
     rotary_size = config_field(config, "qk_rope_head_dim")
-    heads = {name: value for name in _HEAD_SIZE_FIELDS if isinstance(value := config_field(config, name), int)} if rotary_size else {}
+    heads = (
+        {name: value for name in _HEAD_SIZE_FIELDS if isinstance(value := config_field(config, name), int)}
+        if rotary_size
+        else {}
+    )
     sizes |= {name: _scale_head_part(value, rotary_size) for name, value in heads.items()}
     for name in _EXPERT_COUNT_FIELDS:
         value = config_field(config, name)
@@ -285,7 +325,9 @@ def _shrink_widths(config: Any) -> None:
         by_kind = [parameters for parameters in rotation.values() if isinstance(parameters, dict)]  # of layers
         for parameters in by_kind or [rotation]:
             rotary_share = float(parameters.get("partial_rotary_factor", None) or 1.0)
-            _shrink_rotation(config, parameters, (_ROTARY_SIZE if rotary_size else int(sizes["head_dim"] * rotary_share)) // 2)
+            _shrink_rotation(
+                config, parameters, (_ROTARY_SIZE if rotary_size else int(sizes["head_dim"] * rotary_share)) // 2
+            )
 
 
 def _shrink_rotation(config: Any, rotation: dict[str, Any], frequencies: int) -> None:
@@ -305,7 +347,9 @@ def _scale_head_part(size: int, rotary_size: int) -> int:
 
 def _state_space_sizes(config: Any) -> dict[str, int]:
     """Small sizes of a state-space model: as many heads as its inner width, a multiple of the hidden one, asks for."""
-    expansion = next((value for name in ("mamba_expand", "expand") if isinstance(value := config_field(config, name), int)), 2)
+    expansion = next(
+        (value for name in ("mamba_expand", "expand") if isinstance(value := config_field(config, name), int)), 2
+    )
     inner_width = expansion * _NARROW_SIZES["hidden_size"]
     sizes = dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8)
     # Zamba's, of no size of their own, are computed head by head and token by token

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import TrainingError
 from sft_play.process import failures
-from sft_play.process.signals import StopSignals, elapsed_s, training_begun, raise_interrupt
+from sft_play.process.signals import StopSignals, elapsed_s, raise_interrupt, training_begun
 from sft_play.process.waiting import report_wait
 from sft_play.training.class_checks.adapter_trial import trained_pattern
 from sft_play.training.loop.finite import describe_fp16_overflow as _fp16_fault
@@ -74,11 +74,17 @@ class GradientCheck(TrainerCallback):
         late = {name for name in without_gradient if trained_pattern(name) in self._late_gradients}
         without_gradient, ready = ([name for name in names if name not in late] for names in (without_gradient, ready))
         if without_gradient:
-            checked_parameters = [parameters[name] for name in parameters if parameters[name].requires_grad and name not in self._unchecked]
+            checked_parameters = [
+                parameters[name]
+                for name in parameters
+                if parameters[name].requires_grad and name not in self._unchecked
+            ]
             if checked_parameters and not any(_has_gradient(parameter) for parameter in checked_parameters):
                 raise TrainingError(f"step {state.global_step + 1}: every gradient is zero, though earlier steps had "
                                     "some: start a new run with a lower train.learning_rate")  # fmt: skip
-            listed_names = ", ".join(without_gradient[:6]) + (f" and {len(without_gradient) - 6} more" if len(without_gradient) > 6 else "")
+            listed_names = ", ".join(without_gradient[:6]) + (
+                f" and {len(without_gradient) - 6} more" if len(without_gradient) > 6 else ""
+            )
             raise TrainingError(
                 f"step {state.global_step + 1}: {len(without_gradient)} of {len(ready)} trainable tensors have no "
                 f"gradient ({listed_names}); they would learn nothing, so the run stops"

@@ -82,11 +82,15 @@ class Collator:
             batch[SOURCE] = _shift_left(batch[SOURCE], 0)
         pad_values = {"input_ids": self.pad_id, "labels": IGNORED, "shift_labels": IGNORED}
         tensors = {
-            name: torch.nn.functional.pad(table, (0, padding), value=pad_values.get(name, 0))[:, token_slice].contiguous()
+            name: torch.nn.functional.pad(table, (0, padding), value=pad_values.get(name, 0))[
+                :, token_slice
+            ].contiguous()
             for name, table in batch.items()
         }
         tensors["position_ids"] = torch.arange(token_slice.start, token_slice.stop).expand(rows, -1).contiguous()
-        trained_rows = (batch["shift_labels"] != IGNORED).any(1).sum() if self.context_parallel_rank == 0 else torch.tensor(0)
+        trained_rows = (
+            (batch["shift_labels"] != IGNORED).any(1).sum() if self.context_parallel_rank == 0 else torch.tensor(0)
+        )
         counts = (tensors.pop("attention_mask").sum(), trained_rows)  # a row is counted by the rank of its first part
         return tensors | dict(zip(COUNT_KEYS, counts, strict=True))
 
@@ -98,7 +102,12 @@ class Collator:
         if self.flat:  # what transformers passes on to flash_attn_varlen_func; it wants int32
             boundaries = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
             longest = int(lengths.max())
-            tensors |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}
+            tensors |= {
+                "cu_seq_lens_q": boundaries,
+                "cu_seq_lens_k": boundaries,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            }
             if self.adds_chat_lengths:
                 tensors[CHAT_LENGTHS] = tuple(lengths.tolist())
         labels = np.concatenate([row["labels"] for row in rows])

@@ -38,7 +38,11 @@ class StageSequence:
     """The stages of a job, to be trained one after the other."""
 
     def __init__(
-        self, job: RunJob, prepared: Sequence[Prepared], monitors: RunMonitors, train_stage: Callable[..., dict[str, Any]]
+        self,
+        job: RunJob,
+        prepared: Sequence[Prepared],
+        monitors: RunMonitors,
+        train_stage: Callable[..., dict[str, Any]],
     ) -> None:
         """`train_stage`: trains one stage, as `run.train_stage` does."""
         self._job, self._prepared, self._monitors, self._train_stage = job, prepared, monitors, train_stage
@@ -59,10 +63,14 @@ class StageSequence:
         status = "finished"
         for position, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
             # rank 0 decides for all: another node may not see the files yet
-            if distributed.broadcast_value(stage.folder.has_finished(is_adapter=is_adapter) if distributed.is_first() else None):
+            if distributed.broadcast_value(
+                stage.folder.has_finished(is_adapter=is_adapter) if distributed.is_first() else None
+            ):
                 logger.info("Stage %d of %d, %s, is finished", position, len(self._job.stages), stage.folder.stage_name)
                 summary = read_summary(stage.folder.path) if distributed.is_first() else {}
-                self._summaries.append({"name": stage.folder.stage_name, **_EMPTY_SUMMARY, **distributed.broadcast_value(summary)})
+                self._summaries.append(
+                    {"name": stage.folder.stage_name, **_EMPTY_SUMMARY, **distributed.broadcast_value(summary)}
+                )
             elif self._remaining_steps() == 0:
                 status = STOPPED
                 break
@@ -81,7 +89,9 @@ class StageSequence:
 
     def _train_prepared_stage(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
         has_begun = distributed.broadcast_value(stage.folder.has_begun if distributed.is_first() else None)
-        checkpoint = find_last_checkpoint(stage.folder.checkpoints_path, self._monitors.heartbeat) if has_begun else None
+        checkpoint = (
+            find_last_checkpoint(stage.folder.checkpoints_path, self._monitors.heartbeat) if has_begun else None
+        )
         resumed_step = checkpoints.checkpoint_step(checkpoint) if checkpoint is not None else 0
         if distributed.is_first():
             stage.folder.begin_stage(layout_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
@@ -151,10 +161,14 @@ def _merge_summaries(stages: Sequence[dict[str, Any]], configs: Sequence[RunConf
         "samples": last_stage.get("samples", []) if len(stages) == len(configs) else [],
         "peak_bytes": highest["peak_bytes"] if highest else None,
         "peak_bytes_by_moment": highest.get("peak_bytes_by_moment") if highest else None,
-        "tokens_per_s": round(sum(summary["tokens_per_s"] * summary["wall_s"] for summary in stages) / wall_s, 2) if wall_s else 0,
+        "tokens_per_s": round(sum(summary["tokens_per_s"] * summary["wall_s"] for summary in stages) / wall_s, 2)
+        if wall_s
+        else 0,
         "steps": sum(stage["steps"] for stage in stages),
         "engine_proof": last_stage.get("engine_proof"),
-        "evaluations": [{"stage": stage["name"], **summary} for stage in stages for summary in stage.get("evaluations", ())],
+        "evaluations": [
+            {"stage": stage["name"], **summary} for stage in stages for summary in stage.get("evaluations", ())
+        ],
         "model_path": last_stage.get("model_path") if len(stages) == len(configs) else None,
         "stages": [
             {key: value for key, value in stage.items() if key not in ("evaluations", "samples")} for stage in stages

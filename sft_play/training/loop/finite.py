@@ -45,7 +45,10 @@ class NonFiniteStepGuard(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Note the sum of losses before this step."""
-        self._loss_at_step_start, self._last_logged_step = self._trainer._tr_loss.clone(), self._trainer._globalstep_last_logged
+        self._loss_at_step_start, self._last_logged_step = (
+            self._trainer._tr_loss.clone(),
+            self._trainer._globalstep_last_logged,
+        )
 
     def check_step(self, norm: Any) -> None:
         """Called once a step's gradients are whole, before the update; waits for the device once, and for the other
@@ -55,7 +58,9 @@ class NonFiniteStepGuard(TrainerCallback):
         if trainer.args.fp16:
             self._count_scaling_skip(norm)
             return
-        fault_level = distributed.max_over_ranks(2 if not math.isfinite(loss) else 0 if norm is None or math.isfinite(norm) else 1)
+        fault_level = distributed.max_over_ranks(
+            2 if not math.isfinite(loss) else 0 if norm is None or math.isfinite(norm) else 1
+        )
         was_step_taken = trainer.is_deepspeed_enabled and not trainer.optimizer.step_was_skipped
         if not trainer.is_deepspeed_enabled:
             self._set_skip(trainer.optimizer, bool(fault_level))
@@ -67,7 +72,9 @@ class NonFiniteStepGuard(TrainerCallback):
         if fault_level == 2:
             trainer._tr_loss.copy_(self._loss_at_step_start)
             self.steps_without_loss += 1
-        problem = f"the loss is {_format_value(loss)}" if fault_level == 2 else f"the gradient norm is {_format_value(norm)}"
+        problem = (
+            f"the loss is {_format_value(loss)}" if fault_level == 2 else f"the gradient norm is {_format_value(norm)}"
+        )
         self._stop_or_skip(problem, was_step_taken=was_step_taken)
 
     def _count_scaling_skip(self, norm: float | None) -> None:
@@ -94,7 +101,9 @@ class NonFiniteStepGuard(TrainerCallback):
         """Raises TrainingError for a run, shorter than the limit, in which every step was left out."""
         if self._consecutive_skips and self._consecutive_skips == state.global_step == state.max_steps:
             reason = f": {describe_fp16_overflow(self._trainer.model)}" if self._trainer.args.fp16 else ""
-            raise TrainingError(f"all {self._consecutive_skips} steps had values that are not finite: nothing was learned{reason}")
+            raise TrainingError(
+                f"all {self._consecutive_skips} steps had values that are not finite: nothing was learned{reason}"
+            )
 
     def correct_mean_loss(self, logs: dict[str, float]) -> dict[str, float]:
         """Logs whose loss is the mean of the steps that were not left out; without a loss where all were."""
@@ -136,7 +145,9 @@ def describe_fp16_overflow(model: Any) -> str:
     text_config = model.config.get_text_config()
     is_eager = getattr(text_config, "_attn_implementation", None) == "eager"
     dropout = getattr(text_config, "attention_dropout", None) or 0.0
-    return format_fp16_fault(text_config.model_type, find_fp16_overflow(text_config.model_type, is_eager=is_eager, attention_dropout=dropout))
+    return format_fp16_fault(
+        text_config.model_type, find_fp16_overflow(text_config.model_type, is_eager=is_eager, attention_dropout=dropout)
+    )
 
 
 def _read_numbers(norm: Any, loss: torch.Tensor) -> tuple[float | None, float]:

@@ -35,7 +35,13 @@ from sft_play.training.ranks import distributed, engines
 
 
 def load_trainer(
-    job: RunJob, prepared: Prepared, eval_set: EvalSet, monitors: RunMonitors, *, begins_from: Path | None, saves_shards: bool
+    job: RunJob,
+    prepared: Prepared,
+    eval_set: EvalSet,
+    monitors: RunMonitors,
+    *,
+    begins_from: Path | None,
+    saves_shards: bool,
 ) -> PlannedLoop:
     """The trainer. `begins_from`: the folder of the weights of the stage before, or of the adapter that the run
     continues; None: the model's own. `saves_shards`: every rank writes its own part of a checkpoint."""
@@ -64,7 +70,9 @@ def load_trainer(
     sdpa.enable_cudnn(enabled=plan.choice.step.cudnn)
     stop_tokens: Sequence[int] = ()
     if eval_set.questions or eval_set.training_questions:
-        stop_tokens = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_eos_token_ids(model))
+        stop_tokens = stop_ids(
+            config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_eos_token_ids(model)
+        )
     trainer = build_run_trainer(
         job, prepared, eval_set, monitors, arguments=arguments, model=model, peft_config=model_spec.peft_config,
         stop_ids=stop_tokens, saves_shards=saves_shards,
@@ -72,10 +80,16 @@ def load_trainer(
     trainer.kernels = active_kernels
     if begins_from is not None and prepared.trains_adapter:
         load_adapter_weights(trainer.model, begins_from)
-    elif prepared.trains_adapter and (source is None or distributed.is_first()):  # with a source the first rank's are sent
+    elif prepared.trains_adapter and (
+        source is None or distributed.is_first()
+    ):  # with a source the first rank's are sent
         read_weights = partial(_base_weights, config, plan.precision, model_spec, source)
         adapter_start.initialize_adapters(
-            trainer.model, config.tuning.lora, seed=config.train.seed, device=trainer.args.device, read_base_weights=read_weights
+            trainer.model,
+            config.tuning.lora,
+            seed=config.train.seed,
+            device=trainer.args.device,
+            read_base_weights=read_weights,
         )
     freeze_unmatched(trainer.model, config.tuning.trainable)
     freeze_parameters(trainer.model, model_spec.untrained_parameters)
@@ -84,7 +98,13 @@ def load_trainer(
     needs_fp32_masters = plan.precision.compute != "float32"
     if model_spec.tensor_parallel_plan:
         mesh = trainer.accelerator.torch_device_mesh["tp"]
-        tensor_parallel.divide_model(trainer.model, model_spec.tensor_parallel_plan, mesh, device=trainer.args.device, fp32_master_weights=needs_fp32_masters)
+        tensor_parallel.divide_model(
+            trainer.model,
+            model_spec.tensor_parallel_plan,
+            mesh,
+            device=trainer.args.device,
+            fp32_master_weights=needs_fp32_masters,
+        )
     if source is not None:
         in_fp32 = needs_fp32_masters and config.tuning.mode != "qlora"
         fsdp_loading.shard(trainer, source, layer_class=model_spec.layer_class, fp32_master_weights=in_fp32)
@@ -140,7 +160,9 @@ def build_run_trainer(
     )
 
 
-def _load_model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, fsdp_loading.SourceWeights | None]:
+def _load_model(
+    job: RunJob, model_spec: ModelSpec, begins_from: Path | None
+) -> tuple[Any, fsdp_loading.SourceWeights | None]:
     config, plan = job.loaded.config, job.plan
     if begins_from is not None and model_spec.peft_config is None:
         config = config.model_copy(

@@ -121,21 +121,36 @@ class PlannedLoop(CheckpointedLoop):
         self._max_eval_rows: int | None = None
         self._eval_progress: WaitProgress | None = None
         super().__init__(**options)
-        self._set_rows(options["train_dataset"], packs, sorts_by_length=sorts_by_length, mix=mix, adds_sources=adds_sources, adds_masks=adds_masks)
+        self._set_rows(
+            options["train_dataset"],
+            packs,
+            sorts_by_length=sorts_by_length,
+            mix=mix,
+            adds_sources=adds_sources,
+            adds_masks=adds_masks,
+        )
 
-    def _set_rows(self, rows: Any, packs: Packs | None, *, sorts_by_length: bool, mix: SourceMix | None, **options: Any) -> None:
+    def _set_rows(
+        self, rows: Any, packs: Packs | None, *, sorts_by_length: bool, mix: SourceMix | None, **options: Any
+    ) -> None:
         plan, attention = self.plan, str(self.model.config.get_text_config()._attn_implementation)
         micro_batches = plan.micro_batches
-        if not micro_batches.padded and attention != varlen.VARLEN_ATTENTION:  # the class was measured, and needs a mask
+        if (
+            not micro_batches.padded and attention != varlen.VARLEN_ATTENTION
+        ):  # the class was measured, and needs a mask
             micro_batches = MicroBatches(micro_batches.rows)
         lengths = row_lengths(rows) if packs is None else packs.tokens
         window = plan.batch.effective_batch
         self.epoch_order = EpochOrder(
             len(lengths), seed=self.args.seed, lengths=lengths if sorts_by_length else None, window=window, mix=mix
         )
-        data_parallel_rank, context_parallel_rank = divmod(distributed.batch_rank(self._layout), self._layout.context_parallel)
+        data_parallel_rank, context_parallel_rank = divmod(
+            distributed.batch_rank(self._layout), self._layout.context_parallel
+        )
         ranks = self._layout.data_parallel
-        self._step_batches = StepBatches(self.epoch_order, lengths, micro_batches, window=window, rank=data_parallel_rank, ranks=ranks)
+        self._step_batches = StepBatches(
+            self.epoch_order, lengths, micro_batches, window=window, rank=data_parallel_rank, ranks=ranks
+        )
         self.step_memory = StepMemory(self, micro_batches)
         self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not micro_batches.padded)
         self.data_collator: Any = Collator(
@@ -171,7 +186,9 @@ class PlannedLoop(CheckpointedLoop):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The batches of an evaluation, the longest rows first; worker processes end with this one."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        order = longest_first_order(dataset, batch_size=self.args.per_device_eval_batch_size, copies=self._layout.context_parallel)
+        order = longest_first_order(
+            dataset, batch_size=self.args.per_device_eval_batch_size, copies=self._layout.context_parallel
+        )
         # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
         return _end_workers_with_parent(super().get_eval_dataloader(dataset.select(order)))
 
@@ -219,7 +236,10 @@ class PlannedLoop(CheckpointedLoop):
             with self._finish_saving_at_end():
                 if not checkpoint:
                     return super().train(*args, **options)
-                with forbid_pickled_code(Path(checkpoint)), universal.readable_checkpoint(self, Path(checkpoint)) as path:
+                with (
+                    forbid_pickled_code(Path(checkpoint)),
+                    universal.readable_checkpoint(self, Path(checkpoint)) as path,
+                ):
                     return super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
         finally:
             for callback in callbacks:
@@ -233,14 +253,21 @@ class PlannedLoop(CheckpointedLoop):
         groups = optimizer.param_groups
         if self._loraplus_lr_ratio != 1 and is_new:
             fast_ids = loraplus_parameter_ids(self.model if model is None else model)
-            groups = [split_group for group in groups for split_group in split_loraplus_group(group, fast_ids, ratio=self._loraplus_lr_ratio)]
+            groups = [
+                split_group
+                for group in groups
+                for split_group in split_loraplus_group(group, fast_ids, ratio=self._loraplus_lr_ratio)
+            ]
         optimizer.param_groups = [group for group in groups if group["params"]]
         return optimizer
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         # resumed after its last step the Trainer would train one more: it looks only after each
         early_stopping = self._early_stopping
-        has_stopped_early = early_stopping is not None and early_stopping.early_stopping_patience_counter >= early_stopping.early_stopping_patience
+        has_stopped_early = (
+            early_stopping is not None
+            and early_stopping.early_stopping_patience_counter >= early_stopping.early_stopping_patience
+        )
         if has_stopped_early or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -304,7 +331,9 @@ class PlannedLoop(CheckpointedLoop):
         """Log, with what the monitor measured since the last log beside the loss."""
         if "loss" in logs:
             logs = self.non_finite_guard.correct_mean_loss(logs)
-            logs |= self._monitor.take_metrics(steps=self.state.global_step - self._last_logged_step, device=self.args.device)
+            logs |= self._monitor.take_metrics(
+                steps=self.state.global_step - self._last_logged_step, device=self.args.device
+            )
             self._last_logged_step = self.state.global_step
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
         if prefix is not None and self._eval_head_sums is not None:
@@ -342,7 +371,10 @@ class PlannedLoop(CheckpointedLoop):
         if self._max_eval_rows is not None and rows > self._max_eval_rows:
             smaller_batches = split_batch(inputs, self._max_eval_rows)
             # each part's loss counts for as many rows as it has
-            losses = [self.prediction_step(model, batch, *args, **options)[0] * len(batch["labels"]) for batch in smaller_batches]
+            losses = [
+                self.prediction_step(model, batch, *args, **options)[0] * len(batch["labels"])
+                for batch in smaller_batches
+            ]
             return torch.stack(losses).sum() / rows, None, None
         predict = super().prediction_step
         result = self.step_memory.try_batch(lambda: predict(model, inputs, *args, **options), rows)
@@ -377,11 +409,18 @@ class PlannedLoop(CheckpointedLoop):
         self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
         self._eval_head_sums = self._eval_source_sums = None
         # compiled blocks would be compiled once more for passes without gradients
-        eager_context = torch.compiler.set_stance("force_eager") if self.compiler is not None else contextlib.nullcontext()
+        eager_context = (
+            torch.compiler.set_stance("force_eager") if self.compiler is not None else contextlib.nullcontext()
+        )
         # blocks of text are not asked for answers, which have a new length for every token
         attention_context = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
         prefix = str(options.get("metric_key_prefix", "eval"))
-        with torch.random.fork_rng(rng_devices()), self._monitor.timed_part("evaluation", label=prefix), eager_context, attention_context:
+        with (
+            torch.random.fork_rng(rng_devices()),
+            self._monitor.timed_part("evaluation", label=prefix),
+            eager_context,
+            attention_context,
+        ):
             # the Trainer has no argument for the batch size of one evaluation
             self.args.per_device_eval_batch_size = batch_size
             try:
@@ -395,8 +434,12 @@ class PlannedLoop(CheckpointedLoop):
         if eval_dataset is None:
             self.last_metrics = (self.state.global_step, metrics)
             exact_match = metrics.get("eval_exact_match")
-            exact_match_note = "" if exact_match is None else f", exact match {exact_match:.1%} of {len(active_questions):,} rows"
-            logger.info("Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], exact_match_note)
+            exact_match_note = (
+                "" if exact_match is None else f", exact match {exact_match:.1%} of {len(active_questions):,} rows"
+            )
+            logger.info(
+                "Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], exact_match_note
+            )
         return metrics
 
     def _measure_exact_match(self, questions: Sequence[Question], *, prefix: str) -> dict[str, float]:

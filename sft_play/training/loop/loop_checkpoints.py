@@ -154,7 +154,12 @@ class CheckpointedLoop(Trainer):
     def _require_room(self, step: int, needed_bytes: int, *, free_space: int | None = None) -> Iterator[None]:
         folder = Path(self.args.output_dir)
         try:
-            with require_disk_space(folder, needed_bytes, f"{checkpoints.resume_note(folder)}; that of step {step}", available_bytes=free_space):
+            with require_disk_space(
+                folder,
+                needed_bytes,
+                f"{checkpoints.resume_note(folder)}; that of step {step}",
+                available_bytes=free_space,
+            ):
                 yield
         except SftPlayError:
             shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # it would keep the disk full
@@ -226,13 +231,19 @@ class CheckpointedLoop(Trainer):
         shard, self._shard = self._shard, None
         if shard is not None:
             group = distributed.long_timeout_group(purpose="the thread that saves")
-            self._checkpoint_writer = CheckpointWriter(lambda: self._write_in_background(shard, commit, checkpoint_path, group), step=step, needed_bytes=needed_bytes)
+            self._checkpoint_writer = CheckpointWriter(
+                lambda: self._write_in_background(shard, commit, checkpoint_path, group),
+                step=step,
+                needed_bytes=needed_bytes,
+            )
             return
         if distributed.is_first():
             commit(moved=self.heartbeat.add_moved_bytes)
         self.wait_for_disk()
 
-    def _commit_checkpoint(self, checkpoint_path: Path, folder: Path, best: Path | None, *, moved: Callable[[int], None]) -> None:
+    def _commit_checkpoint(
+        self, checkpoint_path: Path, folder: Path, best: Path | None, *, moved: Callable[[int], None]
+    ) -> None:
         checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=self._required_files(), on_bytes=moved)
         checkpoints.rotate_checkpoints(folder, limit=self._checkpoint_limit, best_checkpoint=best)
 
@@ -253,7 +264,12 @@ class CheckpointedLoop(Trainer):
         if self.is_deepspeed_enabled:
             return ("trainer_state.json", "latest")
         if self.saves_shards:
-            return ("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS_FILE, sharded_checkpoints.GROUPS_FILE)
+            return (
+                "trainer_state.json",
+                "scheduler.pt",
+                sharded_checkpoints.CONTENTS_FILE,
+                sharded_checkpoints.GROUPS_FILE,
+            )
         return checkpoints.RESUME_FILES
 
     @contextlib.contextmanager
@@ -327,7 +343,13 @@ class CheckpointedLoop(Trainer):
             if self._saves_async:
                 self._shard = shard.copy_to_host()
                 return
-            sharded_checkpoints.save_part(shard, path, group=distributed.long_timeout_group(), on_bytes=self.heartbeat.add_moved_bytes, on_done=on_done)
+            sharded_checkpoints.save_part(
+                shard,
+                path,
+                group=distributed.long_timeout_group(),
+                on_bytes=self.heartbeat.add_moved_bytes,
+                on_done=on_done,
+            )
         shard_count, seconds = distributed.world_size(), time.monotonic() - start_time
         logger.info("Checkpoint of step %d: %d parts in %.0f s", step, shard_count, seconds)
 
@@ -351,7 +373,9 @@ class CheckpointedLoop(Trainer):
         if path is not None and sharded_checkpoints.is_sharded(path):
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's wrapper
             group = distributed.long_timeout_group()
-            sharded_checkpoints.load_sharded_optimizer(self.model, optimizer, path, group=group, on_bytes=self.heartbeat.add_moved_bytes)
+            sharded_checkpoints.load_sharded_optimizer(
+                self.model, optimizer, path, group=group, on_bytes=self.heartbeat.add_moved_bytes
+            )
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             if path is not None and self.is_deepspeed_enabled:
@@ -368,7 +392,9 @@ class CheckpointedLoop(Trainer):
         # config.json as one of any class, which refuses words of some classes (DeepSeek-V4's kinds of layers)
         path = Path(resume_from_checkpoint)
         if sharded_checkpoints.is_sharded(path):
-            sharded_checkpoints.load_sharded_weights(self.model, path, group=distributed.long_timeout_group(), on_bytes=self.heartbeat.add_moved_bytes)
+            sharded_checkpoints.load_sharded_weights(
+                self.model, path, group=distributed.long_timeout_group(), on_bytes=self.heartbeat.add_moved_bytes
+            )
         elif not self.is_fsdp_enabled and full_state_dict.has_adapter(self.model):
             full_state_dict.load_adapter_weights(self.model, path)
         elif not self.is_fsdp_enabled:
@@ -382,13 +408,21 @@ class CheckpointedLoop(Trainer):
         self.finish_saving()
         # the others know where it was written aside
         best = distributed.broadcast_value(self.state.best_model_checkpoint)
-        fault = checkpoints.find_damage(Path(best), on_bytes=self.heartbeat.add_moved_bytes) if distributed.is_first() else None
+        fault = (
+            checkpoints.find_damage(Path(best), on_bytes=self.heartbeat.add_moved_bytes)
+            if distributed.is_first()
+            else None
+        )
         self.wait_for_disk()
         fault = distributed.broadcast_value(fault)
         if fault is not None:
             logger.warning("The best checkpoint cannot be loaded, so the last weights are kept: %s: %s", best, fault)
             return
-        if self.is_fsdp_enabled or sharded_checkpoints.is_sharded(Path(best)) or full_state_dict.has_adapter(self.model):
+        if (
+            self.is_fsdp_enabled
+            or sharded_checkpoints.is_sharded(Path(best))
+            or full_state_dict.has_adapter(self.model)
+        ):
             self._load_from_checkpoint(best)
             return
         with universal.readable_checkpoint(self, Path(best)) as path:  # it may have been written over other ranks

@@ -32,7 +32,13 @@ T = TypeVar("T")
 # What a rank does in a step.
 TRAINING, UPDATING = "training", "updating the weights"
 # What may fit with smaller micro-batches, and is done again by ranks that start again.
-_RETRIED_ACTIVITIES = (TRAINING, "evaluating", "generating answers", "saving a checkpoint", "writing its part of a checkpoint")
+_RETRIED_ACTIVITIES = (
+    TRAINING,
+    "evaluating",
+    "generating answers",
+    "saving a checkpoint",
+    "writing its part of a checkpoint",
+)
 
 # Bytes of a tensor that stands for the optimizer's states, which are of many sizes.
 _STAND_IN_BYTES = 32 << 20
@@ -45,7 +51,11 @@ class StepMemory(TrainerCallback):
         """`micro_batches`: how steps are divided, as planned."""
         ranks = trainer._layout.data_parallel
         micro_steps = max(1, -(-trainer.plan.batch.effective_batch // (micro_batches.rows * ranks)))
-        self._trainer, self.micro_batches, self.batch_plan = trainer, micro_batches, BatchPlan(micro_batches.rows, micro_steps, ranks)
+        self._trainer, self.micro_batches, self.batch_plan = (
+            trainer,
+            micro_batches,
+            BatchPlan(micro_batches.rows, micro_steps, ranks),
+        )
         self.on_oom: list[Callable[[OomEvent], None]] = []
         """Called when memory has run out, before anything is repeated."""
         self.has_halved = False
@@ -143,9 +153,16 @@ class StepMemory(TrainerCallback):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            halved_plan, is_retried_activity = self.batch_plan.halved, self._trainer.heartbeat.last_note[1] in _RETRIED_ACTIVITIES
+            halved_plan, is_retried_activity = (
+                self.batch_plan.halved,
+                self._trainer.heartbeat.last_note[1] in _RETRIED_ACTIVITIES,
+            )
             should_restart = halved_plan is not None and is_retried_activity and not self.is_single_process
-            self._report_oom(str(error), retry="run" if should_restart else None, retry_rows=halved_plan.micro_batch if halved_plan and should_restart else 0)
+            self._report_oom(
+                str(error),
+                retry="run" if should_restart else None,
+                retry_rows=halved_plan.micro_batch if halved_plan and should_restart else 0,
+            )
             message = out_of_memory_message(self._trainer.plan, error, self.batch_plan)
             raise OutOfMemory(message, batch=None if should_restart else self.batch_plan) from error
 
@@ -168,7 +185,9 @@ class StepMemory(TrainerCallback):
         rows_by_rank, rank = trainer._step_batches.largest_micro_step(self.micro_batches), trainer._step_batches.rank
         device, has_no_state = trainer.args.device, not getattr(trainer.optimizer, "state", None)
         optimizer_bytes = trainer.plan.memory.terms.get("optimizer", 0) if has_no_state else 0
-        sizes = (min(_STAND_IN_BYTES, optimizer_bytes - offset) for offset in range(0, optimizer_bytes, _STAND_IN_BYTES))
+        sizes = (
+            min(_STAND_IN_BYTES, optimizer_bytes - offset) for offset in range(0, optimizer_bytes, _STAND_IN_BYTES)
+        )
         stand_ins = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         if self.is_single_process and self.batch_plan.grad_accum > 1:
             for parameter in trainer.model.parameters():
@@ -182,4 +201,9 @@ class StepMemory(TrainerCallback):
 def _random_states() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     gpu_states = [(torch.cuda.get_rng_state, torch.cuda.set_rng_state)] if torch.cuda.is_available() else []
     python_states = (random.getstate, random.setstate)
-    return [python_states, (np.random.get_state, np.random.set_state), (torch.get_rng_state, torch.set_rng_state), *gpu_states]
+    return [
+        python_states,
+        (np.random.get_state, np.random.set_state),
+        (torch.get_rng_state, torch.set_rng_state),
+        *gpu_states,
+    ]

@@ -27,8 +27,12 @@ _NOISE_STRIDE = 1_000_003
 def muon_matrices(model: Any) -> frozenset[nn.Parameter]:
     """The parameters that Muon steps: matrices, but for those of embeddings and of the output head."""
     head = model.get_output_embeddings()
-    embedding_weights = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} | {getattr(head, "weight", None)}
-    return frozenset(one for one in model.parameters() if one.requires_grad and one.dim() == 2 and one not in embedding_weights)
+    embedding_weights = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} | {
+        getattr(head, "weight", None)
+    }
+    return frozenset(
+        one for one in model.parameters() if one.requires_grad and one.dim() == 2 and one not in embedding_weights
+    )
 
 
 class MuonWithAdamW(Optimizer):
@@ -39,10 +43,15 @@ class MuonWithAdamW(Optimizer):
     ) -> None:
         param_groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
         muon_groups, adamw_groups = (
-            [{**group, "params": [parameter for parameter in group["params"] if (parameter in matrices) == is_muon]} for group in param_groups]
+            [
+                {**group, "params": [parameter for parameter in group["params"] if (parameter in matrices) == is_muon]}
+                for group in param_groups
+            ]
             for is_muon in (True, False)
         )
-        muon_groups, adamw_groups = ([group for group in optimizer if group["params"]] for optimizer in (muon_groups, adamw_groups))
+        muon_groups, adamw_groups = (
+            [group for group in optimizer if group["params"]] for optimizer in (muon_groups, adamw_groups)
+        )
         options = {"lr": lr, "weight_decay": weight_decay}
         self._muon = Muon(muon_groups, **options, adjust_lr_fn="match_rms_adamw") if muon_groups else None
         self._adamw = AdamW(adamw_groups, **options, **{"fused": True, **adamw}) if adamw_groups else None
@@ -62,7 +71,9 @@ class MuonWithAdamW(Optimizer):
             if optimizer is None:
                 continue
             # the groups of now, with their learning rates, and the states of this optimizer, which are what is saved
-            optimizer.param_groups = [group for group in self.param_groups if group[_IS_MUON_KEY] == (optimizer is self._muon)]
+            optimizer.param_groups = [
+                group for group in self.param_groups if group[_IS_MUON_KEY] == (optimizer is self._muon)
+            ]
             optimizer.state = self.state
             optimizer.step()
         return loss
@@ -70,7 +81,9 @@ class MuonWithAdamW(Optimizer):
 
 def loraplus_parameter_ids(model: Any) -> frozenset[int]:
     """The parameters, by their `id`, that get the higher rate."""
-    shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()}  # whole under ZeRO-3
+    shapes = {
+        name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()
+    }  # whole under ZeRO-3
     return frozenset(id(one) for name, one in model.named_parameters() if "lora_B" in name or len(shapes[name]) == 1)
 
 
@@ -142,7 +155,11 @@ class _StochasticRounding(Optimizer):
         for parameter, number in zip(parameters, indices, strict=True):
             for name, saved_value in state_dict["state"].get(number, {}).items():
                 current_value = self.state[parameter].get(name)
-                if isinstance(saved_value, torch.Tensor) and isinstance(current_value, torch.Tensor) and current_value.dtype != saved_value.dtype:
+                if (
+                    isinstance(saved_value, torch.Tensor)
+                    and isinstance(current_value, torch.Tensor)
+                    and current_value.dtype != saved_value.dtype
+                ):
                     self.state[parameter][name] = saved_value.to(current_value.device, copy=True)
 
 

@@ -249,7 +249,9 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         """The rows of the epoch's step of this number, by micro-step and rank, if they are cut so."""
         if self._epoch_indices is None or self._epoch_indices[0] != self._epoch_order.epoch:
             self._epoch_indices = (self._epoch_order.epoch, self._epoch_order.epoch_rows())
-        return self._cut_micro_steps(self._epoch_indices[1][step * self._window :][: self._window].tolist(), micro_batches)
+        return self._cut_micro_steps(
+            self._epoch_indices[1][step * self._window :][: self._window].tolist(), micro_batches
+        )
 
     def largest_micro_step(self, micro_batches: MicroBatches) -> list[list[int]]:
         """The micro-step that takes the most memory in the step with the epoch's longest row: its rows by rank."""
@@ -259,7 +261,10 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
             lengths = self._lengths[batch]
             return int(len(batch) * lengths.max() if micro_batches.padded else lengths.sum()) if batch else 0
 
-        return max(self.step_rows(longest_position // self._window, micro_batches), key=lambda each: max(map(count_tokens, each)))
+        return max(
+            self.step_rows(longest_position // self._window, micro_batches),
+            key=lambda each: max(map(count_tokens, each)),
+        )
 
 
 class SetEpochCallback(TrainerCallback):

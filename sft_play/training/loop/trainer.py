@@ -246,7 +246,10 @@ def _optimizer_options(config: RunConfig, plan: Plan, arguments: SFTConfig, mode
     if is_muon:
         optimizer, optimizer_kwargs = MuonWithAdamW, optimizer_kwargs | {"matrices": muon_matrices(model)}
     if rounds_stochastically:
-        optimizer, optimizer_kwargs = stochastic_rounding_class(optimizer), optimizer_kwargs | {"rounding_seed": arguments.seed}
+        optimizer, optimizer_kwargs = (
+            stochastic_rounding_class(optimizer),
+            optimizer_kwargs | {"rounding_seed": arguments.seed},
+        )
     return {"optimizer_cls_and_kwargs": (optimizer, optimizer_kwargs)}
 
 

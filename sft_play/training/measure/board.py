@@ -95,7 +95,12 @@ class TensorBoardWriter(TrainerCallback):
     ) -> None:
         """`metric_tags`: tags of the held-out figures that this run measures, for the table of hparams. `resume_step`:
         the step that the run continues after (None: its first step); what was written after it is not shown."""
-        self._folder, self._hparams, self._metric_tags, self._answers = folder, dict(hparams), tuple(metric_tags), answers
+        self._folder, self._hparams, self._metric_tags, self._answers = (
+            folder,
+            dict(hparams),
+            tuple(metric_tags),
+            answers,
+        )
         self._writers: dict[str, Any] = {}
         self._steps: dict[str, int] = {}
         self._tags: set[str] = set()

@@ -67,14 +67,21 @@ def build_eval_set(job: RunJob, prepared: Prepared) -> EvalSet:
     splits = prepared.splits
     split, name = (splits.test, "test") if splits.test is not None else (splits.val, "val")
     held_out_questions = _held_out_questions(job, prepared, split)
-    return EvalSet(split, name, held_out_questions, held_out_questions if name == "val" else _held_out_questions(job, prepared, splits.val))
+    return EvalSet(
+        split,
+        name,
+        held_out_questions,
+        held_out_questions if name == "val" else _held_out_questions(job, prepared, splits.val),
+    )
 
 
 def _held_out_questions(job: RunJob, prepared: Prepared, split: DataSplit | None) -> list[Question]:
     max_questions = job.loaded.config.eval.generate_rows
     if split is None or max_questions == 0:
         return []
-    selected_questions = select_questions(split, prepared.renderer, prepared.tokenizer.tokenizer, max_questions=max_questions)
+    selected_questions = select_questions(
+        split, prepared.renderer, prepared.tokenizer.tokenizer, max_questions=max_questions
+    )
     if not selected_questions:
         logger.info("No held-out row ends with an answer that can be generated: exact match is not measured")
     return selected_questions
@@ -131,7 +138,9 @@ class InitialEvaluation(TrainerCallback):
     """Measures before the first step: what the engine holds, and the figures of the held-out rows; as a callback where
     an engine wraps the model when training begins."""
 
-    def __init__(self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, peaks: MemoryPeaks, *, is_resumed: bool) -> None:
+    def __init__(
+        self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, peaks: MemoryPeaks, *, is_resumed: bool
+    ) -> None:
         self._job, self._trainer, self.eval_set, self._peaks = job, trainer, eval_set, peaks
         self._is_resumed = is_resumed
         self._engine_check: EngineCheck | None = None

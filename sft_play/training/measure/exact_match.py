@@ -57,11 +57,15 @@ def build_questions(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -
         if prompt_and_answer is None or len(prompt_and_answer[0]) + 1 >= renderer.max_seq_len:
             return None
         answer = decode_answer(tokenizer, prompt_and_answer[1], stop_tokens)
-        full_text = tokenizer.decode([token for token in prompt_and_answer[1] if token not in stop_tokens], skip_special_tokens=False)
+        full_text = tokenizer.decode(
+            [token for token in prompt_and_answer[1] if token not in stop_tokens], skip_special_tokens=False
+        )
         # gpt-oss: `<|end|>` ends think text, and turns too
         if not answer.strip() or answer.strip() != full_text.strip():
             return None
-        return Question(prompt_and_answer[0], str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else "", answer)
+        return Question(
+            prompt_and_answer[0], str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else "", answer
+        )
 
     return [build_question(chat) for chat in chats]
 
@@ -165,5 +169,7 @@ def _generate(
     )  # fmt: skip
     stop_set = set(stop_tokens)
     generated = [tuple(row.tolist()[longest:]) for row in generated_BT]
-    lengths = [next((position + 1 for position, token in enumerate(row) if token in stop_set), len(row)) for row in generated]
+    lengths = [
+        next((position + 1 for position, token in enumerate(row) if token in stop_set), len(row)) for row in generated
+    ]
     return [row[:length] for row, length in zip(generated, lengths, strict=True)]

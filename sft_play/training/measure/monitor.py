@@ -69,7 +69,12 @@ class Monitor(TrainerCallback):
     """Measures this rank between two logs, and combines the figures of all ranks into what is logged."""
 
     def __init__(
-        self, plan: Plan | None = None, *, copies: int = 1, sources: Sequence[str] = DEFAULT_SOURCES, peaks: MemoryPeaks | None = None
+        self,
+        plan: Plan | None = None,
+        *,
+        copies: int = 1,
+        sources: Sequence[str] = DEFAULT_SOURCES,
+        peaks: MemoryPeaks | None = None,
     ) -> None:
         """`plan`: what the measured figures are compared with; `copies`: consecutive ranks that see the same rows and
         are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by phase, which
@@ -185,7 +190,14 @@ class Monitor(TrainerCallback):
         source_values = [] if self._source_sums is None else list(self._source_sums.flatten())
         # one vector and one collective per log, whatever is measured. Places: 0 loss, 1 trained tokens, 2 tokens,
         # 3 places of the batches, 4 samples, 5 to 7 memory; from 8 on the head's sums, at the end those by source
-        local_values = [self._loss, self._trained_tokens, self._tokens, self._padded_tokens, self._samples, *self._read_memory()]
+        local_values = [
+            self._loss,
+            self._trained_tokens,
+            self._tokens,
+            self._padded_tokens,
+            self._samples,
+            *self._read_memory(),
+        ]
         local_values += [*head_values, *source_values]
         vector = torch.stack([torch.as_tensor(number, dtype=_SUM_DTYPE, device=device) for number in local_values])
         values_by_rank = distributed.gather_numbers(vector)
@@ -285,7 +297,9 @@ def source_sums(
     return torch.stack([losses, is_source.sum(dim=(1, 2)).to(_SUM_DTYPE)], dim=1)
 
 
-def source_losses(ranks: list[list[float]], names: Sequence[str] = DEFAULT_SOURCES, *, prefix: str = "") -> dict[str, float]:
+def source_losses(
+    ranks: list[list[float]], names: Sequence[str] = DEFAULT_SOURCES, *, prefix: str = ""
+) -> dict[str, float]:
     """Mean loss over the tokens of each source, from the sums of every rank; a source without tokens is left out."""
     losses: dict[str, float] = {}
     for index, name in enumerate(names):

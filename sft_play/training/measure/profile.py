@@ -156,12 +156,18 @@ class ProfileWindow(TrainerCallback):
         spans = [(event.name, event.time_range.start, event.time_range.end) for event in self._profile.events()]
         work_times = collective_times(spans, collectives)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        rank_communication = RankCommunication(rank, socket.gethostname(), seconds, busy_s, exposed_s, collectives, work_times)
+        rank_communication = RankCommunication(
+            rank, socket.gethostname(), seconds, busy_s, exposed_s, collectives, work_times
+        )
         communication_by_rank = gather_values(rank_communication)
         if not is_first():
             return
         report = communication_report(
-            communication_by_rank, plan.choice.layout, steps=steps, planned_bytes=plan.speed.collectives, planned_sent_bytes=plan.speed.moved_bytes
+            communication_by_rank,
+            plan.choice.layout,
+            steps=steps,
+            planned_bytes=plan.speed.collectives,
+            planned_sent_bytes=plan.speed.moved_bytes,
         )
         path = self._folder / COMMUNICATION_FILE
         path.write_text(json.dumps(report | {"trace": TRACE_FILE}, indent=1) + "\n", encoding="utf-8")
@@ -219,7 +225,12 @@ class RankCommunication(NamedTuple):
 
 
 def communication_report(
-    communication_by_rank: Sequence[RankCommunication], layout: Layout, *, steps: int, planned_bytes: Mapping[str, int], planned_sent_bytes: int
+    communication_by_rank: Sequence[RankCommunication],
+    layout: Layout,
+    *,
+    steps: int,
+    planned_bytes: Mapping[str, int],
+    planned_sent_bytes: int,
 ) -> dict[str, Any]:
     """`profile/communication.json`: the counts of all ranks in a window of `steps`, per optimizer step, beside the
     plan's bytes by kind, and what one rank sends. Of a kind, `bytes` are of whole messages, `sent_bytes` by one rank,

@@ -48,7 +48,12 @@ class TrainingSummary(NamedTuple):
 
 
 def build_summary(
-    job: RunJob, trainer: PlannedLoop, training: TrainingSummary, before_training: InitialEvaluation, metrics_after: EvalMetrics | None, monitors: RunMonitors
+    job: RunJob,
+    trainer: PlannedLoop,
+    training: TrainingSummary,
+    before_training: InitialEvaluation,
+    metrics_after: EvalMetrics | None,
+    monitors: RunMonitors,
 ) -> dict[str, Any]:
     """`summary.json`; `finish_run` adds `model_path` once the weights are saved."""
     stop_after, predicted_speed, compiler = training.stop_after, job.plan.speed.tokens_per_s, trainer.compiler
@@ -91,7 +96,9 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, first_step: int) -
         _memory_line(summary["peak_bytes"]),
         f"Written to: {job.folder.path}",
     ]
-    if summary["exit"] or job.folder.parent_run is not None:  # the error says how to resume, the last stage what is next
+    if (
+        summary["exit"] or job.folder.parent_run is not None
+    ):  # the error says how to resume, the last stage what is next
         return lines
     if summary["status"] == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
@@ -101,7 +108,10 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, first_step: int) -
 def _metric_lines(summary: Mapping[str, Any]) -> list[str]:
     rows = (summary["after"] or {}).get("rows") or (summary["before"] or {}).get("rows")
     split_note = f"({summary['split']}, {rows} rows)"
-    return [f"Held-out {name} {split_note}: {before} before, {after} after" for name, before, after in result_figures(summary)]
+    return [
+        f"Held-out {name} {split_note}: {before} before, {after} after"
+        for name, before, after in result_figures(summary)
+    ]
 
 
 def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -117,7 +127,11 @@ def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
 def sample_answers(metrics_before: EvalMetrics | None, metrics_after: EvalMetrics | None) -> list[dict[str, Any]]:
     """Some questions, evenly spaced, with the answers of the untrained (if asked) and the trained model."""
     answers = metrics_after.answers if metrics_after else ()
-    answers_before = {answer.question.prompt_text: _truncate(answer.text) for answer in metrics_before.answers} if metrics_before else {}
+    answers_before = (
+        {answer.question.prompt_text: _truncate(answer.text) for answer in metrics_before.answers}
+        if metrics_before
+        else {}
+    )
     count = min(MAX_KEPT_SAMPLES, len(answers))
     return [
         {
@@ -153,7 +167,13 @@ def _next_step_lines(job: RunJob) -> list[str]:
 
 
 def finish_run(
-    job: RunJob, prepared: Prepared, trainer: PlannedLoop, summary: dict[str, Any], memory_meter: MemoryMeter, *, first_step: int
+    job: RunJob,
+    prepared: Prepared,
+    trainer: PlannedLoop,
+    summary: dict[str, Any],
+    memory_meter: MemoryMeter,
+    *,
+    first_step: int,
 ) -> dict[str, Any]:
     """Save what was trained, write and log the summary; raises Interrupted if the user stopped the run."""
     steps, is_finished = summary["steps"], summary["status"] == "finished"
@@ -198,15 +218,27 @@ def _save_trained_weights(job: RunJob, prepared: Prepared, trainer: PlannedLoop,
     path, tokenizer = job.folder.model_path(is_adapter=prepared.trains_adapter), prepared.tokenizer.tokenizer
     dtype = None if prepared.trains_adapter else prepared.model_spec.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)
-    needed_bytes, free_space = engines.trained_bytes(trainer, dtype), distributed.broadcast_value(free_disk_bytes(path.parent))
-    with require_disk_space(path.parent, needed_bytes, "the trained weights", available_bytes=free_space), trainer.watch_writing(path.parent):
+    needed_bytes, free_space = (
+        engines.trained_bytes(trainer, dtype),
+        distributed.broadcast_value(free_disk_bytes(path.parent)),
+    )
+    with (
+        require_disk_space(path.parent, needed_bytes, "the trained weights", available_bytes=free_space),
+        trainer.watch_writing(path.parent),
+    ):
         streams_tensors = trainer.is_fsdp_enabled and not prepared.trains_adapter
         tensors = full_state_dict.full_tensors(trainer.model) if streams_tensors else None
-        state = None if streams_tensors else full_state_dict.gather_state_dict(trainer, from_fp32_masters=dtype is torch.float32)
+        state = (
+            None
+            if streams_tensors
+            else full_state_dict.gather_state_dict(trainer, from_fp32_masters=dtype is torch.float32)
+        )
         if distributed.is_first():
             if prepared.tokenizer.original_template is not None:
                 tokenizer.chat_template = prepared.tokenizer.original_template
-            has_trained_lora_b = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
+            has_trained_lora_b = any(
+                weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name
+            )
             base_model = job.loaded.config.model  # of which a whole model of images and text keeps what did not train
             keeps_base_files = prepared.model_spec.text_tower is not None and not prepared.trains_adapter
             base = fetch_base_folder(base_model.name, revision=base_model.revision) if keeps_base_files else None

@@ -81,7 +81,10 @@ class UpdateCheck(TrainerCallback):
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Note which of the sampled elements have a gradient. DeepSpeed has already stepped, and shows none."""
         if self._samples_before and not self._trainer.is_deepspeed_enabled:
-            full_gradients = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in _trainable_parameters(self._trainer))
+            full_gradients = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                for parameter in _trainable_parameters(self._trainer)
+            )
             gradients = [_sample_elements(engines.local_shard(gradient)) for gradient in full_gradients]
             if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
                 self._samples_before = []  # loss scaling skips this step
@@ -104,9 +107,14 @@ class UpdateCheck(TrainerCallback):
             self._report_facts()
 
     def _report_facts(self) -> None:
-        moved, compared = distributed.sum_over_ranks(self._moved_count), distributed.sum_over_ranks(self._compared_count)
+        moved, compared = (
+            distributed.sum_over_ranks(self._moved_count),
+            distributed.sum_over_ranks(self._compared_count),
+        )
         self.facts = UpdateFacts(
-            *training_dtypes(self._trainer), moved_share=round(moved / compared, 4) if compared else None, rounding=self._rounding
+            *training_dtypes(self._trainer),
+            moved_share=round(moved / compared, 4) if compared else None,
+            rounding=self._rounding,
         )
         if self.facts.is_lost:
             logger.warning("%s", self.facts.warning)
@@ -141,8 +149,15 @@ def training_dtypes(trainer: Any) -> tuple[tuple[str, ...], tuple[str, ...], tup
             is_adapter = has_adapters and parameter.requires_grad
             (adapters if is_adapter else base).append("nf4" if name in packed else _dtype_name(parameter))
     wrapped = trainer.model_wrapped
-    masters = [_dtype_name(tensor) for tensor in engines.fp32_partitions(wrapped)] if engines.is_deepspeed(wrapped) else []
-    return _by_frequency(base), _by_frequency(adapters), _by_frequency(masters), _by_frequency(_optimizer_state_dtypes(trainer))
+    masters = (
+        [_dtype_name(tensor) for tensor in engines.fp32_partitions(wrapped)] if engines.is_deepspeed(wrapped) else []
+    )
+    return (
+        _by_frequency(base),
+        _by_frequency(adapters),
+        _by_frequency(masters),
+        _by_frequency(_optimizer_state_dtypes(trainer)),
+    )
 
 
 def _optimizer_state_dtypes(trainer: Any) -> Iterator[str]:

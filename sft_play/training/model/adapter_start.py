@@ -33,7 +33,12 @@ SVD_ITERATIONS, SVD_EXTRA_RANK = 16, 8
 
 @torch.no_grad()
 def initialize_adapters(
-    model: Any, lora: LoraConfig, *, seed: int, device: torch.device, read_base_weights: Callable[[], BaseWeights | None]
+    model: Any,
+    lora: LoraConfig,
+    *,
+    seed: int,
+    device: torch.device,
+    read_base_weights: Callable[[], BaseWeights | None],
 ) -> None:
     """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank. `read_base_weights`
     returns the base's own, where the model holds none or only what NF4 makes of them; None: the model's. Raises
@@ -64,7 +69,9 @@ def _layers_to_initialize(model: Any, init: str) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-def _initial_factors(weight: torch.Tensor, name: str, layer: Any, lora: LoraConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def _initial_factors(
+    weight: torch.Tensor, name: str, layer: Any, lora: LoraConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
     if not weight.is_floating_point():
         raise ModelError(f"tuning.lora.init={lora.init}: {name} is stored as {weight.dtype}, and 16 bits are needed")
     target = weight.float() if lora.init == "pissa" else nf4_roundtrip(weight).neg_().add_(weight)
@@ -74,7 +81,9 @@ def _initial_factors(weight: torch.Tensor, name: str, layer: Any, lora: LoraConf
 
 def low_rank_factors(matrix: torch.Tensor, rank: int, *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """B and A with scale x B A the best approximation of a matrix at this rank, in equal parts."""
-    left, singular_values, right = torch.svd_lowrank(matrix, q=min(rank + SVD_EXTRA_RANK, *matrix.shape), niter=SVD_ITERATIONS)
+    left, singular_values, right = torch.svd_lowrank(
+        matrix, q=min(rank + SVD_EXTRA_RANK, *matrix.shape), niter=SVD_ITERATIONS
+    )
     roots = (singular_values[:rank] / scale).sqrt()
     return left[:, :rank] * roots, (right[:, :rank] * roots).T
 

@@ -34,7 +34,9 @@ def join_context_parallel_group(layout: Layout, device: torch.device) -> None:
     context_parallel = layout.context_parallel
     if context_parallel == 1:
         return
-    mesh = init_device_mesh(device.type, (layout.ranks // context_parallel, context_parallel), mesh_dim_names=("rows", "cp"))
+    mesh = init_device_mesh(
+        device.type, (layout.ranks // context_parallel, context_parallel), mesh_dim_names=("rows", "cp")
+    )
     _groups[ULYSSES_ATTENTION] = mesh["cp"]
 
 

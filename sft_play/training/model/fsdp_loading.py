@@ -58,7 +58,9 @@ def load_for_sharding(
             weights = dict(source_model.named_parameters(remove_duplicate=False))
             dtypes = {name: weight.dtype for name, weight in weights.items()}
             other_tensors = {
-                name: tensors for name, module in source_model.named_modules() if (tensors := dict(_other_tensors(module)))
+                name: tensors
+                for name, module in source_model.named_modules()
+                if (tensors := dict(_other_tensors(module)))
             }
             broadcast = [(dtypes, other_tensors, source_model.generation_config)]
         except SftPlayError as error:
@@ -83,7 +85,9 @@ def _other_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor))
 
 
-def _build_empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec, storage: DtypeName | None) -> Any:
+def _build_empty_model(
+    config: RunConfig, precision: Precision, model_spec: ModelSpec, storage: DtypeName | None
+) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_spec.hf_config,
@@ -179,7 +183,9 @@ def _shard_units(model: Any, layer_class: str) -> Iterator[tuple[list[nn.Module]
         yield [embedding], {}
     # a model with adapters has no norm here: its prefix leads to another module
     backbone = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
-    norms = [module for module in backbone.children() if "Norm" in type(module).__name__] if backbone is not None else []
+    norms = (
+        [module for module in backbone.children() if "Norm" in type(module).__name__] if backbone is not None else []
+    )
     tail = [module for module in (*norms[-1:], embedding if is_tied else None, head) if module is not None]
     if tail:
         yield tail, {"reshard_after_forward": False}
@@ -189,7 +195,9 @@ def _shard_units(model: Any, layer_class: str) -> Iterator[tuple[list[nn.Module]
 class _ParameterFiller:
     """Gives each parameter its value once, in every module that holds it."""
 
-    def __init__(self, model: nn.Module, source: SourceWeights, device: torch.device, *, fp32_master_weights: bool) -> None:
+    def __init__(
+        self, model: nn.Module, source: SourceWeights, device: torch.device, *, fp32_master_weights: bool
+    ) -> None:
         self._source, self._device, self._fp32_master_weights = source, device, fp32_master_weights
         packed_parameters = (parameter for parameter in model.parameters() if _is_4bit(parameter))
         self._storage = next((parameter.quant_storage for parameter in packed_parameters), torch.uint8)
@@ -221,7 +229,9 @@ class _ParameterFiller:
             value = self._receive(holders[0][0], parameter, parameter.shape)
             should_widen = self._fp32_master_weights and parameter.requires_grad
             packed_parameter = nf4_experts.fill_packed(module, holders[0][2], value, self._storage)
-            plain_parameter = nn.Parameter(value.float() if should_widen else value, requires_grad=parameter.requires_grad)
+            plain_parameter = nn.Parameter(
+                value.float() if should_widen else value, requires_grad=parameter.requires_grad
+            )
             filled = plain_parameter if packed_parameter is None else packed_parameter
         for _, owner, name in holders:
             owner._parameters[name] = filled

@@ -75,12 +75,26 @@ class TextTower:
         peft_prefix, name = _split_peft_prefix(name)
         if any(name.startswith(full_prefix) for _, full_prefix in self.prefixes):
             return peft_prefix + name
-        return peft_prefix + next((full_prefix + name[len(text_prefix) :] for text_prefix, full_prefix in self.prefixes if name.startswith(text_prefix)), name)
+        return peft_prefix + next(
+            (
+                full_prefix + name[len(text_prefix) :]
+                for text_prefix, full_prefix in self.prefixes
+                if name.startswith(text_prefix)
+            ),
+            name,
+        )
 
     def to_text_name(self, name: str) -> str:
         """Its name in the language model."""
         peft_prefix, name = _split_peft_prefix(name)
-        return peft_prefix + next((text_prefix + name[len(full_prefix) :] for text_prefix, full_prefix in self.prefixes if name.startswith(full_prefix)), name)
+        return peft_prefix + next(
+            (
+                text_prefix + name[len(full_prefix) :]
+                for text_prefix, full_prefix in self.prefixes
+                if name.startswith(full_prefix)
+            ),
+            name,
+        )
 
 
 def _split_peft_prefix(name: str) -> tuple[str, str]:
@@ -112,14 +126,18 @@ def locate_text_tower(full_config: Any, language_model: Any) -> TextTower | None
         return TextTower(full_config, (("", f"{path_in_full}."),), renamings)
     decoder = language_model.get_decoder()
     text_prefix = next(path for path, module in language_model.named_modules() if module is decoder)
-    full_prefix = next((path for path, module in modules.items() if type(module) is type(decoder)), "model.language_model")
+    full_prefix = next(
+        (path for path, module in modules.items() if type(module) is type(decoder)), "model.language_model"
+    )
     return TextTower(full_config, ((f"{text_prefix}.", f"{full_prefix}."),), renamings)
 
 
 def names_lost_by_peft(published_model: Any, names: Iterable[str]) -> list[str]:
     """Of the tensors in an adapter's file those that PEFT (0.21) loses when it loads them: it renames all as tensors of
     the base's published files, though they are named as in the class (`published_model`, on the meta device) already."""
-    renamings = [renaming for renaming in get_model_conversion_mapping(published_model) if isinstance(renaming, WeightRenaming)]
+    renamings = [
+        renaming for renaming in get_model_conversion_mapping(published_model) if isinstance(renaming, WeightRenaming)
+    ]
     bare_names = {name: _split_peft_prefix(name)[1] for name in names}
     return [name for name, bare_name in bare_names.items() if apply_renamings(bare_name, renamings) != bare_name]
 
@@ -139,9 +157,15 @@ def prepare_text_config(full_config: Any, published: Mapping[str, Any] | None = 
     if not hasattr(text_config, "tie_word_embeddings"):  # some say it of the whole class only
         text_config.tie_word_embeddings = getattr(full_config, "tie_word_embeddings", False)
     published_tie, published_text = (published or {}).get("tie_word_embeddings"), (published or {}).get("text_config")
-    if isinstance(published_text, Mapping) and "tie_word_embeddings" not in published_text and isinstance(published_tie, bool):
+    if (
+        isinstance(published_text, Mapping)
+        and "tie_word_embeddings" not in published_text
+        and isinstance(published_tie, bool)
+    ):
         text_config.tie_word_embeddings = published_tie
-    if (text_config is full_config and type(text_config) in MODEL_FOR_CAUSAL_LM_MAPPING) or getattr(full_config, "is_encoder_decoder", False):
+    if (text_config is full_config and type(text_config) in MODEL_FOR_CAUSAL_LM_MAPPING) or getattr(
+        full_config, "is_encoder_decoder", False
+    ):
         return text_config
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
     is_new = model_class is None
@@ -157,7 +181,9 @@ def prepare_text_config(full_config: Any, published: Mapping[str, Any] | None = 
 
 def fit_tied_embeddings(full_config: Any, text_config: Any, read_names: Callable[[], set[str]]) -> None:
     """Tie the head to the embedding or not, as the names in its files have it, where the two configs disagree."""
-    if text_config is full_config or bool(text_config.tie_word_embeddings) == bool(getattr(full_config, "tie_word_embeddings", False)):
+    if text_config is full_config or bool(text_config.tie_word_embeddings) == bool(
+        getattr(full_config, "tie_word_embeddings", False)
+    ):
         return
     names = read_names()
     if names:
@@ -177,7 +203,14 @@ def _causal_lm_class(text_config: Any) -> type | None:
 def _decoder_class(config_class: type) -> Any:
     registered: Any = MODEL_MAPPING.get(config_class, None) or _sibling_classes(config_class, "TextModel")
     classes = registered if isinstance(registered, list | tuple) else [registered]
-    return next((candidate for candidate in classes if "input_ids" in list(inspect.signature(candidate.forward).parameters)[1:2]), None)
+    return next(
+        (
+            candidate
+            for candidate in classes
+            if "input_ids" in list(inspect.signature(candidate.forward).parameters)[1:2]
+        ),
+        None,
+    )
 
 
 def _sibling_classes(config_class: type, suffix: str) -> list[type]:

@@ -26,7 +26,11 @@ from sft_play.training.prepare.model_spec import ModelSpec, model_location
 
 logger = logging.getLogger(__name__)
 
-TORCH_DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 # For `from_pretrained`, which looks for an adapter beside a model's files, and then puts it on them, or loads the base
 # that the adapter names in their place: none is found in this folder.
 NO_ADAPTER_KWARGS = {"adapter_kwargs": {"subfolder": "none"}}
@@ -45,7 +49,9 @@ def load_model(
     4-bit weights (None: bytes); FSDP can divide only floating-point ones. Raises ModelError: as `read_model`."""
     options: dict[str, Any] = {}
     if config.tuning.mode == "qlora":
-        options["quantization_config"] = quantization_config(precision, storage, quantizes_experts=config.tuning.has_quantized_experts)
+        options["quantization_config"] = quantization_config(
+            precision, storage, quantizes_experts=config.tuning.has_quantized_experts
+        )
     is_on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
         options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
@@ -103,7 +109,9 @@ def read_model(
     if model_spec.is_dequantised:  # which transformers reads beside a folder's weights only
         model.name_or_path = model.config._name_or_path = model_location(config)
         with contextlib.suppress(OSError):  # it has no generation_config.json
-            model.generation_config = GenerationConfig.from_pretrained(model_location(config), revision=config.model.revision)
+            model.generation_config = GenerationConfig.from_pretrained(
+                model_location(config), revision=config.model.revision
+            )
     require_all_weights(model, loading_info, config.model.name)
     unused_names = [] if model_spec.text_tower is not None else sorted(loading_info.get("unexpected_keys", ()))
     if unused_names:
@@ -149,7 +157,9 @@ def silence_load_report() -> Iterator[None]:
         library_logger.setLevel(level)
 
 
-def quantization_config(precision: Precision, storage: DtypeName | None = None, *, quantizes_experts: bool = True) -> BitsAndBytesConfig:
+def quantization_config(
+    precision: Precision, storage: DtypeName | None = None, *, quantizes_experts: bool = True
+) -> BitsAndBytesConfig:
     """NF4 with double quantisation, computing in the run's precision (https://huggingface.co/papers/2305.14314);
     with `quantizes_experts` stacked experts are quantised too."""
     nf4_experts.register_expert_quantizer()

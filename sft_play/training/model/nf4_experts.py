@@ -65,7 +65,9 @@ def install_packed_weight(module: nn.Module, name: str, weight: PackedWeight) ->
     vars(module)[PACKED_ATTRIBUTE][name] = weight
     module_class = type(module)
     # under the class's own name: others look for experts by it
-    module.__class__ = type(module_class.__name__, (module_class,), {name: _packed_property(name), "__module__": module_class.__module__})
+    module.__class__ = type(
+        module_class.__name__, (module_class,), {name: _packed_property(name), "__module__": module_class.__module__}
+    )
 
 
 def _packed_property(name: str) -> property:
@@ -121,7 +123,9 @@ def unpack_nf4(packed: torch.Tensor, nf4_state: NF4State) -> torch.Tensor:
     weight = torch.empty(nf4_state.shape, dtype=nf4_state.dtype, device=packed.device)
     element_counts = [state.shape.numel() for state in nf4_state.states]
     packed_counts = [count // 2 // packed.element_size() for count in element_counts]
-    for target, part, state in zip(weight.view(-1).split(element_counts), packed.split(packed_counts), nf4_state.states, strict=True):
+    for target, part, state in zip(
+        weight.view(-1).split(element_counts), packed.split(packed_counts), nf4_state.states, strict=True
+    ):
         target.copy_(functional.dequantize_4bit(part, state)[0])
     return weight
 
@@ -220,7 +224,9 @@ _PEFT_GET_PARAM, _PEFT_ACTIVATE_LORA = ParamWrapper.get_param, ParamWrapper._act
 
 
 def _find_packed_weight(wrapper: ParamWrapper) -> PackedWeight | None:
-    packed_weight: PackedWeight | None = vars(wrapper.get_base_layer()).get(PACKED_ATTRIBUTE, {}).get(wrapper.parameter_name)
+    packed_weight: PackedWeight | None = (
+        vars(wrapper.get_base_layer()).get(PACKED_ATTRIBUTE, {}).get(wrapper.parameter_name)
+    )
     return packed_weight
 
 

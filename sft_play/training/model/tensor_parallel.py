@@ -67,7 +67,9 @@ def _required_names(model: Any, plan: Mapping[str, str]) -> set[str]:
     return names
 
 
-def divide_model(model: Any, plan: Mapping[str, ParallelStyle], mesh: Any, *, device: torch.device, fp32_master_weights: bool = False) -> None:
+def divide_model(
+    model: Any, plan: Mapping[str, ParallelStyle], mesh: Any, *, device: torch.device, fp32_master_weights: bool = False
+) -> None:
     """Reduce a model that every rank holds whole, with adapters or without, to this rank's part on `device`. `plan`:
     `tensor_parallel_plan` of the model before adapters; `fp32_master_weights`: what trains is kept in fp32, which
     accelerate cannot do with parts. Raises ModelError: a layer does not split evenly."""
@@ -82,10 +84,15 @@ def divide_model(model: Any, plan: Mapping[str, ParallelStyle], mesh: Any, *, de
             for attribute, parameter in parameters.items():
                 if id(parameter) not in divided:  # tied ones stay one
                     dtype = torch.float32 if fp32_master_weights and parameter.requires_grad else parameter.dtype
-                    local_tensor = _local_part(parameter.detach(), _placement(attribute, style), mesh, name=f"{name}.{attribute}")
+                    local_tensor = _local_part(
+                        parameter.detach(), _placement(attribute, style), mesh, name=f"{name}.{attribute}"
+                    )
                     # run_check would broadcast every tensor; all ranks have read the same file
                     divided_tensor = DTensor.from_local(
-                        local_tensor.to(device, dtype, copy=True).contiguous(), mesh, [_placement(attribute, style)], run_check=False
+                        local_tensor.to(device, dtype, copy=True).contiguous(),
+                        mesh,
+                        [_placement(attribute, style)],
+                        run_check=False,
                     )
                     divided[id(parameter)] = nn.Parameter(divided_tensor, requires_grad=parameter.requires_grad)
                 module._parameters[attribute] = divided[id(parameter)]

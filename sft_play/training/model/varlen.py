@@ -92,7 +92,9 @@ def varlen_attention(
 def _refuse_unsupported(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
     unsupported = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     unsupported += ["dropout"] if dropout and module.training else []
-    unsupported += [] if getattr(module, "is_causal", True) and options.get("is_causal") is not False else ["is_causal=False"]
+    unsupported += (
+        [] if getattr(module, "is_causal", True) and options.get("is_causal") is not False else ["is_causal=False"]
+    )
     if unsupported:
         raise ValueError(f"varlen attention has no {', '.join(unsupported)}")
 

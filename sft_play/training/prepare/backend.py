@@ -133,7 +133,9 @@ def unsupported_options(config: RunConfig) -> list[str]:
         unsupported.append(f"train.gradient_checkpointing={config.train.gradient_checkpointing} (all layers or none)")
     for path, value in _changed_options(config).items():
         owner = all_options()[path].owner  # the module that reads the option: where it takes effect
-        if path not in _SUPPORTED_OPTIONS and (path in _UNSUPPORTED_OPTIONS or not owner.startswith((*_PARENT_OWNERS, *_WORKER_OWNERS))):
+        if path not in _SUPPORTED_OPTIONS and (
+            path in _UNSUPPORTED_OPTIONS or not owner.startswith((*_PARENT_OWNERS, *_WORKER_OWNERS))
+        ):
             unsupported.append(f"{path}={one_line(json.dumps(value))}")
     return unsupported
 

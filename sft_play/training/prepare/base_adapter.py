@@ -14,7 +14,7 @@ from sft_play.config.adapter import ADAPTER_CONFIG_FILE, ADAPTER_KEY, ADAPTER_WE
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import file_digest
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import find_model_folder, base_weights_identity
+from sft_play.facts.models.architecture import base_weights_identity, find_model_folder
 from sft_play.log import one_line
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.checkpoints.full_state_dict import adapter_names, is_duplicate_name
@@ -58,14 +58,20 @@ def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter |
 def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> int:
     model = build_meta_model(resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code)
     state = model.state_dict()
-    expected_shapes = {name: tuple(state[parameter_name].shape) for name, parameter_name in adapter_names(model).items()}
+    expected_shapes = {
+        name: tuple(state[parameter_name].shape) for name, parameter_name in adapter_names(model).items()
+    }
     to_saved_name = model_spec.text_tower.to_full_name if model_spec.text_tower is not None else str
     try:
         with safe_open(file, framework="pt") as tensors:
             saved_names = {
-                to_saved_name(name): name for name in tensors.keys() if not is_duplicate_name(name)  # noqa: SIM118
+                to_saved_name(name): name
+                for name in tensors.keys()
+                if not is_duplicate_name(name)  # noqa: SIM118
             }
-            saved_shapes = {name: tuple(tensors.get_slice(saved_name).get_shape()) for name, saved_name in saved_names.items()}
+            saved_shapes = {
+                name: tuple(tensors.get_slice(saved_name).get_shape()) for name, saved_name in saved_names.items()
+            }
             problems = [
                 f"{name} has the shape {saved_shapes.get(name)} there and {expected_shapes.get(name)} here"
                 for name in sorted({**expected_shapes, **saved_shapes})

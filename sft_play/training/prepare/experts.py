@@ -12,7 +12,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.models.config_fields import FIELD_ALIASES, EXPERT_COUNT_FIELDS
+from sft_play.facts.models.config_fields import EXPERT_COUNT_FIELDS, FIELD_ALIASES
 from sft_play.planner.kernels import ExpertsImplementation, check_experts_option, select_experts_implementation
 from sft_play.planner.precision import Precision
 from sft_play.training.class_checks.small_model import measure_small_model, small_model
@@ -61,7 +61,9 @@ def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision)
         return None
     # rows of the down projections: the hidden width and an expert's inner one, whichever comes first
     widths = {width for module in transformers_experts for width in module.down_proj.shape[1:]}
-    return select_experts_implementation(config, has_own_code=not transformers_experts, widths=sorted(widths), precision=precision)
+    return select_experts_implementation(
+        config, has_own_code=not transformers_experts, widths=sorted(widths), precision=precision
+    )
 
 
 def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list[str]:
@@ -72,12 +74,20 @@ def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list
         if getattr(hf_config, "output_router_logits", False):  # TRL's head would compute one nevertheless
             hf_config.output_router_logits = False
         return []
-    for name, aliases in (("num_experts", EXPERT_COUNT_FIELDS), ("num_experts_per_tok", FIELD_ALIASES["num_experts_per_tok"])):
+    for name, aliases in (
+        ("num_experts", EXPERT_COUNT_FIELDS),
+        ("num_experts_per_tok", FIELD_ALIASES["num_experts_per_tok"]),
+    ):
         alias = next((candidate for candidate in aliases if isinstance(getattr(hf_config, candidate, None), int)), None)
         if not hasattr(hf_config, name) and alias is not None:
-            config_class.attribute_map = {**config_class.attribute_map, name: config_class.attribute_map.get(alias, alias)}
+            config_class.attribute_map = {
+                **config_class.attribute_map,
+                name: config_class.attribute_map.get(alias, alias),
+            }
     # of all layers: the first ones may be dense, or choose their experts without a router
-    reason, _ = measure_small_model(hf_config, _no_balance_loss_reason, trust_remote_code=trust_remote_code, all_layers=True)
+    reason, _ = measure_small_model(
+        hf_config, _no_balance_loss_reason, trust_remote_code=trust_remote_code, all_layers=True
+    )
     if not reason:  # also where no small model computes
         return []
     hf_config.router_aux_loss_coef, hf_config.output_router_logits = 0.0, False
@@ -107,7 +117,11 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, module in model.named_modules():
         if holds_routed_experts(path, module):
             packed_names = vars(module).get(PACKED_ATTRIBUTE, ())
-            names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3 or name in packed_names]
+            names = [
+                name
+                for name, parameter in module.named_parameters(recurse=False)
+                if parameter.dim() == 3 or name in packed_names
+            ]
             yield from ((path, module, name) for name in names)
 
 

@@ -65,7 +65,9 @@ def _checked_init_note(lora: LoraConfig, targets: Iterable[str], layers: dict[st
     if max_ranks[name] < lora.r:
         problem = f"{name} has {max_ranks[name]} singular directions"
         raise ModelError(f"tuning.lora.init={lora.init}: {problem}, and tuning.lora.r is {lora.r}; use a smaller rank")
-    return f", started by {lora.init}" + (f" (a frozen half makes it r {lora.stored_rank})" if lora.init == "pissa" else "")
+    return f", started by {lora.init}" + (
+        f" (a frozen half makes it r {lora.stored_rank})" if lora.init == "pissa" else ""
+    )
 
 
 def trainable_rows(model: Any, rows: Sequence[int], *, saved_modules: Sequence[str]) -> dict[str, list[int]] | None:

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.packing import is_packing_enabled
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import find_model_folder, refuse_quantised, quantised_storage_note
+from sft_play.facts.models.architecture import find_model_folder, quantised_storage_note, refuse_quantised
 from sft_play.facts.models.config_fields import dequantisable_method
 from sft_play.log import one_line
 from sft_play.planner.attention import is_hub_kernel, require_attention_package, select_attention
@@ -128,7 +128,9 @@ def build_model_spec(
     chosen_experts = experts.choose_experts(config, skeleton, precision)
     if chosen_experts is not None:  # the config says it to whatever builds or loads the model
         experts.register_grouped_mm()
-        hf_config._experts_implementation = experts.CASTING_GROUPED_MM if chosen_experts.casts_weights else chosen_experts.name
+        hf_config._experts_implementation = (
+            experts.CASTING_GROUPED_MM if chosen_experts.casts_weights else chosen_experts.name
+        )
         notes.append(f"Experts: {chosen_experts.reason}")
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
@@ -138,7 +140,9 @@ def build_model_spec(
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
-    attention, uses_masks, attention_notes = _measure_attention(config, hf_config, attention, layout, uses_masks, uses_boundaries)
+    attention, uses_masks, attention_notes = _measure_attention(
+        config, hf_config, attention, layout, uses_masks, uses_boundaries
+    )
     notes += attention_notes
     layer_counts = Counter(type(block).__name__ for block in decoder_layers(skeleton))
     model_spec = ModelSpec(
@@ -155,7 +159,9 @@ def build_model_spec(
     )  # fmt: skip
     if config.tuning.trainable == "all":
         return model_spec
-    trainable_line = trainable_note(config, build_meta_model(model_spec, trust_remote_code=config.model.trust_remote_code))
+    trainable_line = trainable_note(
+        config, build_meta_model(model_spec, trust_remote_code=config.model.trust_remote_code)
+    )
     return replace(model_spec, notes=(*notes, trainable_line))
 
 
@@ -183,18 +189,29 @@ def _choose_trained_parameters(
 
 
 def _measure_attention(
-    config: RunConfig, hf_config: Any, attention: AttentionChoice, layout: Layout, uses_masks: bool, uses_boundaries: bool
+    config: RunConfig,
+    hf_config: Any,
+    attention: AttentionChoice,
+    layout: Layout,
+    uses_masks: bool,
+    uses_boundaries: bool,
 ) -> tuple[AttentionChoice, bool, list[str]]:
     notes, trust_remote_code, longest = [], config.model.trust_remote_code, config.model.max_seq_len
     if is_packing_enabled(config):
-        notes.append(require_packable(hf_config, attention=attention.name, longest_row=longest, trust_remote_code=trust_remote_code))
+        notes.append(
+            require_packable(
+                hf_config, attention=attention.name, longest_row=longest, trust_remote_code=trust_remote_code
+            )
+        )
     if uses_boundaries and attention.name == "sdpa":
         boundaries = check_boundaries(hf_config, longest_row=longest, trust_remote_code=trust_remote_code)
         notes.append(f"Attention: {boundaries.reason}")
         attention = replace(attention, name=varlen.VARLEN_ATTENTION) if not boundaries.is_needed else attention
     # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
     if not uses_masks and config.task_mode != "cpt" and layout.context_parallel == 1:
-        padding = check_padding(hf_config, attention=attention.name, longest_row=longest, trust_remote_code=trust_remote_code)
+        padding = check_padding(
+            hf_config, attention=attention.name, longest_row=longest, trust_remote_code=trust_remote_code
+        )
         notes.append(f"Attention: {padding.reason}")
         uses_masks = padding.is_needed
     return attention, uses_masks, notes
@@ -231,7 +248,9 @@ def peft_loading_warning(model_spec: ModelSpec, *, trust_remote_code: bool) -> s
     if model_spec.peft_config is None or get_checkpoint_conversion_mapping(full_config.model_type) is None:
         return ""
     adapted_model = build_meta_model(model_spec, trust_remote_code=trust_remote_code)
-    published_model = model_spec.text_tower.build_full_model() if model_spec.text_tower else adapted_model.get_base_model()
+    published_model = (
+        model_spec.text_tower.build_full_model() if model_spec.text_tower else adapted_model.get_base_model()
+    )
     names = adapter_names(adapted_model)
     lost_names = names_lost_by_peft(published_model, names) if published_model is not None else []
     if not lost_names:
@@ -269,7 +288,9 @@ def _saved_tensor_names(config: RunConfig) -> set[str]:
 def _find_model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> Any:
     """`nn.Module` for code that comes with the model."""
     wrong_suffixes = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-    wrong_class = next((name for name in getattr(hf_config, "architectures", None) or () if name.endswith(wrong_suffixes)), None)
+    wrong_class = next(
+        (name for name in getattr(hf_config, "architectures", None) or () if name.endswith(wrong_suffixes)), None
+    )
     if wrong_class is not None:
         raise ModelError(
             f"{config.model.name} is a {wrong_class}, not a causal language model; take the language model"
@@ -308,7 +329,8 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
             raise ModelError(f"{model_class.__name__} cannot share rows over context-parallel ranks: it does not call "
                              "its attention through transformers; use a layout without cp")  # fmt: skip
         return AttentionChoice(
-            context_parallel.ULYSSES_ATTENTION, "sdpa over whole rows, each rank for some of the heads (context parallelism)"
+            context_parallel.ULYSSES_ATTENTION,
+            "sdpa over whole rows, each rank for some of the heads (context parallelism)",
         )
     requested = config.model.attn_implementation
     has_sdpa = bool(getattr(model_class, "_supports_sdpa", False))

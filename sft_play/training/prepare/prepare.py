@@ -19,7 +19,7 @@ from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import source_digest
 from sft_play.errors import BackendError, ConfigError, stage_context
 from sft_play.facts.installed import COMPUTE_PACKAGES
-from sft_play.facts.models.architecture import require_available_model, base_weights_identity
+from sft_play.facts.models.architecture import base_weights_identity, require_available_model
 from sft_play.log import one_line
 from sft_play.runs.manifest import installed_versions
 from sft_play.training.class_checks.kernels import check_kernels
@@ -160,7 +160,9 @@ def log_rows(job: RunJob, prepared: Prepared) -> None:
     row_count, effective_batch = len(splits.train.rows), plan.batch.effective_batch
     if row_count < effective_batch:
         logger.warning(
-            "Data train: %d rows are fewer than one effective batch of %d: each step sees all of them", row_count, effective_batch
+            "Data train: %d rows are fewer than one effective batch of %d: each step sees all of them",
+            row_count,
+            effective_batch,
         )
     row = one_line(format_row(splits.train.first_row(), tokenizer.tokenizer), limit=2_000)
     # a long prompt would leave no place for what is trained
@@ -182,13 +184,20 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
     for stage_job, prepared_stage in zip(stage_jobs, prepared_stages, strict=True):
         stage_prefix = f"stage {stage_job.folder.stage_name} " if stage_job.folder.stage_name else ""
         files: dict[str, dict[str, Any]] = {
-            name: {"path": str(path), "sha256": source_digest(path)} for name, path in stage_job.data_paths.named_paths()
+            name: {"path": str(path), "sha256": source_digest(path)}
+            for name, path in stage_job.data_paths.named_paths()
         }
-        for name, split in (("train", prepared_stage.splits.train), ("val", prepared_stage.splits.val), ("test", prepared_stage.splits.test)):
+        for name, split in (
+            ("train", prepared_stage.splits.train),
+            ("val", prepared_stage.splits.val),
+            ("test", prepared_stage.splits.test),
+        ):
             if split is not None:
                 files.setdefault(name, {})["report"] = split.stats.as_json()
         facts |= {f"{stage_prefix}{name}": fact for name, fact in files.items()}
-        facts["weights"] = base_weights_identity(stage_job.loaded.config.model.name, prepared_stage.model_spec.hf_config)
+        facts["weights"] = base_weights_identity(
+            stage_job.loaded.config.model.name, prepared_stage.model_spec.hf_config
+        )
         facts["tokenizer"] = {"path": "tokenizer", "sha256": prepared_stage.tokenizer.sha256}
         if prepared_stage.base_adapter is not None:
             facts["adapter"] = prepared_stage.base_adapter.manifest_facts()

@@ -34,7 +34,10 @@ def open_run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[st
         distributed.barrier()  # rank 0 creates the folder, or fails and says why
         yield
         return
-    with explain_write_refusals(), _resume_folder(job, prepared, facts) if job.resume else _create_folder(job, prepared, facts):
+    with (
+        explain_write_refusals(),
+        _resume_folder(job, prepared, facts) if job.resume else _create_folder(job, prepared, facts),
+    ):
         log_handler = start_log_file(job.folder.log_path, buffer=job.log_buffer)
         try:
             distributed.barrier()
@@ -71,7 +74,9 @@ def _resume_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str
     run_lock = job.lock or lock_run(job.folder, part=job.lock_role)
     if not job.folder.has_trained:
         logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
-        write_initial_files(job.folder, job.loaded, manifest=_build_manifest(job, prepared, facts), plan=job.plan.as_json())
+        write_initial_files(
+            job.folder, job.loaded, manifest=_build_manifest(job, prepared, facts), plan=job.plan.as_json()
+        )
         _write_deepspeed(job)
         return run_lock
     check_same_run(
@@ -110,7 +115,11 @@ def _build_manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[st
         previous_manifest = job.folder.read_manifest()
         manifest |= {name: previous_manifest[name] for name in (OOM_ENTRY, RESTARTS_ENTRY) if name in previous_manifest}
     manifest["backend"] = prepared[0].backend.name
-    manifest["choices"] = [line for stage_job, prepared_stage in zip(job.stage_jobs, prepared, strict=True) for line in choice_lines(stage_job, prepared_stage)]
+    manifest["choices"] = [
+        line
+        for stage_job, prepared_stage in zip(job.stage_jobs, prepared, strict=True)
+        for line in choice_lines(stage_job, prepared_stage)
+    ]
     if prepared[0].renderer.tokenizer_parts.writes_date:
         manifest["template_date"] = str(prepared[0].renderer.today)
     return manifest

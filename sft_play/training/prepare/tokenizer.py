@@ -66,7 +66,14 @@ def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
 def _load_tokenizer(config: RunConfig) -> Any:
     model = config.model
     folder = find_model_folder(model.name)
-    tokenizer_files = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "merges.txt"}
+    tokenizer_files = {
+        "tokenizer.json",
+        "tokenizer.model",
+        "vocab.json",
+        "vocab.txt",
+        "tokenizer_config.json",
+        "merges.txt",
+    }
     if folder is not None and not tokenizer_files & {item.name for item in folder.iterdir()}:
         raise TokenizerError(f"{folder} holds no tokenizer (looked for {', '.join(sorted(tokenizer_files))})")
     with importing():
@@ -99,7 +106,9 @@ def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]
 
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
     new_ids = list(added_token_rows(tokenizer, config))
-    undecodable = [token for token, token_id in zip(tokens, new_ids, strict=True) if tokenizer.decode([token_id]) != token]
+    undecodable = [
+        token for token, token_id in zip(tokens, new_ids, strict=True) if tokenizer.decode([token_id]) != token
+    ]
     if undecodable:
         raise TokenizerError(
             f"model.add_tokens: the tokenizer of {config.model.name} cannot take {one_line(undecodable[0])}"

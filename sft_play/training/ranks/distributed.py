@@ -160,7 +160,11 @@ def gather_values(value: Any) -> list[Any]:
 
 def require_all(is_satisfied: bool, message: str) -> None:
     """Raises RunFolderError on every rank with the text of `message`, naming the ranks where it does not hold."""
-    failing = [f"rank {rank} on {host}" for rank, (host, is_fine) in enumerate(gather_values((_HOST, is_satisfied))) if not is_fine]
+    failing = [
+        f"rank {rank} on {host}"
+        for rank, (host, is_fine) in enumerate(gather_values((_HOST, is_satisfied)))
+        if not is_fine
+    ]
     if failing:
         raise RunFolderError(f"{', '.join(failing)}: {message}")
 
@@ -171,7 +175,9 @@ def require_same_inputs(facts: Mapping[str, str]) -> None:
     for rank, (host, rank_facts) in enumerate(others, start=1):
         differing = [name for name in {**first_facts, **rank_facts} if first_facts.get(name) != rank_facts.get(name)]
         if differing:
-            listed = "; ".join(f"{name} ({first_facts.get(name)} there, {rank_facts.get(name)} here)" for name in differing)
+            listed = "; ".join(
+                f"{name} ({first_facts.get(name)} there, {rank_facts.get(name)} here)" for name in differing
+            )
             raise ConfigError(
                 f"rank {rank} on {host} does not train what rank 0 on {first_host} trains: they differ in {listed}; "
                 "give all nodes the same files, settings and packages"

@@ -71,16 +71,24 @@ class RankExit:
     @property
     def was_told_to_stop(self) -> bool:
         """Whether it ended because somebody told it to."""
-        return self.failure.kind == "stopped" if self.failure else self.signal in {stop_signal.name for stop_signal in STOP_SIGNALS}
+        return (
+            self.failure.kind == "stopped"
+            if self.failure
+            else self.signal in {stop_signal.name for stop_signal in STOP_SIGNALS}
+        )
 
 
 def root_exit(exits: Sequence[RankExit], *, stopped: bool) -> RankExit:
     """The first failure that is no consequence: a broken connection or a rank told to end is one."""
 
     def sort_key(rank_exit: RankExit) -> tuple[int, float]:
-        is_consequence = (rank_exit.failure is not None and rank_exit.failure.kind == "peer") or (rank_exit.was_told_to_stop and not stopped)
+        is_consequence = (rank_exit.failure is not None and rank_exit.failure.kind == "peer") or (
+            rank_exit.was_told_to_stop and not stopped
+        )
         # the launcher notes whole seconds; a rank records its failure before it ends
-        return int(is_consequence) + int(rank_exit.was_told_to_stop and not stopped), rank_exit.failure.time if rank_exit.failure else rank_exit.time + 1
+        return int(is_consequence) + int(
+            rank_exit.was_told_to_stop and not stopped
+        ), rank_exit.failure.time if rank_exit.failure else rank_exit.time + 1
 
     return min(exits, key=sort_key)
 
@@ -107,7 +115,9 @@ def failure_report(exits: Sequence[RankExit], world: int | None, *, stopped: boo
     root = root_exit(exits, stopped=stopped)
     failure = root.failure
     if failure is not None and failure.kind == "stopped":
-        stop_failures = [end.failure for end in exits if end.failure and end.failure.kind == "stopped" and end.failure.message]
+        stop_failures = [
+            end.failure for end in exits if end.failure and end.failure.kind == "stopped" and end.failure.message
+        ]
         # rank 0 knows what was saved, and where
         failure = min(stop_failures, key=lambda record: record.rank, default=failure)
         message = failure.message or "stopped by the user; what was saved until then is kept"
@@ -117,8 +127,14 @@ def failure_report(exits: Sequence[RankExit], world: int | None, *, stopped: boo
         return f"[{COMMAND}] {message}", Interrupted.exit_code
     if failure is not None and failure.kind == "user":
         other_failures = (end.failure for end in exits if end is not root)
-        is_shared_failure = root.rank == 0 or any(record is not None and record.message == failure.message for record in other_failures)
-        prefix = "" if is_shared_failure or failure.message.startswith("rank ") else f"rank {root.rank} (host {failure.host}): "
+        is_shared_failure = root.rank == 0 or any(
+            record is not None and record.message == failure.message for record in other_failures
+        )
+        prefix = (
+            ""
+            if is_shared_failure or failure.message.startswith("rank ")
+            else f"rank {root.rank} (host {failure.host}): "
+        )
         return f"[{COMMAND}] error: {prefix}{failure.message}", failure.exit_code
     stack = root.stack  # of a crash, else the traceback of a fault
     if failure is not None:
@@ -132,7 +148,9 @@ def describe_crash(exits: Sequence[RankExit], world: int | None, *, was_requeste
     another, waited in vain, or its GPU failed; else None, and where a stop was asked for."""
     root = root_exit(exits, stopped=was_requested)
     failure = root.failure
-    can_restart = failure is None or failure.kind in ("peer", "hung") or (failure.kind == "fault" and failure.name in _GPU_ERRORS)
+    can_restart = (
+        failure is None or failure.kind in ("peer", "hung") or (failure.kind == "fault" and failure.name in _GPU_ERRORS)
+    )
     return describe_exit(root, world) if can_restart and not (was_requested or root.was_told_to_stop) else None
 
 
@@ -202,7 +220,11 @@ def _print_ending(text: str, exit_code: int) -> None:
         sys.stderr.flush()
     answer = os.environ.get(failures.ANSWER_VARIABLE)
     if answer is not None:
-        write_json_line(add_exit_status(json.loads(answer), exit_code, redact(_error_text(text.splitlines())) if exit_code else None))
+        write_json_line(
+            add_exit_status(
+                json.loads(answer), exit_code, redact(_error_text(text.splitlines())) if exit_code else None
+            )
+        )
 
 
 def _error_text(lines: Sequence[str]) -> str:

@@ -26,13 +26,20 @@ from sft_play.training.ranks import distributed
 
 
 def engine_arguments(
-    plan: Plan, config: RunConfig, *, layer_class: str, deepspeed: Mapping[str, Any] | None, has_late_gradients: bool = False
+    plan: Plan,
+    config: RunConfig,
+    *,
+    layer_class: str,
+    deepspeed: Mapping[str, Any] | None,
+    has_late_gradients: bool = False,
 ) -> dict[str, Any]:
     """The Trainer's arguments that turn the plan's layout on. `has_late_gradients`: some rows give some tensors no
     gradient."""
     if plan.layout == "single" and deepspeed is None:
         return {}
-    arguments: dict[str, Any] = {"ddp_find_unused_parameters": config.distributed.find_unused_parameters or has_late_gradients}
+    arguments: dict[str, Any] = {
+        "ddp_find_unused_parameters": config.distributed.find_unused_parameters or has_late_gradients
+    }
     on_cpu = plan.hardware.device == "cpu"
     if on_cpu:
         arguments["ddp_backend"] = "gloo"
@@ -113,7 +120,11 @@ def set_gradient_reduction(trainer: Any, plan: Plan, config: RunConfig) -> None:
     is_custom = gradients.is_compressed or gradients.gathered_dtype != plan.precision.compute
     if plan.choice.layout.is_fsdp and is_custom:
         # None: FSDP2 casts nothing. A dtype casts the inputs of every unit too, and its output
-        param_dtype = None if gradients.gathered_dtype == "float32" == plan.precision.compute else getattr(torch, gradients.gathered_dtype)
+        param_dtype = (
+            None
+            if gradients.gathered_dtype == "float32" == plan.precision.compute
+            else getattr(torch, gradients.gathered_dtype)
+        )
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=getattr(torch, gradients.reduced_dtype), output_dtype=param_dtype
         )
@@ -142,7 +153,9 @@ def checkpoint_bytes(trainer: Any) -> int:
     states = [value for value in values if isinstance(value, torch.Tensor)]
     if not is_deepspeed(trainer.model_wrapped):
         return trained_bytes(trainer) + _total_bytes(states)
-    return trained_bytes(trainer) + distributed.sum_over_ranks(_total_bytes([*fp32_partitions(trainer.model_wrapped), *states]))
+    return trained_bytes(trainer) + distributed.sum_over_ranks(
+        _total_bytes([*fp32_partitions(trainer.model_wrapped), *states])
+    )
 
 
 def _total_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -152,7 +165,8 @@ def _total_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
     """What the weights that train take on all ranks together, in this dtype or their own."""
     return sum(
-        int(getattr(parameter, "ds_numel", parameter.numel())) * (dtype.itemsize if dtype is not None else parameter.element_size())
+        int(getattr(parameter, "ds_numel", parameter.numel()))
+        * (dtype.itemsize if dtype is not None else parameter.element_size())
         for parameter in trainer.model.parameters()
         if parameter.requires_grad
     )
@@ -239,7 +253,9 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     layout = plan.choice.layout
     wrapped = trainer.model_wrapped
     class_names = {base_class.__name__ for base_class in type(wrapped).__mro__}
-    expected_class = "DeepSpeedEngine" if layout.is_zero else "FSDPModule" if layout.is_fsdp else "DistributedDataParallel"
+    expected_class = (
+        "DeepSpeedEngine" if layout.is_zero else "FSDPModule" if layout.is_fsdp else "DistributedDataParallel"
+    )
     if expected_class not in class_names:
         raise TrainingError(f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not a "
                             f"{expected_class}; nothing was trained")  # fmt: skip
@@ -249,13 +265,23 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     frozen_whole_bytes, frozen_local_bytes, persistent_bytes = frozen_bytes(wrapped)
     sizes, frozen_sizes = distributed.gather_values(local_bytes), distributed.gather_values(frozen_local_bytes)
     engine_check = EngineCheck(
-        layout.name, type(wrapped).__name__, distributed.world_size(), whole_bytes, tuple(sizes), frozen_whole_bytes, tuple(frozen_sizes)
+        layout.name,
+        type(wrapped).__name__,
+        distributed.world_size(),
+        whole_bytes,
+        tuple(sizes),
+        frozen_whole_bytes,
+        tuple(frozen_sizes),
     )
     replicated_trained, replicated_frozen = (_replicated_bytes(wrapped, is_trainable) for is_trainable in (True, False))
     expected = _expected_share(whole_bytes, replicated_trained, layout) if layout.shards_states else whole_bytes
     _require_divided(layout, "trained", whole_bytes, sizes, share=expected)
     divided_sizes = [frozen_size - persistent_bytes for frozen_size in frozen_sizes]
-    expected = _expected_share(frozen_whole_bytes - persistent_bytes, replicated_frozen, layout) if layout.shards_params else frozen_whole_bytes
+    expected = (
+        _expected_share(frozen_whole_bytes - persistent_bytes, replicated_frozen, layout)
+        if layout.shards_params
+        else frozen_whole_bytes
+    )
     _require_divided(layout, "frozen", frozen_whole_bytes - persistent_bytes, divided_sizes, share=expected)
     return engine_check
 

@@ -97,7 +97,9 @@ def stall_report(
     if waiting_beats:
         waiting_positions = sorted({beat.position for beat in waiting_beats})
         verb = "waits" if len(waiting_beats) == 1 else "wait"
-        parts.append(f"{format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at {' or '.join(waiting_positions)}")
+        parts.append(
+            f"{format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at {' or '.join(waiting_positions)}"
+        )
     return f"{head}: {'; '.join(parts)}"
 
 
@@ -147,7 +149,9 @@ class Heartbeat:
             return self
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         with contextlib.suppress(OSError):
-            self._note_descriptor = os.open(self._note_path, os.O_RDWR | os.O_CREAT, 0o600) if self._note_path is not None else -1
+            self._note_descriptor = (
+                os.open(self._note_path, os.O_RDWR | os.O_CREAT, 0o600) if self._note_path is not None else -1
+            )
         try:
             self._store = open_store("sft_play/beats")
             self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
@@ -166,7 +170,9 @@ class Heartbeat:
         self._last_progress = time.monotonic()
         if self._note_descriptor >= 0:
             # into the page cache, where it outlives this process however it ends
-            os.pwrite(self._note_descriptor, f"{step} {self._count} {activity}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode(), 0)
+            os.pwrite(
+                self._note_descriptor, f"{step} {self._count} {activity}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode(), 0
+            )
 
     @property
     def last_note(self) -> tuple[int, str]:

@@ -30,14 +30,14 @@ from sft_play.facts.network import (
     GLOO_VARIABLE,
     SETTLE_SHARE,
     NodeSetup,
-    route_address,
-    resolve_addresses,
+    can_bind,
     find_interface,
     is_local,
     is_loopback,
-    can_bind,
     local_addresses,
     require_free_port,
+    resolve_addresses,
+    route_address,
 )
 from sft_play.log import one_line
 from sft_play.runs.manifest import installed_versions
@@ -92,7 +92,13 @@ def meet_nodes(nodes: NodeSetup, card: Card, *, limit_s: float, may_count_ranks:
     `limit_s`, or one was stopped."""
     addresses = resolve_addresses(str(nodes.address), nodes.port or 0)
     # `start` tells two starts on one host apart
-    own_card = {**card, "node": nodes.rank, "nodes": nodes.count, "start": uuid.uuid4().hex, "sees node 0 at": addresses}
+    own_card = {
+        **card,
+        "node": nodes.rank,
+        "nodes": nodes.count,
+        "start": uuid.uuid4().hex,
+        "sees node 0 at": addresses,
+    }
     deadline = time.monotonic() + limit_s
     first_ranks = range(0, nodes.count, card["alike"]["number of ranks"]) if may_count_ranks else range(nodes.count)
     try:
@@ -101,9 +107,19 @@ def meet_nodes(nodes: NodeSetup, card: Card, *, limit_s: float, may_count_ranks:
             cards = _exchange_cards(store, nodes, own_card, first_ranks, deadline, limit_s)
     except DistError as error:
         message = one_line(str(error).partition("\n")[0], limit=200)
-        raise HardwareError(f"the nodes lost each other at {nodes.endpoint}: {message}; start all of them again") from None
+        raise HardwareError(
+            f"the nodes lost each other at {nodes.endpoint}: {message}; start all of them again"
+        ) from None
     if nodes.rank == 0:  # its name may mean the loopback here: the others know where they reach it
-        address = next((node_address for card in (*cards[1:], own_card) for node_address in card["sees node 0 at"] if can_bind(node_address)), None)
+        address = next(
+            (
+                node_address
+                for card in (*cards[1:], own_card)
+                for node_address in card["sees node 0 at"]
+                if can_bind(node_address)
+            ),
+            None,
+        )
     else:
         address = route_address(str(nodes.address), nodes.port or 0)
     interface = find_interface(address) if address else None
@@ -135,7 +151,8 @@ def _connect_store(nodes: NodeSetup, own_card: Card, limit_s: float) -> TCPStore
     if reason is None:
         store_timeout = timedelta(seconds=limit_s + 60)
         connect = threading.Thread(
-            target=lambda: stores.append(TCPStore(address, port, wait_for_workers=False, timeout=store_timeout)), daemon=True
+            target=lambda: stores.append(TCPStore(address, port, wait_for_workers=False, timeout=store_timeout)),
+            daemon=True,
         )
         connect.start()
         connect.join(max(_LEAVE_TIMEOUT_S, deadline - time.monotonic()))
@@ -181,21 +198,27 @@ def _exchange_cards(
     try:
         return _collect_cards(store, nodes, own_card, first_ranks, deadline, limit_s)
     except BaseException as error:
-        stop_message = f"node {nodes.rank} ({one_line(str(own_card.get('host')))}) was stopped; start it again on all nodes"
+        stop_message = (
+            f"node {nodes.rank} ({one_line(str(own_card.get('host')))}) was stopped; start it again on all nodes"
+        )
         message = str(error) or stop_message
         store.compare_set(_REFUSED_KEY, "", json.dumps([isinstance(error, ConfigError), message]))
         raise
     finally:
         store.add(_LEFT_KEY, 1)
         leave_deadline = time.monotonic() + _LEAVE_TIMEOUT_S
-        while nodes.rank == 0 and store.add(_LEFT_KEY, 0) < store.add(_CAME_KEY, 0) and time.monotonic() < leave_deadline:
+        while (
+            nodes.rank == 0 and store.add(_LEFT_KEY, 0) < store.add(_CAME_KEY, 0) and time.monotonic() < leave_deadline
+        ):
             time.sleep(_POLL_S)  # the store ends with this node's use of it
 
 
 def _collect_cards(
     store: TCPStore, nodes: NodeSetup, own_card: Card, first_ranks: range, deadline: float, limit_s: float
 ) -> tuple[Card, ...]:
-    cards: dict[int, Card] = {nodes.rank: json.loads(store.compare_set(f"{_CARD_KEY}{nodes.rank}", "", json.dumps(own_card)))}
+    cards: dict[int, Card] = {
+        nodes.rank: json.loads(store.compare_set(f"{_CARD_KEY}{nodes.rank}", "", json.dumps(own_card)))
+    }
     _require_compatible(nodes, own_card, cards[nodes.rank])
     # A single node may have all ranks, and as well be the first of many, unless no other machine can reach it.
     may_be_first_ranks = len(first_ranks) > 1 or is_local(str(nodes.address))
@@ -250,7 +273,11 @@ def _require_compatible(nodes: NodeSetup, own_card: Card, card: Card) -> None:
 def card_differences(first: Card, other: Card) -> list[str]:
     """A line for each difference between the cards of two nodes."""
     first_facts, other_facts = first.get("alike") or {}, other.get("alike") or {}
-    differing = {key: (first_facts.get(key), other_facts.get(key)) for key in {**first_facts, **other_facts} if first_facts.get(key) != other_facts.get(key)}
+    differing = {
+        key: (first_facts.get(key), other_facts.get(key))
+        for key in {**first_facts, **other_facts}
+        if first_facts.get(key) != other_facts.get(key)
+    }
     differing |= differing_options(first.get("settings") or {}, other.get("settings") or {})
     names = f"node {first.get('node')}", f"node {other.get('node')}"
     return [

@@ -156,7 +156,9 @@ def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, started:
         held_out=eval_set.name,
         asked=eval_set.questions,
         asked_while_training=eval_set.training_questions,
-        stop_ids=stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None) if has_questions else [],
+        stop_ids=stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None)
+        if has_questions
+        else [],
         model_path=str(folder.absolute()) if folder is not None else config.model.name,
         target_modules=sorted(peft_config.target_modules),
         tensors={name: list(shape) for name, shape in shapes.items()},
@@ -258,7 +260,9 @@ def _raise_first(workers: Sequence[_Worker], *, signal_count: int) -> None:
     failed = [(code, failure) for code, failure in results if code]
     if not failed:
         return
-    code, failure = min(failed, key=lambda result: (result[1] is None or result[1].kind == "peer", result[1].time if result[1] else 0.0))
+    code, failure = min(
+        failed, key=lambda result: (result[1] is None or result[1].kind == "peer", result[1].time if result[1] else 0.0)
+    )
     if signal_count > 1 or (signal_count and failure is None):
         raise Interrupted("ended at once; what was saved until then is kept")
     if failure is None:

@@ -86,7 +86,11 @@ def probe_unsloth(python: Path) -> UnslothInfo:
             raise BackendError(f"{python} did not import Unsloth within {PROBE_TIMEOUT_S:.0f} s") from None
         except OSError as error:
             raise BackendError(f"{python} cannot be started: {error.strerror}") from None
-    reports = [line.removeprefix(WORKER_ANSWER_PREFIX) for line in process.stdout.splitlines() if line.startswith(WORKER_ANSWER_PREFIX)]
+    reports = [
+        line.removeprefix(WORKER_ANSWER_PREFIX)
+        for line in process.stdout.splitlines()
+        if line.startswith(WORKER_ANSWER_PREFIX)
+    ]
     if not reports:
         lines = [line for line in process.stderr.splitlines() if line.strip()] or [f"exit {process.returncode}"]
         raise BackendError(f"{python} cannot import Unsloth: {one_line(escape_control(lines[-1]), limit=400)}")

@@ -147,7 +147,9 @@ def _build_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_ev
         return TrainingArguments(**kwargs)
 
     engine = engines.engine_arguments(plan, config, layer_class="", deepspeed=None)
-    arguments: TrainingArguments = training_arguments(config, plan, folder, has_eval=has_eval, engine_options=engine, arguments_class=make)
+    arguments: TrainingArguments = training_arguments(
+        config, plan, folder, has_eval=has_eval, engine_options=engine, arguments_class=make
+    )
     changes = []
     for name, value in kwargs.items():
         actual = getattr(arguments, name)
@@ -198,7 +200,9 @@ def check_loaded_model(model: Any, expected_shapes: dict[str, list[int]], *, is_
     has_4bit = any(type(module).__name__ == "Linear4bit" for module in model.modules())
     if has_4bit != is_4bit:
         loaded, requested = ("4-bit" if flag else "unquantised" for flag in (has_4bit, is_4bit))
-        raise BackendError(f"Unsloth loaded {loaded} weights, and the run asks for {requested} ones; nothing was trained")
+        raise BackendError(
+            f"Unsloth loaded {loaded} weights, and the run asks for {requested} ones; nothing was trained"
+        )
     shapes = {name: list(shape) for name, shape in saved_shapes(model).items()}
     differing = [name for name in {**expected_shapes, **shapes} if shapes.get(name) != expected_shapes.get(name)]
     if differing:
