@@ -109,7 +109,8 @@ def measured(name: str, folder: Path, rows: Path) -> dict[str, Any]:
     model, layers, mode, length, micro, train, lora = RUNS[name]
     model_folder = folder / f"{model.rpartition('/')[2]}-{layers}"
     config = material.write_config(
-        folder / f"{name}.yaml", model=model_folder if model_folder.is_dir() else write_model(folder, model, layers), rows=rows,
+        folder / f"{name}.yaml", model=model_folder if model_folder.is_dir() else write_model(folder, model, layers),
+        rows=rows,
         seq_len=length, tuning={"mode": mode, "lora": lora}, plan={"trace": False},
         train={"batch_size": micro, "grad_accum": 2, "max_steps": 6, "kernels": "none", **train},
     )  # fmt: skip
@@ -121,7 +122,8 @@ def measured(name: str, folder: Path, rows: Path) -> dict[str, Any]:
     ]
     environment = {key: value for key, value in os.environ.items() if key != "OUT"} | {"WHY": "1"}
     ended = subprocess.run(
-        [sys.executable, "-m", "sft_play", "train", "--config", str(config), *arguments], capture_output=True, text=True,
+        [sys.executable, "-m", "sft_play", "train", "--config", str(config), *arguments], capture_output=True,
+        text=True,
         env=environment, check=False,
     )  # fmt: skip
     if ended.returncode:

@@ -84,7 +84,8 @@ SCALING_POINTS = (
     ScalingPoint(A100, LLAMA, "lora", "fsdp", 1, 4, 3892, 3766, 16, 4096, FMS),
     ScalingPoint(A100, LLAMA, "qlora", "fsdp", 1, 4, 4092, 4019, 8, 4096, FMS),
     *(
-        ScalingPoint(machine, GPT2 + size, "full", "ddp", 1, 2, 1600 * length / one, 800 * length / two, 4, length, TITAN,
+        ScalingPoint(machine, GPT2 + size, "full", "ddp", 1, 2, 1600 * length / one, 800 * length / two, 4, length,
+        TITAN,
               precision="float32", checkpointing=False)
         for size, length, one, linked, not_linked in (
             ("", 128, 19.5621, 13.5368, 30.0181), ("", 256, 30.423, 18.6943, 35.4208),
@@ -94,13 +95,17 @@ SCALING_POINTS = (
         )
         for machine, two in ((NVLINK, linked), (HOST, not_linked))
     ),
-    ScalingPoint("{n}xRTX 4090", "meta-llama/Llama-2-7b-hf", "lora", "fsdp", 2, 2, 1 / 437, 1 / 481, 6, 2048, FSDP_QLORA,
+    ScalingPoint("{n}xRTX 4090", "meta-llama/Llama-2-7b-hf", "lora", "fsdp", 2, 2, 1 / 437, 1 / 481, 6, 2048,
+    FSDP_QLORA,
           few_layout="ddp", few_micro=4, in_tokens=False),
-    ScalingPoint("{n}xRTX 4090", "meta-llama/Llama-2-7b-hf", "qlora", "fsdp", 2, 2, 1 / 450, 1 / 466, 10, 2048, FSDP_QLORA,
+    ScalingPoint("{n}xRTX 4090", "meta-llama/Llama-2-7b-hf", "qlora", "fsdp", 2, 2, 1 / 450, 1 / 466, 10, 2048,
+    FSDP_QLORA,
           few_layout="ddp", few_micro=8, in_tokens=False),
-    ScalingPoint("{n}xRTX A5000", "meta-llama/Llama-2-70b-hf", "qlora", "fsdp", 4, 8, 1 / 4829 / 4, 1 / 2613 / 8, 1, 2048,
+    ScalingPoint("{n}xRTX A5000", "meta-llama/Llama-2-70b-hf", "qlora", "fsdp", 4, 8, 1 / 4829 / 4, 1 / 2613 / 8, 1,
+    2048,
           FSDP_QLORA, in_tokens=False),
-    ScalingPoint("{n}xA100-40GB", "meta-llama/Llama-2-70b-hf", "qlora", "fsdp", 4, 8, 1 / 1266 / 4, 1 / 672 / 8, 4, 2048,
+    ScalingPoint("{n}xA100-40GB", "meta-llama/Llama-2-70b-hf", "qlora", "fsdp", 4, 8, 1 / 1266 / 4, 1 / 672 / 8, 4,
+    2048,
           FSDP_QLORA, in_tokens=False),
     ScalingPoint("{n}xH100,network=3200Gbps", "meta-llama/Llama-3.1-8B", "full", "fsdp", 8, 128, 5762, 5605, 2, 8192,
           f"{TORCHTITAN}/llama3_h100_202412_torchtitan.md", checkpointing=False),

@@ -148,8 +148,8 @@ def story(made: Any) -> dict[str, Any]:
 
 # --- what a GPU's own kernel does -------------------------------------------------------------------------------------
 def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, lengths: Any = None, **options: Any) -> Any:
-    """`varlen.packed_attention` by calls for each chat, after it has read the boundaries on the device as the GPU's kernel
-    does: that one is CUDA's alone."""
+    """`varlen.packed_attention` by calls for each chat, after it has read the boundaries on the device as the GPU's
+    kernel does: that one is CUDA's alone."""
     assert lengths is None or list(lengths) == (ends - torch.zeros_like(ends, device=query.device)).diff().tolist()
     return varlen.attention_per_chat(query, key, value, ends.diff().tolist(), **options)
 

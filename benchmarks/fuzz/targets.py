@@ -45,7 +45,8 @@ def case_runner() -> Iterator[CaseRunner]:
             raise FuzzFailure(f"a value was run: {variables}")
         if process.returncode != 2 or "Traceback" in process.stderr:
             raise FuzzFailure(
-                f"exit code {process.returncode} of make {goal} {variables}: {process.stderr[-2000:]}{process.stdout[-500:]}"
+                f"exit code {process.returncode} of make {goal} {variables}: "
+                f"{process.stderr[-2000:]}{process.stdout[-500:]}"
             )
         if (
             message is None

@@ -309,7 +309,8 @@ class _Bench:
         ]  # fmt: skip
 
     def _order(self, side: str, turn: int = 0, **more: Any) -> ProcessOrder:
-        return ProcessOrder(side, result=str(self.folder / f"{side}-{turn}.json"), folder=str(self.folder), warmup=self.warmup,
+        return ProcessOrder(side, result=str(self.folder / f"{side}-{turn}.json"), folder=str(self.folder),
+        warmup=self.warmup,
                      steps=self.steps, **more)  # fmt: skip
 
     def begins(self, side: str, turn: int, rounds: int) -> None:

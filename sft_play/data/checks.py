@@ -107,7 +107,10 @@ def judge_tokens(stats: RowStats) -> Iterator[Finding]:
         message = f"{format_row_count(stats.repeated_rows)} of {stats.split} with the tokens of an earlier one"
         yield warn_finding("duplicates", f"{message} (make process names them)", _DUPLICATES_REMEDY)
     for other_split, count in stats.shared_rows.items():
-        message = f"{format_row_count(count)} with the same tokens as in {other_split}: figures on {stats.split} flatter the model"
+        message = (
+            f"{format_row_count(count)} with the same tokens as in {other_split}: figures on {stats.split} "
+            f"flatter the model"
+        )
         yield warn_finding("leaks", f"{message} (make process names them)", _LEAKS_REMEDY)
 
 
@@ -291,7 +294,8 @@ def _bos_finding(stats: RowStats, tokenizer: Any) -> Finding:
 def _turn_end_finding(stats: RowStats, tokenizer: Any) -> Finding:
     if stats.rows_with_open_end:
         message = (
-            f"{stats.rows_with_open_end:,} of {stats.kept_rows:,} rows of {stats.split} have an answer that ends with no special "
+            f"{stats.rows_with_open_end:,} of {stats.kept_rows:,} rows of {stats.split} have an answer that ends "
+            f"with no special "
             f"token (the first: {one_line(stats.first_open_end_row)}): the model does not learn to stop there"
         )
         reason = "they are trained because data.on_missing_end=train; give data.chat_template a template that ends an "
@@ -314,7 +318,8 @@ def _turn_end_finding(stats: RowStats, tokenizer: Any) -> Finding:
 def _padding_finding(stats: RowStats, tokenizer: Any) -> Finding:
     if stats.rows_training_pad:
         message = (
-            f"{stats.rows_training_pad:,} rows of {stats.split} train {tokenizer.pad_token}, which also pads; padding is "
+            f"{stats.rows_training_pad:,} rows of {stats.split} train {tokenizer.pad_token}, which also pads; "
+            f"padding is "
             "masked by length, so it is still learned"
         )
         return warn_finding("padding token", message, "fine if the template ends turns with it")

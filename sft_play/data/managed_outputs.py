@@ -99,7 +99,8 @@ class OutputFolder:
             return {}
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{self.path / RECORD_NAME} cannot be read ({one_line(str(error))}); remove it, or overwrite with FORCE=1"
+                f"{self.path / RECORD_NAME} cannot be read ({one_line(str(error))}); remove it, or overwrite with "
+                f"FORCE=1"
             ) from None
         return record if isinstance(record, dict) else {}
 

@@ -111,7 +111,8 @@ class _Processor:
             self._check_results()
             if self._similarity_index is not None and self._is_index_full:
                 report.remarks.append(
-                    f"Near-duplicates: rows were compared with the first {len(self._similarity_index):,} that have none "
+                    f"Near-duplicates: rows were compared with the first {len(self._similarity_index):,} that have "
+                    f"none "
                     f"({MAX_INDEX_BYTES / GIB:g} GiB of memory); data.process.near_duplicates=drop compares with all"
                 )
             report.splits = {name: report.splits[name] for name in SPLIT_NAMES if name in report.splits}
@@ -362,7 +363,8 @@ class _Processor:
             raise DataError("\n".join([*listed_faults, *ending, advice]))
         if len(self._first_file_by_kind) > 1:
             raise DataError(
-                f"the raw files mix chats ({self._first_file_by_kind['chats']}) and plain text ({self._first_file_by_kind['text']}), which are "
+                f"the raw files mix chats ({self._first_file_by_kind['chats']}) and plain text "
+                f"({self._first_file_by_kind['text']}), which are "
                 "trained in different ways; process them separately, each with its own data.process.raw_path "
                 "and out_dir"
             )

@@ -228,7 +228,8 @@ class ProcessReport:
         ]
         return [
             f"{name}: {format_row_count(split.rows)}{texts}; {turns}",
-            f"{name}: about {split.tokens:,} tokens an epoch, longest row {split.longest:,}; {split.rows_over_limit / count:.1%} "
+            f"{name}: about {split.tokens:,} tokens an epoch, longest row {split.longest:,}; "
+            f"{split.rows_over_limit / count:.1%} "
             f"of the rows are over model.max_seq_len {self.max_seq_len:,} ({_LENGTH_NOTE})",
             f"{name}: rows by tokens: {', '.join(bars) or 'none'}",
         ]

@@ -140,7 +140,10 @@ def check_download(shape: ModelShape, *, is_cached: bool, disk_folder: Path, spa
         return skip_finding("disk for the model", "the weights are already here")
     if space is None:
         return skip_finding("disk for the model", f"the free space at {disk_folder} cannot be read")
-    message = f"about {format_size(size)} will be downloaded from the hub; {format_size(space.free)} are free at {disk_folder}"
+    message = (
+        f"about {format_size(size)} will be downloaded from the hub; {format_size(space.free)} are free at "
+        f"{disk_folder}"
+    )
     if space.free < size:
         return fail_finding("disk for the model", message, "free space, or export HF_HOME=/a/larger/disk")
     return pass_finding("disk for the model", message)

@@ -116,7 +116,8 @@ class DocumentsReport:
             if split["rows"]
         ]
         return [
-            f"{_format_count(document_count, 'document')} found, {document_count - len(self.unreadable)} read, {len(self.unreadable)} not",
+            f"{_format_count(document_count, 'document')} found, {document_count - len(self.unreadable)} read, "
+            f"{len(self.unreadable)} not",
             *_format_list("not read", [f"{name}: {reason}" for name, reason in self.unreadable.items()]),
             *_format_list(
                 "other files, not read", [f"{count:,} {suffix}" for suffix, count in self.other_files.most_common()]
@@ -127,7 +128,8 @@ class DocumentsReport:
                 if self.repeated_paragraphs
                 else []
             ),
-            f"{_format_count(self.paragraphs, 'paragraph')} in {_format_count(rows, 'row')} of at most {self.config.chunk_chars:,} "
+            f"{_format_count(self.paragraphs, 'paragraph')} in {_format_count(rows, 'row')} of at most "
+            f"{self.config.chunk_chars:,} "
             "characters",
             *(f"  {line}" for line in [*file_lines, note] if line),
         ]
@@ -137,7 +139,10 @@ class DocumentsReport:
             return f"no {VAL_FILE}: by their hashes all documents would be in it, which leaves none to train on"
         if self.splits[VAL_FILE]["rows"] or not self.config.val_fraction:
             return ""
-        return f"no {VAL_FILE}: no document has a hash in the share data.documents.val_fraction={self.config.val_fraction:g}"
+        return (
+            f"no {VAL_FILE}: no document has a hash in the share "
+            f"data.documents.val_fraction={self.config.val_fraction:g}"
+        )
 
 
 def _format_count(count: int, noun: str) -> str:

@@ -81,7 +81,8 @@ class RunList(RunCommandResult):
         checkpoints = sum(run.checkpoint_bytes for run in self.runs)
         return [
             *align_columns(rows),
-            f"{count} run{'s' * (count != 1)}, {format_size(total_bytes)}, of which checkpoints {format_size(checkpoints)}",
+            f"{count} run{'s' * (count != 1)}, {format_size(total_bytes)}, of which checkpoints "
+            f"{format_size(checkpoints)}",
             next_command_line("report", RUN=self.runs[0].path),
         ]
 
@@ -157,7 +158,8 @@ def find_best_checkpoint(folder: RunFolder) -> dict[str, Any]:
     metric, sign = ("exact_match", 1) if uses_exact_match else ("loss", -1)
     scored_steps = [(sign * entry[metric], entry["step"])
               for entry in read_evaluations(folder.metrics_path, stage=part.stage_name)
-              if entry["step"] and isinstance(entry[metric], (int, float)) and math.isfinite(entry[metric])]  # fmt: skip
+              if entry["step"] and isinstance(entry[metric], (int,
+              float)) and math.isfinite(entry[metric])]  # fmt: skip
     step = max(scored_steps, key=lambda scored: (scored[0], -scored[1]))[1] if scored_steps else None
     path = part.checkpoints_path / f"checkpoint-{step}"
     return {"best_step": step, "best_checkpoint": str(path) if path.is_dir() else None}

@@ -141,7 +141,8 @@ def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
             key_mapping = tower.key_mapping if tower is not None else None
         with silence_load_report():
             model, loading_info = AutoModelForCausalLM.from_pretrained(
-                str(folder), config=config, dtype=dtype or "auto", device_map={"": default_device()}, use_safetensors=True,
+                str(folder), config=config, dtype=dtype or "auto", device_map={"": default_device()},
+                use_safetensors=True,
                 output_loading_info=True, key_mapping=key_mapping, **NO_ADAPTER_KWARGS,
             )  # fmt: skip
     except ModelError:

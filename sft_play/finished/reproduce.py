@@ -65,7 +65,8 @@ class ReproduceResult(RunCommandResult):
             "ok": self.ok, "run": str(self.run), "path": str(self.path), "code": self.code,
             "tensors": self.tensors,
             "tensors_differing": len(self.differing),
-            "first_differing": {"name": first_difference[0], "max_diff": first_difference[1]} if first_difference else None,
+            "first_differing": {"name": first_difference[0],
+            "max_diff": first_difference[1]} if first_difference else None,
             "steps": self.steps,
         }  # fmt: skip
 

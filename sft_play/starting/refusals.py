@@ -120,6 +120,7 @@ def require_gpus_and_disk(
         if free_disk is not None and free_disk < needed_bytes:
             raise RunFolderError(
                 f"{folder.path}: there is no room for what the run writes ({disk.max_checkpoints or 'all its'} "
-                f"checkpoints at once, and the final weights): at least {needed_bytes:,} bytes ({format_size(needed_bytes)}) are "
+                f"checkpoints at once, and the final weights): at least {needed_bytes:,} bytes "
+                f"({format_size(needed_bytes)}) are "
                 f"needed, and {format_free_space(folder.path)}; {MORE_SPACE_REMEDY}"
             )

@@ -122,7 +122,8 @@ class CudaAttention:
     def choose_kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
         """CUDA's choice for these tensors."""
         call = SdpaCall(
-            query.shape[-1], value.shape[-1], masked=mask is not None, needs_gradient=_needs_gradient(query, key, value),
+            query.shape[-1], value.shape[-1], masked=mask is not None, needs_gradient=_needs_gradient(query, key,
+            value),
             has_grouped_heads=enable_gqa and key.shape[1] != query.shape[1],
             half_precision=query.dtype in (torch.float16, torch.bfloat16),
         )  # fmt: skip

@@ -64,7 +64,8 @@ def build_run_job(
     job = RunJob(loaded, plan, find_data_paths(loaded.runs[0].config.data), folder, deepspeed=deepspeed, **options)
     stages = [
         replace(
-            job, loaded=loaded.for_stage(stage), plan=plan, data_paths=find_data_paths(stage.config.data), deepspeed=deepspeed,
+            job, loaded=loaded.for_stage(stage), plan=plan, data_paths=find_data_paths(stage.config.data),
+            deepspeed=deepspeed,
             folder=folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]),
         )
         for stage, (plan, deepspeed) in zip(loaded.stages, plans, strict=bool(loaded.stages))

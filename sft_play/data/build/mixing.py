@@ -116,7 +116,8 @@ class MixedSources:
                 )
             if count > MAX_SOURCE_PASSES * size:
                 raise DataError(
-                    f"{message_start} asks for {count:,} rows an epoch, and it has {size:,}: more than {MAX_SOURCE_PASSES:,} passes "
+                    f"{message_start} asks for {count:,} rows an epoch, and it has {size:,}: more than "
+                    f"{MAX_SOURCE_PASSES:,} passes "
                     "over them; lower it, or limit the other sources with max_rows"
                 )
         return SourceMix(self.names, sizes, per_epoch, seed)

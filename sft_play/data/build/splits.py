@@ -104,7 +104,7 @@ def build_splits(
 def count_source_rows(
     config: RunConfig, source: AnySource, data_part: str, tokenizer: Any, *, max_seq_len: int, has_val: bool
 ) -> RowStats:
-    """The counts of every row of a part of `DataPaths.named_paths` that a run with this config trains on, from the cache or
+    """Count every row of a part of `DataPaths.named_paths` that a run with this config trains on, from the cache or
     built now. Raises DataError as `build` does."""
     require_known_columns(config.data)
     builder = _SplitBuilder(config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today())
@@ -296,7 +296,8 @@ class _SplitBuilder:
         tokens = count * block_size if count > 1 or len(split.rows[0]["input_ids"]) == block_size else stats.tokens
         leftover_tokens = stats.tokens - tokens
         self._notes.append(
-            f"{stats.source}: packed into {count:,} blocks of {block_size} tokens; the last {leftover_tokens:,} tokens fill none"
+            f"{stats.source}: packed into {count:,} blocks of {block_size} tokens; the last {leftover_tokens:,} "
+            f"tokens fill none"
         )
         return dataclasses.replace(split, stats=dataclasses.replace(stats, tokens=tokens, trained_tokens=tokens))
 

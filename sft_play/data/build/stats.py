@@ -338,7 +338,10 @@ class RowStats:
     def short_line(self, *, max_seq_len: int) -> str:
         """The rows in one line: how many, the trained share, the longest, and how many were cut; or blocks of text."""
         rows = f"{self.rows:,} rows" if self.kept_rows == self.rows else f"{self.kept_rows:,} of {self.rows:,} rows"
-        line = f"{rows} of {self.source}, {self.trained_tokens / max(1, self.tokens):.0%} of {self.tokens:,} tokens trained"
+        line = (
+            f"{rows} of {self.source}, {self.trained_tokens / max(1, self.tokens):.0%} of {self.tokens:,} tokens "
+            f"trained"
+        )
         if not self.lengths:  # of text, not of chats
             return f"{line}, in blocks of {max_seq_len:,}"
         cut = f"{self.cut_rows:,} cut at {max_seq_len:,}" if self.cut_rows else "none cut"

@@ -320,7 +320,8 @@ class Renderer:
                 details.append(self._settable_kwargs_hint(self._locator_for(messages, example.tools)))
             return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
         return TokenRow(
-            example.where, [], [], method=method, untrained_turns=untrained_turns, stripped_think=located.stripped_think,
+            example.where, [], [], method=method, untrained_turns=untrained_turns,
+            stripped_think=located.stripped_think,
             special_in_text=special_count, text=text, spans=trained_spans, notes=notes, added_end=located.added_end,
         )  # fmt: skip
 

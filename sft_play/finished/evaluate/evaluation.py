@@ -261,7 +261,8 @@ def _rows_jsonl(run: FinishedRun, rows: EvalRows, base_metrics: ModelMetrics, tu
             record[name] = {
                 **({} if question_index is None else {"answer": model_metrics.answers[question_index]}),
                 "nll": score.nll, "tokens": score.tokens, "correct": score.correct,
-                **({} if question_index is None else {metric: values[question_index] for metric, values in model_metrics.values.items()}),
+                **({} if question_index is None else {metric: values[question_index] for metric,
+                values in model_metrics.values.items()}),
             }  # fmt: skip
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     return "".join(lines)

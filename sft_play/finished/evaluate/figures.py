@@ -40,7 +40,10 @@ METRIC_TITLES = {"token_accuracy": "token accuracy", "exact_match": "exact match
 _INSTALL_EVAL = "pip install 'sft-play[eval]'"
 # Characters of scripts that put no spaces between words.
 _UNSPACED_SCRIPTS = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
-_WORD_PATTERN = rf"{_UNSPACED_SCRIPTS}\p{{M}}*|[[\p{{L}}\p{{N}}]--{_UNSPACED_SCRIPTS}][[\p{{L}}\p{{N}}\p{{M}}]--{_UNSPACED_SCRIPTS}]*"
+_WORD_PATTERN = (
+    rf"{_UNSPACED_SCRIPTS}\p{{M}}*"
+    rf"|[[\p{{L}}\p{{N}}]--{_UNSPACED_SCRIPTS}][[\p{{L}}\p{{N}}\p{{M}}]--{_UNSPACED_SCRIPTS}]*"
+)
 
 
 @dataclass(frozen=True)

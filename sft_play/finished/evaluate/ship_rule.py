@@ -255,7 +255,8 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     interval = loss_gain(losses, thresholds)
     required_gain = thresholds.min_gain * capped_base_loss
     figures |= {
-        "loss": {"base": base_loss, "tuned": tuned_loss}, "chance": chance_loss, "gain": interval.as_json(), "gain_asked": required_gain,
+        "loss": {"base": base_loss, "tuned": tuned_loss}, "chance": chance_loss, "gain": interval.as_json(),
+        "gain_asked": required_gain,
     }  # fmt: skip
     chance_note = f" (chance {chance_loss:.4f})" if capped_base_loss < base_loss else ""
     line = f"loss {base_loss:.4f}{chance_note} to {tuned_loss:.4f} on {row_count:,} rows ({task.split})"

@@ -57,7 +57,8 @@ def paired_bootstrap(
     row_weights = np.ones(len(base_values)) if weights is None else np.asarray(weights, dtype=np.float64)
     if not base_values.shape == tuned_values.shape == row_weights.shape == (len(base_values),):
         raise ValueError(
-            f"one figure and one weight for each row, not {base_values.shape}, {tuned_values.shape}, {row_weights.shape}"
+            f"one figure and one weight for each row, not {base_values.shape}, {tuned_values.shape}, "
+            f"{row_weights.shape}"
         )
     has_weight = row_weights > 0
     row_weights = row_weights[has_weight]

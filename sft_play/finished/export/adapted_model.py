@@ -51,7 +51,8 @@ class AdaptedModel:
         )
         if shared is not None:
             raise ModelError(
-                f"the adapter cannot be merged: blocks of a {type(self.base_model).__name__} share {tied_sources[shared]}, and each "
+                f"the adapter cannot be merged: blocks of a {type(self.base_model).__name__} share "
+                f"{tied_sources[shared]}, and each "
                 "has changes of its own to it; serve the base with the adapter"
             )
         self.untied_sources = {name: source for name, source in tied_sources.items() if self._is_untied(name, source)}

@@ -121,7 +121,8 @@ def export_test(
 
     def measure(model: Any) -> _ModelOutput:
         generated = generate_answers(
-            model, prompts.tokenizer, [Question(pair.ids, "", "") for pair in paired_prompts], stop_tokens=prompts.stop_ids,
+            model, prompts.tokenizer, [Question(pair.ids, "", "") for pair in paired_prompts],
+            stop_tokens=prompts.stop_ids,
             max_new_tokens=run.config.eval.max_new_tokens, max_tokens=plan.answer_tokens,
         )  # fmt: skip
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -139,7 +140,8 @@ def export_test(
         comparison, base_divergence = _compare_with_trained(run, measure, divergence_rows, output, tensor_types)
         checks.append(_answer_check(comparison))
     return ExportTest(
-        run.folder.path, file, tuple(sorted(tensor_types)), prompt_source, len(paired_prompts), tuple(checks), comparison, base_divergence
+        run.folder.path, file, tuple(sorted(tensor_types)), prompt_source, len(paired_prompts), tuple(checks),
+        comparison, base_divergence
     )  # fmt: skip
 
 
@@ -241,6 +243,9 @@ def _compare_with_trained(
 
 
 def _answer_check(comparison: AnswerComparison) -> ExportCheck:
-    reason = f"{comparison.equal_answers:.1%} equal the trained model's token for token ({comparison.equal_tokens:.1%} of its tokens)"
+    reason = (
+        f"{comparison.equal_answers:.1%} equal the trained model's token for token "
+        f"({comparison.equal_tokens:.1%} of its tokens)"
+    )
     reason += f", KL {comparison.kl:.2g} nats (limit {comparison.kl_limit:.2g})"
     return ExportCheck("Answers", comparison.ok, reason)

@@ -109,7 +109,8 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_
     compute_dtypes = {run.plan().precision.compute, *(dtype.removeprefix("torch.") for dtype in dtypes)}
     dtype = max(compute_dtypes, key=lambda name: _MIN_KL_LIMIT.get(name, 0))
     result = MergeTest(
-        run.folder.path, target, held_out_rows.name, len(sample_rows), sum(len(row) for row, _ in adapter_log_probs), kl_merged,
+        run.folder.path, target, held_out_rows.name, len(sample_rows), sum(len(row) for row, _ in adapter_log_probs),
+        kl_merged,
         base_divergence, divergence_limit(dtype, base_divergence),
         {"adapter": mean_loss(adapter_log_probs), "merged": mean_loss(merged_log_probs), "base": base_loss},
     )  # fmt: skip

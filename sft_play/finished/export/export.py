@@ -137,7 +137,8 @@ def export_run(
         else:
             result = _write_gguf(run, model_folder, building, target, converter, quant=quant, format=format)
         record = {
-            "run": run.folder.path.name, "model": model_folder.name, "quant": result.quant, "converter": result.converter,
+            "run": run.folder.path.name, "model": model_folder.name, "quant": result.quant,
+            "converter": result.converter,
             "file": result.file.name if result.file else None,
             "merge": read_merge_record(model_folder) or None,  # what the weights are made of travels with them
         }  # fmt: skip

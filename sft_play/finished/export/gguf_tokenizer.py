@@ -137,7 +137,10 @@ def file_checks(
     equal_count = sum(
         pair.rendered is not None and file_tokenizer.encode(pair.text) == pair.ids for pair in paired_prompts
     )
-    reason = f"{equal_count} of {len(paired_prompts)} prompts have training's token ids by the file's own ({file_tokenizer.kind}, {file_tokenizer.pre})"
+    reason = (
+        f"{equal_count} of {len(paired_prompts)} prompts have training's token ids by the file's own "
+        f"({file_tokenizer.kind}, {file_tokenizer.pre})"
+    )
     checks.append(ExportCheck("Tokenizer", equal_count == len(paired_prompts) if paired_prompts else None, reason))
     missing_stops = prompts.tokenizer.convert_ids_to_tokens(sorted(set(prompts.stop_ids) - file_tokenizer.stop_ids))
     reason = (

@@ -42,7 +42,8 @@ from pathlib import Path
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
     folder = Path(metadata_directory) / "llama_cpp_python-{LLAMA_CPP_VERSION}.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\\nName: {LLAMA_CPP_PACKAGE}\\nVersion: {LLAMA_CPP_VERSION}\\n")
+    fields = ("Metadata-Version: 2.1", "Name: {LLAMA_CPP_PACKAGE}", "Version: {LLAMA_CPP_VERSION}")
+    (folder / "METADATA").write_text("\\n".join(fields) + "\\n")
     return folder.name
 """
 

@@ -130,10 +130,12 @@ def merge_run(
     if dtype_name != "fp32" and any(
         holds_routed_experts(*named_module) for named_module in adapted.base_model.named_modules()
     ):
-        notes.append(f"Experts: rounded to {dtype_name}, a router may choose another of two that are nearly equal to it; "
+        notes.append(f"Experts: rounded to {dtype_name}, a router may choose another of two that are nearly equal to "
+        f"it; "
                      "DTYPE=fp32 keeps the adapter's choices")  # fmt: skip
     return MergeResult(
-        run.folder.path, target, dtype_name, adapted.base, len(adapted.adapted_layers), bool(adapted.untied_sources), size,
+        run.folder.path, target, dtype_name, adapted.base, len(adapted.adapted_layers), bool(adapted.untied_sources),
+        size,
         merged_weights.is_streamed, round(time.monotonic() - start_time, 2), tuple(notes),
     )  # fmt: skip
 

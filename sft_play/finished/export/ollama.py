@@ -121,9 +121,8 @@ def go_template(parts: TemplateParts, *, bos: str = "") -> str:
             system_action = f"{{{{ if and $.System ({system_condition}) }}}}{system}{{{{ end }}}}"
         else:
             system = f"{escape(opening.removeprefix(bos))}{{{{ .System }}}}{escape(closing)}"
-            opening_text = f"{{{{ if .System }}}}{system}{{{{ else }}}}{opening_text}{{{{ end }}}}" if opening_text else (
-                f"{{{{ if .System }}}}{system}{{{{ end }}}}"
-            )  # fmt: skip
+            without_system = f"{{{{ else }}}}{opening_text}" if opening_text else ""
+            opening_text = f"{{{{ if .System }}}}{system}{without_system}{{{{ end }}}}"
     user = f"{escape(parts.user[0])}{system_action}{{{{ .Content }}}}{escape(parts.user[1])}"
     assistant = f"{escape(parts.assistant[0])}{{{{ .Content }}}}{escape(parts.assistant[1])}"
     index = "$i, $_ := " if system_action else ""

@@ -77,7 +77,8 @@ class PushResult(RunCommandResult):
         return {
             "ok": True, "pushed": True, "run": str(upload.run), "repo": upload.repo,
             "url": f"https://huggingface.co/{upload.repo}", "commit": self.commit, "private": upload.is_private,
-            "created": not upload.repo_exists, "files": [{"name": n, "bytes": b} for n, b in upload.file_sizes().items()],
+            "created": not upload.repo_exists, "files": [{"name": n, "bytes": b} for n,
+            b in upload.file_sizes().items()],
         }  # fmt: skip
 
     def lines(self) -> list[str]:

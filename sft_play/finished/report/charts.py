@@ -211,9 +211,11 @@ def run_charts(record: RunRecord) -> list[Chart]:
         Chart("Loss", (Curve("training", curve("loss")), *_held_out_curves(record, "loss")), may_use_log=True),
         Chart("Exact match", _held_out_curves(record, "exact_match"), tick_format=".0%", is_share=True),
         Chart("Loss by source", _source_curves(record), may_use_log=True),
-        Chart("Learning rate", (Curve("learning rate", curve("learning_rate")),), tick_format=".2~g", starts_at_zero=True),
+        Chart("Learning rate", (Curve("learning rate", curve("learning_rate")),), tick_format=".2~g",
+        starts_at_zero=True),
         Chart("Gradient norm", (Curve("gradient norm", curve("grad_norm")),), may_use_log=True),
-        Chart("Tokens per second", (Curve("measured", curve("tokens_per_s")), predicted), tick_format="~s", starts_at_zero=True),
+        Chart("Tokens per second", (Curve("measured", curve("tokens_per_s")), predicted), tick_format="~s",
+        starts_at_zero=True),
         Chart(
             "Memory of a rank, in GiB",
             (

@@ -156,11 +156,14 @@ def compare_results(records: Sequence[RunRecord]) -> tuple[ResultRow, ...]:
     results = (
         result_row("status", "status", lambda record: record.status, str),
         result_row("steps", "steps", lambda record: record.steps, "{:,}".format),
-        result_row("loss_before", "held-out loss before", lambda record: record.held_out_metric("before", "loss"), "{:.4f}".format),
-        result_row("loss_after", "held-out loss after", lambda record: record.held_out_metric("after", "loss"), "{:.4f}".format),
+        result_row("loss_before", "held-out loss before", lambda record: record.held_out_metric("before", "loss"),
+        "{:.4f}".format),
+        result_row("loss_after", "held-out loss after", lambda record: record.held_out_metric("after", "loss"),
+        "{:.4f}".format),
         result_row("best_val_loss", "best validation loss", lambda record: _curve_value(record, "eval_loss", min),
             "{:.4f}".format),
-        result_row("exact_match_after", "exact match after", lambda record: record.held_out_metric("after", "exact_match"),
+        result_row("exact_match_after", "exact match after", lambda record: record.held_out_metric("after",
+        "exact_match"),
             "{:.1%}".format),
         result_row("generated_rows_after", "rows of exact match after",
             lambda record: record.held_out_metric("after", "generated_rows") or None, "{:,.0f}".format),
@@ -168,7 +171,8 @@ def compare_results(records: Sequence[RunRecord]) -> tuple[ResultRow, ...]:
             lambda record: _curve_value(record, "eval_exact_match", max), "{:.1%}".format),
         result_row("val_generated_rows", "rows of validation exact match",
             lambda record: _curve_value(record, "eval_generated_rows", max), "{:,.0f}".format),
-        result_row("training_loss", "last training loss", lambda record: _curve_value(record, "loss", operator.itemgetter(-1)),
+        result_row("training_loss", "last training loss", lambda record: _curve_value(record, "loss",
+        operator.itemgetter(-1)),
             "{:.4f}".format),
         result_row("tokens_per_s", "tokens/s", mean_tokens_per_s, "{:,.0f}".format),
         ResultRow("peak_bytes_predicted", f"peak memory predicted ({memory_kind})", peak["predicted"], format_size),
@@ -206,7 +210,8 @@ def _comparison_charts(names: Sequence[str], records: Sequence[RunRecord]) -> li
         if filled:
             charts.append(
                 Chart(
-                    title, filled, tick_format, starts_at_zero=not may_use_log, is_share=is_share, may_use_log=may_use_log,
+                    title, filled, tick_format, starts_at_zero=not may_use_log, is_share=is_share,
+                    may_use_log=may_use_log,
                     has_legend=False,
                 )
             )  # fmt: skip
@@ -230,9 +235,11 @@ def _comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
         sections=[
             ReportSection("Runs", tables=[ReportTable(("run", "status", "model", "started"), rows, has_numbers=False)],
                     notes=notes),
-            ReportSection("Results", tables=[ReportTable(("", *names), [(result.title, *result.formatted) for result in comparison.results])]),
+            ReportSection("Results", tables=[ReportTable(("", *names), [(result.title,
+            *result.formatted) for result in comparison.results])]),
             ReportSection("What differs", tables=[ReportTable(("", *names), [(key, *_format_cells(values))
-                    for key, values in comparison.differences.items()], has_numbers=False)] if comparison.differences else []),
+                    for key, values in comparison.differences.items()],
+                    has_numbers=False)] if comparison.differences else []),
             ReportSection("Curves", charts=[(chart.heading, svg) for chart, svg in zip(charts, svgs, strict=False)],
                     legend=list(zip(names, colours, strict=True))),
         ],

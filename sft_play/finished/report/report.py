@@ -268,7 +268,8 @@ def _data_section(manifest: Mapping[str, Any]) -> ReportSection:
         left_out_rows = sum(count for count in (row_report.get("dropped") or {}).values() if isinstance(count, int))
         share = f" ({trained_tokens / tokens:.0%})" if tokens else ""
         rows.append((
-            name, f"{row_report.get('rows_kept', 0):,}", f"{left_out_rows:,}", f"{row_report.get('rows_cut', 0):,}", f"{tokens:,}",
+            name, f"{row_report.get('rows_kept', 0):,}", f"{left_out_rows:,}", f"{row_report.get('rows_cut', 0):,}",
+            f"{tokens:,}",
             f"{trained_tokens:,}{share}",
         ))  # fmt: skip
         digest = f"\nsha256 {facts['sha256']}" if facts.get("sha256") else ""

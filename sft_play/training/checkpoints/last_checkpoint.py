@@ -49,7 +49,8 @@ def find_last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
     name, damaged = distributed.broadcast_value(name_and_damaged)
     if damaged and name is None:
         raise RunFolderError(
-            f"no checkpoint can be resumed: {'; '.join(map(checkpoints.skipped_line, damaged, damaged.values()))}. Nothing "
+            f"no checkpoint can be resumed: {'; '.join(map(checkpoints.skipped_line, damaged, damaged.values()))}. "
+            f"Nothing "
             "was changed: put back a copy of one of them, or start a new run (make train)"
         )
     if name is None:

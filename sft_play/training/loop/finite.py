@@ -126,7 +126,10 @@ class NonFiniteStepGuard(TrainerCallback):
 
     def _stop_or_skip(self, problem: str, *, was_step_taken: bool) -> None:
         step = int(self._trainer.state.global_step) + 1
-        advice = f"{checkpoints.resume_note(Path(self._trainer.args.output_dir))}; look at the data of this step, or start a "
+        advice = (
+            f"{checkpoints.resume_note(Path(self._trainer.args.output_dir))}; look at the data of this step, or "
+            f"start a "
+        )
         advice += "new run with a lower train.learning_rate"
         if was_step_taken:  # bf16.check_grad_overflow: false
             raise TrainingError(f"step {step}: {problem}, and DeepSpeed has updated the weights with it; {advice}")

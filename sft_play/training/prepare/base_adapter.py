@@ -66,8 +66,8 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
         with safe_open(file, framework="pt") as tensors:
             saved_names = {
                 to_saved_name(name): name
-                for name in tensors.keys()
-                if not is_duplicate_name(name)  # noqa: SIM118
+                for name in tensors.keys()  # noqa: SIM118
+                if not is_duplicate_name(name)
             }
             saved_shapes = {
                 name: tuple(tensors.get_slice(saved_name).get_shape()) for name, saved_name in saved_names.items()
@@ -100,7 +100,8 @@ def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, record
     # a digest of files has 64 digits, a commit of the hub 40
     if is_local and recorded_sha256 is not None and len(str(recorded_sha256)) == len(str(sha256)):
         if recorded_sha256 != sha256:
-            raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on other weights ({one_line(adapter_base)}) than those of "
+            raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on other weights ({one_line(adapter_base)}) than "
+            f"those of "
                              f"model.name={one_line(name)}")  # fmt: skip
     elif adapter_base and _short_name(adapter_base) != _short_name(name):
         raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "

@@ -66,7 +66,8 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
     if needed_bytes <= free_bytes:
         return
     message = (
-        f"{needed_bytes / GIB:.1f} GiB are planned, but only {free_bytes / GIB:.1f} are free on the GPU now: another process "
+        f"{needed_bytes / GIB:.1f} GiB are planned, but only {free_bytes / GIB:.1f} are free on the GPU now: another "
+        f"process "
         "took memory since the plan was made; end it (nvidia-smi lists them) and start again"
     )
     if config.train.batch_size == "auto" and config.train.grad_accum == "auto":

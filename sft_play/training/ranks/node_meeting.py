@@ -133,7 +133,8 @@ def _serve_store(nodes: NodeSetup, addresses: list[str], limit_s: float) -> TCPS
     if not any(can_bind(node_address) for node_address in addresses):
         raise ConfigError(
             f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and this one has another "
-            f"address ({', '.join(local_addresses()) or 'none but the loopback'}): give this machine another NODE_RANK= "
+            f"address ({', '.join(local_addresses()) or 'none but the loopback'}): give this machine another "
+            f"NODE_RANK= "
             f"(1 to {nodes.count - 1}), or all nodes a MASTER_ADDR= of this machine"
         )
     require_free_port(nodes.port)
@@ -242,12 +243,14 @@ def _collect_cards(
         if nodes.rank == 0 and (len(cards) == nodes.count or (are_first_ranks and quiet_s > limit_s * SETTLE_SHARE)):
             store.set(_ALL_CARDS_KEY, "")
         elif 0 not in cards and quiet_s > _LEAVE_TIMEOUT_S:
-            raise HardwareError(f"what answers at {nodes.endpoint} is another program, or the ranks of a run that began "
+            raise HardwareError(f"what answers at {nodes.endpoint} is another program, or the ranks of a run that "
+            f"began "
                                 "without this node: start it again on all nodes")  # fmt: skip
         elif not arrived and time.monotonic() > deadline:
             raise HardwareError(
                 f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {nodes.count} did not connect to "
-                f"{nodes.endpoint} within {limit_s:.0f} s (distributed.timeout_s): start the same command there with its "
+                f"{nodes.endpoint} within {limit_s:.0f} s (distributed.timeout_s): start the same command there with "
+                f"its "
                 f"own NODE_RANK=; where it runs, a firewall closes port {nodes.port}, or MASTER_ADDR= differs there"
             )
         time.sleep(_POLL_S * (not arrived))
@@ -281,6 +284,7 @@ def card_differences(first: Card, other: Card) -> list[str]:
     differing |= differing_options(first.get("settings") or {}, other.get("settings") or {})
     names = f"node {first.get('node')}", f"node {other.get('node')}"
     return [
-        f"{key} is {one_line(str(first_value), limit=60)} on {names[0]} and {one_line(str(other_value), limit=60)} on {names[1]}"
+        f"{key} is {one_line(str(first_value), limit=60)} on {names[0]} and {one_line(str(other_value), limit=60)} "
+        f"on {names[1]}"
         for key, (first_value, other_value) in differing.items()
     ]
