@@ -134,7 +134,7 @@ def locate_text_tower(full_config: Any, language_model: Any) -> TextTower | None
 
 def names_lost_by_peft(published_model: Any, names: Iterable[str]) -> list[str]:
     """Of the tensors in an adapter's file those that PEFT (0.21) loses when it loads them: it renames all as tensors of
-    the base's published files, though they are named as in the class already (`published_model`, on the meta device)."""
+    the base's published files, though they are named as in the class (`published_model`, on the meta device)."""
     renamings = [
         renaming for renaming in get_model_conversion_mapping(published_model) if isinstance(renaming, WeightRenaming)
     ]
