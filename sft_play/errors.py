@@ -90,9 +90,8 @@ def translate_library_errors() -> Iterator[None]:
                 f"the tokenizer cannot split a text: its library stopped ({error}); where a regular expression of its "
                 "tokenizer.json backtracks, correct it there, or take the tokenizer of another model"
             ) from error
-        is_memory_error = isinstance(error, MemoryError) or isinstance(
-            error.__cause__, MemoryError
-        )  # of an import, reworded
+        # of an import, reworded
+        is_memory_error = isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError)
         if is_memory_error or re.search("failed to map segment|can(no|')t allocate memory", str(error), re.IGNORECASE):
             raise DoesNotFit(
                 f"the memory of this machine ran out ({str(error) or type(error).__name__}): end other programs, or "

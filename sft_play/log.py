@@ -158,9 +158,8 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     handler.addFilter(_OnceFilter())
     handler.setLevel(logging.INFO if os.environ.get("WHY", "0") in ("", "0") else logging.DEBUG)  # ranks inherit it
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if (
-        error_file and Path(error_file).parent.parent.is_dir()
-    ):  # torch's launcher gives each rank of this node a folder below it
+    # torch's launcher gives each rank of this node a folder below it
+    if error_file and Path(error_file).parent.parent.is_dir():
         handler.addFilter(_OncePerNodeFilter(Path(error_file).parent.parent))
     root = logging.getLogger()
     for old_handler in root.handlers[:]:  # cli.main sets up twice: under the word typed, then under the command's name

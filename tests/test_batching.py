@@ -219,9 +219,8 @@ def test_the_settings_of_a_resumed_run_keep_the_batch_that_the_user_gave(tmp_pat
         create_run(
             folder, loaded, manifest=manifest | {"processes": first}, plan={"effective_batch": effective}
         ).close()
-        checkpoint_path(folder.checkpoints_path, 1).mkdir(
-            parents=True
-        )  # a run without a step starts from the beginning
+        # a run without a step starts from the beginning
+        checkpoint_path(folder.checkpoints_path, 1).mkdir(parents=True)
         kept = json.loads((folder.path / "resolved.json").read_text())["train"]
         ranks = draw.choice([ranks for ranks in range(2, 9) if effective % ranks == 0] or [1])
         machine = Hardware((), "CPU", 8, 2**37, 2**37, cpu_ranks=ranks)

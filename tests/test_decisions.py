@@ -183,9 +183,8 @@ def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_ask
     run = run.model_copy(update={"model": run.model.model_copy(update={"max_seq_len": wish})})
     plan = make_plan(PlanRequest(run, shape, machine(79)))
     assert plan.max_seq_len == (wish if wish < shape.max_positions else shape.max_positions)
-    most = max_evaluation_rows(
-        StepMemorySimulation(run, shape, plan.precision, plan.choice.step)
-    )  # test_evaluation.py counts it
+    # test_evaluation.py counts it
+    most = max_evaluation_rows(StepMemorySimulation(run, shape, plan.precision, plan.choice.step))
     assert plan.eval_batch == (most if eval_wish == "auto" else eval_wish)
     assert plan.choice.step.eval_batch == plan.eval_batch
     assert plan.choice.step.seq_len == plan.max_seq_len

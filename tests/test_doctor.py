@@ -431,10 +431,11 @@ def test_a_slow_link_is_a_warning():
     assert verdicts(found) == ["PASS", "WARN"]
     assert "nvlink -s" in str(found[1].remedy)
     pcie = dataclasses.replace(AROUND, hardware=machine(gpu(0), gpu(1), link_bytes_per_s=32e9))
+    # 5.4 of 32 GB/s
     assert verdicts(judge_all_reduce(outcome(note(0), note(1), seconds=0.05), pcie, NodeSetup())) == [
         "PASS",
         "PASS",
-    ]  # 5.4 of 32 GB/s
+    ]
     assert verdicts(judge_all_reduce(outcome(note(0), note(1), seconds=0.09), pcie, NodeSetup())) == ["PASS", "WARN"]
     unknown = dataclasses.replace(AROUND, hardware=machine(gpu(0), gpu(1)))
     assert verdicts(judge_all_reduce(outcome(note(0), note(1)), unknown, NodeSetup())) == ["PASS", "SKIP"]

@@ -48,9 +48,8 @@ def rows(path: Path, encoding: str) -> list[tuple[str, str]]:
 def test_rows_are_the_same_in_every_encoding(tmp_path, monkeypatch):
     assert set(LETTERS) == set(get_args(Encoding))
     chance = random.Random(9)
-    monkeypatch.setattr(
-        raw.read_blocks, "__kwdefaults__", {**raw.read_blocks.__kwdefaults__, "size": 61}
-    )  # cuts characters
+    # cuts characters
+    monkeypatch.setattr(raw.read_blocks, "__kwdefaults__", {**raw.read_blocks.__kwdefaults__, "size": 61})
     for number in range(120):
         encoding = chance.choice(list(LETTERS))
         texts = [

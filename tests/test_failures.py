@@ -635,9 +635,8 @@ def test_a_port_that_is_taken_is_said_before_anything_starts():
         first = torchrun_command(["train"], processes=2, nodes=NodeSetup(2, 0, "head", port))
         with pytest.raises(HardwareError, match=f"MASTER_PORT={port} cannot be listened on: .*MASTER_PORT={port + 1}"):
             require_free_port(first.port)
-        require_free_port(
-            torchrun_command(["train"], processes=2, nodes=NodeSetup(2, 1, "head", port)).port
-        )  # it will not listen
+        # it will not listen
+        require_free_port(torchrun_command(["train"], processes=2, nodes=NodeSetup(2, 1, "head", port)).port)
     require_free_port(first.port)
 
 

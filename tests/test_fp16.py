@@ -52,9 +52,8 @@ def machine(name: str) -> Hardware:
 
 
 def test_every_family_is_a_model_type_with_a_source():
-    assert [kind for kind in FP16_OVERFLOWS if kind not in CONFIG_MAPPING] == [
-        "plamo2"
-    ]  # its code is not transformers'
+    # its code is not transformers'
+    assert [kind for kind in FP16_OVERFLOWS if kind not in CONFIG_MAPPING] == ["plamo2"]
     assert all(seen.source.startswith("https://") and seen.what for seen in FP16_OVERFLOWS.values())
     assert (len(IN_FORWARD), len(IN_BACKWARD), len(WITH_EAGER), len(FP16_OVERFLOWS)) == (18, 3, 5, 27)
 

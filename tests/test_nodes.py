@@ -460,9 +460,8 @@ def test_a_port_that_is_taken_is_said_before_anybody_waits(card):
 
 def test_node_0_on_another_machine_than_the_address_is_refused(card):
     with pytest.raises(ConfigError, match=r"NODE_RANK=0 is the machine at MASTER_ADDR=192\.0\.2\.1"):
-        meet_nodes(
-            NodeSetup(2, 0, "192.0.2.1", free_port()), card, limit_s=60
-        )  # an address of documentation (RFC 5737)
+        # an address of documentation (RFC 5737)
+        meet_nodes(NodeSetup(2, 0, "192.0.2.1", free_port()), card, limit_s=60)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

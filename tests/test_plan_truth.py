@@ -275,9 +275,8 @@ def needs(predicted: int, peaks: list[tuple[int, int]]) -> float:
         if predicted < foreseen / calibration.SIMILAR_SIZE_FACTOR:
             continue  # of another size: much smaller
         scaled = predicted * min(calibration.MAX_MEMORY_FACTOR, found / foreseen)
-        by_run.append(
-            min(scaled, calibration.SIMILAR_SIZE_FACTOR * found)
-        )  # no run speaks for more than twice what it measured
+        # no run speaks for more than twice what it measured
+        by_run.append(min(scaled, calibration.SIMILAR_SIZE_FACTOR * found))
     return max(by_run)
 
 

@@ -605,9 +605,8 @@ class TestStyleOfARun:
             assert len(split.chats) == len(split.rows)
             assert all(system_of(split.chats[at].messages) == "be terse" for at in range(len(split.chats)))
         plain = config.model_copy(update={"data": config.data.model_copy(update={"style": StyleConfig()})})
-        other = build_splits(
-            plain, find_data_paths(plain.data), tokenizer, max_seq_len=200
-        )  # not from the other's cache
+        # not from the other's cache
+        other = build_splits(plain, find_data_paths(plain.data), tokenizer, max_seq_len=200)
         assert "be terse" not in tokenizer.decode(other.train.rows[0]["input_ids"])
 
 

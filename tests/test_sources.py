@@ -41,9 +41,8 @@ def test_shares_add_up_and_every_row_comes_as_often_as_the_others_of_its_source(
         so_far = np.zeros(sum(sizes), dtype=int)
         for epoch in range(5):
             rows = mix.epoch_rows(epoch)
-            assert np.array_equal(
-                rows, SourceMix(names, sizes, counts, seed).epoch_rows(epoch)
-            )  # from its number alone
+            # from its number alone
+            assert np.array_equal(rows, SourceMix(names, sizes, counts, seed).epoch_rows(epoch))
             seen = np.bincount(rows, minlength=sum(sizes))
             so_far += seen
             for count, mine, ever in zip(counts, np.split(seen, ends[:-1]), np.split(so_far, ends[:-1]), strict=True):

@@ -178,9 +178,8 @@ def _write_model(unwrapped_model: Any, tokenizer: Any, weights: dict[str, torch.
         if hasattr(unwrapped_model, "save_pretrained"):
             write_weights(unwrapped_model, temporary_path, state_dict=weights)
         else:
-            names_by_tensor = {
-                id(tensor): name for name, tensor in reversed(weights.items())
-            }  # tied: under the first name alone
+            # tied: under the first name alone
+            names_by_tensor = {id(tensor): name for name, tensor in reversed(weights.items())}
             save_file(
                 {name: weights[name] for name in names_by_tensor.values()},
                 temporary_path / "model.safetensors",

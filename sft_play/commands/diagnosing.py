@@ -85,9 +85,8 @@ def check_result(report: CheckReport, *, is_full: bool) -> CommandResult:
 
 
 def _plan_for_check(config: RunConfig, hardware: Hardware, read_lengths: run_check.RowLengths) -> PlannedRun:
-    rows = (
-        read_lengths() if has_variable_lengths(config) else None
-    )  # blocks of text and packs are full, whatever their rows have
+    # blocks of text and packs are full, whatever their rows have
+    rows = read_lengths() if has_variable_lengths(config) else None
     return PlannedRun(
         config, load_run_model_shape(config), plan_run(config, mesh_hardware(config, hardware), rows=rows)
     )

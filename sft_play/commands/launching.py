@@ -125,9 +125,8 @@ def _training_result(launch_result: LaunchResult) -> CommandResult:
     folder = launch_result.folder
     run = None if folder is None else str(folder.path)
     if launch_result.exit_code:
-        kept_folder = (
-            folder if folder is not None and folder.path.is_dir() else None
-        )  # a run that is refused leaves nothing
+        # a run that is refused leaves nothing
+        kept_folder = folder if folder is not None and folder.path.is_dir() else None
         error = kept_folder.read_manifest().get("error") if kept_folder else None
         data = {"run": run if kept_folder else None} | ({"error": str(error)} if error else {})
         return CommandResult(data, exit_code=launch_result.exit_code)

@@ -26,9 +26,8 @@ from sft_play.starting.refusals import require_capable_machine
 
 _MODES_BY_PREFERENCE = ("lora", "qlora")
 _SUFFIXES = (".yaml", ".yml")
-_RunYaml = tuple[
-    list[str], Mapping[str, JsonValue], list[str]
-]  # lines for the file's head, settings, comments below them
+# lines for the file's head, settings, comments below them
+_RunYaml = tuple[list[str], Mapping[str, JsonValue], list[str]]
 
 
 def run_new(request: Request) -> CommandResult:

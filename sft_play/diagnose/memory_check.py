@@ -244,9 +244,8 @@ def _gpu_warnings(use: GpuMemoryUse, prediction: MemoryPrediction) -> Iterator[s
         return
     others_bytes = use.others_bytes
     remaining_bytes = use.total_bytes - others_bytes - peak
-    if (
-        remaining_bytes >= prediction.margin or not others_bytes
-    ):  # a tight plan without others is no news: `make plan` said so
+    # a tight plan without others is no news: `make plan` said so
+    if remaining_bytes >= prediction.margin or not others_bytes:
         return
     holders = ", ".join(
         f"pid {item.pid} ({value_or_na(item.name)}) {gib_or_na(item.used_bytes, digits=2)} GiB"

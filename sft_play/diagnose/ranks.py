@@ -90,12 +90,13 @@ def run_all_reduce(
         # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
         launch_environment = {name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES}
         with (reports_folder / "output").open("wb") as output_file:
+            # so that it ends with the doctor
             process = subprocess.Popen(
                 [
                     *launch.argv[:launcher_index],
                     "sft_play.process.signals",
                     *launch.argv[launcher_index:],
-                ],  # so that it ends with the doctor
+                ],
                 env=child_environment({**launch_environment, **launch.environment}),
                 stdin=subprocess.DEVNULL,
                 stdout=output_file,

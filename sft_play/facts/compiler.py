@@ -96,9 +96,8 @@ def inductor_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tup
             f"it compiles for compute capability 7.0 and newer, and {unsupported_gpus[0].name} has {capability}",
             "use another GPU",
         )
-    toolchain = replace(
-        find_toolchain(environment), has_built_module=False
-    )  # what an earlier run has left is of other kernels
+    # what an earlier run has left is of other kernels
+    toolchain = replace(find_toolchain(environment), has_built_module=False)
     if hardware.gpus and not toolchain.has_triton:
         return "Triton is not installed", "pip install triton"
     if not hardware.gpus:

@@ -64,9 +64,8 @@ def parse_launch_options(
     try:
         nodes = read_nodes(values)
         if nodes.count == 1 and values.get("NNODES", "").strip():
-            nodes = (
-                NodeSetup()
-            )  # without NNODES a file of accelerate may name several: address and port are kept for it
+            # without NNODES a file of accelerate may name several: address and port are kept for it
+            nodes = NodeSetup()
         return LaunchOptions(
             strategy=_parse_strategy(values.get("STRATEGY")),
             processes=read_whole_number(values, "NPROC", minimum=1),

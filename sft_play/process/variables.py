@@ -175,9 +175,8 @@ def _variable_problem(name: str, requested: List[str], command_text: str) -> Opt
     # PYTHONPATH is no slip of PYTHON, and ACCELERATE_CONFG is one of ACCELERATE_CONFIG
     min_similarity = 0.85 if name.startswith(FOREIGN_PREFIXES) else None
     suggestion = VARIABLE_SYNONYMS.get(normalize_name(name))
-    if (
-        suggestion not in usable_names
-    ):  # GPU=4090 is HARDWARE= for make plan, and a slip of GPUS= where ranks are launched
+    # GPU=4090 is HARDWARE= for make plan, and a slip of GPUS= where ranks are launched
+    if suggestion not in usable_names:
         suggestion = (
             nearest_name(name, usable_names, min_similarity=min_similarity)
             or suggestion

@@ -126,9 +126,8 @@ class RunFolder:
         """Create the folder of a stage, or continue the existing one."""
         write_json(self.path / "plan.json", plan)
         write_json(self.path / "resolved.json", resolved_config(config, effective_batch=plan.get("effective_batch")))
-        earlier_manifest = (
-            self.read_manifest() if self.manifest_path.is_file() else {}
-        )  # what the first start recorded stays
+        # what the first start recorded stays
+        earlier_manifest = self.read_manifest() if self.manifest_path.is_file() else {}
         earlier_manifest = {name: value for name, value in earlier_manifest.items() if name not in END_ENTRIES}
         write_json(
             self.manifest_path,

@@ -203,9 +203,8 @@ def rank_arguments(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> 
         arguments = [word for word in arguments if not word.startswith("model.adapter=")]
         arguments.append(f"model.adapter={json.dumps(adapter)}")
     arguments += ["--strategy", plan.layout]
-    arguments += (
-        ["--tensorboard"] if options.uses_tensorboard else []
-    )  # rank 0 starts it: only rank 0 knows the run's folder
+    # rank 0 starts it: only rank 0 knows the run's folder
+    arguments += ["--tensorboard"] if options.uses_tensorboard else []
     if options.deepspeed is not None:
         arguments.append("--deepspeed")
         arguments += ["--deepspeed_config", str(options.deepspeed.file)] if options.deepspeed.file else []
@@ -340,9 +339,8 @@ def receive_launch_plan(config: RunConfig, rank_info: RankInfo) -> LaunchPlan | 
     with importing():
         from sft_play.training.ranks.distributed import broadcast_text, publish_gpu
 
-    previous_handler = signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # torch's wait hears no Ctrl-C, and there is nothing to undo
+    # torch's wait hears no Ctrl-C, and there is nothing to undo
+    previous_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     publish_gpu(rank_gpu_name(rank_info, restrict_to_device(config, detect_hardware())), rank_info.rank)
     signal.signal(signal.SIGINT, previous_handler)
     return None if rank_info.is_first else LaunchPlan.from_json(broadcast_text(None))

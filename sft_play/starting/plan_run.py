@@ -338,9 +338,8 @@ def _work_estimator(config: RunConfig, row_tokens: RowTokens | None) -> Callable
         steps = config.train.max_steps
         if size is None:
             return RunLength(steps, None) if steps else None
-        has_full_rows = (
-            is_plain_text or config.data.packing != "none"
-        )  # blocks and packs: every row has max_seq_len tokens
+        # blocks and packs: every row has max_seq_len tokens
+        has_full_rows = is_plain_text or config.data.packing != "none"
         rows = max(1, size.tokens // config.model.max_seq_len) if has_full_rows else size.rows
         steps_per_epoch = math.ceil(rows / effective_batch)
         steps = steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))

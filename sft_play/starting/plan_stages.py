@@ -134,9 +134,8 @@ def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, layouts: 
         with contextlib.suppress(SftPlayError):
             joint_plans = make_plans((name,))
             if all(plan.fits and plan.layout == name for plan in joint_plans):
-                step_seconds[name] = sum(
-                    plan.hours or plan.speed.step_s for plan in joint_plans
-                )  # hours: data of known size
+                # hours: data of known size
+                step_seconds[name] = sum(plan.hours or plan.speed.step_s for plan in joint_plans)
     return min(step_seconds or names, key=lambda name: step_seconds.get(name, 0.0))
 
 
@@ -195,9 +194,8 @@ def plan_ranks(
     log_plan(plan, config, stage=loaded.stage_name)
     if plan.layout not in DEEPSPEED_LAYOUTS:
         return plan, None
-    deepspeed_config = (
-        deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))[0]
-    )  # the plan chose DeepSpeed by itself
+    # the plan chose DeepSpeed by itself
+    deepspeed_config = deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))[0]
     return dataclasses.replace(plan, deepspeed=deepspeed_config), _resolve_deepspeed_config(
         plan, config, deepspeed_config, name
     )

@@ -168,9 +168,8 @@ def resume_request(
             previous.processes if previous else 1,
         )
         options = dataclasses.replace(options, processes=min(rank_count, gpu_count) if gpu_count else rank_count)
-    has_engine = options.deepspeed or (
-        previous is not None and previous.layout in DEEPSPEED_LAYOUTS
-    )  # a single rank's too
+    # a single rank's too
+    has_engine = options.deepspeed or (previous is not None and previous.layout in DEEPSPEED_LAYOUTS)
     is_one_rank = options.processes == 1 and options.nodes.count == 1 and not has_engine
     launches_ranks = not (is_one_rank and options.strategy in (None, "single"))
     return LaunchRequest(loaded, options, launches_ranks=launches_ranks, should_resume=True, folder=folder)
@@ -201,18 +200,15 @@ def _resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
         refuse_lone_node(options.nodes)
     else:
         rank_info = setup_rank_environment(loaded.config, rank_info) if rank_info is not None else None
-        accelerate_config = (
-            pop_accelerate_launch_config()
-        )  # now: the plan decides, and accelerate would act on the same variables later
+        # now: the plan decides, and accelerate would act on the same variables later
+        accelerate_config = pop_accelerate_launch_config()
         if rank_info is None:
             options = dataclasses.replace(options, strategy="single")
-            for (
-                name
-            ) in RENDEZVOUS_VARIABLES:  # torch and accelerate would wait for others, as a notebook or a guide asked
+            # torch and accelerate would wait for others, as a notebook or a guide asked
+            for name in RENDEZVOUS_VARIABLES:
                 os.environ.pop(name, None)
-        elif (
-            accelerate_config is not None and rank_info.run_folder is None
-        ):  # under a parent of ours: left from another launch
+        # under a parent of ours: left from another launch
+        elif accelerate_config is not None and rank_info.run_folder is None:
             options = fill_from_accelerate(options, accelerate_config, parse_mesh(loaded.config.model.mesh_shape))
     refuse_restarts(loaded, options, rank_info)
     loaded = tensorboard.add_tensorboard_tracker(loaded) if options.uses_tensorboard else loaded

@@ -303,9 +303,8 @@ def walk_data_files(folder: Path) -> list[Path]:
         visited.add(real_path)
         folders[:] = [name for name in folders if not name.startswith(".") and name not in NON_DATA_NAMES]
         items += [current_path / name for name in names if not name.startswith(".") and name not in NON_DATA_NAMES]
-    return sorted(
-        item for item in items if item.is_file() or is_saved_dataset(item)
-    )  # the order of os.walk is the disk's
+    # the order of os.walk is the disk's
+    return sorted(item for item in items if item.is_file() or is_saved_dataset(item))
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -358,9 +357,8 @@ def _read_whole_rows(part: FilePart) -> Iterator[RawRow | BadRow]:
         assert kind == "text", kind
         pieces = read_text_pieces(path)
         leading_pieces = list(itertools.islice(pieces, 2))
-        is_whole = (
-            len(leading_pieces) == 1
-        )  # a second piece is read ahead to know it: whole files are named without a line
+        # a second piece is read ahead to know it: whole files are named without a line
+        is_whole = len(leading_pieces) == 1
         for line, text in itertools.chain(leading_pieces, pieces):
             yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, () if is_whole else (NOTE_PIECE,))
 

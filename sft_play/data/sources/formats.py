@@ -261,9 +261,8 @@ def _build_pair_chat(row: RawRow, question: str, answer: str, *, extra_columns: 
     ]
     last_question = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if extra_texts and last_question is not None:
-        last_question["content"] = "\n".join(
-            [last_question["content"], *extra_texts]
-        )  # as LLaMA-Factory joins alpaca's columns
+        # as LLaMA-Factory joins alpaca's columns
+        last_question["content"] = "\n".join([last_question["content"], *extra_texts])
         last_question.pop(AUTHOR_MESSAGE, None)
     return _build_chat(row, messages)
 

@@ -180,9 +180,8 @@ def find_gpus(name: str, driver_bytes: int | None = None) -> tuple[CatalogEntry,
     """The entries that a name can mean, the most likely first; a trailing size chooses among them (`H100-80GB`), and so
     does `driver_bytes`, the total of a GPU that was found. A laptop's GPU is never the desktop's of the same number."""
     key = catalog_key(name)
-    entries = _ENTRIES_BY_KEY.get(key) or (
-        _ENTRIES_BY_KEY.get(f"laptop{key[:-1]}", []) if key.endswith("m") else []
-    )  # 3060m
+    # 3060m
+    entries = _ENTRIES_BY_KEY.get(key) or (_ENTRIES_BY_KEY.get(f"laptop{key[:-1]}", []) if key.endswith("m") else [])
     if not entries:  # a key that ends with the size on the box: `h10080gb`, `h10080g`, `h10080`
         sized_entries = (
             [one for one in _ENTRIES_BY_KEY.get(base, []) if one.box_gb == size] for base, size in _split_size(key)

@@ -125,9 +125,8 @@ def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
         column_names = one_line(", ".join(map(str, row)) or "none", limit=200)
         accepted_forms = "a prompt is a column prompt, question or instruction (with input), or a list messages"
         return f"no column is a prompt (columns: {column_names}); {accepted_forms}"
-    row_format = (
-        recognise_format(row_format.required_columns, column_mapping) or row_format
-    )  # with what data.columns maps
+    # with what data.columns maps
+    row_format = recognise_format(row_format.required_columns, column_mapping) or row_format
     question, *answers = row_format.required_columns
     question_value = unpack_json(row[question], "[")
     if not isinstance(question_value, (str, list)):

@@ -106,9 +106,8 @@ def _unit_bytes(kind: LayerKind, *, width: int, nf4: bool, lora: LoraConfig | No
     adapters = 0 if lora is None else width * block_adapter_params(kind, lora)
     if not nf4:
         return width * kind.params + adapters
-    packed = sum(
-        nf4_packed_bytes(elements) for elements in kind.packable_sizes
-    )  # constants are whole on every rank already
+    # constants are whole on every rank already
+    packed = sum(nf4_packed_bytes(elements) for elements in kind.packable_sizes)
     return packed + width * (kind.params - sum(kind.packable_sizes)) + adapters
 
 

@@ -80,9 +80,8 @@ def load_trainer(
     trainer.kernels = active_kernels
     if begins_from is not None and prepared.trains_adapter:
         load_adapter_weights(trainer.model, begins_from)
-    elif prepared.trains_adapter and (
-        source is None or distributed.is_first()
-    ):  # with a source the first rank's are sent
+    # with a source the first rank's are sent
+    elif prepared.trains_adapter and (source is None or distributed.is_first()):
         read_weights = partial(_base_weights, config, plan.precision, model_spec, source)
         adapter_start.initialize_adapters(
             trainer.model,

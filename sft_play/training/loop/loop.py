@@ -135,9 +135,8 @@ class PlannedLoop(CheckpointedLoop):
     ) -> None:
         plan, attention = self.plan, str(self.model.config.get_text_config()._attn_implementation)
         micro_batches = plan.micro_batches
-        if (
-            not micro_batches.padded and attention != varlen.VARLEN_ATTENTION
-        ):  # the class was measured, and needs a mask
+        # the class was measured, and needs a mask
+        if not micro_batches.padded and attention != varlen.VARLEN_ATTENTION:
             micro_batches = MicroBatches(micro_batches.rows)
         lengths = row_lengths(rows) if packs is None else packs.tokens
         window = plan.batch.effective_batch

@@ -81,9 +81,8 @@ class MuonWithAdamW(Optimizer):
 
 def loraplus_parameter_ids(model: Any) -> frozenset[int]:
     """The parameters, by their `id`, that get the higher rate."""
-    shapes = {
-        name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()
-    }  # whole under ZeRO-3
+    # whole under ZeRO-3
+    shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()}
     return frozenset(id(one) for name, one in model.named_parameters() if "lora_B" in name or len(shapes[name]) == 1)
 
 

@@ -96,9 +96,8 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, first_step: int) -
         _memory_line(summary["peak_bytes"]),
         f"Written to: {job.folder.path}",
     ]
-    if (
-        summary["exit"] or job.folder.parent_run is not None
-    ):  # the error says how to resume, the last stage what is next
+    # the error says how to resume, the last stage what is next
+    if summary["exit"] or job.folder.parent_run is not None:
         return lines
     if summary["status"] == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
