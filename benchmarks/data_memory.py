@@ -121,20 +121,20 @@ FORMS: dict[str, tuple[str, str, Callable[[Path, int], None]]] = {
 
 
 STAGES = {  # of `make train` the preparation of rows alone, which is all that reads the files
-    "process": "from sft_play.data.process import process; process(load_config('run.yaml').config, force=True)",
+    "process": "from sft_play.data.process import process_files; process_files(load_config('run.yaml').config, force=True)",
     "check": (
-        "from sft_play.commands.diagnosing import check_run; from sft_play.facts.hardware import detect; "
+        "from sft_play.commands.diagnosing import check_run; from sft_play.facts.hardware import detect_hardware; "
         "from sft_play.diagnose.pages import format_findings; "
         "from pathlib import Path; "
-        "report = check_run(Path('run.yaml'), (), detect()); "
+        "report = check_run(Path('run.yaml'), (), detect_hardware()); "
         "bad = [line for one in report.findings if one.verdict == 'FAIL' and one.name != 'model files' for line in "
         "format_findings([one])]; "
         "sys.exit('\\n'.join(bad) if bad else 0)"
     ),
     "train": (
-        "from sft_play.data.build.splits import build_splits; from sft_play.data.sources.files import data_paths; "
+        "from sft_play.data.build.splits import build_splits; from sft_play.data.sources.files import find_data_paths; "
         "from sft_play.training.prepare.tokenizer import load_tokenizer; config = load_config('run.yaml').config; "
-        "build_splits(config, data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=512)"
+        "build_splits(config, find_data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=512)"
     ),
 }
 

@@ -16,6 +16,7 @@ from sft_play.data.build.stats import RowStats
 from sft_play.data.managed_outputs import RECORD_NAME, OutputFolder
 from sft_play.data.sources.files import list_parts
 from sft_play.errors import DataError
+from sft_play.findings import Finding
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.build
@@ -239,7 +240,7 @@ class TestAdviceOnLength:
                 found.tokens_lost_by_cut += max(0, tokens - 8)
         return found
 
-    def check(self, survey: RowStats, positions: int | None) -> checks.Check:
+    def check(self, survey: RowStats, positions: int | None) -> Finding:
         from sft_play.config.schema import DataConfig
 
         (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=8, positions=positions)

@@ -196,7 +196,7 @@ def test_what_cannot_run_is_refused_if_it_is_asked_for_by_name(monkeypatch, capl
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_install_line(monkeypatch):
-    monkeypatch.setattr(kernels, "LIGER_PACKAGE", "liger_kernel_that_is_not_there")
+    monkeypatch.setattr(kernels, "LIGER_MODULE", "liger_kernel_that_is_not_there")
     with pytest.raises(ConfigError, match=r"liger-kernel is not installed here \(pip install liger-kernel==0\.8\.5\)"):
         kernels.check_kernels(config("liger"), plan())
 

@@ -344,11 +344,11 @@ class TestCache:
             "from datetime import date\nfrom pathlib import Path\n"
             "from transformers import AutoTokenizer\n"
             "from sft_play.config.schema import DataConfig\n"
-            "from sft_play.data.build.build import Recipe, build\n"
+            "from sft_play.data.build.build import BuildRecipe, build_rows\n"
             "from sft_play.data.masks.tokenizer import TokenizerParts\n"
             f"parts = TokenizerParts.from_tokenizer(AutoTokenizer.from_pretrained({str(tiny_llama)!r}))\n"
-            "recipe = Recipe(parts, DataConfig(), 512, date.today())\n"
-            f"built = build(Path({str(path)!r}), recipe, split='train', workers=2)\n"
+            "recipe = BuildRecipe(parts, DataConfig(), 512, date.today())\n"
+            f"built = build_rows(Path({str(path)!r}), recipe, split='train', workers=2)\n"
             "print(len(built.files['kept']), built.stats['kept'].kept)\n"
         )
         environment = {**os.environ, "SFT_PLAY_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}

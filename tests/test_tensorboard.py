@@ -383,7 +383,7 @@ import sys, time
 from pathlib import Path
 from sft_play.launch import tensorboard as board
 logs, python = Path(sys.argv[1]), sys.argv[2]
-with board.beside(logs, environment={}, port=0, python=python) as sidecar:
+with board.sidecar(logs, environment={}, port=0, python=python) as sidecar:
     (logs.parent / "pid").write_text(str(sidecar.pid))
     time.sleep(600)
 """
