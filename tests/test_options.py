@@ -228,7 +228,7 @@ def arguments(config: RunConfig) -> Facts:
     return training_arguments(config, on_cpu(config), RunFolder(Path("/nowhere")), has_eval=True).to_dict()
 
 
-SEEN = ("checkpoint_limit", "patience", "grouped", "on_nan", "loraplus_lr_ratio")
+SEEN = ("checkpoint_limit", "patience", "sorts_by_length", "on_nan", "loraplus_lr_ratio")
 """Arguments of the trainer that probes look at."""
 
 
@@ -772,7 +772,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(texts, "data.documents.chunk_chars", 200, "short", True, TEXTS),
     one(texts, "data.documents.drop_repeated", "false", "openings", True, TEXTS),
     one(headers, "data.documents.headers", "true", "text", Says("Confidential header line"), PAGES),
-    one(trainer, "train.group_by_length", "false", "grouped", False),
+    one(trainer, "train.group_by_length", "false", "sorts_by_length", False),
     one(plan, "train.group_by_length", "false", "micro_batches.tokens", None),
     one(plan, "train.batch_by", "rows", "micro_batches.tokens", None),
     one(plan, "train.batch_by", "tokens", "micro_batches.tokens", 2 * 64, ["train.batch_size=2"]),
