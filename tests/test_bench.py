@@ -431,11 +431,11 @@ def test_a_gpu_script_begins_with_trials_in_which_every_setting_occurs():
 
 def test_trials_of_a_gpu_script_are_chosen_by_name():
     gpu = importlib.import_module("benchmarks.gpu_bench")
-    assert gpu.chosen(None) == gpu.trials()
+    assert gpu.select_trials(None) == gpu.trials()
     names = "4b-full-2048-mixed,8b-lora-2048-mixed-compiled"
-    assert [trial.name for trial in gpu.chosen(names)] == names.split(",")
+    assert [trial.name for trial in gpu.select_trials(names)] == names.split(",")
     with pytest.raises(ConfigError, match="there is no trial 4b-lora-2048-mixd; did you mean 4b-lora-2048-mixed"):
-        gpu.chosen("4b-lora-2048-mixd")
+        gpu.select_trials("4b-lora-2048-mixd")
 
 
 def test_a_gpu_script_begins_no_trial_that_its_time_does_not_reach(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def test_a_chart_is_there_exactly_where_one_of_its_tags_is_logged():
 
 def make_board(folder: Path, **options: Any) -> TensorBoardWriter:
     """A board over a folder's `tb/`."""
-    settings: dict[str, Any] = {"hparams": {"lr": 1e-3}, "metrics": (), "answers": list, "resume_step": None}
+    settings: dict[str, Any] = {"hparams": {"lr": 1e-3}, "metric_tags": (), "answers": list, "resume_step": None}
     return TensorBoardWriter(RunFolder(folder), **{**settings, **options})
 
 
@@ -116,7 +116,7 @@ def test_each_split_is_a_run_of_its_own_and_charts_come_with_their_figures(tmp_p
 def test_the_table_of_hparams_has_the_figures_that_the_run_measures(tmp_path):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    writer = make_board(tmp_path, metrics=("eval/loss", "test/exact_match"))
+    writer = make_board(tmp_path, metric_tags=("eval/loss", "test/exact_match"))
     begun = [
         min((tmp_path / "tb" / name).glob("*tfevents*")).stat().st_mtime_ns for name in (".", "validation", "test")
     ]

@@ -237,7 +237,7 @@ def test_words_that_the_tokenizer_cuts_otherwise_are_noticed(tokenizer):
     assert words is not None
 
     class Wrong:
-        def masked(self, text: str, spans: Any) -> Any:
+        def encode_with_spans(self, text: str, spans: Any) -> Any:
             ids, trained = words.encode_with_spans(text, spans)
             return [*ids[:-1], ids[-1] + 1], trained
 

@@ -205,7 +205,7 @@ class TestADiskThatIsFull:
             "    for _ in range(1000): file.write('x' * 1000)\n"
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert f"CannotWrite: {tmp_path / 'a.txt'} cannot be written: File too large" in done.stderr
+        assert f"OutputWriteError: {tmp_path / 'a.txt'} cannot be written: File too large" in done.stderr
         assert (tmp_path / "a.txt").read_text() == "old"
         assert {path.name for path in tmp_path.iterdir()} == {"a.txt", RECORD_NAME}
 

@@ -548,7 +548,7 @@ def test_a_document_that_takes_too_long_is_ended_and_the_next_is_read(tmp_path):
     with contextlib.closing(ReaderProcess(DocumentsConfig(), timeout_s=0)) as process:
         with pytest.raises(UnreadableDocumentError, match="took longer than 0 s"):  # to start
             process.read(tmp_path / "good.txt")
-        process._seconds = 60
+        process._timeout_s = 60
         assert process.read(tmp_path / "good.txt") == "Text."
 
 

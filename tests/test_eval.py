@@ -433,7 +433,7 @@ def test_a_figure_is_better_only_where_its_whole_interval_is():
 
 
 def test_where_memory_runs_out_answers_are_made_in_smaller_batches(lora, monkeypatch, tmp_path):
-    whole, seen = respond.answers, []
+    whole, seen = respond.generate_answers, []
 
     def small(model, tokenizer, asked, **options):
         seen.append(options["max_tokens"])

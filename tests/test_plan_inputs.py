@@ -457,7 +457,7 @@ def test_a_torch_without_cuda_beside_gpus_is_refused_before_ranks_are_started(
 ):
     machine = dataclasses.replace(parse_hardware("2xRTX3090"), named=False)
     for module in ("commands.request", "commands.sweep", "starting.start", "launch.launch_options", "launch.machine"):
-        monkeypatch.setattr(f"sft_play.{module}.detect", lambda: machine)
+        monkeypatch.setattr(f"sft_play.{module}.detect_hardware", lambda: machine)
     monkeypatch.setattr("sft_play.launch.machine.require_compiler", lambda *_: None)
     monkeypatch.setattr("sft_play.starting.launch_ranks.run_ranks", lambda *_: pytest.fail("ranks were started"))
     monkeypatch.setattr("sft_play.starting.refusals.torch_cuda_version", lambda: None)

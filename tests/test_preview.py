@@ -220,8 +220,8 @@ def test_plain_text_marks_what_is_trained_and_what_is_cut():
             TokenPiece(" yes", (2,), is_trained=True),
             TokenPiece("no", (3,), is_trained=True, is_kept=False),
         ],
-        cut=1,
-        lost=1,
+        cut_tokens=1,
+        lost_trained_tokens=1,
     )
     assert format_plain_lines(row) == [
         "Row 1 (a.jsonl:1): 3 tokens; 2 trained (67%); max_seq_len cuts 1 tokens, 1 of them trained",
@@ -237,7 +237,7 @@ def test_texts_cannot_write_our_marks():
 
 
 def test_nothing_of_a_row_reaches_a_terminal_as_a_control_character():
-    row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason="x\x1b[2J", raw="\x1b]0;title\x07 \u202e")
+    row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason="x\x1b[2J", raw_text="\x1b]0;title\x07 \u202e")
     text = format_terminal_text(row).plain + "".join(format_plain_lines(row))
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     assert "⟨U+001B⟩[31m" in text
@@ -269,7 +269,7 @@ def test_colours_are_drawn_on_a_terminal_only(monkeypatch):
 
 
 def test_the_page_holds_nothing_of_the_data_but_text():
-    row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason=NASTY, raw=NASTY, notes=(NASTY,))
+    row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason=NASTY, raw_text=NASTY, notes=(NASTY,))
     text = render_html_page([row], title=NASTY, intro_lines=[NASTY])
     page = Page(text)
     assert {tag for tag, _ in page.tags} == {

@@ -298,13 +298,13 @@ class TestCache:
         path = write(tmp_path / "t.jsonl", ROW)
         source = dict(recipe.tokenizer.templates)["default"]
         if change == "date":
-            dated = recipe.tokenizer.with_template("{{ strftime_now('%Y') }}" + source)
+            dated = recipe.tokenizer.replace_template("{{ strftime_now('%Y') }}" + source)
             recipe = dataclasses.replace(recipe, tokenizer=dated)
         build_rows(path, recipe, split="train")
         if change == "content":
             write(path, chat("hello there", "how are you this day?"))
         elif change == "template":
-            recipe = dataclasses.replace(recipe, tokenizer=recipe.tokenizer.with_template(source + " "))
+            recipe = dataclasses.replace(recipe, tokenizer=recipe.tokenizer.replace_template(source + " "))
         elif change == "limit":
             recipe = dataclasses.replace(recipe, max_seq_len=63)
         elif change == "option":

@@ -60,9 +60,9 @@ def test_the_trainer_and_unsloths_process_are_given_a_new_option(longer, monkeyp
     from sft_play.training.prepare import backend
 
     plan = SimpleNamespace(
-        counted_batch=SimpleNamespace(micro_batch=1, grad_accum=1), eval_batch=1,
+        trainer_batch=SimpleNamespace(micro_batch=1, grad_accum=1), eval_batch=1,
         precision=SimpleNamespace(compute="float32"), hardware=SimpleNamespace(device="cpu"),
-        choice=SimpleNamespace(checkpointed=0, step=SimpleNamespace(offloads=False)),
+        choice=SimpleNamespace(checkpointed_layers=0, step=SimpleNamespace(offloads=False)),
     )  # fmt: skip
     made = training_arguments(longer, plan, RunFolder(tmp_path), has_eval=False)  # type: ignore[arg-type]
     assert made.adam_epsilon == 1e-6

@@ -354,7 +354,7 @@ def by_math(original: Any, state: TraceState) -> Any:
         if torch.is_autocast_enabled("cpu"):
             low = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(low), key.to(low), value.to(low)
-        if original.kernel(query, key, value, attn_mask, enable_gqa) == "math":
+        if original.choose_kernel(query, key, value, attn_mask, enable_gqa) == "math":
             return composite(query, key, value, attn_mask, is_causal, scale)
         return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 

@@ -211,5 +211,5 @@ def flash_attn_varlen_func(
 def traced_varlen_attention(
     query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, **_: Any
 ) -> Any:
-    """`training.model.varlen.kernel` on CUDA: [all tokens, heads, head size]; a window changes no size."""
+    """`training.model.varlen.packed_attention` on CUDA: [all tokens, heads, head size]; a window changes no size."""
     return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)
