@@ -107,7 +107,7 @@ def test_a_repeated_step_and_all_after_it_are_those_of_a_run_planned_so(
     def fits(trainer: Any, _: int, __: bool) -> bool:
         if trainer.step_memory.has_halved:
             return True
-        if not trainer._slots:  # no step has begun: the longest rows are tried
+        if not trainer._slot_batches:  # no step has begun: the longest rows are tried
             return when != "longest rows"
         is_last_pass = trainer._micro_step == trainer._micro_steps
         return when == "step 3" and not (trainer.state.global_step == 2 and is_last_pass)
@@ -318,7 +318,7 @@ def lacking(most, step):
     real = PlannedTrainer.compute_loss
 
     def compute_loss(self, model, inputs, *args, **options):
-        is_its_turn = self.state.global_step + 1 == step and bool(self._slots) == (step > 1)
+        is_its_turn = self.state.global_step + 1 == step and bool(self._slot_batches) == (step > 1)
         if model.training and is_its_turn and self.step_memory.batch_plan.micro_batch > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(self, model, inputs, *args, **options)

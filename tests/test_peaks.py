@@ -151,7 +151,7 @@ from sft_play.training.measure.peaks import MemoryPeaks
 
 draw, wanted = random.Random(int(sys.argv[1])), {}
 level = psutil.Process().memory_info().rss
-found = MemoryPeaks(level_bytes=level)
+found = MemoryPeaks(baseline_bytes=level)
 
 def touch(name, mib):
     block = np.ones(mib * 2**20 // 8)

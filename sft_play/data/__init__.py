@@ -1,6 +1,6 @@
 """Raw files → checked conversations or text → tokens with a loss mask. Heavy libraries are imported lazily.
 
-`sources` and `masks` are the two halves of the way of a row. Above them:
+`sources` reads rows, `masks` makes them tokens with labels. The modules here use both:
 
 - a run reads rows by `build/splits.py` (train, val, test), which has `build.py` make them once in several processes
   (`workers.py`) and write them as Arrow files (`arrow_rows.py`), counts them in `stats.py`, mixes sources (`mixing.py`)

@@ -1,4 +1,4 @@
-"""What a survey of the data means for a run: each finding ok, a warning or a problem, with what to do about it.
+"""Judge the counts of the data: each finding is ok, a warning or a problem, with what to do about it.
 
 `make check` says all of it; a run stops at problems, and logs what concerns its rows and masks.
 """
@@ -102,7 +102,7 @@ _LEAKS_REMEDY = "leave them out of one: make process SET=data.process.drop_leaks
 
 
 def judge_tokens(stats: RowStats) -> Iterator[Finding]:
-    """Rows with the tokens of another one."""
+    """Warn of rows with the tokens of an earlier row, or of a row in another split."""
     if stats.repeated_rows:
         message = f"{format_row_count(stats.repeated_rows)} of {stats.split} with the tokens of an earlier one"
         yield warn_finding("duplicates", f"{message} (make process names them)", _DUPLICATES_REMEDY)
@@ -115,7 +115,7 @@ def judge_tokens(stats: RowStats) -> Iterator[Finding]:
 
 
 def judge_repeats(surveys: Sequence[RowStats]) -> Iterator[Finding]:
-    """Rows with the same tokens: within a file, and in training and held-out files."""
+    """Judge rows with the same tokens: within a file, and between training and held-out files."""
     files = [survey for survey in surveys if survey.split != "text"]
     count_shared_rows(files)
     findings = [finding for survey in surveys for finding in judge_tokens(survey)]
@@ -193,7 +193,7 @@ def judge_texts(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
 
 
 def judge_lengths(stats: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> Iterator[Finding]:
-    """What `max_seq_len` takes away, and which limit would keep enough. `positions`: the model's, None for no limit."""
+    """Judge what `max_seq_len` cuts, and which limit keeps enough. `positions`: the model's, None for no limit."""
     cost, name = stats.truncation_cost, f"length: {stats.split}"
     if not cost.trained_tokens:
         return
@@ -243,7 +243,7 @@ def judge_blocks(stats: RowStats, *, max_seq_len: int) -> Finding:
 
 
 def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str, groups_by_length: bool) -> Finding:
-    """Share of padding for each way to make batches, the run's own marked."""
+    """Compare the share of padding of random, grouped and packed batches; the one that the run uses is marked."""
     names = {"random": "random order", "grouped": "grouped by length", "best_fit": "packed (best_fit)"}
     own_key = "best_fit" if packing == "best_fit" else "grouped" if groups_by_length else "random"
     listed = [f"{names[key]} {share:.1%}{' (this run)' if key == own_key else ''}" for key, share in shares.items()]
@@ -267,7 +267,7 @@ def judge_roles(stats: RowStats) -> Iterator[Finding]:
 
 
 def judge_marks(stats: RowStats, tokenizer: Any) -> Iterator[Finding]:
-    """BOS on all rows or none, trained parts that end with a special token, padding that is not trained."""
+    """Judge special tokens: BOS on all rows or none, one at the end of trained parts, padding that is not trained."""
     if stats.kept_rows and not stats.texts:
         yield _bos_finding(stats, tokenizer)
         yield _turn_end_finding(stats, tokenizer)

@@ -37,7 +37,7 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True)
 class InferredDataset:
-    """The settings that the data ask for, by path, in words what was seen, and the format of the rows by its name."""
+    """Settings inferred from the data (by dotted path), a description of the data, and the name of the rows' format."""
 
     settings: dict[str, JsonValue]
     description: str
@@ -46,14 +46,14 @@ class InferredDataset:
 
 
 def estimate_tokens(text: str) -> int:
-    """About as many tokens as a text has at most: three bytes of UTF-8 a token; English has more in one."""
+    """Estimate an upper bound on a text's tokens: three bytes of UTF-8 a token; English has more bytes in one."""
     return -(-len(text.encode("utf-8", "replace")) // 3)
 
 
 def infer_dataset(
     data_path: str, *, count_tokens: CountTokens = estimate_tokens, positions: int | None = None
 ) -> InferredDataset:
-    """What the first rows of some data ask for; of files that are not UTF-8, the encoding that they look like too.
+    """Infer a run's settings from the first rows of its data; of files that are not UTF-8 also the likely encoding.
     `positions`: the longest row that the model takes. Raises DataError where no row can be used."""
     try:
         return _infer_with_encoding(data_path, "utf-8", count_tokens, positions)

@@ -56,7 +56,7 @@ class OutputFolder:
         return self
 
     def open(self, name: str) -> TextIO:
-        """A text file that takes its name when the context ends; `name` must be one of those announced."""
+        """Open a text file that gets its name when the context ends; `name` must be one of the folder's `names`."""
         assert name in self._names, name
         try:
             self._open_files[name] = _OutputFile(self.path / name)

@@ -108,14 +108,14 @@ class SketchMaker:
 
 
 class SimilarityIndex:
-    """Texts that were added, and of another the most similar one, if their similarity reaches the threshold.
+    """Indexes texts, and finds the one most similar to another text, if their similarity reaches the threshold.
     datasketch's MinHashLSH finds the same, with four times the memory and ten times the time for it."""
 
     def __init__(self, sketches: SketchMaker) -> None:
         self._threshold = sketches.threshold
         self._tables: list[dict[bytes, tuple[int, ...] | list[int]]] = [{} for _ in range(sketches.bands)]
         self._texts: list[tuple[Shingles, str]] = []
-        # Of memory, about.
+        # About the memory that the index takes.
         self.memory_bytes = 0
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ MAX_RAW_CHARACTERS = 1_500
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """One row of the file, tokenised and marked; `reason` says why a row cannot be used, `raw` how it begins."""
+    """One row of the file, tokenised and marked; `reason`: why it cannot be used; `raw_text`: how it begins then."""
 
     row_number: int
     location: str

@@ -124,7 +124,7 @@ class _Processor:
         return [Path(folder).expanduser().resolve() for folder in (data.process.out_dir, data.style.out_dir)]
 
     def _index_other_rows(self, parts: list[tuple[FilePart, str | None]]) -> None:
-        """Read the rows in which training rows are looked for; of data.val_path and data.test_path only files that are
+        """Index held-out rows, to find training rows near them; of data.val_path and data.test_path only files that are
         neither trained on nor written."""
         data, compare_paths = self._config.data, self._options.compare_with
         known_paths = {Path(value).expanduser().resolve() for value in compare_paths}

@@ -98,7 +98,7 @@ def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> S
 
 
 def _style_row(row: RawRow, options: StyleConfig, prompt: str) -> tuple[dict[str, Any], str]:
-    """The row as it is to be, and what was done: one of `_OUTCOMES`."""
+    """Set the row's system prompt; return the new row and one of `_OUTCOMES`."""
     row_format = recognise_format(row.data)
     example = to_example(row, row_format) if row_format is not None else BadRow(row.where, "no known format")
     if isinstance(example, BadRow):

@@ -59,7 +59,7 @@ _DOCUMENTS_PER_PROCESS = 4
 
 @dataclass
 class DocumentsReport:
-    """What was found, read, left out and written; `repeats` counts paragraphs of earlier documents or the same one."""
+    """What was found, read, left out and written; `repeated_paragraphs`: seen earlier in this document or another."""
 
     config: DocumentsConfig
     documents: dict[str, Path] = field(default_factory=dict)

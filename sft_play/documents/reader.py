@@ -54,7 +54,7 @@ class UnreadableDocumentError(Exception):
 
 
 def read_document(path: Path, options: DocumentsConfig) -> str:
-    """The clean text of one document, Markdown where it had more than text. Raises Unreadable: why, and what to do."""
+    """Read a document as clean text, Markdown if it has more. Raises UnreadableDocumentError: why, and what to do."""
     kind = DOCUMENT_KINDS[path.suffix.lower()]
     try:
         if path.stat().st_size > MAX_DOCUMENT_BYTES:
@@ -149,7 +149,7 @@ class ReaderProcess:
         self._process: SpawnProcess | None = None
 
     def read(self, path: Path) -> str:
-        """The clean text of a document; raises Unreadable as `read_document` does, or when a limit is reached."""
+        """Read a document as clean text; raises UnreadableDocumentError as `read_document` does, or at a limit."""
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._connection, child_connection = context.Pipe()

@@ -77,8 +77,8 @@ PINNED_CUDA_LIBRARIES = CudaLibraries()
 
 
 def cuda_libraries() -> CudaLibraries:
-    """Those of the installed torch; the pinned one's where it is a build without CUDA: the plan is for another
-    machine."""
+    """CUDA and cuDNN of the installed torch; of the pinned torch where it is a build without CUDA: the plan is for
+    another machine."""
     cuda_version = torch_cuda_version()
     if cuda_version is None:
         return PINNED_CUDA_LIBRARIES

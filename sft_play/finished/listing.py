@@ -46,7 +46,7 @@ class ListedRun:
     """`failed` also where the manifest says running and no process writes it: it was killed."""
     step: int | None
     best_metric: str | None
-    """Of the best held-out figure: `exact_match`, else `loss`."""
+    """Name of the metric of the best evaluation: `exact_match`, else `loss`."""
     best_value: float | None
     best_step: int | None
     best_checkpoint: str | None

@@ -197,8 +197,8 @@ def language_model_notes(run: FinishedRun) -> tuple[str, ...]:
 
 
 def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
-    """How many positions the model in a folder, or on the hub, has for a conversation, and what to say of the rows that
-    it was trained on; empty where they were as long."""
+    """The positions that a model (a folder, or a name on the hub) has for a conversation, and a note on the length of
+    the rows that it was trained on; the note is empty if they were as long."""
     trained_length, config = run.plan().max_seq_len, load_config_json(model)
     config = config.get("text_config") or config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -217,8 +217,8 @@ def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def translate_write_errors(path: Path) -> Iterator[None]:
-    """Within it, what the operating system refuses of writing `path`, or beside it, is one message. Raises ConfigError
-    where the disk is full, or `path` cannot be written. Errors of reading elsewhere go through as they are."""
+    """Turn the operating system's errors of writing `path`, or beside it, into one message: raises ConfigError
+    if the disk is full, or `path` cannot be written. Errors of reading elsewhere go through as they are."""
     try:
         yield
     except SftPlayError:
@@ -244,7 +244,7 @@ def _is_path_error(path: Path, filename: str | bytes | None) -> bool:
 
 @contextlib.contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, which takes its place once it is whole; else what was there stays. Raises
+    """Yield a new folder that replaces `target` once it is complete; after an error the old `target` stays. Raises
     ConfigError where the disk is full, or nothing can be written there."""
     with translate_write_errors(target), atomic.replace_path(target) as building:
         building.mkdir()

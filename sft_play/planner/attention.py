@@ -8,7 +8,7 @@ Hopper, and it builds a graph for every new shape of a batch: 0.03 to 1 s each
 off elsewhere; nor is it taken where its backward pass is not safe: for heads wider than 128, or of two widths.
 
 Masks are decided from shapes, and measured before a run by `training.class_checks.masking`. Attention is causal and
-padding is at the end, so no token of a chat sees a padded place. Chats that share a row are told apart by their
+padding is at the end, so no token of a chat sees a padded position. Chats that share a row are told apart by their
 boundaries: PyTorch's flash kernel takes those of many chats; where it does not run, each chat is a call of its own.
 """
 
@@ -115,8 +115,8 @@ _SDPA_KERNELS = (
 
 
 def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, uses_cudnn: bool) -> SdpaKernel:
-    """The kernel that PyTorch takes; `capability` None: unknown; `cudnn`: cuDNN's is preferred there and not switched
-    off."""
+    """The kernel that PyTorch takes. `capability` None: unknown. `uses_cudnn`: cuDNN's is preferred there and not
+    switched off."""
     gpu_capability = capability or _DEFAULT_CAPABILITY
     return next(
         kernel.name

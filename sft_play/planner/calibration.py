@@ -113,7 +113,7 @@ class Correction:
 
     def for_prediction(self, predicted: int) -> Correction:
         """The correction of a prediction of `predicted` bytes, from the runs of like size. A run counts for larger ones
-        up to LIKE times what it measured: what is predicted to need more never needs less."""
+        up to SIMILAR_SIZE_FACTOR times what it measured: what is predicted to need more never needs less."""
 
         def factor(peak: tuple[int, int]) -> float:
             return min(peak[1] / peak[0], MAX_MEMORY_FACTOR, SIMILAR_SIZE_FACTOR * peak[1] / predicted)

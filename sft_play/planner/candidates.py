@@ -221,8 +221,8 @@ class PlanInputs:
 
 
 def evaluate_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Candidate]:
-    """Every candidate of the layouts, up to the largest micro-batch that fits; layouts whose data-parallel ranks do not
-    divide the batch are left out. Raises ConfigError where none does."""
+    """Evaluate every candidate of the layouts, up to the largest micro-batch that fits. Layouts whose data-parallel
+    ranks do not divide the batch are left out. Raises ConfigError where that leaves none."""
 
     def layout_candidates(layout: Layout) -> list[Candidate]:
         candidates: list[Candidate] = []
@@ -240,7 +240,7 @@ def evaluate_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[C
 
 
 def evaluate_weight_updates(inputs: PlanInputs, layouts: Sequence[Layout]) -> tuple[PlanInputs, list[Candidate]]:
-    """The candidates, with trained weights in fp32 in full mode; in bf16 where nothing fits otherwise without offload.
+    """Evaluate the candidates with fp32 weights in full mode, with bf16 ones where nothing fits otherwise but offload.
     Raises ConfigError as `evaluate_candidates`."""
     candidates = evaluate_candidates(inputs, layouts)
     rounding_inputs = dataclasses.replace(inputs, fp32_master_weights=False)
@@ -270,7 +270,7 @@ def _collect_candidates(
 
 
 def lowest_memory_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Candidate]:
-    """The candidate of each layout that needs the least memory: the smallest micro-batch with as much checkpointing as
+    """Build the candidate of each layout with the least memory: the smallest micro-batch with as much checkpointing as
     the config allows, and the next one where it is a single micro step, which keeps no gradients. Raises ConfigError as
     `evaluate_candidates`."""
     num_layers = inputs.shape.num_layers
@@ -308,8 +308,8 @@ def _batch_candidates(inputs: PlanInputs, layout: Layout, batch: BatchPlan) -> I
 
 
 def requested_checkpoint_layers(config: RunConfig, shape: ModelShape) -> int | None:
-    """How many of a model's layers are to be recomputed; None where the plan decides. Raises ConfigError where that is
-    asked for, and the class cannot."""
+    """The number of layers that the config asks to recompute; None where the plan decides. Raises ConfigError where it
+    asks for some and the class cannot checkpoint."""
     option, num_layers = config.train.gradient_checkpointing, shape.num_layers
     if not shape.can_checkpoint:
         if option not in ("auto", False, 0):
@@ -335,9 +335,9 @@ def build_candidate(
     eval_rows: int | None = None,
     keeps_masks: bool = False,
 ) -> Candidate:
-    """One candidate with its predictions; `keeps_masks`: padded rows and packs come with a mask even where they need
-    none; `eval_rows`: of an evaluation batch where the config leaves them open (None: the most that need no more memory
-    than the step; where only fitting is asked, 1 has the same peak); `loss`: of which logits, where not the run's."""
+    """Build one candidate with its predictions. `keeps_masks`: padded rows and packs have a mask even where they need
+    none. `eval_rows`: rows of an evaluation batch where the config leaves them open; None: the most that need no more
+    memory than the step (1 has the same peak, where only fitting is asked). `loss`: another loss than the run's."""
     precision = inputs.layout_precision(layout)
     loss = loss or ("logits" if inputs.shape.has_custom_logits else "chunked")
     step = _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, uses_masks=keeps_masks)
@@ -397,8 +397,8 @@ def _build_step(
     uses_masks: bool = False,
     keeps_padding: bool = False,
 ) -> Step:
-    """Without an evaluation; `uses_masks` and `keeps_padding`: rows have a mask, or are padded, even where they need
-    not."""
+    """Build the step, without an evaluation. `uses_masks`, `keeps_padding`: rows have a mask, or padding, even where
+    they need none."""
     # ranks that share a row each have a part of it, and no boundaries
     joins_rows = inputs.packed or (inputs.cuts_by_tokens and layout.context_parallel == 1)
     varlen = (
@@ -464,7 +464,7 @@ def choose_eval_batch(simulation: StepMemorySimulation, *, default_rows: int | N
 
 
 def _host_required_bytes(inputs: PlanInputs, layout: Layout, memory: MemoryEstimate) -> int:
-    """Bytes of RAM that the ranks of the first node need together: for offload and one that writes, or to load."""
+    """Bytes of RAM that the ranks of the first node need together: to offload and to write, or to load."""
     if not inputs.hardware.gpus:
         return 0
     ranks = min(layout.ranks, inputs.hardware.gpus_per_node)
@@ -475,8 +475,8 @@ def _host_required_bytes(inputs: PlanInputs, layout: Layout, memory: MemoryEstim
 
 
 def choose_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The candidate to take among those that fit, or None. Offload only if nothing else fits: its speed is hardly
-    known."""
+    """Choose among the candidates that fit; None where none does. Offload only if nothing else fits: its speed is
+    hardly known."""
     candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
     min_speed = EQUAL_SPEED_SHARE * fastest_speed(candidates)
     # equally fast: the simplest layout, then all layers or none, then the smallest, which leaves most memory free

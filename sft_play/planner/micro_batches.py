@@ -21,7 +21,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Positions at which a step is tried to be cut, from each that is reached.
+# Positions, at most, at which the next cut of a step is tried.
 _MAX_CUT_POINTS = 512
 
 # Positions of rows by micro step and rank: `[m][r]` is the micro-batch of rank r in micro step m, empty where it has no

@@ -55,13 +55,13 @@ from sft_play.units import GIB
 
 # Tokens of a row that a plan counts at least, as the shortest model.max_seq_len.
 MIN_ROW_TOKENS = 8
-# Difference between estimate and trace from which the plan reports it.
+# Relative difference between estimate and trace above which the plan says that the larger one is used.
 TRACE_TOLERANCE = 0.03
 
 
 @dataclass(frozen=True)
 class TracePrediction:
-    """Bytes of the chosen step by a trace: bytes of one rank. `unavailable_reason`: why there is none."""
+    """What a trace of the chosen step predicts, in bytes of one rank; `unavailable_reason`: why there is no trace."""
 
     allocated: int = 0
     reserved: int = 0
@@ -156,8 +156,8 @@ class Plan:
 
     @property
     def trainer_batch(self) -> BatchPlan:
-        """The batch as trainers count it, who know a fixed number of micro steps a step: the most that
-        one can take."""
+        """The batch for a trainer that runs a fixed number of micro steps in every step: the most that a step
+        can take."""
         rows = self.batch.effective_batch // self.batch.ranks
         micro_steps = self.micro_batches.max_micro_steps(rows)
         return BatchPlan(rows // micro_steps, micro_steps, self.batch.ranks)
@@ -277,7 +277,7 @@ def make_plan(
     resumed_batch: BatchPlan | None = None,
     resumed_updates: WeightUpdates | None = None,
 ) -> Plan:
-    """The plan of a run. Where nothing fits it suggests no changes; `advice.suggestions.make_advised_plan` does.
+    """Make the plan of a run. Where nothing fits it suggests nothing; `advice.suggestions.make_advised_plan` does.
 
     Args:
         trace_candidate: traces the choice; the larger of prediction and trace counts, and what then does not fit is
@@ -335,7 +335,7 @@ def make_plan(
 
 
 def check_plan_request(request: PlanRequest) -> None:
-    """Raises ConfigError for what `make_plan` refuses however long the rows are; a few candidates are evaluated."""
+    """Run only the checks of `make_plan` that do not depend on row lengths, on a few candidates. Raises ConfigError."""
     _check_settings(request)
     lowest_memory_candidates(build_plan_inputs(request), _requested_layouts(request, keeps_params=False)[0])
 
@@ -375,7 +375,7 @@ def _requested_layouts(
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
-    """The plan that `as_json` wrote, for a rank that receives it: equal in every field, nothing is decided again."""
+    """Read the plan that `as_json` wrote, for a rank that receives it: equal in every field, without deciding again."""
     renamed_fields = {
         "choice": candidate_fields(data),
         "budget_bytes": data["peak_bytes"]["budget"],
@@ -392,8 +392,8 @@ def _plan_reader() -> TypeAdapter[Plan]:
 
 
 def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True) -> PlanInputs:
-    """What the candidates of a plan share; `fp32_master_weights` False asks what fits without fp32 weights where bf16
-    will do."""
+    """Build what the candidates of a plan share. `fp32_master_weights` False: weights that train are bf16 wherever that
+    is possible."""
     config, shape, hardware = request.config, request.shape, request.hardware
     precision = choose_precision(config, hardware, shape)
     device = hardware.gpus[0].name if hardware.gpus else "cpu"  # runs are recorded by this name

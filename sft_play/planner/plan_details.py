@@ -267,8 +267,8 @@ def stage_lines(stages: Sequence[tuple[str, RunConfig, Plan]]) -> list[str]:
 
 
 def plan_lines(plan: Plan, config: RunConfig, *, command: str | None, node_commands: Sequence[str] = ()) -> list[str]:
-    """Everything that `make plan WHY=1` prints; `node_commands`: lines with the command of each node; None: none would
-    start it."""
+    """Everything that `make plan WHY=1` prints. `command` None: no command starts it. `node_commands`: lines with the
+    command of each node."""
     launch_lines = (list(node_commands) or [f"Launch: {command}"]) if command is not None else []
     return [
         *detected_lines(plan.hardware),

@@ -263,7 +263,7 @@ def _advice_reasons(choice: Candidate) -> list[str]:
     return reasons
 
 
-# --- the others -------------------------------------------------------------------------------------------------------
+# --- candidates that were not chosen ----------------------------------------------------------------------------------
 def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate) -> list[Candidate]:
     """The candidates worth showing, each with why it was not chosen: those of the chosen layout, the best of each
     other."""
@@ -293,7 +293,7 @@ def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choi
 
 
 def rejection_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate, *, top_speed: float) -> str:
-    """Why a candidate was not chosen, with numbers; `best`: tokens per second of the fastest that fits."""
+    """Why a candidate was not chosen, with numbers; `fastest_tokens_per_s`: of the fastest candidate that fits."""
     if not candidate.fits:
         return f"needs {format_needs(candidate, term_count=1)}"
     if candidate.step.loss != choice.step.loss:

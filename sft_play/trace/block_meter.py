@@ -1,6 +1,6 @@
 """Bytes of the blocks of a class that the table of families does not have, as a plan asks for them, remembered.
 
-A pass is run at the plan's own length, for a few batches; others lie between. A class whose operators grow with the
+Steps are run at the plan's own length, for a few batches; others lie between. A class whose operators grow with the
 length takes as many tokens in short rows, twice; one that cannot run on tensors without bytes, few real tokens on the
 CPU: both would take minutes at full length.
 """
@@ -87,7 +87,7 @@ class BlockMeter:
         *,
         accumulates: bool = False,
     ) -> MeasuredBlocks:
-        """A pass of `batch` rows of the step; raises ModelError where its blocks cannot be run here."""
+        """Measure a micro step of `batch` rows; raises ModelError where its blocks cannot be run here."""
         # a run plans before it has counted its rows and after: short ones need not be measured twice
         step = replace(step, seq_len=max(step.seq_len, MIN_METERED_TOKENS * step.layout.context_parallel))
         kind_indices = leading_blocks(shape.layer_order)
@@ -155,7 +155,7 @@ class BlockMeasurement:
     """Their parameters, with the embedding and the head."""
 
     def pass_for(self, rows: int, length: int) -> MeasuredBlocks:
-        """A pass, as it was measured or between two that were. Raises ModelError: the blocks cannot be run."""
+        """Measure a micro step, or interpolate it between two. Raises ModelError: the blocks cannot be run."""
         batches = MEASURED_BATCHES[self.block_mode]
         if rows > batches[-1]:  # the next power of two, and the one before
             upper = 1 << (rows - 1).bit_length()
@@ -180,7 +180,7 @@ class BlockMeasurement:
         return _passes_by_key[key]
 
     def measure(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
-        """The passes, on tensors without bytes or on a few real ones. Raises ModelError: neither is possible."""
+        """Measure steps, on tensors without bytes or on a few real ones. Raises ModelError: neither is possible."""
         logger.debug(
             "Measuring the blocks of the model's class, once: rows of %d tokens, %s",
             length,
@@ -238,7 +238,7 @@ class BlockMeasurement:
         )
 
     def _measure_short_rows(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
-        """As many tokens in rows of two lengths, carried on to the rows that are meant."""
+        """Measure as many tokens in short rows of two lengths, and extrapolate to rows of `length`."""
         sizes = (2 * self._chunk_tokens, self._chunk_tokens)
         passes = [(-(-rows * length // size), size) for rows in batches for size in sizes]
         measured = iter(self._run_blocks(passes))
@@ -248,7 +248,7 @@ class BlockMeasurement:
         ]
 
     def _measure_on_cpu(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
-        """Few real tokens, in rows of two lengths, carried on to all tokens."""
+        """Measure a few real tokens, in rows of two lengths, and extrapolate to all tokens."""
         if self.settings.attention == "eager":
             raise TraceUnavailable("eager attention's squares do not show in short rows")
         needed_bytes, (_, free_bytes) = 4 * self.params, total_and_free_ram()
@@ -270,7 +270,7 @@ class BlockMeasurement:
 
 
 def _add_mask_bytes(measured: MeasuredBlocks, mask_bytes: int) -> MeasuredBlocks:
-    """A pass on the CPU with a mask of as many places, and each block's copy of it that is added to scores: at most."""
+    """Add a mask to a micro step from the CPU, and each block's copy of it that is added to scores: an upper bound."""
     bias = 2 * mask_bytes
     layers = (
         replace(one, forward=one.forward + bias, saved=one.saved + bias * (one.saved > 0), backward=one.backward + bias)

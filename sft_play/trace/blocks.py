@@ -30,8 +30,8 @@ def run_blocks(
     accumulates: bool = False,
     real: bool = False,
 ) -> list[MeasuredBlocks]:
-    """Passes of (rows, tokens of a row). `kind_indices`: of each of the first blocks, its index in `ModelShape.layers`;
-    `accumulates`: gradients are added to those of a pass before; `real`: on real CPU tensors. Raises TraceUnavailable:
+    """Measure micro steps of (rows, tokens of a row). `kind_indices`: each first block's index in `ModelShape.layers`;
+    `accumulates`: gradients are added to those of an earlier one; `real`: on real CPU tensors. Raises TraceUnavailable:
     the libraries cannot run them."""
     passes_measured = []
     with trace_context(settings, real=real, depth=len(kind_indices)) as (loop, skeleton):
@@ -50,7 +50,7 @@ def run_blocks(
 
 
 class _PassRecorder:
-    """Reads one pass. Lists have an entry for each block; bytes are live ones, not rounded to the allocator's units."""
+    """Reads one step. Lists have an entry for each block; bytes are live ones, not rounded to the allocator's units."""
 
     def __init__(self, loop: TracedLoop, model: Any, blocks: Sequence[nn.Module], block_mode: BlockMode) -> None:
         self._loop, self._model, self._blocks, self._block_mode = loop, model, blocks, block_mode
@@ -80,7 +80,7 @@ class _PassRecorder:
 
     # --- the pass -----------------------------------------------------------------------------------------------------
     def run_pass(self, rows: int, length: int) -> bool:
-        """A pass, backwards too where the way has it; whether the first block's input outlives the forward pass."""
+        """Run a micro step, backwards too in training; True if the first block's input outlives the forward pass."""
         self._reset()
         if self._block_mode == "evaluated":
             self._loop.evaluate_batch(self._model, rows, length)

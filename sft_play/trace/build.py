@@ -114,7 +114,7 @@ def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def module_parameters(module: nn.Module) -> int:
-    """Its parameters."""
+    """The number of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

@@ -88,7 +88,7 @@ def step_settings(
         new_tokens=len(config.model.add_tokens),
         micro_batch=step.micro_batch,
         seq_len=step.seq_len,
-        grad_accum=min(step.grad_accum, 2),  # a third pass meets the same as the second
+        grad_accum=min(step.grad_accum, 2),  # a third one meets the same as the second
         weights=precision.load,
         autocast=precision.compute if is_half else None,
         adapters=adapters,

@@ -63,7 +63,7 @@ def _parameters(value: Any) -> set[str]:
 
 
 def patches_for(is_needed: Callable[[StepSettings], bool], *patches: Patch) -> tuple[Patch, ...]:
-    """The patches, for settings that need them alone."""
+    """Restrict patches to the settings that need them."""
     return tuple(replace(patch, is_needed=is_needed) for patch in patches)
 
 

@@ -33,7 +33,7 @@ class GradientBuckets:
         self._make([1 << 62])
 
     def after_backward(self) -> None:
-        """After the first pass the order of the gradients is known: last layers first, 1 MiB and then 25 MiB."""
+        """Cut anew after the first backward pass, in its order: last layers first, 1 MiB and then 25 MiB."""
         if self._is_rebuilt:
             return
         for key, nbytes in self._buckets:

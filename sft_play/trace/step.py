@@ -93,7 +93,7 @@ class TracedLoop:
         self.settings, self.log, self.state, self.mesh = state.settings, state.log, state, mesh
 
     def run(self, skeleton: Any) -> None:
-        """Run it with this model."""
+        """Run the loop with this model."""
         settings, log = self.settings, self.log
         model = self.load_model(skeleton)
         log.empty_cache()
@@ -113,7 +113,7 @@ class TracedLoop:
             log.start_phase("optimizer", step)
             self.optimizer_step(model, optimizer)
         if settings.eval_batch:
-            log.empty_cache()  # as the trainer does between the moments of a run
+            log.empty_cache()  # as the trainer does between the phases of a run
             log.start_phase("evaluation", settings.optimizer_steps - 1)
             self.evaluate_batch(model, settings.eval_batch, settings.seq_len)
         log.start_phase("end", settings.optimizer_steps - 1)
@@ -137,7 +137,7 @@ class TracedLoop:
         return model
 
     def make_bucket_hook(self, model: Any) -> Callable[[], None]:
-        """What DDP does after a backward pass."""
+        """Make what DDP runs after each backward pass."""
         if self.settings.strategy != "ddp":
             return lambda: None
         from sft_play.trace import ranks
@@ -195,7 +195,7 @@ class TracedLoop:
         loss.backward()
 
     def optimizer_step(self, model: Any, optimizer: Any) -> None:
-        """The end of a step."""
+        """Clip, update, and free the gradients."""
         if self.settings.clip:
             trained = [one for one in model.parameters() if one.requires_grad]
             torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
@@ -203,7 +203,7 @@ class TracedLoop:
         optimizer.zero_grad(set_to_none=True)
 
     def evaluate_batch(self, model: Any, rows: int, length: int) -> None:
-        """A pass of an evaluation."""
+        """Run the forward pass of an evaluation batch."""
         model.eval()
         self.state.is_evaluating = True
         with torch.no_grad():

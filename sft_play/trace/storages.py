@@ -59,7 +59,7 @@ def replay(events: Iterable[Event], *, expandable_segments: bool = False) -> Rep
 
 
 def record_phase_end(peaks: ReplayPeaks, phase: str, allocator: CachingAllocator, counts_to_peak: bool) -> None:
-    """The end of a phase."""
+    """Record the peaks of a phase that ends."""
     previous = peaks.phases.get(phase, (0, 0))
     peaks.phases[phase] = (max(previous[0], allocator.peak_allocated), max(previous[1], allocator.peak_reserved))
     peaks.allocated_after.setdefault(phase, allocator.allocated_bytes)
@@ -101,7 +101,7 @@ class StorageLog(TorchDispatchMode):
 
     # --- what happened ------------------------------------------------------------------------------------------------
     def start_phase(self, phase: str, step: int = 0) -> None:
-        """A phase starts, in the step of this number."""
+        """Record that a phase starts, in the step of this index."""
         self.events.append((PHASE_START, phase, step, 0))
 
     def empty_cache(self) -> None:
@@ -123,7 +123,7 @@ class StorageLog(TorchDispatchMode):
         return self._streams.index(stream)
 
     def record_alloc(self, nbytes: int) -> int:
-        """A buffer of the run that is not a tensor here; returns its key for `record_free`."""
+        """Record a buffer of the run that is not a tensor here; returns its key for `record_free`."""
         key = self._next_key
         self._next_key += 1
         self.events.append((ALLOC, key, nbytes, self._stream))
@@ -132,7 +132,7 @@ class StorageLog(TorchDispatchMode):
         return key
 
     def record_free(self, key: int, nbytes: int) -> None:
-        """The end of what `record_alloc` started."""
+        """Record that a buffer of `record_alloc` is freed."""
         if nbytes:
             self.events.append((FREE, key, 0, 0))
             self.current -= nbytes
@@ -144,7 +144,7 @@ class StorageLog(TorchDispatchMode):
             self.record_free(key, nbytes)
 
     def record_tensor(self, tensor: torch.Tensor) -> None:
-        """A tensor that exists now. Its device is not queried, which would be as slow as any operator."""
+        """Record a tensor that exists now. Its device is not queried, which would be as slow as any operator."""
         if self._hidden or isinstance(tensor, DTensor):
             return
         storage = tensor.untyped_storage()

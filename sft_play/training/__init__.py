@@ -13,8 +13,8 @@ Begin with `run`, the story of a run; `job` is what it is to do. A folder for ea
 - `loop/`: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,
   guarded), `rows` and `collate` (from rows to micro-batches), `optimizers`, `callbacks`, `finite` (steps that are not),
   `memory` (steps that run out of it), `curriculum` (stages).
-- `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed, and the proof that
-  they run), `node_meeting`, `heartbeat`, `elastic_agent` (torchrun's place), `collective_check`.
+- `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed, and the check
+  that they run), `node_meeting`, `heartbeat`, `elastic_agent` (in place of torchrun), `collective_check`.
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
   `full_state_dict`, `sharded_checkpoints`, `universal` (ZeRO's over other ranks),
   `model_saving`, `tensor_files`, `consolidate`, `card`.

@@ -84,7 +84,7 @@ def train_stage(
     the stage before, or of the adapter that the run continues; None: the model's own. A backend that has its own
     replaces `build_eval_set` and `load_trainer`. Raises OutOfMemory: the step could not be repeated with less;
     Interrupted: the user stopped the run, and its state was saved."""
-    sdpa.enable_cudnn(enabled=False)  # until the plan's choice, since proofs compare small models of many shapes
+    sdpa.enable_cudnn(enabled=False)  # until the plan's choice, since class checks run small models of many shapes
     with explain_out_of_memory(job.plan):
         checkpoint = find_last_checkpoint(job.folder.checkpoints_path, monitors.heartbeat) if job.resume else None
         monitors.memory.peaks.clear()  # those of the stage before

@@ -1,1 +1,1 @@
-"""Data files to token rows: read, counted, mixed, packed, split, and kept in a cache."""
+"""Build token rows from data files: read, count, mix, pack and split them, and cache the result."""

@@ -25,7 +25,7 @@ _BATCH_ROWS, _BATCH_TOKENS = 256, 1 << 18
 
 
 class RowWriter:
-    """An Arrow stream file of token rows; with `keeps_chats` their conversations are beside them."""
+    """Writes token rows to an Arrow stream file; with `keeps_chats` also their conversations (column `chat`)."""
 
     def __init__(self, path: Path, *, keeps_chats: bool) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class RowWriter:
         self._file.close()
 
     def add(self, row: TokenRow, example: Example) -> None:
-        """A row, with the example that it is made of."""
+        """Add a token row and the example it was made from; a full batch is written at once."""
         self._pending.append((row, example))
         self._tokens += len(row.input_ids)
         if len(self._pending) == _BATCH_ROWS or self._tokens > _BATCH_TOKENS:
@@ -72,14 +72,14 @@ class RowWriter:
 
 
 def chat_from_json(text: str) -> Chat:
-    """A conversation as it was kept beside its tokens."""
+    """Parse a conversation from the `chat` column."""
     location, messages, tools, template_kwargs = json.loads(text)
     return Chat(location, tuple(messages), tuple(tools), template_kwargs=template_kwargs)
 
 
 def write_blocks(output_path: Path, paths: Sequence[Path], block_size: int, *, keeps_short: bool) -> None:
-    """Documents joined and cut into blocks of exactly `block_size` tokens; their own files are removed. What fills
-    no block is left over; with `keeps_short` a text shorter than one block is a block by itself."""
+    """Join documents and cut them into blocks of exactly `block_size` tokens; remove the documents' own files. Tokens
+    that fill no block are dropped; with `keeps_short` a text shorter than one block becomes one short block."""
     pending_ids = np.zeros(0, np.int32)
     has_blocks = False
     with pa.OSFile(str(output_path), "wb") as target, pa.ipc.new_stream(target, _SCHEMA) as stream:
@@ -106,7 +106,7 @@ def _make_block_batch(tokens: Any, block_size: int) -> Any:
 
 
 def _concatenate(token_lists: Sequence[Sequence[int]]) -> tuple[Any, Any]:
-    """Lists of tokens joined: int32 of shape [lists + 1], where each begins, and of shape [tokens]."""
+    """Join lists of tokens: their offsets (int32, [lists + 1]) and all tokens (int32, [tokens])."""
     lengths = np.fromiter(map(len, token_lists), np.int32, len(token_lists))
     offsets = np.zeros(len(token_lists) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])

@@ -36,7 +36,7 @@ from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir, hold_lock
 from sft_play.process.waiting import WaitProgress, report_wait
 
-# The rows of a source, and those of it that are split off for validation.
+# The two sides of a source: rows that it keeps, and rows that are split off for validation.
 KEPT_SIDE, HELD_OUT_SIDE = "kept", "held"
 
 # Options of the data section that decide no row's tokens; the template is part of the tokenizer.
@@ -66,7 +66,7 @@ class BuildRecipe:
 
 @dataclass(frozen=True)
 class BuiltRows:
-    """The token rows of a source: Arrow files by KEPT and HELD, and what became of the rows by the same names."""
+    """The token rows of a source: Arrow files, and counts of rows, each by KEPT_SIDE and HELD_OUT_SIDE."""
 
     folder: Path
     files: dict[str, tuple[str, ...]]
@@ -82,7 +82,7 @@ class BuiltRows:
 
 
 def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: int | str = "auto") -> BuiltRows:
-    """The token rows of a source, from the cache or made now. Raises DataError for files, formats and the cache."""
+    """Load the token rows of a source from the cache, or build them. Raises DataError for files, formats and cache."""
     parts = list_parts(source, split=split, wants_text=recipe.is_document)
     try:
         folder = cache_dir() / "tokens" / _cache_key(source, parts, recipe, split)
@@ -260,7 +260,7 @@ class _BuildWorker:
         self._row_renderer = RowRenderer(renderer, task_mode=recipe.task_mode)
 
     def __call__(self, job: _BuildJob, *, progress: WaitProgress | None = None) -> tuple[dict[str, str], _SideStats]:
-        """The rows of a piece, written into its files: their names, and the counts."""
+        """Write the rows of a piece of a file to Arrow files; return their names and the counts of rows, by side."""
         recipe, stats = self._recipe, _empty_stats(self._recipe)
         counter = RowCounter(self._row_renderer.renderer)
         held_out_flags = bytearray()

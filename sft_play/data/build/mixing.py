@@ -103,8 +103,8 @@ class MixedSources:
     sizes: tuple[int, ...]
 
     def mix(self, *, seed: int, sizes: Sequence[int] | None = None) -> SourceMix:
-        """What an epoch has of each: as many rows as all sources have together (`sizes`: packed ones), by the weights.
-        Raises DataError where a weight leaves a source no row, or asks for more than `MAX_SOURCE_PASSES` over it."""
+        """Divide an epoch, as many rows as all sources have together (`sizes`: packed rows), among them by weight.
+        Raises DataError if a weight leaves a source no row, or asks for more than `MAX_SOURCE_PASSES` over it."""
         sizes = tuple(self.sizes if sizes is None else sizes)
         weights = [size if weight is None else weight for size, weight in zip(sizes, self.weights, strict=True)]
         per_epoch = share_counts(weights, sum(sizes))
@@ -124,7 +124,7 @@ class MixedSources:
 
 
 def format_mix_table(mix: SourceMix) -> list[str]:
-    """The sources as lines of a table: rows, rows in an epoch, those as a share and as passes over the source."""
+    """Format a table of the sources: rows, rows in an epoch, share of the epoch, passes over the source."""
     width = max(len("source"), *map(len, mix.names))
     return [
         f"{'source':<{width}}  {'rows':>10}  {'an epoch':>10}  {'share':>7}  {'passes':>7}",

@@ -1,4 +1,4 @@
-"""Which rows are packed into one (best-fit, without a cut), rows of like length together, and what padding each costs.
+"""Pack rows without cutting them (best-fit), group rows of like length, and compute the padding that each costs.
 
 All of it is arithmetic on lengths: no row is read or copied here. Lengths are tokens, indices those of the data set.
 """
@@ -19,7 +19,7 @@ RowIndices = npt.NDArray[np.int64]
 
 
 def is_packing_enabled(config: RunConfig) -> bool:
-    """Whether chats are packed: `task_mode: cpt` cuts its text into full blocks, in which nothing is left to fill."""
+    """True if chats are packed; False with `task_mode: cpt`, whose text is cut into full blocks already."""
     return config.data.packing == "best_fit" and config.task_mode != "cpt"
 
 
@@ -45,7 +45,7 @@ class Packs:
 
 
 def pack_best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
-    """Rows in packs of at most `capacity` tokens, no row cut: the longest first, each into the fullest pack that has
+    """Pack rows, uncut, into packs of at most `capacity` tokens: the longest first, each into the fullest pack that has
     room for it (best-fit decreasing: at most 11/9 of the fewest packs there can be). Rows of one length are dealt
     together: a million take seconds. Raises ValueError where a row is empty or longer than a pack."""
     sizes = np.asarray(lengths, dtype=np.int64)

@@ -36,7 +36,7 @@ class EstimatedSize:
 
 
 def estimate_size(data: DataConfig, *, text_wanted: bool = False) -> EstimatedSize | None:
-    """The size of the training data; None where a file is missing, cannot be read, or is on the hub."""
+    """Estimate the size of the training data; None if a file is missing, cannot be read, or is on the hub."""
     sources = [(source.path, source.max_rows) for source in data.sources] or [(data.train_path or "", None)]
     rows = characters = 0.0
     for path, max_rows in sources:

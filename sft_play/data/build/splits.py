@@ -94,7 +94,7 @@ def build_splits(
     positions: int | None = None,
     today: date | None = None,
 ) -> DataSplits:
-    """Every split of a run as token rows. `positions`: how many the model has, if it has a limit; no longer max_seq_len
+    """Build every split of a run as token rows. `positions`: the most that the model has, if any; no longer max_seq_len
     is proposed. `today`: the date that templates are given. Raises DataError where `judge_split` fails."""
     require_known_columns(config.data)
     tokenizer_parts = TokenizerParts.from_tokenizer(tokenizer)
@@ -105,7 +105,7 @@ def count_source_rows(
     config: RunConfig, source: AnySource, data_part: str, tokenizer: Any, *, max_seq_len: int, has_val: bool
 ) -> RowStats:
     """Count every row of a part of `DataPaths.named_paths` that a run with this config trains on, from the cache or
-    built now. Raises DataError as `build` does."""
+    built now. Raises DataError as `build_splits` does."""
     require_known_columns(config.data)
     builder = _SplitBuilder(config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today())
     return builder.count_rows(source, data_part, has_val=has_val)

@@ -1,4 +1,4 @@
-"""What became of the rows of a source: one count, which training, `make check`, `render` and `process` read.
+"""Counts of the rows of a source, which training, `make check`, `render` and `process` read.
 
 Of each row only a digest of its tokens and a length are kept.
 """
@@ -136,7 +136,7 @@ class RowStats:
     # rows in which a column that is not read holds something
     unused_columns: Counter[UnusedColumn] = field(default_factory=Counter)
     digests: array[int] = field(default_factory=lambda: array("Q"))
-    """Of the tokens of each row that is kept, or of each document."""
+    """`token_digest` of each row that is kept, or of each document."""
     shared_rows: dict[str, int] = field(default_factory=dict)
     """Rows that are in another split too, by its name."""
 
@@ -349,7 +349,7 @@ class RowStats:
 
 
 def token_digest(ids: Sequence[int]) -> int:
-    """Eight bytes for a row's tokens: a million rows are 8 MB, and no two share them by chance."""
+    """Hash a row's tokens to 64 bits: a million rows take 8 MB, and no two collide by chance."""
     return int.from_bytes(hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).digest(), "big")
 
 
@@ -393,7 +393,7 @@ LIMIT_MULTIPLE = 64
 
 
 def length_remedy(stats: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> str:
-    """The limits that would keep enough of the trained tokens, and all, within the model's positions."""
+    """Propose values of max_seq_len that keep enough of the trained tokens, and all, within the model's positions."""
     cost, longer_limits = stats.truncation_cost, []
     required_share = 1 - data.max_lost_fraction
     prompt_hint = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"

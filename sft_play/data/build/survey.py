@@ -1,4 +1,4 @@
-"""Rows counted while they are made; and rows made here, one batch after the other, to be shown, written or counted."""
+"""Count rows while they are built; and render rows in this process, batch by batch, to show, write or count them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class RowOutcome:
 
 
 class RowRenderer:
-    """Examples as the tokens that a run trains. With data.multi_turn=split an example becomes several. In `task_mode:
+    """Renders examples as the token rows a run trains; with data.multi_turn=split one becomes several. In `task_mode:
     cpt` documents stay whole (they are joined and cut into full blocks), and a chat is a bad row."""
 
     def __init__(self, renderer: Renderer, *, task_mode: str) -> None:
@@ -148,7 +148,7 @@ class RowRenderer:
     def make_rows(
         self, rows: Iterable[tuple[int, Example | BadRow]], *, is_document: bool = False
     ) -> Iterator[BadRow | RowOutcome]:
-        """Numbered rows in their order, tokenised in batches; bad rows are passed on. `is_document`: they are plain
+        """Tokenise numbered rows in batches, in their order; bad rows are passed on. `is_document`: the rows are plain
         text of `task_mode: cpt_mixed`."""
         is_joined = is_document or self.task_mode == "cpt"
         for batch in split_batches(rows):

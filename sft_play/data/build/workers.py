@@ -54,7 +54,7 @@ def worker_count(requested_workers: int | str, total_bytes: int) -> int:
 
 
 def split_for_workers(part: FilePart, *, count: int, total_bytes: int) -> list[FilePart]:
-    """A file in pieces for so many processes: small enough that all of them end at about the same time."""
+    """Split a file into pieces for so many workers, small enough that all of them end at about the same time."""
     if count == 1:
         return [part]
     size = total_bytes // (count * _PIECES_PER_WORKER)
@@ -87,7 +87,7 @@ def run_jobs(
 
 @contextlib.contextmanager
 def hide_main_module() -> Iterator[None]:
-    """Processes that are started inside do not import the program that runs here: it may import torch, and a script
+    """Keep processes started in this context from importing the running program: it may import torch, and a script
     without `if __name__ == "__main__"` would start over in each."""
     with _START_LOCK:  # one thread at a time, or the second would put back what the first one put there
         main_module = sys.modules["__main__"]
@@ -103,7 +103,7 @@ _worker: Callable[[Any], Any] | None = None
 
 
 def _start_worker(pickled_recipe: bytes, parent_pid: int) -> None:
-    """Start of a worker: it ends with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
+    """Set up a worker process: it dies with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)  # a parent that is killed cannot end its workers

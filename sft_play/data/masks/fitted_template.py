@@ -1,4 +1,4 @@
-"""A chat template with the form of messages that it takes: content, roles, tool calls.
+"""Adapt messages to the form that a chat template takes: content, roles, tool calls.
 
 Templates differ in what they accept. Which form one writes correctly is seen by trying them: on probe conversations
 (`probes.py`), and for tool calls on the row itself.
@@ -104,7 +104,7 @@ class TemplateTraits:
 
 
 class FittedTemplate:
-    """A template that is given messages in the form that it takes, as its `traits` say."""
+    """A chat template with its probed `traits`, which adapts messages to the form that the template takes."""
 
     def __init__(self, chat_template: ChatTemplate, traits: TemplateTraits) -> None:
         self.chat_template, self.traits = chat_template, traits
@@ -141,7 +141,7 @@ class FittedTemplate:
             return ""
 
     def fit(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> FittedMessages:
-        """The conversation as its author wrote it where the template writes its calls so; else as near to that as it
+        """Adapt a conversation to the template: unchanged if its calls are written so, else as little as the template
         allows: arguments as objects or as text are the same JSON. Raises InexactMaskError if it refuses every form."""
         if any(AUTHOR_MESSAGE in message for message in messages):
             authored = self._authored_messages(messages, tools)

@@ -97,7 +97,7 @@ class TemplateLayout:
         return self.turns[-1].added_end if self.turns else ""
 
     def fill(self, pieces: Sequence[str]) -> tuple[str, list[int]]:
-        """The text that a row with these pieces must have, and where each gap begins in it."""
+        """Fill in the pieces of a row: the text that the row must have, and where each gap begins in it."""
         parts = [self.gaps[0]]
         offset = len(self.gaps[0])
         gap_starts = [0]
@@ -216,14 +216,14 @@ class MarkedText:
                 offset += size
 
     def to_gap_position(self, offset: int) -> GapPosition | None:
-        """The gap that holds the position; None inside a piece."""
+        """Convert an offset in the copy to a gap position; None inside a piece."""
         # the last gap that begins at or before the position; an empty gap counts, so the second number is above any end
         gap = bisect.bisect_right(self._gap_spans, (offset, len(self.text) + 1)) - 1
         begin, end = self._gap_spans[gap]
         return GapPosition(gap, offset - begin) if begin <= offset <= end else None
 
     def to_offset(self, gap_position: GapPosition) -> int:
-        """Where a place is in the copy."""
+        """Convert a gap position to an offset in the copy."""
         return self._gap_spans[gap_position.gap][0] + gap_position.offset
 
     def message_extent(self, message_index: int, start: int) -> tuple[int | None, int | None, PieceKind | None]:

@@ -122,7 +122,7 @@ class Renderer:
     # What the template does.
 
     def turn_locator(self, *, with_tools: bool | None = None, kind: str = PLAIN_ROW) -> TurnLocator:
-        """The turns of the template for rows with tools or without; where `with_tools` is None, of the one that most
+        """Return the locator of turns for rows with tools or without; with_tools=None: that of the template which most
         rows use. `kind` matters where data.chat_template_kwargs go by it. Raises TokenizerError."""
         if with_tools is None:
             # transformers takes `tool_use` for rows with tools where there is one, and `default` for all others
@@ -181,7 +181,7 @@ class Renderer:
     # Rows.
 
     def recover_chat(self, example: Example) -> Example:
-        """A text that is a chat, rendered by this template, as that chat; any other example as it is."""
+        """Parse a text that is a chat rendered by this template back into a Chat; return other examples unchanged."""
         if not isinstance(example, Text):
             return example
         try:
@@ -208,7 +208,7 @@ class Renderer:
         )
 
     def split_turns(self, example: Example) -> list[Example]:
-        """The example itself, or with data.multi_turn=split one for each assistant turn that is trained."""
+        """Split an example into one for each trained assistant turn with data.multi_turn=split, else keep it whole."""
         if self.data.multi_turn == "whole" or isinstance(example, Text):
             return [example]
         turn_indices = [index for index, message in enumerate(example.messages) if is_trained_turn(message)]
@@ -264,11 +264,11 @@ class Renderer:
         return results
 
     def _should_hide(self, special_count: int) -> bool:
-        """Whether so many special tokens in texts are hidden while the template runs, and tokenised as plain text."""
+        """True if texts with so many special tokens have them hidden from the template and tokenised as plain text."""
         return special_count > 0 and self.data.special_tokens_in_text == "plain"
 
     def _make_draft(self, example: Example) -> TokenRow | BadRow:
-        """An example as text with the places that are trained, a row without tokens."""
+        """Render an example to text with its trained spans: a TokenRow that has no tokens yet."""
         if isinstance(example, Text):
             text = example.text
             return TokenRow(
@@ -576,8 +576,8 @@ class Renderer:
         return list(encoding.ids)
 
     def prompt_and_answer_ids(self, chat: Chat) -> tuple[list[int], list[int]] | None:
-        """Tokens of the last turn's prompt, and those that training teaches to write behind it, the end of the turn
-        included. None where there is no such prompt, or the turn is not trained."""
+        """Token ids of the last turn's prompt, and of the answer that training teaches after it, its end of turn
+        included. None if there is no such prompt, or the turn is not trained."""
         if chat.template_kwargs:
             renderer = self._renderer_for_kwargs(chat.template_kwargs)
             return renderer.prompt_and_answer_ids(replace(chat, template_kwargs={})) if renderer is not None else None

@@ -39,7 +39,7 @@ class RenderedChatParser:
         self._marks = frozenset(filter(str.strip, control_tokens(gaps, special_tokens)))
 
     def parse(self, text: str) -> tuple[Message, ...] | None:
-        """The messages of a text that the template renders from them; None where it is no such text."""
+        """Parse a text that the template rendered back into its messages; None if it is no such text."""
         bare_text = self._strip_surroundings(text)
         if not any(mark.strip() and mark.strip() in text for mark in self._gaps.get(("user", "assistant"), ())):
             return None
@@ -119,7 +119,7 @@ class RenderedChatParser:
 
 
 def _probe_gaps(template: FittedTemplate) -> RoleGaps:
-    """What the template writes between turns, by the roles before and after; of some there are several forms."""
+    """Learn what the template writes between turns, by the roles before and after; some gaps have several forms."""
     gaps: dict[tuple[str, str], dict[str, None]] = {}
     for roles in _PROBE_ROLES:
         texts = [f"qzx{index}{role}qzx" for index, role in enumerate(roles)]

@@ -43,7 +43,7 @@ class SpecialTokenGuard:
         return one_line(next(matches, ""))
 
     def hide(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with special tokens as private-use characters."""
+        """Replace special tokens in messages by private-use characters, so that the template does not see them."""
         text = json.dumps(messages, ensure_ascii=False)
         if any(_HIDDEN_BASE <= ord(char) < _HIDDEN_BASE + len(self.tokens) for char in text):
             raise InexactMaskError("a text holds special tokens and private-use characters; take one of them out")
@@ -57,12 +57,12 @@ class SpecialTokenGuard:
         return hidden_messages
 
     def reveal(self, text: str) -> str:
-        """A rendered text with hidden tokens as it reads."""
+        """Undo `hide` in a rendered text: put the special tokens back as their text."""
         return re.sub(self._hidden_pattern, lambda match: self.tokens[ord(match.group()) - _HIDDEN_BASE], text)
 
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[Any, tuple[Span, ...], str, str, tuple[Span, ...]]:
-        """A rendered text with hidden tokens: its encoding, the spans in the text that was encoded, that text, and the
-        text and spans as a person reads them."""
+        """Encode a rendered text with hidden tokens. Returns the encoding, the spans in the encoded text, that text,
+        and the text and spans as a person reads them."""
         encoder_replacements: list[Replacement] = []
         reader_replacements: list[Replacement] = []
         # A token found by its name was written by the template; one found by its private-use character, by the data.
@@ -145,7 +145,7 @@ Replacement = tuple[int, int, str]
 
 
 def splice(text: str, replacements: Sequence[Replacement], spans: Sequence[Span]) -> tuple[str, tuple[Span, ...]]:
-    """The text with these parts replaced, and the spans in it; none of their ends stands inside a replaced part."""
+    """Replace parts of a text and shift the spans to fit; no span may begin or end inside a replaced part."""
     pieces: list[str] = []
     ends, shifts, offset = [], [0], 0
     for start, end, replacement in replacements:

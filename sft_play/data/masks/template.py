@@ -34,7 +34,7 @@ _RENDER_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 def row_kind(messages: Sequence[Message]) -> str:
-    """Whether an assistant's turn holds think text."""
+    """`think` if an assistant's turn holds think text, else `plain`."""
     answers = [message for message in messages if message["role"] == "assistant"]
     texts = [message.get(key) for message in answers for key in REASONING_KEYS]
     has_reasoning = any(isinstance(text, str) and text.strip() for text in texts)
@@ -46,7 +46,7 @@ def row_kind(messages: Sequence[Message]) -> str:
 
 
 def has_value_per_kind(value: Any) -> bool:
-    """Whether it says a value for one kind of rows or for both, such as `{think: high, plain: no_think}`."""
+    """True if an option has its own value for kinds of rows, such as `{think: high, plain: no_think}`."""
     return isinstance(value, Mapping) and bool(value) and {THINK_ROW, PLAIN_ROW}.issuperset(value)
 
 

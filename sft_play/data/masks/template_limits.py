@@ -66,7 +66,7 @@ class RenderBudget(threading.local):
         self.reset()
 
     def reset(self) -> None:
-        """The budget of another rendering."""
+        """Start the budget of a new rendering."""
         self.remaining_steps, self.written_bytes, self.deadline = MAX_STEPS, 0, time.thread_time() + MAX_RENDER_SECONDS
 
     def use_step(self) -> None:
@@ -171,7 +171,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     # As Jinja names them: a template may call its own macros with arguments named `self` or `context`.
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call of the template's, counted, its result short."""
+        """Count a call that the template makes, and limit the size of its result."""
         __self.budget.use_step()
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, (str, bytes)):
@@ -194,7 +194,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def compile_limited(self, source: str) -> jinja2.Template:
-        """The template with its loops and joins counted."""
+        """Compile a template whose loops and joins are counted."""
         tree = self.parse(source)
         # Jinja calls no hook for loops, comparisons and `~`: the syntax tree is given filters in their places.
         _replace_nodes(tree, self._instrument)

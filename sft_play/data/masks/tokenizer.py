@@ -122,7 +122,7 @@ class Encoder:
         return build_word_tokenizer(self.backend)
 
     def encode_with_mask(self, text: str, spans: Sequence[Span]) -> MaskedTokens | None:
-        """Ids and labels of a text whose words are known; None where the tokenizer has to be asked."""
+        """Encode a text from words seen before, with labels; None if the tokenizer itself is needed."""
         words_result = self.word_tokenizer.encode_with_spans(text, spans) if self.word_tokenizer is not None else None
         if words_result is None:
             return None
@@ -139,7 +139,7 @@ class Encoder:
 
     @functools.cached_property
     def splitting_tokenizer(self) -> SplittingTokenizer:
-        """The one that splits at edges of answers."""
+        """The copy of the tokenizer that splits at edges of answers."""
         return SplittingTokenizer(self.backend)
 
 
@@ -154,8 +154,8 @@ class MaskedTokens:
 
 
 def mask_encoding(encoding: Any, text: str, spans: Sequence[Span], added_ids: frozenset[int]) -> MaskedTokens:
-    """Labels of an encoding: a token counts whose characters all lie in one span. An added token may take white space
-    along that follows it (Phi-3's end of turn does); it counts all the same."""
+    """Label an encoding: a token is trained if all of its characters are inside one span. An added token may also take
+    the white space after it (Phi-3's end of turn does); it is trained all the same."""
     ids = list(encoding.ids)
     labels = [IGNORED] * len(ids)
     crossed_edges = crossed_index = 0

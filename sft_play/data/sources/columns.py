@@ -44,7 +44,7 @@ def find_rendered_mark(text: str) -> str | None:
 
 
 def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """`data.columns` for rows like this one; empty where names and values say nothing, or several things."""
+    """Guess `data.columns` for rows like this one; empty if names and values are unclear or ambiguous."""
     shapes = {name: value_shape(value) for name, value in row.items() if name == one_line(name)}
     turns = [name for name, shape in shapes.items() if shape == "turns"]
     texts = [name for name, shape in shapes.items() if shape == "text"]
@@ -140,7 +140,7 @@ _BIT_LIST = re.compile(r"\[(?:[01](?:, )?){2,}\]")
 
 
 def missed_column_kind(name: str, value: Any, *, is_text: bool, answer_chars: int) -> str:
-    """The kind of a column that would be missed where it is not read, by the class of its name and value; "" where it
+    """The kind of an unread column that training would miss, told by its name and value; "" if the column
     only describes its row. `is_text`: the rows are plain text."""
     kinds, value = kinds_in_name(name), unpack_json(value, "[{")
     if not isinstance(value, (str, list, dict)) and not kinds:

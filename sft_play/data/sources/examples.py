@@ -123,7 +123,7 @@ def set_system_prompt(example: Example, style: StyleConfig, prompt: str) -> tupl
 
 
 def character_count(example: Example) -> int:
-    """About how long an example is."""
+    """Characters of an example, without think text and tool calls."""
     if isinstance(example, Text):
         return len(example.text)
     return sum(len(message.get("content") or "") for message in example.messages)
@@ -173,7 +173,7 @@ def _check_part(part: FilePart, data: DataConfig, *, option: str) -> None:
 
 
 def count_part_rows(parts: Sequence[FilePart]) -> int | None:
-    """Rows of files by their lines or row groups; None where one can be counted by its rows alone."""
+    """Count the rows of files by line ends or row groups; None if a file has to be parsed to count its rows."""
     with contextlib.suppress(OSError, SftPlayError, ValueError):
         counts = [_count_file_rows(part) if part.kind in ("auto", "lines") else None for part in parts]
         return None if None in counts else sum(count for count in counts if count is not None)

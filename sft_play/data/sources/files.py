@@ -118,8 +118,8 @@ def part_split(part: str) -> str:
 
 
 def find_data_paths(data: DataConfig) -> DataPaths:
-    """The files that a run reads; the default `val_path` and `test_path`, for which a command may have had no rows, may
-    be missing, which is noted. Raises DataError naming every other file that is missing."""
+    """Find the files that a run reads; the default `val_path` and `test_path` may be missing, since a command may have
+    had no rows for them: that is noted. Raises DataError naming every other file that is missing."""
     missing: list[str] = []
     notes: list[str] = []
     missing_defaults: list[str] = []
@@ -180,7 +180,7 @@ def has_held_out_file(data: DataConfig) -> bool:
 
 
 def find_source(value: str, *, encoding: str = "utf-8") -> Path | DataSource:
-    """What a path option names; raises DataError with what lies beside a missing one."""
+    """Find the source that a path option names; raises DataError, which lists the folder's files, if it is missing."""
     source = _locate(value, encoding)
     if source is None:
         raise DataError(f"{_describe_missing(value)}; looked from {Path.cwd()}")

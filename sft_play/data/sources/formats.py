@@ -122,7 +122,7 @@ class RowFormat:
     optional_columns: frozenset[str] = frozenset()
 
     def build(self, row: RawRow) -> Example:
-        """The example that a row of this format is; raises UnusableRow."""
+        """Build the example of a row that has this format; raises UnusableRow."""
         if self.kind == "pair":
             return _build_pair_chat(
                 row,
@@ -444,8 +444,8 @@ def _format_columns(row: RawRow) -> str:
 
 
 def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = None) -> Example | BadRow:
-    """The row as an example of this format, or why it cannot be one. `data` says whether turns are merged and rows with
-    empty answers left out (`drop_empty`); such a row comes back as a BadRow with `is_asked`."""
+    """Convert a row of this format to an example, or to a BadRow with a reason. `data` says whether turns are merged
+    and rows with empty answers left out (`drop_empty`); such a row comes back as a BadRow with `is_asked`."""
     data = data or DataConfig()
     na_columns = frozenset(row.missing if data.keep_default_na else ())
     row = (

@@ -68,8 +68,8 @@ _DECODER = _make_decoder(_raise_lossy)
 
 
 def strict_json(text: str) -> Any:
-    """The value of JSON text inside a row, such as a tool call's arguments; raises ValueError where it would lose
-    something."""
+    """Parse JSON text inside a row, such as a tool call's arguments; raises ValueError if the value would lose
+    something of the text."""
     try:
         value = _DECODER.decode(text)
     except RecursionError:

@@ -126,7 +126,7 @@ def parse_turns(value: Any, key: str) -> list[Message]:
 
 
 def alternate_roles(value: Any) -> Any:
-    """A list of several texts as the user's and the assistant's turns; anything else as it is."""
+    """Turn a list of texts into alternating user and assistant turns; return anything else unchanged."""
     texts = unpack_json(value, "[")
     if not isinstance(texts, list) or not texts or not all(isinstance(unpack_json(item, "{"), str) for item in texts):
         return value
@@ -465,7 +465,7 @@ def parse_tools(value: Any) -> tuple[Any, ...]:
 
 
 def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Messages with neighbours of the same role joined by a blank line; not results of tools, a trained turn and an
+    """Join neighbouring messages of one role with a blank line between; not results of tools, a trained turn and an
     untrained one, or turns with different names."""
     merged: list[Message] = []
     for message in messages:

@@ -106,7 +106,7 @@ class EncodedPath(type(Path())):  # type: ignore[misc]
 
 
 def mark_encoding(path: Path, encoding: str) -> Path:
-    """The path as one to files in this encoding."""
+    """Attach an encoding to a path: files under it that are not UTF-8 are read in it."""
     if encoding == "utf-8":
         return path
     encoded_path = EncodedPath(path)
@@ -115,7 +115,7 @@ def mark_encoding(path: Path, encoding: str) -> Path:
 
 
 def path_encoding(path: Path) -> str:
-    """The encoding that was said of a path."""
+    """The encoding attached by `mark_encoding`, else utf-8."""
     return path.encoding if isinstance(path, EncodedPath) else "utf-8"
 
 
@@ -336,7 +336,7 @@ _ASCII_BYTES, _IMPOSSIBLE_BYTES = re.compile(rb"[\x00-\x7f]+"), re.compile(rb"[\
 
 
 def guess_encoding(sample: bytes) -> Encoding | None:
-    """What bytes that are not UTF-8 look like; None for UTF-8 that is damaged."""
+    """Guess the encoding of bytes that are not UTF-8; None if they are damaged UTF-8."""
     # sequences of several bytes that are UTF-8 are no accident: where most are, the others are damage
     valid = sample.decode("utf-8", "ignore").encode()
     if sum(byte > 0x7F for byte in valid) > 4 * (len(sample) - len(valid)) or _IMPOSSIBLE_BYTES.fullmatch(

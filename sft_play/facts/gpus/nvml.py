@@ -58,7 +58,7 @@ def open_nvml() -> Iterator[Any]:
 
 
 def query(nvml: Any, name: str, *arguments: Any, **options: Any) -> Any:
-    """The answer to one question; None where this driver, this GPU or this user gets none."""
+    """Call an NVML function; None where this driver, this GPU or this user gets no answer."""
     return _try_query(nvml, name, *arguments, **options)[0]
 
 
@@ -97,7 +97,7 @@ def gpu_snapshot(*, details: bool = True, topology: bool = True) -> GpuSnapshot 
 
 
 def read_gpu_snapshot(nvml: Any, *, details: bool, topology: bool) -> GpuSnapshot:
-    """The same through an opened library. Raises NvmlUnavailable where it shows no GPU, and does not say that there is
+    """Read all GPUs by an opened library. Raises NvmlUnavailable where it shows no GPU, and does not say that there is
     none."""
     handles: dict[int, Any] = {}
     gpus: list[GpuStatus] = []

@@ -29,8 +29,8 @@ UNNAMED_GPU = "NVIDIA GPU"
 
 @dataclass(frozen=True)
 class ListedGpu:
-    """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`. `parent` is the UUID of an
-    instance's GPU; `nvlinks` counts active links, None where the driver does not say. `note` is what a person should
+    """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`. `parent_uuid` is the UUID of
+    an instance's GPU; `nvlinks` counts active links, None where the driver does not say. `note` is what a person should
     know of it; one that is not `usable` is listed for its note alone."""
 
     uuid: str

@@ -82,7 +82,7 @@ def refuse_remote_code(config: ConfigJson, *, name: str, allowed: bool) -> None:
 
 
 def text_only_note(config: Mapping[str, Any]) -> str:
-    """What is to be said of a model with parts beside its language model, which alone is trained; empty for others."""
+    """A note for a model with parts beside its language model, which alone is trained; empty for others."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping) or not inner:
         return ""
@@ -95,7 +95,7 @@ def text_only_note(config: Mapping[str, Any]) -> str:
 
 def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None:
     """Raises ModelError where the stored weights are quantised in a way that is not trained: all but bitsandbytes' 4
-    bits in qlora, and `DEQUANTISED` ones."""
+    bits in qlora, and `DEQUANTISED_FORMATS`."""
     method, fields = quantisation_method(config)
     if method is None or method in DEQUANTISED_FORMATS:
         return
@@ -120,7 +120,7 @@ def original_model(config: Mapping[str, Any], name: str) -> str:
 
 
 def quantised_storage_note(config: Mapping[str, Any], mode: str) -> str:
-    """What is to be said of weights that are stored quantised and dequantised while they are read; else nothing."""
+    """A note for weights that are stored quantised and dequantised while they are read; empty for others."""
     method, _ = dequantisable_method(config)
     if method is None:
         return ""

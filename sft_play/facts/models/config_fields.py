@@ -64,7 +64,7 @@ DEQUANTISED_FORMATS = {"mxfp4": "MXFP4", "fp8": "FP8"}
 
 
 def dequantisable_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """How a model's weights are stored, if that is one of `DEQUANTISED`, and the fields that say so."""
+    """How a model's weights are stored, if that is one of `DEQUANTISED_FORMATS`, and the fields that say so."""
     method, fields = quantisation_method(config)
     return (method if method in DEQUANTISED_FORMATS else None), fields
 

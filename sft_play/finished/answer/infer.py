@@ -46,7 +46,7 @@ class Prompt:
 
     @functools.cached_property
     def output_fields(self) -> dict[str, Any]:
-        """In plain data, as it is read back: tuples are lists."""
+        """The fields of the output line, but for the answer, as JSON reads them back: tuples are lists."""
         columns_written = {
             f"input_{name}" if name in _OUTPUT_COLUMNS else name: value for name, value in self.extra_columns.items()
         }

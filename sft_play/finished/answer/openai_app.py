@@ -225,7 +225,7 @@ class _StoppingQueue:
 
 
 class _ChatHandler(ChatCompletionHandler):
-    """Options are checked, and the prompt is made in a thread, before the server's own handler sees the request."""
+    """Checks a request's options, and renders its prompt in a thread, before the server's own handler sees it."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         options = requests.validate_request(body)

@@ -40,7 +40,7 @@ _INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def _training_autocast(run: FinishedRun, model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Whole weights trained under autocast, and so they answer; an adapter's base has the precision of training."""
+    """Autocast for a run that trained all weights, as in training; none for adapters: their base has its precision."""
     dtype = compute_dtype(run)
     is_mixed = not run.is_adapter and dtype != torch.float32
     return torch.autocast(model.device.type, dtype=dtype) if is_mixed else contextlib.nullcontext()

@@ -102,8 +102,8 @@ def _built_in_metric(name: str) -> Metric:
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """ROUGE-L's F1: of the longest common subsequence of `words`, the harmonic mean of its share of the answer's words
-    and of the reference's. Of texts without any word: 1 where they are equal, else 0."""
+    """ROUGE-L's F1: of the longest common subsequence of `split_words`, the harmonic mean of its share of the answer's
+    words and of the reference's. Of texts without any word: 1 where they are equal, else 0."""
     from rapidfuzz.distance import LCSseq
 
     answer_words, reference_words = split_words(answer), split_words(reference)
@@ -255,7 +255,7 @@ def _format_difference(value: float, *, is_share: bool) -> str:
 
 
 def finite_or_none(value: float) -> float | None:
-    """The value, or None, which JSON has for what is not a number."""
+    """The value, or None if it is NaN or infinite, which JSON cannot hold."""
     return value if math.isfinite(value) else None
 
 

@@ -74,8 +74,8 @@ def find_tasks(tasks: Sequence[str]) -> HarnessTasks | None:
 def run_tasks(
     run: FinishedRun, model: Any, tokenizer: Any, tasks: HarnessTasks, *, limit: int | None
 ) -> dict[str, Any]:
-    """What `simple_evaluate` of the harness returns for this model; prompts go through the run's chat template where it
-    trained chats. Raises ConfigError where the harness fails, for example because a task's data cannot be fetched."""
+    """Run the tasks on a model; returns what the harness's `simple_evaluate` does. Runs on chats use their
+    chat template. Raises ConfigError where the harness fails, for example because a task's data cannot be fetched."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -121,7 +121,7 @@ def _disable_tying(model: Any) -> Iterator[None]:
 
 
 def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComparison, ...]:
-    """The numbers that both have, by task and metric."""
+    """Compare the metrics that both results of the harness have, by task."""
     comparisons = []
     for task, values in tuned.get("results", {}).items():
         for metric, value in values.items():

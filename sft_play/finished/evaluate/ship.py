@@ -166,7 +166,7 @@ class _ShipMeasurement:
         self.rows_sha256 = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
     def measure_evidence(self) -> rule.Evidence:
-        """All but the merge; raises ModelError where the model cannot be loaded."""
+        """Measure all evidence but the merge; raises ModelError if a model cannot be loaded."""
         logger.info(
             "To be measured: %d rows of %s, %d of them with a generated answer, and %d general texts and chats",
             len(self.rows), self.task.split, len(self.questions), len(self.general_texts) + len(self.general_chats),

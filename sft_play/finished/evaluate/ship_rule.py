@@ -186,7 +186,7 @@ class ShipVerdict:
 
 
 def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
-    """The verdict: equal evidence and thresholds give an equal one."""
+    """Judge the evidence; a pure function: equal evidence and thresholds give an equal verdict."""
     if evidence.not_loaded:
         refused_check = ShipCheck(
             "task", ok=False, line="not measured", reason=evidence.not_loaded,

@@ -44,7 +44,7 @@ class AdaptedModel:
         self.adapted_layers: dict[str, Any] = {}
         self.whole_tensors: dict[str, torch.Tensor] = {}
         self.trained_rows: dict[str, tuple[list[int], torch.Tensor]] = {}
-        """Of tables of embeddings of which only rows were trained: their indices, and the rows."""
+        """By name, embeddings of which only some rows were trained: the indices of these rows, and the rows."""
         self._load_adapter(self._meta_model())
         shared = next(
             (name for name, source in tied_sources.items() if {name, source} <= self.adapted_layers.keys()), None

@@ -142,7 +142,7 @@ def evenly_spaced_rows(rows: Any, count: int) -> list[dict[str, list[int]]]:
 
 @torch.no_grad()
 def log_probs(model: Any, rows: Sequence[dict[str, list[int]]]) -> list[RowLogProbs]:
-    """Of each row, what the model expects at its first `MAX_POSITIONS` trained positions."""
+    """Compute, for each row, the log-probabilities of the next token at its first `MAX_POSITIONS` trained positions."""
     row_log_probs = []
     for row in rows:
         ids_BT = torch.tensor([row["input_ids"]], device=model.device)

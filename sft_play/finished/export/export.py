@@ -163,7 +163,7 @@ def _write_folder(run: FinishedRun, model_folder: Path, building: Path, target: 
 
 
 def _link_or_copy(file: Path, target: Path) -> None:
-    """A second name for weights; a copy on another disk, and of small files: an edit here must not change the other."""
+    """Hard-link weights, or copy them to another disk; copy small files, so that an edit does not change the other."""
     try:
         (os.link if file.suffix == ".safetensors" else shutil.copyfile)(file.resolve(), target)
     except OSError:
@@ -256,7 +256,7 @@ def _find_beyond_f16(model: Path) -> str | None:
 
 
 def _stage_model(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
-    """A folder as the converter wants it: links to the model's files, with the base's SentencePiece file, which
+    """Build the folder that the converter reads: links to the model's files, with the base's SentencePiece file, which
     transformers does not write again (or one that is made of tokenizer.json), and the added tokens where the converter
     looks for them."""
     staged.mkdir()
@@ -290,7 +290,7 @@ def _tokenizer_folder(run: FinishedRun, model: Path) -> Path:
 
 
 def _converter_vocabulary(prompts: EnginePrompts, converter: Converter) -> tuple[dict[str, Any], str | None]:
-    """What the converter is told about the tokenizer, and the pre-tokenizer that was proven equal to it."""
+    """Build the JSON of `run_converter.py` about the tokenizer; also return the pre-tokenizer that was proven equal."""
     tokenizer = prompts.tokenizer
     backend = tokenizer.backend_tokenizer
     names = matching_names(backend, read_pre_tokenizers(converter.vocabulary_source), probe_texts())

@@ -38,7 +38,7 @@ class GgufTokenizer:
         self.pre = str(entry("pre", "default"))
         self.tokens: list[str] = list(entry("tokens", []))
         self.ids = {token: token_id for token_id, token in enumerate(self.tokens)}
-        """Of tokens that are written twice, the last one."""
+        """Id by token; of a token that is listed twice the last id."""
         token_types = entry("token_type") or [1] * len(self.tokens)
         special_types = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # wherever they occur in a text
         special_tokens = [

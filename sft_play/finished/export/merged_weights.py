@@ -99,8 +99,8 @@ class MergedWeights:
             )
 
     def _find_misfit(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str | None:
-        """What the class would miss or find too much or of another shape in these tensors, as transformers loads them;
-        None if nothing."""
+        """Find tensors that the class would miss, not know, or have in another shape, as transformers loads them;
+        None if there are none."""
         adapted, tensors = self._adapted, dict[str, torch.Tensor]()
         for name, shape in shapes:
             if name in tensors:
@@ -237,7 +237,7 @@ class _JoinedTensor:
         return bool(getattr(self._converter, "force_cpu", False))
 
     def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The model's tensor of those of the files."""
+        """Join the files' tensors into the model's tensor."""
         from transformers.core_model_loading import dot_natural_key
 
         converter, model = copy.deepcopy(self._converter), self._adapted.base_model
@@ -249,7 +249,7 @@ class _JoinedTensor:
         return result
 
     def split(self, joined: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The files' tensors of the model's, by their names in the files."""
+        """Split the model's tensor into the files' tensors, by their names in the files."""
         from transformers.core_model_loading import revert_weight_conversion
 
         mapping = _key_mapping(self._adapted) or {}

@@ -1,4 +1,4 @@
-"""A run's prompts twice: as training made them, and as an engine makes them from the exported folder.
+"""Render a run's prompts in two ways: as training did, and as an engine does from the exported folder.
 
 Training's are token ids of its own renderer. An engine has the folder's chat template and tokenizer, and the messages.
 """

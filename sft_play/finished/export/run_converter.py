@@ -16,7 +16,7 @@ from typing import Any
 
 
 def set_pre_tokenizer(owner: Any, pre_tokenizer: str | None) -> None:
-    """Where the converter does not know a tokenizer's pre-tokenizer, it is the one that was proven equal."""
+    """Patch a converter class: if it does not know the pre-tokenizer, it takes the one that was proven equal."""
     original = owner.get_vocab_base_pre
 
     def get_vocab_base_pre(self: Any, tokenizer: Any) -> str:
@@ -31,7 +31,7 @@ def set_pre_tokenizer(owner: Any, pre_tokenizer: str | None) -> None:
 
 
 def set_special_tokens(vocabulary: Any, add_bos: bool | None, ids: dict[str, int]) -> None:
-    """The file's stop tokens are those of training, and nothing is added around a prompt that training did not add."""
+    """Patch SpecialVocab: write training's stop tokens, and add nothing around a prompt that training did not add."""
     write = vocabulary.add_to_gguf
 
     def add_to_gguf(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,8 +44,8 @@ def set_special_tokens(vocabulary: Any, add_bos: bool | None, ids: dict[str, int
 
 
 def set_space_prefix(writer: Any, vocabulary: Any, adds_space_prefix: bool) -> None:
-    """The file says how text begins, whatever the converter thinks of this architecture: without the entry llama.cpp
-    puts a space before it."""
+    """Patch the writer: always write how text begins, whatever the converter thinks of this architecture, since
+    llama.cpp puts a space before text if the entry is missing."""
     write, write_special = writer.add_add_space_prefix, vocabulary.add_to_gguf
     written_writers: list[Any] = []
 

@@ -49,7 +49,7 @@ class ResultRow:
 
 @dataclass(frozen=True)
 class Comparison(RunCommandResult):
-    """Runs beside each other. `differing`: the values of all runs by what differs; None where a run has none."""
+    """Runs beside each other. `differences`: by key, the value of each run; None if a run has none."""
 
     names: tuple[str, ...]
     records: tuple[RunRecord, ...]

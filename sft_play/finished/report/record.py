@@ -200,7 +200,7 @@ def settings_by_path(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def headline_metrics(record: RunRecord) -> list[tuple[str, str]]:
-    """The few figures that matter, those that are known."""
+    """The few figures that matter, as (name, value) in words; unknown ones are left out."""
     planned_steps = [(part.plan.get("run") or {}).get("steps") for part in record.parts]
     total = sum(steps for steps in planned_steps if isinstance(steps, (int, float)))
     suffix = f" of {total:,}" if total and total != record.steps and not record.has_stages else ""

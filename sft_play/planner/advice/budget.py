@@ -129,8 +129,8 @@ def compare_machine_prices(
     make_machine_plan: Callable[[Hardware], Plan | None],
     today: date,
 ) -> BudgetResult:
-    """The machines of a price list (a price, how many GPUs) on which the run fits, the cheapest first; `plan`: the plan
-    on a machine, None where it certainly does not fit. Raises ConfigError where the run's length is not known."""
+    """Compare the machines of a price list (a price, how many GPUs): those on which the run fits, the cheapest first.
+    `make_machine_plan` gives None where a run certainly does not fit. Raises ConfigError: its length is not known."""
     offers, too_small = [], []
     for price, count in prices:
         name = f"{count}x{price.gpu}"

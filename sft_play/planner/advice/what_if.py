@@ -118,9 +118,9 @@ OFFLOAD_LEFT_OUT = "; layouts that offload are left out, because the RAM was not
 
 
 def find_largest_fit(question: FitQuestion, request: PlanRequest) -> LargestFit:
-    """The largest that fits in any layout of `request.allowed_layouts` with the settings that need least memory and
-    that the config leaves open: every layer checkpointed, one row a pass, unless it says otherwise. Raises ConfigError
-    where no layout can run it."""
+    """Find the largest that fits in any layout of `request.allowed_layouts`. What the config leaves open has the
+    value that needs least memory: every layer checkpointed, one row a micro step. Raises ConfigError where no layout
+    can run it."""
     if question == "model":
         return _find_largest_model(request)
     # fp32_master_weights=False: weights that train in full may be bf16 where fp32 does not fit, as a plan would take

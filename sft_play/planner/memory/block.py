@@ -160,7 +160,7 @@ def head_bytes(
     needs_gradient: bool = True,
     on_gpu: bool = True,
 ) -> LayerBytes:
-    """The tail for `batch` full rows of `length` tokens, all scored but the first token."""
+    """Bytes of the tail for `batch` full rows of `length` tokens, all scored but the first token."""
     tape = Tape(grad_enabled=needs_gradient)
     tail = ForwardPass(tape, spec, batch, length, is_accumulating=is_accumulating)
     x = norm(tail, tape.leaf(batch * length * spec.hidden, width))  # the model's own forward keeps no other name for it

@@ -203,12 +203,12 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> MemoryEstimate:
-    """The predicted peak of a step on one rank: the largest of its phases, and what must be free for it."""
+    """Estimate the peak of a step on one rank: the largest of its phases, and what must be free for it."""
     return estimate_from_simulation(create_step_simulation(config, shape, precision, step))
 
 
 def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate:
-    """The same for a simulation that was already set up."""
+    """Estimate the peak of a step from its simulation."""
     step, layout = simulation.step, simulation.step.layout
     phases = largest_by_phase(simulation.phases())
     phase_totals = {str(phase): sum(terms.values()) for phase, terms in phases.items()}
@@ -275,7 +275,7 @@ def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate
 
 
 def max_evaluation_rows(simulation: StepMemorySimulation) -> int:
-    """Rows of the largest evaluation batch of one rank that is never the run's peak, at most MOST_EVALUATION_ROWS."""
+    """Rows of the largest evaluation batch of one rank that is never the run's peak, at most MAX_EVALUATION_ROWS."""
     step = simulation.step
     step_peak = max(sum(terms.values()) for terms in simulation.training_phases.values())
 

@@ -40,9 +40,9 @@ class MeasuredBlocks:
     """What the last block keeps beyond others of its kind; below 0 where gradients that the backward pass holds from it
     on, such as those of an input that all blocks read, count as kept by the first."""
     on_cpu: bool = False
-    """Carried on from a few real tokens."""
+    """Extrapolated from a few real tokens on the CPU."""
     ends: tuple[int, ...] = ()
-    """The batches on whose line it lies; none where it was run itself."""
+    """The two measured batches on whose line it lies; empty where it was measured itself."""
 
 
 def interpolate(low: MeasuredBlocks, high: MeasuredBlocks, batch: int) -> MeasuredBlocks:
@@ -76,7 +76,7 @@ class MeasuredStepSimulation(StepMemorySimulation):
 
     @property
     def was_measured_on_cpu(self) -> bool:
-        """Whether few real tokens were carried on to the step's."""
+        """Whether its bytes are extrapolated from a few real tokens on the CPU."""
         return self._measured_blocks(self._block_mode(0), self.step.micro_batch).on_cpu
 
     def _compute_blocks(self) -> tuple[list[BlockBytes], list[int]]:

@@ -44,7 +44,7 @@ def nf4_bytes(elements: int) -> int:
 
 
 def nf4_packed_bytes(elements: int) -> int:
-    """Of those: the packed weights, which FSDP can shard with a float storage dtype (`bnb_4bit_quant_storage`)."""
+    """Bytes of the packed weights alone, which FSDP can shard with a float storage dtype (`bnb_4bit_quant_storage`)."""
     return math.ceil(elements / 2)
 
 
@@ -84,7 +84,7 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
 
 
 def block_adapter_params(kind: LayerKind, lora: LoraConfig) -> int:
-    """The same for one block."""
+    """LoRA parameters of one block."""
     return sum(rows * columns for rows, columns in _linear_lora_factors(kind.linears, kind.expert_weights, lora))
 
 
@@ -199,7 +199,7 @@ def bitsandbytes_state_bytes(optim: str, shape: ModelShape, parameters: TrainedP
 
 
 def paged_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
-    """Of those: states that are managed memory, outside the allocator; scales and small tensors' never are."""
+    """Bytes of states in managed memory, outside the allocator; those of scales and small tensors never are."""
     if not optim.startswith("paged"):
         return 0
     fp32_params = _fp32_state_params(optim, shape, parameters)

@@ -540,7 +540,7 @@ class StepMemorySimulation:
 
 
 def largest_by_phase(phases: Iterable[tuple[StepPhase, MemoryTerms]]) -> Mapping[StepPhase, MemoryTerms]:
-    """Of each phase's visits the one with the most bytes."""
+    """Select, of each phase's visits, the one with the most bytes."""
     largest_terms: dict[StepPhase, tuple[int, MemoryTerms]] = {}
     for phase, terms in phases:
         size = sum(terms.values())

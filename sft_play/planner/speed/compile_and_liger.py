@@ -80,8 +80,8 @@ MIN_TRAFFIC_SHARE = 0.5
 
 
 def liger_saved_bytes(shape: ModelShape, operations: ReplacedOperations, *, e: int, recomputed_share: float) -> float:
-    """Bytes of a token's forward and backward pass through all blocks; `recomputed_share` of them runs forward
-    twice."""
+    """Bytes that Liger's kernels save of a token's forward and backward pass through all blocks, `recomputed_share` of
+    which run forward twice."""
     forward_bytes, backward_bytes = 0.0, 0.0
     cast_bytes = 0 if e == 4 else 2 * (e + 4)
     # square, mean, product; that with the weight moves 2 e, as Liger's kernel does
@@ -105,7 +105,7 @@ def liger_saved_bytes(shape: ModelShape, operations: ReplacedOperations, *, e: i
 
 
 def liger_saved_starts_s(shape: ModelShape, operations: ReplacedOperations, *, recomputed_share: float) -> float:
-    """Seconds of kernel starts that a pass forward and back takes less; a second forward pass counts as half of one."""
+    """Seconds of kernel starts that Liger's kernels save, forward and backward; a second forward pass counts half."""
     seconds = 0.0
     for kind in shape.layers:
         has_attention = kind.attention != "none"

@@ -234,7 +234,7 @@ class _Roofline:
         return size / (self.rates.bandwidth * BANDWIDTH_SHARE)
 
     def predict(self, micro_steps: AverageMicroSteps) -> Speed:
-        """The step, whose rows take these micro steps."""
+        """Predict the step whose rows take these micro steps."""
         step, layout, count = self.step, self.step.layout, micro_steps.count
         seconds_by_part = self.micro_step_seconds(micro_steps)
         slow_code = self._slow_code_seconds(micro_steps.padded_tokens)
@@ -549,8 +549,8 @@ def find_speed_error(shape: ModelShape, precision: Precision, hardware: Hardware
         "on a CPU": not hardware.gpus,
         "on AMD cards": any(gpu.is_amd for gpu in hardware.gpus),
         "that offloads": step.layout.offloads_states or step.offloads,
-        "of mixtures of experts": any(reason.num_experts for reason in shape.layers),
-        # V100 and T4 have no bf16, and fall into SMALL below
+        "of mixtures of experts": any(kind.num_experts for kind in shape.layers),
+        # V100 and T4 have no bf16, and fall into SMALL_MODEL_ERROR below
         "on these cards": not capabilities <= DATA_CENTRE_CAPABILITIES | WORKSTATION_CAPABILITIES | {(7, 0), (7, 5)},
     }
     if (reason := next((description for description, applies in uncompared.items() if applies), None)) is not None:

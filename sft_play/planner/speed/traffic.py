@@ -39,7 +39,7 @@ ZERO_REUSE_PARAMS = 1_000_000_000
 @dataclass(frozen=True)
 class Collective:
     """The collectives of one kind over one group of `ranks`: `message_bytes` of full messages (what all ranks have
-    together before, or after), in `times` calls."""
+    together before, or after), in `calls` calls."""
 
     kind: CollectiveKind
     message_bytes: float

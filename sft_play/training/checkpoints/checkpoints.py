@@ -142,7 +142,7 @@ def _format_record(record: Mapping[str, Any]) -> str:
 
 
 def _read_record(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """What was written down when it was finished: `files` and `digests`; empty where that is not what is there."""
+    """Read `files` and `digests` from COMPLETE_FILE; empty where it is missing, damaged or was edited."""
     try:
         text = (checkpoint / COMPLETE_FILE).read_text(encoding="utf-8")
         record = json.loads(text)
@@ -198,7 +198,7 @@ def skipped_line(checkpoint: Path, damage: str) -> str:
 def last_undamaged(
     folder: Path, *, on_bytes: Callable[[int], None] | None = None
 ) -> tuple[Path | None, dict[Path, str]]:
-    """The last checkpoint without a fault, None where there is none; and those after it, each with its fault."""
+    """Find the last undamaged checkpoint (None: there is none), and the later ones, each with its damage."""
     damaged: dict[Path, str] = {}
     for path in sorted(_numbered_checkpoints(folder), key=checkpoint_step, reverse=True):
         damage = find_damage(path, on_bytes=on_bytes)

@@ -51,14 +51,14 @@ def parameter_names_by_group(model: nn.Module, optimizer: Any) -> list[list[str]
 
 
 def states_by_number(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """Optimizer states keyed by name, keyed by number as in `Optimizer.state_dict`."""
+    """Turn optimizer states keyed by name into states keyed by number, as in `Optimizer.state_dict`."""
     indexes = {name: index for index, name in enumerate(itertools.chain(*names))}
     groups = [{**group, "params": [indexes[name] for name in group["params"]]} for group in states["param_groups"]]
     return {"state": {indexes[name]: state for name, state in states["state"].items()}, "param_groups": groups}
 
 
 def states_by_name(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """The same keyed by name; raises TrainingError where they belong to another set of parameters."""
+    """Optimizer states keyed by number, keyed by name; raises TrainingError where they are of other parameters."""
     all_names = list(itertools.chain(*names))
     sizes = [len(group["params"]) for group in states["param_groups"]]
     if sizes != [len(group) for group in names]:

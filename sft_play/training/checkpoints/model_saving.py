@@ -103,7 +103,7 @@ def write_weights(
 
 
 def _use_full_names(model: Any, text_tower: TextTower, folder: Path) -> None:
-    """PEFT and serving engines look for layers by these; a name's end alone would match layers for images too."""
+    """Use names of the whole class, as PEFT and serving engines expect; a suffix alone would match image layers too."""
     weights_path, config_path = folder / ADAPTER_FILE, folder / "adapter_config.json"
     save_file(
         {text_tower.to_full_name(name): tensor for name, tensor in load_file(weights_path).items()},
@@ -274,8 +274,8 @@ def check_saved_weights(
     must_have_learned: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> int:
-    """Bytes of the tensors saved in a folder, each read back; `on_bytes` is called with them. Raises ModelError: there
-    are none, one is empty, of another shape, not finite or missing, or no lora_B `must_have_learned`."""
+    """Read back the tensors saved in a folder; returns their bytes, with which `on_bytes` is called. Raises ModelError:
+    there are none, one is empty, of another shape, not finite or missing, or no lora_B `must_have_learned`."""
     shapes: dict[str, tuple[int, ...]] = {}
     size, has_learned = 0, not must_have_learned
     for name, file_tensor in open_tensors(folder).items():
@@ -297,7 +297,7 @@ def check_saved_weights(
 
 
 def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    """Where transformers saves by the hub's names, one tensor per expert, only the number of values is compared."""
+    """Compare saved shapes with the model's; by the hub's names, one tensor per expert, only the number of values."""
     missing = sorted(set(expected) - set(shapes))
     wrong = [] if missing else [name for name, shape in expected.items() if shapes[name] != shape]
     saved_values, expected_values = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected))

@@ -88,7 +88,7 @@ def fetch_base_folder(name: str, *, revision: str | None) -> Path:
 
 
 def describe_broken_connection(error: BaseException) -> str | None:
-    """What to say of a download that an error of the connection ended, which hides below others; None for another."""
+    """Describe a download that a connection error ended, also as the cause of another error; None for any other."""
     cause: BaseException | None = error
     while cause is not None and not type(cause).__module__.startswith(_CONNECTION_PACKAGES):
         cause = cause.__cause__ or cause.__context__
@@ -172,7 +172,7 @@ def _read_blocks(tensor: FileTensor, scales: FileTensor, block_size: Any) -> tor
 
 
 def _block_length(length: int, count: int, configured: int) -> int:
-    """Elements of a block along a side with so many of them; the config's size where that gives this number."""
+    """Elements of a block on a side of `length` with `count` blocks; the config's size where it gives this count."""
     return configured if configured and math.ceil(length / configured) == count else math.ceil(length / count)
 
 

@@ -30,8 +30,8 @@ _GROUPS_FILE = "zero/optimizer_state.pt"
 
 @contextlib.contextmanager
 def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
-    """The checkpoint as the ranks of now can read it: itself, or a copy in DeepSpeed's universal form, which is gone
-    once it was loaded (`finish_loading`). All ranks call it. Raises RunFolderError: there is no room for the copy."""
+    """Yield the checkpoint as this number of ranks can read it: itself, or a copy in DeepSpeed's universal form, which
+    `finish_loading` removes. All ranks call it. Raises RunFolderError: there is no room for the copy."""
     state_files, folder = sorted(checkpoint.glob(f"global_step*/{_OPTIMIZER_FILES}")), checkpoint.parent
     if not trainer.is_deepspeed_enabled or len(state_files) == distributed.world_size():
         yield checkpoint
@@ -88,7 +88,7 @@ def finish_loading(trainer: Any, checkpoint: Path) -> None:
 
 
 def _set_universal_loading(trainer: Any, *, enabled: bool) -> None:
-    """Whether the engine reads the universal form: one that is still to be made, by its config."""
+    """Let the engine read the universal form or not; an engine still to be made gets it by its config."""
     trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": enabled}
     if engines.is_deepspeed(trainer.model_wrapped):
         trainer.model_wrapped._config.load_universal_checkpoint = enabled

@@ -147,7 +147,7 @@ def keeps_graphs(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
 
 
 def _trial_result(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
-    """What a trial shows; nothing of the table's classes, nor where no small model computes."""
+    """Run a trial, or return its cached result; empty for classes of the table, and where no small model computes."""
     try:
         return {} if str(hf_config.model_type) in MODEL_FAMILIES else _cached_trial(hf_config, trial, trust_remote_code)
     except _TrialFailed:
@@ -223,7 +223,7 @@ class _TrialFailed(Exception):
 
 
 def _cached_trial(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
-    """From the cache where it was tried before; a model's own code is tried anew."""
+    """Return the cached result of a trial, or run it; a model with its own code is always tried anew."""
     fields = {name: value for name, value in hf_config.to_dict().items() if name not in _IRRELEVANT_FIELDS}
     cache_key = {"config": json.loads(json.dumps(fields, default=repr)), "version": TRIAL_VERSION}
     cache_key |= {} if trial is try_out else {"trial": trial.__name__}
@@ -308,7 +308,7 @@ def _try_adapters(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict
                     parameter.normal_(std=0.02)
         for draw in range(_MAX_DRAWS):
             _run_step(peft_model, draw)
-            untrained = {name: one for name, one in untrained.items() if one.grad is None or not one.grad.any()}
+            untrained = {name: value for name, value in untrained.items() if value.grad is None or not value.grad.any()}
             if not untrained:
                 return {}
     except Exception as error:  # PEFT's refusal, or whatever a class does with what the adapter returns

@@ -136,7 +136,7 @@ class MaskDifference:
     """What leaving out a mask changes in a model."""
 
     logits: float
-    """Largest difference of a logit at a real place in fp32, over the logits' spread."""
+    """Largest difference of a logit at a position without padding, in fp32, over the logits' spread."""
     gradients: float
     """Distance of all gradients in fp32, over their length."""
     influence: float
@@ -221,7 +221,7 @@ def measure_padding(config: Any, *, attention: str, trust_remote_code: bool = Fa
         half_masked, half_unmasked = (
             run_model(half_model, rows, uses_masks=masks, **balance_inputs) for masks in (True, False)
         )
-    last_positions = torch.tensor([_PADDED_LENGTHS[0] - 1, sum(_PADDED_LENGTHS) - 1])  # the rows' last real places
+    last_positions = torch.tensor([_PADDED_LENGTHS[0] - 1, sum(_PADDED_LENGTHS) - 1])  # of each row, without padding
     spread = float(masked.logits.std()) or 1.0
     return MaskDifference(
         logits=float((masked.logits - unmasked.logits).abs().max()) / spread,

@@ -61,7 +61,7 @@ class ClassCheck:
 
     @property
     def figures(self) -> str:
-        """The figures."""
+        """The measured differences in words."""
         text = f"{self.fp32_difference:.0e} in fp32"
         half_text = f"{text}, {self.half_precision_ratio:.2f} of the plain ones' own error in 16 bits"
         return half_text if self.half_precision_ratio else text
@@ -83,7 +83,7 @@ def all_ranks_agree(check: Callable[[], tuple[CheckResult, str | None]]) -> tupl
 def compare_with_reference(
     reference: TensorList, reference_half: TensorList, replaced: TensorList, replaced_half: TensorList
 ) -> ClassCheck:
-    """The proof from the numbers of the plain code in fp32 and in the run's dtype, and those of the other code."""
+    """Build the check from logits and gradients of plain and other code, each in fp32 and in the run's dtype."""
     reference_error, replaced_error = (
         relative_difference(reference_half, reference),
         relative_difference(replaced_half, reference),

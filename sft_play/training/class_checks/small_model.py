@@ -142,7 +142,7 @@ class ModelOutputs:
     """What a model computed of rows, in fp32."""
 
     logits: torch.Tensor
-    """Of the real places, [tokens, words]."""
+    """At positions without padding, [tokens, vocabulary]."""
     gradients: torch.Tensor
     """Of all weights, one after the other; none where it did not train."""
 
@@ -185,7 +185,7 @@ def _require_small(config: Any, trust_remote_code: bool, max_parameters: int) ->
 
 
 def _shorten(hf_config: Any, *, has_all_layers: bool = False, longest_row: int | None = None) -> Any:
-    """With a small vocabulary and short windows; all layers, or enough of the first to have one of every kind."""
+    """Copy a config with a small vocabulary, short windows, and all layers or the first with one of every kind."""
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -287,7 +287,7 @@ def _per_layer_sizes(config: Any) -> dict[int, dict[str, Any]]:
 
 
 def _shrink_widths(config: Any) -> None:
-    """The kind of attention (one, some or all key heads) stays; absent sizes stay absent."""
+    """Narrow all sizes of a config; one, some or all key heads stay so, and absent sizes stay absent."""
     overrides = _per_layer_sizes(config)
     if overrides:  # which hide the config's own sizes of the same names
         config.per_layer_config = None
@@ -299,12 +299,12 @@ def _shrink_widths(config: Any) -> None:
             ("num_key_value_heads", "num_kv_heads"), 4 if key_heads == heads else 1 if key_heads == 1 else 2
         )
     rotary_size = config_field(config, "qk_rope_head_dim")
-    heads = (
+    head_sizes = (
         {name: value for name in _HEAD_SIZE_FIELDS if isinstance(value := config_field(config, name), int)}
         if rotary_size
         else {}
     )
-    sizes |= {name: _scale_head_part(value, rotary_size) for name, value in heads.items()}
+    sizes |= {name: _scale_head_part(value, rotary_size) for name, value in head_sizes.items()}
     for name in _EXPERT_COUNT_FIELDS:
         value = config_field(config, name)
         if isinstance(value, int) and value:
@@ -315,7 +315,7 @@ def _shrink_widths(config: Any) -> None:
     _set_fields(config, {**sizes, **_state_space_sizes(config)})
     if overrides:
         config.per_layer_config = {
-            layer: {name: _scale_head_part(value, rotary_size) if name in heads
+            layer: {name: _scale_head_part(value, rotary_size) if name in head_sizes
                     else 2 * sizes[name] if name in sizes and isinstance(value, int) else value
                     for name, value in layer_sizes.items()}
             for layer, layer_sizes in overrides.items()
@@ -341,7 +341,7 @@ def _shrink_rotation(config: Any, rotation: dict[str, Any], frequencies: int) ->
 
 
 def _scale_head_part(size: int, rotary_size: int) -> int:
-    """Classes check that the parts add up to heads, and keep how large a share of a head turns."""
+    """Scale a part of a head like its rotary part: classes check that the parts add up, and keep the rotary share."""
     return max(1, size * _ROTARY_SIZE // rotary_size)
 
 

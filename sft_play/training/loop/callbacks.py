@@ -22,7 +22,7 @@ from sft_play.process import failures
 from sft_play.process.signals import StopSignals, elapsed_s, raise_interrupt, training_begun
 from sft_play.process.waiting import report_wait
 from sft_play.training.class_checks.adapter_trial import trained_pattern
-from sft_play.training.loop.finite import describe_fp16_overflow as _fp16_fault
+from sft_play.training.loop.finite import describe_fp16_overflow
 from sft_play.training.ranks.distributed import any_rank, max_over_ranks
 from sft_play.training.ranks.engines import local_shard
 from sft_play.units import format_duration
@@ -93,7 +93,7 @@ class GradientCheck(TrainerCallback):
             del self._unchecked[name]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say what no row was long enough for, or stayed beside a tensor of zeros."""
+        """Warn of tensors without a gradient: no row was long enough, or what multiplies them stayed zero."""
         if late := [name for name in self._unchecked or {} if trained_pattern(name) in self._late_gradients]:
             logger.warning("%d trainable tensors had no gradient, and are as they were: this class gives them one only "
                            "in longer rows, or once what it multiplies them by has left zero (%s)",
@@ -142,7 +142,7 @@ class MetricsFile(TrainerCallback):
         for loss in map(logs.get, loss_keys):
             if isinstance(loss, float) and not math.isfinite(loss):
                 default_advice = "look at the data of this step, or start a new run with a lower train.learning_rate"
-                advice = _fp16_fault(model) if is_fp16 else default_advice
+                advice = describe_fp16_overflow(model) if is_fp16 else default_advice
                 raise TrainingError(f"step {state.global_step}: the loss is {loss}; {advice}")
 
 
@@ -213,8 +213,8 @@ class StopAfter(TrainerCallback):
 
 
 def stop_signals(stop_after: StopAfter) -> StopSignals:
-    """While open, the first signal to stop ends the run after the current step, and at once before the first step; so
-    does a second signal."""
+    """While open, the first signal to stop ends the run after the current step (before the first step: at once); a
+    second signal ends it at once."""
 
     def on_first_signal(signal_number: int) -> None:
         if not stop_after.has_begun:  # there is nothing to save
@@ -248,7 +248,7 @@ class Progress(TrainerCallback):
 
     @contextlib.contextmanager
     def announce_start(self, message: str) -> Iterator[None]:
-        """Say `message` is waited for where the first step takes long to come."""
+        """While open, log that `message` is waited for if the first step takes long."""
         with contextlib.ExitStack() as self._start_message:
             self._start_message.enter_context(report_wait(message))
             yield

@@ -43,7 +43,7 @@ class Collator:
     min_tokens: int = 0
     """Packs are padded to this many tokens at least, so that all batches have one shape."""
     context_parallel_rank: int = 0
-    """This rank's place in its context-parallel group; rows are divided along their tokens."""
+    """This rank's index in its context-parallel group; rows are divided along their tokens."""
     context_parallel_size: int = 1
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def split_batch(batch: dict[str, Any], max_rows: int) -> list[dict[str, Any]]:
 
 
 def _shift_left(table: torch.Tensor, fill: int) -> torch.Tensor:
-    """The value of the next place, for each place [B, T]; `fill` for the last."""
+    """Shift values [B, T] left by one position; the last position gets `fill`."""
     return torch.nn.functional.pad(table[:, 1:], (0, 1), value=fill)
 
 

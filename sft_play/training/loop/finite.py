@@ -116,7 +116,7 @@ class NonFiniteStepGuard(TrainerCallback):
         return {name: value for name, value in logs.items() if name != "loss"}
 
     def _set_skip(self, optimizer: Any, should_skip: bool) -> None:
-        """Said too to whoever asks whether the step was skipped: the Trainer, before it moves the learning rate."""
+        """Skip the next optimizer step or not, and tell the Trainer, which asks before it moves the learning rate."""
         if should_skip:
             self._optimizer_step, optimizer.step = optimizer.step, lambda *_, **__: None
         optimizer._is_overflow = should_skip
@@ -144,7 +144,7 @@ class NonFiniteStepGuard(TrainerCallback):
 
 
 def describe_fp16_overflow(model: Any) -> str:
-    """What a model that leaves fp16's range is, and the ways out."""
+    """Say what overflows in a model that leaves fp16's range, and what to do about it."""
     text_config = model.config.get_text_config()
     is_eager = getattr(text_config, "_attn_implementation", None) == "eager"
     dropout = getattr(text_config, "attention_dropout", None) or 0.0
@@ -154,7 +154,7 @@ def describe_fp16_overflow(model: Any) -> str:
 
 
 def _read_numbers(norm: Any, loss: torch.Tensor) -> tuple[float | None, float]:
-    """A norm and a loss as numbers, for which the device is waited for once; DeepSpeed's norm is a number, or None."""
+    """Read norm and loss as numbers with one wait for the device; DeepSpeed's norm is already a number, or None."""
     if not isinstance(norm, torch.Tensor):
         return norm, loss.item()
     full_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -178,7 +178,7 @@ def require_finite(trainer: Any) -> None:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are; found by the extremes, which take no memory as large as the tensor."""
+    """True if all values are finite; read from the minimum and maximum, which need no copy of the tensor."""
     return not tensor.numel() or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist()))
 
 

@@ -43,8 +43,8 @@ def load_trainer(
     begins_from: Path | None,
     saves_shards: bool,
 ) -> PlannedLoop:
-    """The trainer. `begins_from`: the folder of the weights of the stage before, or of the adapter that the run
-    continues; None: the model's own. `saves_shards`: every rank writes its own part of a checkpoint."""
+    """Build the trainer with its model. `begins_from`: the folder of the weights of the stage before, or of the adapter
+    that the run continues; None: the model's own. `saves_shards`: every rank writes its part of a checkpoint."""
     config, plan, model_spec = job.loaded.config, job.plan, prepared.model_spec
     arguments = training_arguments(
         config,

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class _SeedByRank(TrainerCallback):
-    """Its own dropout for every rank: the Trainer seeds all alike. A resumed run restores its states after this."""
+    """Seeds dropout differently on every rank: the Trainer seeds all alike. A resumed run restores its states later."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -80,7 +80,7 @@ class PlannedLoop(CheckpointedLoop):
     compiler: CompileMonitor | None = None
     """Of compiled blocks; None for plain ones."""
     micro_steps_per_reduction = 1
-    """Passes after which ranks reduce gradients, where the Trainer would after each."""
+    """Micro-steps after which ranks reduce gradients, where the Trainer would after each."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class PlannedLoop(CheckpointedLoop):
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[GeneratedAnswer] = []
         self._micro_steps, self._micro_step = 1, 0
-        self._slots: list[Any] = []
+        self._slot_batches: list[Any] = []
         self._max_eval_rows: int | None = None
         self._eval_progress: WaitProgress | None = None
         super().__init__(**options)
@@ -194,7 +194,7 @@ class PlannedLoop(CheckpointedLoop):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any) -> Any:
         """The batches of the next step, empty ones included, and its trained tokens; the wait for them is timed."""
         with self._monitor.timed_part("data"):
-            self._slots = batches = list(itertools.islice(epoch_iterator, num_batches))
+            self._slot_batches = batches = list(itertools.islice(epoch_iterator, num_batches))
             filled_batches = [batch for batch in batches if batch]
             self._micro_steps, self._micro_step = len(filled_batches), 0
             if self.step_memory.has_halved:  # cut anew: all in the last slot
@@ -359,7 +359,7 @@ class PlannedLoop(CheckpointedLoop):
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """The Trainer's; its samples per second count a row once, which every rank of a context-parallel group gets."""
+        """Evaluate as the Trainer does, but count a row once: every rank of a context-parallel group gets it."""
         output = super().evaluation_loop(*args, **options)
         return output._replace(num_samples=output.num_samples // self._layout.context_parallel)
 

@@ -48,7 +48,7 @@ class RestoreLoggingSums(TrainerCallback):
         self._trainer, self._path = trainer, checkpoint / LOGGING_STATE
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Read it from the checkpoint."""
+        """Read the sums from the checkpoint."""
         state = json.loads(self._path.read_text(encoding="utf-8"))
         self._trainer._tr_loss += state["loss_sum"]
         self._trainer._globalstep_last_logged = state["last_logged"]
@@ -179,7 +179,7 @@ class CheckpointedLoop(Trainer):
 
     @contextlib.contextmanager
     def _finish_saving_at_end(self) -> Iterator[None]:
-        """After an error it waits only as long as the other ranks may take to write theirs."""
+        """Wait for a checkpoint at the end; after an error only as long as other ranks may take to write theirs."""
         try:
             yield
             self.finish_saving()
@@ -238,27 +238,27 @@ class CheckpointedLoop(Trainer):
             )
             return
         if distributed.is_first():
-            commit(moved=self.heartbeat.add_moved_bytes)
+            commit(on_bytes=self.heartbeat.add_moved_bytes)
         self.wait_for_disk()
 
     def _commit_checkpoint(
-        self, checkpoint_path: Path, folder: Path, best: Path | None, *, moved: Callable[[int], None]
+        self, checkpoint_path: Path, folder: Path, best: Path | None, *, on_bytes: Callable[[int], None]
     ) -> None:
-        checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=self._required_files(), on_bytes=moved)
+        checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=self._required_files(), on_bytes=on_bytes)
         checkpoints.rotate_checkpoints(folder, limit=self._checkpoint_limit, best_checkpoint=best)
 
     def _write_in_background(
         self, shard: sharded_checkpoints.CheckpointPart, commit: Callable[..., None], checkpoint_path: Path, group: Any
     ) -> None:
-        """On the thread; its bytes are this rank's progress only where training waits."""
+        """Save and commit on the writer's thread; bytes count as this rank's progress only while training waits."""
 
-        def moved(count: int) -> None:
+        def on_bytes(count: int) -> None:
             if self._checkpoint_writer is None or self._checkpoint_writer.is_awaited:
                 self.heartbeat.add_moved_bytes(count)
 
-        sharded_checkpoints.save_part(shard, checkpoint_path, group=group, on_bytes=moved)
+        sharded_checkpoints.save_part(shard, checkpoint_path, group=group, on_bytes=on_bytes)
         if distributed.is_first():  # all parts are on the disk
-            commit(moved=moved)
+            commit(on_bytes=on_bytes)
 
     def _required_files(self) -> tuple[str, ...]:
         if self.is_deepspeed_enabled:

@@ -100,7 +100,7 @@ class StepMemory(TrainerCallback):
     def collate_step(self) -> list[dict[str, Any]]:
         """The micro-batches of the present step, cut as they are now."""
         trainer = self._trainer
-        steps_per_epoch = len(trainer._step_batches) // trainer._step_batches.slots  # of an epoch
+        steps_per_epoch = len(trainer._step_batches) // trainer._step_batches.slots
         micro_steps = trainer._step_batches.step_rows(trainer.state.global_step % steps_per_epoch, self.micro_batches)
         trainer._micro_steps, trainer._micro_step = len(micro_steps), 0
         return [self._collate(rows_by_rank[0]) for rows_by_rank in micro_steps]
@@ -118,7 +118,7 @@ class StepMemory(TrainerCallback):
         trainer._tr_loss.copy_(start["loss"])
         trainer._tokens_seen = start["tokens"]
         trainer._monitor.restore_sums(start["counted"])
-        for batch in trainer._slots:
+        for batch in trainer._slot_batches:
             batch.clear()  # those that are left of this step: the Trainer passes empty ones over
         free_memory()
 
@@ -131,8 +131,8 @@ class StepMemory(TrainerCallback):
             callback(event)
 
     def try_batch(self, compute: Callable[[], T], rows: int) -> T | None:
-        """What a batch gives that is not trained on; None where memory lacked for it, and it is to be repeated in parts
-        of half its rows. Where ranks share weights or rows they compute together, and the error is raised."""
+        """Compute a batch outside training; return None where memory ran out, for the caller to repeat it in halves.
+        Raises the error where ranks share weights or rows: they compute together, so one cannot repeat it alone."""
         try:
             return compute()
         except (RuntimeError, MemoryError) as error:
@@ -147,7 +147,7 @@ class StepMemory(TrainerCallback):
 
     @contextlib.contextmanager
     def raise_out_of_memory(self) -> Iterator[None]:
-        """While open, a lack of memory that ends this process is told, and raised as OutOfMemory."""
+        """While open, report running out of memory that ends this process, and raise it as OutOfMemory."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -172,7 +172,7 @@ class StepMemory(TrainerCallback):
         compiled for the shapes that come first; not for rotations that keep the longest row in mind."""
         trainer = self._trainer
         rope_parameters = getattr(trainer.model.config.get_text_config(), "rope_parameters", None) or {}
-        if trainer.is_deepspeed_enabled or trainer.compiler is not None or "dynamic" in str(rope_parameters):
+        if trainer.is_deepspeed_enabled or trainer.compile_monitor is not None or "dynamic" in str(rope_parameters):
             return
         trainer.heartbeat.note(trainer.state.global_step + 1, TRAINING)
         self.on_step_begin()
@@ -180,7 +180,7 @@ class StepMemory(TrainerCallback):
         self._restore_step_start()
 
     def _compute_longest_rows(self) -> None:
-        """Beside as many bytes as the optimizer's states and the gradients of other micro-steps will hold."""
+        """Train on the longest rows, with stand-ins for optimizer states and for gradients of other micro-steps."""
         trainer = self._trainer
         rows_by_rank, rank = trainer._step_batches.largest_micro_step(self.micro_batches), trainer._step_batches.rank
         device, has_no_state = trainer.args.device, not getattr(trainer.optimizer, "state", None)

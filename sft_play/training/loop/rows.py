@@ -61,7 +61,7 @@ def row_lengths(dataset: Dataset) -> npt.NDArray[np.int64]:
 
 
 def trained_tokens(dataset: Dataset) -> int:
-    """Tokens that are trained; the first of a row is never predicted."""
+    """Count the trained tokens of a data set; the first token of a row is never predicted."""
     total = 0
     for column in _iter_columns(dataset, "labels"):
         is_trained = np.asarray(_flatten(column)) != IGNORED
@@ -92,7 +92,7 @@ def pad_to_multiple(dataset: Dataset, *, multiple: int) -> Dataset:
 
 
 def balanced_batch_size(rows: int, *, max_size: int, ranks: int) -> int:
-    """The smallest batch size with which `ranks` need as few passes over `rows` as with `max_size`."""
+    """The smallest batch size with which `ranks` need as few batches for `rows` as with `max_size`."""
     passes = max(1, -(-rows // (max_size * ranks)))
     return max(1, -(-rows // (passes * ranks)))
 
@@ -132,7 +132,7 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
         columns = self._read_columns(np.concatenate(row_indices))
         ends = np.cumsum([len(rows_of_item) for rows_of_item in row_indices])
         rows = [self._slice_row(columns, end - len(part), end) for part, end in zip(row_indices, ends, strict=True)]
-        return [_masked_row(row) if number == FILLER_INDEX else row for row, number in zip(rows, indices, strict=True)]
+        return [_masked_row(row) if index == FILLER_INDEX else row for row, index in zip(rows, indices, strict=True)]
 
     def _row_indices(self, index: int) -> npt.NDArray[np.int64]:
         if index == FILLER_INDEX:
@@ -246,7 +246,7 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         return [[[rows[position] for position in batch] for batch in batches] for batches in positions]
 
     def step_rows(self, step: int, micro_batches: MicroBatches) -> list[list[list[int]]]:
-        """The rows of the epoch's step of this number, by micro-step and rank, if they are cut so."""
+        """The rows of a step of the epoch, by micro-step and rank, when cut by `micro_batches`."""
         if self._epoch_indices is None or self._epoch_indices[0] != self._epoch_order.epoch:
             self._epoch_indices = (self._epoch_order.epoch, self._epoch_order.epoch_rows())
         return self._cut_micro_steps(
@@ -268,7 +268,7 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
 
 
 class SetEpochCallback(TrainerCallback):
-    """Tells the order which epoch begins: accelerate does not when a resumed run of several ranks skips batches."""
+    """Sets the epoch of the row order: accelerate does not when a resumed run of several ranks skips batches."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

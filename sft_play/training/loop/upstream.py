@@ -1,5 +1,5 @@
-"""Which private names of transformers' and TRL's trainers the training loop builds on, and a guard: the library's own
-methods still have to use each, or it would be overridden or read in vain."""
+"""Lists the private names of transformers' and TRL's trainers that the training loop uses, and checks that the
+libraries' own methods still use each: otherwise overriding or reading it would have no effect."""
 
 from __future__ import annotations
 

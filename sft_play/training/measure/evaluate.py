@@ -106,9 +106,9 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> EvalMetrics | None:
 
 
 def estimate_remaining(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, str]:
-    """Seconds of what follows besides the steps that are left, as long as each took last in this run: evaluations with
-    their answers, checkpoints, and the trained weights, which take about what a checkpoint does. In words: what these
-    seconds lack."""
+    """Estimate the seconds of evaluations (with answers), checkpoints and the final save that are still to come, each
+    as long as it last took in this run; the final save counts as a checkpoint. The text says what the estimate
+    leaves out."""
     args, last_seconds = trainer.args, {name: seconds[-1] for name, seconds in trainer.pause_seconds.items()}
     evaluations = remaining_events(args.eval_strategy, args.eval_steps, trainer.state)
     checkpoints = remaining_events(args.save_strategy, args.save_steps, trainer.state)
@@ -126,8 +126,8 @@ def estimate_remaining(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, 
 
 
 def remaining_events(strategy: str, interval_steps: float | None, state: TrainerState) -> int:
-    """How often something is still to come that a run does every so many `steps` and after the last, or once an epoch;
-    what is due after the present step is to come."""
+    """Count the coming evaluations or saves of a run that does them every `interval_steps` and after the last step, or
+    once an epoch; one that is due after the present step counts."""
     # `epoch` counts micro-batches, of which the last step of an epoch may have fewer
     steps_per_epoch = math.ceil(state.global_step / state.epoch - 1e-6) if state.epoch else math.inf
     steps: float = {"steps": interval_steps, "no": math.inf}.get(strategy) or steps_per_epoch

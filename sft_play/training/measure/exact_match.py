@@ -122,7 +122,7 @@ def generate_answers(
     try:
         if router_logits:  # of the experts' balance loss: with a cache its mask has another length (transformers 5.23)
             text_config.output_router_logits = False
-        tokens = [len(one.prompt_ids) + max_new_tokens for one in questions]
+        tokens = [len(question.prompt_ids) + max_new_tokens for question in questions]
         while batch := next(batch_by_tokens(order[len(generated_ids) :], tokens, max_tokens), None):
             on_batch_start()
             prompts = [questions[index].prompt_ids for index in batch]

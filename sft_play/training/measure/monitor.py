@@ -54,7 +54,7 @@ class _Clock:
         self._spans.append((name, start, self.now()))
 
     def take_totals(self) -> dict[str, float]:
-        """Then start again from zero; waits for the device."""
+        """Return seconds by part and start again from zero; waits for the device."""
         if self._on_gpu and self._spans:
             self._spans[-1][2].synchronize()  # all are recorded on one stream, so the others are over too
         totals: dict[str, float] = {}
@@ -131,8 +131,8 @@ class Monitor(TrainerCallback):
 
     @contextlib.contextmanager
     def timed_part(self, name: str, *, label: str | None = None) -> Iterator[None]:
-        """Time what is inside as one of PARTS or of PAUSES; each of the latter has its own peak memory. `label`: its
-        name in `pause_seconds`."""
+        """Time the body as one of STEP_PARTS or of PAUSES; each pause has its own peak memory. `label`: its name in
+        `pause_seconds`."""
         start, start_time, phase = self._clock.now(), time.perf_counter(), PAUSES.get(name)
         with self._peaks.during(phase) if phase else contextlib.nullcontext():
             yield
@@ -156,7 +156,7 @@ class Monitor(TrainerCallback):
         self._optimizer_start = self._clock.now()
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Add it."""
+        """Add the optimizer's time."""
         self._clock.add("optimizer", self._optimizer_start)
 
     def count_batch(self, inputs: Any, *, ignored_label: int) -> None:
@@ -188,8 +188,8 @@ class Monitor(TrainerCallback):
         has_head, has_sources = self._head_sums is not None, self._source_sums is not None
         head_values = [] if self._head_sums is None else list(self._head_sums)
         source_values = [] if self._source_sums is None else list(self._source_sums.flatten())
-        # one vector and one collective per log, whatever is measured. Places: 0 loss, 1 trained tokens, 2 tokens,
-        # 3 places of the batches, 4 samples, 5 to 7 memory; from 8 on the head's sums, at the end those by source
+        # one vector and one collective per log, whatever is measured. Indices: 0 loss, 1 trained tokens,
+        # 2 tokens, 3 padded tokens, 4 samples, 5 to 7 memory; from 8 on the head's sums, at the end those by source
         local_values = [
             self._loss,
             self._trained_tokens,

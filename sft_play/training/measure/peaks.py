@@ -3,7 +3,7 @@
 On a GPU torch counts one peak since its last reset: at each change of phase it is kept and reset, and the allocator's
 cache is emptied, whose blocks would count for the next. On a CPU the kernel's mark of resident memory is never reset,
 because others read it (`time -v`, Slurm's MaxRSS). A phase that raises the mark has its exact peak; any other has the
-highest of the samples that a thread takes, which miss what lasts for less than SAMPLE_S.
+highest of the samples that a thread takes, which miss what lasts for less than SAMPLE_INTERVAL_S.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MemoryPeaks:
     _peaks: dict[RunPhase, tuple[int, int]] = field(default_factory=dict)
     _phase: RunPhase | None = None
     _sampler: _ResidentSampler | None = None
-    """Those of the present phase on a CPU."""
+    """Samples the present phase on a CPU."""
 
     def start(self, phase: RunPhase) -> None:
         """Begin a phase, and keep the peak of the one before."""

@@ -13,7 +13,7 @@ from sft_play.runs.manifest import installed_versions
 
 
 def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> MeasuredRun:
-    """The record of a run, or of a step that ran out of memory; `measurements` are the other fields of `Measured`."""
+    """Build the record of a run, or of a step that ran out of memory; `measurements`: other fields of `MeasuredRun`."""
     gpus = plan.hardware.gpus
     fields: dict[str, Any] = {
         "predicted_allocated": plan.memory.allocated,

@@ -130,7 +130,7 @@ def _trainable_parameters(trainer: Any) -> list[nn.Parameter]:
 
 
 def stepped_tensors(trainer: Any) -> list[torch.Tensor]:
-    """What this rank's optimizer steps: trained weights, their shards, or DeepSpeed's fp32 copies."""
+    """The tensors that this rank's optimizer updates: trained weights, their shards, or DeepSpeed's fp32 copies."""
     wrapped = trainer.model_wrapped
     if engines.is_deepspeed(wrapped):
         return engines.fp32_partitions(wrapped)

@@ -111,7 +111,7 @@ def _build_empty_model(
 
 
 def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load: torch.dtype) -> None:
-    """With the memory of one element: PEFT creates adapters on the base's device, where they need memory."""
+    """Set parameters with one element's memory: PEFT creates adapters on the base's device, where they need memory."""
     placeholders: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

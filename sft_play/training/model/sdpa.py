@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 
 def enable_cudnn(*, enabled: bool) -> None:
-    """From here on sdpa may run cuDNN's kernel in this process, or not."""
+    """Allow or forbid sdpa to run cuDNN's kernel in this process from here on."""
     torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
@@ -58,7 +58,7 @@ def sdpa_attention(
 
 
 def set_kv_repetition(*, enabled: bool) -> None:
-    """From here on sdpa repeats keys and values in this process, or is transformers' own again."""
+    """Let sdpa repeat keys and values in this process from here on, or be transformers' own again."""
     AttentionInterface.register("sdpa", sdpa_attention if enabled else sdpa_attention_forward)
 
 

@@ -1,6 +1,6 @@
 """Attention over chats that lie one behind the other, told apart by their boundaries: no mask, no other package.
 
-Where `proofs.proof` has shown it on the run's own GPU, PyTorch's varlen kernel runs; elsewhere each chat is a call of
+Where `class_checks.proof` has shown it on the run's GPU, PyTorch's varlen kernel runs; else each chat is a call of
 sdpa, which needs the chats' lengths on the host (`collate.CHAT_LENGTHS`). Rows that are not packed have boundaries only
 where a window needs them. Generation, padded on the left, has the usual attention
 (`context_parallel.full_rows_attention`).
@@ -37,7 +37,7 @@ _uses_flash = False
 
 
 def enable_flash(*, enabled: bool) -> None:
-    """From here on PyTorch's varlen kernel runs on this process's GPU, or each chat is a call of its own."""
+    """Run PyTorch's varlen kernel on this process's GPU from here on, or one call of sdpa for each chat."""
     global _uses_flash
     _uses_flash = enabled
 

@@ -90,7 +90,7 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
 
 
 def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, recorded: dict[str, Any]) -> None:
-    """By digest where both are files here, else by name."""
+    """Require the adapter's base to be the model: by digest where both are files here, else by name."""
     name, sha256 = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
     config_base = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
     adapter_base, recorded_sha256 = str(recorded.get("path") or config_base or ""), recorded.get("sha256")

@@ -134,7 +134,7 @@ def select_names(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def trainable_note(config: RunConfig, model: nn.Module) -> str:
-    """A line on what `tuning.trainable` chooses; raises ModelError for a pattern that matches nothing."""
+    """Describe in a line what `tuning.trainable` chooses; raises ModelError for a pattern that matches nothing."""
     patterns = config.tuning.trainable
     sizes = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
     for pattern in patterns:

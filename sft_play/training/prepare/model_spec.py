@@ -286,7 +286,7 @@ def _saved_tensor_names(config: RunConfig) -> set[str]:
 
 
 def _find_model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> Any:
-    """`nn.Module` for code that comes with the model."""
+    """Find the causal language model class of a config; `nn.Module` for code that comes with the model."""
     wrong_suffixes = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
     wrong_class = next(
         (name for name in getattr(hf_config, "architectures", None) or () if name.endswith(wrong_suffixes)), None

@@ -159,7 +159,7 @@ def gather_values(value: Any) -> list[Any]:
 
 
 def require_all(is_satisfied: bool, message: str) -> None:
-    """Raises RunFolderError on every rank with the text of `message`, naming the ranks where it does not hold."""
+    """Raises RunFolderError(message) on every rank unless `is_satisfied` on all; it names the ranks that are not."""
     failing = [
         f"rank {rank} on {host}"
         for rank, (host, is_fine) in enumerate(gather_values((_HOST, is_satisfied)))

@@ -244,12 +244,12 @@ class EngineCheck:
 
     @property
     def line(self) -> str:
-        """The proof in words."""
+        """The check in one line, for the log."""
         return f"Engine: {self.layout} proved: the model is a {self.wrapped_class} over {self.ranks} ranks"
 
 
 def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
-    """The proof that the wrapped model is what the plan says. Raises TrainingError: it is not."""
+    """Check that the wrapped model is what the plan says; returns what ranks hold. Raises TrainingError: it is not."""
     layout = plan.choice.layout
     wrapped = trainer.model_wrapped
     class_names = {base_class.__name__ for base_class in type(wrapped).__mro__}

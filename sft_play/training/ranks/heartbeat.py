@@ -63,8 +63,8 @@ class Beat:
 
 
 def laggards(beats: Sequence[Beat], silent: Collection[int]) -> list[Beat]:
-    """Those that the others wait for: ranks without a sign of life, else those that began the fewest things and whose
-    bytes do not move. Empty where all are equal."""
+    """Find the ranks that the others wait for: those without a sign of life, else those that began the fewest things
+    and whose bytes do not move. Empty where all are equal."""
     silent_beats = [beat for beat in beats if beat.rank in silent]
     if silent_beats:
         return silent_beats
@@ -243,7 +243,7 @@ class Heartbeat:
                         os._exit(1)  # the main thread is inside a collective that nothing else ends
 
     def _check_others(self) -> None:
-        """All ranks add to one number, so that a look is one request."""
+        """Add this rank's moved bytes to one sum, so that a look is one request; growth restarts a waiting clock."""
         if self._store is None or (not self._is_waiting and self._moved_bytes == self._published_bytes):
             return
         moved_bytes = self._moved_bytes

@@ -143,7 +143,7 @@ def _serve_store(nodes: NodeSetup, addresses: list[str], limit_s: float) -> TCPS
 
 
 def _connect_store(nodes: NodeSetup, own_card: Card, limit_s: float) -> TCPStore:
-    """torch's own wait is deaf to Ctrl-C, and without end where another program listens: a thread connects."""
+    """Connect on a thread: torch's own wait does not hear Ctrl-C, and never ends where another program listens."""
     stores: list[TCPStore] = []
     address, port, deadline = str(nodes.address), int(nodes.port or 0), time.monotonic() + limit_s
     logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.endpoint, limit_s)
@@ -169,7 +169,7 @@ def _connect_store(nodes: NodeSetup, own_card: Card, limit_s: float) -> TCPStore
 
 @contextlib.contextmanager
 def _hold_connection(nodes: NodeSetup) -> Iterator[None]:
-    """torchrun, which calls at the same port next, would find this store in place of its own, and lose it."""
+    """Stay until node 0's store has closed: torchrun, next at the same port, would find this store and lose it."""
     if nodes.rank == 0:
         yield
         return

@@ -181,8 +181,8 @@ def check_adapter(path: Path, lora: LoraConfig, handover: Handover, *, tokenizer
                  if getattr(adapter_config, name) != value]  # fmt: skip
     if differing:
         raise ModelError(f"{path}: the adapter that Unsloth wrote is not the run's: {'; '.join(differing)}")
-    if tokenizer.own_template is not None:
-        tokenizer.tokenizer.chat_template = tokenizer.own_template
+    if tokenizer.original_template is not None:
+        tokenizer.tokenizer.chat_template = tokenizer.original_template
     tokenizer.tokenizer.save_pretrained(path)
     record_digests(path)
 
@@ -194,7 +194,7 @@ class _Worker(NamedTuple):
 
 
 def _run_workers(python: Path, handover: Path, plan: Plan) -> None:
-    """The first signal is passed on, and they save and stop; a second one ends them at once."""
+    """Run the workers to their end. The first signal is passed on (they save and stop); a second ends them at once."""
     workers: list[_Worker] = []
     received_signals: list[int] = []
 
@@ -255,7 +255,7 @@ def _send_signal(workers: Sequence[_Worker], signal_number: signal.Signals) -> N
 
 
 def _raise_first(workers: Sequence[_Worker], *, signal_count: int) -> None:
-    """A broken connection, or a killed process, is a consequence as long as there is another failure."""
+    """Raise the first failure; a broken connection or a killed process counts only where there is no other."""
     results = [(worker.process.returncode, failures.read_failure(worker.error_file)) for worker in workers]
     failed = [(code, failure) for code, failure in results if code]
     if not failed:

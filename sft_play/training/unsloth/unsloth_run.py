@@ -131,8 +131,8 @@ def _build_trainer(
     configured = configured_eos_token_ids(model)
     model_stop_ids = {*(configured if isinstance(configured, list) else [configured])} - {None}
     return build_run_trainer(
-        job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=None, kind=UnslothLoop,
-        stop_ids=sorted({*handover.stop_ids, *model_stop_ids}),
+        job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=None,
+        trainer_class=UnslothLoop, stop_ids=sorted({*handover.stop_ids, *model_stop_ids}),
     )  # fmt: skip
 
 
