@@ -33,7 +33,7 @@ from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import installed_versions
 from sft_play.training.loop.callbacks import MetricsFile
-from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, plan_callbacks
+from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, build_plan_callbacks
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.measure.peaks import MemoryPeaks
 
@@ -107,7 +107,7 @@ def run(on: bool, folder: Path) -> dict[str, float]:
             train_split=DataSplit(rows, RowStats("random", "text")), eval_split=None, monitor=monitor,
         )  # fmt: skip
         writing = [MetricsFile(run_folder.metrics_path, start_time=time.time())] if on else []
-        for callback in (*writing, *plan_callbacks(config, plan, run_folder, trainer)):
+        for callback in (*writing, *build_plan_callbacks(config, plan, run_folder, trainer)):
             trainer.add_callback(callback)
         from transformers.trainer_utils import SaveStrategy
 

@@ -243,7 +243,7 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
     from sft_play.data.build.splits import DataSplit
     from sft_play.data.build.stats import RowStats
     from sft_play.data.masks.token_row import TokenRow
-    from sft_play.training.loop.trainer import build_trainer, plan_callbacks
+    from sft_play.training.loop.trainer import build_trainer, build_plan_callbacks
 
     times: list[float] = []
 
@@ -266,7 +266,7 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
             train_split=DataSplit(tuple(rows), RowStats("random", "text")),
             eval_split=None,
         )
-        for callback in (Watch(), *plan_callbacks(config, plan, run_folder, trainer)):
+        for callback in (Watch(), *build_plan_callbacks(config, plan, run_folder, trainer)):
             trainer.add_callback(callback)
         trainer.args.save_strategy = SaveStrategy.NO  # the last step would write gigabytes
         reset_peak()

@@ -42,7 +42,7 @@ from transformers.models.auto.modeling_auto import (
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.facts.hardware import detect_hardware
-from sft_play.facts.models.config_fields import refuse_other_models
+from sft_play.facts.models.config_fields import require_causal_lm_config
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.finished.load import load_trained_model
 from sft_play.finished.run import find_finished_run
@@ -506,7 +506,7 @@ def walk_class(kind: str, folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {}
     _write_rows(folder / "rows.jsonl")
     try:
-        refuse_other_models({"model_type": kind}, name="m")
+        require_causal_lm_config({"model_type": kind}, name="m")
         config = _write_base(kind, folder)
     except SftPlayError as error:
         return {"refused": str(error)}

@@ -30,19 +30,19 @@ EXTRA_PACKAGES = {
 def main(command: "Optional[str]" = None) -> int:
     """Run `sft-play` with this process's words (`command` put before them); returns its exit code."""
     argv = [command, *sys.argv[1:]] if command else sys.argv[1:]
-    name = next((word for word in argv if not word.startswith("-")), "sft-play")[:20]
-    handles_interrupt = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-    if handles_interrupt:
+    command_name = next((word for word in argv if not word.startswith("-")), "sft-play")[:20]
+    catches_interrupt = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    if catches_interrupt:
         # Nothing is open yet, and imports may swallow or reword an exception that interrupts them.
-        early = "stopped by the user before anything was started"
+        early_message = "stopped by the user before anything was started"
         signal.signal(
-            signal.SIGINT, lambda number, frame: os._exit(_exit_with_message(name, argv, early, EXIT_STOPPED))
+            signal.SIGINT, lambda number, frame: os._exit(_exit_with_message(command_name, argv, early_message, EXIT_STOPPED))
         )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
     if sys.version_info < MIN_PYTHON:
         version_text = ".".join(map(str, MIN_PYTHON))
         return _exit_with_message(
-            name,
+            command_name,
             argv,
             f"{sys.executable} is {_python_version()}, and sft_play needs {version_text} or newer; "
             f"{_install_hint(argv)}",
@@ -58,10 +58,10 @@ def main(command: "Optional[str]" = None) -> int:
         text = missing_package_message(error, argv)
         if text is None:
             raise
-        return _exit_with_message(name, argv, text)
+        return _exit_with_message(command_name, argv, text)
     except MemoryError:
         return _exit_with_message(
-            name, argv, "the memory of this machine ran out while the program was loaded", EXIT_TOO_LARGE
+            command_name, argv, "the memory of this machine ran out while the program was loaded", EXIT_TOO_LARGE
         )
     except Exception as error:
         _write_missing_answer(argv, EXIT_FAULT, repr(error))
@@ -69,19 +69,19 @@ def main(command: "Optional[str]" = None) -> int:
     survive_lost_output()
     sys.unraisablehook = _repeat_lost_interrupt
     sys.excepthook = _write_redacted_traceback
-    if handles_interrupt:
+    if catches_interrupt:
         signal.signal(signal.SIGINT, handle_interrupt)
-    code = _run_guarded(run_program, argv, name)
-    if handles_interrupt:
+    code = _run_guarded(run_program, argv, command_name)
+    if catches_interrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # only Python's own shutdown is left
     output_error = output_failure()
     if output_error and code == 0:
-        return _exit_with_message(name, argv, output_error)
+        return _exit_with_message(command_name, argv, output_error)
     _write_missing_answer(argv, code, f"exit code {code}; standard error says why")
     return code
 
 
-def _run_guarded(run_program: "Any", argv: "Sequence[str]", name: str) -> int:
+def _run_guarded(run_program: "Any", argv: "Sequence[str]", command_name: str) -> int:
     try:
         code = run_program(argv)
         assert isinstance(code, int)
@@ -90,7 +90,7 @@ def _run_guarded(run_program: "Any", argv: "Sequence[str]", name: str) -> int:
         text = missing_package_message(error, argv)
         if text is None:
             raise
-        return _exit_with_message(name, argv, text)
+        return _exit_with_message(command_name, argv, text)
     except SystemExit as error:  # of --help, or of a library
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
         _write_missing_answer(argv, code, f"a library ended the command: {error}")
@@ -101,7 +101,7 @@ def _run_guarded(run_program: "Any", argv: "Sequence[str]", name: str) -> int:
 
             _write_missing_answer(argv, EXIT_FAULT, error_text(error))
             raise
-        return _exit_with_message(name, argv, "stopped by the user", EXIT_STOPPED)
+        return _exit_with_message(command_name, argv, "stopped by the user", EXIT_STOPPED)
 
 
 def _is_interrupt(error: "Optional[BaseException]") -> bool:
@@ -123,13 +123,13 @@ def _repeat_lost_interrupt(unraisable: "Any") -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def _write_redacted_traceback(kind: "Any", error: "Any", trace: "Any") -> None:
+def _write_redacted_traceback(error_type: "Any", error: "Any", error_traceback: "Any") -> None:
     """The traceback of a fault of ours, without the tokens that an error may quote: it ends in a batch system's log."""
     import traceback
 
     from sft_play.log import escape_control, redact
 
-    sys.stderr.write(redact(escape_control("".join(traceback.format_exception(kind, error, trace)))))
+    sys.stderr.write(redact(escape_control("".join(traceback.format_exception(error_type, error, error_traceback)))))
 
 
 def missing_package_message(error: ModuleNotFoundError, argv: "Sequence[str]") -> "Optional[str]":
@@ -168,9 +168,9 @@ def _install_hint(argv: "Sequence[str]", package: str = "") -> str:
     return run if sys.version_info < MIN_PYTHON else f"{run}; or {install}"
 
 
-def _exit_with_message(name: str, argv: "Sequence[str]", text: str, code: int = EXIT_USER) -> int:
+def _exit_with_message(command_name: str, argv: "Sequence[str]", text: str, code: int = EXIT_USER) -> int:
     _write_missing_answer(argv, code, text)
-    _write_stderr(f"[{name}] {'' if code == EXIT_STOPPED else 'error: '}{text}")
+    _write_stderr(f"[{command_name}] {'' if code == EXIT_STOPPED else 'error: '}{text}")
     return code
 
 

@@ -37,7 +37,7 @@ _SECRET_NAME = re.compile(
     r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_KEY$|^KEY$|_PAT$|AUTH|BEARER", re.IGNORECASE
 )
 # Shorter values of secret-looking variables are words like `true`: hiding them would garble every line.
-_SHORTEST_SECRET = 8
+_MIN_SECRET_CHARS = 8
 
 
 def escape_control(text: str) -> str:
@@ -53,7 +53,7 @@ def one_line(text: str, *, limit: int = 120) -> str:
 
 def secret_values(environment: Iterable[tuple[str, str]]) -> list[str]:
     """Values of environment variables whose names mark them as secret, longest first."""
-    secrets = {value for name, value in environment if _is_secret(name) and len(value) >= _SHORTEST_SECRET}
+    secrets = {value for name, value in environment if _is_secret(name) and len(value) >= _MIN_SECRET_CHARS}
     return sorted(secrets, key=len, reverse=True)
 
 

@@ -77,7 +77,7 @@ def finished_run(
             if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens")):
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     folder.mkdir(parents=True)
-    save_model(model, tokenizer, folder / ("model" if mode == "full" else "adapter"), base=base)
+    save_model(model, tokenizer, folder / ("model" if mode == "full" else "adapter"), base_folder=base)
     write_json(folder / "resolved.json", resolved_config(loaded.config, effective_batch=8))
     write_json(folder / "plan.json", planned.as_json())
     facts = {"weights": base_weights_identity(str(base), spec.hf_config)}

@@ -23,7 +23,7 @@ def main(out: Path) -> None:
     found = {}
     for name, changes in SHARDED.items():
         settings = changed({"world": 2, **changes})
-        found[name] = phase_peaks(step.record_step(settings, real=True, mesh=mesh))
+        found[name] = phase_peaks(step.record_step(settings, uses_real_tensors=True, mesh=mesh))
     write_found(found, out)
 
 

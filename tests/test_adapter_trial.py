@@ -21,7 +21,7 @@ from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.models.families import MODEL_FAMILIES
 from sft_play.facts.models.model_shape import AdapterPlacement
 from sft_play.files import cache_dir
-from sft_play.planner.memory.structure import check_targets
+from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.trace.confirm import _peft_config
@@ -105,7 +105,7 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
     config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=8)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    places, _ = adapter_trial.find_adapter_places(skeleton)
+    places, _ = adapter_trial.find_adapter_placement(skeleton)
     late = adapter_trial.late_gradients(skeleton)
     assert {"compressor.gate_proj", "compressor.kv_proj"} <= set(places.targets)
     assert all(".self_attn.compressor." in name and ".indexer." not in name for name in late)
@@ -197,7 +197,7 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
     for name in NAMED[kind][1]:
         chosen = run_with(tmp_path, f"tuning.lora.target_modules=[{name}]")
         with pytest.raises(ConfigError, match=f"{name}: (an adapter there|it gets no|the class reads)"):
-            check_targets(chosen, shape)
+            check_adapter_targets(chosen, shape)
         with pytest.raises(ModelError, match="no linear layers that an adapter could take"):  # a plan comes before
             build_model_spec(chosen, precision, tokenizer_size=100)
 
@@ -209,7 +209,7 @@ def test_classes_of_other_sizes_are_tried_too(kind):
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
-    places, lost = adapter_trial.find_adapter_places(model)
+    places, lost = adapter_trial.find_adapter_placement(model)
     assert places.untried_reason == ""
     assert len(lost) < len(adapter_trial.linear_layers(model))
 
@@ -315,7 +315,7 @@ def test_a_plan_tries_classes_whose_config_asks_for_router_logits_that_no_block_
         config = AutoConfig.for_model(kind, num_hidden_layers=2, output_router_logits=is_in_config, **changes)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        places.append(adapter_trial.find_adapter_places(model))
+        places.append(adapter_trial.find_adapter_placement(model))
     assert places[0] == places[1]
     assert places[1][0].untried_reason == ""
 
@@ -325,7 +325,7 @@ def test_what_the_table_says_of_adapters_is_what_a_trial_shows(kind):
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**file_of(kind))
-    failed, problem = small_model.measure_small_model(config, adapter_trial.try_out, all_layers=True)
+    failed, problem = small_model.measure_small_model(config, adapter_trial.find_failing_layers, needs_all_layers=True)
     assert failed is not None, problem
     assert not failed
 
@@ -390,7 +390,7 @@ def test_each_way_to_fail_is_told_and_the_rest_gets_adapters(monkeypatch):
     build = lambda config, **options: Odd(config)  # noqa: E731
     monkeypatch.setattr(adapter_trial.AutoModelForCausalLM, "from_config", build)
     state = torch.random.get_rng_state()
-    failed = adapter_trial.try_out(SimpleNamespace(model_type="odd"))
+    failed = adapter_trial.find_failing_layers(SimpleNamespace(model_type="odd"))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert failed.pop("tuple_").startswith("an adapter there fails: ")
     nothing = adapter_trial.NO_GRADIENT
@@ -402,7 +402,7 @@ def test_each_way_to_fail_is_told_and_the_rest_gets_adapters(monkeypatch):
 def test_a_class_that_cannot_be_tried_says_so_and_leaves_out_what_its_source_shows(monkeypatch):
     monkeypatch.setattr(adapter_trial, "measure_small_model", lambda *args, **options: (None, "it is too large"))
     config = SimpleNamespace(model_type="odd", to_dict=lambda: {"model_type": "odd"})
-    places, lost = adapter_trial.find_adapter_places(Odd(config))
+    places, lost = adapter_trial.find_adapter_placement(Odd(config))
     assert lost == {"past"}
     assert set(places.targets) == {"0.0", "1.0", "2.0", "good", "lost", "tuple_", "zero"}
     assert places.notes == [
@@ -421,17 +421,17 @@ def test_a_trial_is_remembered_unless_the_code_is_the_models_own(monkeypatch):
     monkeypatch.setattr(adapter_trial, "measure_small_model", once)
     fields = {"model_type": "odd", "vocab_size": random.random()}
     model = Odd(SimpleNamespace(model_type="odd", to_dict=lambda: dict(fields)))
-    first = adapter_trial.find_adapter_places(model)
+    first = adapter_trial.find_adapter_placement(model)
     fields["_name_or_path"] = "elsewhere"  # says nothing of the class
-    assert adapter_trial.find_adapter_places(model) == first
+    assert adapter_trial.find_adapter_placement(model) == first
     assert tried["small"] == 1
-    adapter_trial.find_adapter_places(model, trust_remote_code=True)
+    adapter_trial.find_adapter_placement(model, trust_remote_code=True)
     fields["vocab_size"] = 3
-    adapter_trial.find_adapter_places(model)
+    adapter_trial.find_adapter_placement(model)
     assert tried["small"] == 3
     newest = max((cache_dir() / "adapters").glob("*.json"), key=lambda place: place.stat().st_mtime_ns)
     newest.write_text("{")
-    assert adapter_trial.find_adapter_places(model) == first
+    assert adapter_trial.find_adapter_placement(model) == first
     assert tried["small"] == 4
 
 
@@ -473,7 +473,7 @@ def test_a_class_whose_tokens_see_those_after_them_is_refused(kind, monkeypatch)
         model = AutoModelForCausalLM.from_config(config)
     for _ in range(2):  # measured, and remembered
         with pytest.raises(ModelError, match=f"model_type {kind}: its tokens see those after them .* teach it to copy"):
-            adapter_trial.find_adapter_places(model)
+            adapter_trial.find_adapter_placement(model)
     fields = {"model_type": kind, **config.to_dict()}
     with pytest.raises(ModelError, match="tokens see those after them"):  # by its name, before any library loads
         measure_shape_on_meta(fields, name="m")

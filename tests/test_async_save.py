@@ -22,7 +22,7 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.folder import RESTARTS_ENTRY
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.loop.callbacks import StopAfter
+from sft_play.training.loop.callbacks import StopController
 from sft_play.training.loop.loop_checkpoints import CheckpointWriter
 from tests import warm
 from tests.bundled import model_config
@@ -105,7 +105,7 @@ def test_what_the_thread_raises_is_raised_where_it_is_awaited():
 def test_a_limit_of_hours_leaves_the_time_that_a_write_beside_the_training_takes(monkeypatch):
     now = [0.0]
     took_s: dict[str, list[float]] = {"checkpoint": [0.0]}
-    stop = StopAfter(None, hours=1.0, pause_seconds=took_s, elapsed_s=lambda: now[0])
+    stop = StopController(None, hours=1.0, pause_seconds=took_s, elapsed_s=lambda: now[0])
     stop.on_step_begin()
     now[0] = 3600 - 500
     took_s["checkpoint"].append(400.0)

@@ -41,7 +41,7 @@ def planned(*, steps: int | None):
     shape = load_model_shape(config.model.name)
     work = None if steps is None else RunLength(steps, None)
     return lambda machine: make_plan(
-        PlanRequest(config, shape, machine, has_eval=False), estimate_length=lambda _: work
+        PlanRequest(config, shape, machine, has_eval=False), estimate_run_length=lambda _: work
     )
 
 
@@ -137,7 +137,7 @@ def test_a_run_of_unknown_length_is_refused_with_what_to_set():
 def test_what_would_fit_only_with_ram_that_nobody_said_does_not_count():
     config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: full}", name="x")
     request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xRTX4090"), has_eval=False)
-    plan = make_plan(request, estimate_length=lambda _: RunLength(10, None))
+    plan = make_plan(request, estimate_run_length=lambda _: RunLength(10, None))
     assert plan.fits
     assert plan.choice.needs_unknown_ram
     found = compare_machine_prices(

@@ -85,7 +85,7 @@ def said_by_a_run(config: Path) -> list[str]:
     if run.data.chat_template is not None:
         tokenizer.chat_template = Path(run.data.chat_template).read_text()
     report = build_splits(run, find_data_paths(run.data), tokenizer, max_seq_len=128).train.stats
-    findings = checks.judge_split(report, run.data, max_seq_len=128, positions=None)
+    findings = checks.judge_split(report, run.data, max_seq_len=128, max_positions=None)
     return [found.found for found in findings if found.verdict == "WARN"]
 
 
@@ -417,9 +417,9 @@ def test_a_length_that_the_model_does_not_have_is_not_proposed():
     survey = RowStats("a.jsonl", split="train")
     survey.truncation_cost.add(1_000, [(1, 1_000)])
     survey.kept_rows, survey.cut_rows, survey.trained_tokens, survey.tokens_lost_by_cut = 1, 1, 99, 900
-    (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=512)
+    (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, max_positions=512)
     assert str(check.remedy).startswith("set model.max_seq_len=512, the most that the model has: 51.2% kept, or raise ")
-    (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=100)
+    (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, max_positions=100)
     assert "the model has no more positions" in str(check.remedy)
 
 

@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from sft_play import entry, exit_codes
 from sft_play.cli import main
 from sft_play.commands import COMMAND_FILES, command_function, help_line, load_module
-from sft_play.commands.answer import CommandResult, stdout_to_stderr
+from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
 from sft_play.commands.request import REQUEST_VARIABLES, Request, read_request
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted
 from sft_play.process.variables import VARIABLES, flag_commands
@@ -312,12 +312,12 @@ def _small_machine() -> Any:
 
 
 def test_what_is_printed_beside_an_answer_goes_to_standard_error(capfd):
-    with stdout_to_stderr(enabled=True):
+    with redirect_stdout_to_stderr(enabled=True):
         sys.stdout.write("ours\n")
         sys.stdout.flush()
         subprocess.run(["echo", "a child's"], check=True)
     sys.stdout.write("after\n")
-    with stdout_to_stderr(enabled=False):
+    with redirect_stdout_to_stderr(enabled=False):
         sys.stdout.write("unasked\n")
     assert capfd.readouterr() == ("after\nunasked\n", "ours\na child's\n")
 

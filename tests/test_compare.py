@@ -12,7 +12,7 @@ import pytest
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.report import compare as compare_module
-from sft_play.finished.report.charts import run_charts
+from sft_play.finished.report.charts import build_run_charts
 from sft_play.finished.report.compare import compare_runs, find_differences
 from sft_play.finished.report.record import read_record
 from sft_play.finished.run import find_run_folder
@@ -135,4 +135,4 @@ def test_the_curves_of_all_runs_are_in_one_frame(tmp_path, plan_of):
     assert list(charts) == ["Training loss", "Learning rate", "Tokens per second"]
     for chart in charts.values():
         assert [(curve.name, curve.colour_index) for curve in chart.curves] == [("a", 0), ("b", 1), ("c", 2)]
-    assert charts["Training loss"].curves[1].points == run_charts(records[1])[0].curves[0].points
+    assert charts["Training loss"].curves[1].points == build_run_charts(records[1])[0].curves[0].points

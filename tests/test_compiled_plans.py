@@ -39,7 +39,7 @@ def config(*overrides: str, compile: bool = True) -> Any:
 def planned(machine: str, model: str, *overrides: str, compile: bool = True, **options: Any) -> Any:
     hardware = replace(parse_hardware(machine), cpu_name="CPU", cpu_cores=16)
     request = PlanRequest(config(*overrides, compile=compile), load_model_shape(model), hardware, **options)
-    return make_plan(request, estimate_length=lambda effective: RunLength(1000, None))
+    return make_plan(request, estimate_run_length=lambda effective: RunLength(1000, None))
 
 
 def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_memory():

@@ -246,7 +246,7 @@ def test_what_computes_the_same_is_proven_and_leaves_nothing_behind(dtype):
     assert found.is_rounding
     assert found.fp32_difference < 1e-5
     assert (found.half_precision_ratio == 0) == (dtype == torch.float32)
-    assert found.half_precision_ratio < proof.HALF_RATIO
+    assert found.half_precision_ratio < proof.MAX_HALF_ERROR_RATIO
 
 
 def test_all_ranks_stay_plain_where_one_cannot(monkeypatch, caplog):

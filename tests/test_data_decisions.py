@@ -20,7 +20,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template_limits import MAX_CHARS, LimitExceededError, _check_product
 from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
-from sft_play.data.preview import choose_evenly, split_signs
+from sft_play.data.preview import choose_row_indices, split_signs
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import LISTED_BAD_ROWS, TEXT_CHARS, BadRow, is_long_text, split_pieces
@@ -43,7 +43,7 @@ def tokenizer(tmp_path_factory) -> Any:
 @settings(deadline=None)
 def test_the_rows_of_a_preview_are_spread_over_the_file(rows, count, data):
     longest = data.draw(st.integers(0, rows - 1))
-    found = choose_evenly(rows, count, longest=longest)
+    found = choose_row_indices(rows, count, longest_index=longest)
     assert found == sorted(set(found))
     assert len(found) == min(rows, count)
     assert set(found) <= set(range(rows))
@@ -141,7 +141,7 @@ def test_longer_limits_name_what_they_keep(count, data):
         counts.truncation_cost.add(length, [(0, length)])
     if max(lengths) <= limit:
         return
-    said = length_remedy(counts, options, max_seq_len=limit, positions=positions)
+    said = length_remedy(counts, options, max_seq_len=limit, max_positions=positions)
 
     def kept(limit: int) -> float:  # the first token of a row is never predicted
         return sum(min(length, limit) - 1 for length in lengths) / sum(length - 1 for length in lengths)

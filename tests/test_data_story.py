@@ -243,7 +243,7 @@ class TestAdviceOnLength:
     def check(self, survey: RowStats, positions: int | None) -> Finding:
         from sft_play.config.schema import DataConfig
 
-        (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=8, positions=positions)
+        (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=8, max_positions=positions)
         return check
 
     def test_a_length_that_keeps_no_more_is_not_proposed(self):

@@ -344,7 +344,7 @@ def test_the_launch_says_who_meets_where_and_leaves_set_variables_alone(processe
     }
     already = data.draw(st.sets(st.sampled_from(sorted(wanted))))
     launch = torchrun_command(
-        ["train"], processes=processes, nodes=nodes, threads=threads, nccl_timeout_s=timeout_s,
+        ["train"], processes_per_node=processes, nodes=nodes, threads_per_rank=threads, nccl_timeout_s=timeout_s,
         present_environment=dict.fromkeys(already, "mine"),
     )  # fmt: skip
     words = list(launch.argv)

@@ -86,7 +86,7 @@ CASES: dict[str, tuple[dict[str, str], NvmlStatus, dict[str, str], tuple[str, ..
 @pytest.mark.parametrize("name", CASES)
 def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, tmp_path):
     files, nvml, environment, words = CASES[name]
-    said = unusable_accelerators.unusable_accelerator(environment, root=build(tmp_path, files), nvml=nvml)
+    said = unusable_accelerators.find_unusable_accelerator(environment, root=build(tmp_path, files), nvml=nvml)
     assert said is not None
     assert all(word in said for word in words), said
     assert f"({unusable_accelerators.torch_build_text()}): " in said
@@ -113,7 +113,7 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, 
 )
 def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, environment, tmp_path):
     assert (
-        unusable_accelerators.unusable_accelerator(environment, root=build(tmp_path, files), nvml=NvmlStatus()) is None
+        unusable_accelerators.find_unusable_accelerator(environment, root=build(tmp_path, files), nvml=NvmlStatus()) is None
     )
 
 

@@ -285,7 +285,7 @@ def test_the_command_in_a_runs_log_can_be_pasted_too(world, resumed):
 
 
 def test_several_nodes_meet_where_they_are_told():
-    made = torchrun_command(["train"], processes=4, nodes=NodeSetup(2, 1, "head", 29501), python="python")
+    made = torchrun_command(["train"], processes_per_node=4, nodes=NodeSetup(2, 1, "head", 29501), python="python")
     assert made.shell_line == (
         "python -m torch.distributed.run --nnodes 2 --node-rank 1 --master-addr head --master-port 29501 "
         "--nproc-per-node 4 --module sft_play train"
@@ -404,7 +404,7 @@ def test_each_rank_keeps_half_of_the_nf4_bytes_and_the_run_is_that_of_one_proces
     half = proof["frozen_whole_bytes"] / 2
     assert proof["frozen_bytes_by_rank"] == [half, half]  # NF4's packed bytes, tables and norms
     shape = load_model_shape(str(tiny_llama))
-    whole = weight_bytes(shape, width=4, is_nf4=True)
+    whole = weight_bytes(shape, itemsize=4, is_nf4=True)
     constants = sum(count * (nf4_bytes(x.weights) - x.weights // 2) for x, count in shape.linears)
     assert proof["frozen_whole_bytes"] == pytest.approx(whole - constants, rel=0.01)
     code, printed = command("consolidate", "--run", str(run))

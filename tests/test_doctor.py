@@ -328,7 +328,7 @@ def planned(
     shape = load_model_shape(config.model.name)
     work = RunLength(steps, None) if steps else None
     plan = make_advised_plan(
-        PlanRequest(config, shape, hardware, allowed_layouts=(only,)), estimate_length=lambda _: work
+        PlanRequest(config, shape, hardware, allowed_layouts=(only,)), estimate_run_length=lambda _: work
     )  # type: ignore[arg-type]
     return PlannedRun(config, shape, plan)
 
@@ -679,7 +679,7 @@ def test_a_rank_that_stops_is_named_and_no_process_is_left(world, monkeypatch):
                 return super().wait(timeout)
             note = Path(self.args[self.args.index("--out") + 1]) / "rank-0.json"  # type: ignore[union-attr,index]
             for _ in range(1200):
-                if held and (ranks._read_note(note) or {}).get("stage") == "device":
+                if held and (ranks._read_rank_report(note) or {}).get("stage") == "device":
                     break
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return super().wait(0.1)

@@ -86,7 +86,7 @@ def test_all_files_of_a_run_are_meant(tmp_path):
 
 def test_the_error_comes_out_of_another_process_whole():
     """Rows are read by several, whose errors are pickled."""
-    error = pickle.loads(pickle.dumps(raw.NotUtf8("a.csv:1: no", "cp1252")))
+    error = pickle.loads(pickle.dumps(raw.NotUtf8Error("a.csv:1: no", "cp1252")))
     assert (str(error), error.encoding) == ("a.csv:1: no", "cp1252")
 
 

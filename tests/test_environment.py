@@ -16,7 +16,7 @@ from sft_play.process.environment import (
     OLDER_ALLOCATOR_VARIABLES,
     SHORT_SPIN,
     allocator_variables,
-    format_allocator,
+    format_allocator_setting,
     independent_environment,
     openmp_wait_variables,
 )
@@ -109,13 +109,13 @@ def test_what_the_user_said_of_the_allocator_stands(tmp_path, monkeypatch, name,
 
 
 def test_the_allocators_setting_is_said_and_what_no_simulation_covers():
-    assert format_allocator({}) == "Allocator: PyTorch's default, segments of fixed size"
+    assert format_allocator_setting({}) == "Allocator: PyTorch's default, segments of fixed size"
     assert (
-        format_allocator({ALLOCATOR_VARIABLE: EXPANDABLE_SEGMENTS})
+        format_allocator_setting({ALLOCATOR_VARIABLE: EXPANDABLE_SEGMENTS})
         == "Allocator: PYTORCH_ALLOC_CONF=expandable_segments:True"
     )
     others = {ALLOCATOR_VARIABLE: "max_split_size_mb:64,backend:native", "PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE_SEGMENTS}
-    said = format_allocator(others)
+    said = format_allocator_setting(others)
     assert said.startswith("Allocator: PYTORCH_ALLOC_CONF=max")  # which torch reads first
     assert said.endswith("the plan's bound covers expandable_segments alone")
 

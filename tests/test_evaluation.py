@@ -153,7 +153,7 @@ def test_the_ranks_that_share_rows_each_get_every_batch(seed):
     batch, copies, groups = (int(number) for number in draw.integers(1, 5, size=3))
     count = batch * copies * groups * int(draw.integers(1, 4))
     rows = Dataset.from_dict({"input_ids": [[7] * length for length in draw.integers(2, 9, size=count).tolist()]})
-    order = longest_first_order(rows, batch_size=batch, copies=copies).reshape(-1, batch)
+    order = longest_first_order(rows, batch_size=batch, repeats=copies).reshape(-1, batch)
     of_rank = [order[rank :: copies * groups] for rank in range(copies * groups)]
     for group in range(groups):
         sharing = of_rank[group * copies : (group + 1) * copies]

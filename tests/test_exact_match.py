@@ -19,7 +19,7 @@ from sft_play.data.masks.turn_ends import control_tokens
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import TokenizerError
 from sft_play.training.measure import exact_match
-from sft_play.training.measure.exact_match import build_questions, generate_answers, stop_ids
+from sft_play.training.measure.exact_match import build_questions, generate_answers, collect_stop_ids
 from tests.bundled import template_of
 from tests.conftest import chat, shared
 from tests.models import CHATML, make_llama, make_tokenizer
@@ -96,7 +96,7 @@ def answered(monkeypatch: Any, tokenizer: Any, asked: Any, texts: list[str], sto
     model.config = SimpleNamespace(get_text_config=SimpleNamespace)
     return [
         one.is_correct
-        for one in generate_answers(model, tokenizer, asked, stop_tokens=stop, max_new_tokens=99, max_tokens=9999)
+        for one in generate_answers(model, tokenizer, asked, stop_ids=stop, max_new_tokens=99, max_tokens=9999)
     ]
 
 
@@ -107,7 +107,7 @@ def check(template: str, tokenizer_of: Any, monkeypatch: Any) -> int:
     except TokenizerError:
         return 0
     renderer, checked = renderer_of(tokenizer), 0
-    stop = stop_ids("sft", tokenizer, renderer, None)
+    stop = collect_stop_ids("sft", tokenizer, renderer, None)
     for name, (messages, tools) in CASES.items():
         one = conversation(messages, tools)
         [question] = build_questions([one], renderer, tokenizer)

@@ -19,7 +19,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.models.architecture import load_config_json
 from sft_play.facts.models.families import MODEL_FAMILIES, PEFT_MOVED_NAMES, PEFT_MOVED_TYPES
-from sft_play.planner.memory.structure import check_targets
+from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.model.model_loading import load_model
@@ -268,7 +268,7 @@ def test_a_target_that_would_be_moved_is_refused(tmp_path):
     text = {"model": {"name": str(folder)}, "tuning": {"lora": {"target_modules": ["q_a_proj", "down_proj"]}}}
     run = config_from_text(json.dumps(text), name="r")
     with pytest.raises(ConfigError, match="down_proj: PEFT would put its adapter on this model's routed experts"):
-        check_targets(run, load_planned_shape(load_config_json(str(folder)), name="m"))
+        check_adapter_targets(run, load_planned_shape(load_config_json(str(folder)), name="m"))
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
-    from sft_play.planner.speed.throughput import LINEAR_PART
+    from sft_play.planner.speed.throughput import LINEAR_ATTENTION_PART
     from sft_play.trace.meta_shape import measure_shape_on_meta
 
     fields = CONFIG_MAPPING["qwen3_5_text"]().to_dict()
@@ -329,9 +329,9 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     run = config_from_text(json.dumps(text), name="r")
     fast = plan_of(run, shape, "8xB200")
     slow = plan_of(run, shape, "8xB200", frozenset({LINEAR_ATTENTION_PACKAGE, "causal-conv1d"}))
-    assert LINEAR_PART not in fast.speed.parts
+    assert LINEAR_ATTENTION_PART not in fast.speed.parts
     assert not any("not installed" in line for line in fast.reasons)
-    assert slow.speed.parts[LINEAR_PART] == pytest.approx(0.52, abs=0.02)
+    assert slow.speed.parts[LINEAR_ATTENTION_PART] == pytest.approx(0.52, abs=0.02)
     lines = [line for line in slow.reasons if "not installed" in line]
     assert len(lines) == 2
     assert any("s of a step of" in line for line in lines)
@@ -341,7 +341,7 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     hopper = plan_of(run, shape, "8xH200", frozenset({LINEAR_ATTENTION_PACKAGE}))
     assert not any("Blackwell" in line for line in hopper.reasons)
     on_cpu = plan_of(run, shape, "cpu", frozenset({LINEAR_ATTENTION_PACKAGE}))
-    assert LINEAR_PART not in on_cpu.speed.parts
+    assert LINEAR_ATTENTION_PART not in on_cpu.speed.parts
     assert not any("not installed" in line for line in on_cpu.reasons)
 
 
@@ -563,7 +563,7 @@ def test_no_class_ends_in_a_balance_loss_of_nothing(layers):
             continue
         if balance_coefficient(config):
             fit_balance_loss(config)
-            found, problem = measure_small_model(config, computes, all_layers=layers is not None)
+            found, problem = measure_small_model(config, computes, needs_all_layers=layers is not None)
             assert found is not None or "IndexError" not in problem, (kind, problem)
             tried += found is not None
     assert tried > 20

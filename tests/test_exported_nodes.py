@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 
 from sft_play.config.load import load_config
-from sft_play.data.sources.raw import NotUtf8
+from sft_play.data.sources.raw import NotUtf8Error
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.network import NodeSetup, local_addresses
@@ -63,11 +63,11 @@ def call(config) -> Callable[..., Callable[[], NodeMeeting]]:
     def of(rank: int, world: int, processes: int, port: int, *, limit_s: float = 30, after_s: float = 0,
            address: str = "127.0.0.1") -> Callable[[], NodeMeeting]:  # fmt: skip
         machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=processes)
-        card = node_card(load_config(config).config, machine, strategy="ddp", deepspeed=False)
+        card = node_card(load_config(config).config, machine, strategy="ddp", uses_deepspeed=False)
 
         def come() -> NodeMeeting:
             time.sleep(after_s)
-            return meet_nodes(NodeSetup(world, rank, address, port), card, limit_s=limit_s, may_count_ranks=True)
+            return meet_nodes(NodeSetup(world, rank, address, port), card, timeout_s=limit_s, may_count_ranks=True)
 
         return come
 
@@ -129,8 +129,8 @@ def test_a_node_that_contradicts_after_the_count_ends_the_start_of_all(call, con
     """Two nodes have found that they have all four ranks, and meet again before their ranks start."""
     port = free_port()
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2)
-    card = node_card(load_config(config).config, machine, strategy="ddp", deepspeed=False)
-    answers = together(lambda: meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=20), call(1, 4, 2, port))
+    card = node_card(load_config(config).config, machine, strategy="ddp", uses_deepspeed=False)
+    answers = together(lambda: meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, timeout_s=20), call(1, 4, 2, port))
     for answer in answers:
         assert isinstance(answer, ConfigError)
         assert "node 0 was given NNODES=2, and node 1 NNODES=4" in str(answer)
@@ -440,7 +440,7 @@ def test_a_rank_that_waits_for_the_plan_hears_a_stop(ranks_store):
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("error", [ConfigError("no such key"), DoesNotFit("9 of 8 GiB"), NotUtf8("byte 7")])
+@pytest.mark.parametrize("error", [ConfigError("no such key"), DoesNotFit("9 of 8 GiB"), NotUtf8Error("byte 7")])
 def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, error):
     began, left = time.monotonic(), []
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sft_play.diagnose.processes import lock_holder
+from sft_play.diagnose.processes import lock_holder_pid
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
 from sft_play.facts.network import NodeSetup, require_free_port
 from sft_play.launch.command import nccl_variables, torchrun_command
@@ -243,7 +243,7 @@ def check_memory_of_ranks(run: Path, config: Path, command: Command) -> None:
     assert found["ram"]["run_bytes"] >= sum(use["rss_bytes"] for use in found["ranks"])
     assert (found["prediction"]["layout"], found["prediction"]["ranks"]) == ("ddp", 2)
     assert sum(found["prediction"]["terms"].values()) == found["prediction"]["allocated"]
-    assert lock_holder(RunFolder(run)) == found["ranks"][0]["pid"]
+    assert lock_holder_pid(RunFolder(run)) == found["ranks"][0]["pid"]
 
 
 def test_a_run_shows_the_memory_of_its_ranks_and_one_that_is_killed_ends_it_and_is_named(training, long_run, command):
@@ -560,20 +560,20 @@ def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
 
     beats = [beat(0, 18, 36), beat(1, 17, 34, where="collate (rows.py:3)"), beat(2, 18, 36), beat(3, 18, 36)]
     assert laggards(beats, set()) == [beats[1]]
-    assert stall_report(beats, set(), missing=[], waited_s=30, now=193) == (
+    assert stall_report(beats, set(), missing_ranks=[], waited_s=30, now=193) == (
         "no progress for 30 s (distributed.timeout_s): rank 1 (host a) stopped at step 17 (training), 30 s ago, in "
         "collate (rows.py:3); ranks 0, 2, 3 wait for it at step 18 (training)"
     )
-    assert stall_report(beats, {1}, missing=[], waited_s=30, now=193) == (
+    assert stall_report(beats, {1}, missing_ranks=[], waited_s=30, now=193) == (
         "no progress for 30 s (distributed.timeout_s): rank 1 (host a) stopped at step 17 (training), its last sign of "
         "life 93 s ago; ranks 0, 2, 3 wait for it at step 18 (training)"
     )
     level = [beat(0, 18, 36, where="all_reduce (c.py:1)"), beat(1, 18, 36, where="collate (rows.py:3)")]
     assert laggards(level, set()) == []
     assert laggards(level, {1}) == [level[1]]
-    text = stall_report(level, set(), missing=[], waited_s=30, now=193)
+    text = stall_report(level, set(), missing_ranks=[], waited_s=30, now=193)
     assert "all ranks are at step 18 (training): rank 0 in all_reduce (c.py:1), rank 1 in collate (rows.py:3)" in text
-    assert "rank 2 has never given a sign of life" in stall_report(level, set(), missing=[2], waited_s=30, now=193)
+    assert "rank 2 has never given a sign of life" in stall_report(level, set(), missing_ranks=[2], waited_s=30, now=193)
 
 
 @pytest.mark.parametrize(
@@ -632,23 +632,23 @@ def test_a_port_that_is_taken_is_said_before_anything_starts():
         holder.bind(("", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        first = torchrun_command(["train"], processes=2, nodes=NodeSetup(2, 0, "head", port))
+        first = torchrun_command(["train"], processes_per_node=2, nodes=NodeSetup(2, 0, "head", port))
         with pytest.raises(HardwareError, match=f"MASTER_PORT={port} cannot be listened on: .*MASTER_PORT={port + 1}"):
             require_free_port(first.port)
         # it will not listen
-        require_free_port(torchrun_command(["train"], processes=2, nodes=NodeSetup(2, 1, "head", port)).port)
+        require_free_port(torchrun_command(["train"], processes_per_node=2, nodes=NodeSetup(2, 1, "head", port)).port)
     require_free_port(first.port)
 
 
 def test_the_agent_is_run_where_torchs_launcher_is_shown():
-    made = torchrun_command(["train"], processes=2, nodes=NodeSetup(), python="python")
+    made = torchrun_command(["train"], processes_per_node=2, nodes=NodeSetup(), python="python")
     assert made.argv[:3] == ("python", "-m", "torch.distributed.run")
     assert made.agent_argv == ("python", "-m", "sft_play.training.ranks.elastic_agent", *made.argv[3:])
 
 
 def test_nccl_is_told_the_timeout_where_the_user_has_not(monkeypatch):
     given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-    made = torchrun_command(["train"], processes=2, nodes=NodeSetup(), nccl_timeout_s=90.5, present_environment=given)
+    made = torchrun_command(["train"], processes_per_node=2, nodes=NodeSetup(), nccl_timeout_s=90.5, present_environment=given)
     assert made.environment == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "91"}
-    assert torchrun_command(["train"], processes=2, nodes=NodeSetup()).environment == {}
+    assert torchrun_command(["train"], processes_per_node=2, nodes=NodeSetup()).environment == {}
     assert nccl_variables(1800)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"

@@ -24,7 +24,7 @@ from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.what_if import find_largest_fit
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.planner.precision import FP16_OVERFLOWS, choose_precision, find_fp16_overflow, format_fp16_fault
+from sft_play.planner.precision import FP16_OVERFLOWS, choose_precision, find_fp16_overflow, format_fp16_overflow
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.loop.callbacks import GradientCheck, MetricsFile
 from sft_play.training.loop.finite import NonFiniteStepGuard
@@ -207,8 +207,8 @@ def test_the_largest_model_in_fp16_is_one_that_can_run_in_it():
 
 def test_a_fault_says_whether_the_family_is_known_and_the_ways_out():
     known, unknown = (
-        format_fp16_fault("gemma3_text", find_fp16_overflow("gemma3_text")),
-        format_fp16_fault("llama", find_fp16_overflow("llama")),
+        format_fp16_overflow("gemma3_text", find_fp16_overflow("gemma3_text")),
+        format_fp16_overflow("llama", find_fp16_overflow("llama")),
     )
     assert "known: in gemma3_text models activations reach 800,000 (https://" in known
     assert "llama is not among the families known for it" in unknown

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft_play.runs.files import free_disk_bytes, write_refusal
+from sft_play.runs.files import free_disk_bytes, disk_refusal_reason
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop.loop import PlannedLoop
 from tests.conftest import ROOT, clean_environment
@@ -241,16 +241,16 @@ def test_other_files_of_a_run_too(train, monkeypatch, disk, word):  # noqa: F811
 
 
 def test_only_errors_of_writing_count():
-    assert write_refusal(None) is None
-    assert write_refusal(FileNotFoundError(errno.ENOENT, "no")) is None
-    assert write_refusal(RuntimeError("PytorchStreamReader failed reading file data/0: file read failed")) is None
-    assert write_refusal(ValueError("unexpected pos 64 vs 0")) is None
-    assert write_refusal(OSError(errno.EDQUOT, "quota")) == os.strerror(errno.EDQUOT)
-    assert write_refusal(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")) is not None
+    assert disk_refusal_reason(None) is None
+    assert disk_refusal_reason(FileNotFoundError(errno.ENOENT, "no")) is None
+    assert disk_refusal_reason(RuntimeError("PytorchStreamReader failed reading file data/0: file read failed")) is None
+    assert disk_refusal_reason(ValueError("unexpected pos 64 vs 0")) is None
+    assert disk_refusal_reason(OSError(errno.EDQUOT, "quota")) == os.strerror(errno.EDQUOT)
+    assert disk_refusal_reason(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")) is not None
     outer = ValueError("outer")
     outer.__cause__ = OSError(errno.ENOSPC, FULL)
     outer.__cause__.__context__ = outer  # a circle ends
-    assert write_refusal(outer) == FULL
+    assert disk_refusal_reason(outer) == FULL
     with contextlib.suppress(ValueError):
         try:
             raise OSError(errno.EROFS, "read-only")

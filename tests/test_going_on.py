@@ -305,7 +305,7 @@ def test_saved_weights_that_are_not_the_models_are_found(tmp_path):
 
     def check(tensors, expected, **options):
         save_file(tensors, tmp_path / "adapter_model.safetensors")
-        return check_saved_weights(tmp_path, expected=expected, **options)
+        return check_saved_weights(tmp_path, expected_shapes=expected, **options)
 
     a, b = "x.lora_A.weight", "x.lora_B.weight"
     shapes = {a: (4, 8), b: (8, 4)}

@@ -22,7 +22,7 @@ from sft_play.planner.candidates import build_candidate
 from sft_play.planner.gradients import (
     GRADIENT_SHARDING_LAYOUTS,
     gradient_sync,
-    gradient_sync_refusal,
+    gradient_sync_obstacle,
     ineffective_distributed_options,
 )
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, find_layouts
@@ -61,7 +61,7 @@ def layout_of(name: str, ranks: int = 4) -> Layout:
 )  # fmt: skip
 def test_auto_is_what_the_engine_does_by_itself(layout, every):
     assert gradient_sync(run_of(), BF16, layout).interval == every
-    assert gradient_sync_refusal(run_of(), BF16, layout) is None
+    assert gradient_sync_obstacle(run_of(), BF16, layout) is None
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_whatever_is_asked_a_layout_does_it_or_says_what_to_write():
             draw.choice([BF16, FP32]),
         )
         config = run_of(mode, accum, sync_gradients_every=every, mixed_precision=mixed)
-        because = gradient_sync_refusal(config, precision, layout, on_gpu=draw.random() < 0.5)
+        because = gradient_sync_obstacle(config, precision, layout, on_gpu=draw.random() < 0.5)
         if layout == "single":
             assert because is None
             continue

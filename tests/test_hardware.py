@@ -20,8 +20,8 @@ from sft_play.facts.gpus.gpu_catalog import (
     GPU_GENERATIONS,
     catalog_key,
     driver_reserve_bytes,
-    find_gpus,
-    nearest_gpus,
+    find_catalog_entries,
+    nearest_gpu_names,
     suggested_gpus,
 )
 from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
@@ -683,7 +683,7 @@ def test_the_reserve_is_near_what_drivers_keep():
     ],
 )
 def test_names_of_the_driver_are_found(name, total, found):
-    assert [entry.name for entry in find_gpus(name, total * MIB)] == ([found] if found else [])
+    assert [entry.name for entry in find_catalog_entries(name, total * MIB)] == ([found] if found else [])
 
 
 def test_a_name_is_found_however_it_is_spelled():
@@ -696,19 +696,19 @@ def test_a_name_is_found_however_it_is_spelled():
             cased = chance.choice([str.upper, str.lower, str.title])(
                 chance.choice([" ", "-", "_", "", "  "]).join(words)
             )
-            assert find_gpus(chance.choice(["", "NVIDIA ", "nvidia-"]) + cased)[0] is entry, cased
+            assert find_catalog_entries(chance.choice(["", "NVIDIA ", "nvidia-"]) + cased)[0] is entry, cased
     laptops = {entry for entry in CATALOG_ENTRIES if "Laptop" in entry.name or "Max-Q" in entry.name}
     assert len(laptops) > 25
     for entry in set(CATALOG_ENTRIES) - laptops:
         for word in ("Laptop GPU", "mobile", "with Max-Q Design"):
-            assert set(find_gpus(f"{entry.name} {word}")) <= laptops
+            assert set(find_catalog_entries(f"{entry.name} {word}")) <= laptops
 
 
 def test_every_name_and_alias_means_its_own_gpu_or_a_variant():
     for entry in CATALOG_ENTRIES:
-        assert find_gpus(entry.name)[0] is entry
+        assert find_catalog_entries(entry.name)[0] is entry
         for alias in entry.aliases:
-            assert entry in find_gpus(alias)
+            assert entry in find_catalog_entries(alias)
         assert parse_hardware(f"1x{entry.name}").gpus[0].total_bytes == entry.memory_bytes
 
 
@@ -717,7 +717,7 @@ def test_suggested_gpus_grow_and_nearest_names_are_of_the_catalogue():
     assert sizes == sorted(set(sizes))
     assert all(entry.bf16 for entry in suggested_gpus())
     for text in ("H300", "banana", "", "A1000", "RTX 9090"):
-        assert set(nearest_gpus(text)) <= {entry.name for entry in CATALOG_ENTRIES}
+        assert set(nearest_gpu_names(text)) <= {entry.name for entry in CATALOG_ENTRIES}
 
 
 def test_hardware_is_plain_data_for_json():

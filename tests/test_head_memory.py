@@ -99,7 +99,7 @@ def test_a_cpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, los
     shape = parse_model_shape(model, name="m")
     predicted = estimate_memory(config, shape, precision, step)
     settings = step_settings(config, model, shape, precision, step)
-    real, traced = (record_step(settings, real=is_real).peak for is_real in (True, False))
+    real, traced = (record_step(settings, uses_real_tensors=is_real).peak for is_real in (True, False))
     assert traced == pytest.approx(real, rel=1e-3)
     assert predicted.allocated == pytest.approx(real, rel=TOLERANCE), predicted.moments
 

@@ -19,7 +19,7 @@ from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.training.class_checks import kernels
-from sft_play.training.class_checks.proof import FP32_GAP, HALF_RATIO
+from sft_play.training.class_checks.proof import FP32_TOLERANCE, MAX_HALF_ERROR_RATIO
 
 pytestmark = pytest.mark.build
 CPU = torch.device("cpu")
@@ -154,9 +154,9 @@ def test_a_measurement_tells_rounding_from_another_formula(monkeypatch, formula)
         assert 0.5 < proof.half_precision_ratio < 1.3
     elif formula == "worse in 16 bits":
         assert proof.fp32_difference < 1e-5
-        assert proof.half_precision_ratio > 2 * HALF_RATIO
+        assert proof.half_precision_ratio > 2 * MAX_HALF_ERROR_RATIO
     elif formula.startswith("wrong"):
-        assert proof.fp32_difference > 5 * FP32_GAP
+        assert proof.fp32_difference > 5 * FP32_TOLERANCE
 
 
 def test_the_small_models_are_as_wide_as_the_real_rows(monkeypatch):

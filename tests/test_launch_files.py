@@ -26,7 +26,7 @@ from sft_play.launch.accelerate import (
     accelerate_path,
     find_accelerate_file,
     read_accelerate_file,
-    read_machines,
+    read_accelerate_nodes,
     write_accelerate_file,
 )
 from sft_play.launch.deepspeed.files import (
@@ -71,9 +71,9 @@ def loaded_by_accelerate(path: Path):
 )
 def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind, total):
     path = tmp_path / "sub" / "a.yaml"
-    nodes = read_machines({"NUM_MACHINES": str(machines), "MAIN_IP": "10.0.0.1"} if machines > 1 else {})
+    nodes = read_accelerate_nodes({"NUM_MACHINES": str(machines), "MAIN_IP": "10.0.0.1"} if machines > 1 else {})
     used = select_hardware(LaunchOptions(nodes=nodes), machine(gpus))
-    written = write_accelerate_file(path, used, mixed_precision="bf16", machines=nodes)
+    written = write_accelerate_file(path, used, mixed_precision="bf16", nodes=nodes)
     theirs = loaded_by_accelerate(path)
     assert (theirs.distributed_type.value, theirs.num_processes, theirs.num_machines) == (kind, total, machines)
     assert theirs.mixed_precision == "bf16"
@@ -87,7 +87,7 @@ def test_what_is_written_is_read_back(tmp_path):
     path = tmp_path / "a.yaml"
     nodes = NodeSetup(2, 1, "node0", 29700)
     used = select_hardware(LaunchOptions(nodes=nodes, gpus=(1, 3)), machine(4))
-    write_accelerate_file(path, used, mixed_precision="no", machines=nodes, gpu_ids=(1, 3))
+    write_accelerate_file(path, used, mixed_precision="no", nodes=nodes, gpu_ids=(1, 3))
     config = read_accelerate_file(path)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (4, 2, (1, 3))
     assert (config.machine_rank, config.main_process_ip, config.main_process_port) == (1, "node0", 29700)
@@ -117,16 +117,16 @@ def test_a_file_of_the_questionnaire_is_never_taken_for_ours(tmp_path):
 
 def test_machines_come_from_the_environment():
     given = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.1.2.3"}
-    assert read_machines(given) == NodeSetup(2, 1, "10.1.2.3", 29500)
-    assert read_machines({}) == NodeSetup()
+    assert read_accelerate_nodes(given) == NodeSetup(2, 1, "10.1.2.3", 29500)
+    assert read_accelerate_nodes({}) == NodeSetup()
     for name, value in [
         ("NUM_MACHINES", "two"), ("NUM_MACHINES", "0"), ("MAIN_PORT", "-1"), ("MACHINE_RANK", "1"),
         ("MAIN_IP", "a b;c"), ("MAIN_PORT", "70000"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=f"{name}={value}"):
-            read_machines({name: value})
+            read_accelerate_nodes({name: value})
     with pytest.raises(ConfigError, match="NUM_MACHINES=2 needs MACHINE_RANK=0 to 1 and MAIN_IP="):
-        read_machines({"NUM_MACHINES": "2"})
+        read_accelerate_nodes({"NUM_MACHINES": "2"})
 
 
 def test_the_file_is_the_named_one_or_the_projects(tmp_path, monkeypatch):

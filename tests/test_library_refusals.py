@@ -48,7 +48,7 @@ def cards(monkeypatch, tmp_path):
         smi.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
-    for name in launched.P2P_OFF:
+    for name in launched.P2P_OFF_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return install
 
@@ -87,7 +87,7 @@ def test_accelerate_starts_on_every_pair_of_cards(cards, on_a_gpu, names, driver
     try:
         launched.disable_broken_p2p(hardware, os.environ)
         on_a_gpu()
-        assert (set(launched.P2P_OFF) <= os.environ.keys()) is launched.has_broken_p2p(names, driver)
+        assert (set(launched.P2P_OFF_VARIABLES) <= os.environ.keys()) is launched.has_broken_p2p(names, driver)
     finally:
         os.environ.clear()
         os.environ.update(given)
@@ -106,7 +106,7 @@ def test_what_a_user_has_set_stays(cards):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_doctor_says_what_a_run_does(ranks):
     around = SystemFacts(hardware=gpus(ADA, ADA), driver=OLD)
-    assert [item.verdict for item in find_known_bad(around, ranks=ranks)] == (["WARN"] if ranks > 1 else ["PASS"])
+    assert [item.verdict for item in find_known_bad(around, rank_count=ranks)] == (["WARN"] if ranks > 1 else ["PASS"])
 
 
 @pytest.mark.build

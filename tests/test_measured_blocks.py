@@ -164,7 +164,7 @@ def test_long_rows_of_states_are_carried_on_from_short_ones():
     fields = wide("qwen3_5_text")
     shape = measured_shape(fields)
     step = step_of(shape, micro_batch=2, seq_len=1024)
-    assert step.seq_len > block_meter.MIN_CHUNK * 4
+    assert step.seq_len > block_meter.MIN_CHUNK_TOKENS * 4
     lengths = []
     original = blocks.run_blocks
 
@@ -176,7 +176,7 @@ def test_long_rows_of_states_are_carried_on_from_short_ones():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "run_blocks", watched)
         found = estimate_memory(run(length=1024), shape, BF16, step)
-    assert set(lengths) == {block_meter.MIN_CHUNK, 2 * block_meter.MIN_CHUNK}
+    assert set(lengths) == {block_meter.MIN_CHUNK_TOKENS, 2 * block_meter.MIN_CHUNK_TOKENS}
     peaks = phase_peaks(record_step(step_settings(run(length=1024), fields, shape, BF16, step)))
     assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01)
 
@@ -193,7 +193,7 @@ def test_a_class_that_needs_values_is_measured_small_on_the_cpu():
     assert walk.was_measured_on_cpu
     # the same step with real tensors; attention's scores are counted in both, and the head's tile is a full one there
     settings = dataclasses.replace(step_settings(run(length=128), fields, shape, BF16, step), attention="eager")
-    real = record_step(settings, real=True)
+    real = record_step(settings, uses_real_tensors=True)
     assert real.peak == pytest.approx(estimate_memory(run(length=128), shape, BF16, step).allocated, rel=0.1)
     twice = create_step_simulation(run(length=128), shape, BF16, step_of(shape, micro_batch=2, seq_len=128))
     assert twice.layers[1].saved == pytest.approx(2 * walk.layers[1].saved, rel=0.1)
@@ -385,7 +385,7 @@ def test_real_buffers_hold_what_their_class_computes(kind):
     fields = wide_config(kind)
     shape = load_planned_shape(fields, name="m")
     settings = step_settings(run(), fields, shape, BF16, step_of(shape))
-    with trace_context(settings, real=True) as (loop, skeleton):
+    with trace_context(settings, uses_real_tensors=True) as (loop, skeleton):
         found = dict(build.base_model(loop.load_model(skeleton)).named_buffers())
     torch.manual_seed(0)
     meant = dict(

@@ -39,7 +39,7 @@ def kept_per_token(mode, *, casts=False, **lora):
     words = "".join(f", {key}: {value}" for key, value in lora.items())
     config = run(f", lora: {{r: 16{words}}}" if mode != "full" else "", mode)
     walk = StepMemorySimulation(config, llama_8b(), BF16, Step(1, 1, 2048, checkpointed_layers=0, casts_inputs=casts))
-    found = block_bytes(walk.specs[0], batch=1, length=2048, width=2)
+    found = block_bytes(walk.specs[0], batch=1, length=2048, itemsize=2)
     is_wide = mode != "full" and lora.get("dtype") != "bfloat16"
     weights = 2 * R * (2 * (H + Q) + 2 * (H + KV) + 3 * (H + F)) if is_wide else 0  # autocast's bf16 copies
     return (found.layer.saved - weights) / 2048
@@ -213,7 +213,7 @@ def test_experts_are_quantised():
     # NF4: half a byte, a byte for each 64 and four for each 64 * 256; not packed: two tables, routers, norms
     packed = (experts + 32 * (2 * H * Q + 2 * H * KV)) * (1 / 2 + 1 / 64 + 4 / (64 * 256))
     rest = 2 * (2 * 32_000 * H + 32 * 8 * H + 65 * H)
-    assert weight_bytes(shape, width=2, is_nf4=True) == pytest.approx(packed + rest, rel=1e-3)
+    assert weight_bytes(shape, itemsize=2, is_nf4=True) == pytest.approx(packed + rest, rel=1e-3)
 
 
 def test_a_stack_too_large_for_the_kernels_is_quantised_in_parts():
@@ -226,7 +226,7 @@ def test_a_stack_too_large_for_the_kernels_is_quantised_in_parts():
     kind = dataclasses.replace(kind, expert_weights=wide, expert_params=kind.expert_params + more)
     layers = tuple(kind if one == shape.commonest_kind else one for one in shape.layers)
     shape = dataclasses.replace(shape, layers=layers)
-    assert 0.5 * shape.params < weight_bytes(shape, width=2, is_nf4=True) < 0.53 * shape.params
+    assert 0.5 * shape.params < weight_bytes(shape, itemsize=2, is_nf4=True) < 0.53 * shape.params
 
 
 @pytest.mark.parametrize(
@@ -336,8 +336,8 @@ def test_a_cpu_run_is_planned_near_what_it_was_measured_to_take():
 def test_what_is_not_held_is_less_than_what_is():
     walk = StepMemorySimulation(run(mode="lora"), llama_8b(), BF16, Step(1, 1, 2048))
     spec = walk.specs[0]
-    alone = forward_peak(spec, batch=1, length=2048, width=2, training=True)
-    assert alone < block_bytes(spec, batch=1, length=2048, width=2).layer.forward
+    alone = forward_peak(spec, batch=1, length=2048, itemsize=2, training=True)
+    assert alone < block_bytes(spec, batch=1, length=2048, itemsize=2).layer.forward
 
 
 def test_the_kept_sample_is_within_three_percent_of_its_traces():

@@ -18,7 +18,7 @@ import pytest
 from sft_play.diagnose import memory_check, memory_page, processes
 from sft_play.diagnose.memory_check import MemorySnapshot, PeakMemory, read_memory_snapshot
 from sft_play.diagnose.memory_page import format_memory_snapshot, watch_memory
-from sft_play.diagnose.processes import RankGroup, RankProcess, find_run_processes, lock_holder
+from sft_play.diagnose.processes import RankGroup, RankProcess, find_run_processes, lock_holder_pid
 from sft_play.errors import RunFolderError
 from sft_play.facts.gpus.gpu import Gpu, GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.facts.hardware import Hardware
@@ -386,21 +386,21 @@ def test_ranks_that_a_person_started_are_one_run_by_their_launcher(training, tmp
 
 def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
     folder = run_folder(tmp_path / "out", "locked")
-    assert lock_holder(folder) is None  # no lock yet
+    assert lock_holder_pid(folder) is None  # no lock yet
     (folder.path / LOCK_FILE).touch()
-    assert lock_holder(folder) is None
+    assert lock_holder_pid(folder) is None
     process = training(folder)
-    assert lock_holder(folder) == process.pid
+    assert lock_holder_pid(folder) == process.pid
     with pytest.raises(RunFolderError, match="is being written by another process"):
         lock_run(folder)
     end(process)
-    assert lock_holder(folder) is None
+    assert lock_holder_pid(folder) is None
     launcher = training(folder, PART=str(LAUNCHER))
-    assert lock_holder(folder) == launcher.pid
+    assert lock_holder_pid(folder) == launcher.pid
     writer = training(folder, PART=str(WRITER))
-    assert lock_holder(folder) == writer.pid
+    assert lock_holder_pid(folder) == writer.pid
     end(launcher)
-    assert lock_holder(folder) == writer.pid
+    assert lock_holder_pid(folder) == writer.pid
     end(writer)
     lock_run(folder).close()
 

@@ -17,7 +17,7 @@ from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.finished.export import merged_weights, push
 from sft_play.finished.export.check_merge import divergence_limit, merge_test
 from sft_play.finished.export.export import export_run
-from sft_play.finished.export.merge import merge_run, record_merge_test, whole_model_folder
+from sft_play.finished.export.merge import merge_run, record_merge_test, ensure_whole_model_folder
 from sft_play.finished.export.places import describe_merge, find_merged_model, read_merge_record
 from sft_play.finished.load import load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run
@@ -448,7 +448,7 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
         tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"]))
     )
     folder = merge_run(run, base="original", dtype="fp32").path
-    asked = (lambda: whole_model_folder(run, is_locked=False), lambda: push._upload_folder(run, is_merged=True))
+    asked = (lambda: ensure_whole_model_folder(run, is_locked=False), lambda: push._upload_folder(run, is_merged=True))
     for ask in asked:
         with pytest.raises(RunFolderError, match=r"original weights.*merge-test"):
             ask()
@@ -459,7 +459,7 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
     record_merge_test(folder, ok=True, divergence=1e-6, limit=1e-4)  # as where NF4 rounds nothing that counts
     for ask in asked:
         assert ask() == folder
-    assert whole_model_folder(run, is_locked=False) == folder
+    assert ensure_whole_model_folder(run, is_locked=False) == folder
     merge_run(run, replace=True)
     assert (read_merge_record(folder)["base"], read_merge_record(folder)["test"]) == ("dequantized", None)
     for ask in asked:  # what was trained, tested or not

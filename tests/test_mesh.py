@@ -23,7 +23,7 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
 from sft_play.launch import launch_options
 from sft_play.launch import machine as of_ranks
-from sft_play.launch.accelerate import _SET_BY_ACCELERATE, accelerate_launch_config, read_accelerate_file
+from sft_play.launch.accelerate import _ACCELERATE_LAUNCH_VARIABLES, accelerate_launch_config, read_accelerate_file
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.advice.what_if import find_largest_fit
@@ -569,7 +569,7 @@ def test_meshes_of_every_size_are_planned_or_refused_in_one_line():
 
 
 def test_a_parallelism_config_of_accelerate_is_refused_where_it_divides(tmp_path):
-    file, by_accelerate = tmp_path / "accelerate.yaml", dict.fromkeys(_SET_BY_ACCELERATE, "no")
+    file, by_accelerate = tmp_path / "accelerate.yaml", dict.fromkeys(_ACCELERATE_LAUNCH_VARIABLES, "no")
     for axis, size in itertools.product(("dp_replicate", "dp_shard", "tp", "cp", "sp"), (1, 2)):
         key = f"parallelism_config_{axis}_size"
         file.write_text(f"distributed_type: FSDP\nparallelism_config: {{{key}: {size}}}\n")

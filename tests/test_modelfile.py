@@ -14,7 +14,7 @@ from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
 from sft_play.finished.export.ollama import (
     TemplateParts,
-    UnsupportedTemplate,
+    UnsupportedTemplateError,
     format_modelfile,
     go_template,
     learn_template_parts,
@@ -78,7 +78,7 @@ def test_every_shared_template_is_said_exactly_or_refused():
         render = renderer(path.read_text())
         try:
             parts = learn_template_parts(render, SPECIAL)
-        except (UnsupportedTemplate, RenderError):
+        except (UnsupportedTemplateError, RenderError):
             refused += 1
             continue
         template = go_template(parts)
@@ -127,7 +127,7 @@ def test_a_default_system_prompt_becomes_ollamas_own():
     ],
 )
 def test_a_template_that_numbers_repeats_or_turns_the_turns_is_refused(source):
-    with pytest.raises(UnsupportedTemplate):
+    with pytest.raises(UnsupportedTemplateError):
         learn_template_parts(renderer(source), SPECIAL)
 
 

@@ -22,7 +22,7 @@ from sft_play.finished.run import find_finished_run
 from sft_play.planner.memory.loading_and_saving import STACKING_COPIES, loading_terms
 from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
-from sft_play.planner.memory.structure import check_targets
+from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import load_run_model_shape
@@ -173,7 +173,7 @@ def test_a_stack_too_large_for_the_kernels_is_packed_in_parts(seed, storage, mon
 
 def test_qwen3_30b_fits_24_gib_and_its_adapters_are_counted():
     shape, config = load_model_shape(QWEN), run(QWEN)
-    assert weight_bytes(shape, width=2, is_nf4=True) < 16 * 2**30
+    assert weight_bytes(shape, itemsize=2, is_nf4=True) < 16 * 2**30
     plan = make_plan(PlanRequest(config, shape, parse_hardware("1xRTX4090")))
     assert plan.fits
     assert plan.memory.allocated < 20 * 2**30
@@ -199,9 +199,9 @@ def test_packed_bytes_are_those_of_every_matrix(seed):
     matrices += [(one.weights, kind.count) for kind in shape.layers for one in kind.expert_weights]
     packed = sum(count * nf4_bytes(elements) for elements, count in matrices)
     rest = shape.params - sum(count * elements for elements, count in matrices)
-    found = weight_bytes(shape, width=width, is_nf4=True)
+    found = weight_bytes(shape, itemsize=width, is_nf4=True)
     assert packed + width * rest <= found <= 1.002 * (packed + width * rest) + 2**22
-    assert weight_bytes(shape, width=width, is_nf4=False) >= width * shape.params
+    assert weight_bytes(shape, itemsize=width, is_nf4=False) >= width * shape.params
 
 
 @pytest.mark.parametrize("lora", [{"dropout": 0.1}, {"use_dora": True}])
@@ -215,7 +215,7 @@ def test_a_name_that_no_expert_has_is_refused(tmp_path, tiny_llama):
     folder = saved(tmp_path / "base", "qwen3_moe")
     for where, name, words in ((folder, ["gate_up"], "down_proj, gate_up_proj"), (tiny_llama, "auto", "no experts")):
         with pytest.raises(ConfigError, match=f"target_parameters.*{words}"):
-            check_targets(run(where, target_parameters=name), load_model_shape(str(where)))
+            check_adapter_targets(run(where, target_parameters=name), load_model_shape(str(where)))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision)
     width = 4 if precision is FP32 else 2
     assert packed.packable_params - shape.packable_params == stacks > 0
     in_nf4 = sum(nf4_bytes(one.weights) * kind.count for kind in packed.layers for one in kind.expert_weights)
-    difference = weight_bytes(shape, width=width, is_nf4=True) - weight_bytes(packed, width=width, is_nf4=True)
+    difference = weight_bytes(shape, itemsize=width, is_nf4=True) - weight_bytes(packed, itemsize=width, is_nf4=True)
     assert difference == width * stacks - in_nf4
     sharded = _build_empty_model(config, precision, build_model_spec(config, precision, tokenizer_size=400), None)
     assert not any(vars(module).get(PACKED_ATTRIBUTE) for module in sharded.modules())  # what FSDP2 fills unit by unit

@@ -346,7 +346,7 @@ def test_nodes_that_were_told_different_things_all_say_so_and_start_nothing(worl
 def card(world) -> dict[str, Any]:
     config = load_config(world / "run.yaml").config
     return node_card(
-        config, Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2), strategy="ddp", deepspeed=False
+        config, Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2), strategy="ddp", uses_deepspeed=False
     )
 
 
@@ -374,7 +374,7 @@ def test_three_nodes_meet_and_each_has_all_cards(card):
     met = together(
         *(
             lambda rank=rank: meet_nodes(
-                NodeSetup(3, rank, "127.0.0.1", port), {**card, "host": f"h{rank}"}, limit_s=30
+                NodeSetup(3, rank, "127.0.0.1", port), {**card, "host": f"h{rank}"}, timeout_s=30
             )  # type: ignore[misc]
             for rank in (2, 0, 1)
         )
@@ -401,9 +401,9 @@ def test_the_meeting_is_not_disturbed_by_what_else_connects(card):
                     break
                 except OSError:
                     time.sleep(0.05)
-        return meet_nodes(NodeSetup(2, 1, "127.0.0.1", port), card, limit_s=30)
+        return meet_nodes(NodeSetup(2, 1, "127.0.0.1", port), card, timeout_s=30)
 
-    met = together(lambda: meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=30), stranger)
+    met = together(lambda: meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, timeout_s=30), stranger)
     assert all(isinstance(one, NodeMeeting) for one in met), met
 
 
@@ -418,7 +418,7 @@ def test_nodes_that_count_differently_are_told_on_both(card, first, second, mess
     port = free_port()
     answers = together(
         *(
-            lambda one=one: meet_nodes(replace(one, address="127.0.0.1", port=port), card, limit_s=30)  # type: ignore[misc]
+            lambda one=one: meet_nodes(replace(one, address="127.0.0.1", port=port), card, timeout_s=30)  # type: ignore[misc]
             for one in (first, second)
         )
     )
@@ -431,7 +431,7 @@ def test_two_nodes_with_one_rank_are_told_on_all(card):
     port = free_port()
     answers = together(
         *(
-            lambda rank=rank: meet_nodes(NodeSetup(3, rank, "127.0.0.1", port), card, limit_s=30)  # type: ignore[misc]
+            lambda rank=rank: meet_nodes(NodeSetup(3, rank, "127.0.0.1", port), card, timeout_s=30)  # type: ignore[misc]
             for rank in (0, 1, 1)
         )
     )
@@ -442,8 +442,8 @@ def test_two_nodes_with_one_rank_are_told_on_all(card):
 
 def test_a_node_that_never_comes_is_named_when_the_time_is_over(card):
     answers = together(
-        lambda: meet_nodes(NodeSetup(3, 0, "127.0.0.1", free_port()), card, limit_s=1),
-        lambda: meet_nodes(NodeSetup(2, 1, "127.0.0.1", free_port()), card, limit_s=1),
+        lambda: meet_nodes(NodeSetup(3, 0, "127.0.0.1", free_port()), card, timeout_s=1),
+        lambda: meet_nodes(NodeSetup(2, 1, "127.0.0.1", free_port()), card, timeout_s=1),
     )
     assert [type(answer) for answer in answers] == [HardwareError, HardwareError]
     assert "nodes 1, 2 of 3 did not connect to 127.0.0.1:" in str(answers[0])
@@ -455,19 +455,19 @@ def test_a_port_that_is_taken_is_said_before_anybody_waits(card):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(HardwareError, match=rf"MASTER_PORT={port} cannot be listened on"):
-            meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, limit_s=60)
+            meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, timeout_s=60)
 
 
 def test_node_0_on_another_machine_than_the_address_is_refused(card):
     with pytest.raises(ConfigError, match=r"NODE_RANK=0 is the machine at MASTER_ADDR=192\.0\.2\.1"):
         # an address of documentation (RFC 5737)
-        meet_nodes(NodeSetup(2, 0, "192.0.2.1", free_port()), card, limit_s=60)
+        meet_nodes(NodeSetup(2, 0, "192.0.2.1", free_port()), card, timeout_s=60)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_address_that_means_nothing_is_refused_on_every_node(card, rank):
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=nowhere\.invalid does not resolve on this machine"):
-        meet_nodes(NodeSetup(2, rank, "nowhere.invalid", free_port()), card, limit_s=60)
+        meet_nodes(NodeSetup(2, rank, "nowhere.invalid", free_port()), card, timeout_s=60)
 
 
 def test_where_files_lie_may_differ_and_what_they_are_trained_with_may_not(world, card):
@@ -475,7 +475,7 @@ def test_where_files_lie_may_differ_and_what_they_are_trained_with_may_not(world
 
     def told(*overrides: str, strategy: str = "ddp") -> dict[str, Any]:
         config = load_config(world / "run.yaml", overrides=overrides).config
-        return {**node_card(config, machine, strategy=strategy, deepspeed=False), "node": 1}
+        return {**node_card(config, machine, strategy=strategy, uses_deepspeed=False), "node": 1}
 
     first = {**card, "node": 0}
     assert card_differences(first, told("output.dir=/elsewhere", "data.train_path=/x.jsonl")) == []

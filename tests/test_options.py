@@ -236,7 +236,7 @@ def trainer(config: RunConfig) -> Facts:
     """What the trainer is built with beside its arguments."""
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.loop.trainer import build_trainer, plan_callbacks
+    from sft_play.training.loop.trainer import build_trainer, build_plan_callbacks
 
     seen: Facts = {}
 
@@ -265,7 +265,7 @@ def trainer(config: RunConfig) -> Facts:
             train_split=_splits(config)[0].train,
             eval_split=None,
         )
-    callbacks = plan_callbacks(config, plan, folder, made)
+    callbacks = build_plan_callbacks(config, plan, folder, made)
     seen["callbacks"] = tuple(type(item).__name__ for item in callbacks)
     seen["profiled"] = [item._steps for item in callbacks if type(item).__name__ == "ProfileWindow"]
     return seen

@@ -50,11 +50,11 @@ def test_tasks_that_srun_gives_gpus_are_ranks(nodes, per_node):
             "SLURM_STEP_NUM_TASKS": str(nodes * per_node), "SLURM_STEP_TASKS_PER_NODE": layout,
         }  # fmt: skip
         assert read_rank_info(given) == RankInfo(task, task % per_node, nodes * per_node, per_node)
-        refuse_repeated_starts(given, nodes=1)
+        refuse_repeated_starts(given, node_count=1)
         of_a_node = given | {"SLURM_GPUS_PER_TASK": ""}  # whole nodes, for which each task would be a run
         assert read_rank_info(of_a_node) is None
         with pytest.raises(ConfigError, match="this command was started"):
-            refuse_repeated_starts(of_a_node, nodes=1)
+            refuse_repeated_starts(of_a_node, node_count=1)
         assert read_rank_info(given | {"SLURM_STEP_TASKS_PER_NODE": f"{per_node},1"}) is None
         assert read_rank_info(given | {"RANK": "0", "WORLD_SIZE": "2"}) is None  # a node's number
 
@@ -66,11 +66,11 @@ def test_a_gpu_is_named_by_host_and_uuid_and_by_its_slot_without_one(monkeypatch
     monkeypatch.setattr(machine.nvml, "gpu_snapshot", lambda **_: seen)
     place = RankInfo(5, 0, 8, 4)
     # hidden by CUDA_VISIBLE_DEVICES=2, the driver still lists them all
-    assert machine.rank_gpu_name(place, node(2)).endswith(" GPU-2")
-    assert machine.rank_gpu_name(place, node(0)).endswith(" 00:17")
-    assert machine.rank_gpu_name(place, node()) == ""
+    assert machine.rank_gpu_id(place, node(2)).endswith(" GPU-2")
+    assert machine.rank_gpu_id(place, node(0)).endswith(" 00:17")
+    assert machine.rank_gpu_id(place, node()) == ""
     monkeypatch.setattr(machine.nvml, "gpu_snapshot", lambda **_: None)
-    assert machine.rank_gpu_name(place, node(2)) == ""
+    assert machine.rank_gpu_id(place, node(2)) == ""
 
 
 def test_two_ranks_with_one_gpu_are_refused_and_others_are_not():

@@ -18,7 +18,7 @@ from sft_play.planner.advice.what_if import find_largest_fit, largest_fitting_mu
 from sft_play.planner.batching import batch_splits, divisors
 from sft_play.planner.layout import LAYOUT_NAMES, Layout
 from sft_play.planner.plan import PlanRequest, RunLength, TracePrediction, make_plan, require_fit
-from sft_play.planner.plan_details import bar_lines, batch_lines, detected_lines, plan_lines, speed_lines
+from sft_play.planner.plan_details import bar_lines, batch_lines, hardware_lines, plan_lines, speed_lines
 from sft_play.planner.precision import choose_precision
 
 GIB = 2**30
@@ -117,7 +117,7 @@ def test_two_h200s_share_gemma_27b_as_users_know_it():
     )
     plan = make_advised_plan(PlanRequest(run, load_model_shape("google/gemma-3-27b-it"), machine))
     assert plan.batch.micro_batch * plan.batch.grad_accum * 2 == 32
-    printed = "\n".join([*detected_lines(machine), *batch_lines(plan, run)])
+    printed = "\n".join([*hardware_lines(machine), *batch_lines(plan, run)])
     assert printed.startswith(
         "Detected 2 GPUs:\n  GPU 0: NVIDIA H200 (141.0 GiB)\n  GPU 1: NVIDIA H200 (141.0 GiB)\nTotal VRAM: 282.0 GiB\n"
         f"Auto-calculated batch size: {plan.batch.micro_batch} per GPU, "
@@ -330,7 +330,7 @@ def test_the_record_survives_broken_lines_and_keeps_the_newest(tmp_path, monkeyp
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     assert calibration.load_measured_runs() == []
     calibration.add_measured_run(measured(model="first"))
-    with calibration.record_path().open("a") as file:
+    with calibration.measured_runs_path().open("a") as file:
         file.write("{broken\n[1]\n" + json.dumps({"model": "older version"}) + "\n")
     calibration.add_measured_run(measured(model="second"))
     assert [run.model for run in calibration.load_measured_runs()] == ["first", "second"]
@@ -396,7 +396,7 @@ def test_the_largest_model_that_fits_grows_with_the_gpu():
 
 def test_time_energy_and_money_of_the_whole_run():
     machine = parse_hardware("2xH100,price=2.5")
-    plan = plan_of(machine=machine, estimate_length=lambda effective: RunLength(steps=1000, tokens=10_000_000))
+    plan = plan_of(machine=machine, estimate_run_length=lambda effective: RunLength(steps=1000, tokens=10_000_000))
     run = plan.as_json()["run"]
     assert plan.speed_known
     assert run["hours"] == pytest.approx(1000 * plan.speed.step_s / 3600)

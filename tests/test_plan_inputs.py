@@ -29,7 +29,7 @@ from sft_play.planner.candidates import evaluate_candidates, lowest_memory_candi
 from sft_play.planner.layout import find_layouts
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Plan, PlanRequest, build_plan_inputs
-from sft_play.planner.plan_details import choice_line, detected_lines, speed_lines, suggestion_lines, table_lines
+from sft_play.planner.plan_details import choice_line, hardware_lines, speed_lines, suggestion_lines, candidate_table_lines
 from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.runs.lookup import output_dir
 from sft_play.starting.plan_run import plan_run
@@ -371,8 +371,8 @@ def test_the_words_fit_the_numbers():
     one = plan_of("1xH100", "train.effective_batch_size=4", "train.batch_size=4")
     assert "micro-batch 4 x 1 pass, " in choice_line(one)
     none = plan_of("cpu,ram=8GiB")
-    assert not any("chosen" in line for line in table_lines(none))
-    assert any("does not fit" in line for line in table_lines(none))
+    assert not any("chosen" in line for line in candidate_table_lines(none))
+    assert any("does not fit" in line for line in candidate_table_lines(none))
     for way, line in zip(none.suggestions, suggestion_lines(none)[1:], strict=False):
         assert ("GiB per GPU" if way.hardware else "GiB per process") in line
     assert not any("predicted" in (one.rejected_because or "") for one in plan_of("cpu,ram=512GiB").candidates)
@@ -384,8 +384,8 @@ def test_a_run_of_unknown_length_says_so():
 
 
 def test_a_cluster_is_one_line():
-    assert detected_lines(parse_hardware("8x8xH100"))[0].splitlines()[1:] == ["  GPU 0-63: NVIDIA H100 (79.2 GiB) each"]
-    assert len(detected_lines(parse_hardware("2xH200"))[0].splitlines()) == 3
+    assert hardware_lines(parse_hardware("8x8xH100"))[0].splitlines()[1:] == ["  GPU 0-63: NVIDIA H100 (79.2 GiB) each"]
+    assert len(hardware_lines(parse_hardware("2xH200"))[0].splitlines()) == 3
 
 
 # --- what a run would be refused for ----------------------------------------------------------------------------------

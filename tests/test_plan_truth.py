@@ -23,7 +23,7 @@ from sft_play.planner.advice.what_if import QUESTIONS, find_largest_fit
 from sft_play.planner.candidates import choose_candidate
 from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
 from sft_play.planner.plan import Plan, PlanRequest, RunLength, TracePrediction, make_plan, plan_from_json, require_fit
-from sft_play.planner.plan_details import choice_line, detected_lines, grid_lines, largest_line, plan_lines
+from sft_play.planner.plan_details import choice_line, hardware_lines, grid_lines, largest_fit_line, plan_lines
 from sft_play.planner.reasons import format_relative_speed
 from sft_play.starting.train_here import record_measurements
 from tests.conftest import Command
@@ -75,7 +75,7 @@ def random_plans() -> list[tuple[RunConfig, Plan]]:
         work = (lambda effective: RunLength(100, 1_000_000)) if chance.random() < 0.5 else None
         made = make_advised_plan(
             PlanRequest(config, load_model_shape(config.model.name), machine, allowed_layouts=only, measured_runs=runs),
-            estimate_length=work,
+            estimate_run_length=work,
             trace_candidate=traced,
         )
         found.append((config, made))
@@ -142,7 +142,7 @@ def test_a_noisy_machine_is_predicted_within_its_noise(cache):
     chance, config, machine = random.Random(8), usual("qlora"), found_machine()
     for _ in range(3):
         share, over = chance.uniform(0.1, 1.5), chance.uniform(0.8, 1.3)
-        calibration.record_path().unlink(missing_ok=True)
+        calibration.measured_runs_path().unlink(missing_ok=True)
         made = [
             live(config, machine, speed=share * chance.uniform(0.95, 1.05), memory=over * chance.uniform(0.98, 1.02))
             for _ in range(15)
@@ -183,7 +183,7 @@ def test_more_evidence_never_lowers_the_memory_and_one_odd_run_does_not_move_the
             found = learned(runs)
             assert found.memory_factor == max(factor, int(1000 * ratio) / 1000)
             assert found.speed_factor == pytest.approx(
-                statistics.median(r.speed_ratio for r in runs[-calibration.SPEED_RUNS :])
+                statistics.median(r.speed_ratio for r in runs[-calibration.MAX_SPEED_RUNS :])
             )
             factor = found.memory_factor
     steady = [measured() for _ in range(5)]
@@ -217,11 +217,11 @@ def test_lines_of_a_version_that_recorded_corrected_predictions_teach_nothing(ca
     old = {name: value for name, value in dataclasses.asdict(measured()).items() if name != "version"}
     broken = [{**old, "version": 2, "predicted_reserved": value} for value in ("5", None, float("nan"), -1, [])]
     lines = [json.dumps(line) for line in (old, {**old, "version": 1}, *broken)]
-    calibration.record_path().write_text("\n".join([*lines, "[" * 5000]) + "\n")
+    calibration.measured_runs_path().write_text("\n".join([*lines, "[" * 5000]) + "\n")
     assert calibration.load_measured_runs() == []
     calibration.add_measured_run(measured())
     assert calibration.load_measured_runs() == [measured()]
-    assert calibration.record_path().read_text().count("\n") == 1
+    assert calibration.measured_runs_path().read_text().count("\n") == 1
 
 
 def test_a_trace_is_corrected_like_any_prediction():
@@ -416,7 +416,7 @@ def test_units_signs_and_machines_are_said_as_they_are(random_plans):
         assert not re.search(r"-\d[\d.]*% (faster|slower|more|less)", text)
         for match in re.finditer(r"([\d.]+) GB\b", text):  # what is moved in a step, in powers of ten
             assert re.match(r"\s+(less|more)\s+per\s+step", text[match.end() :]), match[0]
-        head = detected_lines(plan.hardware)[0]
+        head = hardware_lines(plan.hardware)[0]
         assert head.startswith("Planned for " if plan.hardware.named else "Detected ")
         assert ("Detected" in text) == (not plan.hardware.named)
         for gpu in plan.hardware.gpus:
@@ -460,7 +460,7 @@ def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
             found = find_largest_fit(question, PlanRequest(config, load_model_shape(config.model.name), machine))
         except SftPlayError:
             continue
-        line = largest_line(found)
+        line = largest_fit_line(found)
         if not machine.ram_given:
             assert "_offload" not in line, line
         assert ("none fits" in line) == (found.value is None) == ("does NOT fit" in line), line

@@ -385,7 +385,7 @@ def written_otherwise(draw: random.Random) -> Any:
 
 def said_of(report: RowStats, name: str, data: DataConfig) -> list[Finding]:
     """What a run says of a split."""
-    return list(judge_split(dataclasses.replace(report, split=name), data, max_seq_len=40, positions=None))
+    return list(judge_split(dataclasses.replace(report, split=name), data, max_seq_len=40, max_positions=None))
 
 
 def split(seed: int) -> dict[str, Any]:
@@ -420,7 +420,7 @@ def split(seed: int) -> dict[str, Any]:
         positions = draw.choice([None, 16, 4096])
         try:
             made = build_splits(
-                run, find_data_paths(run.data), tokenizer(), max_seq_len=draw.choice([16, 40, 300]), positions=positions
+                run, find_data_paths(run.data), tokenizer(), max_seq_len=draw.choice([16, 40, 300]), max_positions=positions
             )
         except SftPlayError as error:
             return {"refused": digest(str(error).replace(place, "F"))}

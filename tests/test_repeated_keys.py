@@ -194,7 +194,7 @@ def test_the_model_spec_says_why_and_loading_puts_it_to_use(tiny_llama):
         drawn = build_model_spec(config, FP32, tokenizer_size=100, repeats_kv=repeats)
         (said,) = [note for note in drawn.notes if note.startswith("Attention: sdpa")]
         assert ("keys and values are repeated to all heads" in said) == repeats
-        model = load_model(config, FP32, drawn, device="cpu", storage=None)
+        model = load_model(config, FP32, drawn, device="cpu", quant_storage=None)
         assert sdpa.repeats_kv() == repeats
         assert model.config._attn_implementation == "sdpa"
 

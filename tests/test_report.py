@@ -26,12 +26,12 @@ from sft_play.finished.report.charts import (
     Curve,
     draw_charts,
     plot_as_text,
-    run_charts,
+    build_run_charts,
     thin_points,
 )
 from sft_play.finished.report.compare import compare_results
 from sft_play.finished.report.record import headline_metrics, read_record
-from sft_play.finished.report.report import report_at_end, report_sections, reporting, write_report
+from sft_play.finished.report.report import write_final_report, report_sections, report_on_exit, write_report
 from sft_play.finished.run import find_run_folder
 from sft_play.runs.files import read_evaluations, read_summary
 from sft_play.runs.folder import RunFolder
@@ -245,7 +245,7 @@ def test_the_summary_of_stages_and_one_with_a_loss_that_is_no_number_are_whole(t
     """Evaluations name their stage, and a loss that is not finite is text there: nobody counts with them."""
     lines = [{"step": 1, "eval_loss": "nan", "stage": "short"}, {"step": 2, "eval_loss": 1.0, "stage": "short"}]
     folder = recorded_run(tmp_path / "one", metrics=lines)
-    stage = {**SUMMARY, "name": "short", "evaluations": read_evaluations(folder.metrics_path, stage="short")}
+    stage = {**SUMMARY, "name": "short", "evaluations": read_evaluations(folder.metrics_path, stage_name="short")}
     summary = _merge_summaries([stage], [config_from_text("model: {name: m}\n", name="x")])
     assert [one["loss"] for one in summary["evaluations"]] == ["nan", 1.0]
     (folder.path / "summary.json").write_text(json.dumps(summary))
@@ -397,17 +397,17 @@ def test_a_loss_is_logarithmic_where_it_falls_twentyfold(seed):
 
 def test_a_chart_that_a_run_cannot_fill_is_left_out(tmp_path):
     record = read_record(recorded_run(tmp_path / "run", metrics=[{"step": 1, "memory_predicted_gib": 3.0}]))
-    assert run_charts(record) == []  # a prediction alone is no curve of the run
+    assert build_run_charts(record) == []  # a prediction alone is no curve of the run
     flat = [{"step": n, "loss": 1.0, "padding_share": 0.0} for n in (1, 2, 3)]
     unpadded = read_record(recorded_run(tmp_path / "flat", metrics=flat))
-    assert "Padding" not in {chart.title for chart in run_charts(unpadded)}
+    assert "Padding" not in {chart.title for chart in build_run_charts(unpadded)}
     padded = [{**line, "padding_share": line["step"] / 10} for line in flat]
     assert "Padding" in {
-        chart.title for chart in run_charts(read_record(recorded_run(tmp_path / "pad", metrics=padded)))
+        chart.title for chart in build_run_charts(read_record(recorded_run(tmp_path / "pad", metrics=padded)))
     }
     lines = steps(3, eval_loss=lambda n: n, loss_rank_0=lambda n: n, loss_chats=lambda n: n, loss_text=lambda n: n,
                   eval_loss_text=lambda n: n)  # fmt: skip
-    charts = {chart.title: chart for chart in run_charts(read_record(recorded_run(tmp_path / "two", metrics=lines)))}
+    charts = {chart.title: chart for chart in build_run_charts(read_record(recorded_run(tmp_path / "two", metrics=lines)))}
     assert list(charts) == ["Loss", "Loss by source", "Learning rate", "Tokens per second"]
     assert [curve.name for curve in charts["Loss"].curves] == ["training", "validation"]
     by_source = {curve.name: curve.colour_index for curve in charts["Loss by source"].curves}
@@ -501,7 +501,7 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, undrawn,
     page = folder.path / "report.html"
 
     def train():
-        with reporting(folder):
+        with report_on_exit(folder):
             folder.update_manifest(status="failed")
             raise RuntimeError("the step")
 
@@ -509,10 +509,10 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, undrawn,
         train()
     assert f"Report: {page}" in caplog.text
     page.unlink()
-    with pytest.raises(RunFolderError), reporting(folder):  # refused before it began: nothing is written
+    with pytest.raises(RunFolderError), report_on_exit(folder):  # refused before it began: nothing is written
         raise RunFolderError("another process is writing it")
     assert not page.exists()
-    with pytest.raises(ConfigError), reporting(RunFolder(tmp_path / "never")):
+    with pytest.raises(ConfigError), report_on_exit(RunFolder(tmp_path / "never")):
         raise ConfigError("no")
     assert not (tmp_path / "never").exists()
 
@@ -525,14 +525,14 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, cap
         raise error
 
     monkeypatch.setattr(report_module, "write_report", fail)
-    report_at_end(folder)
+    write_final_report(folder)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert f"{type(error).__name__}: {error}; make report RUN={folder.path}" in record.getMessage()
 
 
 def test_charts_are_drawn_outside_of_the_process_that_trained(tmp_path):
-    report_at_end(recorded_run(tmp_path / "run", metrics=steps(3)))
+    write_final_report(recorded_run(tmp_path / "run", metrics=steps(3)))
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
     assert "vl_convert" not in sys.modules
 

@@ -272,7 +272,7 @@ def test_memory_is_given_back_behind_long_texts_alone(monkeypatch):
     """Without it the memory of check grew by 25 bytes a byte of plain text."""
     trimmed: list[int] = []
     monkeypatch.setattr(imports, "release_free_memory", lambda: trimmed.append(0))
-    for longest in (0, imports.LONG_CHARS, imports.LONG_CHARS + 1, 10 * imports.LONG_CHARS):
+    for longest in (0, imports.LONG_TEXT_CHARS, imports.LONG_TEXT_CHARS + 1, 10 * imports.LONG_TEXT_CHARS):
         imports.release_after_long_text(longest)
     assert trimmed == [0, 0]
 

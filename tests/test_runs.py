@@ -401,13 +401,13 @@ def test_the_command_that_starts_ranks_and_the_rank_that_writes_have_a_part_each
     parent = writer(folder, LAUNCHER)
     for by in (None, LAUNCHER):
         with pytest.raises(RunFolderError, match=f"pid {parent.pid} on "):
-            lock_run(folder, part=by)
+            lock_run(folder, role=by)
     rank = writer(folder, WRITER)
     parent.kill()
     parent.wait()
     for by in (None, WRITER):  # the rank still saves
         with pytest.raises(RunFolderError, match="being written by another process"):
-            lock_run(folder, part=by)
+            lock_run(folder, role=by)
     rank.kill()
     rank.wait()
     lock_run(folder).close()

@@ -95,7 +95,7 @@ def random_plan(chance: random.Random) -> tuple[Any, Plan]:
     config = config_from_text(f"model: {{name: {chance.choice(MODELS)}}}\n{text}", name="x")
     work = RunLength(chance.choice([1, 15, 19, 20, 500]), 10**6) if chance.random() < 0.7 else None
     request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware(chance.choice(MACHINES)))
-    return config, make_advised_plan(request, estimate_length=lambda effective: work)
+    return config, make_advised_plan(request, estimate_run_length=lambda effective: work)
 
 
 def test_the_page_of_a_plan_is_four_lines_and_a_line_for_each_warning():

@@ -371,7 +371,7 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
     from sft_play.data.masks.token_row import IGNORED
     from sft_play.data.sources.formats import Chat, detect_format, to_example
     from sft_play.data.sources.raw import RawRow
-    from sft_play.finished.answer.openai_app import request_ids
+    from sft_play.finished.answer.openai_app import request_prompt_ids
     from sft_play.finished.answer.respond import Responder
 
     run = find_finished_run(world, "lora")
@@ -386,11 +386,11 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
     assert isinstance(example, Chat)
     trained = Renderer(responder.tokenizer, data, max_seq_len=200)(example)
     before = [label == IGNORED for label in trained.labels].index(False)
-    assert request_ids(responder, turns) == trained.input_ids[:before]
+    assert request_prompt_ids(responder, turns) == trained.input_ids[:before]
     parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
-    assert request_ids(responder, parts) == trained.input_ids[:before]
+    assert request_prompt_ids(responder, parts) == trained.input_ids[:before]
     with pytest.raises(DataError, match="image"):
-        request_ids(responder, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+        request_prompt_ids(responder, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
 def test_the_lines_are_commands_that_can_be_pasted(tmp_path):

@@ -171,7 +171,7 @@ def test_what_the_error_does_not_tell_apart_is_about_as_fast():
         error = plan.speed_error
         for candidate in plan.candidates:
             why = rejection_reason(
-                build_plan_inputs(request), candidate, plan.choice, top_speed=plan.speed.tokens_per_s
+                build_plan_inputs(request), candidate, plan.choice, fastest_tokens_per_s=plan.speed.tokens_per_s
             )
             reasons.append(why)
             for number, sign in re.findall(r"(-?[\d.]+)% (faster|slower)", why):

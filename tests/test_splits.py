@@ -43,7 +43,7 @@ def write(path: Path, *rows: object) -> Path:
 def said_of(report: RowStats) -> str:
     """What a run says of a split."""
     data = DataConfig(on_bad_row="skip", max_lost_fraction=1.0)
-    return "\n".join(found.found for found in judge_split(report, data, max_seq_len=32, positions=None))
+    return "\n".join(found.found for found in judge_split(report, data, max_seq_len=32, max_positions=None))
 
 
 class TestSplits:
@@ -283,7 +283,7 @@ class TestCache:
             flock(file, how)
 
         monkeypatch.setattr(fcntl, "flock", without)
-        with hold_lock(tmp_path / "one.lock", waiting="waiting"):
+        with hold_lock(tmp_path / "one.lock", waiting_message="waiting"):
             assert "does not support locks (No locks available)" in caplog.text
             assert "SFT_PLAY_CACHE" in caplog.text
             with Path(taken[0]).open("a") as other, pytest.raises(BlockingIOError):
@@ -463,7 +463,7 @@ class TestLimits:
             f"model: {{name: x}}\ndata: {{train_path: {path}, val_path: null, test_path: null{options}}}",
             name="run.yaml",
         )
-        return build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=limit, positions=positions)
+        return build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=limit, max_positions=positions)
 
     @pytest.fixture
     def path(self, tmp_path):

@@ -21,7 +21,7 @@ from sft_play.process import imports
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.runs.locking import lock_run
-from sft_play.runs.lookup import require_writable
+from sft_play.runs.lookup import require_writable_output_dir
 from tests.conftest import ROOT, chat
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "pandas")
@@ -153,11 +153,11 @@ def test_the_parent_of_ranks_starts_them_without_a_library(refused):
 
 
 def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
-    require_writable(RunFolder(tmp_path / "outputs" / "deep" / "run"))
+    require_writable_output_dir(RunFolder(tmp_path / "outputs" / "deep" / "run"))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="cannot be written: Not a directory"):
-        require_writable(RunFolder(tmp_path / "file" / "run"))
+        require_writable_output_dir(RunFolder(tmp_path / "file" / "run"))
 
 
 # --- the first look ---------------------------------------------------------------------------------------------------

@@ -364,8 +364,8 @@ def test_a_host_that_is_none_leaves_the_sidecar_that_runs(tmp_path, fake):
 
 
 def test_loopback_needs_no_warning():
-    assert [board.password_warning(host) for host in ("127.0.0.1", "localhost", "::1")] == [None, None, None]
-    assert "0.0.0.0" in board.password_warning("0.0.0.0")
+    assert [board.tensorboard_exposure_warning(host) for host in ("127.0.0.1", "localhost", "::1")] == [None, None, None]
+    assert "0.0.0.0" in board.tensorboard_exposure_warning("0.0.0.0")
 
 
 def test_the_rank_of_a_run_does_not_reach_the_sidecar(monkeypatch):

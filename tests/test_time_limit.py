@@ -21,12 +21,12 @@ class Simulated:
     """A run of steps, evaluations and checkpoints of random lengths, as the Trainer calls its callbacks."""
 
     def __init__(self, draw: random.Random, hours: float | None) -> None:
-        from sft_play.training.loop.callbacks import StopAfter
+        from sft_play.training.loop.callbacks import StopController
 
         self.now = draw.uniform(0, 30)
         self.longest = {"step": 0.0, "eval": 0.0, "checkpoint": 0.0}
         self.took_s: dict[str, list[float]] = {"step": [], "eval": [], "checkpoint": []}
-        self.stop = StopAfter(None, hours=hours, pause_seconds=self.took_s, elapsed_s=lambda: self.now)
+        self.stop = StopController(None, hours=hours, pause_seconds=self.took_s, elapsed_s=lambda: self.now)
         self.draw, self.step, self.ended_at = draw, 0, 0.0
         self.every = {"eval": draw.randint(2, 9), "checkpoint": draw.randint(2, 9)}
 

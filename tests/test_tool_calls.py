@@ -347,7 +347,7 @@ def test_what_was_changed_is_counted_in_the_log_of_the_run(tmp_path):
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=512)
-    said = [found.found for found in judge_split(splits.train.stats, config.data, max_seq_len=512, positions=None)]
+    said = [found.found for found in judge_split(splits.train.stats, config.data, max_seq_len=512, max_positions=None)]
     assert [line for line in said if fitted_template.NOTE_OBJECT_FOR_TEXT in line] == [
         f"6 rows: {fitted_template.NOTE_OBJECT_FOR_TEXT} (the first: {path}:2)"
     ]

@@ -138,7 +138,7 @@ OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, re
 def test_fake_tensors_live_and_die_like_real_ones(name):
     settings = changed(CASES[name])
     torch.manual_seed(0)
-    fake, real = phase_peaks(step.record_step(settings)), phase_peaks(step.record_step(settings, real=True))
+    fake, real = phase_peaks(step.record_step(settings)), phase_peaks(step.record_step(settings, uses_real_tensors=True))
     assert fake == real
     assert max(fake.values()) > fake["build"] > 0
 
@@ -418,8 +418,8 @@ def test_8bit_states_are_those_that_bitsandbytes_makes(elements):
     state = optimizer.state[parameter]
     names = ("state1", "state2", "absmax1", "absmax2")
     real = [state[name].numel() * state[name].element_size() for name in names if name in state]
-    assert list(fakes.adam_8bit_states(elements)) == real
-    assert sum(fakes.paged_adam_8bit_states(elements)) == (sum(real) if elements < 1e5 else sum(real[2:]))
+    assert list(fakes.adam_8bit_state_sizes(elements)) == real
+    assert sum(fakes.paged_adam_8bit_state_sizes(elements)) == (sum(real) if elements < 1e5 else sum(real[2:]))
 
 
 def test_buckets_are_cut_as_pytorch_cuts_them():

@@ -114,7 +114,7 @@ def states(checkpoint: Path, aside: Path) -> tuple[dict[str, torch.Tensor], list
     """Of a checkpoint of DeepSpeed: each whole weight and moment, the optimizer's groups, its counts of steps."""
     (parts,) = checkpoint.glob("global_step*")
     with forbid_pickled_code(checkpoint):
-        universal._convert(checkpoint, aside, parts)
+        universal._convert_to_universal(checkpoint, aside, parts)
     (zero,) = aside.glob("*/zero")
     tensors, steps = {}, set()
     for path in zero.glob("*/*.pt"):

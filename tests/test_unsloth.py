@@ -347,11 +347,11 @@ def ended(tmp_path: Path, *words: tuple[int, tuple[str, str, str, int] | None]) 
 )  # fmt: skip
 def test_the_first_failure_that_follows_from_no_other_is_raised(tmp_path, words, stopped, kind, message):
     with pytest.raises(kind, match=message):
-        bridge._raise_first(ended(tmp_path, *words), signal_count=stopped)
+        bridge._raise_first_failure(ended(tmp_path, *words), signal_count=stopped)
 
 
 def test_processes_that_ended_well_raise_nothing(tmp_path):
-    bridge._raise_first(ended(tmp_path, (0, None), (0, None)), signal_count=0)
+    bridge._raise_first_failure(ended(tmp_path, (0, None), (0, None)), signal_count=0)
 
 
 def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):

@@ -33,7 +33,7 @@ from sft_play.launch.accelerate import (
     default_accelerate_path,
     find_accelerate_file,
     read_accelerate_file,
-    read_found_file,
+    read_accelerate_file_with_notes,
     refuse_too_few_processes,
     remove_accelerate_variables,
 )
@@ -145,9 +145,9 @@ def test_tasks_of_slurm_that_would_each_be_a_run_are_refused(nodes, tasks, local
     environment |= {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": local} if local else {}
     if tasks == "4" and nodes == 1 and local is None:
         with pytest.raises(ConfigError, match="this command was started 4 times"):
-            refuse_repeated_starts(environment, nodes=nodes)
+            refuse_repeated_starts(environment, node_count=nodes)
     else:
-        refuse_repeated_starts(environment, nodes=nodes)
+        refuse_repeated_starts(environment, node_count=nodes)
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE"])
@@ -161,7 +161,7 @@ def test_copies_that_mpi_starts_are_refused_unless_they_are_ranks_or_nodes(name)
             else contextlib.nullcontext()
         )
         with asked:
-            refuse_repeated_starts({name: copies, **more}, nodes=nodes)
+            refuse_repeated_starts({name: copies, **more}, node_count=nodes)
 
 
 # --- an address without a number of nodes -----------------------------------------------------------------------------
@@ -224,19 +224,19 @@ def test_the_named_file_wins_then_the_projects_then_accelerates_own(tmp_path, mo
     assert find_accelerate_file(environment) is None
     own = accelerate_file(default_accelerate_path(environment), num_machines=2, main_process_ip="10.0.0.1")
     assert find_accelerate_file(environment) == own
-    config, (line,) = read_found_file(own, environment)
+    config, (line,) = read_accelerate_file_with_notes(own, environment)
     assert config.num_machines == 2
     assert str(own) in line
     assert "ACCELERATE_CONFIG=none leaves it out" in line
     project = accelerate_file(tmp_path / "configs" / "accelerate" / "default_config.yaml")
     assert find_accelerate_file(environment) == project.relative_to(tmp_path)
-    assert read_found_file(project, environment)[1] == ()
+    assert read_accelerate_file_with_notes(project, environment)[1] == ()
     assert find_accelerate_file({**environment, "ACCELERATE_CONFIG": "none"}) is None
     assert find_accelerate_file({**environment, "ACCELERATE_CONFIG": "mine.yaml"}) == Path("mine.yaml")
-    assert read_found_file(own, {**environment, "ACCELERATE_CONFIG": str(own)})[1] == ()
+    assert read_accelerate_file_with_notes(own, {**environment, "ACCELERATE_CONFIG": str(own)})[1] == ()
     own.write_text("distributed_type: TPU\n")
     with pytest.raises(ConfigError, match=r"TPU. is not valid(.|\n)*ACCELERATE_CONFIG=none leaves it out"):
-        read_found_file(own, environment)
+        read_accelerate_file_with_notes(own, environment)
 
 
 @QUICK
@@ -262,11 +262,11 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
 def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert not launching.accelerate_has_machines()
+    assert not launching.accelerate_has_several_machines()
     own = accelerate_file(default_accelerate_path(), num_machines=2, main_process_ip="10.0.0.1")
-    assert launching.accelerate_has_machines()
+    assert launching.accelerate_has_several_machines()
     own.write_text("distributed_type: TPU\n")
-    assert not launching.accelerate_has_machines()
+    assert not launching.accelerate_has_several_machines()
     assert "not needed for one process" in caplog.text
 
 
@@ -506,11 +506,11 @@ def test_ranks_without_a_meeting_place_are_on_one_machine(nodes, given_port):
     environment = {"MASTER_PORT": "5"} if given_port else {}
     if nodes > 1:
         with pytest.raises(ConfigError, match=r"MASTER_ADDR.* not in the environment: ranks on 2 nodes"):
-            rendezvous_variables(environment, nodes=nodes)
+            rendezvous_variables(environment, node_count=nodes)
         return
-    found = rendezvous_variables(environment, nodes=nodes)
+    found = rendezvous_variables(environment, node_count=nodes)
     assert found == {"MASTER_ADDR": "127.0.0.1"} | ({} if given_port else {"MASTER_PORT": "29500"})
-    assert rendezvous_variables({**environment, **found}, nodes=2) == {}
+    assert rendezvous_variables({**environment, **found}, node_count=2) == {}
 
 
 @build

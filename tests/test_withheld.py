@@ -217,7 +217,7 @@ def test_instances_are_planned_by_what_the_driver_still_tells(machine, refused, 
         return
     if refused in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMigDeviceHandleByIndex"):
         assert not found.gpus
-        words = unusable_accelerators.unusable_accelerator({"CUDA_VISIBLE_DEVICES": "MIG-one"})
+        words = unusable_accelerators.find_unusable_accelerator({"CUDA_VISIBLE_DEVICES": "MIG-one"})
         assert "names none of them" not in words
         if REFUSALS[how] in (pynvml.NVMLError_NoPermission, pynvml.NVMLError_Unknown):
             assert str(REFUSALS[how]()) in words

@@ -66,7 +66,7 @@ def test_a_rank_keeps_its_part_of_packed_weights_and_tables_and_all_constants():
 
 def test_loading_holds_all_weights_on_every_rank_but_under_fsdp():
     shape = load_model_shape(LLAMA_8B)
-    whole = weight_bytes(shape, width=2, is_nf4=True)
+    whole = weight_bytes(shape, itemsize=2, is_nf4=True)
     adapters = 4 * walk("zero3", 2).trained_parameters.params  # PEFT makes them fp32
     for ranks in (2, 8):
         for name in ("ddp", "zero2", "zero3", "zero3_offload"):
@@ -168,7 +168,7 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
     )
     shape, hardware = load_model_shape(model), parse_hardware(machine)
     job = build_plan_inputs(PlanRequest(config, shape, hardware))
-    whole = weight_bytes(shape, width=2, is_nf4=True)
+    whole = weight_bytes(shape, itemsize=2, is_nf4=True)
     candidates = evaluate_candidates(job, find_layouts(config, shape, hardware)[0])
     assert {"zero3", "zero3_offload"} <= {candidate.layout.name for candidate in candidates}
     for one in candidates:

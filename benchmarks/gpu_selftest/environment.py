@@ -41,7 +41,7 @@ def device(hardware: Hardware) -> Part:
     if hardware.gpus:
         kinds = [f"{len(group)} x {group[0].name}" for group in hardware.gpu_groups]
         return Part(name, "pass", ", ".join(kinds), measured={"gpus": [gpu.name for gpu in hardware.gpus]})
-    if there := unusable_accelerators.unusable_accelerator(os.environ):
+    if there := unusable_accelerators.find_unusable_accelerator(os.environ):
         return Part(name, "fail", f"{there}; what follows ran on the CPU")
     return Part(
         name, "skipped", f"there is no GPU: all of it runs on the CPU ({hardware.cpu_name}), with a small model"

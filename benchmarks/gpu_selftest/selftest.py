@@ -257,5 +257,5 @@ def _calibration(parts: Sequence[Part], hardware: Hardware) -> Part:
         return Part("calibration", "skipped", "no trial of full rows completed, or this GPU's rates are not known")
     median = {mode: round(sorted(found)[len(found) // 2], 3) for mode, found in ratios.items() if found}
     ratios_text = ", ".join(f"{mode} {ratio:.2f}" for mode, ratio in median.items())
-    record_note = f"kept in {calibration.record_path()}; make plan on this machine says so where it uses them"
+    record_note = f"kept in {calibration.measured_runs_path()}; make plan on this machine says so where it uses them"
     return Part("calibration", "pass", f"speeds over the roofline's: {ratios_text}; {record_note}", None, dict(median))

@@ -37,7 +37,7 @@ def flat_sharded(model: Any, settings: Any, _: Any) -> Any:
     from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
     base = build.base_model(model)
-    layers = build.skeleton_blocks(base)
+    layers = build.require_blocks(base)
     if settings.checkpoints_wrappers:
         for layer in layers:
             layer.gradient_checkpointing = False
@@ -62,7 +62,7 @@ def flat_sharded(model: Any, settings: Any, _: Any) -> Any:
                 unit._handle._orig_param_dtype = torch.float32
     if settings.checkpointing and settings.checkpoints_wrappers:
         limit = settings.checkpointed_layers
-        for layer in build.skeleton_blocks(wrapped)[:limit]:
+        for layer in build.require_blocks(wrapped)[:limit]:
             layer.forward = _checkpointed(layer.forward, reentrant=settings.reentrant)
     return wrapped
 
@@ -446,20 +446,20 @@ patches.PATCHES += [
     Patch("softmax of fp16 in fp32", "torch.nn.functional:softmax", "input dim _stacklevel dtype",
           "one kernel on CUDA; a CPU makes an fp32 copy of the input first",
           cuda_softmax),
-    *patches.patches_for(
+    *patches.conditional_patches(
         lambda settings: isinstance(settings, ScriptSettings),
         Patch("attention by PyTorch's math kernel", "torch.nn.functional:scaled_dot_product_attention",
               "query key value attn_mask dropout_p is_causal scale enable_gqa",
               "scripts leave grouped keys to PyTorch, which has no other kernel for them before Ampere and in fp32",
               by_math),
     ),
-    *patches.patches_for(
+    *patches.conditional_patches(
         lambda settings: getattr(settings, "expand_kv", False),
         Patch("repeated keys and values", "torch.nn.functional:scaled_dot_product_attention", "query key value",
               "the script repeats them to all heads before attention",
               expanding),
     ),
-    *patches.patches_for(
+    *patches.conditional_patches(
         lambda settings: settings.strategy == "fsdp1",
         Patch("addresses of storages", "torch:UntypedStorage.data_ptr", "",
               "FSDP1 asks by address whether a flat parameter is sharded; all fake storages have the address 0",

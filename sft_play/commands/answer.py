@@ -101,14 +101,14 @@ def _failure_reason(result: CommandResult, exit_code: int) -> str | None:
     return redact(lines[-1].strip() if lines else f"exit code {exit_code}; the log says why") if exit_code else None
 
 
-def require_writable_out(out: Path, name: str = "OUT") -> None:
+def require_writable_out(out: Path, variable_name: str = "OUT") -> None:
     """Raises ConfigError where nothing can be written at OUT: before the work whose answer would be lost."""
     existing_parent = next(parent for parent in out.expanduser().absolute().parents if os.path.exists(parent))  # noqa: PTH110 - raises nothing
     if not existing_parent.is_dir():
-        raise ConfigError(f"{name}={escape_control(str(out))} cannot be written: {existing_parent} is not a folder")
+        raise ConfigError(f"{variable_name}={escape_control(str(out))} cannot be written: {existing_parent} is not a folder")
     if not os.access(existing_parent, os.W_OK | os.X_OK) and not os.access(out, os.W_OK):
         raise ConfigError(
-            f"{name}={escape_control(str(out))} cannot be written: {existing_parent} is not writable for this user"
+            f"{variable_name}={escape_control(str(out))} cannot be written: {existing_parent} is not writable for this user"
         )
 
 
@@ -125,7 +125,7 @@ def write_out_file(path: Path, data: Any) -> None:
 
 
 @contextlib.contextmanager
-def stdout_to_stderr(*, enabled: bool) -> Iterator[None]:
+def redirect_stdout_to_stderr(*, enabled: bool) -> Iterator[None]:
     """Within it, output of this process, its libraries and its children goes to standard error: with JSON=1 standard
     output holds the answer alone."""
     if not enabled:

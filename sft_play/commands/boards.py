@@ -8,7 +8,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from sft_play.commands.answer import CommandResult, confirm_with_user, stdout_to_stderr
+from sft_play.commands.answer import CommandResult, confirm_with_user, redirect_stdout_to_stderr
 from sft_play.commands.request import Request, request_output_dir
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import EVENT_FILES, PruneResult, prune, select_prunable
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def run_boards(request: Request) -> CommandResult:
     """Start, open or stop the page, or remove the curves; each step is logged."""
-    with stdout_to_stderr(enabled=request.json):
+    with redirect_stdout_to_stderr(enabled=request.json):
         if request.command == "tensorboard":
             return CommandResult({"ok": True, **_server_fields(_start_page(request))})
         return {"tb-open": _open_page, "tb-stop": _stop_servers, "tb-clean": _remove_curves}[request.command](request)
@@ -32,10 +32,10 @@ def run_boards(request: Request) -> CommandResult:
 def _start_page(request: Request) -> TensorBoardServer:
     base, logdir = request_output_dir(request), _logdir(request)
     title = (logdir.parent if request.run else logdir).absolute().name
-    server, message = tensorboard.start_server(logdir, title=title, **tensorboard.server_settings(os.environ))
+    server, message = tensorboard.start_server(logdir, title=title, **tensorboard.server_options(os.environ))
     if server is None:
         raise ConfigError(f"TensorBoard over {logdir} does not start: {message}")
-    tensorboard.log_started(server, message)
+    tensorboard.log_server_start(server, message)
     if not any(logdir.rglob(EVENT_FILES) if request.run else base.glob(f"*/tb/{EVENT_FILES}")):
         logger.info("There are no curves in %s yet", logdir)
     elif not server.ends_with_run:
@@ -45,7 +45,7 @@ def _start_page(request: Request) -> TensorBoardServer:
 
 def _open_page(request: Request) -> CommandResult:
     """In a browser, or its address where there is no display. Without RUN, a TensorBoard of one of the runs will do."""
-    servers = sorted(filter(tensorboard.is_serving, _servers_inside(_logdir(request))), key=lambda one: len(one.logdir))
+    servers = sorted(filter(tensorboard.is_serving, _servers_inside(_logdir(request))), key=lambda running_server: len(running_server.logdir))
     server = servers[0] if servers else _start_page(request)
     has_display = sys.platform == "darwin" or any(map(os.environ.get, ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")))
     is_open = has_display and webbrowser.open(server.page)

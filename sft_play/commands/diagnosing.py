@@ -22,7 +22,7 @@ from sft_play.errors import ConfigError, DataError, SftPlayError
 from sft_play.exit_codes import add_exit_status, write_json_line
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, fail_finding
-from sft_play.launch.accelerate import find_accelerate_file, read_found_file
+from sft_play.launch.accelerate import find_accelerate_file, read_accelerate_file_with_notes
 from sft_play.launch.launch_options import apply_mesh, fill_from_accelerate, mesh_hardware
 from sft_play.launch.machine import restrict_to_device
 from sft_play.log import is_output_lost
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 def run_diagnosing(request: Request) -> CommandResult | int:
     """The page; of check and doctor exit code 2 where there is a problem."""
     if request.command == "check":
-        serve = engines.parse_engine_names(request.serve)
+        engine_names = engines.parse_engine_names(request.serve)
         return check_result(
-            check_run(request.config, request.overrides, requested_hardware(request), engine_names=serve),
+            check_run(request.config, request.overrides, requested_hardware(request), engine_names=engine_names),
             is_full=request.why,
         )
     if request.command == "gpu-info":
@@ -54,7 +54,7 @@ def check_run(
     overrides: Sequence[str],
     hardware: Hardware,
     *,
-    extra_findings: Sequence[Finding] = (),
+    earlier_findings: Sequence[Finding] = (),
     engine_names: Sequence[str] = (),
 ) -> CheckReport:
     """`run_check.check_config` with the plan that a run would make here, and with what else it would be refused for."""
@@ -63,7 +63,7 @@ def check_run(
         overrides,
         hardware,
         planner=_plan_for_check,
-        earlier_findings=extra_findings,
+        earlier_findings=earlier_findings,
         engine_names=engine_names,
     )
     with contextlib.suppress(ConfigError):  # the report says it
@@ -95,7 +95,7 @@ def _plan_for_check(config: RunConfig, hardware: Hardware, read_lengths: run_che
 def _doctor(request: Request) -> CommandResult:
     options, file = request.options, find_accelerate_file(os.environ)
     if file is not None:
-        options = fill_from_accelerate(options, read_found_file(file, os.environ)[0])
+        options = fill_from_accelerate(options, read_accelerate_file_with_notes(file, os.environ)[0])
     uses_cpu = False
     with contextlib.suppress(SftPlayError):  # `planner` raises it again, and the report shows it
         config = load_config(request.config, overrides=request.overrides).config
@@ -132,7 +132,7 @@ def _memory_check(request: Request) -> CommandResult | int:
     def take_snapshot() -> memory_check.MemorySnapshot:
         return memory_check.read_memory_snapshot(output, os.environ, name=request.run, peaks=peaks)
 
-    def show(snapshot: memory_check.MemorySnapshot) -> None:
+    def show_snapshot(snapshot: memory_check.MemorySnapshot) -> None:
         if request.json:
             write_json_line(add_exit_status(snapshot.as_json(), 0))
         else:
@@ -147,7 +147,7 @@ def _memory_check(request: Request) -> CommandResult | int:
     if not request.watch:
         snapshot = take_snapshot()
         return CommandResult(snapshot.as_json(), ["\n".join(memory_page.format_memory_snapshot(snapshot))])
-    last_snapshot = memory_page.watch_memory(take_snapshot, show_snapshot=show)
+    last_snapshot = memory_page.watch_memory(take_snapshot, show_snapshot=show_snapshot)
     if request.out is not None and last_snapshot is not None:
         write_out_file(request.out, last_snapshot.as_json())
     return 0

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-from sft_play.commands.answer import CommandResult, command_result, confirm_with_user, stdout_to_stderr
+from sft_play.commands.answer import CommandResult, command_result, confirm_with_user, redirect_stdout_to_stderr
 from sft_play.commands.request import Request, find_request_run, request_output_dir, trusts_code
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect_hardware
@@ -54,7 +54,7 @@ def run_exporting(request: Request) -> CommandResult:
     export_command = {
         "merge": _merge, "merge-test": _merge_test, "export": _export, "export-test": _export_test, "push": _push,
     }[request.command]  # fmt: skip
-    with stdout_to_stderr(enabled=request.json):
+    with redirect_stdout_to_stderr(enabled=request.json):
         return export_command(request, finished)
 
 
@@ -144,7 +144,7 @@ def _consolidate(request: Request) -> CommandResult:
         raise RunFolderError(f"{request.out} exists; remove it, or name another place: OUT=FOLDER")
     from sft_play.training.checkpoints.consolidate import consolidate
 
-    with stdout_to_stderr(enabled=request.json):
-        trusts = functools.partial(trusts_code, request)
-        path = consolidate(folder, checkpoint=checkpoint, out=request.out, trusts=trusts)
+    with redirect_stdout_to_stderr(enabled=request.json):
+        is_trusted = functools.partial(trusts_code, request)
+        path = consolidate(folder, checkpoint=checkpoint, out=request.out, is_trusted=is_trusted)
     return CommandResult({"ok": True, "run": str(folder.path), "path": str(path)}, is_written_to_out=False)

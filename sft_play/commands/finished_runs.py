@@ -13,7 +13,7 @@ from sft_play.commands.answer import (
     command_result,
     confirm_with_user,
     require_writable_out,
-    stdout_to_stderr,
+    redirect_stdout_to_stderr,
     write_result,
 )
 from sft_play.commands.request import Request, find_request_run, request_output_dir, require_source
@@ -43,7 +43,7 @@ def run_finished_runs(request: Request) -> CommandResult | int:
         from sft_play.finished.evaluate.ship_rule import replay_verdict
 
         return command_result(replay_verdict(request.replay))
-    with stdout_to_stderr(enabled=request.json):
+    with redirect_stdout_to_stderr(enabled=request.json):
         return _run_model_command(request)
 
 
@@ -92,9 +92,9 @@ def _prune(request: Request) -> CommandResult:
     output = request_output_dir(request)
     if not request.runs:
         raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")
-    part_kind: PruneScope = "checkpoints" if request.checkpoints else "run"
+    scope: PruneScope = "checkpoints" if request.checkpoints else "run"
     removable = select_prunable(
-        [open_run(output, check_run_name(name, key="RUNS")) for name in request.runs], part_kind
+        [open_run(output, check_run_name(name, key="RUNS")) for name in request.runs], scope
     )
     nothing_removed = {"ok": True, "removed": [], "freed_bytes": 0}
     if not removable:
@@ -125,7 +125,7 @@ def _infer(request: Request) -> CommandResult:
     quiet_libraries()
     from sft_play.finished.answer.infer import infer
 
-    with stdout_to_stderr(enabled=request.json):
+    with redirect_stdout_to_stderr(enabled=request.json):
         max_new_tokens = request.max_new_tokens or _INFER_TOKENS
         return command_result(infer(finished, request.input, request.output, max_new_tokens=max_new_tokens))
 
@@ -135,7 +135,7 @@ def _chat(request: Request) -> CommandResult:
     quiet_libraries()
     from sft_play.finished.answer.respond import CHAT_HELP, Conversation, Responder
 
-    with stdout_to_stderr(enabled=request.json):
+    with redirect_stdout_to_stderr(enabled=request.json):
         responder = Responder(finished)
         is_terminal = sys.stdin is not None and sys.stdin.isatty()
 
@@ -177,10 +177,10 @@ def _serve(request: Request) -> int:
     warning = serve.exposure_warning(host)
     if warning is not None:
         logger.warning("%s", warning)
-    with stdout_to_stderr(enabled=request.json):
+    with redirect_stdout_to_stderr(enabled=request.json):
         serving = service.start()
     write_result(command_result(serving), request)
-    with stdout_to_stderr(enabled=request.json):
+    with redirect_stdout_to_stderr(enabled=request.json):
         exit_code = service.wait()
     if service.is_busy:
         # a daemon thread inside torch while the interpreter is torn down aborts the process (SIGABRT)

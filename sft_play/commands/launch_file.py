@@ -25,7 +25,7 @@ from sft_play.commands.answer import CommandResult
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
-from sft_play.facts.gpus.gpu_catalog import find_gpus
+from sft_play.facts.gpus.gpu_catalog import find_catalog_entries
 from sft_play.files import ROOT, atomic
 from sft_play.log import one_line
 
@@ -54,8 +54,8 @@ def run_launch_file(request: Request) -> CommandResult:
     path, text = request.out or Path(f"{job.name}{suffix}"), render_job(request.for_, job)
     _write_job_file(path, text, force=request.force)
     command = shlex.join(["scripts/train_distributed.sh", "--config", str(loaded.path), *job.settings])
-    doubt = ", predicted not to fit, and tried" if plan_result.exit_code else ""
-    machines_text = f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}{doubt}"
+    misfit_note = ", predicted not to fit, and tried" if plan_result.exit_code else ""
+    machines_text = f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}{misfit_note}"
     data = {"path": str(path), "for": request.for_, "launch": command,
             "submit": f"{submit_command} {shlex.quote(str(path))}", "nodes": job.nodes,
             "gpus_per_node": job.gpus_per_node, "text": text}  # fmt: skip
@@ -109,17 +109,17 @@ def render_job(scheduler: str, job: SchedulerJob) -> str:
     return environment.get_template(SCHEDULERS[scheduler][0]).render(job=job, grace_s=GRACE_S)
 
 
-def _scheduler_job(request: Request, loaded: LoadedConfig, planned: dict[str, Any]) -> SchedulerJob:
-    nodes, gpus, deepspeed = planned["hardware"]["nodes"], planned["hardware"]["gpus"], request.options.deepspeed
+def _scheduler_job(request: Request, loaded: LoadedConfig, plan_data: dict[str, Any]) -> SchedulerJob:
+    nodes, gpus, deepspeed = plan_data["hardware"]["nodes"], plan_data["hardware"]["gpus"], request.options.deepspeed
     if not gpus:
         raise ConfigError("this machine has no GPU: name the machines of the job, such as HARDWARE=2x8xH100")
     file = ["--deepspeed", "--deepspeed-config", str(deepspeed.file)] if deepspeed and deepspeed.file else []
     name = job_name(loaded.config.output.name or loaded.path.stem)
-    gpu = next((entry.name for entry in find_gpus(gpus[0]["name"], gpus[0]["total_bytes"])), gpus[0]["name"])
+    gpu = next((entry.name for entry in find_catalog_entries(gpus[0]["name"], gpus[0]["total_bytes"])), gpus[0]["name"])
     return SchedulerJob(
         name=name,
         config=loaded.path.absolute(),
-        words=[*(file or ["--strategy", planned["layout"]]), *loaded.overrides],
+        words=[*(file or ["--strategy", plan_data["layout"]]), *loaded.overrides],
         nodes=nodes,
         gpus_per_node=len(gpus) // nodes,
         gpu=_SKYPILOT_GPU_NAMES.get(gpu, gpu) if request.for_ == "skypilot" else gpu,

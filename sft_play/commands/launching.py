@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 
-from sft_play.commands.answer import CommandResult, stdout_to_stderr
+from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
 from sft_play.commands.request import Request, make_argv, refuse_hardware, trusts_code
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
@@ -24,7 +24,7 @@ from sft_play.launch.accelerate import (
     accelerate_path,
     find_accelerate_file,
     read_accelerate_file,
-    read_machines,
+    read_accelerate_nodes,
     refuse_too_few_processes,
     write_accelerate_file,
 )
@@ -56,7 +56,7 @@ def run_launching(request: Request) -> CommandResult | int:
     if request.command == "setup-accelerate":
         return _setup_accelerate(request)
     refuse_hardware(request)
-    with stdout_to_stderr(enabled=request.json):
+    with redirect_stdout_to_stderr(enabled=request.json):
         launch_request = launch_request_from(request)
         launch_result = start_run(launch_request)
         if launch_request.options.dry_run:
@@ -83,15 +83,15 @@ def launch_request_from(request: Request) -> LaunchRequest:
         )
     if command == "launch-command":
         return LaunchRequest(loaded, dataclasses.replace(options, dry_run=True), launches_ranks=True)
-    trusts = functools.partial(trusts_code, request)
+    is_trusted = functools.partial(trusts_code, request)
     if rank_info is not None:
         if request.is_config_recorded:
-            check_remote_code(request.config, *(part.config.model for part in loaded.runs), is_trusted=trusts)
+            check_remote_code(request.config, *(part.config.model for part in loaded.runs), is_trusted=is_trusted)
         return LaunchRequest(
             loaded, options, rank_info=rank_info, should_resume=command == "resume", run_name=request.run
         )
     if command == "resume":
-        return resume_request(loaded, options, run_name=request.run, trusts=trusts)
+        return resume_request(loaded, options, run_name=request.run, is_trusted=is_trusted)
     # the only process that another launcher started launches no others
     return LaunchRequest(
         loaded,
@@ -116,7 +116,7 @@ def _needs_ranks(request: Request, loaded: LoadedConfig) -> bool:
         message = f"{request.command} runs one process, and a layout or DeepSpeed was asked for"
         raise ConfigError(f"{message}: use train-distributed or train-deepspeed, or start the ranks with torchrun")
     mesh = parse_mesh(loaded.config.model.mesh_shape)
-    return request.options.nodes.count > 1 or (mesh is not None and mesh.ranks > 1) or accelerate_has_machines()
+    return request.options.nodes.count > 1 or (mesh is not None and mesh.ranks > 1) or accelerate_has_several_machines()
 
 
 def _training_result(launch_result: LaunchResult) -> CommandResult:
@@ -146,7 +146,7 @@ def _launch_command_result(launch_result: LaunchResult) -> CommandResult:
     )
 
 
-def accelerate_has_machines() -> bool:
+def accelerate_has_several_machines() -> bool:
     """Whether the accelerate configuration that a launch would read is for several machines; one that cannot be read is
     only a warning."""
     file = find_accelerate_file(os.environ)
@@ -162,17 +162,17 @@ def launcher_rank_info(request: Request) -> RankInfo | None:
     ConfigError where the launcher was asked for several processes and started one, or started a run for each of them.
     """
     refuse_too_few_processes(os.environ)
-    refuse_repeated_starts(os.environ, nodes=request.options.nodes.count)
+    refuse_repeated_starts(os.environ, node_count=request.options.nodes.count)
     rank_info, options = read_rank_info(os.environ), request.options
     if options.nodes.exported_rank:
         logger.info("RANK and WORLD_SIZE in the environment make this a node among others; alone: %s",
                     _single_process_command(request))  # fmt: skip
     if rank_info is None or request.command == "launch-command":
         return None
-    requested, started_count = options.processes, rank_info.local_world_size
-    if requested not in (None, started_count):
+    requested_processes, started_processes = options.processes, rank_info.local_world_size
+    if requested_processes not in (None, started_processes):
         message = (
-            f"NPROC={requested} asks for {requested} processes on this node, and the launcher started {started_count}"
+            f"NPROC={requested_processes} asks for {requested_processes} processes on this node, and the launcher started {started_processes}"
         )
         raise ConfigError(f"{message}: leave out NPROC=, or give the launcher the same number")
     wants_engine = options.deepspeed or options.strategy not in (None, "single")
@@ -191,18 +191,18 @@ def launcher_rank_info(request: Request) -> RankInfo | None:
 
 def _single_process_command(request: Request) -> str:
     """The command of a request without the variables that make this process one of several ranks or nodes."""
-    unset = [word for name in RENDEZVOUS_VARIABLES if name in os.environ for word in ("-u", name)]
-    return shlex.join(["env", *unset, *make_argv(request, request.command, request.overrides)])
+    unset_arguments = [word for name in RENDEZVOUS_VARIABLES if name in os.environ for word in ("-u", name)]
+    return shlex.join(["env", *unset_arguments, *make_argv(request, request.command, request.overrides)])
 
 
 def _warn_rendezvous_wait(rank_info: RankInfo, request: Request) -> None:
     """Say, before the rendezvous, for which ranks this one waits, where and how long."""
-    others = format_ranks([rank for rank in range(rank_info.world_size) if rank != rank_info.rank] or [0])
-    rendezvous = {**rendezvous_variables(os.environ, nodes=rank_info.node_count), **os.environ}
+    other_ranks = format_ranks([rank for rank in range(rank_info.world_size) if rank != rank_info.rank] or [0])
+    rendezvous = {**rendezvous_variables(os.environ, node_count=rank_info.node_count), **os.environ}
     logger.warning(
         "RANK, WORLD_SIZE and LOCAL_RANK in the environment make this rank %d of %d: it waits at %s:%s for %s, %.0f s "
         "at most; alone: %s", rank_info.rank, rank_info.world_size, one_line(rendezvous["MASTER_ADDR"]),
-        one_line(rendezvous["MASTER_PORT"]), others, RENDEZVOUS_TIMEOUT_S, _single_process_command(request),
+        one_line(rendezvous["MASTER_PORT"]), other_ranks, RENDEZVOUS_TIMEOUT_S, _single_process_command(request),
     )  # fmt: skip
 
 
@@ -212,11 +212,11 @@ def _setup_accelerate(request: Request) -> CommandResult:
         if not (sys.stdin and sys.stdin.isatty()):
             raise ConfigError("INTERACTIVE=1: there is no terminal to answer accelerate's questions in; leave it out")
         argv = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
-        with stdout_to_stderr(enabled=request.json):
+        with redirect_stdout_to_stderr(enabled=request.json):
             exit_code = subprocess.call(argv)
         return CommandResult({"ok": exit_code == 0, "path": str(path)}, exit_code=exit_code)
     loaded = load_config(request.config, overrides=request.overrides)
-    options = dataclasses.replace(request.options, nodes=read_machines(os.environ))
+    options = dataclasses.replace(request.options, nodes=read_accelerate_nodes(os.environ))
     hardware = select_hardware(options, restrict_to_device(loaded.config, detect_hardware()))
     precision = choose_precision(loaded.config, hardware).compute
     text = write_accelerate_file(
@@ -225,7 +225,7 @@ def _setup_accelerate(request: Request) -> CommandResult:
         mixed_precision=MIXED_PRECISION.get(precision, "no"),
         gpu_ids=options.gpus,
         overwrite=request.force,
-        machines=options.nodes,
+        nodes=options.nodes,
     )
     return CommandResult(
         {"ok": True, "path": str(path), "text": text}, [f"{path}:", *(f"  {line}" for line in text.splitlines())]

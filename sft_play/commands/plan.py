@@ -16,7 +16,7 @@ from sft_play.commands.request import Request, refuse_make_variables, requested_
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, error_prefix, stage_context
-from sft_play.facts.gpus.gpu_catalog import Price, find_gpus, load_prices, lowest_prices
+from sft_play.facts.gpus.gpu_catalog import Price, find_catalog_entries, load_prices, lowest_prices
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.installed import missing_kernel_packages
 from sft_play.facts.network import DEFAULT_PORT
@@ -50,7 +50,7 @@ FIRST_NODE = "NODE0"
 def run_plan(request: Request) -> CommandResult:
     """The plan of a run, of its longest stage where it has stages, with the cells of WHATIF and the answer to MAX."""
     # read first: a wrong word in WHATIF or MAX costs no planning
-    cell_overrides, max_question = _parse_whatif(request.whatif), parse_question(request.max) if request.max else None
+    cell_overrides, fit_question = _parse_whatif(request.whatif), parse_question(request.max) if request.max else None
     loaded = load_config(request.config, overrides=request.overrides)
     machine = restrict_to_device(loaded.config, requested_hardware(request))
     hardware = mesh_hardware(loaded.config, machine)
@@ -87,7 +87,7 @@ def run_plan(request: Request) -> CommandResult:
     cell_layouts = layouts if request.options.deepspeed else LAYOUT_NAMES
     plan_cell = functools.partial(plan_run, layouts=cell_layouts, keeps_params=keeps_params, include_suggestions=False)
     cells = [(cell, _plan_whatif_cell(cell, config, base_config, machine, plan_cell)) for cell, config in configs]
-    largest = _answer_max(max_question, loaded.config, hardware, layouts) if max_question else None
+    largest = _answer_fit_question(fit_question, loaded.config, hardware, layouts) if fit_question else None
     data = plan.as_json()
     if stages:
         data |= {
@@ -119,7 +119,7 @@ def run_plan(request: Request) -> CommandResult:
         ),
         *plan_details.stage_lines(stages),
         *plan_details.grid_lines(cells),
-        *([plan_details.largest_line(largest)] if largest else []),
+        *([plan_details.largest_fit_line(largest)] if largest else []),
     ]
     if stages:
         stage_note = "the one with the longest rows" if plan.fits else "which does not fit"
@@ -241,28 +241,28 @@ def _plan_whatif_cell(
         )
 
 
-def _answer_max(
-    max_question: FitQuestion, config: RunConfig, hardware: Hardware, layouts: Sequence[LayoutName]
+def _answer_fit_question(
+    fit_question: FitQuestion, config: RunConfig, hardware: Hardware, layouts: Sequence[LayoutName]
 ) -> LargestFit:
     from sft_play.planner.advice.what_if import find_largest_fit
 
-    earlier = [] if hardware.named else calibration.load_measured_runs()
-    has_evaluation, missing = has_eval(config), missing_kernel_packages()
+    measured_runs = [] if hardware.named else calibration.load_measured_runs()
+    has_evaluation, missing_packages = has_eval(config), missing_kernel_packages()
     return find_largest_fit(
-        max_question,
+        fit_question,
         PlanRequest(
-            config, load_run_model_shape(config), hardware, layouts, has_evaluation, earlier, missing_packages=missing
+            config, load_run_model_shape(config), hardware, layouts, has_evaluation, measured_runs, missing_packages=missing_packages
         ),
     )
 
 
-def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None) -> str:
+def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None = None) -> str:
     """The command that starts the planned run, on the first of its nodes."""
     uses_ranks = plan.layout != "single"
-    target = "train-deepspeed" if deepspeed else "train-distributed" if uses_ranks else "train"
+    target = "train-deepspeed" if deepspeed_file else "train-distributed" if uses_ranks else "train"
     argv = ["make", target, f"CONFIG={loaded.path}"]
-    if deepspeed:
-        argv.append(f"DEEPSPEED_CONFIG={relative_to_cwd(deepspeed)}")
+    if deepspeed_file:
+        argv.append(f"DEEPSPEED_CONFIG={relative_to_cwd(deepspeed_file)}")
     elif uses_ranks:
         argv.append(f"STRATEGY={plan.layout}")
     if plan.hardware.nodes > 1:
@@ -279,14 +279,14 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None)
     return shlex.join(argv)
 
 
-def _node_launch_lines(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None) -> list[str]:
+def _node_launch_lines(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None) -> list[str]:
     nodes = plan.hardware.nodes
     if nodes == 1:
         return []
     return [
         f"Launch, with the address of node 0 for {FIRST_NODE} (under Slurm: sbatch --nodes={nodes} "
         f"scripts/train_slurm.sbatch {shlex.quote(str(loaded.path))}):",
-        f"  on node 0: {launch_line(plan, loaded, deepspeed)}",
+        f"  on node 0: {launch_line(plan, loaded, deepspeed_file)}",
         f"  on the others: the same with NODE_RANK=1{f' to {nodes - 1}' if nodes > 2 else ''}",
     ]
 
@@ -295,7 +295,7 @@ def _node_launch_lines(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None)
 
 
 def make_budget(
-    config: RunConfig, usd: float, requested: Hardware, *, layouts: tuple[LayoutName, ...] = LAYOUT_NAMES
+    config: RunConfig, budget_usd: float, requested_machine: Hardware, *, layouts: tuple[LayoutName, ...] = LAYOUT_NAMES
 ) -> BudgetResult:
     """The machines on which the run fits, with its hours and their cost. The user's own price (PRICE=, price=) holds
     for its machine, and no other is compared; without one the lowest of the list. Raises ConfigError where the run's
@@ -303,35 +303,35 @@ def make_budget(
     today = datetime.now(UTC).date()
     shape, has_evaluation = load_run_model_shape(config), has_eval(config)
 
-    def plan(machine: Hardware) -> Plan | None:
+    def plan_machine(machine: Hardware) -> Plan | None:
         best = lowest_memory_candidate(PlanRequest(config, shape, machine, layouts, has_evaluation))
         if best is None or not best.fits:
             return None
         return plan_run(config, machine, layouts=layouts, include_suggestions=False)
 
-    if requested.price_per_gpu_hour is None and not (requested.named and requested.gpus):
-        return compare_machine_prices(usd, lowest_prices(), make_machine_plan=plan, today=today)
-    if not requested.gpus:
+    if requested_machine.price_per_gpu_hour is None and not (requested_machine.named and requested_machine.gpus):
+        return compare_machine_prices(budget_usd, lowest_prices(), make_machine_plan=plan_machine, today=today)
+    if not requested_machine.gpus:
         raise ConfigError("BUDGET with PRICE= needs the machine that the price is for: HARDWARE=2xH200")
-    name, listed_price = _machine_name(requested), None
-    if requested.price_per_gpu_hour is None:
-        listed_price = min(_listed_prices(requested), key=lambda price: price.usd, default=None)  # USD per GPU-hour
+    name, listed_price = _machine_name(requested_machine), None
+    if requested_machine.price_per_gpu_hour is None:
+        listed_price = min(_listed_prices(requested_machine), key=lambda price: price.usd, default=None)  # USD per GPU-hour
         if listed_price is None:
             raise ConfigError(
                 f"BUDGET: the price list has no {name}; give its price (PRICE=2.5, or price=2.5 in HARDWARE), or leave "
                 "HARDWARE out to weigh every machine of the list"
             )
-        requested = dataclasses.replace(requested, price_per_gpu_hour=listed_price.usd)
-    requested_plan = plan(requested)
+        requested_machine = dataclasses.replace(requested_machine, price_per_gpu_hour=listed_price.usd)
+    requested_plan = plan_machine(requested_machine)
     offer = None if requested_plan is None else build_offer(name, requested_plan)
     if offer is None:
-        return BudgetResult(usd, (), (name,), today)
+        return BudgetResult(budget_usd, (), (name,), today)
     if listed_price is not None:
         price_source = listed_price.price_list
         offer = dataclasses.replace(
             offer, provider=price_source.provider, read=price_source.read.isoformat(), address=price_source.address
         )
-    return BudgetResult(usd, (offer,), (), today)
+    return BudgetResult(budget_usd, (offer,), (), today)
 
 
 def cheapest_machine(budget: BudgetResult) -> Hardware | None:
@@ -345,7 +345,7 @@ def cheapest_machine(budget: BudgetResult) -> Hardware | None:
 
 
 def _listed_prices(machine: Hardware) -> Iterator[Price]:
-    entry = next(iter(find_gpus(machine.gpus[0].name)), None)
+    entry = next(iter(find_catalog_entries(machine.gpus[0].name)), None)
     if entry is not None:
         yield from (
             price for price in load_prices() if price.gpu == entry.name and machine.gpus_per_node in price.gpu_counts

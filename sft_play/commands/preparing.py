@@ -82,7 +82,7 @@ def full_pipeline(
     """process, style where it is asked for, render and check, each on what the one before wrote, up to the first that
     fails; `is_full`: the whole page of the check."""
     steps, lines = [], []
-    stopped, name = None, "process"
+    stop_details, name = None, "process"
     try:
         for name, run_step in _pipeline_steps(loaded, hardware, style=style, force=force, is_full=is_full):
             result = run_step()
@@ -91,10 +91,10 @@ def full_pipeline(
             if result.exit_code:
                 break
     except SftPlayError as error:
-        stopped = {"name": name, "why": str(error)}
+        stop_details = {"name": name, "why": str(error)}
         lines += [f"== {name} ==", escape_control(str(error)), f"Stopped at {name}; what was written before it is kept"]
-    ok = stopped is None and all(step["ok"] for step in steps)
-    data = {"ok": ok, "steps": steps, "stopped": stopped}
+    ok = stop_details is None and all(step["ok"] for step in steps)
+    data = {"ok": ok, "steps": steps, "stopped": stop_details}
     return CommandResult(data, ["\n".join(lines)], 0 if ok else ConfigError.exit_code)
 
 
@@ -115,11 +115,11 @@ def _pipeline_steps(
         folder = Path(style_config.out_dir)
     overrides = [*loaded.overrides, *_file_settings(folder, config.data)]  # what was just written
     yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)
-    extra_findings = [_training_files_finding(config.data, folder)]
+    earlier_findings = [_training_files_finding(config.data, folder)]
     yield (
         "check",
         lambda: check_result(
-            check_run(loaded.path, overrides, hardware, extra_findings=extra_findings), is_full=is_full
+            check_run(loaded.path, overrides, hardware, earlier_findings=earlier_findings), is_full=is_full
         ),
     )
 

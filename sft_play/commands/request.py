@@ -181,7 +181,7 @@ def _flag_value(parsed: argparse.Namespace, flag: str) -> Any:
     return getattr(parsed, flag.strip("-").replace("-", "_"))
 
 
-_CONFIGS = Path("configs")
+_CONFIGS_FOLDER = Path("configs")
 
 
 def _config_path(text: str) -> Path:
@@ -190,7 +190,7 @@ def _config_path(text: str) -> Path:
     # os.path says no of a name that is too long, where Path raises
     if os.path.isfile(path) or path.name != text or os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         return path
-    shipped = _CONFIGS / (text if path.suffix in (".yaml", ".yml") else f"{text}.yaml")
+    shipped = _CONFIGS_FOLDER / (text if path.suffix in (".yaml", ".yml") else f"{text}.yaml")
     return shipped if os.path.isfile(shipped) else path  # noqa: PTH113
 
 
@@ -253,7 +253,7 @@ def _build_parser(command: str | None) -> argparse.ArgumentParser:
     parser = _Parser(prog="sft-play", description=description, epilog=commands, allow_abbrev=False)
     parser.add_argument("command", help=", ".join(COMMAND_FILES))
 
-    def add(*flags: str, commands: Sequence[str], text: str, is_switch: bool = False) -> None:
+    def add_flag(*flags: str, commands: Sequence[str], text: str, is_switch: bool = False) -> None:
         help_text = text if command is None or command in commands else argparse.SUPPRESS
         parser.add_argument(*flags, help=help_text, default=None, action="store_true" if is_switch else "store")
 
@@ -261,10 +261,10 @@ def _build_parser(command: str | None) -> argparse.ArgumentParser:
         if variable.has_flag:
             flags = {f"--{name.lower()}": None, f"--{name.lower().replace('_', '-')}": None}
             text = f"{variable.help} (make: {name}={variable.example})".replace("%", "%%")
-            add(*flags, commands=flag_commands(name), text=text, is_switch=variable.kind == "switch")
+            add_flag(*flags, commands=flag_commands(name), text=text, is_switch=variable.kind == "switch")
     for flag, row in EXTRA_FLAGS.items():
         spellings = {flag: None, flag.replace("_", "-"): None}  # deepspeed's launcher passes --local_rank
-        add(*spellings, commands=row["for"], text=row["help"] or argparse.SUPPRESS, is_switch="switch" in row)
+        add_flag(*spellings, commands=row["for"], text=row["help"] or argparse.SUPPRESS, is_switch="switch" in row)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)")
     return parser
 
@@ -306,13 +306,13 @@ def _unknown_flag_problem(command: str, word: str, argv: Sequence[str], flags: M
         if next_word and not next_word.startswith("--") and "=" not in next_word
         else None
     )
-    setting = flag_hint(flag, flag_text) if command in flag_commands("SET") else None
+    setting_hint = flag_hint(flag, flag_text) if command in flag_commands("SET") else None
     command_flags = [name for name, commands in flags.items() if command in commands]
-    suggestion = None if setting else nearest_name(flag, command_flags, list(flags))
+    suggestion = None if setting_hint else nearest_name(flag, command_flags, list(flags))
     owner_note = (
         "" if suggestion is None or suggestion in command_flags else f" (a flag of {', '.join(flags[suggestion])})"
     )
-    hint = setting or (
+    hint = setting_hint or (
         f"did you mean {suggestion}{owner_note}?"
         if suggestion
         else f"{command} takes {', '.join(command_flags) or 'none'}"
@@ -349,10 +349,10 @@ def _require_config(request: Request, environment: Mapping[str, str]) -> None:
     if "CONFIG" in environment:
         raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it")
     if request.command in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS):
-        refuse_own_model(request)
+        require_config_for_model_and_data(request)
 
 
-def refuse_own_model(request: Request) -> None:
+def require_config_for_model_and_data(request: Request) -> None:
     """Without a config the starter runs, with its own model and data only; raises ConfigError for others."""
     if request.is_config_given or not request.overrides or not request.config.is_file():
         return
@@ -430,15 +430,15 @@ def request_output_dir(request: Request) -> Path:
 
 def find_request_run(request: Request) -> FinishedRun:
     """The finished run that RUN names, or the newest; raises as `find_finished_run` does."""
-    return find_finished_run(request_output_dir(request), request.run, trusts=functools.partial(trusts_code, request))
+    return find_finished_run(request_output_dir(request), request.run, is_trusted=functools.partial(trusts_code, request))
 
 
-def require_source(path: Path | str, name: str) -> None:
+def require_source(path: Path | str, variable_name: str) -> None:
     """Raises DataError where a variable names data that are not there: before anything is imported to read them."""
     try:
         list_parts(find_source(str(path)), wants_text=True)
     except DataError as error:
-        raise DataError(f"{name}={error}") from None
+        raise DataError(f"{variable_name}={error}") from None
 
 
 def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:

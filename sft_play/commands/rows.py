@@ -31,7 +31,7 @@ from sft_play.data.preview import (
 )
 from sft_play.data.preview_page import MAX_PAGE_PIECES, render_html_page
 from sft_play.data.sources.examples import ExampleReader, check_first_rows
-from sft_play.data.sources.files import AnySource, find_data_paths, part_split
+from sft_play.data.sources.files import AnySource, find_data_paths, data_part_split
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.diagnose.row_tools import ROW_SPLITS, check_not_source, configure_hub, first_stage_run, load_row_tools
 from sft_play.errors import DataError
@@ -68,25 +68,25 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     tools = load_row_tools(config)
     out = out or DEFAULT_RENDERED
     if out == DEFAULT_RENDERED or out.is_dir():
-        folder, names = out, {}
+        folder, names_by_part = out, {}
         for part, _ in paths.named_paths():
             source = part.removeprefix("source ").removesuffix(" (val)")
-            names[part] = f"{part_split(part)}-{source}.jsonl" if source != part else f"{part_split(part)}.jsonl"
+            names_by_part[part] = f"{data_part_split(part)}-{source}.jsonl" if source != part else f"{data_part_split(part)}.jsonl"
         # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
-        file_names = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*ROW_SPLITS, "text")), *names.values()]))
+        file_names = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*ROW_SPLITS, "text")), *names_by_part.values()]))
     elif len(paths.sources) > 1:
         raise DataError(f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing folder")
     else:
-        folder, names, file_names = out.parent, {"train": out.name}, (out.name,)
-    files = [(part, path) for part, path in paths.named_paths() if part in names] or [("train", paths.train)]
-    for name in names.values():
+        folder, names_by_part, file_names = out.parent, {"train": out.name}, (out.name,)
+    files = [(part, path) for part, path in paths.named_paths() if part in names_by_part] or [("train", paths.train)]
+    for name in names_by_part.values():
         check_not_source(folder / name, files)
     with OutputFolder(folder, file_names, force=force, command="render") as output:
         rendered_files = [
             RenderedFile(
-                part_split(part),
-                folder / names[part],
-                _render_rows(path, part, output, names, config.data, tools.row_maker),
+                data_part_split(part),
+                folder / names_by_part[part],
+                _render_rows(path, part, output, names_by_part, config.data, tools.row_maker),
             )
             for part, path in files
         ]
@@ -98,12 +98,12 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
 
 
 def _render_rows(
-    source: AnySource, part: str, output: OutputFolder, names: Mapping[str, str], data: DataConfig, maker: RowRenderer
+    source: AnySource, part: str, output: OutputFolder, names_by_part: Mapping[str, str], data: DataConfig, row_renderer: RowRenderer
 ) -> RowStats:
-    split, stats, target = part_split(part), RowStats(str(source)), output.open(names[part])
-    text_wanted = maker.task_mode == "cpt" or split == "text"
-    reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=text_wanted)
-    for outcome in maker.make_rows(reader.numbered_examples(), is_document=split == "text"):
+    split, stats, target = data_part_split(part), RowStats(str(source)), output.open(names_by_part[part])
+    wants_text = row_renderer.task_mode == "cpt" or split == "text"
+    reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=wants_text)
+    for outcome in row_renderer.make_rows(reader.numbered_examples(), is_document=split == "text"):
         if isinstance(outcome, BadRow):
             stats.count_bad(outcome)
         elif outcome.whole_row is None:

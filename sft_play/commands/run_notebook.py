@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sft_play.commands.answer import CommandResult, stdout_to_stderr
+from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
 from sft_play.commands.request import Request
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, SftPlayError
@@ -51,7 +51,7 @@ def run_notebook(request: Request) -> CommandResult | int:
         # ranks run this command again: they know by the environment where their output goes
         os.environ["JSON"] = "1" if request.json else ""
         exec_agent(launch, {**result_fields, "ranks": launch.processes} if request.json else None)
-    with stdout_to_stderr(enabled=request.json):
+    with redirect_stdout_to_stderr(enabled=request.json):
         set_up_logging(request.command, rank=rank_info.rank)
         exit_code = run_cells(cells, request.notebook, rank=rank_info.rank)
     if exit_code or not rank_info.is_first or failures.ANSWER_VARIABLE in os.environ:
@@ -138,10 +138,10 @@ def notebook_launch(path: Path, machine: Hardware, *, gpus: Sequence[int] = ()) 
     """The command that starts the ranks of a machine, and its variables."""
     launch = torchrun_command(
         ["run-notebook", "--notebook", str(path.absolute())],
-        processes=machine.ranks,
+        processes_per_node=machine.ranks,
         nodes=NodeSetup(),
-        threads=None if machine.gpus else max(1, machine.cpu_cores // machine.ranks),
-        gpus=",".join(str(gpu) for gpu in gpus) or None,
+        threads_per_rank=None if machine.gpus else max(1, machine.cpu_cores // machine.ranks),
+        visible_gpus=",".join(str(gpu) for gpu in gpus) or None,
     )
     return dataclasses.replace(launch, environment={**launch.environment, failures.COMMAND_VARIABLE: "run-notebook"})
 

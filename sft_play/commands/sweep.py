@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.commands.answer import CommandResult, command_result, stdout_to_stderr
+from sft_play.commands.answer import CommandResult, command_result, redirect_stdout_to_stderr
 from sft_play.commands.launching import launcher_rank_info
-from sft_play.commands.request import Request, refuse_own_model
+from sft_play.commands.request import Request, require_config_for_model_and_data
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
 from sft_play.diagnose.pages import build_table, gib_or_na, render_lines
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 # Bytes of a cell's name before its digest: 200 are allowed.
 MAX_NAME_BYTES = 150
 # Of a cell: the first four before it is trained, the last four after.
-State = Literal["new", "begun", "finished", "does_not_fit", "failed", "stopped"]
+CellState = Literal["new", "begun", "finished", "does_not_fit", "failed", "stopped"]
 _STATE_TEXTS = {"does_not_fit": "does not fit", "failed": "failed", "stopped": "was stopped"}
 
 
@@ -66,7 +66,7 @@ class SweepCell:
     plan: Plan
     """That of the stage that needs most, of a run with stages."""
     hours: float | None
-    state: State
+    state: CellState
     error: str | None = None
     """Why it is not finished: what it needs and what would fit, or what its run ended with."""
 
@@ -94,16 +94,16 @@ def run_sweep(request: Request) -> CommandResult:
     writes it."""
     if launcher_rank_info(request) is not None:
         raise ConfigError("sweep starts each run itself: call it once, without a launcher")
-    with stdout_to_stderr(enabled=request.json):
+    with redirect_stdout_to_stderr(enabled=request.json):
         environment = dict(os.environ)
         cell_configs = expand_cells(request.config, request.overrides)
         for _, loaded in cell_configs:
-            refuse_own_model(dataclasses.replace(request, overrides=loaded.overrides))
+            require_config_for_model_and_data(dataclasses.replace(request, overrides=loaded.overrides))
         cells = plan_cells(cell_configs)
         for line in sweep_lines(cells):
             logger.info("%s", line)
-        trained_cells = train_cells(cells, environment)
-        sweep = SweepResult(tuple(trained_cells), _compare_finished(request, trained_cells))
+        result_cells = train_cells(cells, environment)
+        sweep = SweepResult(tuple(result_cells), _compare_finished(request, result_cells))
     result = command_result(sweep, is_written_to_out=False)
     return dataclasses.replace(result, exit_code=DoesNotFit.exit_code) if sweep.nothing_fits else result
 
@@ -174,14 +174,14 @@ def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
     config = loaded.config
     hardware = _sweep_hardware(loaded)
     folder = new_run_folder(config.output, config_path=loaded.path)
-    is_existing = is_resume(folder, config.output)
-    for error in refusals(loaded, hardware, makes_folder=not is_existing):
+    is_resumed = is_resume(folder, config.output)
+    for error in refusals(loaded, hardware, makes_folder=not is_resumed):
         raise error
     layouts: tuple[LayoutName, ...] = layout_choices(hardware.ranks) if hardware.ranks > 1 else ("single",)
     options = LaunchOptions(strategy=layouts[0] if len(layouts) == 1 else None)
-    count_rows_before_planning(loaded, hardware, options, is_resumed=is_existing, trains_in_process=False)
+    count_rows_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_in_process=False)
     plans = _cell_plans(loaded, hardware, layouts)
-    state = _existing_state(folder, loaded, plans[0]) if is_existing else "new"
+    state = _existing_state(folder, loaded, plans[0]) if is_resumed else "new"
     if state != "finished":
         require_gpus_and_disk(loaded, hardware, plans, folder)
     largest_plan = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
@@ -221,7 +221,7 @@ def _cell_plans(loaded: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutN
     return plans
 
 
-def _existing_state(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> State:
+def _existing_state(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> CellState:
     manifest = folder.read_manifest()
     is_finished = manifest.get("status") == "finished"
     if not is_finished:
@@ -295,15 +295,15 @@ def train_cells(cells: Sequence[SweepCell], environment: Mapping[str, str]) -> l
     """Train the cells one after the other, each in a process of its own; one that fails does not keep the others.
     `environment`: of this process before it planned, which may have set variables. Raises Interrupted where the user
     stopped it."""
-    finished_cells, to_train = [], [cell for cell in cells if cell.needs_training]
+    result_cells, to_train = [], [cell for cell in cells if cell.needs_training]
     for cell in cells:
         if cell.needs_training:
             logger.info("Cell %d of %d: %s", to_train.index(cell) + 1, len(to_train), cell.name)
             cell = _train_cell(cell, independent_environment(environment))
             if cell.error is not None:
                 logger.warning("%s %s: %s", cell.name, _STATE_TEXTS[cell.state], cell.error)
-        finished_cells.append(cell)
-    return finished_cells
+        result_cells.append(cell)
+    return result_cells
 
 
 def _train_cell(cell: SweepCell, environment: Mapping[str, str]) -> SweepCell:

@@ -106,9 +106,9 @@ def _is_same_value(name: str, value: JsonValue, adapter_value: JsonValue) -> boo
 def find_adapter(name: str, *, output_dir: Path) -> EarlierAdapter:
     """The adapter that `name` names: `last`, a run in `output_dir`, a run's or an adapter's folder. Raises
     ConfigError where nothing of that name is found, or it is none that is trained here."""
-    folder = _adapter_folder(name, output_dir.expanduser())
+    folder = _find_adapter_folder(name, output_dir.expanduser())
     path = str(folder.absolute())
-    owner_run = run_of_adapter(folder)
+    owner_run = find_adapter_run(folder)
     resolved = _read_mapping(owner_run[0] / "resolved.json") if owner_run is not None else {}
     added_tokens = resolved.get("model", {}).get("add_tokens") or []
     settings = _lora_settings(_read_mapping(folder / ADAPTER_CONFIG_FILE), path, has_added_tokens=bool(added_tokens))
@@ -119,8 +119,8 @@ def find_adapter(name: str, *, output_dir: Path) -> EarlierAdapter:
     return EarlierAdapter(path, settings, tuning.get("mode"), added_tokens, needs_nf4)
 
 
-def _adapter_folder(name: str, output_dir: Path) -> Path:
-    last_run = _last_finished_run(output_dir) if name == LAST_RUN else None
+def _find_adapter_folder(name: str, output_dir: Path) -> Path:
+    last_run = _find_last_finished_run(output_dir) if name == LAST_RUN else None
     try:
         path = Path(name).expanduser()
         candidates = [last_run] if last_run is not None else [*([output_dir / name] if path.name == name else []), path]
@@ -158,7 +158,7 @@ def _adapter_folder(name: str, output_dir: Path) -> Path:
     return adapter_dir / "adapter"
 
 
-def _last_finished_run(output_dir: Path) -> Path:
+def _find_last_finished_run(output_dir: Path) -> Path:
     finished = []
     for path in sorted(output_dir.iterdir()) if output_dir.is_dir() else []:
         manifest = None if path.name.startswith(".") or ".replaced-" in path.name else _read_manifest(path)
@@ -181,7 +181,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if str(manifest.get("format")).startswith(_MANIFEST_FORMAT) else None
 
 
-def run_of_adapter(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def find_adapter_run(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The run that an adapter's folder (`adapter/`, a checkpoint, that of a stage) belongs to, with its manifest."""
     for parent in list(folder.absolute().parents)[:4]:
         manifest = _read_manifest(parent)

@@ -122,7 +122,7 @@ def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Probl
     names = Counter(stage.name.lower() for stage in overlays)
 
     for overlay in overlays:
-        stage_path: KeyPath = ("curriculum", overlay.number - 1)
+        index: KeyPath = ("curriculum", overlay.number - 1)
         stage_config, stage_problems = validate(overlay.document)
         stage_problems += (
             find_conflicts(stage_config, overlay.document) if stage_config is not None and not stage_problems else []
@@ -131,7 +131,7 @@ def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Probl
         if names[overlay.name.lower()] > 1:
             problems.append(
                 document.problem(
-                    (*stage_path, "name"), f"{overlay.name} is the name of {names[overlay.name.lower()]} stages"
+                    (*index, "name"), f"{overlay.name} is the name of {names[overlay.name.lower()]} stages"
                 )
             )
         if stage_config is None:
@@ -143,7 +143,7 @@ def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Probl
                 f"changes nothing: stage {overlay.name} has the data and settings of {previous_stage.name} before it"
             )
             advice = "give it something of its own, or give that stage more epochs"
-            problems.append(document.problem(stage_path, f"{reason}; {advice}"))
+            problems.append(document.problem(index, f"{reason}; {advice}"))
         stages.append(Stage(overlay.name, overlay.number, stage_config))
     return tuple(stages), problems
 

@@ -80,7 +80,7 @@ def translate_file(
     foreign_keys = [key for _, keys in find_unknown_keys(document) for key in keys]
     key_names = {str(part) for key in foreign_keys for path, _ in walk_leaves(key.value, key.path) for part in path}
     result = Translation(other_tools.detect_tool(key_names), dict(user_settings))
-    keys = [*foreign_keys, *_own_named_keys(document, result)]
+    keys = [*foreign_keys, *_same_named_keys(document, result)]
     keys += _data_set_keys(keys)
     for index, key in enumerate(keys):
         if known_key := result.tool.known_keys.get(key.name):
@@ -90,9 +90,9 @@ def translate_file(
     # what another setting decides (steps of each epoch) behind it; of the defaults the mode first
     for key in sorted(keys, key=lambda key: not all(option_accepts(*setting) for setting in key.settings.items())):
         if not key.is_default:
-            _take_key(key, document, result)
+            _apply_key(key, document, result)
     for key in sorted(filter(lambda key: key.is_default, keys), key=lambda key: "tuning.mode" not in key.settings):
-        _take_default(key, result, row_format)
+        _apply_default(key, result, row_format)
     if "model.name" not in result.settings:
         raise ConfigError(f"{name} names no model; give one beside it: make new FROM={name} MODEL=owner/name")
     _complete_settings(result, user_settings)
@@ -119,7 +119,7 @@ def _gather_data_sets(document: YamlDocument) -> None:
         document.data[key] = [shared_options | entry for entry in other_tools.parse_data_sets(document.data[key])]
 
 
-def _own_named_keys(document: YamlDocument, result: Translation) -> Iterator[ForeignKey]:
+def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[ForeignKey]:
     """Values at places of ours: settings where we take them, else keys of the other tool."""
     for path in [*all_options(), *filter(None, sections())]:
         key_path: KeyPath = tuple(path.split("."))
@@ -198,7 +198,7 @@ def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[Forei
             yield key
 
 
-def _take_key(key: ForeignKey, document: YamlDocument, result: Translation) -> None:
+def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> None:
     if key.translation == KeyTranslation():
         return
     values = ((path, _dependent_value(path, value, result.settings)) for path, value in key.settings.items())
@@ -231,7 +231,7 @@ def _take_key(key: ForeignKey, document: YamlDocument, result: Translation) -> N
         result.left_out.append((f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})", reason))
 
 
-def _take_default(key: ForeignKey, result: Translation, row_format: str) -> None:
+def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> None:
     """Take a default of the tool where it is not ours too; those of adapters only where new ones are trained."""
     is_idle = result.settings.get("tuning.mode") == "full" or "model.adapter" in result.settings
     undecided = [path for path in key.settings if path not in result.settings

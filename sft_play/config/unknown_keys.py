@@ -67,28 +67,28 @@ def find_foreign_keys(
     """An unknown key; of a section every key in it, unless the table answers it as a whole. `section` is ours that
     holds it, or that the other tool's section corresponds to; None if unknown."""
     key, known_key = str(path[-1]), other_tools.find_known_key(tuple(map(str, path)))
-    own_section = other_tools.key_table().sections.get(key.lower())
+    mapped_section = other_tools.key_table().sections.get(key.lower())
     is_translated_whole = (
         known_key is not None
         and (not known_key.path or known_key.path in other_tools.DATA_SET_OPTIONS)
-        and own_section is None
+        and mapped_section is None
     )
     if not isinstance(value, dict) or not value or is_translated_whole:
         yield _foreign_key(path, value, section)
         return
-    similar_section = None if own_section is not None else nearest_name(key, [name for name in sections() if name])
-    fields = sections()[own_section or similar_section or ""].model_fields if own_section or similar_section else {}
+    similar_section = None if mapped_section is not None else nearest_name(key, [name for name in sections() if name])
+    fields = sections()[mapped_section or similar_section or ""].model_fields if mapped_section or similar_section else {}
     known_names = [
         inner_key
         for inner_key in value
-        if own_section is not None or (inner_key not in fields and _is_known_key((*path, inner_key)))
+        if mapped_section is not None or (inner_key not in fields and _is_known_key((*path, inner_key)))
     ]
-    if own_section is None and (section is not None or not known_names):
+    if mapped_section is None and (section is not None or not known_names):
         yield _foreign_key(path, value, section)
     for inner_key in value:
         if inner_key in known_names or (similar_section is not None and inner_key not in fields):
             yield from find_foreign_keys(
-                document, (*path, inner_key), value[inner_key], section=own_section or similar_section
+                document, (*path, inner_key), value[inner_key], section=mapped_section or similar_section
             )
 
 

@@ -61,16 +61,16 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
     if broken_paths:
         return None, problems
     # Without the keys that are reported already, pydantic finds what else is wrong: all problems are shown at once.
-    pruned = _without_reported(document.data, reported_paths)
-    assert isinstance(pruned, dict)
+    pruned_data = _drop_reported_keys(document.data, reported_paths)
+    assert isinstance(pruned_data, dict)
     try:
         # From JSON, because strict models refuse a list for a tuple in Python's data but take a JSON array for one.
-        return RunConfig.model_validate_json(json.dumps(pruned)), problems
+        return RunConfig.model_validate_json(json.dumps(pruned_data)), problems
     except ValidationError as error:
         return None, problems + list(_option_problems(error, document, reported_paths))
 
 
-def _without_reported(data: JsonValue, reported_paths: set[KeyPath], path: KeyPath = ()) -> JsonValue:
+def _drop_reported_keys(data: JsonValue, reported_paths: set[KeyPath], path: KeyPath = ()) -> JsonValue:
     """The data without the keys already reported, and without sections left empty by `key:`."""
     if not isinstance(data, dict):
         return data
@@ -79,7 +79,7 @@ def _without_reported(data: JsonValue, reported_paths: set[KeyPath], path: KeyPa
         inner_path = (*path, key)
         if inner_path in reported_paths or (value is None and dotted_path(inner_path) in sections()):
             continue
-        result[key] = _without_reported(value, reported_paths, inner_path)
+        result[key] = _drop_reported_keys(value, reported_paths, inner_path)
     return result
 
 

@@ -14,7 +14,7 @@ from sft_play.data.build.stats import RowStats, count_shared_rows, format_row_co
 from sft_play.data.build.survey import TEMPLATE_ROLE, count_readable_rows
 from sft_play.data.masks.token_row import MASK_METHODS
 from sft_play.data.sources.columns import describe_unused_columns
-from sft_play.data.sources.files import find_data_paths, part_split
+from sft_play.data.sources.files import find_data_paths, data_part_split
 from sft_play.data.sources.messages import known_role_lines
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.data.sources.tables import HUB_PREFIX
@@ -69,10 +69,10 @@ def missed_column_lines(data: DataConfig, *, task_mode: str) -> list[str]:
     hub are not read for it. Raises DataError where rows cannot be read."""
     lines: list[str] = []
     for name, source in find_data_paths(data).named_paths():
-        is_trained = part_split(name) == "train" or (name == "text" and task_mode == "cpt_mixed")
+        is_trained = data_part_split(name) == "train" or (name == "text" and task_mode == "cpt_mixed")
         if is_trained and not str(source).startswith(HUB_PREFIX):
             stats = count_readable_rows(
-                source, data, name, text_wanted=name == "text" or task_mode == "cpt", max_rows=_COLUMN_PROBE_ROWS
+                source, data, name, wants_text=name == "text" or task_mode == "cpt", max_rows=_COLUMN_PROBE_ROWS
             )
             source_note = "" if name == "train" else f" of {name}"
             lines += [
@@ -101,7 +101,7 @@ _DUPLICATES_REMEDY = "keep one of each: make process SET=data.process.drop_dupli
 _LEAKS_REMEDY = "leave them out of one: make process SET=data.process.drop_leaks=true"
 
 
-def judge_tokens(stats: RowStats) -> Iterator[Finding]:
+def duplicate_warnings(stats: RowStats) -> Iterator[Finding]:
     """Warn of rows with the tokens of an earlier row, or of a row in another split."""
     if stats.repeated_rows:
         message = f"{format_row_count(stats.repeated_rows)} of {stats.split} with the tokens of an earlier one"
@@ -114,11 +114,11 @@ def judge_tokens(stats: RowStats) -> Iterator[Finding]:
         yield warn_finding("leaks", f"{message} (make process names them)", _LEAKS_REMEDY)
 
 
-def judge_repeats(surveys: Sequence[RowStats]) -> Iterator[Finding]:
+def judge_duplicates(surveys: Sequence[RowStats]) -> Iterator[Finding]:
     """Judge rows with the same tokens: within a file, and between training and held-out files."""
     files = [survey for survey in surveys if survey.split != "text"]
     count_shared_rows(files)
-    findings = [finding for survey in surveys for finding in judge_tokens(survey)]
+    findings = [finding for survey in surveys for finding in duplicate_warnings(survey)]
     yield from findings
     names, splits = {finding.name for finding in findings}, dict.fromkeys(survey.split for survey in files)
     if "duplicates" not in names:
@@ -134,8 +134,8 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     """Which rows have a verified mask, by which method, and how much of them is trained."""
     name = f"masks: {stats.split}"
     if stats.unmasked_rows:
-        readable = f"{format_row_count(stats.rows - stats.bad_rows.total())} of {stats.source}"
-        yield _bad_rows_finding(name, readable, stats.unmasked_rows, stats.first_unmasked, data)
+        readable_text = f"{format_row_count(stats.rows - stats.bad_rows.total())} of {stats.source}"
+        yield _bad_rows_finding(name, readable_text, stats.unmasked_rows, stats.first_unmasked, data)
         return
     if not stats.kept_rows:
         yield skip_finding(name, "no row is left to look at")
@@ -145,8 +145,8 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     )
     rows, share = stats.methods.total(), stats.trained_tokens / max(1, stats.tokens)
     rows_note = f"every one of {rows:,} rows" if rows != 1 else "the only row"
-    tokens = f"{stats.trained_tokens:,} of {stats.tokens:,} tokens are trained ({share:.0%})"
-    yield pass_finding(name, f"verified on {rows_note} by {methods}; {tokens}")
+    tokens_note = f"{stats.trained_tokens:,} of {stats.tokens:,} tokens are trained ({share:.0%})"
+    yield pass_finding(name, f"verified on {rows_note} by {methods}; {tokens_note}")
     if stats.methods["inexact"]:
         message = f"{stats.methods['inexact']:,} rows have no exact mask and train the nearest one"
         remedy = "they are trained because data.on_inexact_mask=train; give data.chat_template a better template"
@@ -192,7 +192,7 @@ def judge_texts(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
 # Length
 
 
-def judge_lengths(stats: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> Iterator[Finding]:
+def judge_lengths(stats: RowStats, data: DataConfig, *, max_seq_len: int, max_positions: int | None) -> Iterator[Finding]:
     """Judge what `max_seq_len` cuts, and which limit keeps enough. `positions`: the model's, None for no limit."""
     cost, name = stats.truncation_cost, f"length: {stats.split}"
     if not cost.trained_tokens:
@@ -202,20 +202,20 @@ def judge_lengths(stats: RowStats, data: DataConfig, *, max_seq_len: int, positi
         yield pass_finding(name, f"the longest row has {cost.longest:,} tokens; max_seq_len {max_seq_len:,} cuts none")
         return
     rows_note = f"of {stats.kept_rows + stats.too_long_rows:,} rows"
-    rows = [f"{stats.cut_rows:,} {rows_note} are cut at max_seq_len {max_seq_len:,}"]
+    row_messages = [f"{stats.cut_rows:,} {rows_note} are cut at max_seq_len {max_seq_len:,}"]
     if stats.rows_with_cut_end:
-        rows.append(
+        row_messages.append(
             f"{stats.rows_with_cut_end:,} {rows_note} train an answer without its end, at which a model learns to stop"
         )
     if stats.too_long_rows:
         outcome = "left out" if data.truncate == "drop" else "without any trained token left"
-        rows.append(
+        row_messages.append(
             f"{stats.too_long_rows:,} {rows_note} {outcome} (shortest prompt: {stats.shortest_prompt:,} tokens)"
         )
     message = (
-        f"{'; '.join(rows)}; {stats.lost_tokens:,} of {cost.trained_tokens:,} trained tokens ({share:.1%}) are lost"
+        f"{'; '.join(row_messages)}; {stats.lost_tokens:,} of {cost.trained_tokens:,} trained tokens ({share:.1%}) are lost"
     )
-    remedy = length_remedy(stats, data, max_seq_len=max_seq_len, positions=positions)
+    remedy = length_remedy(stats, data, max_seq_len=max_seq_len, max_positions=max_positions)
     if stats.kept_rows == 0:
         shortest_note = f"(shortest prompt: {stats.shortest_prompt:,} tokens)"
         yield fail_finding(
@@ -236,18 +236,18 @@ def judge_blocks(stats: RowStats, *, max_seq_len: int) -> Finding:
     if not stats.kept_rows:
         return skip_finding(name, "no document is left to look at")
     blocks, leftover_tokens = divmod(stats.tokens, max_seq_len)
-    count = f"{stats.kept_rows:,} documents, {stats.tokens:,} tokens: {blocks:,} full blocks of {max_seq_len:,}"
+    description = f"{stats.kept_rows:,} documents, {stats.tokens:,} tokens: {blocks:,} full blocks of {max_seq_len:,}"
     if blocks == 0 and stats.split not in ("val", "test"):
-        return fail_finding(name, count, "lower model.max_seq_len, or give more text")
-    return pass_finding(name, f"{count}; {leftover_tokens:,} tokens are left over")
+        return fail_finding(name, description, "lower model.max_seq_len, or give more text")
+    return pass_finding(name, f"{description}; {leftover_tokens:,} tokens are left over")
 
 
 def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str, groups_by_length: bool) -> Finding:
     """Compare the share of padding of random, grouped and packed batches; the one that the run uses is marked."""
     names = {"random": "random order", "grouped": "grouped by length", "best_fit": "packed (best_fit)"}
-    own_key = "best_fit" if packing == "best_fit" else "grouped" if groups_by_length else "random"
-    listed = [f"{names[key]} {share:.1%}{' (this run)' if key == own_key else ''}" for key, share in shares.items()]
-    return pass_finding("padding", f"of the tokens in batches of {micro_batch}: {', '.join(listed)}")
+    run_key = "best_fit" if packing == "best_fit" else "grouped" if groups_by_length else "random"
+    share_texts = [f"{names[key]} {share:.1%}{' (this run)' if key == run_key else ''}" for key, share in shares.items()]
+    return pass_finding("padding", f"of the tokens in batches of {micro_batch}: {', '.join(share_texts)}")
 
 
 # Roles and marks
@@ -266,7 +266,7 @@ def judge_roles(stats: RowStats) -> Iterator[Finding]:
         yield pass_finding("tokens by role", f"trained in {stats.split}: {shares}{rows_note}")
 
 
-def judge_marks(stats: RowStats, tokenizer: Any) -> Iterator[Finding]:
+def judge_special_tokens(stats: RowStats, tokenizer: Any) -> Iterator[Finding]:
     """Judge special tokens: BOS on all rows or none, one at the end of trained parts, padding that is not trained."""
     if stats.kept_rows and not stats.texts:
         yield _bos_finding(stats, tokenizer)
@@ -301,11 +301,11 @@ def _turn_end_finding(stats: RowStats, tokenizer: Any) -> Finding:
         reason = "they are trained because data.on_missing_end=train; give data.chat_template a template that ends an "
         return warn_finding("end of turn", message, f"{reason}assistant's turn with a token")
     names = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id, _ in stats.end_token_ids.most_common(3)]
-    eos = "" if tokenizer.eos_token in names else f"; the tokenizer's eos is {tokenizer.eos_token}"
-    added = ", ".join(f"{one_line(end_text)} after {rows:,} rows" for end_text, rows in stats.added_ends.most_common(3))
-    if added:
-        added = f"; the chat template does not end a last turn: {added} is added, as a next turn would begin"
-    ends = f"ends with {' or '.join(names)}, which is trained{eos}{added}"
+    eos_note = "" if tokenizer.eos_token in names else f"; the tokenizer's eos is {tokenizer.eos_token}"
+    added_note = ", ".join(f"{one_line(end_text)} after {rows:,} rows" for end_text, rows in stats.added_ends.most_common(3))
+    if added_note:
+        added_note = f"; the chat template does not end a last turn: {added_note} is added, as a next turn would begin"
+    ends = f"ends with {' or '.join(names)}, which is trained{eos_note}{added_note}"
     if stats.rows_with_cut_end:
         rows = f"{stats.rows_with_cut_end:,} of {stats.kept_rows:,} rows of {stats.split}"
         message = f"{rows} train an answer that max_seq_len cuts in two, without its end; every other one {ends}"
@@ -329,11 +329,11 @@ def _padding_finding(stats: RowStats, tokenizer: Any) -> Finding:
     )
 
 
-def judge_split(stats: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> Iterator[Finding]:
+def judge_split(stats: RowStats, data: DataConfig, *, max_seq_len: int, max_positions: int | None) -> Iterator[Finding]:
     """What a run says of a split's rows, and where it fails stops at."""
     yield from judge_rows(stats, data, task_mode="")  # the run itself refuses rows of another task
-    yield from judge_tokens(stats)
+    yield from duplicate_warnings(stats)
     if stats.methods or stats.unmasked_rows:  # documents have no masks
         yield from judge_masks(stats, data)
     yield from judge_texts(stats, data)
-    yield from judge_lengths(stats, data, max_seq_len=max_seq_len, positions=positions)
+    yield from judge_lengths(stats, data, max_seq_len=max_seq_len, max_positions=max_positions)

@@ -15,13 +15,13 @@ from sft_play.data.sources.columns import find_rendered_mark, guess_columns
 from sft_play.data.sources.examples import ExampleReader, character_count
 from sft_play.data.sources.files import AnySource, find_source, list_parts, read_rows
 from sft_play.data.sources.formats import Chat, Example, Text, recognise_format
-from sft_play.data.sources.raw import BadRow, NotUtf8, RawRow, no_usable_rows_error
+from sft_play.data.sources.raw import BadRow, NotUtf8Error, RawRow, no_usable_rows_error
 from sft_play.data.sources.tables import split_from_name
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
 # Rows that are looked at.
-SAMPLE_ROWS_LOOKED_AT = 5_000
+MAX_SAMPLED_ROWS = 5_000
 # Of these the longest, whose tokens are counted.
 _COUNTED_ROWS = 100
 # What a template writes beside the texts: a system prompt of its own, and the marks of each turn.
@@ -51,35 +51,35 @@ def estimate_tokens(text: str) -> int:
 
 
 def infer_dataset(
-    data_path: str, *, count_tokens: CountTokens = estimate_tokens, positions: int | None = None
+    data_path: str, *, count_tokens: CountTokens = estimate_tokens, max_positions: int | None = None
 ) -> InferredDataset:
     """Infer a run's settings from the first rows of its data; of files that are not UTF-8 also the likely encoding.
     `positions`: the longest row that the model takes. Raises DataError where no row can be used."""
     try:
-        return _infer_with_encoding(data_path, "utf-8", count_tokens, positions)
-    except NotUtf8 as error:
+        return _infer_with_encoding(data_path, "utf-8", count_tokens, max_positions)
+    except NotUtf8Error as error:
         if error.encoding is None:
             raise
-        dataset, encoding = _infer_with_encoding(data_path, error.encoding, count_tokens, positions), error.encoding
+        dataset, encoding = _infer_with_encoding(data_path, error.encoding, count_tokens, max_positions), error.encoding
     description = f"{dataset.description}; not UTF-8, but {encoding} by its looks: make preview shows the rows"
     return replace(dataset, settings={**dataset.settings, "data.encoding": encoding}, description=description)
 
 
 def _infer_with_encoding(
-    data_path: str, encoding: Encoding, count_tokens: CountTokens, positions: int | None
+    data_path: str, encoding: Encoding, count_tokens: CountTokens, max_positions: int | None
 ) -> InferredDataset:
     paths, source, is_text = _find_sources(data_path, encoding)
     columns = {} if is_text else _guess_columns(source)
     reader = ExampleReader(source, DataConfig(columns=columns), split="train", wants_text=is_text)
-    examples, bad = _read_sample(reader)
+    examples, bad_rows = _read_sample(reader)
     if not examples:
-        raise no_usable_rows_error(f"the first {len(bad):,} rows of {one_line(data_path)}", bad)
+        raise no_usable_rows_error(f"the first {len(bad_rows):,} rows of {one_line(data_path)}", bad_rows)
     is_cpt = isinstance(examples[0], Text) and not find_rendered_mark(examples[0].text)
-    size = estimate_size(DataConfig(train_path=paths["data.train_path"], encoding=encoding), text_wanted=is_cpt)
+    size = estimate_size(DataConfig(train_path=paths["data.train_path"], encoding=encoding), wants_text=is_cpt)
     rows = max(size.rows if size else 0, len(examples))
-    tokens = _estimate_row_tokens(examples, count_tokens)
+    row_tokens = _estimate_row_tokens(examples, count_tokens)
     length = min(
-        _choose_block_length(sum(tokens)) if is_cpt else _choose_length(tokens), positions or _LENGTH_CHOICES[-1]
+        _choose_block_length(sum(row_tokens)) if is_cpt else _choose_length(row_tokens), max_positions or _LENGTH_CHOICES[-1]
     )
     settings: dict[str, JsonValue] = {"model.max_seq_len": length}
     settings |= {"task_mode": "cpt" if is_cpt else "sft", **paths}
@@ -87,10 +87,10 @@ def _infer_with_encoding(
         settings["data.columns"] = dict(columns)
     if "data.val_path" not in paths:
         # of one document its end is held out
-        settings["data.val_fraction"] = _choose_val_fraction(max(rows, sum(tokens) // length if is_cpt else 0))
+        settings["data.val_fraction"] = _choose_val_fraction(max(rows, sum(row_tokens) // length if is_cpt else 0))
     noun = f"text{'s' if rows > 1 else ''}" if is_cpt else f"row{'s' if rows > 1 else ''} ({reader.format})"
-    longest_note = "" if is_cpt else f", the longest of about {max(tokens):,} tokens"
-    unused_note = f"; {len(bad):,} of the first {len(bad) + len(examples):,} cannot be used: make check" if bad else ""
+    longest_note = "" if is_cpt else f", the longest of about {max(row_tokens):,} tokens"
+    unused_note = f"; {len(bad_rows):,} of the first {len(bad_rows) + len(examples):,} cannot be used: make check" if bad_rows else ""
     return InferredDataset(
         settings=settings,
         description=f"{rows:,} {noun}{longest_note}{unused_note}",
@@ -121,24 +121,24 @@ def _find_sources(data_path: str, encoding: str) -> tuple[dict[str, str], AnySou
 
 
 def _guess_columns(source: AnySource) -> dict[str, str]:
-    rows = itertools.islice(read_rows(source, split="train"), SAMPLE_ROWS_LOOKED_AT)
+    rows = itertools.islice(read_rows(source, split="train"), MAX_SAMPLED_ROWS)
     first_row = next((row for row in rows if isinstance(row, RawRow)), None)
     return guess_columns(first_row.data) if first_row is not None and recognise_format(first_row.data) is None else {}
 
 
 def _read_sample(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:
     examples: list[Example] = []
-    bad: list[BadRow] = []
+    bad_rows: list[BadRow] = []
     chars = 0
-    for _, row in itertools.islice(reader.numbered_examples(), SAMPLE_ROWS_LOOKED_AT):
+    for _, row in itertools.islice(reader.numbered_examples(), MAX_SAMPLED_ROWS):
         if isinstance(row, BadRow):
-            bad.append(row)
+            bad_rows.append(row)
             continue
         examples.append(row)
         chars += character_count(row)
         if chars > SAMPLE_CHARACTERS:
             break
-    return examples, bad
+    return examples, bad_rows
 
 
 def _estimate_row_tokens(examples: Sequence[Example], count_tokens: CountTokens) -> list[int]:
@@ -167,12 +167,12 @@ def _choose_length(tokens: Sequence[int]) -> int:
     longest_fit = next((length for length in _LENGTH_CHOICES if length >= max(tokens)), _LENGTH_CHOICES[-1])
     if longest_fit <= _MAX_FULL_LENGTH:
         return longest_fit
-    lost = {
+    lost_tokens = {
         length: sum(max(0, row_tokens - length) for row_tokens in tokens)
         for length in _LENGTH_CHOICES
         if length >= _MAX_FULL_LENGTH
     }
-    return next(length for length in lost if lost[length] <= 0.01 * sum(tokens) or length == _LENGTH_CHOICES[-1])
+    return next(length for length in lost_tokens if lost_tokens[length] <= 0.01 * sum(tokens) or length == _LENGTH_CHOICES[-1])
 
 
 def _choose_block_length(tokens: int) -> int:

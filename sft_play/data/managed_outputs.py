@@ -40,13 +40,13 @@ class OutputFolder:
     def __enter__(self) -> OutputFolder:
         existing_names = [] if self._force else [name for name in self._names if (self.path / name).exists()]
         record = self._read_record() if existing_names else {}
-        foreign = [
+        unmanaged_names = [
             name for name in existing_names
             if not (self.path / name).is_file() or record.get(name) != _file_digest(self.path / name)
         ]  # fmt: skip
-        if foreign:
+        if unmanaged_names:
             raise DataError(
-                f"{', '.join(str(self.path / name) for name in foreign)}: edited since make {self._command} wrote it, "
+                f"{', '.join(str(self.path / name) for name in unmanaged_names)}: edited since make {self._command} wrote it, "
                 f"or not written by it; move it away, or overwrite it with make {self._command} FORCE=1"
             )
         try:

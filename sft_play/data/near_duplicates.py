@@ -75,8 +75,8 @@ def choose_bands(threshold: float) -> tuple[int, int]:
         rows: math.ceil(math.log(MISS_PROBABILITY) / math.log(1 - sure_similarity**rows))
         for rows in range(2, _MAX_BAND_ROWS + 1)
     }
-    rows = max((rows for rows, bands in bands_by_rows.items() if bands <= _MAX_BANDS), default=2)
-    return bands_by_rows[rows], rows
+    rows_per_band = max((rows for rows, bands in bands_by_rows.items() if bands <= _MAX_BANDS), default=2)
+    return bands_by_rows[rows_per_band], rows_per_band
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class SketchMaker:
         from datasketch import MinHash  # takes half a second to import, with scipy
 
         self.threshold = threshold
-        self.bands, rows = choose_bands(threshold)
-        self._minhash = MinHash(num_perm=self.bands * rows, hashfunc=int)
-        self._width = rows * self._minhash.hashvalues.itemsize
+        self.bands, rows_per_band = choose_bands(threshold)
+        self._minhash = MinHash(num_perm=self.bands * rows_per_band, hashfunc=int)
+        self._width = rows_per_band * self._minhash.hashvalues.itemsize
 
     def sketch(self, text: str) -> TextSketch:
         """The sketch of a text."""
@@ -111,9 +111,9 @@ class SimilarityIndex:
     """Indexes texts, and finds the one most similar to another text, if their similarity reaches the threshold.
     datasketch's MinHashLSH finds the same, with four times the memory and ten times the time for it."""
 
-    def __init__(self, sketches: SketchMaker) -> None:
-        self._threshold = sketches.threshold
-        self._tables: list[dict[bytes, tuple[int, ...] | list[int]]] = [{} for _ in range(sketches.bands)]
+    def __init__(self, sketch_maker: SketchMaker) -> None:
+        self._threshold = sketch_maker.threshold
+        self._tables: list[dict[bytes, tuple[int, ...] | list[int]]] = [{} for _ in range(sketch_maker.bands)]
         self._texts: list[tuple[Shingles, str]] = []
         # About the memory that the index takes.
         self.memory_bytes = 0

@@ -92,17 +92,17 @@ class PreviewRow:
             yield index, item
 
 
-def choose_evenly(rows: int, count: int, *, longest: int) -> list[int]:
+def choose_row_indices(rows: int, count: int, *, longest_index: int) -> list[int]:
     """`count` row numbers from 0, evenly over the file: the first, the last, the longest, and some between."""
     if count >= rows:
         return list(range(rows))
     if count == 1:
         return [0]
-    row_numbers = [round(n * (rows - 1) / (count - 1)) for n in range(count)]
-    if count > 2 and longest not in row_numbers:  # in the place of the nearest; the first and the last stay
-        nearest = min(row_numbers[1:-1], key=lambda n: abs(n - longest))
-        row_numbers[row_numbers.index(nearest)] = longest
-    return sorted(row_numbers)
+    row_indices = [round(n * (rows - 1) / (count - 1)) for n in range(count)]
+    if count > 2 and longest_index not in row_indices:  # in the place of the nearest; the first and the last stay
+        nearest = min(row_indices[1:-1], key=lambda n: abs(n - longest_index))
+        row_indices[row_indices.index(nearest)] = longest_index
+    return sorted(row_indices)
 
 
 @dataclass(frozen=True)
@@ -216,21 +216,21 @@ def select_spread_rows(reader: ExampleReader, count: int) -> list[tuple[int, Row
     stride = 1
     longest: tuple[int, int, RowWithFormat] | None = None
     last: tuple[int, RowWithFormat] | None = None
-    for index, raw in enumerate(reader.raw_rows()):
+    for index, row_with_format in enumerate(reader.raw_rows()):
         # before any tokenizer is asked: the longest by characters is near enough to show
-        size = len(str(raw[0].data)) if isinstance(raw[0], RawRow) else 0
+        size = len(str(row_with_format[0].data)) if isinstance(row_with_format[0], RawRow) else 0
         if longest is None or size > longest[0]:
-            longest = (size, index, raw)
-        last = (index, raw)
+            longest = (size, index, row_with_format)
+        last = (index, row_with_format)
         if index % stride == 0:
-            kept_rows[index] = raw
+            kept_rows[index] = row_with_format
             if len(kept_rows) > 4 * count + 4:
                 stride *= 2
                 kept_rows = {index: item for index, item in kept_rows.items() if index % stride == 0}
     if last is None or longest is None:
         raise DataError(f"{reader.path} has no rows")
     kept_rows |= {last[0]: last[1], longest[1]: longest[2]}  # the stride may have dropped them
-    requested_indices = choose_evenly(last[0] + 1, count, longest=longest[1])
+    requested_indices = choose_row_indices(last[0] + 1, count, longest_index=longest[1])
     nearest = sorted(
         {
             min(sorted(kept_rows), key=lambda index: abs(index - requested_index))
@@ -241,10 +241,10 @@ def select_spread_rows(reader: ExampleReader, count: int) -> list[tuple[int, Row
 
 
 def preview_rows(
-    row_number: int, raw_row: RowWithFormat, reader: ExampleReader, row_renderer: RowRenderer, token_bytes: TokenBytes
+    row_number: int, row_with_format: RowWithFormat, reader: ExampleReader, row_renderer: RowRenderer, token_bytes: TokenBytes
 ) -> list[PreviewRow]:
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
-    raw, row_format = raw_row
+    raw, row_format = row_with_format
     example = read_example(raw, row_format, reader.data)
     text = json.dumps(raw.data, ensure_ascii=False, default=str) if isinstance(raw, RawRow) else ""
     raw_text = text if len(text) <= MAX_RAW_CHARACTERS else f"{text[:MAX_RAW_CHARACTERS]}…"

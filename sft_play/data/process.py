@@ -42,7 +42,7 @@ from sft_play.data.sources.formats import (
 )
 from sft_play.data.sources.messages import author_form, known_role_lines
 from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large_row
-from sft_play.data.sources.tables import split_from_name, split_names
+from sft_play.data.sources.tables import split_from_name, list_split_names
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.process.waiting import WaitProgress, report_wait
@@ -161,14 +161,14 @@ class _Processor:
         paths = (raw_path,) if isinstance(raw_path, str) else raw_path
         # a file that two paths name is read once
         splits_by_part = dict(item for path in paths for item in self._find_parts_in(path))
-        held_out = sum(split in ("val", "test") for split in splits_by_part.values())
+        held_out_count = sum(split in ("val", "test") for split in splits_by_part.values())
         # One held-out file beside others makes it so; files that are all held out are split like any others.
-        self._report.has_own_splits = 0 < held_out < len(splits_by_part)
+        self._report.has_own_splits = 0 < held_out_count < len(splits_by_part)
         if not self._report.has_own_splits:
             return [(part, None) for part in splits_by_part]
-        present = [name for name in SPLIT_NAMES if name in {split or "train" for split in splits_by_part.values()}]
+        present_splits = [name for name in SPLIT_NAMES if name in {split or "train" for split in splits_by_part.values()}]
         self._report.remarks.append(
-            f"The raw files have their own splits ({', '.join(present)}); they are kept, and none is split off"
+            f"The raw files have their own splits ({', '.join(present_splits)}); they are kept, and none is split off"
         )
         order = ("val", "test", "train")
         return [(part, name) for name in order for part, split in splits_by_part.items() if (split or "train") == name]
@@ -195,7 +195,7 @@ class _Processor:
             ]
         parts_with_splits: list[tuple[FilePart, str | None]] = []
         for part in parts:
-            names = split_names(part.name, is_on_hub=part.kind == "hub") if part.kind in ("saved", "hub") else []
+            names = list_split_names(part.name, is_on_hub=part.kind == "hub") if part.kind in ("saved", "hub") else []
             parts_with_splits += self._split_data_set(part, names) if names else [(part, _find_named_split(part, root))]
         return parts_with_splits
 
@@ -216,38 +216,38 @@ class _Processor:
     def _process_part(self, part: FilePart, split: str | None, out: OutputFolder) -> None:
         """Check and write the rows of one raw file; its faults are kept for one message about all files."""
         name = part.name if part.kind not in ("saved", "hub") else f"{part.name} ({part.split})"
-        file = FileReport(one_line(name, limit=4_000), split=split)
-        self._report.files.append(file)
+        file_report = FileReport(one_line(name, limit=4_000), split=split)
+        self._report.files.append(file_report)
         stats = RowStats()
         try:
-            for example in self._read_examples(part, file):
-                file.rows += 1
+            for example in self._read_examples(part, file_report):
+                file_report.rows += 1
                 self._progress.add()
                 if not isinstance(example, BadRow):
                     stats.count_example(example)
-                problem = example if isinstance(example, BadRow) else self._process_example(example, split, file, out)
+                problem = example if isinstance(example, BadRow) else self._process_example(example, split, file_report, out)
                 if problem is not None:
                     self._report.count_dropped(problem.reason, problem.where)
                     stats.count_bad(problem)
         except OutputWriteError:  # a full disk is no fault of the raw file
             raise
         except DataError as error:
-            self._faults.append(_format_file_fault(file, stats, str(error)))
+            self._faults.append(_format_file_fault(file_report, stats, str(error)))
             return
         finally:
             self._has_bad_rows = self._has_bad_rows or bool(stats.bad_rows)
-            file.unused = list(dict.fromkeys(name for name, _, _ in stats.unused_columns))[:MAX_LISTED]
+            file_report.unused = list(dict.fromkeys(name for name, _, _ in stats.unused_columns))[:MAX_LISTED]
             for finding in judge_columns(stats, self._config.data):
-                self._report.remarks += [f"{file.name}: columns {finding.found}"] if finding.verdict == "WARN" else []
+                self._report.remarks += [f"{file_report.name}: columns {finding.found}"] if finding.verdict == "WARN" else []
         if stats.bad_rows and self._config.data.on_bad_row == "fail":
-            self._faults.append(_format_file_fault(file, stats))
+            self._faults.append(_format_file_fault(file_report, stats))
 
-    def _read_examples(self, part: FilePart, file: FileReport) -> Iterator[Example | BadRow]:
+    def _read_examples(self, part: FilePart, file_report: FileReport) -> Iterator[Example | BadRow]:
         # rows are written without data.style, which make style or a run adds
         rows, data = read_part(part), self._config.data.model_copy(update={"style": StyleConfig()})
         probed_rows, row_format = detect_format(rows, data)
         if row_format is not None:
-            file.format = row_format.name
+            file_report.format = row_format.name
         for raw in itertools.chain(probed_rows, rows):
             example = read_example(raw, row_format, data)
             if isinstance(raw, RawRow) and not isinstance(example, BadRow) and is_processed_row(raw.data):
@@ -256,7 +256,7 @@ class _Processor:
             yield example
 
     def _process_example(
-        self, example: Example, split: str | None, file: FileReport, out: OutputFolder
+        self, example: Example, split: str | None, file_report: FileReport, out: OutputFolder
     ) -> BadRow | None:
         """Count one example, choose its split and write it; a bad row where it is too large to be read again."""
         report = self._report
@@ -276,7 +276,7 @@ class _Processor:
             example, target_split, is_new=is_new
         ):
             return None
-        self._first_file_by_kind.setdefault("text" if isinstance(example, Text) else "chats", file.name)
+        self._first_file_by_kind.setdefault("text" if isinstance(example, Text) else "chats", file_report.name)
         if self._faults:
             return None  # nothing will be written; the rest is read to list all faults
         if target_split not in self._output_files:  # a split without rows gets no file
@@ -333,9 +333,9 @@ class _Processor:
 
     @property
     def _is_index_full(self) -> bool:
-        only_counts = self._options.near_duplicates == "count"
+        is_counting_only = self._options.near_duplicates == "count"
         return (
-            only_counts
+            is_counting_only
             and self._similarity_index is not None
             and self._similarity_index.memory_bytes >= MAX_INDEX_BYTES
         )
@@ -394,12 +394,12 @@ def _find_named_split(part: FilePart, root: Path | None) -> str | None:
     return next((split for word in (stem, *reversed(folders)) if (split := split_from_name(word))), None)
 
 
-def _format_file_fault(file: FileReport, stats: RowStats, error: str = "") -> str:
+def _format_file_fault(file_report: FileReport, stats: RowStats, error: str = "") -> str:
     lines = []
     if stats.bad_rows:
-        head, *rows = bad_row_lines(f"{file.rows:,} rows", stats.bad_rows, stats.first_bad)
+        head, *rows = bad_row_lines(f"{file_report.rows:,} rows", stats.bad_rows, stats.first_bad)
         lines = [
-            f"{file.name}: {head}",
+            f"{file_report.name}: {head}",
             *rows,
             *(f"  {line}" for line in known_role_lines(stats.bad_rows, stats.turns)),
         ]

@@ -235,8 +235,8 @@ class ProcessReport:
         ]
 
 
-def _format_occurrences(reason: str, places: Occurrences) -> str:
-    return f"{format_row_count(places.count)}: {reason}: {places.format_locations()}"
+def _format_occurrences(reason: str, occurrences: Occurrences) -> str:
+    return f"{format_row_count(occurrences.count)}: {reason}: {occurrences.format_locations()}"
 
 
 def sort_by_count(counts: dict[str, Occurrences]) -> list[tuple[str, Occurrences]]:

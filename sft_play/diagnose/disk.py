@@ -44,11 +44,11 @@ class DiskUsage:
     def min_bytes(self, existing_checkpoints: int = 0) -> int:
         """Of `total_bytes` what weights and states take for certain beside `existing_checkpoints`; before the final
         weights are written the oldest one goes."""
-        new_checkpoints, checkpoint = (
+        new_checkpoints, checkpoint_bytes = (
             max(0, (self.max_checkpoints or 1) - existing_checkpoints),
             self.checkpoint_bytes - OTHER_BYTES,
         )
-        return max(new_checkpoints * checkpoint, (new_checkpoints - 1) * checkpoint + self.weights_bytes - OTHER_BYTES)
+        return max(new_checkpoints * checkpoint_bytes, (new_checkpoints - 1) * checkpoint_bytes + self.weights_bytes - OTHER_BYTES)
 
 
 def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUsage:
@@ -56,10 +56,10 @@ def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> Disk
     small model's runs, by the small ones that are not counted (2026-11-21)."""
     layout = plan.choice.layout
     trained = create_step_simulation(config, shape, plan.precision, plan.choice.step).trained_parameters
-    weights = trained.width * trained.params
-    checkpoint = plan.memory.checkpoint_bytes
+    weights_bytes = trained.width * trained.params
+    checkpoint_bytes = plan.memory.checkpoint_bytes
     if layout.is_zero:  # DeepSpeed's files and the trainer's each hold the weights; ZeRO-3's own only as fp32 masters
-        checkpoint += (1 if layout.shards_params else 2) * weights
+        checkpoint_bytes += (1 if layout.shards_params else 2) * weights_bytes
     # A new checkpoint is complete before the oldest is deleted, and the best one is kept beside the limit.
     train = config.train
     kept_at_once = None if train.save_total_limit is None else train.save_total_limit + train.load_best_model_at_end + 1
@@ -72,23 +72,23 @@ def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> Disk
     checkpoint_counts = [count for count in (total_saves, kept_at_once) if count is not None]
     # the fewer of the two bounds: a short run writes fewer checkpoints than the limit allows
     return DiskUsage(
-        checkpoint + OTHER_BYTES, weights + OTHER_BYTES, min(checkpoint_counts) if checkpoint_counts else None
+        checkpoint_bytes + OTHER_BYTES, weights_bytes + OTHER_BYTES, min(checkpoint_counts) if checkpoint_counts else None
     )
 
 
 def disk_findings(config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions) -> list[Finding]:
     """Whether the weights to download and the checkpoints fit on their disks."""
-    existing, space = nearest_disk_space(hub_cache_folder())
-    download = check_download(shape, is_cached=has_local_weights(config), disk_folder=existing, space=space)
+    disk_folder, space = nearest_disk_space(hub_cache_folder())
+    download = check_download(shape, is_cached=has_local_weights(config), disk_folder=disk_folder, space=space)
     if options.nodes.rank > 0 and not plan.choice.layout.is_zero:
         return [skip_finding("disk", "node 0 writes checkpoints and the final weights"), download]
     try:
         folder = output_dir(config.output)
     except SftPlayError as error:
         return [fail_finding("disk", one_line(str(error), limit=300), "set output.dir to a folder"), download]
-    existing, space = nearest_disk_space(folder)
-    disk_usage, is_writable = planned_disk_usage(config, shape, plan), os.access(existing, os.W_OK | os.X_OK)
-    return [check_disk(disk_usage, folder=folder, disk_folder=existing, space=space, is_writable=is_writable), download]
+    disk_folder, space = nearest_disk_space(folder)
+    disk_usage, is_writable = planned_disk_usage(config, shape, plan), os.access(disk_folder, os.W_OK | os.X_OK)
+    return [check_disk(disk_usage, folder=folder, disk_folder=disk_folder, space=space, is_writable=is_writable), download]
 
 
 def has_local_weights(config: RunConfig) -> bool:
@@ -135,15 +135,15 @@ def check_disk(
 
 def check_download(shape: ModelShape, *, is_cached: bool, disk_folder: Path, space: DiskSpace | None) -> Finding:
     """Whether the hub's cache has room for the weights that the run would download."""
-    size = HUB_BYTES_PER_PARAM * shape.params
+    download_bytes = HUB_BYTES_PER_PARAM * shape.params
     if is_cached:
         return skip_finding("disk for the model", "the weights are already here")
     if space is None:
         return skip_finding("disk for the model", f"the free space at {disk_folder} cannot be read")
     message = (
-        f"about {format_size(size)} will be downloaded from the hub; {format_size(space.free)} are free at "
+        f"about {format_size(download_bytes)} will be downloaded from the hub; {format_size(space.free)} are free at "
         f"{disk_folder}"
     )
-    if space.free < size:
+    if space.free < download_bytes:
         return fail_finding("disk for the model", message, "free space, or export HF_HOME=/a/larger/disk")
     return pass_finding("disk for the model", message)

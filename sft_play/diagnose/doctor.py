@@ -55,21 +55,21 @@ def run_doctor(
 ) -> DoctorReport:
     """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written,
     and a check that cannot be made is a finding. `uses_cpu`: the run asks for the CPU."""
-    started = time.monotonic()
+    start_time_s = time.monotonic()
     environment = os.environ if environment is None else environment
     # a run that asks for the CPU must not fail a check for the state of GPUs that it leaves alone
     machine = detect_hardware(environment).without_gpus() if uses_cpu else detect_hardware(environment)
     local_machine, all_nodes, gpu_finding = _select_gpus(machine, options)
-    planned, plan_findings = _plan_run(planner, all_nodes, gpu_finding)
+    planned_run, plan_findings = _plan_run(planner, all_nodes, gpu_finding)
     system_facts = surroundings.read_system_facts(local_machine, environment)
     findings = [
-        *_machine_findings(system_facts, options, planned, gpu_finding),
+        *_machine_findings(system_facts, options, planned_run, gpu_finding),
         *plan_findings,
-        *([check_run_starts(planned.config, machine, environment, params=planned.shape.params)] if planned else ()),
-        *(disk_findings(planned.config, planned.shape, planned.plan, options) if planned else ()),
-        *_multi_rank_findings(system_facts, options, gpu_finding, environment, meeting_s=meeting_s, started=started),
+        *([check_run_starts(planned_run.config, machine, environment, params=planned_run.shape.params)] if planned_run else ()),
+        *(disk_findings(planned_run.config, planned_run.shape, planned_run.plan, options) if planned_run else ()),
+        *_multi_rank_findings(system_facts, options, gpu_finding, environment, meeting_s=meeting_s, start_time_s=start_time_s),
     ]
-    return DoctorReport(tuple(findings), time.monotonic() - started)
+    return DoctorReport(tuple(findings), time.monotonic() - start_time_s)
 
 
 def _select_gpus(machine: Hardware, options: LaunchOptions) -> tuple[Hardware, Hardware, Finding]:
@@ -92,30 +92,30 @@ def _plan_run(planner: RunPlanner, machine: Hardware, gpu_finding: Finding) -> t
     if gpu_finding.verdict == "FAIL":
         return None, [skip_finding("plan", "planning needs identical GPUs that exist; see above")]
     try:
-        planned = planner(machine)
+        planned_run = planner(machine)
     except SftPlayError as error:
         return None, [fail_finding("plan", one_line(str(error), limit=600), "fix it; make plan says more")]
-    plan, ranks = planned.plan, f"{machine.ranks} rank{'s' if machine.ranks > 1 else ''}"
+    plan, ranks = planned_run.plan, f"{machine.ranks} rank{'s' if machine.ranks > 1 else ''}"
     choice = f"{plan.layout} on {ranks}: {plan.choice.verdict}"
     nothing_fits = fail_finding("plan", f"nothing fits; the closest: {choice}", "make plan lists suggestions")
-    return planned, [pass_finding("plan", choice) if plan.fits else nothing_fits]
+    return planned_run, [pass_finding("plan", choice) if plan.fits else nothing_fits]
 
 
 def _machine_findings(
-    system_facts: SystemFacts, options: LaunchOptions, planned: PlannedRun | None, gpu_finding: Finding
+    system_facts: SystemFacts, options: LaunchOptions, planned_run: PlannedRun | None, gpu_finding: Finding
 ) -> list[Finding]:
     machine, nodes = system_facts.hardware, options.nodes.count
-    layout = planned.plan.layout if planned else str(options.strategy or "")
+    layout = planned_run.plan.layout if planned_run else str(options.strategy or "")
     return [
         system.check_packages(system_facts.versions, system_facts.requirements),
         gpu_finding,
         *check_torch_build(system_facts),
         *known_bad.find_known_bad(
             system_facts,
-            ranks=machine.ranks * nodes,
-            nodes=nodes,
+            rank_count=machine.ranks * nodes,
+            node_count=nodes,
             layout=layout,
-            packages=planned.shape.kernel_packages if planned else (),
+            packages=planned_run.shape.kernel_packages if planned_run else (),
         ),
         system.check_shared_memory(system_facts.shared_memory, gpus_per_node=len(machine.gpus)),
     ]
@@ -154,7 +154,7 @@ def _multi_rank_findings(
     environment: Mapping[str, str],
     *,
     meeting_s: float,
-    started: float,
+    start_time_s: float,
 ) -> list[Finding]:
     findings: list[Finding] = []
     rank_environment = dict(environment)
@@ -170,7 +170,7 @@ def _multi_rank_findings(
         return [*findings, skip_finding(ranks.ALL_REDUCE_NAME, "torch is not installed")]
     disable_broken_p2p(system_facts.hardware, rank_environment)  # as a run's ranks communicate
     # nodes that met after half a minute leave less of the whole
-    limit_s = min(MAX_ALL_REDUCE_S, max(MIN_ALL_REDUCE_S, TOTAL_LIMIT_S - (time.monotonic() - started)))
+    limit_s = min(MAX_ALL_REDUCE_S, max(MIN_ALL_REDUCE_S, TOTAL_LIMIT_S - (time.monotonic() - start_time_s)))
     outcome = ranks.run_all_reduce(system_facts.hardware, options, limit_s=limit_s, environment=rank_environment)
     return [*findings, *ranks.judge_all_reduce(outcome, system_facts, options.nodes)]
 
@@ -183,7 +183,7 @@ def check_node_meeting(
     from sft_play.training.ranks.node_meeting import meet_nodes
 
     try:
-        meeting = meet_nodes(nodes, node_description(system_facts), limit_s=limit_s)
+        meeting = meet_nodes(nodes, node_description(system_facts), timeout_s=limit_s)
     except SftPlayError as error:
         # The doctor's time limit is fixed: distributed.timeout_s does not change it.
         message = str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")

@@ -13,7 +13,7 @@ import psutil
 
 from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.gpu import GpuSnapshot
-from sft_play.facts.gpus.unusable_accelerators import unusable_accelerator
+from sft_play.facts.gpus.unusable_accelerators import find_unusable_accelerator
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.host import nearest_disk_space
 from sft_play.facts.installed import installed_version, nccl_package, torch_cuda_version, torch_hip_version
@@ -122,7 +122,7 @@ def read_machine_info(outputs: Path, environment: Mapping[str, str], *, includes
             installed_version("torch"), torch_cuda_version(), torch_hip_version(), nccl_version, nccl_name
         ),
         torch_report=read_torch_report(environment) if includes_torch else None,
-        unused_accelerator=None if hardware.gpus else unusable_accelerator(environment),
+        unused_accelerator=None if hardware.gpus else find_unusable_accelerator(environment),
     )
 
 

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from sft_play.diagnose.surroundings import SystemFacts
 from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE, kernel_package_problem
 from sft_play.findings import Finding, pass_finding
-from sft_play.launch.machine import P2P_OFF, has_broken_p2p
+from sft_play.launch.machine import P2P_OFF_VARIABLES, has_broken_p2p
 
 Condition = Mapping[str, Any]
 # None: not known, which meets no condition.
@@ -55,14 +55,14 @@ _DEFAULT_ERROR_REMEDY = ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.
 def find_known_bad(
     system_facts: SystemFacts,
     *,
-    ranks: int = 1,
-    nodes: int = 1,
+    rank_count: int = 1,
+    node_count: int = 1,
     layout: str = "single",
     packages: Collection[str] = (),
 ) -> list[Finding]:
     """A finding for each entry that applies; else a PASS. `ranks`: of all nodes. `packages`: whose kernels the model's
     class runs where they are installed."""
-    facts = _combination_facts(system_facts, packages, ranks=ranks, nodes=nodes, layout=layout)
+    facts = _combination_facts(system_facts, packages, rank_count=rank_count, node_count=node_count, layout=layout)
     shown_facts = {name: "?" if value is None else value for name, value in facts.items()}
     findings = [
         Finding(
@@ -87,7 +87,7 @@ def error_remedies(error: str) -> tuple[str, ...]:
 
 
 def _combination_facts(
-    system_facts: SystemFacts, packages: Collection[str], *, ranks: int, nodes: int, layout: str
+    system_facts: SystemFacts, packages: Collection[str], *, rank_count: int, node_count: int, layout: str
 ) -> Facts:
     gpus = system_facts.hardware.gpus
     capabilities = [gpu.capability for gpu in gpus if gpu.capability]
@@ -95,8 +95,8 @@ def _combination_facts(
     unsound_reason = next(
         filter(None, (kernel_package_problem(name, capability) for name in packages for capability in capabilities)), ""
     )
-    uses_nccl = ranks > 1 and bool(gpus)
-    is_p2p_off = P2P_OFF.keys() <= system_facts.environment.keys()
+    uses_nccl = rank_count > 1 and bool(gpus)
+    is_p2p_off = P2P_OFF_VARIABLES.keys() <= system_facts.environment.keys()
     return {
         **{name: system_facts.versions.get(name) for name in (*_COMPARED_PACKAGES, LINEAR_ATTENTION_PACKAGE)},
         "driver": system_facts.driver,
@@ -112,8 +112,8 @@ def _combination_facts(
         "runs_delta_rules": LINEAR_ATTENTION_PACKAGE in packages,
         "unsound": unsound_reason != "",
         "why_not": unsound_reason,
-        "ranks": ranks,
-        "nodes": nodes,
+        "ranks": rank_count,
+        "nodes": node_count,
         "over_nccl": uses_nccl,
         "layout": layout,
         "accelerate_refuses_p2p": uses_nccl

@@ -107,10 +107,10 @@ class PeakMemory:
     bytes_by_gpu: dict[int, int] = field(default_factory=dict)
     bytes_by_pid: dict[int, int] = field(default_factory=dict)
 
-    def switch_run(self, run: object) -> None:
+    def switch_run(self, run_id: object) -> None:
         """Start over for another run."""
-        if run != self.run_id:
-            self.run_id, self.bytes_by_gpu, self.bytes_by_pid = run, {}, {}
+        if run_id != self.run_id:
+            self.run_id, self.bytes_by_gpu, self.bytes_by_pid = run_id, {}, {}
 
 
 def read_memory_prediction(folder: RunFolder) -> MemoryPrediction | None:

@@ -70,7 +70,7 @@ class _UserProcess:
     psutil_process: psutil.Process
 
 
-def find_rank_group(folder: RunFolder, holders: tuple[int, ...]) -> RankGroup | None:
+def find_rank_group(folder: RunFolder, holder_pids: tuple[int, ...]) -> RankGroup | None:
     """The processes that train a run, given those that have it locked; None where they cannot be seen from here."""
     processes = {item.pid: item for item in _user_processes()}
     run_path = folder.path.resolve()
@@ -78,7 +78,7 @@ def find_rank_group(folder: RunFolder, holders: tuple[int, ...]) -> RankGroup | 
     # what a rank started has its environment: only the topmost one counts
     top_ranks = [item for item in ranks.values() if item.parent not in ranks]
     named_ranks = [item for item in top_ranks if _names_run(item, run_path)]
-    writer = next((processes[pid] for pid in holders if pid in processes), None)
+    writer = next((processes[pid] for pid in holder_pids if pid in processes), None)
     members = named_ranks
     if not named_ranks and writer is not None:
         members = [item for item in top_ranks if item.parent == writer.parent] if writer.pid in ranks else [writer]
@@ -94,10 +94,10 @@ def _names_run(process: _UserProcess, run_path: Path) -> bool:
 
 
 def _user_processes() -> Iterator[_UserProcess]:
-    user = os.getuid()
+    user_id = os.getuid()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.uids().real != user or process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
+            if process.uids().real != user_id or process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
                 continue
             environment = process.environ()
             variables = {name: environment[name] for name in _KEPT_VARIABLES if name in environment}
@@ -131,26 +131,26 @@ def _resident_bytes(process: psutil.Process) -> int:
 _LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
 
 
-def lock_holder(folder: RunFolder) -> int | None:
+def lock_holder_pid(folder: RunFolder) -> int | None:
     """The pid of the process that writes a run, the rank's before its command's; 0 where it is of another machine or
     container, None where none writes."""
-    pid = next(iter(_lock_holders(folder)), None)
+    pid = next(iter(_lock_holder_pids(folder)), None)
     return pid if pid is None or (pid > 0 and psutil.pid_exists(pid)) else 0
 
 
-def _lock_holders(folder: RunFolder) -> tuple[int, ...]:
+def _lock_holder_pids(folder: RunFolder) -> tuple[int, ...]:
     """The processes that have a run locked, the writer first; -1 is one of another machine. The lock is only asked
     about: a run that starts at this moment must not find it held."""
     try:
         with (folder.path / LOCK_FILE).open("rb") as file:
             # a run alone locks all of the file, and holds both parts
-            holders = [_byte_lock_holder(file, part) for part in (WRITER, LAUNCHER)]
+            holder_pids = [_byte_lock_holder_pid(file, role) for role in (WRITER, LAUNCHER)]
     except (OSError, struct.error):
         return ()
-    return tuple(dict.fromkeys(filter(None, holders)))
+    return tuple(dict.fromkeys(filter(None, holder_pids)))
 
 
-def _byte_lock_holder(file: IO[bytes], offset: int) -> int:
+def _byte_lock_holder_pid(file: IO[bytes], offset: int) -> int:
     """The process that has a byte locked; 0 where none has, -1 on another machine."""
     if sys.platform == "darwin":
         request = struct.pack(_LOCK_BSD, offset, 1, 0, fcntl.F_WRLCK, os.SEEK_SET)
@@ -178,7 +178,7 @@ def find_run_processes(output_root: Path, *, name: str | None = None) -> RunProc
         return _inspect_run(resolve_run(output_root, name))
     folders: list[RunFolder] = []
     with contextlib.suppress(OSError):  # the folder is missing, or on a network disk that does not answer
-        folders += [folder for folder in iter_runs(output_root) if lock_holder(folder) is not None]
+        folders += [folder for folder in iter_runs(output_root) if lock_holder_pid(folder) is not None]
     if not folders:
         return RunProcesses(notes=(f"No run is in progress in {one_line(str(output_root))}",))
     newest, *others = sorted(folders, key=_start_order, reverse=True)
@@ -206,18 +206,18 @@ def _start_order(folder: RunFolder) -> tuple[str, str]:
 
 def _inspect_run(folder: RunFolder) -> RunProcesses:
     shown_path = one_line(str(folder.path))
-    if lock_holder(folder) is None:
+    if lock_holder_pid(folder) is None:
         # a process that is killed cannot write its end into the manifest
         status = read_manifest_or_empty(folder).get("status")
         ended_note = "; its manifest says running, and nothing writes it: it was ended" if status == "running" else ""
         return RunProcesses(
             folder, notes=(f"Run {shown_path} is not running (status: {value_or_na(status)}){ended_note}",)
         )
-    group = find_rank_group(folder, _lock_holders(folder))
+    group = find_rank_group(folder, _lock_holder_pids(folder))
     if group is None:
-        by_unseen_process = "by a process that cannot be seen from here (another user, container or machine)"
+        unseen_text = "by a process that cannot be seen from here (another user, container or machine)"
         return RunProcesses(
-            folder, None, is_running=True, notes=(f"Run {shown_path} is being written, {by_unseen_process}",)
+            folder, None, is_running=True, notes=(f"Run {shown_path} is being written, {unseen_text}",)
         )
     return RunProcesses(folder, group, is_running=True, notes=(f"Run {shown_path}: {_describe_processes(group)}",))
 

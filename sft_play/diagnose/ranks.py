@@ -13,7 +13,7 @@ from typing import Any
 
 from sft_play.diagnose.known_bad import error_remedies
 from sft_play.diagnose.surroundings import SystemFacts
-from sft_play.facts.gpus.gpu_catalog import find_gpus
+from sft_play.facts.gpus.gpu_catalog import find_catalog_entries
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
@@ -62,10 +62,10 @@ def all_reduce_launch(
     device = "cuda" if machine.gpus else "cpu"
     launch = torchrun_command(
         ["--out", str(reports_folder), "--device", device, "--timeout", str(timeout_s)],
-        processes=local_ranks,
+        processes_per_node=local_ranks,
         nodes=options.nodes,
-        threads=None if machine.gpus else max(1, machine.cpu_cores // local_ranks),
-        gpus=",".join(str(gpu) for gpu in options.gpus) or None,
+        threads_per_rank=None if machine.gpus else max(1, machine.cpu_cores // local_ranks),
+        visible_gpus=",".join(str(gpu) for gpu in options.gpus) or None,
     )
     # a run's launch, of which only the program differs: what the check finds out holds for the run
     module_index = launch.argv.index("--module") + 1
@@ -117,28 +117,28 @@ def run_all_reduce(
         return replace(
             outcome,
             notes_by_rank={
-                rank: note
+                rank: report
                 for rank in outcome.expected_ranks
-                if (note := _read_note(reports_folder / f"rank-{rank}.json"))
+                if (report := _read_rank_report(reports_folder / f"rank-{rank}.json"))
             },
-            result=_read_note(reports_folder / "result.json"),
+            result=_read_rank_report(reports_folder / "result.json"),
             exit_code=code,
             output_tail=" | ".join(redact(one_line(line, limit=160)) for line in last_lines),
         )
 
 
-def _read_note(path: Path) -> dict[str, Any] | None:
+def _read_rank_report(path: Path) -> dict[str, Any] | None:
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return note if isinstance(note, dict) else None
+    return report if isinstance(report, dict) else None
 
 
 def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> list[Finding]:
     """The findings of the all-reduce: the sum, the ranks that did not arrive, the bandwidth."""
-    errors = {rank: str(note["error"]) for rank, note in outcome.notes_by_rank.items() if "error" in note}
-    wrong_counts = {rank: int(note["wrong"]) for rank, note in outcome.notes_by_rank.items() if note.get("wrong")}
+    errors = {rank: str(report["error"]) for rank, report in outcome.notes_by_rank.items() if "error" in report}
+    wrong_counts = {rank: int(report["wrong"]) for rank, report in outcome.notes_by_rank.items() if report.get("wrong")}
     finished_ranks = [
         rank for rank in outcome.expected_ranks if outcome.notes_by_rank.get(rank, {}).get("stage") == "done"
     ]
@@ -150,22 +150,22 @@ def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes
         return [fail_finding(ALL_REDUCE_NAME, f"the sum is wrong: {counts}", remedy)]
     if len(finished_ranks) < len(outcome.expected_ranks) or (outcome.result is None and nodes.rank == 0):
         return [_failure_finding(outcome, system_facts, errors)]
-    notes = list(outcome.result["ranks"]) if outcome.result else list(outcome.notes_by_rank.values())
-    return [_sum_finding(outcome, notes, system_facts), *_bandwidth_findings(outcome, system_facts, nodes)]
+    reports = list(outcome.result["ranks"]) if outcome.result else list(outcome.notes_by_rank.values())
+    return [_sum_finding(outcome, reports, system_facts), *_bandwidth_findings(outcome, system_facts, nodes)]
 
 
-def _sum_finding(outcome: AllReduceOutcome, notes: Sequence[Mapping[str, Any]], system_facts: SystemFacts) -> Finding:
+def _sum_finding(outcome: AllReduceOutcome, reports: Sequence[Mapping[str, Any]], system_facts: SystemFacts) -> Finding:
     ranks_by_host: dict[str, list[int]] = {}
-    for note in notes:
-        ranks_by_host.setdefault(one_line(str(note.get("host"))), []).append(int(note["rank"]))
+    for report in reports:
+        ranks_by_host.setdefault(one_line(str(report.get("host"))), []).append(int(report["rank"]))
     placement = "; ".join(f"{format_ranks(sorted(members))} on {host}" for host, members in ranks_by_host.items())
     part_text = "" if outcome.result else f" (this node's part of {outcome.world_size}; node 0 reports on all)"
     backend = "NCCL" if system_facts.hardware.gpus else "gloo"
-    return pass_finding(ALL_REDUCE_NAME, f"right over {backend} on {len(notes)} ranks{part_text}: {placement}")
+    return pass_finding(ALL_REDUCE_NAME, f"right over {backend} on {len(reports)} ranks{part_text}: {placement}")
 
 
 # by the last note that a rank of `training.ranks.collective_check` wrote
-_STAGES = {
+_CHECK_STAGE_TEXTS = {
     "absent": "never started",
     "started": "has not reached its device",
     "device": "is waiting to join the others",
@@ -177,13 +177,13 @@ _STAGES = {
 
 
 # errors of ranks that only lost another one, or waited for it: it failed first
-_SECONDARY = re.compile(
+_SECONDARY_ERRORS = re.compile(
     r"closed by peer|reset by peer|[Tt]imed? ?out|remote process exited|Broken pipe|store", re.IGNORECASE
 )
 
 
 def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts, errors: Mapping[int, str]) -> Finding:
-    first_errors = {rank: error for rank, error in errors.items() if not _SECONDARY.search(error)}
+    first_errors = {rank: error for rank, error in errors.items() if not _SECONDARY_ERRORS.search(error)}
     if first_errors:
         error = next(iter(first_errors.values()))
         failed_ranks = [rank for rank, message in first_errors.items() if message == error]
@@ -196,7 +196,7 @@ def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts, error
     for rank in outcome.expected_ranks:
         ranks_by_stage.setdefault(str(outcome.notes_by_rank.get(rank, {}).get("stage", "absent")), []).append(rank)
     stages_text = "; ".join(
-        f"{format_ranks(ranks)} {_STAGES.get(stage, stage)}" for stage, ranks in ranks_by_stage.items()
+        f"{format_ranks(ranks)} {_CHECK_STAGE_TEXTS.get(stage, stage)}" for stage, ranks in ranks_by_stage.items()
     )
     if not outcome.timed_out and not errors:
         failure = f"{stages_text}, exit code {outcome.exit_code}: {outcome.output_tail or 'no output'}"
@@ -225,9 +225,9 @@ def _hang_remedy(system_facts: SystemFacts, outcome: AllReduceOutcome) -> tuple[
     return ("stop other work on this machine and run it again; each rank needs a core, and all need 1 GiB",)
 
 
-def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
+def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
     """Bytes per second over each rank's link: size / time x 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
-    return size / seconds * 2 * (ranks - 1) / ranks
+    return size_bytes / seconds * 2 * (ranks - 1) / ranks
 
 
 def _bandwidth_findings(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> list[Finding]:
@@ -263,7 +263,7 @@ def _bandwidth_findings(outcome: AllReduceOutcome, system_facts: SystemFacts, no
 def expected_link_rate(system_facts: SystemFacts) -> tuple[float | None, float, str]:
     """The rate of a GPU's link, one way, in bytes per second; the fraction of it that is enough; and its name."""
     link_rate = system_facts.hardware.link_bytes_per_s
-    entries = find_gpus(system_facts.hardware.gpus[0].name)
+    entries = find_catalog_entries(system_facts.hardware.gpus[0].name)
     is_pcie = link_rate is not None and bool(entries) and link_rate <= entries[0].pcie
     return (
         (link_rate, MIN_PCIE_SHARE, "PCIe") if is_pcie else (link_rate, MIN_NVLINK_SHARE, "the link between the GPUs")

@@ -35,10 +35,10 @@ def load_row_tools(config: RunConfig) -> RowTools:
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(config)
-    return RowTools(loaded.tokenizer, loaded.notes, build_row_maker(config, loaded.tokenizer))
+    return RowTools(loaded.tokenizer, loaded.notes, build_row_renderer(config, loaded.tokenizer))
 
 
-def build_row_maker(config: RunConfig, tokenizer: Any) -> RowRenderer:
+def build_row_renderer(config: RunConfig, tokenizer: Any) -> RowRenderer:
     """What makes token rows of a run's conversations; the longest row is the plan's."""
     from sft_play.data.masks.render import Renderer
 

@@ -16,11 +16,11 @@ from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowRenderer, count_readable_rows
 from sft_play.data.masks.token_row import format_row
-from sft_play.data.sources.files import AnySource, find_data_paths, part_split
+from sft_play.data.sources.files import AnySource, find_data_paths, data_part_split
 from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import PlannedRun
 from sft_play.diagnose.pages import CheckReport
-from sft_play.diagnose.row_tools import build_row_maker, configure_hub
+from sft_play.diagnose.row_tools import build_row_renderer, configure_hub
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import (
@@ -56,22 +56,22 @@ def check_config(
 ) -> CheckReport:
     """Everything that can be checked before training, after the caller's `earlier_findings`; nothing is written.
     `engine_names`: engines that are to load the result, of stages the last one's."""
-    started = time.monotonic()
+    start_time_s = time.monotonic()
     try:
         loaded = load_config(config_path, overrides=overrides)
     except SftPlayError as error:
         config_finding = fail_finding(
             "config", str(error), "fix the run YAML; configs/reference.yaml lists every option"
         )
-        return CheckReport((*earlier_findings, config_finding), time.monotonic() - started, config_path)
+        return CheckReport((*earlier_findings, config_finding), time.monotonic() - start_time_s, config_path)
     findings = [*earlier_findings]
     *earlier_runs, last_run = [*map(loaded.for_stage, loaded.stages)] or [loaded]
-    for number, run in enumerate([*earlier_runs, last_run], start=1):
+    for stage_number, run in enumerate([*earlier_runs, last_run], start=1):
         if loaded.stages:
-            findings.append(pass_finding("stage", f"{number} of {len(loaded.stages)}, {run.stage_name}"))
+            findings.append(pass_finding("stage", f"{stage_number} of {len(loaded.stages)}, {run.stage_name}"))
         with report_wait("Checking model, rows, masks, memory and disk"):
             findings += _RunChecks(run, hardware, planner, serve=engine_names if run is last_run else ()).findings()
-    return CheckReport(tuple(findings), time.monotonic() - started, config_path)
+    return CheckReport(tuple(findings), time.monotonic() - start_time_s, config_path)
 
 
 class _RunChecks:
@@ -146,10 +146,10 @@ class _RunChecks:
         summary = f"{type(loaded.tokenizer).__name__}, {len(loaded.tokenizer):,} tokens"
         yield pass_finding("tokenizer", "\n".join([summary, *(one_line(note, limit=300) for note in loaded.notes)]))
         try:
-            maker = build_row_maker(self._config, loaded.tokenizer)
+            row_renderer = build_row_renderer(self._config, loaded.tokenizer)
             if self._config.task_mode != "cpt":
-                maker.renderer.turn_locator()
-            self._maker = maker
+                row_renderer.renderer.turn_locator()
+            self._maker = row_renderer
         except SftPlayError as error:
             yield fail_finding("chat template", str(error), "give data.chat_template another template")
             return
@@ -178,9 +178,9 @@ class _RunChecks:
                 continue
             yield from checks.judge_rows(surveys[part], config.data, task_mode=config.task_mode)
         if surveys and self._maker is not None:
-            yield from checks.judge_repeats(list(surveys.values()))
+            yield from checks.judge_duplicates(list(surveys.values()))
         self._surveys = surveys
-        has_val = any(part_split(part) == "val" for part in surveys)
+        has_val = any(data_part_split(part) == "val" for part in surveys)
         if config.train.load_best_model_at_end and not has_val and not config.data.val_fraction:
             message = "train.load_best_model_at_end=true needs validation rows, and there are none"
             yield fail_finding("evaluation", message, "give data.val_path or data.val_fraction")
@@ -190,18 +190,18 @@ class _RunChecks:
             yield skip_finding("masks", "not without a tokenizer and a template; see there")
 
     def _survey_rows(self, part: str, path: AnySource, *, has_val: bool) -> RowStats:
-        config, maker = self._config, self._maker
-        if maker is None:
+        config, row_renderer = self._config, self._maker
+        if row_renderer is None:
             is_text = config.task_mode == "cpt" or part == "text"
-            return count_readable_rows(path, config.data, part_split(part), text_wanted=is_text)
+            return count_readable_rows(path, config.data, data_part_split(part), wants_text=is_text)
         from sft_play.data.build.splits import count_source_rows
 
-        tokenizer = maker.renderer.tokenizer_parts
-        return count_source_rows(config, path, part, tokenizer, max_seq_len=maker.max_seq_len, has_val=has_val)
+        tokenizer = row_renderer.renderer.tokenizer_parts
+        return count_source_rows(config, path, part, tokenizer, max_seq_len=row_renderer.max_seq_len, has_val=has_val)
 
     def _check_masks(self, surveys: dict[str, RowStats]) -> Iterator[Finding]:
-        config, maker = self._config, self._maker
-        assert maker is not None
+        config, row_renderer = self._config, self._maker
+        assert row_renderer is not None
         positions = load_max_positions(config.model.name, revision=config.model.revision)
         chats = [survey for survey in surveys.values() if not self._is_text(survey)]
         for survey in chats:
@@ -209,15 +209,15 @@ class _RunChecks:
             yield from checks.judge_texts(survey, config.data)
         for survey in chats[:1]:
             yield from checks.judge_roles(survey)
-            yield from checks.judge_marks(survey, self._tokenizer)
+            yield from checks.judge_special_tokens(survey, self._tokenizer)
             yield from self._show_example(survey)
         for survey in chats:
-            yield from checks.judge_lengths(survey, config.data, max_seq_len=maker.max_seq_len, positions=positions)
+            yield from checks.judge_lengths(survey, config.data, max_seq_len=row_renderer.max_seq_len, max_positions=positions)
         for survey in surveys.values():
             if self._is_text(survey) and not survey.chats:
                 if survey.unmasked_rows:
                     yield from checks.judge_masks(survey, config.data)
-                yield checks.judge_blocks(survey, max_seq_len=maker.max_seq_len)
+                yield checks.judge_blocks(survey, max_seq_len=row_renderer.max_seq_len)
 
     def _is_text(self, survey: RowStats) -> bool:
         return self._config.task_mode == "cpt" or survey.split == "text"
@@ -285,10 +285,10 @@ class _RunChecks:
         )
         micro_batches, rows = plan.micro_batches, plan.row_tokens
         if micro_batches.tokens is not None and rows is not None:
-            passes = average_micro_steps(
+            micro_steps = average_micro_steps(
                 rows, micro_batches, effective_batch=plan.batch.effective_batch, ranks=plan.batch.ranks
             )
-            shares["grouped"] = 1 - passes.tokens / (passes.count * passes.padded_tokens * plan.batch.ranks)
+            shares["grouped"] = 1 - micro_steps.tokens / (micro_steps.count * micro_steps.padded_tokens * plan.batch.ranks)
         yield checks.judge_padding(
             shares,
             micro_batch=plan.batch.micro_batch,
@@ -311,13 +311,13 @@ class _RunChecks:
             size, new_rows = len(self._tokenizer), added_token_rows(self._tokenizer, self._config)
             precision = self._planned.plan.precision
             spec = build_model_spec(self._config, precision, tokenizer_size=size, new_rows=new_rows)
-            origin = read_base_adapter(self._config, spec)
+            base_adapter = read_base_adapter(self._config, spec)
         except SftPlayError as error:
             yield fail_finding("model", str(error), "fix the option that is named")
             return
         self._targets = frozenset(spec.peft_config.target_modules or ()) if spec.peft_config else frozenset()
         summary = f"{spec.vocab_size:,} embeddings for {len(self._tokenizer):,} tokens"
-        notes = [*spec.notes, *([origin.note] if origin else [])]
+        notes = [*spec.notes, *([base_adapter.note] if base_adapter else [])]
         yield pass_finding("model", "\n".join([summary, *(one_line(note, limit=300) for note in notes)]))
 
     def _check_serving(self) -> Iterator[Finding]:
@@ -328,9 +328,9 @@ class _RunChecks:
             return
         model = self._config.model
         architecture = engines.model_architecture(load_config_json(model.name, revision=model.revision))
-        served = engines.build_served_model(self._config, architecture, self._targets or ())
+        served_model = engines.build_served_model(self._config, architecture, self._targets or ())
         for name in self._engine_names:
-            yield from engines.engine_findings(name, served)
+            yield from engines.engine_findings(name, served_model)
 
     def _check_disk(self) -> Iterator[Finding]:
         if self._hardware.named:
@@ -339,8 +339,8 @@ class _RunChecks:
         if self._planned is None:
             yield skip_finding("disk", "not without a memory plan; see there")
             return
-        planned = self._planned
-        yield from disk.disk_findings(planned.config, planned.shape, planned.plan, LaunchOptions())
+        planned_run = self._planned
+        yield from disk.disk_findings(planned_run.config, planned_run.shape, planned_run.plan, LaunchOptions())
 
 
 def _catch_user_errors(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:

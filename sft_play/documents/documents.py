@@ -172,11 +172,11 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
         raise DataError(f"{message}; install them there: pip install 'sft-play[documents]'")
     options = config.data.documents
     folder = Path(options.out_dir)
-    own_paths = [folder / name for name in (TRAIN_FILE, VAL_FILE, REPORT_JSON_FILE)]
+    output_paths = [folder / name for name in (TRAIN_FILE, VAL_FILE, REPORT_JSON_FILE)]
     report = DocumentsReport(options)
-    find_documents(report, own_paths=own_paths)
+    find_documents(report, output_paths=output_paths)
     with OutputFolder(folder, (TRAIN_FILE, VAL_FILE, REPORT_JSON_FILE), force=force, command="dapt-docx") as output:
-        repeats, train = _RepeatFilter(report), output.open(TRAIN_FILE)
+        repeat_filter, train_file = _RepeatFilter(report), output.open(TRAIN_FILE)
         val_documents: list[tuple[str, list[str]]] = []  # for validation, if there will be something to train on
         with contextlib.closing(read_documents(report.documents, options)) as texts:
             for name, text in texts:
@@ -184,19 +184,19 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
                     report.unreadable[name] = str(text)
                     continue
                 # the share is that of all the text, so that other documents do not move this one to another split
-                parts = split_paragraphs(text)
-                share = digest_share(_text_digest(join_paragraphs(parts)))
-                parts = repeats.filter_repeats(name, parts)
-                if parts and share < options.val_fraction:
-                    val_documents.append((name, parts))
-                elif parts:
-                    _write_rows(train, TRAIN_FILE, name, parts, report)
+                paragraphs = split_paragraphs(text)
+                share = digest_share(_text_digest(join_paragraphs(paragraphs)))
+                paragraphs = repeat_filter.filter_repeats(name, paragraphs)
+                if paragraphs and share < options.val_fraction:
+                    val_documents.append((name, paragraphs))
+                elif paragraphs:
+                    _write_rows(train_file, TRAIN_FILE, name, paragraphs, report)
         report.is_all_trained = bool(val_documents) and not report.ok
         split, file = (
-            (TRAIN_FILE, train) if report.is_all_trained or not val_documents else (VAL_FILE, output.open(VAL_FILE))
+            (TRAIN_FILE, train_file) if report.is_all_trained or not val_documents else (VAL_FILE, output.open(VAL_FILE))
         )
-        for name, parts in val_documents:
-            _write_rows(file, split, name, parts, report)
+        for name, paragraphs in val_documents:
+            _write_rows(file, split, name, paragraphs, report)
         if not report.ok:
             title = f"none of the {_format_count(len(report.documents), 'document')} could be read; nothing was written"
             reasons = [f"{name}: {reason}" for name, reason in report.unreadable.items()]
@@ -205,11 +205,11 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
     return report
 
 
-def find_documents(report: DocumentsReport, *, own_paths: Iterable[Path]) -> None:
+def find_documents(report: DocumentsReport, *, output_paths: Iterable[Path]) -> None:
     """Put the documents of `data.documents.path` into the report, except hidden files and `own_paths`, which it writes.
     Raises DataError where there is none: where it looked, and what is there."""
     paths_by_name: dict[str, Path] = {}
-    known_paths = {os.path.realpath(path) for path in own_paths}  # a document is read once, whatever leads to it
+    known_paths = {os.path.realpath(path) for path in output_paths}  # a document is read once, whatever leads to it
     for root, path in (root_and_path for document_path in report.paths for root_and_path in _find_files(document_path)):
         real_path, suffix = os.path.realpath(path), path.suffix.lower()
         if real_path in known_paths or path.name.startswith((".", "~$")):  # Word keeps ~$… beside an open document
@@ -287,17 +287,17 @@ class _RepeatFilter:
         self._names_by_digest: dict[bytes, str] = {}
         self._paragraph_digests: set[bytes] = set()
 
-    def filter_repeats(self, name: str, parts: list[str]) -> list[str]:
+    def filter_repeats(self, name: str, paragraphs: list[str]) -> list[str]:
         """The paragraphs to write."""
         # a copy is left out whole, headings and code too, which as single paragraphs never are
-        first_name = self._names_by_digest.setdefault(_text_digest(join_paragraphs(parts)), name)
+        first_name = self._names_by_digest.setdefault(_text_digest(join_paragraphs(paragraphs)), name)
         if first_name != name:
             self._report.copies[name] = first_name
-            return [] if self._drops_repeats else parts
-        repeat_flags = [self._is_repeated(part) for part in parts]
+            return [] if self._drops_repeats else paragraphs
+        repeat_flags = [self._is_repeated(part) for part in paragraphs]
         self._report.repeated_paragraphs += sum(repeat_flags)
         return [
-            part for part, is_repeat in zip(parts, repeat_flags, strict=True) if not (is_repeat and self._drops_repeats)
+            part for part, is_repeat in zip(paragraphs, repeat_flags, strict=True) if not (is_repeat and self._drops_repeats)
         ]
 
     def _is_repeated(self, paragraph: str) -> bool:
@@ -311,9 +311,9 @@ class _RepeatFilter:
         return is_known
 
 
-def _write_rows(file: TextIO, split: str, name: str, parts: list[str], report: DocumentsReport) -> None:
-    texts = split_chunks(parts, limit=report.config.chunk_chars)
+def _write_rows(file: TextIO, split: str, name: str, paragraphs: list[str], report: DocumentsReport) -> None:
+    texts = split_chunks(paragraphs, limit=report.config.chunk_chars)
     for part, text in enumerate(texts, start=1):
         file.write(json.dumps({"text": text, "source": name, "part": part}, ensure_ascii=False) + "\n")
-    report.paragraphs += len(parts)
+    report.paragraphs += len(paragraphs)
     report.splits[split].update(documents=1, rows=len(texts), characters=sum(map(len, texts)))

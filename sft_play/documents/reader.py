@@ -164,16 +164,16 @@ class ReaderProcess:
             timeout_s += 2 * path.stat().st_size / MIB
         try:
             self._connection.send(path)
-            answer = (
+            reply = (
                 self._connection.recv() if self._connection.poll(timeout_s) else f"took longer than {timeout_s:,.0f} s"
             )
         except (EOFError, OSError):
-            answer = "crashed the process that read it; is it damaged?"
-        if isinstance(answer, list):
-            return str(answer[0])
-        if isinstance(answer, str):
+            reply = "crashed the process that read it; is it damaged?"
+        if isinstance(reply, list):
+            return str(reply[0])
+        if isinstance(reply, str):
             self.close()
-        raise UnreadableDocumentError(str(answer))
+        raise UnreadableDocumentError(str(reply))
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -246,18 +246,18 @@ def split_paragraphs(text: str) -> list[str]:
     return ["\n".join(lines) for lines in line_groups if lines]
 
 
-def join_paragraphs(parts: list[str]) -> str:
+def join_paragraphs(paragraphs: list[str]) -> str:
     """The text of a document, or of a part of it."""
-    return _PARAGRAPH_SEPARATOR.join(parts)
+    return _PARAGRAPH_SEPARATOR.join(paragraphs)
 
 
-def split_chunks(parts: list[str], *, limit: int) -> list[str]:
+def split_chunks(paragraphs: list[str], *, limit: int) -> list[str]:
     """Texts of at most `limit` characters, cut between paragraphs; a longer paragraph is cut inside. A heading goes
     with what follows it. Nothing is lost but the white space at the cuts."""
     texts: list[str] = []
     current: list[str] = []
     size = 0
-    for piece in (piece for paragraph in parts for piece in _split_long_paragraph(paragraph, limit)):
+    for piece in (piece for paragraph in paragraphs for piece in _split_long_paragraph(paragraph, limit)):
         if current and size + len(_PARAGRAPH_SEPARATOR) + len(piece) > limit:
             start = len(current)
             while start and HEADING.fullmatch(current[start - 1]):

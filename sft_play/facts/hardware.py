@@ -15,7 +15,7 @@ from sft_play.errors import HardwareError
 from sft_play.facts import host
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.gpus.gpu_aliases import normalize_machine_text
-from sft_play.facts.gpus.gpu_catalog import CatalogEntry, catalog_key, find_gpus, nearest_gpus
+from sft_play.facts.gpus.gpu_catalog import CatalogEntry, catalog_key, find_catalog_entries, nearest_gpu_names
 from sft_play.facts.gpus.visible_gpus import ListedGpu, visible_gpus
 from sft_play.facts.machine_spec import MachineSpec, is_machine_file, parse_machine_spec
 from sft_play.log import one_line
@@ -141,19 +141,19 @@ def parse_hardware(text: str) -> Hardware:
 
 def _find_entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str, ...]]:
     name = spec.gpu or ""
-    entries = find_gpus(name)
+    entries = find_catalog_entries(name)
     if entries:
         first, *others = entries
-        chosen = first.aliases[0] if catalog_key(first.name) == catalog_key(name) and first.aliases else first.name
-        listed = ", ".join(entry.name for entry in others)
-        note = f"{name} is read as {chosen} with {first.memory_bytes / GIB:.1f} GiB; the catalogue also has {listed}"
+        chosen_name = first.aliases[0] if catalog_key(first.name) == catalog_key(name) and first.aliases else first.name
+        other_names = ", ".join(entry.name for entry in others)
+        note = f"{name} is read as {chosen_name} with {first.memory_bytes / GIB:.1f} GiB; the catalogue also has {other_names}"
         return first, (note,) if others else ()
     if spec.mem is not None:
         return None, ()
     size = 8 if catalog_key(name).startswith("laptop") else 24
     short = re.sub(r"[^A-Za-z0-9_.+()/-]", "", name)
     remedy = f"mem: {size}GiB beside its name" if is_machine_file(text) else f"HARDWARE=1x{short},mem={size}GiB"
-    suggestions = nearest_gpus(name)
+    suggestions = nearest_gpu_names(name)
     hint = f"nearest: {', '.join(suggestions)}" if suggestions else "docs/gpus.md lists those that are"
     raise HardwareError(
         f"HARDWARE={one_line(text)}: the GPU {one_line(name)} is not in the catalogue; {hint}; or give its memory, for "
@@ -233,7 +233,7 @@ def _mixed_gpu_notes(hardware: Hardware) -> list[str]:
 def _catalog_entry(gpu: Gpu) -> CatalogEntry | None:
     name = gpu.name.split(" MIG ")[0]
     # an instance's memory says nothing of its card's, which a name such as A100 needs to be one entry
-    entries = find_gpus(name) if gpu.mig else find_gpus(name, gpu.total_bytes)
+    entries = find_catalog_entries(name) if gpu.mig else find_catalog_entries(name, gpu.total_bytes)
     return entries[0] if entries else None
 
 

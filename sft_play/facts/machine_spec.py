@@ -69,13 +69,13 @@ def _make_reader(
     return read
 
 
-_read_memory = _make_reader(
+_read_bytes = _make_reader(
     rf"(?i){_NUMBER}\s*([KMGT]?)(i?b|i)",
     lambda match: (_BINARY_UNITS[match[2].upper() + "i"] if "i" in match[3].lower()
                    else _DECIMAL_UNITS[match[2].upper()]),
     2**20, 2**50, "a size with its unit, MiB, GiB, TiB, MB, GB or TB, such as 24GiB",
 )  # fmt: skip
-_read_speed = _make_reader(
+_read_bytes_per_s = _make_reader(
     rf"{_NUMBER}\s*([KMGT]i?)(B|b|bit)(?:/s|ps|s)?",  # case matters: B is a byte, b a bit
     lambda match: {**_DECIMAL_UNITS, **_BINARY_UNITS}[match[2]] / (1 if match[3] == "B" else 8),
     1e3, 1e17, "a rate with its unit, GB/s or TB/s (bytes), or Gbps (bits), such as 900GB/s or 400Gbps",
@@ -102,12 +102,12 @@ def _read_capability(text: str) -> tuple[int, int]:
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
-    "mem": lambda text: round(_read_memory(text)),
-    "bandwidth": _read_speed,
+    "mem": lambda text: round(_read_bytes(text)),
+    "bandwidth": _read_bytes_per_s,
     **dict.fromkeys(("bf16", "fp16", "fp8", "fp32"), _read_flops),
-    "link": _read_speed,
-    "network": _read_speed,
-    "ram": lambda text: round(_read_memory(text)),
+    "link": _read_bytes_per_s,
+    "network": _read_bytes_per_s,
+    "ram": lambda text: round(_read_bytes(text)),
     "cores": lambda text: round(_read_cores(text)),
     "cc": _read_capability,
     "tdp": lambda text: round(_read_watts(text)),

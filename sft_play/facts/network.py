@@ -119,9 +119,9 @@ def allowed_host_names(host: str) -> frozenset[str] | None:
     return frozenset((host.lower(), "localhost", "127.0.0.1", "::1")) if is_local(host) else None
 
 
-def is_local_request(names: frozenset[str] | None, host: str, origin: str | None) -> bool:
+def is_local_request(allowed_names: frozenset[str] | None, host: str, origin: str | None) -> bool:
     """Whether a request's Host, and its Origin where it has one, are names of this machine."""
-    return names is None or all(_url_host(text) in names for text in (f"//{host}", origin) if text is not None)
+    return allowed_names is None or all(_url_host(text) in allowed_names for text in (f"//{host}", origin) if text is not None)
 
 
 def _url_host(url: str) -> str | None:

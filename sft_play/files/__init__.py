@@ -42,13 +42,13 @@ NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @contextlib.contextmanager
-def hold_lock(path: Path, *, waiting: str) -> Iterator[None]:
+def hold_lock(path: Path, *, waiting_message: str) -> Iterator[None]:
     """Hold the lock on this file; logs `waiting` where another process holds it. Where the file system has no locks,
     only the processes of this machine wait for each other."""
     # The file stays: if its holder removed it, two waiting processes could lock two files of the same name.
     with path.open("a") as file, contextlib.ExitStack() as fallback:
         try:
-            _acquire_lock(file, waiting)
+            _acquire_lock(file, waiting_message)
         except OSError as error:
             if error.errno not in NO_LOCKS_ERRNOS:
                 raise
@@ -56,13 +56,13 @@ def hold_lock(path: Path, *, waiting: str) -> Iterator[None]:
             logger.warning("%s: the file system does not support locks (%s): %s", path.parent, error.strerror, advice)
             name = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:24]
             local_lock = Path(tempfile.gettempdir()) / f"sft-play-{os.getuid()}-{name}.lock"
-            _acquire_lock(fallback.enter_context(local_lock.open("a")), waiting)
+            _acquire_lock(fallback.enter_context(local_lock.open("a")), waiting_message)
         yield
 
 
-def _acquire_lock(file: TextIO, waiting: str) -> None:
+def _acquire_lock(file: TextIO, waiting_message: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        logger.info("%s", waiting)
+        logger.info("%s", waiting_message)
         fcntl.flock(file, fcntl.LOCK_EX)

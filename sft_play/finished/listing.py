@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.diagnose.pages import align_columns
-from sft_play.diagnose.processes import lock_holder
+from sft_play.diagnose.processes import lock_holder_pid
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import RunCommandResult, next_command_line
 from sft_play.log import one_line
@@ -126,7 +126,7 @@ def run_status(folder: RunFolder, manifest: dict[str, Any]) -> RunStatus:
     status = manifest.get("status")
     if status == "finished":
         return "finished"
-    if lock_holder(folder) is not None:  # the lock before the manifest, which a killed run leaves at "running"
+    if lock_holder_pid(folder) is not None:  # the lock before the manifest, which a killed run leaves at "running"
         return "running"
     return "stopped" if status == "stopped" else "failed"
 
@@ -157,7 +157,7 @@ def find_best_checkpoint(folder: RunFolder) -> dict[str, Any]:
     uses_exact_match = isinstance(train, dict) and train.get("metric_for_best_model") == "exact_match"
     metric, sign = ("exact_match", 1) if uses_exact_match else ("loss", -1)
     scored_steps = [(sign * entry[metric], entry["step"])
-              for entry in read_evaluations(folder.metrics_path, stage=part.stage_name)
+              for entry in read_evaluations(folder.metrics_path, stage_name=part.stage_name)
               if entry["step"] and isinstance(entry[metric], (int,
               float)) and math.isfinite(entry[metric])]  # fmt: skip
     step = max(scored_steps, key=lambda scored: (scored[0], -scored[1]))[1] if scored_steps else None
@@ -210,7 +210,7 @@ def select_prunable(folders: Iterable[RunFolder], scope: PruneScope) -> dict[Run
     Raises RunFolderError where a run is a link, is being written, or could still be resumed from what is to go."""
     selection = {folder: paths for folder in folders if (paths := _prunable_paths(folder, scope))}
     for folder in selection:
-        if lock_holder(folder) is not None:
+        if lock_holder_pid(folder) is not None:
             raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")
         if scope != "run":
             _require_finished(folder, run_status(folder, folder.read_manifest()))

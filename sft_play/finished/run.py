@@ -30,7 +30,7 @@ from sft_play.facts.models.architecture import (
 from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.runs.files import write_refusal
+from sft_play.runs.files import disk_refusal_reason
 from sft_play.runs.folder import CodeTrust, RunFolder, trust_none
 from sft_play.runs.lookup import iter_runs, resolve_run
 from sft_play.training.checkpoints.checkpoints import require_unchanged
@@ -90,26 +90,26 @@ class FinishedRun:
             raise RunFolderError(f"{path} cannot be read: {one_line(str(error))}") from None
 
 
-def find_finished_run(base: Path, name: str | None, *, trusts: CodeTrust = trust_none) -> FinishedRun:
+def find_finished_run(output_folder: Path, name: str | None, *, is_trusted: CodeTrust = trust_none) -> FinishedRun:
     """Find the finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path.
     `trusts`: see `RunFolder.read_config`. Raises RunFolderError where there is none, it is not finished, its settings
     allow what `trusts` does not, or its weights are gone; ModelError where they are not those that were written."""
-    folder = _newest_run(base, "finished") if name in (None, LAST_RUN) else resolve_run(base, str(name))
+    folder = _newest_run(output_folder, "finished") if name in (None, LAST_RUN) else resolve_run(output_folder, str(name))
     if folder is None:
-        unfinished = sum(1 for _ in iter_runs(base))
+        unfinished = sum(1 for _ in iter_runs(output_folder))
         unfinished_note = f" ({unfinished} unfinished)" if unfinished else ""
-        raise RunFolderError(f"there is no finished run in {base}{unfinished_note}; train one with make train")
+        raise RunFolderError(f"there is no finished run in {output_folder}{unfinished_note}; train one with make train")
     manifest = folder.read_manifest()
     if manifest.get("status") != "finished":
         status = f"its manifest says {one_line(str(manifest.get('status')))}"
         command = f"make resume RUN={shlex.quote(folder.path.name)} trains it to its end"
         raise RunFolderError(f"the run {folder.path} is not finished ({status}): {command}")
-    config = folder.read_config(is_trusted=trusts)
+    config = folder.read_config(is_trusted=is_trusted)
     if config.curriculum:
         # the weights are those of the last stage, whose settings differ from those of the whole run
         last_stage = folder.stage_folder(config.curriculum[-1].name, is_last_stage=True)
         if (last_stage.path / "resolved.json").is_file():
-            config = last_stage.read_config(is_trusted=trusts)
+            config = last_stage.read_config(is_trusted=is_trusted)
     weights = folder.model_path(is_adapter=config.tuning.mode != "full")
     if not any(weights.glob("*.safetensors")):
         raise RunFolderError(f"{weights} holds no trained weights (*.safetensors); were they moved or removed?")
@@ -117,19 +117,19 @@ def find_finished_run(base: Path, name: str | None, *, trusts: CodeTrust = trust
     return FinishedRun(folder, config, manifest, weights)
 
 
-def find_run_folder(base: Path, name: str | None) -> RunFolder:
+def find_run_folder(output_folder: Path, name: str | None) -> RunFolder:
     """Find the run that `name` means, finished or not: a name in the output folder `base`, or a path; `last` (or None)
     is the one that finished last, else the one that started last. Raises RunFolderError where there is none."""
     if name not in (None, LAST_RUN):
-        return resolve_run(base, str(name))
-    folder = _newest_run(base, "finished") or _newest_run(base)
+        return resolve_run(output_folder, str(name))
+    folder = _newest_run(output_folder, "finished") or _newest_run(output_folder)
     if folder is None:
-        raise RunFolderError(f"there is no run in {base}; train one with make train")
+        raise RunFolderError(f"there is no run in {output_folder}; train one with make train")
     return folder
 
 
-def _newest_run(base: Path, status: str | None = None) -> RunFolder | None:
-    manifests = [(folder, folder.read_manifest()) for folder in iter_runs(base)]
+def _newest_run(output_folder: Path, status: str | None = None) -> RunFolder | None:
+    manifests = [(folder, folder.read_manifest()) for folder in iter_runs(output_folder)]
     candidates = [entry for entry in manifests if status is None or entry[1].get("status") == status]
     time_key = "ended" if status else "started"
     return (
@@ -202,13 +202,13 @@ def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
     trained_length, config = run.plan().max_seq_len, load_config_json(model)
     config = config.get("text_config") or config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    positions = load_max_positions(model) or trained_length
+    max_positions = load_max_positions(model) or trained_length
     if rope.get("rope_type", rope.get("type")) == "yarn":  # whose class reads positions beyond those of pre-training
-        positions = max(positions, int(rope["factor"] * rope.get("original_max_position_embeddings", positions)))
+        max_positions = max(max_positions, int(rope["factor"] * rope.get("original_max_position_embeddings", max_positions)))
     rows_note = f"rows of training had at most {trained_length:,} tokens (model.max_seq_len)"
     return (
-        positions,
-        f"Context: the model's own {positions:,} positions; {rows_note}" if positions != trained_length else "",
+        max_positions,
+        f"Context: the model's own {max_positions:,} positions; {rows_note}" if max_positions != trained_length else "",
     )
 
 
@@ -224,7 +224,7 @@ def translate_write_errors(path: Path) -> Iterator[None]:
     except SftPlayError:
         raise
     except (OSError, SafetensorError) as error:
-        reason = write_refusal(error)
+        reason = disk_refusal_reason(error)
         if reason is None and isinstance(error, OSError) and _is_path_error(path, error.filename):
             reason = error.strerror
         if reason is None:
@@ -246,9 +246,9 @@ def _is_path_error(path: Path, filename: str | bytes | None) -> bool:
 def staged_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder that replaces `target` once it is complete; after an error the old `target` stays. Raises
     ConfigError where the disk is full, or nothing can be written there."""
-    with translate_write_errors(target), atomic.replace_path(target) as building:
-        building.mkdir()
-        yield building
+    with translate_write_errors(target), atomic.replace_path(target) as staging_folder:
+        staging_folder.mkdir()
+        yield staging_folder
 
 
 def require_space(folder: Path, needed_bytes: int, message_start: str) -> None:

@@ -61,7 +61,7 @@ def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
     )
 
 
-def read_found_file(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateConfig, tuple[str, ...]]:
+def read_accelerate_file_with_notes(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateConfig, tuple[str, ...]]:
     """The configuration of `find_accelerate_file`, and a log line about it where the user did not name it. Raises
     ConfigError as `read_accelerate_file` does; of accelerate's own file, with how to leave it out."""
     if path != default_accelerate_path(environment) or environment.get("ACCELERATE_CONFIG", "").strip():
@@ -174,10 +174,10 @@ class AccelerateConfig(BaseModel):
         stage = self.deepspeed_config.get("zero_stage", 2)
         if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
             yield f"deepspeed_config.zero_stage: {format_value(stage)} is not 0, 1, 2 or 3"
-        yield from _refused_axes(self.parallelism_config)
+        yield from _parallelism_problems(self.parallelism_config)
 
 
-def _refused_axes(block: Mapping[str, Any]) -> Iterator[str]:
+def _parallelism_problems(block: Mapping[str, Any]) -> Iterator[str]:
     axes = [axis for axis in ("tp", "cp", "sp") if str(block.get(f"parallelism_config_{axis}_size", 1)).strip() != "1"]
     if axes:
         yield f"parallelism_config divides by {', '.join(axes)}, which model.mesh_shape of the run YAML asks for here"
@@ -223,7 +223,7 @@ def _validation_problems(error: ValidationError, data: Mapping[str, Any]) -> lis
 # --- accelerate launch ------------------------------------------------------------------------------------------------
 
 # Set by every start of `accelerate launch`, whichever launcher it uses.
-_SET_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
+_ACCELERATE_LAUNCH_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
 _ALTERNATIVE_COMMANDS = (
     "make train-distributed NPROC=2 (ACCELERATE_CONFIG=FILE reads the same file), or torchrun --standalone "
     "--nproc-per-node 2 scripts/train.py with the same arguments"
@@ -242,7 +242,7 @@ _DEEPSPEED_KEYS = {
 
 def is_accelerate_launch(environment: Mapping[str, str]) -> bool:
     """Whether `accelerate launch` started this process."""
-    return all(name in environment for name in _SET_BY_ACCELERATE)
+    return all(name in environment for name in _ACCELERATE_LAUNCH_VARIABLES)
 
 
 def accelerate_launch_config(environment: Mapping[str, str]) -> AccelerateConfig | None:
@@ -264,7 +264,7 @@ def accelerate_launch_config(environment: Mapping[str, str]) -> AccelerateConfig
         "fsdp_config": {name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
         "deepspeed_config": {key: text for key, text in deepspeed_values.items() if text != "none"},
     }
-    for problem in _refused_axes({name.lower(): text for name, text in environment.items()}):
+    for problem in _parallelism_problems({name.lower(): text for name, text in environment.items()}):
         raise ConfigError(f"accelerate launch: {problem}")
     return AccelerateConfig.model_validate(values)
 
@@ -292,7 +292,7 @@ def refuse_too_few_processes(environment: Mapping[str, str], *, alternative: str
 # accelerate's word for what a run computes in; `no` for fp32.
 MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 _FILE_COMMENT = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
-ONE_MACHINE = NodeSetup()
+SINGLE_NODE = NodeSetup()
 
 
 def write_accelerate_file(
@@ -300,7 +300,7 @@ def write_accelerate_file(
     hardware: Hardware,
     *,
     mixed_precision: str,
-    machines: NodeSetup = ONE_MACHINE,
+    nodes: NodeSetup = SINGLE_NODE,
     gpu_ids: Sequence[int] = (),
     overwrite: bool = False,
 ) -> str:
@@ -314,11 +314,11 @@ def write_accelerate_file(
         "debug": False,
         "distributed_type": distributed_type,
         "gpu_ids": (",".join(map(str, gpu_ids)) or "all") if hardware.gpus else None,
-        "machine_rank": machines.rank,
-        "main_process_ip": machines.address,
-        "main_process_port": machines.port,
+        "machine_rank": nodes.rank,
+        "main_process_ip": nodes.address,
+        "main_process_port": nodes.port,
         "mixed_precision": mixed_precision,
-        "num_machines": machines.count,
+        "num_machines": nodes.count,
         "num_processes": process_count,
         "same_network": True,
         "use_cpu": not hardware.gpus,
@@ -329,7 +329,7 @@ def write_accelerate_file(
     return text
 
 
-def read_machines(environment: Mapping[str, str]) -> NodeSetup:
+def read_accelerate_nodes(environment: Mapping[str, str]) -> NodeSetup:
     """`NUM_MACHINES`, `MACHINE_RANK` (0 where it is not given), `MAIN_IP` and `MAIN_PORT` from the command line. Raises
     ConfigError as `read_nodes` does, or where the address is none."""
     values = {**environment, "MACHINE_RANK": environment.get("MACHINE_RANK", "").strip() or "0"}

@@ -56,18 +56,18 @@ class LaunchCommand:
         return f"{variables} {shlex.join(self.argv)}".strip()
 
 
-def visible_gpu_variables(gpus: str) -> dict[str, str]:
+def visible_gpu_variables(visible_gpus: str) -> dict[str, str]:
     """Variables that leave these GPUs visible, numbered by slot."""
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpus}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible_gpus}
 
 
 def torchrun_command(
     program_arguments: Sequence[str],
     *,
-    processes: int,
+    processes_per_node: int,
     nodes: NodeSetup,
-    threads: int | None = None,
-    gpus: str | None = None,
+    threads_per_rank: int | None = None,
+    visible_gpus: str | None = None,
     python: str | None = None,
     nccl_timeout_s: float | None = None,
     present_environment: Mapping[str, str] | None = None,
@@ -86,12 +86,12 @@ def torchrun_command(
     else:
         argv += ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
         argv += ["--master-addr", str(nodes.address), "--master-port", str(nodes.port)]
-    argv += ["--nproc-per-node", str(processes), "--module", "sft_play", *program_arguments]
+    argv += ["--nproc-per-node", str(processes_per_node), "--module", "sft_play", *program_arguments]
     environment: dict[str, str] = {}
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = str(threads)
-    if gpus is not None:
-        environment |= visible_gpu_variables(gpus)
+    if threads_per_rank is not None:
+        environment["OMP_NUM_THREADS"] = str(threads_per_rank)
+    if visible_gpus is not None:
+        environment |= visible_gpu_variables(visible_gpus)
     if nccl_timeout_s is not None:
         nccl_defaults = nccl_variables(nccl_timeout_s)
         environment |= {name: value for name, value in nccl_defaults.items() if name not in (present_environment or {})}

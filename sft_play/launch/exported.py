@@ -60,21 +60,21 @@ def _slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     if not any(environment.get(name) for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")):
         return {}
     # `4(x2)`: four on each of two nodes; `4,3`: not as many on each
-    per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks_per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     values = [environment.get(name, "") for name in names]
-    if per_node is None or int(per_node[1]) < 2 or not all(text.isdigit() for text in values):
+    if tasks_per_node is None or int(tasks_per_node[1]) < 2 or not all(text.isdigit() for text in values):
         return {}
-    return dict(zip(RANK_VARIABLES, [*values, per_node[1]], strict=True))
+    return dict(zip(RANK_VARIABLES, [*values, tasks_per_node[1]], strict=True))
 
 
-def rendezvous_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str, str]:
+def rendezvous_variables(environment: Mapping[str, str], *, node_count: int) -> dict[str, str]:
     """`MASTER_ADDR` and `MASTER_PORT` for ranks that have none: srun exports neither; raises ConfigError where the
     ranks are on several nodes, so the address has to be given."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
-    if missing and nodes > 1:
+    if missing and node_count > 1:
         raise ConfigError(
-            f"{' and '.join(missing)} not in the environment: ranks on {nodes} nodes cannot find each other; give all "
+            f"{' and '.join(missing)} not in the environment: ranks on {node_count} nodes cannot find each other; give all "
             "of them the machine of rank 0 and a free port"
         )
     return {name: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}[name] for name in missing}
@@ -118,13 +118,13 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
     return renamed, tuple(lines)
 
 
-def refuse_repeated_starts(environment: Mapping[str, str], *, nodes: int) -> None:
+def refuse_repeated_starts(environment: Mapping[str, str], *, node_count: int) -> None:
     """Raises ConfigError where Slurm or MPI started this command several times, each of which would be a separate
     run."""
     task_counts = {
         name: text for name in _TASK_COUNT_VARIABLES if (text := environment.get(name, "")).isdigit() and int(text) > 1
     }
-    if nodes > 1 or rank_variables(environment) or not task_counts:
+    if node_count > 1 or rank_variables(environment) or not task_counts:
         return
     name, text = next(iter(task_counts.items()))
     if name.startswith("SLURM") and "SLURM_PROCID" not in environment:
@@ -188,7 +188,7 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo | None:
     """The place that a launcher gave this process; None where nothing launched it. Raises ConfigError where the
     variables contradict each other or are not numbers."""
     environment = {**environment, **rank_variables(environment)}
-    rank, world_size, local_rank, local_world_size, nodes = (
+    rank, world_size, local_rank, local_world_size, node_count = (
         read_whole_number(environment, name, minimum=0) for name in (*RANK_VARIABLES, "GROUP_WORLD_SIZE")
     )
     if (rank is None) != (world_size is None):
@@ -203,9 +203,9 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo | None:
     if world_size < 1 or not 0 <= rank < world_size or not 0 <= local_rank < max(1, local_world_size):
         raise ConfigError(f"the environment says {_format_rank_variables(environment)}: a rank is 0 to WORLD_SIZE - 1")
     # torchrun's number of nodes. The plan, and shards of a node (fsdp_hybrid), need as many ranks on each.
-    if nodes is not None and nodes * local_world_size != world_size:
+    if node_count is not None and node_count * local_world_size != world_size:
         raise ConfigError(
-            f"this node has {local_world_size} of {world_size} ranks on {nodes} nodes: start the same number on each "
+            f"this node has {local_world_size} of {world_size} ranks on {node_count} nodes: start the same number on each "
             "(--nproc-per-node)"
         )
     run_folder = environment.get(RUN_VARIABLE)

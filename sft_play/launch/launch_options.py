@@ -17,10 +17,10 @@ from sft_play.launch.accelerate import (
     AccelerateConfig,
     accelerate_launch_config,
     find_accelerate_file,
-    read_found_file,
+    read_accelerate_file_with_notes,
     remove_accelerate_variables,
 )
-from sft_play.launch.deepspeed.fill import equal_numbers
+from sft_play.launch.deepspeed.fill import are_numbers_equal
 from sft_play.launch.exported import read_nodes, read_whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
@@ -101,7 +101,7 @@ def fill_from_accelerate(
         port = nodes.port or accelerate_config.main_process_port or DEFAULT_PORT
         nodes = NodeSetup(accelerate_config.num_machines, accelerate_config.machine_rank, address, port)
     file = accelerate_config.deepspeed_config_file
-    request = options.deepspeed or (
+    deepspeed_request = options.deepspeed or (
         DeepspeedRequest(file) if accelerate_config.distributed_type == "DEEPSPEED" else None
     )
     # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
@@ -113,7 +113,7 @@ def fill_from_accelerate(
         processes=options.processes or accelerate_config.processes_per_machine,
         gpus=options.gpus or accelerate_config.gpu_ids or (),
         nodes=nodes,
-        deepspeed=request,
+        deepspeed=deepspeed_request,
     )
 
 
@@ -132,10 +132,10 @@ def _parse_gpus(text: str | None) -> tuple[int, ...]:
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     if any(not (part.isascii() and part.isdigit() and len(part) < 6) for part in parts):
         raise ConfigError(f"GPUS={one_line(text or '')} is not a list of GPU numbers, such as GPUS=0,1")
-    numbers = tuple(int(part) for part in parts)
-    if len(set(numbers)) != len(numbers):
+    gpu_indices = tuple(int(part) for part in parts)
+    if len(set(gpu_indices)) != len(gpu_indices):
         raise ConfigError(f"GPUS={one_line(text or '')} names a GPU twice")
-    return numbers
+    return gpu_indices
 
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def apply_accelerate_config(options: LaunchOptions, config: RunConfig) -> tuple[
     """The options with what an accelerate configuration adds, and that configuration; what it adds is logged."""
     file, accelerate_config, notes = find_accelerate_file(os.environ), None, options.notes
     if file is not None:
-        accelerate_config, file_notes = read_found_file(file, os.environ)
+        accelerate_config, file_notes = read_accelerate_file_with_notes(file, os.environ)
         notes += file_notes
     for note in notes:
         logger.info("%s", note)
@@ -182,12 +182,12 @@ def apply_mesh(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
     mesh_text, nodes = f"model.mesh_shape={format_mesh(config.model.mesh_shape)}", options.nodes.count
     if mesh.ranks % nodes:
         raise ConfigError(f"{mesh_text} is a mesh of {mesh.ranks} processes, which {nodes} nodes cannot share equally")
-    per_node, gpu_count = mesh.ranks // nodes, len(detect_hardware().gpus)
-    if gpu_count and per_node > gpu_count:
+    ranks_per_node, gpu_count = mesh.ranks // nodes, len(detect_hardware().gpus)
+    if gpu_count and ranks_per_node > gpu_count:
         raise HardwareError(
-            f"{mesh_text} needs {per_node} processes on each node, and there are {gpu_count} GPUs: one each"
+            f"{mesh_text} needs {ranks_per_node} processes on each node, and there are {gpu_count} GPUs: one each"
         )
-    return dataclasses.replace(options, processes=per_node)
+    return dataclasses.replace(options, processes=ranks_per_node)
 
 
 def override_lines(
@@ -216,7 +216,7 @@ def override_lines(
         if (
             file_value not in (None, "auto")
             and planned_value is not None
-            and not equal_numbers(file_value, planned_value)
+            and not are_numbers_equal(file_value, planned_value)
         ):
             messages.append(
                 (True, f"says deepspeed_config.{key}: {file_value}, the plan {planned_value:g}: the plan wins")

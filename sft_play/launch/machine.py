@@ -17,7 +17,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.compiler import require_compiler, require_inductor
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.unusable_accelerators import CPU_HINT, VISIBILITY_VARIABLES, unusable_accelerator
+from sft_play.facts.gpus.unusable_accelerators import CPU_HINT, VISIBILITY_VARIABLES, find_unusable_accelerator
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.models.architecture import find_model_folder, is_hub_reachable
 from sft_play.facts.network import GLOO_VARIABLE, find_interface, route_address
@@ -31,7 +31,7 @@ from sft_play.process.environment import set_deepspeed_to_cpu
 logger = logging.getLogger(__name__)
 
 # What accelerate asks for on several RTX 40 with an older driver than `_WORKING_P2P_DRIVER`.
-P2P_OFF = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+P2P_OFF_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 _WORKING_P2P_DRIVER = [550, 40, 7]
 # Parameters above which a model is trained on a CPU only if that is asked for: a step takes minutes.
 MAX_CPU_PARAMS = 1_000_000_000
@@ -105,7 +105,7 @@ def choose_interface(rank_info: RankInfo, environment: MutableMapping[str, str])
                 interface, address, one_line(host), GLOO_VARIABLE)  # fmt: skip
 
 
-def rank_gpu_name(rank_info: RankInfo, hardware: Hardware) -> str:
+def rank_gpu_id(rank_info: RankInfo, hardware: Hardware) -> str:
     """This rank's GPU in one word that no other GPU has: host and UUID; empty where the driver does not tell it, or
     there is none."""
     index = hardware.gpus[rank_info.local_rank].index if rank_info.local_rank < len(hardware.gpus) else None
@@ -114,24 +114,24 @@ def rank_gpu_name(rank_info: RankInfo, hardware: Hardware) -> str:
     return f"{socket.gethostname()} {uuid}" if uuid else ""
 
 
-def require_distinct_gpus(names: Sequence[str]) -> None:
+def require_distinct_gpus(gpu_ids: Sequence[str]) -> None:
     """Raises HardwareError where two ranks have the same GPU, which NCCL refuses; `names`: `rank_gpu_name` of each."""
-    first_rank_by_name: dict[str, int] = {}
-    for rank, name in enumerate(names):
-        other = first_rank_by_name.setdefault(name, rank) if name else rank
-        if other != rank:
+    first_rank_by_gpu: dict[str, int] = {}
+    for rank, gpu_id in enumerate(gpu_ids):
+        first_rank = first_rank_by_gpu.setdefault(gpu_id, rank) if gpu_id else rank
+        if first_rank != rank:
             raise HardwareError(
-                f"ranks {other} and {rank} have the same GPU ({one_line(name)}): start one rank per GPU, and give "
+                f"ranks {first_rank} and {rank} have the same GPU ({one_line(gpu_id)}): start one rank per GPU, and give "
                 "each its own (srun --gpus-per-task=1, or all GPUs of the node to every rank)"
             )
 
 
-def spread_hardware(hardware: Hardware, world_size: int, nodes: int, *, sees_own_gpu_only: bool = False) -> Hardware:
+def spread_hardware(hardware: Hardware, world_size: int, node_count: int, *, sees_own_gpu_only: bool = False) -> Hardware:
     """The machine as `world_size` ranks on `nodes` nodes like this one use it; `is_own`: each rank sees only
     its own GPU, and those of the others are like it."""
     if not hardware.gpus:
-        return dataclasses.replace(hardware, cpu_ranks=world_size, nodes=nodes)
-    ranks_per_node = world_size // nodes
+        return dataclasses.replace(hardware, cpu_ranks=world_size, nodes=node_count)
+    ranks_per_node = world_size // node_count
     if sees_own_gpu_only and len(hardware.gpus) == 1:
         hardware = dataclasses.replace(hardware, gpus=hardware.gpus * ranks_per_node)
     if ranks_per_node > len(hardware.gpus):
@@ -140,7 +140,7 @@ def spread_hardware(hardware: Hardware, world_size: int, nodes: int, *, sees_own
         )
     # the GPUs of other nodes are not seen from here: they are taken to be like this node's
     gpus = tuple(dataclasses.replace(hardware.gpus[n % ranks_per_node], index=n) for n in range(world_size))
-    return dataclasses.replace(hardware, gpus=gpus, nodes=nodes)
+    return dataclasses.replace(hardware, gpus=gpus, nodes=node_count)
 
 
 def use_one_gpu(hardware: Hardware) -> Hardware:
@@ -202,11 +202,11 @@ def hide_gpus(config: RunConfig, environment: MutableMapping[str, str]) -> None:
 def disable_broken_p2p(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
     """Switch NCCL's P2P and InfiniBand off where accelerate would refuse to start: call it before accelerate's state
     is made, for one process as well."""
-    if not hardware.gpus or P2P_OFF.keys() <= environment.keys():
+    if not hardware.gpus or P2P_OFF_VARIABLES.keys() <= environment.keys():
         return
     names, driver = _installed_gpus()
     if has_broken_p2p(names, driver):
-        missing = {name: text for name, text in P2P_OFF.items() if name not in environment}
+        missing = {name: text for name, text in P2P_OFF_VARIABLES.items() if name not in environment}
         environment.update(missing)
         logger.warning("%s: driver %s of several RTX 40 offers a P2P that hangs; driver 550.40.07 or newer does not",
                        " ".join(f"{name}={text}" for name, text in missing.items()), driver)  # fmt: skip
@@ -248,7 +248,7 @@ def require_usable_hardware(
         return require_compiler(hardware, environment)
     if config.train.device == "cpu":
         return None
-    if accelerator := unusable_accelerator(environment):
+    if accelerator := find_unusable_accelerator(environment):
         raise HardwareError(accelerator)
     param_count = count_params()  # asked last: for a model of the hub it fetches the config
     if param_count > MAX_CPU_PARAMS:

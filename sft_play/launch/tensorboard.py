@@ -96,7 +96,7 @@ def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
     return load_config(loaded.path, overrides=[*other_overrides, setting])
 
 
-def server_settings(environment: Mapping[str, str]) -> dict[str, Any]:
+def server_options(environment: Mapping[str, str]) -> dict[str, Any]:
     """Host and port that `TB_HOST` and `TB_PORT` ask for, as options of `start_server`; those not given are left out.
     Raises ConfigError where TB_PORT is not a port."""
     host, port = (environment.get(name, "").strip() for name in ("TB_HOST", "TB_PORT"))
@@ -105,7 +105,7 @@ def server_settings(environment: Mapping[str, str]) -> dict[str, Any]:
     return {**({"host": host} if host else {}), **({"port": int(port)} if port else {})}
 
 
-def password_warning(host: str, port: int = DEFAULT_TENSORBOARD_PORT) -> str | None:
+def tensorboard_exposure_warning(host: str, port: int = DEFAULT_TENSORBOARD_PORT) -> str | None:
     """The warning for a host that others can reach; None for this machine's own addresses."""
     if is_local(host):
         return None
@@ -123,14 +123,14 @@ def sidecar(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> 
     should_keep = environment.get("TB_KEEP", "").strip().lower() not in ("", "0", "no", "false", "off")
     try:
         server, message = start_server(
-            logdir, ends_with_caller=not should_keep, **{**server_settings(environment), **options}
+            logdir, ends_with_caller=not should_keep, **{**server_options(environment), **options}
         )
     except ConfigError as error:
         server, message = None, str(error)
     if server is None:
         logger.warning("no TensorBoard: %s; training continues without it", message)
     else:
-        log_started(server, message)
+        log_server_start(server, message)
     try:
         yield server
     finally:
@@ -139,10 +139,10 @@ def sidecar(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> 
             logger.info("%s", stay_message if should_keep else stop_server(server))
 
 
-def log_started(server: TensorBoardServer, message: str) -> None:
+def log_server_start(server: TensorBoardServer, message: str) -> None:
     """Log where a TensorBoard is, and a warning where others can reach it."""
     logger.info("%s", message)
-    warning = password_warning(server.host, server.port)
+    warning = tensorboard_exposure_warning(server.host, server.port)
     if warning is not None:
         logger.warning("%s", warning)
 
@@ -169,21 +169,21 @@ def start_server(
         cache_dir().mkdir(parents=True, exist_ok=True)
         # Two that start at once would both find the same port free, and no TensorBoard over the folder.
         with hold_lock(
-            cache_dir() / "tensorboard.lock", waiting="Another command starts a TensorBoard; waiting for it"
+            cache_dir() / "tensorboard.lock", waiting_message="Another command starts a TensorBoard; waiting for it"
         ):
-            existing = next(
+            existing_server = next(
                 (
-                    server_found
-                    for server_found in running_servers()
-                    if (server_found.logdir, server_found.host) == (folder, host)
+                    running_server
+                    for running_server in running_servers()
+                    if (running_server.logdir, running_server.host) == (folder, host)
                 ),
                 None,
             )
-            if existing is not None and _is_answering_at(existing.url, folder):
-                end_note = "; it ends with its run" * (existing.ends_with_run and not ends_with_caller)
-                return replace(existing, is_reused=True), f"TensorBoard is already running: {existing.page}{end_note}"
-            if existing is not None:
-                stop_server(existing)  # it hangs
+            if existing_server is not None and _is_answering_at(existing_server.url, folder):
+                end_note = "; it ends with its run" * (existing_server.ends_with_run and not ends_with_caller)
+                return replace(existing_server, is_reused=True), f"TensorBoard is already running: {existing_server.page}{end_note}"
+            if existing_server is not None:
+                stop_server(existing_server)  # it hangs
             free_port = _find_free_port(host, port)
             flags = {"logdir": folder, "host": host, "port": free_port, "window_title": title or logdir.name}
             process = _start_process(
@@ -275,8 +275,8 @@ def is_serving(server: TensorBoardServer) -> bool:
 def _is_answering_at(url: str, logdir: str) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # this machine's own: no proxy is asked
     try:
-        with opener.open(f"{url}data/environment", timeout=5) as answer:
-            return str(json.loads(answer.read(10**6)).get("data_location", "")) == logdir
+        with opener.open(f"{url}data/environment", timeout=5) as response:
+            return str(json.loads(response.read(10**6)).get("data_location", "")) == logdir
     except (OSError, http.client.HTTPException, ValueError, AttributeError):
         return False
 
@@ -296,7 +296,7 @@ def running_servers() -> list[TensorBoardServer]:
                 start_times[TensorBoardServer(process, *address, ends_with_run=_GUARD_MODULE in argv)] = (
                     process.create_time()
                 )
-    return sorted(start_times, key=lambda one: -start_times[one])
+    return sorted(start_times, key=lambda server: -start_times[server])
 
 
 def stop_server(server: TensorBoardServer) -> str:

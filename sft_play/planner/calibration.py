@@ -27,7 +27,7 @@ RECORD_VERSION = 2
 # Lines that the record keeps, the newest.
 MAX_RECORDED_RUNS = 200
 # Runs that a plan learns its speed from, the newest.
-SPEED_RUNS = 10
+MAX_SPEED_RUNS = 10
 # The model's name in lines of the self-test's trials. Speeds are learned from them where no run says more; memory is
 # not, because for a model of 0.5B the allocator's rounding is a larger share than for others.
 SELFTEST_MODEL = "make gpu-selftest"
@@ -103,23 +103,23 @@ class Correction:
     oom_run: MeasuredRun | None = None
     """The step with the smallest prediction that ran out of memory, unless a later run has fitted with as much."""
 
-    def corrected_reserved(self, uncorrected: int, budget: int) -> int:
+    def corrected_reserved(self, uncorrected_bytes: int, budget_bytes: int) -> int:
         """The corrected prediction of a step's reserved bytes: more than the budget where a step that needs no more
         ran out."""
-        corrected = int(uncorrected * self.for_prediction(uncorrected).memory_factor)
+        corrected_bytes = int(uncorrected_bytes * self.for_prediction(uncorrected_bytes).memory_factor)
         return (
-            max(corrected, budget + 1) if self.oom_run and uncorrected >= self.oom_run.predicted_reserved else corrected
+            max(corrected_bytes, budget_bytes + 1) if self.oom_run and uncorrected_bytes >= self.oom_run.predicted_reserved else corrected_bytes
         )
 
-    def for_prediction(self, predicted: int) -> Correction:
+    def for_prediction(self, predicted_bytes: int) -> Correction:
         """The correction of a prediction of `predicted` bytes, from the runs of like size. A run counts for larger ones
         up to SIMILAR_SIZE_FACTOR times what it measured: what is predicted to need more never needs less."""
 
         def factor(peak: tuple[int, int]) -> float:
-            return min(peak[1] / peak[0], MAX_MEMORY_FACTOR, SIMILAR_SIZE_FACTOR * peak[1] / predicted)
+            return min(peak[1] / peak[0], MAX_MEMORY_FACTOR, SIMILAR_SIZE_FACTOR * peak[1] / predicted_bytes)
 
         similar_peaks = [
-            peak for peak in self.peaks if peak[0] / SIMILAR_SIZE_FACTOR <= predicted <= SIMILAR_SIZE_FACTOR * max(peak)
+            peak for peak in self.peaks if peak[0] / SIMILAR_SIZE_FACTOR <= predicted_bytes <= SIMILAR_SIZE_FACTOR * max(peak)
         ]
         similar_peaks.sort(key=factor, reverse=True)
         return replace(self, memory_factor=max([1.0, *map(factor, similar_peaks)]), peaks=tuple(similar_peaks))
@@ -160,17 +160,17 @@ class Correction:
         return text
 
 
-def record_path() -> Path:
+def measured_runs_path() -> Path:
     """The file of the record."""
     return cache_dir() / RECORD_FILE
 
 
 def add_measured_run(measured_run: MeasuredRun) -> None:
     """Append a run; a cache that cannot be written does not fail a run that is done."""
-    path = record_path()
+    path = measured_runs_path()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(path.with_suffix(".lock"), waiting="waiting for another run that is writing its measurements"):
+        with hold_lock(path.with_suffix(".lock"), waiting_message="waiting for another run that is writing its measurements"):
             lines = [json.dumps(asdict(run)) for run in [*load_measured_runs(), measured_run][-MAX_RECORDED_RUNS:]]
             atomic.write(path, "\n".join(lines) + "\n")  # readers hold no lock
 
@@ -178,7 +178,7 @@ def add_measured_run(measured_run: MeasuredRun) -> None:
 def load_measured_runs(path: Path | None = None) -> list[MeasuredRun]:
     """The recorded runs, oldest first; unreadable lines and those of other versions are skipped."""
     try:
-        lines = (path or record_path()).read_text(encoding="utf-8").splitlines()
+        lines = (path or measured_runs_path()).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return []
     return [run for line in lines if (run := _parse_run(line)) is not None]
@@ -207,7 +207,7 @@ def compute_correction(
     model: str | None = None,
     kernels: CountedKernels = CountedKernels(),  # noqa: B008
     is_compiled: bool = False,
-    budget: int = 0,
+    budget_bytes: int = 0,
 ) -> Correction:
     """The correction from recorded runs of the closest kind, by their raw ratios; compiled ones apart from plain ones.
     Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
@@ -223,35 +223,35 @@ def compute_correction(
         [run for run in memory_runs if run.model != SELFTEST_MODEL], lambda run: run.layout == layout
     )
     nearest_runs = _prefer_runs(nearest_runs, lambda run: run.model == model)
-    memory = max([1.0, *(run.memory_ratio for run in nearest_runs)])
+    memory_factor = max([1.0, *(run.memory_ratio for run in nearest_runs)])
     finished_runs = [run for run in finished_runs if run.kernels == kernels.speed and run.speed_ratio > 0]
     speed_runs = _prefer_runs(
         [run for run in finished_runs if run.model != SELFTEST_MODEL], lambda run: run.model == model
     )
     speeds = [run.speed_ratio for run in speed_runs or finished_runs]
-    speed = statistics.median(speeds[-SPEED_RUNS:]) if speeds else 1.0
+    speed_factor = statistics.median(speeds[-MAX_SPEED_RUNS:]) if speeds else 1.0
     lowest, highest = SPEED_RANGE
     same_model_runs = [
         run for run in same_kind if (run.layout, run.model, run.kernels) == (layout, model, kernels.memory)
     ]
     return Correction(
-        len(nearest_runs), min(MAX_MEMORY_FACTOR, memory), min(highest, max(lowest, speed)),
+        len(nearest_runs), min(MAX_MEMORY_FACTOR, memory_factor), min(highest, max(lowest, speed_factor)),
         has_measured_speed=bool(speeds),
-        uses_selftest_speed=bool(speeds) and not speed_runs, oom_run=_smallest_oom_run(same_model_runs, budget),
+        uses_selftest_speed=bool(speeds) and not speed_runs, oom_run=_smallest_oom_run(same_model_runs, budget_bytes),
         peaks=tuple((run.predicted_reserved, run.measured_reserved) for run in nearest_runs),
     )  # fmt: skip
 
 
-def _smallest_oom_run(runs: Iterable[MeasuredRun], budget: int) -> MeasuredRun | None:
+def _smallest_oom_run(runs: Iterable[MeasuredRun], budget_bytes: int) -> MeasuredRun | None:
     """The run with the smallest prediction that ran out of about this budget, and that no later one disproves."""
     oom_runs: list[MeasuredRun] = []
     for run in runs:
         if run.ran_out_of:
-            oom_runs += [run] if budget <= RETRY_MEMORY_FACTOR * run.ran_out_of else []
+            oom_runs += [run] if budget_bytes <= RETRY_MEMORY_FACTOR * run.ran_out_of else []
         else:
             oom_runs = [oom_run for oom_run in oom_runs if run.predicted_reserved < oom_run.predicted_reserved]
     return min(oom_runs, key=lambda run: run.predicted_reserved, default=None)
 
 
-def _prefer_runs(runs: list[MeasuredRun], is_near: Callable[[MeasuredRun], bool]) -> list[MeasuredRun]:
-    return [run for run in runs if is_near(run)] or runs
+def _prefer_runs(runs: list[MeasuredRun], is_preferred: Callable[[MeasuredRun], bool]) -> list[MeasuredRun]:
+    return [run for run in runs if is_preferred(run)] or runs

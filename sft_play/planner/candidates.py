@@ -258,14 +258,14 @@ def _collect_candidates(
     layouts: Sequence[Layout], evaluate_layout: Callable[[Layout], Sequence[Candidate]]
 ) -> list[Candidate]:
     candidates: list[Candidate] = []
-    refusals: list[ConfigError] = []
+    errors: list[ConfigError] = []
     for layout in layouts:
         try:
             candidates += evaluate_layout(layout)
         except ConfigError as error:  # such as a batch that this layout's data-parallel ranks do not divide
-            refusals.append(error)
-    if not candidates and refusals:
-        raise refusals[0]
+            errors.append(error)
+    if not candidates and errors:
+        raise errors[0]
     return candidates
 
 
@@ -374,12 +374,12 @@ def _predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step) ->
     micro_steps = None
     if inputs.row_tokens is not None:
         layout = step.layout
-        step_rows, division = (
+        step_rows, micro_batches = (
             step.micro_batch * step.grad_accum * layout.data_parallel,
             plan_micro_batches(inputs, precision, step),
         )
         micro_steps = average_micro_steps(
-            inputs.row_tokens, division, effective_batch=step_rows, ranks=layout.data_parallel
+            inputs.row_tokens, micro_batches, effective_batch=step_rows, ranks=layout.data_parallel
         )
         micro_steps = dataclasses.replace(
             micro_steps, padded_tokens=micro_steps.padded_tokens / layout.context_parallel
@@ -444,11 +444,11 @@ def plan_micro_batches(inputs: PlanInputs, precision: Precision, step: Step) -> 
     """How the rows of a step are divided: padded to the longest, or joined where the attention takes boundaries."""
     if not inputs.cuts_by_tokens:
         return MicroBatches(step.micro_batch)
-    overhead = micro_step_overhead_tokens(inputs.config, inputs.shape, precision, step, inputs.rates)
+    overhead_tokens = micro_step_overhead_tokens(inputs.config, inputs.shape, precision, step, inputs.rates)
     return MicroBatches(
         step.micro_batch,
         tokens=step.micro_batch * step.seq_len,
-        overhead=round(overhead, 2 - len(str(overhead))),  # to two digits: candidates that hardly differ share work
+        overhead=round(overhead_tokens, 2 - len(str(overhead_tokens))),  # to two digits: candidates that hardly differ share work
         padded=not step.varlen,
         single=step.grad_accum == 1,
     )
@@ -535,7 +535,7 @@ def format_largest_terms(memory: MemoryEstimate, term_count: int) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in largest_items)
 
 
-def _format_need(need: int, budget: int, unit: str = "GiB") -> str:
+def _format_need(needed_bytes: int, budget_bytes: int, unit: str = "GiB") -> str:
     """`12.6 of 139.8 GiB`, with as many digits as it takes to show that the need is larger."""
-    digits = next((n for n in range(1, 9) if need <= budget or round(need / GIB, n) > round(budget / GIB, n)), 9)
-    return f"{need / GIB:.{digits}f} of {budget / GIB:.{digits}f} {unit}"
+    digits = next((n for n in range(1, 9) if needed_bytes <= budget_bytes or round(needed_bytes / GIB, n) > round(budget_bytes / GIB, n)), 9)
+    return f"{needed_bytes / GIB:.{digits}f} of {budget_bytes / GIB:.{digits}f} {unit}"

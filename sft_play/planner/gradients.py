@@ -98,7 +98,7 @@ def _requested_interval(config: RunConfig) -> SyncInterval | None:
     return interval if grad_accum == "auto" or interval < grad_accum else "step"
 
 
-def gradient_sync_refusal(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool = True) -> str | None:
+def gradient_sync_obstacle(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool = True) -> str | None:
     """The run's settings that a layout does not support, and what to write instead; None where it supports all."""
     interval = _requested_interval(config)
     if layout == "single":
@@ -109,26 +109,26 @@ def gradient_sync_refusal(config: RunConfig, precision: Precision, layout: str, 
     if interval not in (None, "step") and layout == "zero1":
         alternatives = "zero2" if interval == "micro_batch" else "ddp, fsdp"
         problems.append(f"{key}: ZeRO-1 reduces gradients once per step; auto, or {alternatives}")
-    problems += _dtype_refusals(config, precision, layout, on_gpu=on_gpu)
+    problems += _dtype_obstacles(config, precision, layout, on_gpu=on_gpu)
     return "; ".join(problems) or None
 
 
-def _dtype_refusals(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool) -> Iterator[str]:
+def _dtype_obstacles(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool) -> Iterator[str]:
     mixed, compute = config.distributed.mixed_precision, precision.compute
-    param, reduce, buffer = (f"distributed.mixed_precision.{name}={value}" for name, value in mixed)
+    param_setting, reduce_setting, buffer_setting = (f"distributed.mixed_precision.{name}={value}" for name, value in mixed)
     if mixed.param not in ("auto", compute) and not (_is_fsdp(layout) and mixed.param == "float32"):
-        yield f"{param}: the run computes in {compute}, and only FSDP2 gathers weights in another dtype, fp32; auto"
+        yield f"{param_setting}: the run computes in {compute}, and only FSDP2 gathers weights in another dtype, fp32; auto"
     elif mixed.param not in ("auto", compute) and config.tuning.mode == "qlora":
-        yield f"{param}: packed NF4 weights are sent as {compute} and use all its bits; auto"
+        yield f"{param_setting}: packed NF4 weights are sent as {compute} and use all its bits; auto"
     if mixed.reduce != "auto" and not (_is_fsdp(layout) or _is_zero(layout)):
         gradient_dtype = _gradient_dtype(config, precision, layout, compute)
         narrows = DTYPE_BYTES[mixed.reduce] < DTYPE_BYTES[gradient_dtype] or mixed.reduce == gradient_dtype
         if layout != "ddp" or not narrows:
-            yield f"{reduce}: gradients are {gradient_dtype}, and only DDP's hooks narrow them; auto, or fsdp, zero2"
+            yield f"{reduce_setting}: gradients are {gradient_dtype}, and only DDP's hooks narrow them; auto, or fsdp, zero2"
         elif mixed.reduce == "bfloat16" != gradient_dtype and not on_gpu:
-            yield f"{reduce}: torch's hook for it needs GPUs; auto, float16, or fsdp, zero2"
+            yield f"{reduce_setting}: torch's hook for it needs GPUs; auto, float16, or fsdp, zero2"
     if mixed.buffer != "auto" and (not _is_zero(layout) or compute == "float32"):
-        yield f"{buffer}: only DeepSpeed casts the model's buffers, in 16-bit runs; auto, or zero2, zero3"
+        yield f"{buffer_setting}: only DeepSpeed casts the model's buffers, in 16-bit runs; auto, or zero2, zero3"
 
 
 def ineffective_distributed_options(config: RunConfig, layout: str) -> list[str]:

@@ -101,7 +101,7 @@ def plan_kernels(
     if option == "none":
         return PlannedKernels()
     setting = f"kernels: train.kernels={option}: "
-    problem = _liger_problem(config, shape, layout, on_gpu=on_gpu)
+    problem = _liger_obstacle(config, shape, layout, on_gpu=on_gpu)
     # asked for by name, a missing package is refused when the run starts; the plan may be made on another machine
     if problem is None and option == "auto" and LIGER_PACKAGE in missing_packages:
         problem = f"{LIGER_PACKAGE} is not installed here"
@@ -121,7 +121,7 @@ def plan_kernels(
     return PlannedKernels(None, operations, f"{operations_text}, {condition}: {basis}")
 
 
-def _liger_problem(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool) -> str | None:
+def _liger_obstacle(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool) -> str | None:
     if not on_gpu:
         return "Liger's need a CUDA GPU"
     if config.tuning.backend != "bnb":
@@ -139,7 +139,7 @@ def _liger_problem(config: RunConfig, shape: ModelShape, layout: Layout, *, on_g
 ExpertsImplementationName = Literal["grouped_mm", "eager"]
 
 # Rows of a grouped product's matrices begin at a multiple of this (PyTorch's `_grouped_mm`, `check_valid_strides`).
-GROUPED_ROW_BYTES = 16
+GROUPED_MM_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class ExpertsImplementation:
 
 
 def select_experts_implementation(
-    config: RunConfig, *, has_own_code: bool, widths: Iterable[int], precision: Precision
+    config: RunConfig, *, uses_custom_experts: bool, widths: Iterable[int], precision: Precision
 ) -> ExpertsImplementation:
     """The implementation for a model with experts: grouped_mm unless its class, its widths or the config are against.
     Raises ConfigError where it is asked for by name, and cannot run."""
@@ -161,10 +161,10 @@ def select_experts_implementation(
     if implementation == "eager":
         return ExpertsImplementation("eager", "eager, one expert after another, as model.experts_implementation says")
     # the narrower dtype needs the larger multiple of elements
-    multiple = GROUPED_ROW_BYTES // min(DTYPE_BYTES[precision.compute], DTYPE_BYTES[precision.load])
+    multiple = GROUPED_MM_ALIGNMENT_BYTES // min(DTYPE_BYTES[precision.compute], DTYPE_BYTES[precision.load])
     misaligned_widths = [width for width in widths if width % multiple]
     problem = None
-    if has_own_code:
+    if uses_custom_experts:
         problem = "its class runs them by code of its own, which model.experts_implementation does not reach"
     elif misaligned_widths:
         problem = f"grouped products need widths that are multiples of {multiple}, and one is {misaligned_widths[0]}"
@@ -191,7 +191,7 @@ def _grouped_implementation(precision: Precision) -> ExpertsImplementation:
 
 
 # Compute capability of the first GPUs with PyTorch's grouped products (transformers, integrations/moe.py).
-GROUPED_MIN_CAPABILITY = (8, 0)
+GROUPED_MM_MIN_CAPABILITY = (8, 0)
 
 
 def plan_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> ExpertsImplementation | None:
@@ -204,7 +204,7 @@ def plan_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> 
     # the width of experts in code that is not known is not known either
     widths = sorted({shape.hidden_size, *(kind.expert_width for kind in expert_layers if kind.expert_width)})
     return select_experts_implementation(
-        config, has_own_code=shape.uses_custom_experts, widths=widths, precision=precision
+        config, uses_custom_experts=shape.uses_custom_experts, widths=widths, precision=precision
     )
 
 

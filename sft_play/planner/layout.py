@@ -11,7 +11,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.families import TENSOR_PARALLEL_TYPES
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.batching import BatchPlan
-from sft_play.planner.gradients import gradient_sync_refusal
+from sft_play.planner.gradients import gradient_sync_obstacle
 from sft_play.planner.mesh import Mesh, format_mesh, parse_mesh
 from sft_play.planner.precision import WeightUpdates, choose_precision
 
@@ -165,11 +165,11 @@ def find_layouts(
     if named == "fsdp_cp":
         tried_layouts += _all_context_parallel_layouts(hardware)
     for layout in tried_layouts:
-        reason = _layout_obstacle(layout, config, shape, hardware)
-        if reason is None:
+        obstacle = _layout_obstacle(layout, config, shape, hardware)
+        if obstacle is None:
             possible_layouts.append(layout)
         elif not any(item.name == layout.name for item in impossible):  # of several group sizes the first says why
-            impossible.append(ImpossibleLayout(layout.name, reason))
+            impossible.append(ImpossibleLayout(layout.name, obstacle))
     # a name that works with one group size is not impossible because it does not with another
     possible_names = {layout.name for layout in possible_layouts}
     return tuple(possible_layouts), tuple(item for item in impossible if item.name not in possible_names)
@@ -185,11 +185,11 @@ def _check_mesh_layout(mesh: Mesh, config: RunConfig, shape: ModelShape, hardwar
             f"(make train-distributed, NPROC= of each node), or give a mesh of {hardware.ranks}"
         )
     layout = _mesh_layout(mesh)
-    reason = _layout_obstacle(layout, config, shape, hardware)
-    if reason is not None:
+    obstacle = _layout_obstacle(layout, config, shape, hardware)
+    if obstacle is not None:
         alternative = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
         raise ConfigError(
-            f"{option_text} cannot run this job: {reason}; use {alternative}, or null to let the plan choose"
+            f"{option_text} cannot run this job: {obstacle}; use {alternative}, or null to let the plan choose"
         )
     return layout
 
@@ -215,8 +215,8 @@ def context_parallel_layouts(config: RunConfig, shape: ModelShape, hardware: Har
 def _all_context_parallel_layouts(hardware: Hardware) -> list[Layout]:
     rank_count = hardware.ranks
     # its all-to-alls are in every attention layer, so ranks that share a row are in one node
-    group_sizes = [parts for parts in GROUP_SIZES if parts <= hardware.gpus_per_node and rank_count % parts == 0]
-    return [Layout("fsdp_cp", rank_count // parts, rank_count, context_parallel=parts) for parts in group_sizes]
+    group_sizes = [context_parallel for context_parallel in GROUP_SIZES if context_parallel <= hardware.gpus_per_node and rank_count % context_parallel == 0]
+    return [Layout("fsdp_cp", rank_count // context_parallel, rank_count, context_parallel=context_parallel) for context_parallel in group_sizes]
 
 
 def _layouts_to_try(config: RunConfig, hardware: Hardware, rank_count: int) -> list[Layout]:
@@ -275,7 +275,7 @@ def _layout_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardw
         return "Adafactor needs whole rows and columns, which a partitioned tensor lacks"
     if layout.offloads_states and optim not in ("adamw_torch_fused", "adamw_torch"):
         return "DeepSpeed's CPU optimizer is AdamW"
-    return gradient_sync_refusal(
+    return gradient_sync_obstacle(
         config, choose_precision(config, hardware, shape), layout.name, on_gpu=bool(hardware.gpus)
     )
 
@@ -323,7 +323,7 @@ def _tensor_parallel_obstacle(layout: Layout, config: RunConfig, shape: ModelSha
 
 def _context_parallel_obstacle(layout: Layout, config: RunConfig, shape: ModelShape) -> str | None:
     """Each rank attends with some of the heads over the whole row (Ulysses, https://arxiv.org/abs/2309.14509)."""
-    ranks, length = layout.context_parallel, config.model.max_seq_len
+    ranks, max_seq_len = layout.context_parallel, config.model.max_seq_len
     if shape.num_heads % ranks:
         return f"{shape.num_heads} heads do not split over {ranks} ranks"
     if shape.num_kv_heads % ranks and ranks % shape.num_kv_heads:
@@ -339,6 +339,6 @@ def _context_parallel_obstacle(layout: Layout, config: RunConfig, shape: ModelSh
     if shape.uses_alibi:
         return "ALiBi's biases are a mask, and it has none"
     attention_kinds = {kind.attention for kind in shape.layers} - {"full"}
-    if attention_kinds - {"sliding"} or (attention_kinds and (shape.window or length) < length):
+    if attention_kinds - {"sliding"} or (attention_kinds and (shape.window or max_seq_len) < max_seq_len):
         return "every layer must attend to the whole row, but some see only a window or a state"
     return None

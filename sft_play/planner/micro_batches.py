@@ -55,8 +55,8 @@ class MicroBatches:
         if self.tokens is None or (self.padded and self.single):
             return assign_by_count(len(lengths), rows=self.rows, ranks=ranks)
         if self.padded:
-            return assign_padded(lengths, tokens=self.tokens, overhead=self.overhead, ranks=ranks)
-        return assign_joined(lengths, tokens=self.tokens, ranks=ranks)
+            return assign_padded(lengths, max_tokens=self.tokens, overhead_tokens=self.overhead, ranks=ranks)
+        return assign_joined(lengths, max_tokens=self.tokens, ranks=ranks)
 
     def max_micro_steps(self, rows: int) -> int:
         """The most micro steps that a rank needs for a step in which it has `rows` rows of full length at most."""
@@ -69,7 +69,7 @@ def assign_by_count(count: int, *, rows: int, ranks: int) -> RowAssignment:
     return [_spread_rows(first, min(count, first + rows * ranks), ranks) for first in range(0, count, rows * ranks)]
 
 
-def assign_padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: int) -> RowAssignment:
+def assign_padded(lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int, ranks: int) -> RowAssignment:
     """The division of sorted rows into micro steps with the fewest padded tokens, counting `overhead` for each. A row
     longer than `tokens` is a micro-batch of its own. Rows of a micro step are neighbours, so their lengths are close.
     The best one of the first n rows is found from those of fewer; of very many rows not every position is tried."""
@@ -82,9 +82,9 @@ def assign_padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: 
         if lowest_cost[first] == math.inf:
             continue
         longest = lengths[first]  # of the micro step that begins here: rows are sorted
-        limit = min(count, first + max(1, tokens // longest) * ranks)
+        limit = min(count, first + max(1, max_tokens // longest) * ranks)
         for last in (*range(first + stride, limit, stride), limit):
-            cost = lowest_cost[first] + overhead + -(-(last - first) // ranks) * longest
+            cost = lowest_cost[first] + overhead_tokens + -(-(last - first) // ranks) * longest
             if cost < lowest_cost[last]:
                 lowest_cost[last], begins[last] = cost, first
     micro_steps = []
@@ -95,23 +95,23 @@ def assign_padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: 
     return micro_steps[::-1]
 
 
-def assign_joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> RowAssignment:
+def assign_joined(lengths: Sequence[int], *, max_tokens: int, ranks: int) -> RowAssignment:
     """Rows without padding in as few micro steps as hold them, with about as many tokens in each micro-batch. The
     longest row goes into the emptiest micro-batch. Where no row is longer than 1 / n of `tokens`, m micro steps hold
     any n x m rows a rank."""
     count = len(lengths)
-    micro_steps = max(1, -(-sum(lengths) // (tokens * ranks)))  # fewer cannot hold them
+    micro_step_count = max(1, -(-sum(lengths) // (max_tokens * ranks)))  # fewer cannot hold them
     while True:
-        bins = [(0, bin_index) for bin_index in range(micro_steps * ranks)]
+        bins = [(0, bin_index) for bin_index in range(micro_step_count * ranks)]
         assigned: list[list[int]] = [[] for _ in bins]
         for row, length in enumerate(lengths):
-            load, bin_index = bins[0]
-            heapq.heapreplace(bins, (load + length, bin_index))
+            bin_tokens, bin_index = bins[0]
+            heapq.heapreplace(bins, (bin_tokens + length, bin_index))
             assigned[bin_index].append(row)
         # one row to a micro-batch is the end, even where a row is longer than `tokens`
-        if max(bins)[0] <= tokens or micro_steps * ranks >= count:
+        if max(bins)[0] <= max_tokens or micro_step_count * ranks >= count:
             break
-        micro_steps += 1
+        micro_step_count += 1
     # micro-batches of about the same length run at the same time, so ranks wait less for each other
     assigned.sort(key=lambda rows: -sum(lengths[row] for row in rows))
     return [assigned[first : first + ranks] for first in range(0, len(assigned), ranks)]
@@ -128,9 +128,9 @@ def _spread_rows(first: int, last: int, ranks: int) -> list[list[int]]:
 # Lengths that are kept at most, to draw steps from.
 MAX_SAMPLED_LENGTHS = 1024
 # Steps that are drawn to see what an average one takes.
-_DRAWN_STEPS = 4
+_SAMPLED_STEPS = 4
 # Rows of a drawn step at most: larger ones are taken to be like it.
-_MAX_DRAWN_ROWS = 512
+_MAX_SAMPLED_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -203,24 +203,24 @@ def summarize_row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int
 
 @functools.lru_cache(maxsize=4096)
 def average_micro_steps(
-    rows: RowTokens, division: MicroBatches, *, effective_batch: int, ranks: int
+    row_tokens: RowTokens, micro_batches: MicroBatches, *, effective_batch: int, ranks: int
 ) -> AverageMicroSteps:
     """What a rank computes in an average step of `effective_batch` rows, by a few drawn ones; a micro step takes as
     long as its fullest rank."""
-    step_rows = min(effective_batch, rows.rows)
-    drawn_rows = min(step_rows, _MAX_DRAWN_ROWS * ranks)
+    step_rows = min(effective_batch, row_tokens.rows)
+    sampled_rows = min(step_rows, _MAX_SAMPLED_ROWS * ranks)
     generator = random.Random(1)  # every rank and every plan of the same rows sees the same steps
     count = padded_tokens = weighted_length = tokens = row_count = 0.0
-    for _ in range(_DRAWN_STEPS):
+    for _ in range(_SAMPLED_STEPS):
         sample = (
-            generator.sample(rows.sample, drawn_rows)
-            if drawn_rows <= len(rows.sample)
-            else generator.choices(rows.sample, k=drawn_rows)
+            generator.sample(row_tokens.sample, sampled_rows)
+            if sampled_rows <= len(row_tokens.sample)
+            else generator.choices(row_tokens.sample, k=sampled_rows)
         )
         lengths = sorted(sample, reverse=True)
-        for micro_step in division.assign_rows(lengths, ranks=ranks):
+        for micro_step in micro_batches.assign_rows(lengths, ranks=ranks):
             rank_lengths = [[lengths[index] for index in batch] for batch in micro_step if batch]
-            if division.padded:
+            if micro_batches.padded:
                 fullest = max(rank_lengths, key=lambda batch: len(batch) * batch[0])
                 micro_step_tokens, row_length = len(fullest) * fullest[0], float(fullest[0])
             else:
@@ -233,7 +233,7 @@ def average_micro_steps(
             padded_tokens += micro_step_tokens
             weighted_length += micro_step_tokens * row_length
         tokens += sum(lengths)
-    scale = step_rows / drawn_rows / _DRAWN_STEPS  # to one whole step
+    scale = step_rows / sampled_rows / _SAMPLED_STEPS  # to one whole step
     return AverageMicroSteps(
         count * scale, padded_tokens / count, weighted_length / padded_tokens, tokens * scale, row_count / count
     )

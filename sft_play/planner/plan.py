@@ -44,7 +44,7 @@ from sft_play.planner.layout import (
 from sft_play.planner.memory.estimate import RUN_PHASES, MemoryEstimate, generation_token_budget
 from sft_play.planner.memory.measured_walk import create_step_simulation
 from sft_play.planner.memory.step_memory import is_padded
-from sft_play.planner.memory.structure import check_targets, needs_repeated_kv
+from sft_play.planner.memory.structure import check_adapter_targets, needs_repeated_kv
 from sft_play.planner.micro_batches import MicroBatches, RowTokens
 from sft_play.planner.parameters import ParameterCounts, count_parameters
 from sft_play.planner.precision import Precision, WeightUpdates, choose_precision
@@ -272,7 +272,7 @@ def make_plan(
     request: PlanRequest,
     *,
     trace_candidate: TraceCandidate | None = None,
-    estimate_length: Callable[[int], RunLength | None] | None = None,
+    estimate_run_length: Callable[[int], RunLength | None] | None = None,
     keeps_params: bool = False,
     resumed_batch: BatchPlan | None = None,
     resumed_updates: WeightUpdates | None = None,
@@ -282,7 +282,7 @@ def make_plan(
     Args:
         trace_candidate: traces the choice; the larger of prediction and trace counts, and what then does not fit is
         given up.
-        estimate_length: the optimizer steps and tokens of the run, given the effective batch.
+        estimate_run_length: the optimizer steps and tokens of the run, given the effective batch.
         keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
         resumed_batch: the batch that a resumed run keeps, whatever the config says.
         resumed_updates: how updates reached the weights of a resumed run, which `weight_updates: auto` takes.
@@ -298,7 +298,7 @@ def make_plan(
     choice, candidates, notes = _choose_confirmed(inputs, candidates, trace_candidate)
     speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
     step, half_precision = choice.step, choice.precision.compute != "float32"
-    repeats_keys = step.on_gpu and needs_repeated_kv(
+    repeats_kv = step.on_gpu and needs_repeated_kv(
         shape, attention=step.attention, half_precision=half_precision, capability=step.capability
     )
     kernels = plan_kernels(
@@ -309,7 +309,7 @@ def make_plan(
         choice=choice,
         precision=choice.precision,
         max_seq_len=request.max_seq_len,
-        repeats_kv=repeats_keys,
+        repeats_kv=repeats_kv,
         eval_batch=step.eval_batch or choose_eval_batch(simulation),
         masked_bytes=_masked_required_bytes(inputs, choice),
         answer_tokens=generation_token_budget(simulation, choice.memory),
@@ -317,14 +317,14 @@ def make_plan(
         model_params=shape.params,
         hardware=hardware,
         reasons=plan_reasons(
-            inputs, candidates, choice, limit=request.max_seq_len, repeats_kv=repeats_keys, kernels=kernels, notes=notes
+            inputs, candidates, choice, max_seq_len=request.max_seq_len, repeats_kv=repeats_kv, kernels=kernels, notes=notes
         ),
         candidates=tuple(candidates_to_show(inputs, candidates, choice)),
         not_possible=impossible,
         speed_known=speed_known,
         speed_error=find_speed_error(shape, choice.precision, hardware, step) if speed_known else None,
         mfu=model_flop_utilisation(choice.speed, inputs.rates),
-        run_length=estimate_length(choice.batch.effective_batch) if estimate_length else None,
+        run_length=estimate_run_length(choice.batch.effective_batch) if estimate_run_length else None,
         micro_batches=plan_micro_batches(inputs, choice.precision, step),
         row_tokens=inputs.row_tokens,
         kernels=None if config.train.kernels == "none" else kernels.counted_names,
@@ -341,7 +341,7 @@ def check_plan_request(request: PlanRequest) -> None:
 
 
 def _check_settings(request: PlanRequest) -> None:
-    check_targets(request.config, request.shape)
+    check_adapter_targets(request.config, request.shape)
     check_compile_options(request.config)
     plan_experts(request.config, request.shape, choose_precision(request.config, request.hardware, request.shape))
 
@@ -397,8 +397,8 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
     config, shape, hardware = request.config, request.shape, request.hardware
     precision = choose_precision(config, hardware, shape)
     device = hardware.gpus[0].name if hardware.gpus else "cpu"  # runs are recorded by this name
-    limit = request.max_seq_len
-    row_tokens = request.row_tokens.limited_to(limit) if request.row_tokens is not None else None
+    max_seq_len = request.max_seq_len
+    row_tokens = request.row_tokens.limited_to(max_seq_len) if request.row_tokens is not None else None
 
     @functools.cache
     def find_correction(layout: Layout) -> calibration.Correction:
@@ -407,7 +407,7 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
         )
         return calibration.compute_correction(
             request.measured_runs, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
-            kernels=kernels.counted_names, is_compiled=config.train.compile, budget=device_budget_bytes(hardware),
+            kernels=kernels.counted_names, is_compiled=config.train.compile, budget_bytes=device_budget_bytes(hardware),
         )  # fmt: skip
 
     return PlanInputs(
@@ -416,7 +416,7 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
         precision=precision,
         hardware=hardware,
         rates=dataclasses.replace(find_rates(hardware, precision), missing_packages=request.missing_packages),
-        seq_len=limit if row_tokens is None else max(MIN_ROW_TOKENS, row_tokens.longest_row),
+        seq_len=max_seq_len if row_tokens is None else max(MIN_ROW_TOKENS, row_tokens.longest_row),
         attention=select_attention(config.model.attn_implementation, has_sdpa=shape.has_sdpa),
         has_eval=request.has_eval,
         device_budget=device_budget_bytes(hardware),
@@ -483,8 +483,8 @@ def _format_trace(candidate: Candidate, trace: TracePrediction) -> str:
 def _masked_required_bytes(inputs: PlanInputs, choice: Candidate) -> int | None:
     step = choice.step
     # by tokens, several short rows share a micro-batch of one full row; a packed row is not padded to others
-    rows = max(2 if inputs.cuts_by_tokens else 1 if inputs.packed else step.micro_batch, step.eval_batch)
-    if not step.varlen and (step.masks or not is_padded(inputs.config, choice.layout, rows=rows)):
+    batch_rows = max(2 if inputs.cuts_by_tokens else 1 if inputs.packed else step.micro_batch, step.eval_batch)
+    if not step.varlen and (step.masks or not is_padded(inputs.config, choice.layout, rows=batch_rows)):
         return None
     masked_candidate = build_candidate(inputs, choice.layout, choice.batch, choice.checkpointed_layers, loss=step.loss,
                          eval_rows=step.eval_batch, keeps_masks=True)  # fmt: skip

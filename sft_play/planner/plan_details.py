@@ -40,7 +40,7 @@ TERM_LETTERS = {
 }
 
 
-def detected_lines(hardware: Hardware) -> list[str]:
+def hardware_lines(hardware: Hardware) -> list[str]:
     """The lines about the machine of the plan, detected or only named: one per GPU with its memory, and their sum."""
     notes, host_text = [*hardware.notes], _format_host(hardware)
     if not hardware.gpus:
@@ -135,7 +135,7 @@ def speed_lines(plan: Plan) -> list[str]:
     if not plan.speed_known:
         return ["Speed: not predicted (the device's rates are not known)"]
     speed = plan.speed
-    slow_parts = [
+    part_texts = [
         f"{name.replace('_', ' ')} {seconds / speed.step_s:.0%}"
         for name, seconds in speed.parts.items()
         if seconds > 0.01 * speed.step_s
@@ -144,7 +144,7 @@ def speed_lines(plan: Plan) -> list[str]:
     error_text = f" ({plan.speed_error.text})" if plan.speed_error else ""
     lines = [
         f"Speed: about {speed.tokens_per_s:,.0f} tokens/s{error_text}, {speed.step_s:.2f} s per step{mfu_text} "
-        f"({', '.join(slow_parts)}); a roofline, not a measurement"
+        f"({', '.join(part_texts)}); a roofline, not a measurement"
     ]
     run = plan.as_json()["run"]
     if run is None:
@@ -209,10 +209,10 @@ def bar_lines(plan: Plan) -> list[str]:
     ]
 
 
-def table_lines(plan: Plan) -> list[str]:
+def candidate_table_lines(plan: Plan) -> list[str]:
     """The table of candidates, the chosen one first, each with why it was not chosen."""
     rows = sorted(plan.candidates, key=lambda candidate: candidate.rejected_because is not None)
-    table = _table(("layout", "micro x accum", "checkpointing", "loss"), ("needs GiB", "tokens/s"))
+    table = _build_table(("layout", "micro x accum", "checkpointing", "loss"), ("needs GiB", "tokens/s"))
     table.add_column("why")
     for candidate in rows:
         table.add_row(
@@ -271,14 +271,14 @@ def plan_lines(plan: Plan, config: RunConfig, *, command: str | None, node_comma
     command of each node."""
     launch_lines = (list(node_commands) or [f"Launch: {command}"]) if command is not None else []
     return [
-        *detected_lines(plan.hardware),
+        *hardware_lines(plan.hardware),
         choice_line(plan),
         *parameter_lines(plan, config),
         *batch_lines(plan, config),
         *bar_lines(plan),
         *(speed_lines(plan) if plan.fits else []),
         "Candidates:",
-        *table_lines(plan),
+        *candidate_table_lines(plan),
         *(launch_lines if plan.fits else suggestion_lines(plan)),
     ]
 
@@ -288,7 +288,7 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
     if not cells:
         return []
     text_columns = ("fits", "layout", "micro x accum", "checkpointing")
-    table = _table(text_columns, ("allocated GiB", "needs GiB", "tokens/s"), first_column="settings")
+    table = _build_table(text_columns, ("allocated GiB", "needs GiB", "tokens/s"), first_column="settings")
     for settings, plan in cells:
         speed_text = f"{plan.speed.tokens_per_s:,.0f}" if plan.speed_known and plan.fits else "-"
         ram_text = f", with {plan.choice.host_required / GIB:.1f} GiB of RAM" if plan.choice.offloads else ""
@@ -305,14 +305,14 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
     return ["What if:", *_render_table(table)]
 
 
-def largest_line(largest: LargestFit) -> str:
+def largest_fit_line(largest: LargestFit) -> str:
     """The answer to MAX."""
     if largest.value is None:
         return f"Largest {largest.question}: none fits ({largest.limited_by})"
     return f"Largest {largest.question} that fits: {largest.value} ({largest.limited_by})"
 
 
-def _table(text_columns: Sequence[str], number_columns: Sequence[str], *, first_column: str = "") -> Table:
+def _build_table(text_columns: Sequence[str], number_columns: Sequence[str], *, first_column: str = "") -> Table:
     table = Table(*filter(None, [first_column]), box=None, pad_edge=False, header_style="", show_edge=False)
     for name in (*text_columns, *number_columns):
         table.add_column(name, justify="right" if name in number_columns else "left", no_wrap=True)

@@ -116,13 +116,13 @@ def _format_batch(plan: Plan) -> str:
 
 
 def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
-    data, rows = config.data, plan.row_tokens
+    data, row_tokens = config.data, plan.row_tokens
     name = one_line(data.train_path or f"{len(data.sources)} sources")
-    if rows is None:
+    if row_tokens is None:
         if config.task_mode != "sft" or data.packing != "none":
             return f"Data: {name}, in full rows of {plan.max_seq_len:,} tokens"
         reason = "not counted" if is_local else "not here"
         return f"Data: {name} ({reason}), every row taken to have {plan.max_seq_len:,} tokens"
-    cut_text = "none cut" if rows.longest < rows.limit or rows.cut == 0 else f"longer ones cut at {rows.limit:,}"
-    cut_text = f"{rows.cut:,} cut at {rows.limit:,}" if rows.cut else cut_text
-    return f"Data: {rows.rows:,} rows of {name}, longest {rows.longest:,} tokens, {cut_text}"
+    cut_text = "none cut" if row_tokens.longest < row_tokens.limit or row_tokens.cut == 0 else f"longer ones cut at {row_tokens.limit:,}"
+    cut_text = f"{row_tokens.cut:,} cut at {row_tokens.limit:,}" if row_tokens.cut else cut_text
+    return f"Data: {row_tokens.rows:,} rows of {name}, longest {row_tokens.longest:,} tokens, {cut_text}"

@@ -56,7 +56,7 @@ def find_fp16_overflow(
     return overflow if overflow is not None and conditions[overflow.only_with] else None
 
 
-def format_fp16_fault(model_type: str, overflow: Fp16Overflow | None) -> str:
+def format_fp16_overflow(model_type: str, overflow: Fp16Overflow | None) -> str:
     """What a non-finite loss or gradients mean in fp16, and what to do."""
     evidence = f"known: {overflow.description}" if overflow else f"{model_type} is not among the families known for it"
     return (

@@ -31,7 +31,7 @@ from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.precision import DTYPE_SHORT_NAMES
 from sft_play.planner.speed.compile_and_liger import compile_reasons
-from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_PART, Speed, SpeedError, find_speed_error
+from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_ATTENTION_PART, Speed, SpeedError, find_speed_error
 from sft_play.units import GIB, format_gib
 
 REPEATED_KEYS_REASON = (
@@ -44,7 +44,7 @@ CUDNN_REASON = (
     "batches have one shape, so its graph is built once"
 )
 
-OWN_LOGITS_REASON = "loss: over whole logits, as the class's own are more than its head's products"
+CUSTOM_LOGITS_REASON = "loss: over whole logits, as the class's own are more than its head's products"
 ACTIVATION_REASONS = {
     False: "activations: the class's own blocks were run on tensors without bytes",
     True: "activations: the class's own blocks were run on few real tokens on the CPU, carried on",
@@ -56,22 +56,22 @@ def plan_reasons(
     candidates: Sequence[Candidate],
     choice: Candidate,
     *,
-    limit: int,
+    max_seq_len: int,
     repeats_kv: bool,
     kernels: PlannedKernels,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know; `limit`:
     tokens of a row at most; `notes`: what a trace of the choice said."""
-    requested_length = inputs.config.model.max_seq_len
+    requested_seq_len = inputs.config.model.max_seq_len
     simulation, has_adapters = (
         create_step_simulation(inputs.config, inputs.shape, choice.precision, choice.step),
         inputs.config.tuning.mode != "full",
     )
     correction = inputs.find_correction(choice.layout).for_prediction(choice.uncorrected.reserved)
     length_reasons = (
-        [f"max_seq_len {limit} instead of {requested_length}: the model has {limit} positions"]
-        if limit != requested_length
+        [f"max_seq_len {max_seq_len} instead of {requested_seq_len}: the model has {max_seq_len} positions"]
+        if max_seq_len != requested_seq_len
         else []
     )
     return (
@@ -83,7 +83,7 @@ def plan_reasons(
             if isinstance(simulation, MeasuredStepSimulation)
             else []
         ),
-        *([OWN_LOGITS_REASON] if inputs.shape.has_custom_logits else []),
+        *([CUSTOM_LOGITS_REASON] if inputs.shape.has_custom_logits else []),
         *(
             f"adapters: {text}"
             for text in (
@@ -106,7 +106,7 @@ def plan_reasons(
         *notes,
         *compile_reasons(inputs.config, inputs.shape),
         *_tuning_reasons(inputs.config, choice),
-        *_advice_reasons(choice),
+        *_fit_reasons(choice),
     )
 
 
@@ -250,7 +250,7 @@ def _evaluation_reason(config: RunConfig, choice: Candidate) -> str:
     )
 
 
-def _advice_reasons(choice: Candidate) -> list[str]:
+def _fit_reasons(choice: Candidate) -> list[str]:
     reasons = []
     if choice.step.pages and (choice.offloads or choice.step.offloads):
         needs_text = f"{choice.host_required / GIB:.1f} GiB of RAM are page-locked for offload"
@@ -281,18 +281,18 @@ def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choi
     # full logits are shown only for comparison, but where the class leaves no other way
     if choice.fits or not logits_candidate.fits:
         selected.setdefault(logits_candidate.key, logits_candidate)
-    top_speed = fastest_speed(candidates)
+    fastest_tokens_per_s = fastest_speed(candidates)
     return [
         candidate
         if candidate.key == choice.key
         else dataclasses.replace(
-            candidate, rejected_because=rejection_reason(inputs, candidate, choice, top_speed=top_speed)
+            candidate, rejected_because=rejection_reason(inputs, candidate, choice, fastest_tokens_per_s=fastest_tokens_per_s)
         )
         for candidate in selected.values()
     ]
 
 
-def rejection_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate, *, top_speed: float) -> str:
+def rejection_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate, *, fastest_tokens_per_s: float) -> str:
     """Why a candidate was not chosen, with numbers; `fastest_tokens_per_s`: of the fastest candidate that fits."""
     if not candidate.fits:
         return f"needs {format_needs(candidate, term_count=1)}"
@@ -303,18 +303,18 @@ def rejection_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate
             full_logits, chunked = format_gib(candidate.memory.allocated), format_gib(choice.memory.allocated)
             return f"full logits: {full_logits} GiB allocated; the chunked loss, which training uses, {chunked}"
         return f"full logits: {format_gib(extra_bytes)} GiB more for the same loss"
-    ratio = candidate.speed.tokens_per_s / choice.speed.tokens_per_s
+    speed_ratio = candidate.speed.tokens_per_s / choice.speed.tokens_per_s
     error = find_speed_error(inputs.shape, choice.precision, inputs.hardware, choice.step)
     if candidate.layout != choice.layout:
-        return _layout_reason(inputs, candidate, choice, ratio, error)
-    if candidate.speed.tokens_per_s < EQUAL_SPEED_SHARE * top_speed:
+        return _layout_reason(inputs, candidate, choice, speed_ratio, error)
+    if candidate.speed.tokens_per_s < EQUAL_SPEED_SHARE * fastest_tokens_per_s:
         basis = "predicted" if inputs.rates.is_known else "with typical rates"
-        share_of_best = candidate.speed.tokens_per_s / top_speed
+        share_of_best = candidate.speed.tokens_per_s / fastest_tokens_per_s
         if error.is_within(share_of_best):
             return f"{basis} slower than the fastest that fits, but about as fast within ±{error.share:.0%}"
         return f"{basis} {1 - share_of_best:.1%} slower than the fastest that fits"
     extra_bytes = candidate.memory.required - choice.memory.required
-    speed_text = "about as fast" if ratio >= 1.001 else "not faster"
+    speed_text = "about as fast" if speed_ratio >= 1.001 else "not faster"
     return (
         f"{speed_text}, {format_gib(extra_bytes)} GiB more"
         if extra_bytes > 0
@@ -322,7 +322,7 @@ def rejection_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate
     )
 
 
-def _layout_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate, ratio: float, error: SpeedError) -> str:
+def _layout_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate, speed_ratio: float, error: SpeedError) -> str:
     if candidate.layout.offloads_states and not choice.layout.offloads_states:
         ram_note = f"; it needs {format_gib(candidate.host_required)} GiB of RAM on each node"
         return f"offload is not needed: {_format_fit(inputs, choice)}{ram_note}"
@@ -333,8 +333,8 @@ def _layout_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate, 
         text += (
             f" and moves {abs(moved_difference) / GIB:.1f} GiB {'less' if moved_difference > 0 else 'more'} per step"
         )
-    if ratio < EQUAL_SPEED_SHARE or not is_less_simple:
-        text += f"; this is predicted {format_relative_speed(ratio, error)}"
+    if speed_ratio < EQUAL_SPEED_SHARE or not is_less_simple:
+        text += f"; this is predicted {format_relative_speed(speed_ratio, error)}"
     return text
 
 
@@ -367,7 +367,7 @@ def slow_code_reasons(
         lines.append(f"experts: {experts.reason}")
     for name in shape.kernel_packages if choice.step.capability is not None else ():
         if name in missing_packages:
-            cost_text = _format_cost(choice.speed, LINEAR_PART) if name == LINEAR_ATTENTION_PACKAGE else ""
+            cost_text = _format_cost(choice.speed, LINEAR_ATTENTION_PART) if name == LINEAR_ATTENTION_PACKAGE else ""
             unsound_reason = kernel_package_problem(name, choice.step.capability)
             advice = f"; leave it so: {unsound_reason}" if unsound_reason else ""
             lines.append(

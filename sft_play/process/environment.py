@@ -101,7 +101,7 @@ def allocator_variables(environment: Mapping[str, str], *, root: Path = Path("/"
     return {ALLOCATOR_VARIABLE: EXPANDABLE_SEGMENTS}
 
 
-def format_allocator(environment: Mapping[str, str]) -> str:
+def format_allocator_setting(environment: Mapping[str, str]) -> str:
     """A line on this process's allocator setting, and on options that the plan's bound does not cover."""
     name = next(
         (

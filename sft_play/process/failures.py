@@ -45,7 +45,7 @@ HEARTBEAT_NAME = "beat.txt"
 FAULT_NAME = "fault.txt"
 # How long a rank may keep saving after its agent is gone. Half a minute is short for a checkpoint of 10 GiB; but as
 # long as this lasts, a rank that hangs keeps a GPU busy.
-ORPHAN_S = 120.0
+ORPHAN_GRACE_S = 120.0
 
 # The user can fix it; stopped by the user; a bug of ours or of a library; another rank is gone; one hangs.
 FailureKind = Literal["user", "stopped", "fault", "peer", "hung"]
@@ -220,30 +220,30 @@ def _die_with_launcher(environment: Mapping[str, str]) -> None:
         signals.die_with_parent(os.getppid(), signal.SIGTERM)
 
 
-def _exit_after_agent(agent: int) -> None:
-    while os.getppid() == agent:
+def _exit_after_agent(agent_pid: int) -> None:
+    while os.getppid() == agent_pid:
         time.sleep(1)
-    time.sleep(ORPHAN_S)
+    time.sleep(ORPHAN_GRACE_S)
     os._exit(1)  # not sys.exit: the main thread may hang in a collective, and nothing of Python's would end it
 
 
-def find_agent_processes(agent: int) -> Iterator[psutil.Process]:
+def find_agent_processes(agent_pid: int) -> Iterator[psutil.Process]:
     """Every living process among an agent's ranks and what they started, by the variable that they inherited."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            belongs_to_agent = process.environ().get(AGENT_VARIABLE) == str(agent)
+            belongs_to_agent = process.environ().get(AGENT_VARIABLE) == str(agent_pid)
             if (
                 belongs_to_agent
-                and process.pid not in (agent, os.getpid())
+                and process.pid not in (agent_pid, os.getpid())
                 and process.status() != psutil.STATUS_ZOMBIE
             ):
                 yield process
 
 
-def kill_leftovers(agent: int, *, patience_s: float) -> list[int]:
+def kill_leftovers(agent_pid: int, *, grace_s: float) -> list[int]:
     """Wait for the processes that an agent's ranks left behind, and kill those that do not end; returns their pids."""
-    deadline = time.monotonic() + patience_s
-    while (leftovers := list(find_agent_processes(agent))) and time.monotonic() < deadline:
+    deadline = time.monotonic() + grace_s
+    while (leftovers := list(find_agent_processes(agent_pid))) and time.monotonic() < deadline:
         time.sleep(0.1)
     for process in leftovers:
         with contextlib.suppress(psutil.Error):
@@ -251,13 +251,13 @@ def kill_leftovers(agent: int, *, patience_s: float) -> list[int]:
     return [process.pid for process in leftovers]
 
 
-def kill_process_tree(agent: int) -> None:
+def kill_process_tree(agent_pid: int) -> None:
     """SIGKILL for an agent and everything below it; the agent itself ends only what is below it."""
     tree: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
-        root = psutil.Process(agent)
+        root = psutil.Process(agent_pid)
         tree = [root, *root.children(recursive=True)]  # listed first: orphans get another parent
-    for process in [*tree, *find_agent_processes(agent)]:
+    for process in [*tree, *find_agent_processes(agent_pid)]:
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid():
                 process.kill()

@@ -14,7 +14,7 @@ from sft_play.process.waiting import report_wait
 logger = logging.getLogger(__name__)
 
 # Characters of one text whose tokens leave holes in the heap that no later text fills: 25 bytes for each byte read.
-LONG_CHARS = 1 << 18
+LONG_TEXT_CHARS = 1 << 18
 
 
 def release_free_memory() -> None:
@@ -25,7 +25,7 @@ def release_free_memory() -> None:
 
 def release_after_long_text(longest_chars: int) -> None:
     """Give freed memory back where the longest text of a batch, in characters, was a long one."""
-    if longest_chars > LONG_CHARS:
+    if longest_chars > LONG_TEXT_CHARS:
         release_free_memory()
 
 

@@ -32,21 +32,21 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 # --- with the process that started it ---------------------------------------------------------------------------------
 
 
-def die_with_parent(parent: int, signal_number: signal.Signals) -> None:
+def die_with_parent(parent_pid: int, signal_number: signal.Signals) -> None:
     """Get a signal when the parent of this process ends, however it ends: from the kernel on Linux, when the thread
     that started this process ends; elsewhere a thread checks twice a second."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal_number), 0, 0, 0)
     else:
         threading.Thread(
-            target=_signal_when_orphaned, args=(parent, signal_number), daemon=True, name="sft_play parent watch"
+            target=_signal_when_orphaned, args=(parent_pid, signal_number), daemon=True, name="sft_play parent watch"
         ).start()
-    if os.getppid() != parent:  # the parent ended before it could be watched
+    if os.getppid() != parent_pid:  # the parent ended before it could be watched
         os.kill(os.getpid(), signal_number)
 
 
-def _signal_when_orphaned(parent: int, signal_number: signal.Signals) -> None:
-    while os.getppid() == parent:
+def _signal_when_orphaned(parent_pid: int, signal_number: signal.Signals) -> None:
+    while os.getppid() == parent_pid:
         time.sleep(_CHECK_INTERVAL_S)
     os.kill(os.getpid(), signal_number)
 
@@ -62,37 +62,37 @@ def child_environment(
 def watch_parent() -> None:
     """End with the process that started this one as its helper, or with make; without their variables do nothing. The
     children of this process do not inherit the variables."""
-    parent, _, signal_name = os.environ.pop(PARENT_VARIABLE, "").partition(":")
-    make, _, child = os.environ.pop(MAKE_VARIABLE, "").partition(":")
-    if parent.isdigit():
+    parent_pid, _, signal_name = os.environ.pop(PARENT_VARIABLE, "").partition(":")
+    make_pid, _, child_pid = os.environ.pop(MAKE_VARIABLE, "").partition(":")
+    if parent_pid.isdigit():
         die_with_parent(
-            int(parent), signal.Signals[signal_name] if signal_name in signal.Signals.__members__ else signal.SIGTERM
+            int(parent_pid), signal.Signals[signal_name] if signal_name in signal.Signals.__members__ else signal.SIGTERM
         )
-    elif make.isdigit() and child == str(os.getpid()):  # else this is the child of a wrapper (VENV=), not of make
-        die_with_parent(int(make), signal.SIGTERM)
-        if sys.platform == "linux" and _handles_interrupt(int(make)):
+    elif make_pid.isdigit() and child_pid == str(os.getpid()):  # else this is the child of a wrapper (VENV=), not of make
+        die_with_parent(int(make_pid), signal.SIGTERM)
+        if sys.platform == "linux" and _handles_interrupt(int(make_pid)):
             threading.Thread(
-                target=_forward_interrupt_of_make, args=(int(make),), daemon=True, name="sft_play make watch"
+                target=_forward_interrupt_of_make, args=(int(make_pid),), daemon=True, name="sft_play make watch"
             ).start()
 
 
-def _forward_interrupt_of_make(make: int) -> None:
+def _forward_interrupt_of_make(make_pid: int) -> None:
     """Pass on a SIGINT that make alone was sent, as a CI's cancel does: make keeps it to itself and waits for us. The
     default action of the signal, which make sets once it has come, tells; a Ctrl-C at the terminal reaches this process
     first."""
-    while _handles_interrupt(make):
+    while _handles_interrupt(make_pid):
         time.sleep(_CHECK_INTERVAL_S)
     time.sleep(_CHECK_INTERVAL_S)
-    if not _has_received_signal and os.getppid() == make:
+    if not _has_received_signal and os.getppid() == make_pid:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def _handles_interrupt(process: int) -> bool:
+def _handles_interrupt(pid: int) -> bool:
     """Whether a process has a handler for SIGINT; Linux only."""
     from pathlib import Path
 
     try:
-        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     except (OSError, StopIteration, IndexError):
         return False

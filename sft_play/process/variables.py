@@ -123,19 +123,19 @@ def command_line_problem(
         given_names: all variables on the command line, of which `empty_names` have no value.
         here: the targets of the Makefile that asks; None is every target of both.
     """
-    requested = list(goals or ["help"])
-    unknown = [_unknown_target_problem(goal) for goal in requested if goal not in (makefile_targets or all_targets())]
+    targets = list(goals or ["help"])
+    unknown = [_unknown_target_problem(goal) for goal in targets if goal not in (makefile_targets or all_targets())]
     if unknown:
         return "; ".join(unknown)
-    command_text = f"make {' '.join(requested)}" if goals else "make without a target"
+    command_text = f"make {' '.join(targets)}" if goals else "make without a target"
     problems = [
-        text for name in sorted(given_names) for text in [_variable_problem(name, requested, command_text)] if text
+        text for name in sorted(given_names) for text in [_variable_problem(name, targets, command_text)] if text
     ]
     for name in sorted(empty_names):
         if (
             name in VARIABLES
             and VARIABLES[name].kind not in ("list", "switch")
-            and any(takes_variable(name, goal) for goal in requested)
+            and any(takes_variable(name, goal) for goal in targets)
         ):
             problems.append(f"{name}= is given and empty (an unset shell variable?): give a value, or leave it out")
     return "; ".join(problems) or None
@@ -158,12 +158,12 @@ def _unknown_target_problem(goal: str) -> str:
     return f"make {goal}: there is no such target; {hint}"
 
 
-def _variable_problem(name: str, requested: List[str], command_text: str) -> Optional[str]:
+def _variable_problem(name: str, targets: List[str], command_text: str) -> Optional[str]:
     if name in VARIABLES:
-        if any(takes_variable(name, goal) for goal in requested):
+        if any(takes_variable(name, goal) for goal in targets):
             return None
-        problem = f"{name}= is not used by {command_text}; it belongs to {_format_takers(name)}"
-        is_run_command = any(target_command(goal) in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS) for goal in requested)
+        problem = f"{name}= is not used by {command_text}; it belongs to {_format_variable_commands(name)}"
+        is_run_command = any(target_command(goal) in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS) for goal in targets)
         return (
             f"{problem} (the setting: SET='{SETTING_BY_VARIABLE[name]}=...')"
             if is_run_command and name in SETTING_BY_VARIABLE
@@ -171,7 +171,7 @@ def _variable_problem(name: str, requested: List[str], command_text: str) -> Opt
         )
     if name.upper() in _FOREIGN_VARIABLES:
         return None
-    usable_names = [variable for variable in VARIABLES if any(takes_variable(variable, goal) for goal in requested)]
+    usable_names = [variable for variable in VARIABLES if any(takes_variable(variable, goal) for goal in targets)]
     # PYTHONPATH is no slip of PYTHON, and ACCELERATE_CONFG is one of ACCELERATE_CONFIG
     min_similarity = 0.85 if name.startswith(FOREIGN_PREFIXES) else None
     suggestion = VARIABLE_SYNONYMS.get(normalize_name(name))
@@ -183,7 +183,7 @@ def _variable_problem(name: str, requested: List[str], command_text: str) -> Opt
             or nearest_name(name, list(VARIABLES), min_similarity=min_similarity)
         )
     if suggestion is not None:
-        owner_note = "" if suggestion in usable_names else f" It belongs to {_format_takers(suggestion)}"
+        owner_note = "" if suggestion in usable_names else f" It belongs to {_format_variable_commands(suggestion)}"
         return f"{name}= is not a variable of {command_text}; did you mean {suggestion}=?{owner_note}"
     if name.startswith(FOREIGN_PREFIXES):
         return None
@@ -193,6 +193,6 @@ def _variable_problem(name: str, requested: List[str], command_text: str) -> Opt
     )
 
 
-def _format_takers(name: str) -> str:
+def _format_variable_commands(name: str) -> str:
     commands = [make_command(command) for command in VARIABLES[name].commands]
     return ", ".join(commands) if len(commands) <= 7 else f"{', '.join(commands[:6])} and {len(commands) - 6} others"

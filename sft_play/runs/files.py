@@ -138,17 +138,17 @@ def sync_folder(folder: Path, *, is_recursive: bool = True) -> None:
             os.close(descriptor)
 
 
-def truncate_metrics(path: Path, step: int, *, stage: str | None = None) -> None:
+def truncate_metrics(path: Path, step: int, *, stage_name: str | None = None) -> None:
     """Drop the lines of metrics after `step` (in a run with stages, this stage's): a resumed run writes those steps
     again."""
     if path.exists():
         kept_lines = [
-            line for line, entry in read_metric_lines(path) if entry["step"] <= step or entry.get("stage") != stage
+            line for line, entry in read_metric_lines(path) if entry["step"] <= step or entry.get("stage") != stage_name
         ]
         write_text(path, "".join(f"{line}\n" for line in kept_lines))
 
 
-def read_evaluations(path: Path, *, stage: str | None = None) -> list[dict[str, Any]]:
+def read_evaluations(path: Path, *, stage_name: str | None = None) -> list[dict[str, Any]]:
     """The metrics of the validation rows by step, including before training: `step`, `loss`, `exact_match`, and the
     `generated_rows` that it is of.
 
@@ -156,7 +156,7 @@ def read_evaluations(path: Path, *, stage: str | None = None) -> list[dict[str, 
     """
     by_step: dict[int, dict[str, Any]] = {}
     for _, entry in read_metric_lines(path) if path.exists() else ():
-        if entry.get("stage") != stage:
+        if entry.get("stage") != stage_name:
             continue
         metrics = {
             name: entry[f"eval_{name}"] for name in ("loss", "exact_match", "generated_rows") if f"eval_{name}" in entry
@@ -181,7 +181,7 @@ def read_metric_lines(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
 # --- a disk that takes no more ----------------------------------------------------------------------------------------
 
 
-def write_refusal(error: BaseException | None) -> str | None:
+def disk_refusal_reason(error: BaseException | None) -> str | None:
     """The reason why the disk refused to write, in the operating system's words; None for any other error."""
     checked_errors: set[int] = set()
     while error is not None and id(error) not in checked_errors:
@@ -204,7 +204,7 @@ def write_refusal(error: BaseException | None) -> str | None:
 
 
 @contextlib.contextmanager
-def explain_write_refusals() -> Iterator[None]:
+def explain_disk_refusals() -> Iterator[None]:
     """Within it, a disk that is full or read-only is one message that names the file, where the error does. Raises
     RunFolderError in place of the error."""
     try:
@@ -212,7 +212,7 @@ def explain_write_refusals() -> Iterator[None]:
     except SftPlayError:
         raise
     except Exception as error:
-        reason = write_refusal(error)
+        reason = disk_refusal_reason(error)
         if reason is None:
             raise
         file_name = error.filename if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) else None
@@ -235,7 +235,7 @@ def require_disk_space(folder: Path, needed_bytes: int, subject: str, *, availab
     try:
         yield
     except Exception as error:
-        reason = write_refusal(error)
+        reason = disk_refusal_reason(error)
         if reason is None:
             raise
         raise RunFolderError(message.format(reason, format_free_space(folder))) from error

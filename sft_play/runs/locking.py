@@ -43,11 +43,11 @@ def _close_all() -> None:
 class RunLock:
     """Marks a run folder as being written until it is closed or the process ends, however it ends."""
 
-    def __init__(self, folder: RunFolder, descriptor: int, part: int | None) -> None:
+    def __init__(self, folder: RunFolder, descriptor: int, role: int | None) -> None:
         self.folder = folder
         """Where the folder is; code that moves it updates this."""
         self._descriptor: int | None = descriptor
-        self._part = part
+        self._part = role
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class RunLock:
         os.close(descriptor)
 
 
-def lock_run(folder: RunFolder, *, part: int | None = None) -> RunLock:
+def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
     """Mark a run folder as being written; called by whatever moves, resumes or writes one.
 
     Locks are fcntl's: the kernel releases them when the process ends, data loaders do not inherit them, and those of
@@ -91,19 +91,19 @@ def lock_run(folder: RunFolder, *, part: int | None = None) -> RunLock:
         except OSError as error:
             raise RunFolderError(f"{folder.path} cannot be written: {error.strerror}") from None
         try:
-            _acquire(folder, descriptor, part)
+            _acquire(folder, descriptor, role)
             if not _is_same_file(descriptor, path):  # it was removed between opening and locking
                 os.close(descriptor)
                 continue
             # The launcher's note stays: its process is the one to stop, and it stops the writer.
-            if part != WRITER or not os.fstat(descriptor).st_size:
+            if role != WRITER or not os.fstat(descriptor).st_size:
                 _write_note(folder, descriptor)
             status = os.fstat(descriptor)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
             raise
-        run_lock = _OPEN_LOCKS[status.st_dev, status.st_ino] = RunLock(folder, descriptor, part)
+        run_lock = _OPEN_LOCKS[status.st_dev, status.st_ino] = RunLock(folder, descriptor, role)
         return run_lock
     raise RunFolderError(f"{path} is created and removed repeatedly by other processes; start again")
 
@@ -126,22 +126,22 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _acquire(folder: RunFolder, descriptor: int, part: int | None) -> None:
-    length, start = (0, 0) if part is None else (1, part)  # one byte for each part; length 0 is the whole file
+def _acquire(folder: RunFolder, descriptor: int, role: int | None) -> None:
+    length, start = (0, 0) if role is None else (1, role)  # one byte for each part; length 0 is the whole file
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
     except OSError as error:
         if error.errno in _HELD_ERRNOS:
             raise _locked_error(folder, _read_note(descriptor)) from None
-        _check_note(folder, _read_note(descriptor), part, f"the file system does not support locks ({error.strerror})")
+        _check_note(folder, _read_note(descriptor), role, f"the file system does not support locks ({error.strerror})")
 
 
-def _check_note(folder: RunFolder, note: Mapping[str, Any], part: int | None, reason: str) -> None:
+def _check_note(folder: RunFolder, note: Mapping[str, Any], role: int | None, reason: str) -> None:
     """Without locks: raises RunFolderError where the note names another machine, or a live process of this one."""
     logger.warning("%s: %s; a run in progress in this folder is known only by its note in %s, and two that start "
                    "at the same moment do not see each other", folder.path, reason, LOCK_FILE)  # fmt: skip
     pid, host = note.get("pid"), note.get("host")
-    if not isinstance(pid, int) or part == WRITER:
+    if not isinstance(pid, int) or role == WRITER:
         return
     if host != socket.gethostname():
         raise _locked_error(folder, note, f"; if that process is gone, remove {folder.path / LOCK_FILE}")

@@ -152,7 +152,7 @@ def new_run_folder(output: OutputConfig, *, config_path: Path, now: datetime | N
     return RunFolder(path)
 
 
-def require_writable(folder: RunFolder) -> None:
+def require_writable_output_dir(folder: RunFolder) -> None:
     """Raises RunFolderError where a new run's folder could not be created; nothing is left behind."""
     try:
         existing_parent = next(parent for parent in folder.path.absolute().parents if parent.exists())
@@ -185,7 +185,7 @@ def create_run(
     *,
     manifest: dict[str, Any],
     plan: dict[str, Any],
-    lock_part: int | None = None,
+    lock_role: int | None = None,
 ) -> RunLock:
     """Create the folder, locked, with config, plan and manifest, or nothing; one to be replaced is moved aside.
     `lock_part`: see `lock_run`. Raises RunFolderError where it exists (another start may have created it), is being
@@ -201,7 +201,7 @@ def create_run(
     try:
         temporary_path.chmod(0o755)  # mkdtemp lets only its user read it
         write_initial_files(RunFolder(temporary_path), loaded, manifest=manifest, plan=plan)
-        run_lock = lock_run(RunFolder(temporary_path), part=lock_part)
+        run_lock = lock_run(RunFolder(temporary_path), role=lock_role)
         try:
             if folder.path.exists():
                 if loaded.config.output.if_exists != "replace":

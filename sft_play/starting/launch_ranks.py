@@ -27,7 +27,7 @@ from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import (
     adjust_local_rank,
     choose_interface,
-    rank_gpu_name,
+    rank_gpu_id,
     require_distinct_gpus,
     restrict_to_device,
     select_hardware,
@@ -101,7 +101,7 @@ def _write_launch_files(
     plan, deepspeed_config = stage_plans[0]
     if not is_resumed:
         manifest = new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
-        run_lock = create_run(folder, loaded, manifest=manifest, plan=plan.as_json(), lock_part=LAUNCHER)
+        run_lock = create_run(folder, loaded, manifest=manifest, plan=plan.as_json(), lock_role=LAUNCHER)
     else:  # over other ranks the split of the batch is another; the manifest is updated by rank 0
         folder.write_json("plan.json", plan.as_json())
     launch_plan = LaunchPlan(folder, is_resumed, stage_plans, today=first_start_date(folder))
@@ -119,10 +119,10 @@ def _torchrun_command(
     cores_per_rank = max(1, hardware.cpu_cores // processes)
     launch = torchrun_command(
         rank_arguments(loaded, options, plan),
-        processes=processes,
+        processes_per_node=processes,
         nodes=options.nodes,
-        threads=None if hardware.gpus else int(os.environ.get(THREADS_VARIABLE) or cores_per_rank),
-        gpus=",".join(str(gpu) for gpu in options.gpus) or None,
+        threads_per_rank=None if hardware.gpus else int(os.environ.get(THREADS_VARIABLE) or cores_per_rank),
+        visible_gpus=",".join(str(gpu) for gpu in options.gpus) or None,
         nccl_timeout_s=rank_timeout_s(loaded.config, os.environ) if hardware.gpus else None,
         present_environment=os.environ,
     )
@@ -181,8 +181,8 @@ def _meet_nodes(
     with importing():
         from sft_play.training.ranks.node_meeting import meet_nodes, node_card
 
-    card = node_card(config, node_hardware, strategy=options.strategy, deepspeed=options.deepspeed is not None)
-    return meet_nodes(options.nodes, card, limit_s=rank_timeout_s(config, os.environ), may_count_ranks=may_count_ranks)
+    card = node_card(config, node_hardware, strategy=options.strategy, uses_deepspeed=options.deepspeed is not None)
+    return meet_nodes(options.nodes, card, timeout_s=rank_timeout_s(config, os.environ), may_count_ranks=may_count_ranks)
 
 
 def _run_on_all_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: LaunchCommand) -> int:
@@ -235,7 +235,7 @@ def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:
     with signals.StopSignals(forward_signal, kill_ranks):
         agent_code = process.wait()
         if agent_code < 0:  # the agent is gone, on which its ranks save and stop by themselves
-            failures.kill_leftovers(process.pid, patience_s=0 if len(received_signals) > 1 else failures.ORPHAN_S)
+            failures.kill_leftovers(process.pid, grace_s=0 if len(received_signals) > 1 else failures.ORPHAN_GRACE_S)
     return _command_exit_code(agent_code, folder, was_stopped=bool(received_signals))
 
 
@@ -324,7 +324,7 @@ def setup_rank_environment(config: RunConfig, rank_info: RankInfo) -> RankInfo:
     """Set the variables by which torch and gloo find the other ranks, whichever launcher set them; returns this
     rank."""
     os.environ.update(rank_variables(os.environ))  # other launchers' names as torchrun's, which torch reads
-    os.environ.update(rendezvous_variables(os.environ, nodes=rank_info.node_count))
+    os.environ.update(rendezvous_variables(os.environ, node_count=rank_info.node_count))
     if rank_info.run_folder is None:  # another launcher may show each rank its own GPU alone
         rank_info = adjust_local_rank(rank_info, restrict_to_device(config, detect_hardware()), os.environ)
     choose_interface(rank_info, os.environ)
@@ -341,7 +341,7 @@ def receive_launch_plan(config: RunConfig, rank_info: RankInfo) -> LaunchPlan | 
 
     # torch's wait hears no Ctrl-C, and there is nothing to undo
     previous_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    publish_gpu(rank_gpu_name(rank_info, restrict_to_device(config, detect_hardware())), rank_info.rank)
+    publish_gpu(rank_gpu_id(rank_info, restrict_to_device(config, detect_hardware())), rank_info.rank)
     signal.signal(signal.SIGINT, previous_handler)
     return None if rank_info.is_first else LaunchPlan.from_json(broadcast_text(None))
 

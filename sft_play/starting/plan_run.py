@@ -162,10 +162,10 @@ def load_run_model_shape(config: RunConfig) -> ModelShape:
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
     refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
     shape = load_planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
-    published = published_params_note(model.name, model.revision, shape.params)
-    stored = quantised_storage_note(fields, config.tuning.mode)
+    published_note = published_params_note(model.name, model.revision, shape.params)
+    storage_note = quantised_storage_note(fields, config.tuning.mode)
     shape = configured_shape(config, shape)
-    return replace(shape, text_only_note=text_only_note(fields), storage_note=stored, published_note=published)
+    return replace(shape, text_only_note=text_only_note(fields), storage_note=storage_note, published_note=published_note)
 
 
 def has_eval(config: RunConfig) -> bool:
@@ -235,11 +235,11 @@ def plan_run(
     `constraints`: what a resumed run keeps; `rows`: their lengths, where the caller has counted them."""
     request = _plan_request(config, hardware, layouts, rows=rows)
     # a resumed run's batch is fixed: there is nothing to suggest
-    make = make_advised_plan if include_suggestions and constraints.batch is None else make_plan
-    return make(
+    planner = make_advised_plan if include_suggestions and constraints.batch is None else make_plan
+    return planner(
         request,
         trace_candidate=_trace_confirmation(request.config, request.shape) if trace else None,
-        estimate_length=_work_estimator(request.config, request.row_tokens),
+        estimate_run_length=_length_estimator(request.config, request.row_tokens),
         keeps_params=keeps_params,
         resumed_batch=constraints.batch,
         resumed_updates=constraints.updates,
@@ -268,9 +268,9 @@ def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> li
     with contextlib.suppress(SftPlayError):
         request = _plan_request(config, plan.hardware, (plan.layout,))
         failed_plan = make_plan(request)
-        earlier = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
+        measured_runs = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
         alternatives = [
-            suggestion for suggestion in find_suggestions(replace(request, measured_runs=earlier)) if suggestion.fits
+            suggestion for suggestion in find_suggestions(replace(request, measured_runs=measured_runs)) if suggestion.fits
         ]
         alternatives = [
             suggestion
@@ -327,14 +327,14 @@ def _trace_confirmation(config: RunConfig, shape: ModelShape) -> TraceCandidate:
     return confirm
 
 
-def _work_estimator(config: RunConfig, row_tokens: RowTokens | None) -> Callable[[int], RunLength | None]:
-    def estimate_work(effective_batch: int) -> RunLength | None:
+def _length_estimator(config: RunConfig, row_tokens: RowTokens | None) -> Callable[[int], RunLength | None]:
+    def estimate_run_length(effective_batch: int) -> RunLength | None:
         if row_tokens is not None:
             steps_per_epoch = math.ceil(row_tokens.rows / effective_batch)
             known_steps = config.train.max_steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))
             return RunLength(known_steps, round(row_tokens.rows * row_tokens.mean * known_steps / steps_per_epoch))
         is_plain_text = config.task_mode == "cpt"
-        size = estimate_size(config.data, text_wanted=is_plain_text)
+        size = estimate_size(config.data, wants_text=is_plain_text)
         steps = config.train.max_steps
         if size is None:
             return RunLength(steps, None) if steps else None
@@ -346,14 +346,14 @@ def _work_estimator(config: RunConfig, row_tokens: RowTokens | None) -> Callable
         tokens = min(size.tokens, rows * config.model.max_seq_len)  # what longer rows have beyond that is cut
         return RunLength(steps, int(tokens * steps / steps_per_epoch))
 
-    return estimate_work
+    return estimate_run_length
 
 
-def log_plan(plan: Plan, config: RunConfig, *, stage: str | None = None) -> None:
+def log_plan(plan: Plan, config: RunConfig, *, stage_name: str | None = None) -> None:
     """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons. Of a stage its
     batch is said when it begins."""
-    visible_lines = plan_details.batch_size_lines(plan, config) if stage is None else []
-    stage_prefix = "" if stage is None else f"Stage {stage}: "
+    visible_lines = plan_details.batch_size_lines(plan, config) if stage_name is None else []
+    stage_prefix = "" if stage_name is None else f"Stage {stage_name}: "
     for line in [
         plan_details.choice_line(plan),
         *plan_details.parameter_lines(plan, config),

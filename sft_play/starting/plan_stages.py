@@ -58,12 +58,12 @@ def plan_stages(
     if loaded.stages and options.strategy is None and options.deepspeed is None:
         options = dataclasses.replace(options, strategy=_select_stage_layout(loaded, hardware, resume_from))
     stage_plans = []
-    for part, stage_folder in _match_stage_folders(loaded, resume_from):
-        if part.stage_name is not None:
-            logger.debug("Stage %s:", part.stage_name)
-        with stage_context(part.stage_name):
+    for stage_run, stage_folder in _match_stage_folders(loaded, resume_from):
+        if stage_run.stage_name is not None:
+            logger.debug("Stage %s:", stage_run.stage_name)
+        with stage_context(stage_run.stage_name):
             stage_plans.append(
-                plan_ranks(part, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed)
+                plan_ranks(stage_run, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed)
             )
     return stage_plans
 
@@ -79,18 +79,18 @@ def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list
     """The parts of a run that is resumed from a folder, or begins (None), each with its own folder: None for a stage
     that has not begun, or is finished."""
     if not loaded.stages or folder is None:
-        return [(part, folder) for part in loaded.runs]
+        return [(stage_run, folder) for stage_run in loaded.runs]
     stage_folders = [
         folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]) for stage in loaded.stages
     ]
     return [
         (
-            part,
+            stage_run,
             stage_folder
-            if stage_folder.has_begun and not stage_folder.has_finished(is_adapter=part.config.tuning.mode != "full")
+            if stage_folder.has_begun and not stage_folder.has_finished(is_adapter=stage_run.config.tuning.mode != "full")
             else None,
         )
-        for part, stage_folder in zip(loaded.runs, stage_folders, strict=True)
+        for stage_run, stage_folder in zip(loaded.runs, stage_folders, strict=True)
     ]
 
 
@@ -103,13 +103,13 @@ def count_rows_before_planning(
     if options.deepspeed is not None and options.deepspeed.file:
         read_deepspeed_file(options.deepspeed.file)  # what cannot be read is refused before rows are counted
     is_batch_open = not is_resumed and options.deepspeed is None
-    for part in loaded.runs if is_batch_open else ():
-        refuse_impossible_strategy(part.config, hardware, options.strategy)
-    if not any(has_variable_lengths(part.config) and cached_row_tokens(part.config) is None for part in loaded.runs):
+    for stage_run in loaded.runs if is_batch_open else ():
+        refuse_impossible_strategy(stage_run.config, hardware, options.strategy)
+    if not any(has_variable_lengths(stage_run.config) and cached_row_tokens(stage_run.config) is None for stage_run in loaded.runs):
         return
-    for part in loaded.runs if is_batch_open else ():
-        with stage_context(part.stage_name):
-            check_without_rows(part.config, hardware, layouts=_strategy_layouts(options.strategy, hardware))
+    for stage_run in loaded.runs if is_batch_open else ():
+        with stage_context(stage_run.stage_name):
+            check_without_rows(stage_run.config, hardware, layouts=_strategy_layouts(options.strategy, hardware))
     prepare_libraries(loaded.config.model.name, hardware)
     if trains_in_process:
         with importing():
@@ -184,14 +184,14 @@ def plan_ranks(
     layouts = _strategy_layouts(strategy, hardware)
     if previous is not None and strategy is None:
         layouts = tuple(name for name in layouts if previous.resume_obstacle(name) is None)
-    keeps_weights = (
+    keeps_params = (
         deepspeed_config is not None and strategy is not None and keeps_params_on_gpu(deepspeed_config, strategy)
     )
     trace = config.plan.trace and bool(hardware.gpus)
-    plan = plan_run(config, hardware, layouts=layouts, trace=trace, keeps_params=keeps_weights, constraints=constraints)
+    plan = plan_run(config, hardware, layouts=layouts, trace=trace, keeps_params=keeps_params, constraints=constraints)
     # a kept batch ran before: it is tried again where the prediction says that it does not fit
     require_fit(plan, config, is_resumed=constraints.batch is not None)
-    log_plan(plan, config, stage=loaded.stage_name)
+    log_plan(plan, config, stage_name=loaded.stage_name)
     if plan.layout not in DEEPSPEED_LAYOUTS:
         return plan, None
     # the plan chose DeepSpeed by itself
@@ -243,11 +243,11 @@ def _log_deepspeed(lines: Iterable[str]) -> None:
 def _resolve_deepspeed_config(
     plan: Plan, config: RunConfig, deepspeed_config: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    numbers = PlanValues.from_plan(plan, config, hidden_size=load_run_model_shape(config).hidden_size)
+    plan_values = PlanValues.from_plan(plan, config, hidden_size=load_run_model_shape(config).hidden_size)
     offloads = plan.choice.layout.offloads_states
     obstacles = cpu_adam_obstacles() if offloads else ()
-    resolved, lines = fill_auto_values(deepspeed_config, numbers, name=name, adam_obstacle="; ".join(obstacles) or None)
-    _log_deepspeed(lines)
+    resolved, value_lines = fill_auto_values(deepspeed_config, plan_values, name=name, adam_obstacle="; ".join(obstacles) or None)
+    _log_deepspeed(value_lines)
     if offloads and resolved.get("zero_force_ds_cpu_optimizer", True) and (compile_note := cpu_adam_compile_note()):
         logger.info("DeepSpeed: %s", compile_note)  # a wait of minutes
     return resolved

@@ -22,7 +22,7 @@ from sft_play.planner.attention import require_attention_package
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import format_free_space, free_disk_bytes
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.lookup import check_run_name, is_resume, new_run_folder, output_dir, require_writable
+from sft_play.runs.lookup import check_run_name, is_resume, new_run_folder, output_dir, require_writable_output_dir
 from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.training.prepare.backend import check_trackers
 from sft_play.units import format_size
@@ -45,10 +45,10 @@ def refusals(
         plans: the plan of the run, or of each stage, as far as there are any; None before there are.
     """
     checks: list[Callable[[], object]] = [
-        partial(require_capable_machine, part.config, hardware) for part in loaded.runs
+        partial(require_capable_machine, stage_run.config, hardware) for stage_run in loaded.runs
     ]
     checks += [partial(_require_writable_folder, loaded, hardware)] if makes_folder else []
-    checks += [partial(_require_readable_rows, part, needs_rows=needs_rows) for part in loaded.runs]
+    checks += [partial(_require_readable_rows, stage_run, needs_rows=needs_rows) for stage_run in loaded.runs]
     checks += (
         [] if plans is None else [partial(require_gpus_and_disk, loaded, hardware, plans, _find_resumed_run(loaded))]
     )
@@ -74,7 +74,7 @@ def _require_writable_folder(loaded: LoadedConfig, hardware: Hardware) -> None:
     if output.name is not None:
         check_run_name(output.name, key="output.name")
     if not hardware.named:
-        require_writable(new_run_folder(output, config_path=loaded.path))
+        require_writable_output_dir(new_run_folder(output, config_path=loaded.path))
 
 
 def _find_resumed_run(loaded: LoadedConfig) -> RunFolder | None:
@@ -86,15 +86,15 @@ def _find_resumed_run(loaded: LoadedConfig) -> RunFolder | None:
     return None
 
 
-def _require_readable_rows(part: LoadedConfig, *, needs_rows: bool) -> None:
-    with stage_context(part.stage_name):
+def _require_readable_rows(stage_run: LoadedConfig, *, needs_rows: bool) -> None:
+    with stage_context(stage_run.stage_name):
         try:
-            paths = find_data_paths(part.config.data)
+            paths = find_data_paths(stage_run.config.data)
         except DataError:
             if needs_rows:
                 raise
             return
-        check_first_rows(part.config.data, paths, task_mode=part.config.task_mode)
+        check_first_rows(stage_run.config.data, paths, task_mode=stage_run.config.task_mode)
 
 
 def require_gpus_and_disk(
@@ -108,10 +108,10 @@ def require_gpus_and_disk(
     if hardware.gpus and torch_cuda_version() is None:  # each rank would find it, after its imports
         raise HardwareError(explain_unusable_torch(hardware.gpus[0].name, "it is built without CUDA"))
     folder = folder or RunFolder(output_dir(loaded.config.output))
-    for part, plan in zip(loaded.runs, plans, strict=False):
-        stage_folder = folder if part.stage_name is None else folder.stage_folder(part.stage_name)
+    for stage_run, plan in zip(loaded.runs, plans, strict=False):
+        stage_folder = folder if stage_run.stage_name is None else folder.stage_folder(stage_run.stage_name)
         disk, free_disk = (
-            planned_disk_usage(part.config, load_run_model_shape(part.config), plan),
+            planned_disk_usage(stage_run.config, load_run_model_shape(stage_run.config), plan),
             free_disk_bytes(folder.path),
         )
         needed_bytes = disk.min_bytes(

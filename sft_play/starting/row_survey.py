@@ -54,17 +54,17 @@ def cached_row_tokens(config: RunConfig) -> RowTokens | None:
         key = _row_tokens_key(config)
         if key in _counted_rows:
             return _counted_rows[key]
-        return TypeAdapter(RowTokens).validate_json(_note_path(key).read_bytes())
+        return TypeAdapter(RowTokens).validate_json(_row_tokens_cache_path(key).read_bytes())
     return None
 
 
 def count_row_tokens(loaded: LoadedConfig) -> None:
     """Count the rows of a run, or of each of its stages, where that was not done before; raises SftPlayError where the
     tokenizer cannot be loaded, or the rows cannot be used, as training would say."""
-    for part in loaded.runs:
-        if has_variable_lengths(part.config) and cached_row_tokens(part.config) is None:
-            with stage_context(part.stage_name):
-                _count_tokens(part.config)
+    for stage_run in loaded.runs:
+        if has_variable_lengths(stage_run.config) and cached_row_tokens(stage_run.config) is None:
+            with stage_context(stage_run.stage_name):
+                _count_tokens(stage_run.config)
 
 
 def count_row_tokens_if_quick(
@@ -75,8 +75,8 @@ def count_row_tokens_if_quick(
     """Count the rows for a plan, where tokenizer and files are here and small. Returns a line for each part whose data
     are not here: they may be on the machine that trains. `on_error` takes why rows cannot be used."""
     missing_data_lines: list[str] = []
-    for part in loaded.runs:
-        config = part.config
+    for stage_run in loaded.runs:
+        config = stage_run.config
         with contextlib.suppress(OSError, SftPlayError):  # what is wrong with the rows is said below
             for line in missed_column_lines(config.data, task_mode=config.task_mode):
                 logger.warning("%s", line)
@@ -98,7 +98,7 @@ def count_row_tokens_if_quick(
             ):
                 continue
             try:
-                with stage_context(part.stage_name):
+                with stage_context(stage_run.stage_name):
                     _count_tokens(config)
             except SftPlayError as error:
                 on_error(error)
@@ -117,23 +117,23 @@ def _count_tokens(config: RunConfig) -> None:
     length_limit, positions = _length_limit(config)
     splits = build_splits(
         config, find_data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=length_limit,
-        positions=positions, today=date.today(),
+        max_positions=positions, today=date.today(),
     )  # fmt: skip
     lengths = row_lengths(to_dataset(splits.train.rows))
     held_out = [row_lengths(to_dataset(split.rows)) for split in (splits.val, splits.test) if split is not None]
-    counted = summarize_row_tokens(
+    row_tokens = summarize_row_tokens(
         dict(zip(*(values.tolist() for values in np.unique(lengths, return_counts=True)), strict=True)),
         limit=length_limit,
         held_out=max((int(split_lengths.max()) for split_lengths in held_out if len(split_lengths)), default=0),
     )
-    counted = dataclasses.replace(counted, cut=splits.train.stats.cut_rows) if counted else None
+    row_tokens = dataclasses.replace(row_tokens, cut=splits.train.stats.cut_rows) if row_tokens else None
     key = _row_tokens_key(config)
-    _counted_rows[key] = counted
-    if counted is None:
+    _counted_rows[key] = row_tokens
+    if row_tokens is None:
         return
-    note_path = _note_path(key)
+    cache_path = _row_tokens_cache_path(key)
     with contextlib.suppress(OSError):
-        atomic.write(note_path, json.dumps(dataclasses.asdict(counted)))
+        atomic.write(cache_path, json.dumps(dataclasses.asdict(row_tokens)))
 
 
 def _length_limit(config: RunConfig) -> tuple[int, int | None]:
@@ -142,7 +142,7 @@ def _length_limit(config: RunConfig) -> tuple[int, int | None]:
     return min(requested_length, positions or requested_length), positions
 
 
-def _note_path(key: str) -> Path:
+def _row_tokens_cache_path(key: str) -> Path:
     return cache_dir() / "row_tokens" / f"{key}.json"
 
 

@@ -13,7 +13,7 @@ from datetime import date
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import ConfigError, RunFolderError, SftPlayError, error_prefix
 from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.finished.report.report import report_at_end, reporting
+from sft_play.finished.report.report import write_final_report, report_on_exit
 from sft_play.launch import tensorboard
 from sft_play.launch.accelerate import MIXED_PRECISION, AccelerateConfig
 from sft_play.launch.command import LaunchCommand
@@ -150,18 +150,18 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
                 has_folder=launch_plan.has_folder, lock=launch_plan.lock, today=launch_plan.today,
             )  # fmt: skip
         if request.rank_info is not None and request.is_reporting_rank:
-            report_at_end(folder)
+            write_final_report(folder)
         return LaunchResult(0, folder, plan)
 
 
 def resume_request(
-    loaded: LoadedConfig, options: LaunchOptions, *, run_name: str | None, trusts: CodeTrust
+    loaded: LoadedConfig, options: LaunchOptions, *, run_name: str | None, is_trusted: CodeTrust
 ) -> LaunchRequest:
     """A stopped run, the one named `run_name` or the newest, to be resumed over as many ranks as before where no other
     number is asked for; raises RunFolderError where there is none, or its settings allow code that `trusts` does not.
     """
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run_name)
-    loaded, previous = load_resumed_config(loaded, folder, is_trusted=trusts), read_previous_run(folder)
+    loaded, previous = load_resumed_config(loaded, folder, is_trusted=is_trusted), read_previous_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):
         gpu_count, rank_count = (
             len(restrict_to_device(loaded.config, detect_hardware()).gpus),
@@ -247,9 +247,9 @@ def _plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> La
     unsloth_layout = find_unsloth_layout(loaded, options, hardware)
     trains_in_process, run_lock = unsloth_layout is not None or not request.launches_ranks, None
     if starts_run and folder is not None and request.rank_info is None:
-        exit_stack.enter_context(reporting(folder))
+        exit_stack.enter_context(report_on_exit(folder))
         if is_resumed and options.nodes.count == 1:  # before minutes go into rows and plan
-            run_lock = exit_stack.enter_context(lock_run(folder, part=None if trains_in_process else LAUNCHER))
+            run_lock = exit_stack.enter_context(lock_run(folder, role=None if trains_in_process else LAUNCHER))
     options = dataclasses.replace(options, strategy=unsloth_layout) if unsloth_layout is not None else options
     if starts_run:
         count_rows_before_planning(
@@ -270,7 +270,7 @@ def _launch_hardware(request: LaunchRequest) -> Hardware:
     )
     if request.rank_info is not None and not request.launches_ranks:
         return gather_rank_hardware(detected, request.rank_info)
-    for line in plan_details.detected_lines(detected):
+    for line in plan_details.hardware_lines(detected):
         logger.info("%s", line)
     return select_hardware(request.options, detected) if request.launches_ranks else use_one_gpu(detected)
 

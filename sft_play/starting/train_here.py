@@ -52,10 +52,10 @@ def train_in_process(
         from sft_play.training.job import build_run_job
         from sft_play.training.run import run_training
 
-    is_alone = rank_info is None and plan.choice.layout.ranks == 1
-    timeout_s = loaded.config.distributed.timeout_s if is_alone else rank_timeout_s(loaded.config, os.environ)
-    lock_name = WRITER if rank_info is not None and rank_info.run_folder is not None else None
-    job = build_run_job(loaded, stage_plans, folder, lock_role=lock_name, timeout_s=timeout_s, **job_fields)
+    is_single_process = rank_info is None and plan.choice.layout.ranks == 1
+    timeout_s = loaded.config.distributed.timeout_s if is_single_process else rank_timeout_s(loaded.config, os.environ)
+    lock_role = WRITER if rank_info is not None and rank_info.run_folder is not None else None
+    job = build_run_job(loaded, stage_plans, folder, lock_role=lock_role, timeout_s=timeout_s, **job_fields)
     with signals.StopSignals(signals.raise_interrupt), sidecar, add_oom_advice(loaded.config, plan):
         summary = run_training(job)
     if rank_info is None or rank_info.is_first:
@@ -63,13 +63,13 @@ def train_in_process(
         record_measurements([(config, plan) for config, (plan, _) in zip(configs, stage_plans, strict=True)], summary)
 
 
-def record_measurements(stage_plans: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:
+def record_measurements(configs_and_plans: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:
     """Keep what was measured; of stages only those on GPUs, since a CPU's peak is that of the whole process."""
     stage_summaries = summary.get("stages")
     if stage_summaries is None:
-        _record_stage(*stage_plans[0], summary)
+        _record_stage(*configs_and_plans[0], summary)
         return
-    for (config, plan), stage_summary in zip(stage_plans, stage_summaries, strict=False):
+    for (config, plan), stage_summary in zip(configs_and_plans, stage_summaries, strict=False):
         if plan.hardware.gpus:
             _record_stage(config, plan, stage_summary)
 
@@ -83,19 +83,19 @@ def _record_stage(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
     # The run's highest of the moments whose batch the plan chooses, predicted and measured, whichever moments they are:
     # it is what a plan compares. What loading and saving take says nothing of a batch.
     phases = [name for name in summary["peak_bytes_by_moment"] if name in ("training", "evaluation")]
-    predicted = [plan.memory.by_moment[name] for name in phases if name in plan.memory.by_moment]
-    measured = [summary["peak_bytes_by_moment"][name] for name in phases]
-    key = "measured_reserved" if plan.hardware.gpus else "measured_rss"
-    reserved_bytes = max((peak[key] or 0 for peak in measured), default=0)
-    if not reserved_bytes or not predicted or not summary["tokens_per_s"] or summary.get("ran_out"):
+    predicted_peaks = [plan.memory.by_moment[name] for name in phases if name in plan.memory.by_moment]
+    measured_peaks = [summary["peak_bytes_by_moment"][name] for name in phases]
+    peak_key = "measured_reserved" if plan.hardware.gpus else "measured_rss"
+    reserved_bytes = max((peak[peak_key] or 0 for peak in measured_peaks), default=0)
+    if not reserved_bytes or not predicted_peaks or not summary["tokens_per_s"] or summary.get("ran_out"):
         return  # it stopped before a step was measured, or its steps were smaller than planned
     # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the calibration.
     used_kernels: KernelsName = "liger" if (summary.get("kernels") or {}).get("used") else "plain"
     counted_kernels = plan.kernels or CountedKernels()
     figures = {
-        "predicted_allocated": max(allocated for allocated, _ in predicted),
-        "predicted_reserved": max(bytes_reserved for _, bytes_reserved in predicted),
-        "measured_allocated": max(peak["measured_allocated"] or 0 for peak in measured),
+        "predicted_allocated": max(allocated for allocated, _ in predicted_peaks),
+        "predicted_reserved": max(bytes_reserved for _, bytes_reserved in predicted_peaks),
+        "measured_allocated": max(peak["measured_allocated"] or 0 for peak in measured_peaks),
         "measured_reserved": reserved_bytes,
         "predicted_tokens_per_s": plan.choice.uncorrected.tokens_per_s
         if counted_kernels.speed == used_kernels

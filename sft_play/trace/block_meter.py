@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # Part of the key of what is remembered: raised whenever this package would give other bytes for the same settings.
 BLOCKS_VERSION = 8
 # Tokens that states are computed by at once, at least.
-MIN_CHUNK = 64
+MIN_CHUNK_TOKENS = 64
 # Names of the same in configs.
 _CHUNK_FIELDS = ("chunk_size", "mamba_chunk_size", "block_size")
 # Rows that are run together: what a plan asks for first. Sizes cost nothing, so that many rows take no longer.
@@ -49,7 +49,7 @@ MEASURED_BATCHES: dict[BlockMode, tuple[int, ...]] = {"kept": (1, 2, 8, 32), "re
 MIN_METERED_TOKENS = 64
 # Tokens of the two rows that run on the CPU.
 CPU_ROW_TOKENS = (64, 128)
-_PASSES_ADAPTER = TypeAdapter(list[MeasuredBlocks])
+_BLOCKS_ADAPTER = TypeAdapter(list[MeasuredBlocks])
 _MODE_TEXTS: dict[BlockMode, str] = {"kept": "forwards and backwards", "recomputed": "with checkpointing",
                          "evaluated": "without gradients"}  # fmt: skip
 
@@ -81,27 +81,27 @@ class BlockMeter:
         shape: ModelShape,
         precision: Precision,
         step: Step,
-        numbers: ElementBytes,
+        element_bytes: ElementBytes,
         block_mode: BlockMode,
         batch: int,
         *,
-        accumulates: bool = False,
+        is_accumulating: bool = False,
     ) -> MeasuredBlocks:
         """Measure a micro step of `batch` rows; raises ModelError where its blocks cannot be run here."""
         # a run plans before it has counted its rows and after: short ones need not be measured twice
         step = replace(step, seq_len=max(step.seq_len, MIN_METERED_TOKENS * step.layout.context_parallel))
         kind_indices = leading_blocks(shape.layer_order)
-        settings = self._step_settings(config, shape, precision, step, numbers, block_mode)
+        settings = self._step_settings(config, shape, precision, step, element_bytes, block_mode)
         padded_step = replace(step, varlen=False, one_by_one=False, padded=True, masks=True)
         measurement = BlockMeasurement(
             settings,
-            self._step_settings(config, shape, precision, padded_step, numbers, block_mode)
+            self._step_settings(config, shape, precision, padded_step, element_bytes, block_mode)
             if step.varlen
             else settings,
             block_mode,
             kind_indices,
             # adapters' gradients are too small to tell whether they are added to older ones
-            accumulates and block_mode != "evaluated" and config.tuning.mode == "full",
+            is_accumulating and block_mode != "evaluated" and config.tuning.mode == "full",
             sum(shape.layers[place].params for place in kind_indices) + shape.embedding_params + shape.head_params,
         )
         return measurement.pass_for(batch, step.length)
@@ -112,7 +112,7 @@ class BlockMeter:
         shape: ModelShape,
         precision: Precision,
         step: Step,
-        numbers: ElementBytes,
+        element_bytes: ElementBytes,
         block_mode: BlockMode,
     ) -> StepSettings:
         # DeepSpeed's adapters of half the width would be measured apart, and hardly differ
@@ -129,8 +129,8 @@ class BlockMeter:
             code=self.remote_code,
             loss="logits" if shape.has_custom_logits else "chunked",
             kernels="plain",
-            weights=dtypes_by_size[numbers.weights],
-            eval_mask=row_mask(padded=is_eval_padded, masks=step.masks) if block_mode == "evaluated" else None,
+            weights=dtypes_by_size[element_bytes.weights],
+            eval_mask=row_mask(has_padding=is_eval_padded, uses_masks=step.masks) if block_mode == "evaluated" else None,
         )
 
 
@@ -160,10 +160,10 @@ class BlockMeasurement:
         if rows > batches[-1]:  # the next power of two, and the one before
             upper = 1 << (rows - 1).bit_length()
             batches = (upper // 2, upper)
-        passes = self._load_passes(batches, length)
-        next_pass = next(one for one in passes if one.batch >= rows)
+        measured_batches = self._load_passes(batches, length)
+        next_measured = next(one for one in measured_batches if one.batch >= rows)
         return (
-            next_pass if next_pass.batch == rows else interpolate(passes[passes.index(next_pass) - 1], next_pass, rows)
+            next_measured if next_measured.batch == rows else interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
         )
 
     def _load_passes(self, batches: tuple[int, ...], length: int) -> list[MeasuredBlocks]:
@@ -172,12 +172,12 @@ class BlockMeasurement:
             "accumulates": self.accumulates, "batches": batches, "length": length, "blocks": BLOCKS_VERSION,
         }  # fmt: skip
         key = json.dumps(key_fields)
-        if key not in _passes_by_key:
+        if key not in _blocks_by_key:
             measure = partial(self.measure, batches, length)
-            _passes_by_key[key] = load_or_measure(
-                "blocks", key_fields, _PASSES_ADAPTER, measure, cacheable=self.settings.code is None
+            _blocks_by_key[key] = load_or_measure(
+                "blocks", key_fields, _BLOCKS_ADAPTER, measure, cacheable=self.settings.code is None
             )
-        return _passes_by_key[key]
+        return _blocks_by_key[key]
 
     def measure(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         """Measure steps, on tensors without bytes or on a few real ones. Raises ModelError: neither is possible."""
@@ -213,7 +213,7 @@ class BlockMeasurement:
         inner = self.settings.model.get("text_config")
         fields = (self.settings.model, inner if isinstance(inner, Mapping) else {})
         sizes = [part.get(name) for part in fields for name in _CHUNK_FIELDS]
-        return max([MIN_CHUNK, *(size for size in sizes if isinstance(size, int))])
+        return max([MIN_CHUNK_TOKENS, *(size for size in sizes if isinstance(size, int))])
 
     @property
     def _is_linear_in_tokens(self) -> bool:
@@ -228,20 +228,20 @@ class BlockMeasurement:
         long, short = count_operators(self.settings, [(1, size) for size in sizes], depth=len(self.kind_indices))
         return long > short
 
-    def _run_blocks(self, passes: Sequence[tuple[int, int]], *, real: bool = False) -> list[MeasuredBlocks]:
+    def _run_blocks(self, batch_shapes: Sequence[tuple[int, int]], *, real: bool = False) -> list[MeasuredBlocks]:
         with importing():
             from sft_play.trace.blocks import run_blocks
         # of real tensors the CPU has no kernel that holds what a GPU's would
         settings = replace(self.settings, attention="eager") if real else self.settings
         return run_blocks(
-            settings, passes, self.block_mode, kind_indices=self.kind_indices, accumulates=self.accumulates, real=real
+            settings, batch_shapes, self.block_mode, kind_indices=self.kind_indices, is_accumulating=self.accumulates, uses_real_tensors=real
         )
 
     def _measure_short_rows(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         """Measure as many tokens in short rows of two lengths, and extrapolate to rows of `length`."""
         sizes = (2 * self._chunk_tokens, self._chunk_tokens)
-        passes = [(-(-rows * length // size), size) for rows in batches for size in sizes]
-        measured = iter(self._run_blocks(passes))
+        batch_shapes = [(-(-rows * length // size), size) for rows in batches for size in sizes]
+        measured = iter(self._run_blocks(batch_shapes))
         return [
             replace(interpolate(few, many, rows), ends=())
             for rows, few, many in zip(batches, measured, measured, strict=True)
@@ -280,4 +280,4 @@ def _add_mask_bytes(measured: MeasuredBlocks, mask_bytes: int) -> MeasuredBlocks
     return replace(measured, before=measured.before + mask_bytes, first=first, layers=tuple(later_layers), on_cpu=True)
 
 
-_passes_by_key: dict[str, list[MeasuredBlocks]] = {}
+_blocks_by_key: dict[str, list[MeasuredBlocks]] = {}

@@ -23,33 +23,33 @@ from sft_play.trace.storages import StorageLog
 
 def run_blocks(
     settings: StepSettings,
-    passes: Iterable[tuple[int, int]],
+    batch_shapes: Iterable[tuple[int, int]],
     block_mode: BlockMode,
     *,
     kind_indices: Sequence[int],
-    accumulates: bool = False,
-    real: bool = False,
+    is_accumulating: bool = False,
+    uses_real_tensors: bool = False,
 ) -> list[MeasuredBlocks]:
     """Measure micro steps of (rows, tokens of a row). `kind_indices`: each first block's index in `ModelShape.layers`;
     `accumulates`: gradients are added to those of an earlier one; `real`: on real CPU tensors. Raises TraceUnavailable:
     the libraries cannot run them."""
-    passes_measured = []
-    with trace_context(settings, real=real, depth=len(kind_indices)) as (loop, skeleton):
+    measured_batches = []
+    with trace_context(settings, uses_real_tensors=uses_real_tensors, depth=len(kind_indices)) as (loop, skeleton):
         model = loop.load_model(skeleton)
         blocks = list(build.find_block_list(build.base_model(model))[1])
-        for rows, length in passes:
-            recorder = _PassRecorder(loop, model, blocks, block_mode)
+        for rows, length in batch_shapes:
+            recorder = _BlockRecorder(loop, model, blocks, block_mode)
             try:
-                if accumulates and block_mode != "evaluated":
+                if is_accumulating and block_mode != "evaluated":
                     recorder.run_pass(rows, length)
-                passes_measured.append(recorder.measure_pass(rows, length, kind_indices))
+                measured_batches.append(recorder.measure_pass(rows, length, kind_indices))
             finally:
                 recorder.close()
                 model.zero_grad(set_to_none=True)
-    return passes_measured
+    return measured_batches
 
 
-class _PassRecorder:
+class _BlockRecorder:
     """Reads one step. Lists have an entry for each block; bytes are live ones, not rounded to the allocator's units."""
 
     def __init__(self, loop: TracedLoop, model: Any, blocks: Sequence[nn.Module], block_mode: BlockMode) -> None:
@@ -117,13 +117,13 @@ class _PassRecorder:
         )
 
     def _tail_bytes(self, held_bytes: int) -> LayerBytes:
-        casts = 0 if self._block_mode == "kept" else sum(self._cast_bytes(block) for block in self._blocks)
+        cast_bytes = 0 if self._block_mode == "kept" else sum(self._cast_bytes(block) for block in self._blocks)
         forward = self._tail_peak - self._static_bytes - held_bytes
         backward_start = self._backward_starts[-1]
         if backward_start is None:
-            return LayerBytes(forward - casts)
+            return LayerBytes(forward - cast_bytes)
         return LayerBytes(
-            forward - casts,
+            forward - cast_bytes,
             0,
             self._tail_backward_peak - self._static_bytes - held_bytes,
             backward_start[2] - self._previous_gradients,
@@ -135,24 +135,24 @@ class _PassRecorder:
         starts = [self._start_bytes[layer] - self._input_bytes[layer] - self._static_bytes for layer in range(count)]
         if self._block_mode == "evaluated":
             return [starts[0]] * (count + 1)
-        held_bytes, casts = starts[:1], 0
+        held_bytes, cast_bytes = starts[:1], 0
         # backward, the states saved at a boundary are freed and only their gradient is live: held is taken from forward
         has_block_boundaries = any(getattr(block, "is_block_boundary", False) is True for block in self._blocks)
         for layer, backward_start in enumerate(self._backward_starts):
-            casts += self._cast_bytes(self._blocks[layer]) if self._block_mode == "recomputed" else 0
+            cast_bytes += self._cast_bytes(self._blocks[layer]) if self._block_mode == "recomputed" else 0
             # freed since the forward pass: what its own frames and autocast kept
             if backward_start is not None and not (has_block_boundaries and layer + 1 < count):
                 live, gradient, all_gradients = backward_start
                 held_bytes.append(live - gradient - self._static_bytes - (all_gradients - self._previous_gradients))
             else:
-                held_bytes.append(starts[layer + 1] - embedding_bytes - casts if layer + 1 < count else held_bytes[-1])
+                held_bytes.append(starts[layer + 1] - embedding_bytes - cast_bytes if layer + 1 < count else held_bytes[-1])
         return held_bytes
 
     def _layer_bytes(self, layer: int, held_bytes: Sequence[int], embedding_bytes: int) -> LayerBytes:
-        casts = [self._cast_bytes(block) for block in self._blocks[: layer + 1]]
+        cast_bytes = [self._cast_bytes(block) for block in self._blocks[: layer + 1]]
         forward = self._peak_bytes[layer] - (self._start_bytes[layer] - self._input_bytes[layer])
         if self._block_mode == "evaluated":
-            return LayerBytes(forward, cast=casts[-1])
+            return LayerBytes(forward, cast=cast_bytes[-1])
         kept_bytes, backward_start = held_bytes[layer + 1] - held_bytes[layer], self._backward_starts[layer]
         later_gradients = backward_start[2] - self._previous_gradients if backward_start is not None else 0
         backward = (
@@ -164,7 +164,7 @@ class _PassRecorder:
         gradients = _total_gradient_bytes(self._blocks[layer].parameters())
         if self._block_mode == "kept":
             return LayerBytes(forward, kept_bytes, backward, gradients)
-        return LayerBytes(forward - sum(casts), kept_bytes, backward, gradients, cast=casts[-1], input=kept_bytes)
+        return LayerBytes(forward - sum(cast_bytes), kept_bytes, backward, gradients, cast=cast_bytes[-1], input=kept_bytes)
 
     def _cast_bytes(self, block: nn.Module) -> int:
         """Bytes of autocast's half-precision copies of a block's fp32 leaves with a gradient (cached_cast)."""
@@ -240,12 +240,12 @@ def _hidden_states(value: Any) -> torch.Tensor:
     return value
 
 
-def count_operators(settings: StepSettings, passes: Iterable[tuple[int, int]], *, depth: int) -> list[int]:
+def count_operators(settings: StepSettings, batch_shapes: Iterable[tuple[int, int]], *, depth: int) -> list[int]:
     """How many operators each pass of an evaluation runs."""
     counts = []
     with trace_context(settings, depth=depth) as (loop, skeleton):
         model = loop.load_model(skeleton)
-        for rows, length in passes:
+        for rows, length in batch_shapes:
             previous = loop.log.operators
             loop.evaluate_batch(model, rows, length)
             counts.append(loop.log.operators - previous)

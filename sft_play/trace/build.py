@@ -99,7 +99,7 @@ def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     outermost = {
         path: module
         for path, module in lists.items()
-        if module_parameters(module) and not any(path.startswith(f"{other}.") for other in lists)
+        if count_module_parameters(module) and not any(path.startswith(f"{other}.") for other in lists)
     }
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     embedding_parent = next(
@@ -107,13 +107,13 @@ def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     )
     path = max(
         outermost,
-        key=lambda path: (path.rpartition(".")[0] == embedding_parent, module_parameters(outermost[path])),
+        key=lambda path: (path.rpartition(".")[0] == embedding_parent, count_module_parameters(outermost[path])),
         default="",
     )
     return path, outermost.get(path, nn.ModuleList())
 
 
-def module_parameters(module: nn.Module) -> int:
+def count_module_parameters(module: nn.Module) -> int:
     """The number of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -127,9 +127,9 @@ _REPLACEABLE_FUNCTION = re.compile(
 
 def replaceable_functions(model: nn.Module) -> list[tuple[str, str]]:
     """Packages, and the functions of the class's own file that theirs replace where they are installed."""
-    file = sys.modules.get(type(model).__module__)
+    class_module = sys.modules.get(type(model).__module__)
     try:
-        text = inspect.getsource(file) if file is not None else ""
+        text = inspect.getsource(class_module) if class_module is not None else ""
     except (OSError, TypeError):  # a class from a notebook, or without its file
         text = ""
     return _REPLACEABLE_FUNCTION.findall(text)
@@ -138,16 +138,16 @@ def replaceable_functions(model: nn.Module) -> list[tuple[str, str]]:
 @contextlib.contextmanager
 def use_class_functions(model: nn.Module, settings: StepSettings) -> Iterator[None]:
     """The class's own functions in place of packages', or what allocates as flash-linear-attention does."""
-    file = sys.modules[type(model).__module__]
-    replaced = {name: getattr(file, name) for _, name in replaceable_functions(model)}
+    class_module = sys.modules[type(model).__module__]
+    replaced = {name: getattr(class_module, name) for _, name in replaceable_functions(model)}
     for name, function in replaced.items():
         uses_traced_rule = settings.delta_rule == "fla" and name == "torch_chunk_gated_delta_rule"
-        setattr(file, name, chunk_gated_delta_rule if uses_traced_rule else inspect.unwrap(function))
+        setattr(class_module, name, chunk_gated_delta_rule if uses_traced_rule else inspect.unwrap(function))
     try:
         yield
     finally:
         for name, function in replaced.items():
-            setattr(file, name, function)
+            setattr(class_module, name, function)
 
 
 def _uses_lora(settings: StepSettings) -> bool:
@@ -216,8 +216,8 @@ def _quantise(model: Any, settings: StepSettings) -> None:
         bnb_4bit_compute_dtype=getattr(torch, settings.quant_compute),
         bnb_4bit_quant_storage=getattr(torch, settings.quant_storage),
     )
-    left_out = nf4_experts.ExpertQuantizer.get_modules_to_not_convert(model)
-    replace_with_bnb_linear(model, left_out, quantization_config=quantization_config)
+    excluded_modules = nf4_experts.ExpertQuantizer.get_modules_to_not_convert(model)
+    replace_with_bnb_linear(model, excluded_modules, quantization_config=quantization_config)
     linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
     for name, layer in list(model.named_modules()):
         if isinstance(layer, linear_4bit):
@@ -380,14 +380,14 @@ def _enable_checkpointing(base: Any, settings: StepSettings) -> None:
     options = {f"{prefix}_checkpointing_kwargs": {"use_reentrant": settings.reentrant}}
     getattr(base, f"{prefix}_checkpointing_enable")(**options)
     if settings.checkpointed_layers is not None:
-        layers = skeleton_blocks(base)
+        layers = require_blocks(base)
         if not hasattr(layers[0], "gradient_checkpointing"):
             raise TraceUnavailable(f"{type(layers[0]).__name__} has no switch for its own checkpointing")
         for layer in layers[settings.checkpointed_layers :]:
             layer.gradient_checkpointing = False
 
 
-def skeleton_blocks(base: Any) -> list[Any]:
+def require_blocks(base: Any) -> list[Any]:
     """The blocks of a transformers model; TraceUnavailable where there are none."""
     blocks = list(find_block_list(base)[1])
     if not blocks:

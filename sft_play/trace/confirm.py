@@ -48,7 +48,7 @@ TRACED_OPTIMIZERS = {
 
 
 def trace_candidate(
-    config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
+    config: RunConfig, config_json: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
 ) -> TracePrediction:
     """What a trace of the candidate's step measures, or why there is none; raises ModelError as PEFT would."""
     if not config.plan.trace:
@@ -66,7 +66,7 @@ def trace_candidate(
     if precision.updates == "stochastic":
         return TracePrediction(unavailable_reason="the trace does not step by stochastic rounding")
     try:
-        peak = cached_trace(step_settings(config, model, shape, precision, candidate.step))
+        peak = cached_trace(step_settings(config, config_json, shape, precision, candidate.step))
     except TraceUnavailable as error:
         return TracePrediction(unavailable_reason=str(error))
     logger.debug("traced in %.1f s", peak.seconds)
@@ -74,7 +74,7 @@ def trace_candidate(
 
 
 def step_settings(
-    config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, step: Step
+    config: RunConfig, config_json: Mapping[str, Any], shape: ModelShape, precision: Precision, step: Step
 ) -> StepSettings:
     """The step as the trainer would run it, in a layout that a trace can run."""
     mode, layout, recomputed_layers = config.tuning.mode, step.layout, step.recomputed_layers(shape.num_layers)
@@ -82,7 +82,7 @@ def step_settings(
     adapters = None if mode == "full" else adapter_dtype(config, precision)
     gradient_plan, is_fsdp = gradient_sync(config, precision, layout.name), layout.name == "fsdp"
     return StepSettings(
-        model=model,
+        model=config_json,
         mode=mode,
         peft=None if mode == "full" else _peft_config(config, shape),
         new_tokens=len(config.model.add_tokens),
@@ -106,7 +106,7 @@ def step_settings(
         # text in full blocks is never packed
         mask="packed"
         if step.varlen or (config.data.packing != "none" and config.task_mode != "cpt")
-        else row_mask(padded=step.padded, masks=step.masks),
+        else row_mask(has_padding=step.padded, uses_masks=step.masks),
         optimizer=TRACED_OPTIMIZERS[config.train.optim],
         experts=_expert_implementation(config, shape, precision),
         kernels=plan_kernels(config, shape, layout, on_gpu=step.on_gpu).counted_names.memory,
@@ -114,7 +114,7 @@ def step_settings(
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,
         eval_mask=row_mask(
-            padded=is_padded(config, step.layout, rows=step.eval_batch, uses_masks=step.masks), masks=step.masks
+            has_padding=is_padded(config, step.layout, rows=step.eval_batch, uses_masks=step.masks), uses_masks=step.masks
         ),
         strategy=TRACED_STRATEGIES[layout.name],
         world=layout.ranks,
@@ -143,11 +143,11 @@ def _expert_implementation(
 RowMask = Literal["ones", "padded", "positions"]
 
 
-def row_mask(*, padded: bool, masks: bool) -> RowMask:
+def row_mask(*, has_padding: bool, uses_masks: bool) -> RowMask:
     """What the collator gives the model of rows of one chat."""
-    if not masks:
+    if not uses_masks:
         return "positions"
-    return "padded" if padded else "ones"
+    return "padded" if has_padding else "ones"
 
 
 def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:

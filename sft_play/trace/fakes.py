@@ -113,9 +113,9 @@ def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
     """Put the fake of a packed weight in the place of a stacked one, on the meta device."""
     weight, storage = getattr(module, name), getattr(torch, settings.quant_storage)
     rows = math.ceil(weight.numel() / 2) // storage.itemsize
-    packed, reads = torch.empty((rows, 1), dtype=storage, device="meta"), _FakeNF4Experts(module, name, settings)
+    packed, fake_weight = torch.empty((rows, 1), dtype=storage, device="meta"), _FakeNF4Experts(module, name, settings)
     setattr(module, name, nn.Parameter(packed, requires_grad=False))
-    nf4_experts.install_packed_weight(module, name, reads)
+    nf4_experts.install_packed_weight(module, name, fake_weight)
 
 
 def _quantisation_buffers(weights: int, *, double_quant: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -179,7 +179,7 @@ class FakeStateOptimizer:
             parameter.grad = None
 
 
-def adam_8bit_states(elements: int) -> tuple[int, ...]:
+def adam_8bit_state_sizes(elements: int) -> tuple[int, ...]:
     """A byte for each of two states, an fp32 scale per 256; fp32 below 4096 elements (bitsandbytes optimizer.py)."""
     if elements < 4096:
         return (4 * elements, 4 * elements)
@@ -187,7 +187,7 @@ def adam_8bit_states(elements: int) -> tuple[int, ...]:
     return (elements, elements, scales, scales)
 
 
-def paged_adam_8bit_states(elements: int) -> tuple[int, ...]:
+def paged_adam_8bit_state_sizes(elements: int) -> tuple[int, ...]:
     """States from 1e5 elements on are managed memory, outside the allocator; their scales are not."""
-    states = adam_8bit_states(elements)
+    states = adam_8bit_state_sizes(elements)
     return states[2:] if elements >= 100_000 else states

@@ -22,13 +22,13 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.errors import ModelError
 from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
 from sft_play.facts.models.architecture import refuse_remote_code
-from sft_play.facts.models.config_fields import FIELD_ALIASES, refuse_absurd_sizes, refuse_other_models
+from sft_play.facts.models.config_fields import FIELD_ALIASES, refuse_absurd_sizes, require_causal_lm_config
 from sft_play.facts.models.families import MODEL_FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
 from sft_play.log import one_line
-from sft_play.trace.build import find_block_list, module_parameters, replaceable_functions
+from sft_play.trace.build import find_block_list, count_module_parameters, replaceable_functions
 from sft_play.training.class_checks.adapter_trial import (
-    find_adapter_places,
+    find_adapter_placement,
     has_custom_logits,
     keeps_graphs,
     parameters_without_gradient,
@@ -68,7 +68,7 @@ _EXPERTS_PER_TOKEN_FIELDS = (
 _POSITION_ATTRIBUTES = re.compile(r"idx|index|layer_(id|number|num)|training")
 
 # Names of dropout of attention probabilities in configs.
-_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_ATTENTION_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 # Names of the MLP's last linear layer.
 _DOWN_PROJECTIONS = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_linear")
@@ -77,7 +77,7 @@ _DOWN_PROJECTIONS = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w
 def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
     """The shapes of the language model that a config.json describes, measured on its class without weights, in seconds.
     Raises ModelError: transformers has no causal language model of this type, or its class refuses the config."""
-    refuse_other_models(config, name=name)
+    require_causal_lm_config(config, name=name)
     refuse_absurd_sizes(config, name=name)
     refuse_remote_code(dict(config), name=name, allowed=trust_remote_code)
     try:
@@ -99,7 +99,7 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
             f"model {one_line(name)}: transformers cannot build its class from config.json (model_type "
             f"{one_line(str(config.get('model_type')))}): {type(error).__name__}: {one_line(str(error))}"
         ) from None
-    placement, without_adapter = find_adapter_places(model, trust_remote_code=trust_remote_code)
+    placement, without_adapter = find_adapter_placement(model, trust_remote_code=trust_remote_code)
     shape = measure_shape(model, hf_config, name=name, without_adapter=without_adapter)
     if shape.model_type in MODEL_FAMILIES:
         return shape
@@ -132,9 +132,9 @@ def measure_shape(
             f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
         )
     attention_kinds, packages = _layer_attention_kinds(hf_config, len(blocks)), _replacing_packages(model)
-    measured = _measure_blocks(model, hf_config, attention_kinds, packages, without_adapter)
-    kinds = list(dict.fromkeys(measured))
-    commonest = max(kinds, key=measured.count)
+    block_kinds = _measure_blocks(model, hf_config, attention_kinds, packages, without_adapter)
+    kinds = list(dict.fromkeys(block_kinds))
+    commonest = max(kinds, key=block_kinds.count)
     heads = _config_number(hf_config, "num_attention_heads") or 1
     width = embedding.weight.shape[1]
     hidden = _config_number(hf_config, "hidden_size") or width
@@ -155,9 +155,9 @@ def measure_shape(
         vocab_size=embedding.weight.shape[0],
         tied=head is None or head.weight is embedding.weight,
         max_positions=_config_number(hf_config, "max_position_embeddings"),
-        layers=tuple(replace(kind, count=measured.count(kind)) for kind in kinds),
-        layer_order=tuple(kinds.index(block) for block in measured),
-        window=_window(hf_config, attention_kinds),
+        layers=tuple(replace(kind, count=block_kinds.count(kind)) for kind in kinds),
+        layer_order=tuple(kinds.index(block) for block in block_kinds),
+        window=_window_tokens(hf_config, attention_kinds),
         num_experts=max(kind.num_experts for kind in kinds),
         experts_per_token=next(
             (value for name in _EXPERTS_PER_TOKEN_FIELDS if (value := _config_number(hf_config, name))), 0
@@ -167,14 +167,14 @@ def measure_shape(
         and not any(hasattr(module, "is_concatenated") for module in model.modules()),
         kernel_packages=packages,
         has_head_bias=getattr(head, "bias", None) is not None,
-        norms_per_layer=_count_norms(blocks[measured.index(commonest)], hidden),
+        norms_per_layer=_count_norms(blocks[block_kinds.index(commonest)], hidden),
         embedding_width=0 if width == hidden else width,
         uses_alibi=bool(_config_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
         caps_logits=_config_field(hf_config, "final_logit_softcapping") is not None,
         attention_dropout=next(
-            (float(rate) for name in _DROPOUT_FIELDS if (rate := _config_field(hf_config, name))), 0.0
+            (float(rate) for name in _ATTENTION_DROPOUT_FIELDS if (rate := _config_field(hf_config, name))), 0.0
         ),
-        position_rows=_learned_positions(model, hidden),
+        position_rows=_count_learned_positions(model, hidden),
         outer_linears=_outer_linears(model, head, path, without_adapter),
         can_checkpoint=bool(getattr(type(model), "supports_gradient_checkpointing", False)),
         has_fused_attention=bool(getattr(type(model), "_supports_sdpa", False)),
@@ -183,7 +183,7 @@ def measure_shape(
     weight_dtype_buffers = [one for one in model.buffers() if one.dtype == _WEIGHT_DTYPE]
     return replace(
         shape,
-        outer_params=module_parameters(model) - shape.params,
+        outer_params=count_module_parameters(model) - shape.params,
         buffer_bytes=sum(one.nbytes for one in model.buffers() if one.dtype != _WEIGHT_DTYPE),
         buffer_elements=sum(one.numel() for one in weight_dtype_buffers),
     )
@@ -244,7 +244,7 @@ def _count_norms(block: nn.Module, hidden: int) -> int:
     )
 
 
-def _learned_positions(model: nn.Module, hidden: int) -> int:
+def _count_learned_positions(model: nn.Module, hidden: int) -> int:
     return sum(
         module.weight.shape[0]
         for path, module in model.named_modules()
@@ -261,7 +261,7 @@ def _layer_attention_kinds(hf_config: Any, count: int) -> list[AttentionKind]:
     layer_types = _per_layer_field(hf_config, "layer_types", count) or _per_layer_field(
         hf_config, "attention_layers", count
     )
-    window = _window(hf_config, ["sliding"])
+    window = _window_tokens(hf_config, ["sliding"])
     if layer_types is None:
         return ["sliding" if _config_number(hf_config, "sliding_window") else "full"] * count
     kinds = [_to_attention_kind(str(kind)) for kind in layer_types]
@@ -285,7 +285,7 @@ def _to_attention_kind(name: str) -> AttentionKind:
     return "full" if "attention" in name and "linear" not in name else "none"
 
 
-def _window(hf_config: Any, attention_kinds: list[AttentionKind]) -> int | None:
+def _window_tokens(hf_config: Any, attention_kinds: list[AttentionKind]) -> int | None:
     if not {"sliding", "chunked"} & set(attention_kinds):
         return None
     names = ("sliding_window", "attention_chunk_size", "window_size")
@@ -313,8 +313,8 @@ def _linear_shape(path: str, module: nn.Module) -> LinearShape:
     rows, columns = module.weight.shape
     inputs, outputs = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
     # transformers replaces these by bitsandbytes' layers, and none of their subclasses, such as Falcon's
-    packs = isinstance(module, Conv1D) or type(module) is nn.Linear
-    return LinearShape(path, inputs, outputs, module.bias is not None, is_packable=packs)
+    is_packable = isinstance(module, Conv1D) or type(module) is nn.Linear
+    return LinearShape(path, inputs, outputs, module.bias is not None, is_packable=is_packable)
 
 
 def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: bool = False) -> LayerKind:
@@ -336,17 +336,17 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         expert_weights=tuple(StackedExpertWeight(path, *tensor.shape) for path, tensor in experts if tensor.dim() == 3),
         shared_width=mlp if experts else 0,
         router_params=sum(
-            module_parameters(module)
+            count_module_parameters(module)
             for path, module in modules.items()
             if path.endswith((".gate", ".router")) and not any(_is_linear(part) for part in module.modules())
         ),
-        norm_params=sum(module_parameters(module) for module in modules.values() if _is_norm(module)),
+        norm_params=sum(count_module_parameters(module) for module in modules.values() if _is_norm(module)),
         # what linear attention's last projection reads are its value heads
         linear_attention_width=next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0)
         if is_linear
         else 0,
     )
-    return replace(kind, other_params=module_parameters(block) - kind.params)
+    return replace(kind, other_params=count_module_parameters(block) - kind.params)
 
 
 def _settings_digest(block: nn.Module) -> str:

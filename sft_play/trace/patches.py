@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sft_play.facts.installed import installed_version
-from sft_play.planner.kernels import GROUPED_MIN_CAPABILITY
+from sft_play.planner.kernels import GROUPED_MM_MIN_CAPABILITY
 from sft_play.trace import fakes, kernels, replacements
 from sft_play.trace.replacements import TraceState
 from sft_play.trace.settings import StepSettings, TraceUnavailable
@@ -43,7 +43,7 @@ class Patch:
             value = getattr(holder, last)
         except (ImportError, AttributeError) as error:
             raise self._outdated_error(f"{self.target} does not exist ({error})") from error
-        missing = set(self.parameters.split()) - _parameters(value) if self.parameters else set()
+        missing = set(self.parameters.split()) - _parameter_names(value) if self.parameters else set()
         if missing:
             raise self._outdated_error(f"{self.target} no longer has the parameter {', '.join(sorted(missing))}")
         return holder, last, value
@@ -53,7 +53,7 @@ class Patch:
         return TraceUnavailable(f"patch '{self.name}' does not know {library} {installed_version(library)}: {problem}")
 
 
-def _parameters(value: Any) -> set[str]:
+def _parameter_names(value: Any) -> set[str]:
     if isinstance(value, type) and hasattr(value, "forward"):
         value = value.forward
     try:
@@ -62,7 +62,7 @@ def _parameters(value: Any) -> set[str]:
         return {word.strip("=,*() ").partition("=")[0] for word in (value.__doc__ or "").split()}
 
 
-def patches_for(is_needed: Callable[[StepSettings], bool], *patches: Patch) -> tuple[Patch, ...]:
+def conditional_patches(is_needed: Callable[[StepSettings], bool], *patches: Patch) -> tuple[Patch, ...]:
     """Restrict patches to the settings that need them."""
     return tuple(replace(patch, is_needed=is_needed) for patch in patches)
 
@@ -74,11 +74,11 @@ def _make_pow(original: Any, state: TraceState) -> Any:
 
 
 def _make_grouped_mm(original: Any, state: TraceState) -> Any:
-    is_new = state.settings.capability >= GROUPED_MIN_CAPABILITY
-    grouped_mm = original if is_new else torch.ops.transformers.grouped_mm_fallback
+    has_grouped_mm = state.settings.capability >= GROUPED_MM_MIN_CAPABILITY
+    grouped_mm = original if has_grouped_mm else torch.ops.transformers.grouped_mm_fallback
 
     def product(input: Any, weight: Any, offs: Any) -> Any:
-        if is_new and weight.dtype != torch.bfloat16:
+        if has_grouped_mm and weight.dtype != torch.bfloat16:
             return replacements.GroupedProduct.apply(input.to(weight.dtype), weight)
         return grouped_mm(input.to(weight.dtype), weight, offs)
 
@@ -121,7 +121,7 @@ PATCHES: list[Patch] = [
     Patch("the mask's content", "transformers.masking_utils:fast_all", "tensor",
           "transformers reads whether a mask is all ones; fake tensors have no values",
           lambda original, state: lambda tensor: state.active_mask != "padded"),
-    *patches_for(
+    *conditional_patches(
         lambda settings: settings.experts in ("stacked", "cast"),
         Patch("grouped products", "transformers.integrations.moe:_grouped_mm", "input weight offs",
               "PyTorch's fake knows the kernel of bf16 only; in other dtypes it multiplies one expert after another "
@@ -132,7 +132,7 @@ PATCHES: list[Patch] = [
     Patch("packing", "transformers.masking_utils:find_packed_sequence_indices", "position_ids",
           "transformers reads position ids for sequence borders; fake tensors have no values",
           _make_packed_indices),
-    *patches_for(
+    *conditional_patches(
         lambda settings: settings.attention == "flash_attention_2",
         Patch("the mask's content for flash attention", "transformers.masking_utils:flash_attention_mask",
               "attention_mask kv_length",
@@ -155,7 +155,7 @@ PATCHES: list[Patch] = [
               "a class that does not pass the given boundaries down reads them from position ids",
               replacements.make_pack_boundaries),
     ),
-    *patches_for(
+    *conditional_patches(
         lambda settings: settings.attention == "varlen",
         Patch("attention between boundaries", "sft_play.training.model.varlen:packed_attention",
               "query key value boundaries max_length lengths scale window",
@@ -171,7 +171,7 @@ PATCHES: list[Patch] = [
     Patch("swapped tensors", "torch.utils:swap_tensors", "t1 t2",
           "Module.to always swaps fake parameters, which fails where a weak reference is held",
           lambda original, state: replacements.swap_by_data),
-    *patches_for(
+    *conditional_patches(
         lambda settings: settings.loss == "chunked" and settings.on_gpu,
         Patch("Triton's way through TRL's head", "trl.trainer.utils:_use_triton", "device",
               "only CUDA and XPU devices score just the labelled tokens",
@@ -186,13 +186,13 @@ PATCHES: list[Patch] = [
               "CUDA adds products of half inputs to an fp32 sum; a CPU makes fp32 copies of them first",
               lambda original, state: lambda *args, **options: None),
     ),
-    *patches_for(
+    *conditional_patches(
         lambda settings: settings.mode == "qlora" and settings.peft is not None,
         Patch("weights of NF4 fakes", "peft.tuners.lora.dora:dequantize_module_weight", "module",
               "DoRA takes the norm of a dequantised weight; bitsandbytes' operator refuses fake tensors",
               lambda original, state: fakes.wrap_dequantize(original)),
     ),
-    *patches_for(
+    *conditional_patches(
         lambda settings: settings.mode == "qlora",
         Patch("NF4 layers", "bitsandbytes.nn:Linear4bit", "x",
               "Params4bit cannot wrap a fake tensor; a fake makes the same buffers, always by dequantising"),
@@ -202,30 +202,30 @@ PATCHES: list[Patch] = [
               "model modules_to_not_convert quantization_config",
               "transformers' own function swaps them, and the fakes take their places"),
     ),
-    *patches_for(
+    *conditional_patches(
         lambda settings: "8bit" in settings.optimizer or "bnb" in settings.optimizer,
         Patch("8-bit and paged states", "bitsandbytes.optim.optimizer:Optimizer2State.init_state",
               "group p gindex pindex",
               "bitsandbytes' optimizers update in C++; their states are created by formula"),
     ),
-    *patches_for(
+    *conditional_patches(
         lambda settings: settings.strategy == "fsdp2",
         Patch("tensors of global size",
               "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
               "op_schema",
               "DTensor runs each new operator once on global shapes to learn its result's; those storages do not exist",
-              replacements.make_hidden),
+              replacements.make_unlogged),
         Patch("units of a sharded model", "accelerate.utils.fsdp_utils:fsdp2_prepare_model", "accelerator model",
               "accelerate's own function cuts them; a stand-in gives it what it reads of an accelerator"),
     ),
-    *patches_for(
+    *conditional_patches(
         lambda settings: settings.strategy.startswith("fsdp"),
         Patch("streams", "torch.cpu:stream", "stream",
               "FSDP gathers and reduces on streams of its own, whose blocks the allocator keeps apart; a CPU has "
               "none",
               replacements.make_logged_stream),
     ),
-    *patches_for(
+    *conditional_patches(
         lambda settings: settings.strategy == "ddp",
         Patch("gradient buckets", "torch.distributed:_compute_bucket_assignment_by_size", "",
               "DistributedDataParallel's C++ reducer reads tensors' data; its own function cuts the buckets"),

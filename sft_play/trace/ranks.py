@@ -64,7 +64,7 @@ def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def fake_device_mesh(world: int) -> Iterator[Any]:
+def fake_device_mesh(world_size: int) -> Iterator[Any]:
     """A device mesh over `world` ranks, this process the first; its collectives do nothing. Enter it outside a
     FakeTensorMode. Raises TraceUnavailable: this process already belongs to a group."""
     import torch.distributed as dist
@@ -73,9 +73,9 @@ def fake_device_mesh(world: int) -> Iterator[Any]:
 
     if dist.is_initialized():
         raise TraceUnavailable("a sharded step is traced in a process without a process group of its own")
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+        yield init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
     finally:
         dist.destroy_process_group()
 
@@ -114,7 +114,7 @@ def local_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 def largest_unit_bytes(model: Any, settings: StepSettings) -> int:
     """Bytes of the largest unit before it is sharded: each passes through the GPU in full once (`fully_shard`)."""
     base = build.base_model(model)
-    units = [*build.skeleton_blocks(base), base.get_input_embeddings(), base.get_output_embeddings()]
+    units = [*build.require_blocks(base), base.get_input_embeddings(), base.get_output_embeddings()]
     upcasts = settings.mixed_precision is not None and settings.mode != "qlora"
     return max(
         sum(
@@ -138,7 +138,7 @@ def _fsdp_plugin(model: Any, settings: StepSettings, unsharded: list[Any]) -> An
     return SimpleNamespace(
         set_auto_wrap_policy=lambda model: None,
         auto_wrap_policy=transformer_auto_wrap_policy,
-        transformer_cls_names_to_wrap=[type(build.skeleton_blocks(build.base_model(model))[0]).__name__],
+        transformer_cls_names_to_wrap=[type(build.require_blocks(build.base_model(model))[0]).__name__],
         reshard_after_forward=True,
         cpu_offload=OffloadPolicy(),
         mixed_precision_policy=policy,

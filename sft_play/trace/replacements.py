@@ -135,7 +135,7 @@ def swap_by_data(t1: Any, t2: Any) -> None:
         t1.data = t2.data
 
 
-def make_hidden(original: Any, state: TraceState) -> Any:
+def make_unlogged(original: Any, state: TraceState) -> Any:
     """A method whose allocations the log does not count."""
 
     def propagate(self: Any, *args: Any, **options: Any) -> Any:

@@ -40,17 +40,17 @@ def trace_step(settings: StepSettings) -> TracedPeak:
     )
 
 
-def record_step(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> StorageLog:
+def record_step(settings: StepSettings, *, uses_real_tensors: bool = False, mesh: Any = None) -> StorageLog:
     """The events of the step. For comparison, `real` runs it on real CPU tensors instead, a sharded step in the real
     group of `mesh`. Raises TraceUnavailable: as `trace_step`."""
-    with trace_context(settings, real=real, mesh=mesh) as (loop, skeleton):
+    with trace_context(settings, uses_real_tensors=uses_real_tensors, mesh=mesh) as (loop, skeleton):
         loop.run(skeleton)
     return loop.log
 
 
 @contextlib.contextmanager
 def trace_context(
-    settings: StepSettings, *, real: bool = False, mesh: Any = None, depth: int | None = None
+    settings: StepSettings, *, uses_real_tensors: bool = False, mesh: Any = None, depth: int | None = None
 ) -> Iterator[tuple[TracedLoop, Any]]:
     """A training loop and the skeleton of its model, where the step's tensors are logged: fake ones, or `real` ones in
     the group of `mesh`. `depth`: only the first this many blocks. Raises TraceUnavailable: as `trace_step`."""
@@ -78,7 +78,7 @@ def trace_context(
 
             mesh = stack.enter_context(ranks.fake_device_mesh(settings.world))
         # the log is entered last: it must see operators before the fake mode does
-        if not real:
+        if not uses_real_tensors:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(log)
         yield loop_class(state, mesh), model
@@ -98,18 +98,18 @@ class TracedLoop:
         model = self.load_model(skeleton)
         log.empty_cache()
         log.start_phase("prepare")
-        buckets = self.make_bucket_hook(model)
+        after_backward = self.make_bucket_hook(model)
         workspace = cublas_workspace_bytes(settings.capability) if settings.on_gpu else 0
         log.record_alloc(workspace)  # the thread that runs forward
         optimizer = self.create_optimizer(model)
         for step in range(settings.optimizer_steps):
-            for micro in range(settings.grad_accum):
+            for micro_step in range(settings.grad_accum):
                 log.start_phase("forward", step)
-                with self.gradient_sync(model, micro == settings.grad_accum - 1):
+                with self.gradient_sync(model, micro_step == settings.grad_accum - 1):
                     self.run_micro_step(model, step, settings.seq_len)
-                if step == micro == 0:
+                if step == micro_step == 0:
                     log.record_alloc(workspace)  # autograd's own thread
-                buckets()
+                after_backward()
             log.start_phase("optimizer", step)
             self.optimizer_step(model, optimizer)
         if settings.eval_batch:
@@ -232,13 +232,13 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
     """The optimizer of that name, or a fake with bitsandbytes' states; raises TraceUnavailable for an unknown one."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state_sizes: dict[str, Callable[[int], tuple[int, ...]]] = {
-        "adamw_8bit": fakes.adam_8bit_states,
-        "paged_adamw_8bit": fakes.paged_adam_8bit_states,
+        "adamw_8bit": fakes.adam_8bit_state_sizes,
+        "paged_adamw_8bit": fakes.paged_adam_8bit_state_sizes,
         "lion_32bit_bnb": lambda elements: (4 * elements,),
         "none": lambda elements: (),
     }
     name, fp32_weights = settings.optimizer.removesuffix(_WIDE_EMBEDDINGS_SUFFIX), list[Any]()
-    state_sizes["lion_8bit"] = lambda elements: fakes.adam_8bit_states(elements)[::2]
+    state_sizes["lion_8bit"] = lambda elements: fakes.adam_8bit_state_sizes(elements)[::2]
     if name != settings.optimizer:
         fp32_weights = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
     if name in state_sizes:

@@ -256,10 +256,10 @@ def _selected_count(mask: torch.Tensor) -> int:
 
 def _index_by_positions(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
     """`x[mask]`, `x[:, mask]` and `x[mask] = v`, as the CUDA kernels do them: by the mask's table of positions."""
-    indices_given = [one for one in args[1] if one is not None]
-    if len(indices_given) != 1 or indices_given[0].dtype != torch.bool:
+    tensor_indices = [one for one in args[1] if one is not None]
+    if len(tensor_indices) != 1 or tensor_indices[0].dtype != torch.bool:
         return func(*args, **kwargs)
-    mask = indices_given[0]
+    mask = tensor_indices[0]
     log.record_temporary((8 * _selected_count(mask) * mask.dim(),))
     if isinstance(mask, FakeTensor):
         positions = [torch.empty(_selected_count(mask), dtype=torch.int64) for _ in range(mask.dim())]

@@ -17,12 +17,12 @@ from sft_play.runs.files import truncate_metrics
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.job import RunJob
-from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, stop_signals
+from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopController, stop_signals
 from sft_play.training.loop.curriculum import StageSequence
 from sft_play.training.loop.load_trainer import load_trainer
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.memory import TRAINING, UPDATING
-from sft_play.training.loop.trainer import plan_callbacks
+from sft_play.training.loop.trainer import build_plan_callbacks
 from sft_play.training.measure.evaluate import EvalSet, InitialEvaluation, build_eval_set, estimate_remaining, evaluate
 from sft_play.training.measure.peaks import MemoryMeter, RunMonitors
 from sft_play.training.measure.recorded import measured_run
@@ -49,26 +49,26 @@ def run_training(job: RunJob) -> dict[str, Any]:
         check_device(stage.plan, stage.loaded.config)
     if job.loaded.config.tuning.backend == "bnb":  # with Unsloth its own process checks the GPU
         check_gpu(job.largest_stage.plan, job.largest_stage.loaded.config)
-    prepared = [prepare(stage) for stage in job.stage_jobs]  # tokenizer, the model on the meta device, rows
-    facts = data_facts(job.stage_jobs, prepared)
-    if prepared[0].backend.name == "unsloth":
-        with open_run_folder(job, prepared, facts):
-            return bridge.train_with_unsloth(job, prepared[0], build_eval_set(job, prepared[0]), started=start_time)
-    if prepared[0].backend.fallback_from:
+    prepared_stages = [prepare(stage) for stage in job.stage_jobs]  # tokenizer, the model on the meta device, rows
+    facts = data_facts(job.stage_jobs, prepared_stages)
+    if prepared_stages[0].backend.name == "unsloth":
+        with open_run_folder(job, prepared_stages, facts):
+            return bridge.train_with_unsloth(job, prepared_stages[0], build_eval_set(job, prepared_stages[0]), start_time=start_time)
+    if prepared_stages[0].backend.fallback_from:
         check_gpu(job.largest_stage.plan, job.largest_stage.loaded.config)
     with (
-        distributed.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None),
+        distributed.process_group(job.plan, timeout_s=job.timeout_s, uses_deepspeed=job.deepspeed is not None),
         Heartbeat(job.timeout_s) as heartbeat,
         contextlib.closing(memory_meter.peaks),
     ):
         distributed.require_same_inputs(
-            input_digests(job, facts, writes_date=prepared[0].renderer.tokenizer_parts.writes_date)
+            input_digests(job, facts, writes_date=prepared_stages[0].renderer.tokenizer_parts.writes_date)
         )
-        with open_run_folder(job, prepared, facts):
+        with open_run_folder(job, prepared_stages, facts):
             monitors = RunMonitors(memory_meter, heartbeat, start_time)
             if job.stages:
-                return StageSequence(job, prepared, monitors, train_stage).train()
-            return train_stage(job, prepared[0], monitors, begins_from=prepared[0].base_adapter_folder)
+                return StageSequence(job, prepared_stages, monitors, train_stage).train()
+            return train_stage(job, prepared_stages[0], monitors, begins_from=prepared_stages[0].base_adapter_folder)
 
 
 def train_stage(
@@ -101,7 +101,7 @@ def train_stage(
             job, prepared, eval_set, monitors, begins_from=begins_from,
             saves_shards=is_disk_shared and job.plan.memory.checkpoint == "sharded",
         )  # fmt: skip
-        before_training = InitialEvaluation(
+        initial_evaluation = InitialEvaluation(
             job, trainer, eval_set, monitors.memory.peaks, is_resumed=checkpoint is not None
         )
         metric_tags = eval_set.metric_tags(evaluates_in_training=trainer.args.eval_strategy != "no")
@@ -109,12 +109,12 @@ def train_stage(
         with trainer.step_memory.raise_out_of_memory():
             gradient_check = GradientCheck(prepared.model_spec.late_gradients)
             training = _run_training_loop(
-                job, trainer, before_training, monitors, checkpoint, metric_tags, gradient_check
+                job, trainer, initial_evaluation, monitors, checkpoint, metric_tags, gradient_check
             )
             metrics_after = None if training.stop_after.has_stopped_early else evaluate(trainer, eval_set)
         monitors.heartbeat.note(trainer.state.global_step, "saving the trained weights")
-        summary = build_summary(job, trainer, training, before_training, metrics_after, monitors)
-        finish_run(job, prepared, trainer, summary, monitors.memory, first_step=training.progress.first_step)
+        summary = build_summary(job, trainer, training, initial_evaluation, metrics_after, monitors)
+        finish_run(job, prepared, trainer, summary, monitors.memory, start_step=training.progress.first_step)
     if job.folder.stage_name is not None:  # another model is loaded into this process
         engines.release_engine(trainer)
     return summary
@@ -123,7 +123,7 @@ def train_stage(
 def _run_training_loop(
     job: RunJob,
     trainer: PlannedLoop,
-    before_training: InitialEvaluation,
+    initial_evaluation: InitialEvaluation,
     monitors: RunMonitors,
     checkpoint: Path | None,
     metric_tags: Sequence[str],
@@ -132,26 +132,26 @@ def _run_training_loop(
     resume_step = checkpoints.checkpoint_step(checkpoint) if checkpoint else None
     if distributed.is_first():
         truncate_metrics(
-            job.folder.metrics_path, -1 if resume_step is None else resume_step, stage=job.folder.stage_name
+            job.folder.metrics_path, -1 if resume_step is None else resume_step, stage_name=job.folder.stage_name
         )
     train_config = job.loaded.config.train
-    stop_after = StopAfter(
+    stop_controller = StopController(
         train_config.stop_after_steps, hours=train_config.max_hours, pause_seconds=trainer.pause_seconds
     )
     update_check = UpdateCheck(trainer, job.plan.precision.updates)
     progress = Progress(
         count_tokens=lambda: trainer.tokens_seen,
-        estimate_remaining=lambda: estimate_remaining(trainer, before_training.eval_set),
+        estimate_remaining=lambda: estimate_remaining(trainer, initial_evaluation.eval_set),
     )
-    compiler = trainer.compiler
-    if compiler is not None:
-        compiler.on_compiled.append(progress.exclude_wait)
+    compile_monitor = trainer.compiler
+    if compile_monitor is not None:
+        compile_monitor.on_compiled.append(progress.exclude_wait)
     metrics_file = MetricsFile(job.folder.metrics_path, start_time=monitors.start_time, stage=job.folder.stage_name)
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     for callback in (
-        *([before_training] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
-        *(gradient_check, update_check, metrics_file, progress, stop_after),
-        *plan_callbacks(
+        *([initial_evaluation] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
+        *(gradient_check, update_check, metrics_file, progress, stop_controller),
+        *build_plan_callbacks(
             job.loaded.config, job.plan, job.folder, trainer, resume_step=resume_step, metric_tags=metric_tags
         ),
     ):
@@ -159,16 +159,16 @@ def _run_training_loop(
     trainable_parameters = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
     logger.debug("Trainable parameters: %s", f"{trainable_parameters:,}")
     if not has_engine:  # none will wrap the model when training begins
-        before_training.measure()
-    compiler_context = contextlib.nullcontext() if compiler is None else contextlib.closing(compiler)
+        initial_evaluation.measure()
+    compiler_context = contextlib.nullcontext() if compile_monitor is None else contextlib.closing(compile_monitor)
     build_note = ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)"
     message = f"Preparing the first step{build_note if job.plan.layout.endswith('_offload') else ''}"
-    with stop_signals(stop_after), compiler_context, progress.announce_start(message):
+    with stop_signals(stop_controller), compiler_context, progress.announce_start(message):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.sum_over_ranks(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
     monitors.memory.peaks.close()
-    return TrainingSummary(stop_after, progress, update_check, tokens / progress.training_s)
+    return TrainingSummary(stop_controller, progress, update_check, tokens / progress.training_s)
 
 
 def _record_oom(job: RunJob, event: oom.OomEvent) -> None:

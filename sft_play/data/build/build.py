@@ -90,7 +90,7 @@ def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: i
         raise DataError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder.with_name(f"{folder.name}.lock"), waiting=_WAITING_MESSAGE):
+        with hold_lock(folder.with_name(f"{folder.name}.lock"), waiting_message=_WAITING_MESSAGE):
             return _load_cache(folder) or _build_cache(folder, parts, recipe, split, workers)
     except OSError as error:
         raise DataError(
@@ -231,7 +231,7 @@ def _plan_jobs(
     jobs: list[_BuildJob] = []
     for part in parts:
         row_format = detect_format(read_part(part), recipe.data)[1]
-        pieces = split_for_workers(part, count=workers, total_bytes=total_bytes)
+        pieces = split_for_workers(part, workers=workers, total_bytes=total_bytes)
         jobs += [_BuildJob(len(jobs) + offset, piece, row_format, str(folder)) for offset, piece in enumerate(pieces)]
     return jobs
 

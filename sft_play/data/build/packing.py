@@ -70,8 +70,8 @@ def concatenate_packs(packs: Sequence[Packs]) -> Packs:
     return Packs(np.concatenate([*offsets, rows[-1:]]), np.concatenate(indices), np.concatenate(tokens))
 
 
-def _assign_packs(falling_lengths: RowIndices, capacity: int) -> list[int]:
-    values, counts = np.unique(-falling_lengths, return_counts=True)
+def _assign_packs(descending_lengths: RowIndices, capacity: int) -> list[int]:
+    values, counts = np.unique(-descending_lengths, return_counts=True)
     # Open packs by the space that they have left, and these spaces in order.
     by_space: dict[int, list[int]] = {}
     spaces: list[int] = []

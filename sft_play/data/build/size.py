@@ -35,12 +35,12 @@ class EstimatedSize:
         return int(self.characters / CHARACTERS_PER_TOKEN)
 
 
-def estimate_size(data: DataConfig, *, text_wanted: bool = False) -> EstimatedSize | None:
+def estimate_size(data: DataConfig, *, wants_text: bool = False) -> EstimatedSize | None:
     """Estimate the size of the training data; None if a file is missing, cannot be read, or is on the hub."""
     sources = [(source.path, source.max_rows) for source in data.sources] or [(data.train_path or "", None)]
     rows = characters = 0.0
     for path, max_rows in sources:
-        size = _estimate_source(path, data.encoding, text_wanted=text_wanted)
+        size = _estimate_source(path, data.encoding, wants_text=wants_text)
         if size is None:
             return None
         used_rows = min(size.rows, max_rows or size.rows)
@@ -48,9 +48,9 @@ def estimate_size(data: DataConfig, *, text_wanted: bool = False) -> EstimatedSi
     return EstimatedSize(round(rows), round(characters))
 
 
-def _estimate_source(source_path: str, encoding: str, *, text_wanted: bool) -> EstimatedSize | None:
+def _estimate_source(source_path: str, encoding: str, *, wants_text: bool) -> EstimatedSize | None:
     with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):  # an estimate never stops a plan
-        parts = list_parts(find_source(source_path, encoding=encoding), wants_text=text_wanted)
+        parts = list_parts(find_source(source_path, encoding=encoding), wants_text=wants_text)
         if any(part.kind != "auto" for part in parts):
             return None
         file_bytes = [part.path.stat().st_size for part in parts]

@@ -27,7 +27,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader
-from sft_play.data.sources.files import AnySource, DataPaths, part_split
+from sft_play.data.sources.files import AnySource, DataPaths, data_part_split
 from sft_play.data.sources.formats import Chat, Text, require_known_columns
 from sft_play.errors import DataError
 
@@ -91,14 +91,14 @@ def build_splits(
     tokenizer: Any,
     *,
     max_seq_len: int,
-    positions: int | None = None,
+    max_positions: int | None = None,
     today: date | None = None,
 ) -> DataSplits:
     """Build every split of a run as token rows. `positions`: the most that the model has, if any; no longer max_seq_len
     is proposed. `today`: the date that templates are given. Raises DataError where `judge_split` fails."""
     require_known_columns(config.data)
     tokenizer_parts = TokenizerParts.from_tokenizer(tokenizer)
-    return _SplitBuilder(config, tokenizer_parts, max_seq_len, positions, today or date.today()).build(paths)
+    return _SplitBuilder(config, tokenizer_parts, max_seq_len, max_positions, today or date.today()).build(paths)
 
 
 def count_source_rows(
@@ -113,9 +113,9 @@ def count_source_rows(
 
 class _SplitBuilder:
     def __init__(
-        self, config: RunConfig, tokenizer: TokenizerParts, max_seq_len: int, positions: int | None, today: date
+        self, config: RunConfig, tokenizer: TokenizerParts, max_seq_len: int, max_positions: int | None, today: date
     ) -> None:
-        self._config, self._tokenizer, self._positions = config, tokenizer, positions
+        self._config, self._tokenizer, self._positions = config, tokenizer, max_positions
         self._max_seq_len, self._today = max_seq_len, today
         self._trains_text = config.task_mode == "cpt"
         self._notes: list[str] = []
@@ -151,14 +151,14 @@ class _SplitBuilder:
         share = 0.0
         if data_part == "text":
             share = self._config.data.val_fraction or (HELD_OUT_TEXT_FRACTION if has_val else 0.0)
-        elif part_split(data_part) == "train" and not has_val:
+        elif data_part_split(data_part) == "train" and not has_val:
             share = self._config.data.val_fraction
-        split = "train" if data_part == "text" else part_split(data_part)
+        split = "train" if data_part == "text" else data_part_split(data_part)
         built_rows = self._build_rows(
             source, split, is_document=self._trains_text or data_part == "text", held_out_share=share
         )
         stats = built_rows.stats[KEPT_SIDE].merge_held_out(built_rows.stats[HELD_OUT_SIDE])
-        stats.source, stats.split = str(source), part_split(data_part)
+        stats.source, stats.split = str(source), data_part_split(data_part)
         return stats
 
     def _build_rows(self, source: AnySource, split: str, *, is_document: bool, held_out_share: float) -> BuiltRows:
@@ -264,7 +264,7 @@ class _SplitBuilder:
                 f"{key}={stats.source}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
                 f"rows are chats ({stats.format}); use task_mode=sft, rows with a text column, or {key}=null"
             )
-        for finding in judge_split(stats, data, max_seq_len=self._max_seq_len, positions=self._positions):
+        for finding in judge_split(stats, data, max_seq_len=self._max_seq_len, max_positions=self._positions):
             if finding.verdict == "FAIL":
                 raise DataError(f"{key}: {finding.found}\n{finding.remedy}")
         if stats.kept_rows == 0:

@@ -54,11 +54,11 @@ class TruncationCost:
     """Second differences of the tokens that a limit of n keeps, n being the index: two sums give the tokens, and
     adding a run of any length changes two entries."""
 
-    def add(self, size: int, runs: Sequence[tuple[int, int]]) -> None:
+    def add(self, row_tokens: int, runs: Sequence[tuple[int, int]]) -> None:
         """Count one whole row of `size` tokens with these runs of trained ones."""
-        self.longest = max(self.longest, size)
-        if size + 2 > len(self._second_differences):
-            self._second_differences.extend([0] * (size + 2 - len(self._second_differences)))
+        self.longest = max(self.longest, row_tokens)
+        if row_tokens + 2 > len(self._second_differences):
+            self._second_differences.extend([0] * (row_tokens + 2 - len(self._second_differences)))
         # With the end cut, a limit of n keeps max(0, min(n, end) - begin) tokens of a run: the count grows by one for
         # each n from begin + 1 to end, so its second difference is 1 at begin + 1 and -1 at end + 1.
         for begin, end in runs:
@@ -67,11 +67,11 @@ class TruncationCost:
                 continue
             self.trained_tokens += end - begin
             if self.truncate == "drop":  # all at once, where the whole row fits
-                self._second_differences[size] += end - begin
-                self._second_differences[size + 1] -= end - begin
+                self._second_differences[row_tokens] += end - begin
+                self._second_differences[row_tokens + 1] -= end - begin
                 continue
             if self.truncate == "prompt":  # a token is kept where the limit reaches back to it
-                begin, end = size - end, size - begin
+                begin, end = row_tokens - end, row_tokens - begin
             self._second_differences[begin + 1] += 1
             self._second_differences[end + 1] -= 1
 
@@ -79,11 +79,11 @@ class TruncationCost:
         """Add the rows of another."""
         self.longest = max(self.longest, other.longest)
         self.trained_tokens += other.trained_tokens
-        longer = len(other._second_differences) - len(self._second_differences)
-        if longer > 0:
-            self._second_differences.extend([0] * longer)
-        for index, step in enumerate(other._second_differences):
-            self._second_differences[index] += step
+        missing_entries = len(other._second_differences) - len(self._second_differences)
+        if missing_entries > 0:
+            self._second_differences.extend([0] * missing_entries)
+        for index, difference in enumerate(other._second_differences):
+            self._second_differences[index] += difference
 
     def _kept_tokens(self) -> Iterator[int]:
         return itertools.accumulate(itertools.accumulate(self._second_differences))
@@ -263,8 +263,8 @@ class RowStats:
         """Count the tokens of a row within max_seq_len, and the answers of the whole row that it cuts in two."""
         size = len(row.labels)
         # not the beginning: the answer's end goes
-        is_cut_behind = row.cut_tokens > 0 and row.labels == whole_row.labels[:size]
-        self.rows_with_cut_end += is_cut_behind and IGNORED not in whole_row.labels[size - 1 : size + 1]
+        is_end_cut = row.cut_tokens > 0 and row.labels == whole_row.labels[:size]
+        self.rows_with_cut_end += is_end_cut and IGNORED not in whole_row.labels[size - 1 : size + 1]
         self.kept_rows += 1
         self.tokens += len(row.input_ids)
         self.trained_tokens += row.trained_tokens
@@ -392,22 +392,22 @@ def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] =
 LIMIT_MULTIPLE = 64
 
 
-def length_remedy(stats: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> str:
+def length_remedy(stats: RowStats, data: DataConfig, *, max_seq_len: int, max_positions: int | None) -> str:
     """Propose values of max_seq_len that keep enough of the trained tokens, and all, within the model's positions."""
     cost, longer_limits = stats.truncation_cost, []
     required_share = 1 - data.max_lost_fraction
     prompt_hint = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
     limits = {-(-cost.smallest_limit(share) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE for share in (required_share, 1.0)}
     for limit in sorted(limits):
-        if limit > max_seq_len and (positions is None or limit <= positions):
+        if limit > max_seq_len and (max_positions is None or limit <= max_positions):
             kept_share = cost.kept_share(limit)
             longer_limits.append(f"{limit} keeps {'all' if kept_share == 1 else f'{kept_share:.1%}'}")
     if longer_limits:
         return f"set model.max_seq_len: {', '.join(longer_limits)}{prompt_hint}"
-    if positions is not None and cost.kept_share(positions) > cost.kept_share(max_seq_len):
-        return f"set model.max_seq_len={positions}, the most that the model has: {cost.kept_share(positions):.1%} kept"
-    is_limit_longer = positions is not None and positions > max_seq_len
+    if max_positions is not None and cost.kept_share(max_positions) > cost.kept_share(max_seq_len):
+        return f"set model.max_seq_len={max_positions}, the most that the model has: {cost.kept_share(max_positions):.1%} kept"
+    is_limit_longer = max_positions is not None and max_positions > max_seq_len
     reason = (
-        f"the model's {positions:,} positions keep no more" if is_limit_longer else "the model has no more positions"
+        f"the model's {max_positions:,} positions keep no more" if is_limit_longer else "the model has no more positions"
     )
     return f"{reason}: split or shorten the rows{prompt_hint}"

@@ -199,12 +199,12 @@ def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExam
 
 
 def count_readable_rows(
-    source: AnySource, data: DataConfig, split: str, *, text_wanted: bool = False, max_rows: int | None = None
+    source: AnySource, data: DataConfig, split: str, *, wants_text: bool = False, max_rows: int | None = None
 ) -> RowStats:
     """Count the rows of a source, or the first `max_rows`, as far as that needs no tokenizer. Raises DataError where a
     file cannot be read or is of no format."""
     stats = RowStats(str(source), split=split)
-    reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=text_wanted)
+    reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=wants_text)
     for _, example in itertools.islice(reader.numbered_examples(), max_rows):
         if isinstance(example, BadRow):
             stats.count_bad(example)

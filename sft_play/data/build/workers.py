@@ -53,11 +53,11 @@ def worker_count(requested_workers: int | str, total_bytes: int) -> int:
     return 1 if total_bytes < MIN_PARALLEL_BYTES else min(usable_cores(), MAX_WORKERS)
 
 
-def split_for_workers(part: FilePart, *, count: int, total_bytes: int) -> list[FilePart]:
+def split_for_workers(part: FilePart, *, workers: int, total_bytes: int) -> list[FilePart]:
     """Split a file into pieces for so many workers, small enough that all of them end at about the same time."""
-    if count == 1:
+    if workers == 1:
         return [part]
-    size = total_bytes // (count * _PIECES_PER_WORKER)
+    size = total_bytes // (workers * _PIECES_PER_WORKER)
     return split_part(part, part_bytes=max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, size)))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.data.masks.marked_copy import SALT, PieceKind
+from sft_play.data.masks.marked_copy import SENTINEL_PREFIX, PieceKind
 from sft_play.data.masks.template import ChatTemplate, EndlessTemplateError, RenderError
 from sft_play.data.masks.token_row import TEMPLATE_REFUSES_ROW, InexactMaskError
 from sft_play.data.masks.turn_ends import format_first_difference
@@ -179,10 +179,10 @@ class FittedTemplate:
         count = itertools.count()
 
         def mark(text: str, index: int, kind: PieceKind) -> str:
-            return f"{text}{SALT}{next(count)}q" if kind == "name" else text
+            return f"{text}{SENTINEL_PREFIX}{next(count)}q" if kind == "name" else text
 
         text = self.render([map_message_texts(message, 0, mark) for message in messages], tools)
-        return all(f"{SALT}{call_number}q" in text for call_number in range(next(count)))
+        return all(f"{SENTINEL_PREFIX}{call_number}q" in text for call_number in range(next(count)))
 
     def _authored_messages(self, messages: Sequence[Message], tools: Sequence[Any]) -> FittedMessages:
         """The messages with what their author wrote, as far as the template takes it: roles, parts, and further keys,

@@ -18,13 +18,13 @@ from sft_play.data.masks.token_row import Span
 PieceKind = Literal["content", "reasoning", "name", "argument", "arguments"]
 
 # Sentinels are ASCII letters and digits: nothing that a template strips, splits at or escapes.
-SALT = "zQ9x"
-_SENTINEL = re.compile(SALT + r"(\d{5})([be])")
-SECOND_SALT = "Kw7V"
-_SECOND_SENTINEL = re.compile(SECOND_SALT + r"([ghjkmnprst]{5})([du])")
+SENTINEL_PREFIX = "zQ9x"
+_SENTINEL = re.compile(SENTINEL_PREFIX + r"(\d{5})([be])")
+SECOND_SENTINEL_PREFIX = "Kw7V"
+_SECOND_SENTINEL = re.compile(SECOND_SENTINEL_PREFIX + r"([ghjkmnprst]{5})([du])")
 # letter for letter, so that the sentinels of both copies are equally long
 _TO_SECOND, _FROM_SECOND = str.maketrans("0123456789be", "ghjkmnprstdu"), str.maketrans("ghjkmnprstdu", "0123456789be")
-SENTINEL_CHARS = len(SALT) + 6
+SENTINEL_CHARS = len(SENTINEL_PREFIX) + 6
 # Marks that close think text.
 _CLOSING_MARK = re.compile(r"/|end|suffix|close|stop|^<\w+\|>$", re.IGNORECASE)
 # Matches nothing.
@@ -122,12 +122,12 @@ _WRITTEN_FORMS: dict[str, Callable[[str], str]] = {
 
 def to_second_sentinels(text: str, *_: object) -> str:
     """A marked text with the second copy's sentinels, which have no letter of the first's."""
-    return _SENTINEL.sub(lambda match: SECOND_SALT + (match[1] + match[2]).translate(_TO_SECOND), text)
+    return _SENTINEL.sub(lambda match: SECOND_SENTINEL_PREFIX + (match[1] + match[2]).translate(_TO_SECOND), text)
 
 
 def to_first_sentinels(text: str) -> str:
     """The second copy's text with the sentinels of the first."""
-    return _SECOND_SENTINEL.sub(lambda match: SALT + (match[1] + match[2]).translate(_FROM_SECOND), text)
+    return _SECOND_SENTINEL.sub(lambda match: SENTINEL_PREFIX + (match[1] + match[2]).translate(_FROM_SECOND), text)
 
 
 def searched_texts_pattern(searched_texts: frozenset[str]) -> re.Pattern[str]:
@@ -274,10 +274,10 @@ class MarkedText:
         return ""
 
 
-def text_behind_piece(rendering: str, text: str, piece_end: int) -> str | None:
+def text_after_piece(rendering: str, text: str, piece_end: int) -> str | None:
     """What `rendering` has after the piece that ends at `piece_end` in `text`; None where it lacks that piece."""
     # from the beginning of the piece's last sentinel, whose number makes it unique
-    sentinel_start = text.rfind(SALT, 0, piece_end)
+    sentinel_start = text.rfind(SENTINEL_PREFIX, 0, piece_end)
     if sentinel_start < 0 or text[sentinel_start:piece_end] not in rendering:
         return None
     return rendering[rendering.rfind(text[sentinel_start:piece_end]) + piece_end - sentinel_start :]

@@ -142,7 +142,7 @@ def _probe_think_marks(template: FittedTemplate, ends: TurnEnds) -> tuple[str, .
     for form in think_forms:
         try:
             text = _render(template, [question, {**answer, **form}])
-            unprompted, prompt = (
+            question_text, prompt = (
                 _render(template, [question], with_prompt=with_prompt) for with_prompt in (False, True)
             )
         except RenderError:
@@ -155,8 +155,8 @@ def _probe_think_marks(template: FittedTemplate, ends: TurnEnds) -> tuple[str, .
             ]
             marks = (text_before[mark_start:].strip(), closing.strip())
             # what opens the turn itself is no mark
-            header = next(iter(control_tokens(prompt.removeprefix(unprompted), ends.special_tokens)), "\0")
-            if all(mark and mark not in unprompted and header not in mark for mark in marks):
+            header = next(iter(control_tokens(prompt.removeprefix(question_text), ends.special_tokens)), "\0")
+            if all(mark and mark not in question_text and header not in mark for mark in marks):
                 return tuple(dict.fromkeys((*marks, *control_tokens(" ".join(marks), ends.special_tokens))))
     return ()
 
@@ -178,10 +178,10 @@ def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> t
         return "", ""
     if prompt != question:
         return prompt.removeprefix(question) if prompt.startswith(question) else "", ""
-    text_before, _, text_behind = _render(template, PROBE_EXCHANGE).partition("answer1q")
+    text_before, _, text_after = _render(template, PROBE_EXCHANGE).partition("answer1q")
     header = text_before.removeprefix(question)
     # many templates write the answer's header in any case: then more than an end of turn stands behind the question
-    answer_end = next(iter(control_tokens(text_behind, special_tokens)), "")
+    answer_end = next(iter(control_tokens(text_after, special_tokens)), "")
     after_question = control_tokens(question.rpartition("question1q")[2], special_tokens)
     has_header = any(token != answer_end and not END_WORD.search(token) for token in after_question)
     if has_header or header == text_before:
@@ -195,8 +195,8 @@ def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> t
 
 
 def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
-    last = _render(template, PROBE_EXCHANGE)
-    final_tail = last.rpartition("answer1q")[2]
+    exchange_text = _render(template, PROBE_EXCHANGE)
+    final_tail = exchange_text.rpartition("answer1q")[2]
     try:
         continued_text = _render(template, [*PROBE_EXCHANGE, *PROBE_NEXT_TURNS])
         continuation = continued_text.partition("answer1q")[2]
@@ -204,8 +204,8 @@ def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
     except RenderError:  # a template for a single exchange
         continued_tail = None
     # What closes the question may close an answer too, once it is history.
-    behind_question = last.partition("question1q")[2].partition("answer1q")[0]
-    question_end = next(iter(control_tokens(behind_question, ends.special_tokens)), "")
+    after_question = exchange_text.partition("question1q")[2].partition("answer1q")[0]
+    question_end = next(iter(control_tokens(after_question, ends.special_tokens)), "")
     history_end_tokens = frozenset({question_end, ends.eos_token or ""} - {""})
     ends = replace(ends, turn_openers=_probe_turn_openers(template, ends), history_end_tokens=history_end_tokens)
     end_texts: list[tuple[str, bool]] = []

@@ -293,8 +293,8 @@ class Renderer:
                     "a text holds a special token of the tokenizer", self.special_token_guard.first_token(messages)
                 )
             is_hiding = self._should_hide(special_count)
-            visible_messages = self.special_token_guard.hide(messages) if is_hiding else messages
-            located = locator.locate(visible_messages, example.tools)
+            rendered_messages = self.special_token_guard.hide(messages) if is_hiding else messages
+            located = locator.locate(rendered_messages, example.tools)
             if is_hiding:
                 # without the end that was added, which the template's own rendering does not have
                 self._check_hidden_rendering(located.text.removesuffix(located.added_end), messages, example.tools)
@@ -485,8 +485,8 @@ class Renderer:
             draft.input_ids = ids if end_id is None or (ids and ids[-1] == end_id) else [*ids, end_id]
             draft.labels = list(draft.input_ids)
             return draft
-        is_plain, encoded_text, spans = encoding is not None, draft.text, draft.spans
-        if not is_plain:
+        is_encoded, encoded_text, spans = encoding is not None, draft.text, draft.spans
+        if not is_encoded:
             encoding, spans, encoded_text, draft.text, draft.spans = self.special_token_guard.encode(
                 encoded_text, spans
             )
@@ -498,7 +498,7 @@ class Renderer:
         draft.merged_edges = masked.crossed_edges
         if masked.crossed_edges:
             split_tokens = (
-                self.encoder if is_plain else self.special_token_guard
+                self.encoder if is_encoded else self.special_token_guard
             ).splitting_tokenizer.encode_with_mask(encoded_text, spans)
             if split_tokens is None and self.data.on_inexact_mask == "fail":
                 return BadRow(

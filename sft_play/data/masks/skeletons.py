@@ -13,8 +13,8 @@ from typing import Any
 from sft_play.data.masks.fitted_template import NEXT_QUESTION, PLAIN_ANSWER, FittedTemplate, map_message_texts
 from sft_play.data.masks.marked_copy import (
     MATCHES_NOTHING,
-    SALT,
-    SECOND_SALT,
+    SENTINEL_PREFIX,
+    SECOND_SENTINEL_PREFIX,
     SENTINEL_CHARS,
     GapPosition,
     MarkedPiece,
@@ -25,7 +25,7 @@ from sft_play.data.masks.marked_copy import (
     searched_texts_pattern,
     split_marked_text,
     split_text_pieces,
-    text_behind_piece,
+    text_after_piece,
     to_first_sentinels,
     to_second_sentinels,
 )
@@ -92,7 +92,7 @@ class TemplateLayoutBuilder:
         pieces: list[MarkedPiece] = []
 
         def mark(text: str, index: int, kind: PieceKind) -> str:
-            for salt in (SALT, SECOND_SALT):
+            for salt in (SENTINEL_PREFIX, SECOND_SENTINEL_PREFIX):
                 if salt in text:
                     raise InexactMaskError(
                         "a text holds the mark that is used to find turns", f"messages[{index}]: {salt}"
@@ -107,9 +107,9 @@ class TemplateLayoutBuilder:
                 self._check_between(text[offset:begin], index)
                 marked += (
                     text[offset:begin],
-                    f"{SALT}{piece_index:05d}b",
+                    f"{SENTINEL_PREFIX}{piece_index:05d}b",
                     text[begin:end],
-                    f"{SALT}{piece_index:05d}e",
+                    f"{SENTINEL_PREFIX}{piece_index:05d}e",
                 )
                 offset = end
             self._check_between(text[offset:], index)
@@ -203,27 +203,27 @@ class _MarkedRow:
         # Generation writes what follows the prompt, so the trained span begins where the prompt ends.
         common_size = len(common_prefix(prompt, marked_text.text, self.ends.special_tokens))
         is_prefix = common_size == len(prompt)
-        first, last, kind = marked_text.message_extent(index, common_size)
+        first_piece_start, last_piece_end, kind = marked_text.message_extent(index, common_size)
         begin, prompt_suffix, without_prompt = None, None, False
         # Without a question or a result before the turn, some templates write no prompt but do write the turn's header.
         if not (index and messages[index - 1]["role"] in ("user", "tool")):
-            begin = self._start_without_prompt(index, earliest=common_size if is_prefix else 0, first=first)
+            begin = self._start_without_prompt(index, earliest=common_size if is_prefix else 0, first=first_piece_start)
             without_prompt = not is_prefix
         elif is_prefix:
             begin = common_size
-        elif first is not None:
-            previous_end, owner = marked_text.previous_piece_end(first, index)
-            tail = text_behind_piece(prompt, marked_text.text, previous_end) or ""
-            size = self._header_size(prompt, messages[:index], tail, marked_text.text[previous_end:first])
+        elif first_piece_start is not None:
+            previous_end, owner_index = marked_text.previous_piece_end(first_piece_start, index)
+            tail = text_after_piece(prompt, marked_text.text, previous_end) or ""
+            size = self._header_size(prompt, messages[:index], tail, marked_text.text[previous_end:first_piece_start])
             # what is asked must stand before the turn, not another turn
-            is_prompted = owner >= 0 and all(message["role"] in ("user", "tool") for message in messages[owner:index])
+            is_prompted = owner_index >= 0 and all(message["role"] in ("user", "tool") for message in messages[owner_index:index])
             if is_prompted and size is not None and not self._lacks_header(tail, size):
                 begin, prompt_suffix = previous_end + size, tail[size:]
         prompt_end = common_size if is_prefix else begin
         if begin is not None and not prompt_suffix and not without_prompt:
             begin += len(self._unprompted_header(index, begin))
         start = None if begin is None else marked_text.to_gap_position(begin)
-        last_end = common_size if last is None else last
+        last_end = common_size if last_piece_end is None else last_piece_end
         # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
         if entity := self.template.foreign_entity(
             marked_text.text[begin or common_size : marked_text.next_piece_start(last_end)], messages
@@ -237,7 +237,7 @@ class _MarkedRow:
             # The best guess, for data.on_inexact_mask=train, begins where prompt and text part.
             guessed_start = (
                 marked_text.to_gap_position(common_size)
-                if not is_prefix and (first is None or common_size <= first)
+                if not is_prefix and (first_piece_start is None or common_size <= first_piece_start)
                 else None
             )
             guessed_span = (
@@ -248,7 +248,7 @@ class _MarkedRow:
         problem = marked_text.span_problem(index, begin, marked_text.to_offset(end.position))
         if problem:
             return Turn(index, reason=problem, detail=detail)
-        header = marked_text.text[prompt_end:begin]
+        unprompted_header = marked_text.text[prompt_end:begin]
         return Turn(
             index,
             start,
@@ -256,7 +256,7 @@ class _MarkedRow:
             end.ended_by_prefix,
             end.ended_by_next_turn,
             end.added_end,
-            header,
+            unprompted_header,
             prompt_suffix,
             without_prompt,
         )
@@ -297,7 +297,7 @@ class _MarkedRow:
         tail_start = len(prompt) - len(tail)
         gap = continued_text[tail_start:piece_start]
         size = self._header_size(prompt, prompted_messages, tail, gap)
-        if size is None or piece_start < 0 or SALT in gap or not continued_text.startswith(prompt[: tail_start + size]):
+        if size is None or piece_start < 0 or SENTINEL_PREFIX in gap or not continued_text.startswith(prompt[: tail_start + size]):
             return None
         begin = first - len(gap) + size
         return begin if begin >= earliest and text[begin:first] == gap[size:] else None
@@ -307,7 +307,7 @@ class _MarkedRow:
         that is not certain. `tail` is the end of the prompt, behind the piece that `gap` is behind too. A prompt may
         open think text that the turn has not, or has closed. What both have is given, but no more than a plain answer
         has, which has no other turn's words; and where they part there are only marks of think text."""
-        if SALT in tail or not tail.strip():
+        if SENTINEL_PREFIX in tail or not tail.strip():
             return None
         size = len(common_prefix(tail, gap, self.ends.special_tokens))
         if size == len(tail):
@@ -339,7 +339,7 @@ class _MarkedRow:
         final_tail = (
             turn_text[piece_end:]
             if prefix_end is not None
-            else text_behind_piece(turn_text, marked_text.text, piece_end)
+            else text_after_piece(turn_text, marked_text.text, piece_end)
         )
         continued_tail = self._continued_tail(piece_end) if is_last else written_tail
         end = ends.find_end(final_tail, continued_tail, is_last=is_last, is_answer_text=is_answer_text)
@@ -375,7 +375,7 @@ class _MarkedRow:
             result |= {"name": calls[-1]["function"]["name"], "tool_call_id": str(calls[-1].get("id") or "")}
         for following in (result, NEXT_QUESTION) if calls else (NEXT_QUESTION,):
             continued_text = self.template.try_render([*self.messages, following], self.tools)
-            tail = text_behind_piece(continued_text, self.marked_text.text, piece_end) if continued_text else None
+            tail = text_after_piece(continued_text, self.marked_text.text, piece_end) if continued_text else None
             if tail is not None and following["content"] in tail:
                 return tail.partition(following["content"])[0]
         return None

@@ -129,11 +129,11 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         )
         self.filters["turn"] = self._count_iteration
 
-        def refuse_chance(*_: Any, **__: Any) -> None:
+        def refuse_randomness(*_: Any, **__: Any) -> None:
             raise jinja2.exceptions.TemplateError("the chat template writes something else each time, by chance")
 
         # A mask is found by rendering the same conversation several times: all renderings must be alike.
-        self.filters["random"] = self.globals["lipsum"] = refuse_chance
+        self.filters["random"] = self.globals["lipsum"] = refuse_randomness
         now = datetime.combine(today, clock())
         self.globals["raise_exception"] = refuse_conversation
         self.globals["strftime_now"] = now.strftime

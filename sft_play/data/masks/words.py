@@ -135,10 +135,10 @@ def build_word_tokenizer(backend: Any) -> WordTokenizer | None:
     # the tokenizer cuts at one kind, then at the other
     if len({token.normalized for token in added_tokens.values()}) > 1:
         return None
-    only_ascii = not (_is_safe_normalizer(_KNOWN_SAFE_NORMALIZERS, normalizer) and _is_same_beyond_ascii(pattern))
+    is_ascii_only = not (_is_safe_normalizer(_KNOWN_SAFE_NORMALIZERS, normalizer) and _is_same_beyond_ascii(pattern))
     ids_by_text = {token.content: token_id for token_id, token in added_tokens.items() if token.content}
-    word_tokenizer = WordTokenizer(backend, pattern, ids_by_text, only_ascii=only_ascii)
-    probes = list(_probe_texts(list(ids_by_text), _ASCII_CODES if only_ascii else _KNOWN_CODES))
+    word_tokenizer = WordTokenizer(backend, pattern, ids_by_text, only_ascii=is_ascii_only)
+    probes = list(_probe_texts(list(ids_by_text), _ASCII_CODES if is_ascii_only else _KNOWN_CODES))
     expected = [encoding.ids for encoding in backend.encode_batch(probes, add_special_tokens=False)]
     return word_tokenizer if [word_tokenizer.encode(probe) for probe in probes] == expected else None
 

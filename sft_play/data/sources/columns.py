@@ -48,13 +48,13 @@ def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
     shapes = {name: value_shape(value) for name, value in row.items() if name == one_line(name)}
     turns = [name for name, shape in shapes.items() if shape == "turns"]
     texts = [name for name, shape in shapes.items() if shape == "text"]
-    questions = _columns_of_kind(texts, "question") or _columns_of_kind(texts, "task")
-    answers = _columns_of_kind([name for name in texts if name not in questions[:1]], "answer")
+    questions = _find_kind_columns(texts, "question") or _find_kind_columns(texts, "task")
+    answers = _find_kind_columns([name for name in texts if name not in questions[:1]], "answer")
     if len(turns) == 1:
         return {"messages": turns[0]}
     if questions and len(answers) == 1 and not turns:
         return {"prompt": questions[0], "completion": answers[0]}
-    text_columns = _columns_of_kind(texts, "text")
+    text_columns = _find_kind_columns(texts, "text")
     return {"text": text_columns[0]} if text_columns and not (turns or questions or answers) else {}
 
 
@@ -66,7 +66,7 @@ def unknown_format_hint(row: Mapping[str, Any]) -> str:
     shapes = {name: value_shape(value) for name, value in row.items() if name == one_line(name)}
     # lists beside a question are what it is about, or its answers
     texts = [name for name, shape in shapes.items() if shape == "text"]
-    hints = {"turns", "tree", "rendered"} if _columns_of_kind(texts, "question") else _COLUMN_TABLE["hints"]
+    hints = {"turns", "tree", "rendered"} if _find_kind_columns(texts, "question") else _COLUMN_TABLE["hints"]
     name = next((name for name, shape in shapes.items() if shape in hints), None)
     if name is not None:
         hint: str = _COLUMN_TABLE["hints"][shapes[name]]
@@ -89,7 +89,7 @@ def value_shape(value: Any) -> str:
     return next((shape for shape, is_match in shapes.items() if is_match), "")
 
 
-def _columns_of_kind(names: list[str], kind: str) -> list[str]:
+def _find_kind_columns(names: list[str], kind: str) -> list[str]:
     """The column that has a word of this kind for its name, else all with one among others (`user_question`)."""
     exact = [name for name in names if name.strip().lower() in _KIND_WORDS[kind]]
     return exact[:1] or [name for name in names if kind in kinds_in_name(name)]

@@ -34,9 +34,9 @@ class ExampleReader:
     """The examples of a source in order, each file by its own format, each row that cannot be one as a `BadRow`; `rows`
     and `format` say what was found so far. Reading raises DataError for a whole file."""
 
-    def __init__(self, path: AnySource, data: DataConfig, *, split: str, wants_text: bool = False) -> None:
+    def __init__(self, source: AnySource, data: DataConfig, *, split: str, wants_text: bool = False) -> None:
         require_known_columns(data)
-        self.path = path
+        self.path = source
         self.rows = 0
         self.data, self._split, self._wants_text = data, split, wants_text
         self._formats: dict[str, None] = {}
@@ -59,9 +59,9 @@ class ExampleReader:
 
     def numbered_examples(self) -> Iterator[tuple[int, Example | BadRow]]:
         """The rows as examples, with their numbers from 1."""
-        with report_wait(f"Reading rows of {one_line(str(self.path))}", unit="rows", count_total=self._total) as news:
+        with report_wait(f"Reading rows of {one_line(str(self.path))}", unit="rows", count_total=self._total) as progress:
             for row, row_format in self.raw_rows():
-                news.add()
+                progress.add()
                 yield self.rows, read_example(row, row_format, self.data)
 
     def _total(self) -> int | None:

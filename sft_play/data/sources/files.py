@@ -110,11 +110,11 @@ class FilePart:
         return mark_encoding(Path(self.name).expanduser(), self.encoding)
 
 
-def part_split(part: str) -> str:
+def data_part_split(data_part: str) -> str:
     """The split that a part of `DataPaths.named_paths` belongs to."""
-    if part.startswith("source "):
-        return "val" if part.endswith(" (val)") else "train"
-    return part
+    if data_part.startswith("source "):
+        return "val" if data_part.endswith(" (val)") else "train"
+    return data_part
 
 
 def find_data_paths(data: DataConfig) -> DataPaths:
@@ -350,7 +350,7 @@ def _read_whole_rows(part: FilePart) -> Iterator[RawRow | BadRow]:
     elif kind in ("arrow", "arrow stream"):
         yield from tables.read_arrow(path, name, is_stream=kind == "arrow stream")
     elif kind == "saved":
-        yield from tables.read_saved(part.name, name, part.split)
+        yield from tables.read_saved_dataset(part.name, name, part.split)
     elif kind == "hub":
         yield from tables.read_hub(part.name, part.split)
     else:

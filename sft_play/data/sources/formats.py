@@ -28,7 +28,7 @@ from sft_play.data.sources.json_rows import ROLE_KEYS
 from sft_play.data.sources.messages import (
     AUTHOR_MESSAGE,
     Message,
-    UnusableRow,
+    UnusableRowError,
     alternate_roles,
     content_text,
     drop_author_messages,
@@ -134,16 +134,16 @@ class RowFormat:
         key = self.required_columns[0]
         if self.kind == "turns":
             if key == "chosen" and not _has_turns(unpack_json(row.data[key], "[")):
-                raise UnusableRow("chosen is not a list of turns", "beside a text it needs a prompt column")
+                raise UnusableRowError("chosen is not a list of turns", "beside a text it needs a prompt column")
             return _build_chat(row, parse_turns(row.data[key], key))
         if "role" in row.data:
             tree_hint = "; parent_id says which message it answers (OASST)" if "parent_id" in row.data else ""
-            raise UnusableRow(
+            raise UnusableRowError(
                 "a row is one message, not a conversation", f"the turns of a chat belong in one list{tree_hint}"
             )
         text = _read_text_column(row, key)
         if not text.strip():
-            raise UnusableRow(EMPTY_TEXT)
+            raise UnusableRowError(EMPTY_TEXT)
         return Text(row.where, text)
 
 
@@ -153,7 +153,7 @@ def _read_text_column(row: RawRow, key: str, *, required: bool = True) -> str:
     if not required and (value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))):
         return "\n\n".join(value or ())
     if not isinstance(value, str):
-        raise UnusableRow(f"{key} is not text", f"it is {value_kind(value)}")
+        raise UnusableRowError(f"{key} is not text", f"it is {value_kind(value)}")
     return value
 
 
@@ -176,14 +176,14 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
     for key in _MEDIA_KEYS:
         # a flag or a count of that name (`image: false`) is no picture
         if row.data.get(key) not in (None, "", [], {}) and not isinstance(row.data[key], (bool, int, float)):
-            raise UnusableRow(f"the row has {key}, and only text is trained", quote_value(row.data[key]))
+            raise UnusableRowError(f"the row has {key}, and only text is trained", quote_value(row.data[key]))
     messages = [*_system_messages(row, messages), *messages]
     _require_trainable_turns(messages)
-    tools_column = _first_filled(TOOL_KEYS, row.data)
+    tools_column = _first_filled_column(TOOL_KEYS, row.data)
     tools = parse_tools(row.data[tools_column]) if tools_column is not None else ()
     kwargs = unpack_json(row.data.get(TEMPLATE_KWARGS), "{") or {}
     if not isinstance(kwargs, dict):
-        raise UnusableRow(f"{TEMPLATE_KWARGS} is not an object", quote_value(kwargs))
+        raise UnusableRowError(f"{TEMPLATE_KWARGS} is not an object", quote_value(kwargs))
     chat = Chat(row.where, tuple(messages), tools, template_kwargs=kwargs)
     # Hermes' rows have the tools in the prompt that the calls were generated after, and in a column
     prompt = str(messages[0]["content"]) if messages[0]["role"] == "system" else ""
@@ -194,14 +194,14 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
     return replace(chat, tools=(), notes=(NOTE_TOOLS_IN_TEXT,)) if repeats_tools else chat
 
 
-def _first_filled(keys: Iterable[str], data: Mapping[str, Any]) -> str | None:
+def _first_filled_column(keys: Iterable[str], data: Mapping[str, Any]) -> str | None:
     """The first of the columns that holds anything."""
     return next((key for key in keys if data.get(key) not in (None, "", [], {})), None)
 
 
 def _system_messages(row: RawRow, messages: list[Message]) -> list[Message]:
     """The row's own system prompt as a message; none where the first message says the same."""
-    key = _first_filled(SYSTEM_KEYS, row.data)
+    key = _first_filled_column(SYSTEM_KEYS, row.data)
     if key is None:
         return []
     value = row.data[key]
@@ -212,21 +212,21 @@ def _system_messages(row: RawRow, messages: list[Message]) -> list[Message]:
     if first.get("role") == "system":
         if first["content"] == text:
             return []
-        raise UnusableRow("two system prompts", f"one in {key}, another in the first message")
+        raise UnusableRowError("two system prompts", f"one in {key}, another in the first message")
     return [{"role": "system", "content": text}]
 
 
 def _require_trainable_turns(messages: list[Message]) -> None:
     if not messages:
-        raise UnusableRow("no turns")
+        raise UnusableRowError("no turns")
     if messages[-1]["role"] == "user":
-        raise UnusableRow(ENDS_WITH_USER, f"messages[{len(messages) - 1}]")
+        raise UnusableRowError(ENDS_WITH_USER, f"messages[{len(messages) - 1}]")
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise UnusableRow("no assistant turn, so nothing to learn", f"the roles are {roles}")
+        raise UnusableRowError("no assistant turn, so nothing to learn", f"the roles are {roles}")
     if all(message.get("train") is False for message in answers):
-        raise UnusableRow(NO_TRAINED_TURN)
+        raise UnusableRowError(NO_TRAINED_TURN)
 
 
 # A question and its answer
@@ -236,14 +236,14 @@ def _require_trainable_turns(messages: list[Message]) -> None:
 _CONTEXT_COLUMNS = ("input", "context")
 
 
-def _question_and_answer(row: RawRow, question: str, answer: str) -> list[Message]:
+def _build_pair_messages(row: RawRow, question: str, answer: str) -> list[Message]:
     prompt, reply = _read_text_column(row, question), _read_text_column(row, answer)
     # LLaMA-Factory's alpaca rows have earlier exchanges here: [[question, answer], …]
     history = unpack_json(row.data.get("history"), "[")
     if history in (None, ""):
         history = []
     if not isinstance(history, list) or not all(isinstance(turn, list) for turn in history):
-        raise UnusableRow("history is not a list of [question, answer]", quote_value(history))
+        raise UnusableRowError("history is not a list of [question, answer]", quote_value(history))
     earlier = [message for turn in history for message in parse_text_pair(turn, "history")]
     return [*earlier, {"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
 
@@ -252,7 +252,7 @@ def _build_pair_chat(row: RawRow, question: str, answer: str, *, extra_columns: 
     prompt, reply = (_wrap_single_turn(unpack_json(row.data.get(key), "[{")) for key in (question, answer))
     is_chat = _has_turns(prompt) or _has_turns(reply)
     messages = (
-        _join_pair_turns(prompt, reply, question, answer) if is_chat else _question_and_answer(row, question, answer)
+        _join_pair_turns(prompt, reply, question, answer) if is_chat else _build_pair_messages(row, question, answer)
     )
     extra_texts = [
         text
@@ -272,7 +272,7 @@ def _add_reasoning(chat: Chat, row: RawRow) -> None:
     text = _read_text_column(row, "reasoning", required=False)
     last_answer = next(message for message in reversed(chat.messages) if message["role"] == "assistant")
     if text.strip() and last_answer.setdefault("reasoning_content", text) != text:
-        raise UnusableRow("a message has two different think texts", "one in the column, another in the answer")
+        raise UnusableRowError("a message has two different think texts", "one in the column, another in the answer")
     if text.strip() and AUTHOR_MESSAGE in last_answer:
         last_answer[AUTHOR_MESSAGE] = {**last_answer[AUTHOR_MESSAGE], "reasoning_content": text}
 
@@ -294,7 +294,7 @@ def _join_pair_turns(prompt: Any, reply: Any, question: str, answer: str) -> lis
     questions = parse_turns(prompt, question) if _has_turns(prompt) else [{"role": "user", "content": prompt}]
     for name, turns in ((question, questions), (answer, answers)):
         if not isinstance(turns[0]["content"], str) and not turns[0].get("tool_calls"):
-            raise UnusableRow(f"{name} is not text", f"it is {value_kind(turns[0]['content'])}")
+            raise UnusableRowError(f"{name} is not text", f"it is {value_kind(turns[0]['content'])}")
     return [*questions, *answers]
 
 
@@ -303,7 +303,7 @@ def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
     answers = unpack_json(row.data.get(calls), "[{")
     call_list = answers if isinstance(answers, list) else [answers]
     if not call_list or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in call_list):
-        raise UnusableRow(f"{calls} are no calls of tools", f"{quote_value(answers)}; map an answer with data.columns")
+        raise UnusableRowError(f"{calls} are no calls of tools", f"{quote_value(answers)}; map an answer with data.columns")
     question_turns = [{"role": "user", "content": _read_text_column(row, question)}]
     call_turns = parse_turns([{"role": "assistant", "content": "", "tool_calls": call_list}], calls)
     chat = _build_chat(row, [*question_turns, *call_turns])
@@ -474,7 +474,7 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
         if "reasoning" in row_format.optional_columns and isinstance(example, Chat):
             _add_reasoning(example, row)
         unused = _unused_columns(row, row_format, example, data)
-    except UnusableRow as error:
+    except UnusableRowError as error:
         is_asked = error.reason == EMPTY_TEXT and data.drop_empty
         return BadRow(row.where, error.reason, error.detail, is_asked=is_asked)
     except RecursionError:  # tables have no limit of depth as JSON lines do
@@ -501,7 +501,7 @@ def _unused_columns(row: RawRow, row_format: RowFormat, example: Example, data: 
     """The columns of a row that are not in its example and hold something, by the names that its file gives them."""
     expected, is_text = _expected_columns(row_format), isinstance(example, Text)
     # of several columns for a system prompt, or for tools, the first is read
-    read_columns = () if is_text else (_first_filled(SYSTEM_KEYS, row.data), _first_filled(TOOL_KEYS, row.data))
+    read_columns = () if is_text else (_first_filled_column(SYSTEM_KEYS, row.data), _first_filled_column(TOOL_KEYS, row.data))
     names = [name for name in row.data if name not in expected and name not in read_columns]
     if not names:
         return ()

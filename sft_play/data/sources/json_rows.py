@@ -37,37 +37,37 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _NUMBER_MARGIN = 16
 
 
-class LossyJson(ValueError):
+class LossyJsonError(ValueError):
     """JSON that parses but would lose something."""
 
 
 def _make_decoder(refuse: Callable[[str], None]) -> json.JSONDecoder:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
             keys = [key for key, _ in pairs]
             refuse(f'the key "{one_line(next(key for key in keys if keys.count(key) > 1))}" occurs twice in one object')
         return value
 
-    def number(text: str) -> float:
+    def parse_finite_float(text: str) -> float:
         if math.isinf(value := float(text)):
             refuse("a number is too large")
         return value
 
-    def constant(name: str) -> None:
+    def refuse_constant(name: str) -> None:
         refuse(f"{name} is not JSON")
 
-    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=constant, parse_float=number)
+    return json.JSONDecoder(object_pairs_hook=refuse_repeated_keys, parse_constant=refuse_constant, parse_float=parse_finite_float)
 
 
 def _raise_lossy(reason: str) -> None:
-    raise LossyJson(reason)
+    raise LossyJsonError(reason)
 
 
 _DECODER = _make_decoder(_raise_lossy)
 
 
-def strict_json(text: str) -> Any:
+def parse_strict_json(text: str) -> Any:
     """Parse JSON text inside a row, such as a tool call's arguments; raises ValueError if the value would lose
     something of the text."""
     try:
@@ -143,7 +143,7 @@ def parse_line(line: str, location: str) -> RawRow | BadRow:
         return BadRow(
             location, "not valid JSON", f"{_explain_json_error(error)}. Line: {one_line(line, limit=_QUOTED_CHARS)}"
         )
-    except LossyJson as error:
+    except LossyJsonError as error:
         return BadRow(location, str(error))
     except RecursionError:
         return BadRow(location, "nested too deeply")

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from sft_play.data.sources.json_rows import ROLE_KEYS, strict_json
+from sft_play.data.sources.json_rows import ROLE_KEYS, parse_strict_json
 from sft_play.log import one_line
 from sft_play.spelling import nearest_name
 
@@ -42,7 +42,7 @@ _USER_KEYS = ("user", "human", "prompter", "input", "question", "prompt", "instr
 _ASSISTANT_KEYS = ("assistant", "gpt", "bot", "chatbot", "model", "output", "answer", "response", "completion")
 
 
-class UnusableRow(ValueError):
+class UnusableRowError(ValueError):
     """A row that cannot be used: the reason that rows are counted by; where in the row, and what was found."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -78,7 +78,7 @@ def unpack_json(value: Any, opening: str) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith(tuple(opening)):
         return value
     try:
-        return strict_json(value)
+        return parse_strict_json(value)
     except ValueError:
         return value
 
@@ -110,12 +110,12 @@ def parse_turns(value: Any, key: str) -> list[Message]:
     user's)."""
     value = unpack_json(value, "[")
     if isinstance(value, str):
-        raise UnusableRow(f"{key} is text that is not a JSON list", "written by str()? write it with json.dumps")
+        raise UnusableRowError(f"{key} is text that is not a JSON list", "written by str()? write it with json.dumps")
     if not isinstance(value, list) or not value:
-        raise UnusableRow(f"{key} is empty" if value == [] else f"{key} is {value_kind(value)}, expected a list")
+        raise UnusableRowError(f"{key} is empty" if value == [] else f"{key} is {value_kind(value)}, expected a list")
     value = [unpack_json(item, "{") for item in value]
     if all(isinstance(item, str) for item in value):
-        raise UnusableRow(
+        raise UnusableRowError(
             UNNAMED_SPEAKERS,
             f"{key} has {len(value)} of them; where they are the user's and the assistant's in turn, say so with "
             "data.turns_without_roles=alternate",
@@ -137,7 +137,7 @@ def alternate_roles(value: Any) -> Any:
 def parse_text_pair(item: list[Any], key: str) -> list[Message]:
     """The two messages of a list of a question and its answer; raises UnusableRow for another list."""
     if len(item) != 2 or not all(isinstance(part, str) for part in item):
-        raise UnusableRow(f"{key} is not a list of [question, answer]", quote_value(item))
+        raise UnusableRowError(f"{key} is not a list of [question, answer]", quote_value(item))
     return [{"role": "user", "content": item[0]}, {"role": "assistant", "content": item[1]}]
 
 
@@ -145,7 +145,7 @@ def _parse_item(item: Any, index: int) -> list[Message]:
     """The messages of one item: one, or the question and answer of an item that holds both."""
     location = f"messages[{index}]"
     if not isinstance(item, dict):
-        raise UnusableRow("a message is not an object", f"{location} is {value_kind(item)}")
+        raise UnusableRowError("a message is not an object", f"{location} is {value_kind(item)}")
     role_key = next((key for key in ROLE_KEYS if item.get(key) is not None), None)
     if role_key is None:
         question = next((key for key in _USER_KEYS if isinstance(item.get(key), str)), None)
@@ -160,7 +160,7 @@ def _parse_item(item: Any, index: int) -> list[Message]:
             )
             reply = {"role": "assistant", "content": item[answer], "_unread": unread_keys}
             return [*system_messages, {"role": "user", "content": item[question]}, reply]
-        raise UnusableRow("a message has no role", f"{location} has the keys {quote_value(list(item))}")
+        raise UnusableRowError("a message has no role", f"{location} has the keys {quote_value(list(item))}")
     return [_parse_message(item, location, role_key)]
 
 
@@ -176,7 +176,7 @@ def _parse_message(item: dict[str, Any], location: str, role_key: str) -> Messag
     else:
         calls = _read_calls(item, content, location)
         if calls and role != "assistant":
-            raise UnusableRow(f"tool calls in a {role} turn", location)
+            raise UnusableRowError(f"tool calls in a {role} turn", location)
         if calls:
             message["tool_calls"] = calls
         is_absent = content is None and bool(calls)  # templates may treat an empty text differently
@@ -199,7 +199,7 @@ def _parse_message(item: dict[str, Any], location: str, role_key: str) -> Messag
         message["_unread"] = unread_keys
     # Only a message with role and content can be given to apply_chat_template, whose rendering ours must equal.
     if role_key == "role" and "content" in item:
-        author_message = {key: value for key, value in item.items() if key not in _TRAIN_KEYS and _is_json(value)}
+        author_message = {key: value for key, value in item.items() if key not in _LOSS_FLAG_KEYS and _is_json(value)}
         if any(value != message.get(key) for key, value in author_message.items()):
             message[AUTHOR_MESSAGE] = author_message
     return message
@@ -214,12 +214,12 @@ _TRAINED_KEYS = (
 _MASKED_KEYS = ("masked", "is_masked", "ignore", "ignored", "ignore_loss")
 # Where data sets say of a message whether it is trained: 1 or true of the first says yes, of the second no. `mask` may
 # mean either; `train_detail` is axolotl's, by parts of the text.
-_TRAIN_KEYS = (*_TRAINED_KEYS, *_MASKED_KEYS, "mask", "train_detail")
+_LOSS_FLAG_KEYS = (*_TRAINED_KEYS, *_MASKED_KEYS, "mask", "train_detail")
 
 
 _READ_KEYS = frozenset(
     {
-        *ROLE_KEYS, *_CONTENT_KEYS, *REASONING_KEYS, *_TRAIN_KEYS,
+        *ROLE_KEYS, *_CONTENT_KEYS, *REASONING_KEYS, *_LOSS_FLAG_KEYS,
         *("name", "tool_call_id", "call_id", "tool_plan", "tool_calls", "function_call", "id", "index"),
     }
 )  # fmt: skip
@@ -249,7 +249,7 @@ def _is_json(value: Any) -> bool:
 def _read_train_flag(item: Mapping[str, Any], location: str) -> bool | None:
     """Whether a message says that it is trained or not; None where it says nothing. Raises UnusableRow."""
     flags: dict[str, bool] = {}
-    for key in _TRAIN_KEYS:
+    for key in _LOSS_FLAG_KEYS:
         value = item.get(key)
         if value is None:
             continue
@@ -257,18 +257,18 @@ def _read_train_flag(item: Mapping[str, Any], location: str) -> bool | None:
             flags[key] = _read_train_detail(value, location)
             continue
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            raise UnusableRow(
+            raise UnusableRowError(
                 "a loss weight other than 0 and 1", f"{location}.{key} is {quote_value(value)}; it is not rounded"
             )
         if key == "mask":
-            raise UnusableRow(
+            raise UnusableRowError(
                 "a message has a mask, which may mean that it is trained or that it is not",
                 f"{location}.mask is {quote_value(value)}; write train: true or train: false",
             )
         flags[key] = bool(value) is (key in _TRAINED_KEYS)
     if len(set(flags.values())) > 1:  # such as train: true beside weight: 0
         values = {key: item[key] for key in flags}
-        raise UnusableRow("a message is both trained and not", f"{location}: {quote_value(values)}")
+        raise UnusableRowError("a message is both trained and not", f"{location}: {quote_value(values)}")
     return next(iter(flags.values()), None)
 
 
@@ -277,13 +277,13 @@ def _read_train_detail(value: Any, location: str) -> bool:
     parts = value if isinstance(value, list) else [value]
     flags = {part.get("train") if isinstance(part, dict) else None for part in parts}
     if len(flags) != 1 or not isinstance(next(iter(flags)), bool):
-        raise UnusableRow("a part of a message is to be trained, and whole messages are", f"{location}.train_detail")
+        raise UnusableRowError("a part of a message is to be trained, and whole messages are", f"{location}.train_detail")
     return bool(flags.pop())
 
 
 def _map_role(value: Any, location: str, *, is_result: bool = False) -> str:
     if not isinstance(value, str):
-        raise UnusableRow("a message has no role", f"{location}: {quote_value(value)}")
+        raise UnusableRowError("a message has no role", f"{location}: {quote_value(value)}")
     name = value.strip().lower()  # "Human", "USER "
     if name in ROLES:
         return ROLES[name]
@@ -296,7 +296,7 @@ def _map_role(value: Any, location: str, *, is_result: bool = False) -> str:
         if "think" in name or "reason" in name
         else hint
     )
-    raise UnusableRow(f'{UNKNOWN_ROLE} "{one_line(value, limit=40)}"', f"{location}{hint}")
+    raise UnusableRowError(f'{UNKNOWN_ROLE} "{one_line(value, limit=40)}"', f"{location}{hint}")
 
 
 def known_role_lines(reasons: Iterable[str], roles: Mapping[str, int]) -> list[str]:
@@ -327,7 +327,7 @@ def content_text(value: Any, location: str, *, role: str = "") -> str:
         return json.dumps(value, ensure_ascii=False, default=str)
     # an assistant's turn may have no content where it has calls
     hint = '; write an empty text as "", and tool calls into tool_calls' if value is None else ""
-    raise UnusableRow("content is not text", f"{location} is {value_kind(value)}, expected a string{hint}")
+    raise UnusableRowError("content is not text", f"{location} is {value_kind(value)}, expected a string{hint}")
 
 
 _TEXT_PART_TYPES = frozenset({"text", "input_text", "output_text"})
@@ -346,7 +346,7 @@ def _join_parts(parts: list[Any], location: str) -> str:
             continue  # read by _read_reasoning and _read_calls
         is_text = part_type is None or (isinstance(part_type, str) and part_type in _TEXT_PART_TYPES)
         if not isinstance(text, str) or not is_text:
-            raise UnusableRow("a content part is not text", f"{location} has a part {quote_value(part)}")
+            raise UnusableRowError("a content part is not text", f"{location} has a part {quote_value(part)}")
         texts.append(text)
     return "".join(texts)
 
@@ -369,14 +369,14 @@ def _read_reasoning(item: Mapping[str, Any], content: Any) -> str:
     reasoning = _first_value(item, *REASONING_KEYS)
     if isinstance(reasoning, str):
         if any(item.get(key) not in (None, reasoning) for key in REASONING_KEYS):
-            raise UnusableRow("a message has two different think texts", f"under {', '.join(REASONING_KEYS)}")
+            raise UnusableRowError("a message has two different think texts", f"under {', '.join(REASONING_KEYS)}")
         return reasoning
     parts = [
         _first_value(part, "text", "value", "thinking", "reasoning")
         for part in _select_parts(content, _REASONING_PART_TYPES)
     ]
     if not all(isinstance(part, str) for part in parts):
-        raise UnusableRow("a content part is not text", "a part of reasoning without a text")
+        raise UnusableRowError("a content part is not text", "a part of reasoning without a text")
     return "".join(parts)
 
 
@@ -399,18 +399,18 @@ def _parse_tool_calls(calls: Any, location: str) -> list[Any]:
     if isinstance(calls, dict):
         calls = [calls]
     if not isinstance(calls, list):
-        raise UnusableRow("tool_calls is not a list of objects", f"{location}: {quote_value(calls)}")
+        raise UnusableRowError("tool_calls is not a list of objects", f"{location}: {quote_value(calls)}")
     return [_parse_tool_call(unpack_json(call, "{"), location) for call in calls]
 
 
 def _parse_tool_call(call: Any, location: str) -> dict[str, Any]:
     """A call as its author wrote it, where it is one as templates take it; else the same call in that form."""
     if not isinstance(call, dict):
-        raise UnusableRow("tool_calls is not a list of objects", f"{location}: {quote_value(call)}")
+        raise UnusableRowError("tool_calls is not a list of objects", f"{location}: {quote_value(call)}")
     is_wrapped = call.get("function") is not None
     function = unpack_json(call["function"], "{") if is_wrapped else call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
-        raise UnusableRow("a tool call has no function name", f"{location}: {quote_value(call)}")
+        raise UnusableRowError("a tool call has no function name", f"{location}: {quote_value(call)}")
     arguments = _parse_arguments(_first_value(function, *_ARGUMENT_KEYS), location)
     if is_wrapped:
         fields = {key: value for key, value in function.items() if key not in _ARGUMENT_KEYS or key == "arguments"}
@@ -433,23 +433,23 @@ def _parse_arguments(value: Any, location: str) -> dict[str, Any] | str:
             break
         text, parsed = parsed, _parse_json_text(parsed, "tool call arguments are a string that is not JSON", location)
     if not isinstance(parsed, dict):
-        raise UnusableRow("tool call arguments are not an object", f"{location}: {value_kind(parsed)}")
+        raise UnusableRowError("tool call arguments are not an object", f"{location}: {value_kind(parsed)}")
     return parsed if text is None else text
 
 
 def _parse_call_text(value: Any, location: str) -> list[Any]:
     parsed = _parse_json_text(value, "function_call is not JSON", location)
     if parsed in (None, [], {}):
-        raise UnusableRow("function_call is empty", location)
+        raise UnusableRowError("function_call is empty", location)
     return _parse_tool_calls(parsed, location)
 
 
 def _parse_json_text(value: Any, reason: str, location: str) -> Any:
     """The value of a JSON text; anything else as it is. Raises UnusableRow with the reason where it is no JSON."""
     try:
-        return strict_json(value) if isinstance(value, str) else value
+        return parse_strict_json(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise UnusableRow(reason, ": ".join(filter(None, (location, one_line(str(error)))))) from None
+        raise UnusableRowError(reason, ": ".join(filter(None, (location, one_line(str(error)))))) from None
 
 
 def parse_tools(value: Any) -> tuple[Any, ...]:
@@ -461,7 +461,7 @@ def parse_tools(value: Any) -> tuple[Any, ...]:
     tools = [unpack_json(tool, "{") for tool in (value if isinstance(value, list) else [value])]
     if all(isinstance(tool, dict) for tool in tools):
         return tuple(tools)
-    raise UnusableRow("tools is not a list of objects", quote_value(value))
+    raise UnusableRowError("tools is not a list of objects", quote_value(value))
 
 
 def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:

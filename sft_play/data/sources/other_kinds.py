@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sft_play.data.sources.messages import UnusableRow, unpack_json
+from sft_play.data.sources.messages import UnusableRowError, unpack_json
 
 # Where rows of KTO say whether an answer is wanted.
 PREFERENCE_TAGS = (
@@ -50,7 +50,7 @@ def refuse_other_kind(data: Mapping[str, Any], required_columns: Sequence[str], 
     """
     tag = next((key for key in PREFERENCE_TAGS if key in data and _is_unwanted(key, data[key])), None)
     if tag is not None and not is_text:
-        raise UnusableRow(
+        raise UnusableRowError(
             f"{tag} is {str(data[tag]).strip().lower()}: {UNWANTED_REASON}",
             "data.on_bad_row=skip leaves such rows out and trains the wanted ones; "
             f"{_train_anyway_hint(required_columns)}",
@@ -58,14 +58,14 @@ def refuse_other_kind(data: Mapping[str, Any], required_columns: Sequence[str], 
     rejected = next((key for key in REJECTED_COLUMNS if key in data and _is_answer(data[key])), None)
     if rejected is not None:
         remedy = "data.columns={prompt: prompt, completion: chosen}, or {messages: chosen} if it is a chat, trains it"
-        raise UnusableRow(PREFERENCE_REASON, f"{rejected} is there; {remedy}; {_train_anyway_hint(required_columns)}")
+        raise UnusableRowError(PREFERENCE_REASON, f"{rejected} is there; {remedy}; {_train_anyway_hint(required_columns)}")
     negative = next((key for key in NEGATIVE_COLUMNS if key in data and _is_passage(data[key])), None)
     if negative is not None:
-        raise UnusableRow(RETRIEVAL_REASON, f"{negative} is there; {_train_anyway_hint(required_columns)}")
+        raise UnusableRowError(RETRIEVAL_REASON, f"{negative} is there; {_train_anyway_hint(required_columns)}")
     lists = {key: unpack_json(data.get(key), "[{") for key in CHOICE_COLUMNS}
     choices = next((key for key, value in lists.items() if isinstance(value, (list, dict)) and len(value) > 1), None)
-    if choices is not None and not is_text and _is_mark(data[required_columns[-1]], lists[choices]):
-        raise UnusableRow(
+    if choices is not None and not is_text and _is_choice_mark(data[required_columns[-1]], lists[choices]):
+        raise UnusableRowError(
             CHOICE_REASON,
             f"{choices} is there; write the choices into the question; {_train_anyway_hint(required_columns)}",
         )
@@ -95,7 +95,7 @@ def _is_passage(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, (str, dict)) for item in value)
 
 
-def _is_mark(value: Any, choices: Any) -> bool:
+def _is_choice_mark(value: Any, choices: Any) -> bool:
     if isinstance(value, str):
         mark = value.strip().strip("().")
         return len(mark) == 1 and mark.isalnum() and not (isinstance(choices, list) and mark in choices)

@@ -70,12 +70,12 @@ class BadRow:
         return f"{self.where}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
 
 
-def too_large_row(location: str, size: int) -> BadRow:
+def too_large_row(location: str, row_bytes: int) -> BadRow:
     """The bad row that is larger than MAX_ROW_BYTES; `size` in bytes."""
     return BadRow(
         location,
         f"the row is larger than {MAX_ROW_BYTES >> 20} MiB",
-        f"{size:,} bytes, and at most {MAX_ROW_BYTES:,} are read; write its rows on lines of their own (an object "
+        f"{row_bytes:,} bytes, and at most {MAX_ROW_BYTES:,} are read; write its rows on lines of their own (an object "
         "around them: jq -c '.KEY[]' FILE > rows.jsonl), or long text as a .txt file, which is read in pieces",
     )
 
@@ -286,7 +286,7 @@ def find_piece_end(text: str, limit: int) -> int:
     return limit
 
 
-class NotUtf8(DataError):
+class NotUtf8Error(DataError):
     """A file is not UTF-8; `encoding` is the value of data.encoding that it looks like, None where it has none."""
 
     def __init__(self, message: str, encoding: Encoding | None = None) -> None:  # pickled by its message
@@ -294,7 +294,7 @@ class NotUtf8(DataError):
         self.encoding = encoding
 
 
-def not_utf8_error(path: Path, offset: int) -> NotUtf8:
+def not_utf8_error(path: Path, offset: int) -> NotUtf8Error:
     """The error for the byte at `offset`: its line and column, and what the file looks like."""
     # The file is read again from its beginning: readers count lines only where they need them.
     line, line_start, block_end, sample = 1, 0, 0, b""
@@ -313,8 +313,8 @@ def not_utf8_error(path: Path, offset: int) -> NotUtf8:
     encoding = guess_encoding(excerpt)
     location = f"{path}:{line}: byte 0x{sample[sample_offset]:02X} at column {offset - line_start + 1} is not UTF-8"
     if encoding is None:
-        return NotUtf8(f"{location} (the file looks like UTF-8 that is damaged here): take it out")
-    return NotUtf8(f"{location} (looks like {encoding}): {_ENCODING_REMEDY.format(encoding)}", encoding)
+        return NotUtf8Error(f"{location} (the file looks like UTF-8 that is damaged here): take it out")
+    return NotUtf8Error(f"{location} (looks like {encoding}): {_ENCODING_REMEDY.format(encoding)}", encoding)
 
 
 _ENCODING_REMEDY = "data.encoding={} in a run reads it so; or convert it to UTF-8"
@@ -325,7 +325,7 @@ def wide_encoding_error(path: Path, beginning: bytes) -> DataError | None:
     if beginning[:4] in (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"):
         return DataError(f"{path} is UTF-32: convert it to UTF-8")
     if beginning[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return NotUtf8(f"{path} is UTF-16, not UTF-8: {_ENCODING_REMEDY.format('utf-16')}", "utf-16")
+        return NotUtf8Error(f"{path} is UTF-16, not UTF-8: {_ENCODING_REMEDY.format('utf-16')}", "utf-16")
     return None
 
 

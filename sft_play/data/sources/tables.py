@@ -329,15 +329,15 @@ def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: b
     return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
 
 
-def split_names(source: str, *, is_on_hub: bool) -> list[str]:
+def list_split_names(source: str, *, is_on_hub: bool) -> list[str]:
     """The names of the splits of a folder saved by `datasets`, or of a data set of the hub; none for a single table."""
-    loaded = _load_hub(source) if is_on_hub else _load_saved(source)
+    loaded = _load_hub(source) if is_on_hub else _load_saved_dataset(source)
     return [str(name) for name in loaded] if isinstance(loaded, dict) else []
 
 
-def read_saved(path: str, name: str, split: str) -> Iterator[RawRow | BadRow]:
+def read_saved_dataset(path: str, name: str, split: str) -> Iterator[RawRow | BadRow]:
     """The rows of one split of a folder saved by `datasets`; raises DataError where it has no such split."""
-    loaded = _load_saved(path)
+    loaded = _load_saved_dataset(path)
     if isinstance(loaded, dict):
         split_name = choose_split([str(split_key) for split_key in loaded], split, path)
         loaded, name = loaded[split_name], f"{name}:{split_name}"
@@ -351,7 +351,7 @@ def read_saved(path: str, name: str, split: str) -> Iterator[RawRow | BadRow]:
     yield from _read_batches(batches, path, name, "a saved dataset", 1)
 
 
-def _load_saved(path: str) -> Any:
+def _load_saved_dataset(path: str) -> Any:
     import datasets
 
     with _convert_read_errors(path, "a saved dataset"):

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from sft_play.errors import HardwareError
-from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES, find_gpus
+from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES, find_catalog_entries
 from sft_play.log import one_line
 
 _COUNT_PREFIX = r"((?:[0-9]+\s*[xX*×]\s*){0,2})"
@@ -28,7 +28,7 @@ def normalize_machine_text(text: str) -> tuple[str, str]:
     head, comma, options = text.partition(",")
     match = re.fullmatch(_COUNT_PREFIX + r"(.+)", head.strip())
     is_gpu_name = (
-        match is not None and not re.search(r"[*×:]", match[2]) and (find_gpus(match[2].strip()) or find_gpus(head))
+        match is not None and not re.search(r"[*×:]", match[2]) and (find_catalog_entries(match[2].strip()) or find_catalog_entries(head))
     )
     if match is None or is_gpu_name or "mem" in options:
         return text, ""
@@ -45,9 +45,9 @@ def normalize_machine_text(text: str) -> tuple[str, str]:
 def _move_count_first(name: str) -> str | None:
     """A count behind the name, or before it without a sign, where the rest is a GPU: `GTX 1080` has none."""
     suffix_match, spaced_match = _COUNT_SUFFIX.fullmatch(name), _SPACED_COUNT.fullmatch(name)
-    if suffix_match and find_gpus(suffix_match[1]):
+    if suffix_match and find_catalog_entries(suffix_match[1]):
         return f"{suffix_match[2]}x{suffix_match[1]}"
-    return f"{spaced_match[1]}x{spaced_match[2]}" if spaced_match and find_gpus(spaced_match[2]) else None
+    return f"{spaced_match[1]}x{spaced_match[2]}" if spaced_match and find_catalog_entries(spaced_match[2]) else None
 
 
 @functools.cache

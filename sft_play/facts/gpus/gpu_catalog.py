@@ -176,7 +176,7 @@ for _entry in CATALOG_ENTRIES:
 _SUGGESTED_GPUS = ("L4", "A100-40GB", "L40S", "H100", "H200", "B200", "B300")
 
 
-def find_gpus(name: str, driver_bytes: int | None = None) -> tuple[CatalogEntry, ...]:
+def find_catalog_entries(name: str, driver_bytes: int | None = None) -> tuple[CatalogEntry, ...]:
     """The entries that a name can mean, the most likely first; a trailing size chooses among them (`H100-80GB`), and so
     does `driver_bytes`, the total of a GPU that was found. A laptop's GPU is never the desktop's of the same number."""
     key = catalog_key(name)
@@ -209,7 +209,7 @@ def suggested_gpus() -> list[CatalogEntry]:
     return sorted((CATALOG_BY_KEY[catalog_key(name)] for name in _SUGGESTED_GPUS), key=lambda entry: entry.memory_bytes)
 
 
-def nearest_gpus(name: str) -> list[str]:
+def nearest_gpu_names(name: str) -> list[str]:
     """Catalogue names similar to `name`; none where no name is near, since a far one is another machine."""
     key = catalog_key(name)
     sized_names = [entry.name for base, _ in _split_size(key) for entry in _ENTRIES_BY_KEY.get(base, [])]

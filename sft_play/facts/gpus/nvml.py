@@ -15,7 +15,7 @@ import psutil
 
 from sft_play.facts import host
 from sft_play.facts.gpus.gpu import GpuProcess, GpuSnapshot, GpuStatus, MigInstance, PcieLink, Topology
-from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY, find_gpus
+from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY, find_catalog_entries
 from sft_play.log import one_line
 
 VENDOR = "NVIDIA"
@@ -102,7 +102,7 @@ def read_gpu_snapshot(nvml: Any, *, details: bool, topology: bool) -> GpuSnapsho
     handles: dict[int, Any] = {}
     gpus: list[GpuStatus] = []
     links_by_gpu: dict[int, Counter[str]] = {}
-    count, withheld = _try_query(nvml, "nvmlDeviceGetCount")
+    count, count_error = _try_query(nvml, "nvmlDeviceGetCount")
     for index in range(_MAX_GPUS if count is None else count):
         handle, error = _try_query(nvml, "nvmlDeviceGetHandleByIndex", index)
         if handle is None and count is None:
@@ -114,7 +114,7 @@ def read_gpu_snapshot(nvml: Any, *, details: bool, topology: bool) -> GpuSnapsho
         handles[index], links_by_gpu[index] = handle, nvlinks or Counter()
         gpus.append(_read_gpu(nvml, index, handle, nvlinks, details=details))
     if count is None and not gpus:
-        raise NvmlUnavailable(_error_text(withheld))
+        raise NvmlUnavailable(_error_text(count_error))
     version, cuda = driver_versions(nvml)
     return GpuSnapshot(
         gpus=tuple(gpus),
@@ -138,15 +138,15 @@ def _read_gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *,
     memory = _read_memory(nvml, handle)
     is_memory_unsupported = _is_error_kind(nvml, errors.get("memory"), "NotSupported") and len(errors) < len(queries)
     # a GPU that the catalogue has with a memory of its own does not share the host's, whatever its driver says
-    if not memory and is_memory_unsupported and all(entry.unified for entry in find_gpus(name or "")):
+    if not memory and is_memory_unsupported and all(entry.unified for entry in find_catalog_entries(name or "")):
         total, free = host.total_and_free_ram()
         memory = {"total_bytes": total, "used_bytes": total - free, "free_bytes": free, "unified": True}
     if memory:
         errors.pop("memory", None)
     mig_mode = query(nvml, "nvmlDeviceGetMigMode", handle)  # not supported: most GPUs, and old drivers
-    instances, withheld = ((), None) if mig_mode and not mig_mode[0] else _read_instances(nvml, handle)
-    if mig_mode and mig_mode[0] and not instances and withheld is not None:
-        errors["MIG instances"] = withheld
+    instances, instances_error = ((), None) if mig_mode and not mig_mode[0] else _read_instances(nvml, handle)
+    if mig_mode and mig_mode[0] and not instances and instances_error is not None:
+        errors["MIG instances"] = instances_error
     fatal_errors = [error for error in errors.values() if error is not None and _is_gpu_lost(nvml, error)]
     if not fatal_errors and not instances and errors.keys() >= queries.keys():
         fatal_errors = [error for error in errors.values() if error is not None] or [NvmlUnavailable("no answer")]
@@ -221,14 +221,14 @@ def _process_name(pid: int, driver_name: str | None) -> str | None:
 
 def _read_instances(nvml: Any, handle: Any) -> tuple[tuple[MigInstance, ...], Exception | None]:
     instances = []
-    count, withheld = _try_query(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle)
+    count, instances_error = _try_query(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle)
     for index in range(_MAX_INSTANCES if count is None else count):
         instance, error = _try_query(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
         if instance is not None:
             instances.append(_read_instance(nvml, instance))
         elif error is not None and not _is_error_kind(nvml, error, *_ABSENT_ERRORS):
-            withheld = error
-    return tuple(instances), withheld
+            instances_error = error
+    return tuple(instances), instances_error
 
 
 def _read_instance(nvml: Any, instance: Any) -> MigInstance:
@@ -249,7 +249,7 @@ def _read_topology(nvml: Any, handles: dict[int, Any], links_by_gpu: dict[int, C
     indices = tuple(handles)
     buses = {index: _bus_id(query(nvml, "nvmlDeviceGetPciInfo", handles[index])) for index in indices}
 
-    def link(first: int, second: int) -> str:
+    def link_name(first: int, second: int) -> str:
         if first == second:
             return "X"
         direct = links_by_gpu[first][buses[second]] if buses[second] else 0
@@ -260,7 +260,7 @@ def _read_topology(nvml: Any, handles: dict[int, Any], links_by_gpu: dict[int, C
         level = query(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[first], handles[second])
         return _SAME_BOARD if level == 0 else _TOPOLOGY_LEVELS.get(level, "n/a")
 
-    def peer(first: int, second: int) -> bool | None:
+    def can_read_peer(first: int, second: int) -> bool | None:
         if first == second:
             return None
         status = query(nvml, "nvmlDeviceGetP2PStatus", handles[first], handles[second], _P2P_READ)
@@ -268,8 +268,8 @@ def _read_topology(nvml: Any, handles: dict[int, Any], links_by_gpu: dict[int, C
 
     return Topology(
         indices,
-        tuple(tuple(link(row, column) for column in indices) for row in indices),
-        tuple(tuple(peer(one, other) for other in indices) for one in indices),
+        tuple(tuple(link_name(row, column) for column in indices) for row in indices),
+        tuple(tuple(can_read_peer(one, other) for other in indices) for one in indices),
     )
 
 

@@ -55,7 +55,7 @@ def torch_build_text() -> str:
     return f"torch {version} is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}' if hip else 'CPU only'}"
 
 
-def unusable_accelerator(
+def find_unusable_accelerator(
     environment: Mapping[str, str], *, root: Path = Path("/"), nvml: NvmlStatus | None = None
 ) -> str | None:
     """The accelerator that a run on this machine, or the one below `root`, would silently leave unused, with what to

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.gpu import Gpu, GpuStatus, MigInstance
-from sft_play.facts.gpus.gpu_catalog import find_gpus
+from sft_play.facts.gpus.gpu_catalog import find_catalog_entries
 from sft_play.facts.host import program_output
 from sft_play.units import GIB
 
@@ -120,7 +120,7 @@ def _profile_bytes(profile: str) -> int:
 
 
 def _catalog_bytes(name: str | None) -> int:
-    return min((entry.driver_bytes for entry in find_gpus(name or "")), default=0)
+    return min((entry.driver_bytes for entry in find_catalog_entries(name or "")), default=0)
 
 
 def _apply_visibility(

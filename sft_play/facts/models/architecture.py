@@ -29,7 +29,7 @@ from sft_play.facts.models.config_fields import (
     dequantisable_method,
     normalize_field_names,
     quantisation_method,
-    refuse_other_models,
+    require_causal_lm_config,
 )
 from sft_play.facts.models.decoder import parse_model_shape
 from sft_play.facts.models.model_shape import ModelShape
@@ -44,7 +44,7 @@ _CONNECT_TIMEOUT_S = 3.0
 # A hub that did not answer is not asked again for so long: one command asks several times.
 _RETRY_AFTER_S = 60.0
 # When a hub last did not answer.
-_failed_at: dict[tuple[str, int], float] = {}
+_failure_times: dict[tuple[str, int], float] = {}
 _MODEL_INFO_TIMEOUT_S = 3.0
 
 
@@ -74,7 +74,7 @@ def load_max_positions(name: str, *, revision: str | None = None) -> int | None:
 def refuse_remote_code(config: ConfigJson, *, name: str, allowed: bool) -> None:
     """Raises ModelError where the model needs code of its own and the run YAML does not allow it; models that
     transformers has added since still name their old code (`auto_map`)."""
-    if config.get("auto_map") and not allowed and not _is_native(str(config.get("model_type"))):
+    if config.get("auto_map") and not allowed and not _is_in_transformers(str(config.get("model_type"))):
         raise ModelError(
             f"model {one_line(name)} has its own Python code (auto_map in its config.json), which runs only if "
             "you have read it and set model.trust_remote_code=true"
@@ -101,7 +101,7 @@ def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None
         return
     is_8bit = any(fields.get(f"{prefix}load_in_8bit") for prefix in ("", "_"))
     if method != "bitsandbytes" or is_8bit or mode != "qlora":
-        bits, original = ", 8 bits" if is_8bit else "", original_model(config, name)
+        bits, original = ", 8 bits" if is_8bit else "", original_model_name(config, name)
         remedy = f"take its original, {original}" if original else "take the unquantised model"
         raise ModelError(
             f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits}); {remedy}: "
@@ -112,7 +112,7 @@ def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def original_model(config: Mapping[str, Any], name: str) -> str:
+def original_model_name(config: Mapping[str, Any], name: str) -> str:
     """The model that a quantised one was made of, as far as its config.json tells; empty where it does not."""
     _, fields = quantisation_method(config)
     candidates = (config.get("_name_or_path"), config.get("base_model"), fields.get("model_name_or_path"))
@@ -131,7 +131,7 @@ def quantised_storage_note(config: Mapping[str, Any], mode: str) -> str:
     )
 
 
-def _is_native(model_type: str) -> bool:
+def _is_in_transformers(model_type: str) -> bool:
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return False
@@ -140,7 +140,7 @@ def _is_native(model_type: str) -> bool:
     return any((Path(spec.origin).parent / "models" / name / "__init__.py").is_file() for name in names if name)
 
 
-_GGUF = (
+_GGUF_DESCRIPTION = (
     "a GGUF, weights for llama.cpp that nothing here trains: give the model that it was converted from, as a hub id or "
     "a folder with config.json and safetensors (make export FORMAT=gguf makes a GGUF of what was trained)"
 )
@@ -152,7 +152,7 @@ def load_config_json(name: str, *, revision: str | None = None) -> ConfigJson:
     if folder is not None:
         suffixes = {file.suffix.lower() for file in folder.glob("*")}
         if ".gguf" in suffixes and ".safetensors" not in suffixes:
-            raise ModelError(f"model path {one_line(name)} holds {_GGUF}")
+            raise ModelError(f"model path {one_line(name)} holds {_GGUF_DESCRIPTION}")
         config = _read_config(folder, str(folder))
         if (folder / "adapter_config.json").is_file():
             raise ModelError(
@@ -187,7 +187,7 @@ def find_model_folder(name: str) -> Path | None:
         is_path |= path.is_file()
     if is_path:
         problem = f"does not exist or is no folder (looked from {Path.cwd()})"
-        raise ModelError(f"model path {one_line(name)} {f'is {_GGUF}' if path.suffix.lower() == '.gguf' else problem}")
+        raise ModelError(f"model path {one_line(name)} {f'is {_GGUF_DESCRIPTION}' if path.suffix.lower() == '.gguf' else problem}")
     return None
 
 
@@ -220,7 +220,7 @@ def _read_config(folder: Path, name: str) -> ConfigJson:
         raise ModelError(f"{path} is not JSON: {one_line(str(error))}") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    refuse_other_models(config, name=name)
+    require_causal_lm_config(config, name=name)
     return dict(config)
 
 
@@ -241,7 +241,7 @@ def _fetch_config(name: str, revision: str | None) -> ConfigJson:
         f"and the hub cannot be reached; {did_you_mean(name, KNOWN_MODELS) or 'connect, or give a local folder'}",
         errors.RepositoryNotFoundError: "is not on the hub (or it is private: `hf auth login`); check the spelling, or "
         "give a folder",
-        errors.EntryNotFoundError: f"is {_GGUF}"
+        errors.EntryNotFoundError: f"is {_GGUF_DESCRIPTION}"
         if "gguf" in name.lower()
         else "has no config.json on the hub: it is not a transformers model",
     }
@@ -295,10 +295,10 @@ def is_hub_reachable() -> bool:
     if offline_setting.upper() in ("1", "TRUE", "YES", "ON"):
         return False
     host, port = _connection_target(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    if time.monotonic() - _failed_at.get((host, port), -math.inf) < _RETRY_AFTER_S:
+    if time.monotonic() - _failure_times.get((host, port), -math.inf) < _RETRY_AFTER_S:
         return False
     if not _can_connect(host, port):
-        _failed_at[host, port] = time.monotonic()
+        _failure_times[host, port] = time.monotonic()
         return False
     return True
 

@@ -91,7 +91,7 @@ def quantisation_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping[
     return str(method), fields
 
 
-def refuse_other_models(config: object, *, name: str) -> None:
+def require_causal_lm_config(config: object, *, name: str) -> None:
     """Raises ModelError for JSON that is not the config.json of a causal language model."""
     model_text = one_line(name)
     if not isinstance(config, Mapping):

@@ -12,7 +12,7 @@ from sft_play.facts.models.config_fields import (
     ConfigFields,
     UnknownArchitecture,
     dequantisable_method,
-    refuse_other_models,
+    require_causal_lm_config,
 )
 from sft_play.facts.models.families import EXPERT_WEIGHTS, MODEL_FAMILIES, ExpertFields, ModelFamily, mark_adaptable
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
@@ -21,7 +21,7 @@ from sft_play.log import one_line
 # Activations that transformers computes step by step in Python, with a tensor per step (activations.py).
 STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
 # Dropout of what blocks add up, whose masks the estimate does not count.
-_DROPOUT_FIELDS = ("resid_pdrop", "embd_pdrop")
+_RESIDUAL_DROPOUT_FIELDS = ("resid_pdrop", "embd_pdrop")
 _ATTENTION_KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
     "sliding_attention": "sliding",
@@ -31,10 +31,10 @@ _ATTENTION_KINDS: dict[str, AttentionKind] = {
 def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """The shapes that a config.json describes, or wraps. Raises UnknownArchitecture for a type or part that the table
     does not describe, ModelError where it is no decoder's, or a size is missing or impossible."""
-    refuse_other_models(config, name=name)
+    require_causal_lm_config(config, name=name)
     fields = ConfigFields.from_config(config, name)
     family = MODEL_FAMILIES[fields.model_type]
-    unsupported_field = next((key for key in _DROPOUT_FIELDS if fields.read_fraction(key)), None)
+    unsupported_field = next((key for key in _RESIDUAL_DROPOUT_FIELDS if fields.read_fraction(key)), None)
     unsupported_field = unsupported_field or next(
         (key for key in ACTIVATION_FIELDS if str(fields.values.get(key)) in STEPWISE_ACTIVATIONS), None
     )

@@ -170,12 +170,12 @@ def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_t
     prompts = read_prompts(prompts_path, run.config.data)
     # weights and not only the name: a run of the same name may have been trained again
     weights_digest = base_weights_identity(str(run.weights), None)["sha256"]
-    by = f"{run.folder.path.name} {str(weights_digest)[:12]} max_new_tokens={max_new_tokens}"
-    answered = _count_answered(answers_path, prompts, by)
-    if answered < len(prompts):
+    provenance = f"{run.folder.path.name} {str(weights_digest)[:12]} max_new_tokens={max_new_tokens}"
+    answered_count = _count_answered(answers_path, prompts, provenance)
+    if answered_count < len(prompts):
         responder = Responder(run)
         with translate_write_errors(answers_path), answers_path.open("a", encoding="utf-8") as file:
-            for offset in range(answered, len(prompts), _CHUNK_PROMPTS):
+            for offset in range(answered_count, len(prompts), _CHUNK_PROMPTS):
                 chunk = prompts[offset : offset + _CHUNK_PROMPTS]
                 prompt_ids = [
                     responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs) for prompt in chunk
@@ -183,16 +183,16 @@ def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_t
                 for prompt, answer in zip(
                     chunk, responder.answer_texts(prompt_ids, max_new_tokens=max_new_tokens), strict=True
                 ):
-                    fields = {**prompt.output_fields, "answer": answer, "by": by}
+                    fields = {**prompt.output_fields, "answer": answer, "by": provenance}
                     file.write(json.dumps(fields, ensure_ascii=False) + "\n")
                 # on the disk before the next ones are computed: an answer that a crash loses costs minutes of GPU
                 file.flush()
                 os.fsync(file.fileno())
                 logger.info("Answered: %d of %d", offset + len(chunk), len(prompts))
-    return InferResult(run.folder.path, answers_path, len(prompts), answered)
+    return InferResult(run.folder.path, answers_path, len(prompts), answered_count)
 
 
-def _count_answered(answers_path: Path, prompts: list[Prompt], by: str) -> int:
+def _count_answered(answers_path: Path, prompts: list[Prompt], provenance: str) -> int:
     """Count the prompts that are answered already, and cut off a half-written last line. Raises DataError where it is
     another file."""
     file_label = f"OUTPUT={one_line(str(answers_path))}"
@@ -216,8 +216,8 @@ def _count_answered(answers_path: Path, prompts: list[Prompt], by: str) -> int:
             raise DataError(f"{file_label} exists, and line {line_number} is not an answer of make infer")
         if {name: value for name, value in entry.items() if name not in ("answer", "by")} != prompt.output_fields:
             raise DataError(f"{file_label} exists and answers other prompts (line {line_number}); name another file")
-        if entry["by"] != by:
-            answered_by = f"{one_line(str(entry['by']))}, now {one_line(by)}"
+        if entry["by"] != provenance:
+            answered_by = f"{one_line(str(entry['by']))}, now {one_line(provenance)}"
             raise DataError(f"{file_label} exists and was answered by {answered_by}; name another file")
     if len(complete_lines) < len(content):
         with answers_path.open("r+b") as file:

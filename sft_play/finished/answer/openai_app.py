@@ -96,20 +96,20 @@ def _max_positions(model: Any) -> int | None:
 def _prepare_model(responder: Responder) -> None:
     """Give the model what the server asks of it: stop tokens, sampling, an end at stop texts and at its positions."""
     model, tokenizer = responder.model, responder.tokenizer
-    generation = model.generation_config
-    generation.eos_token_id, generation.pad_token_id = responder.stop_ids, tokenizer.pad_token_id
-    generation.do_sample = True  # else a client's temperature would change nothing; the server's 0 is greedy
+    generation_config = model.generation_config
+    generation_config.eos_token_id, generation_config.pad_token_id = responder.stop_ids, tokenizer.pad_token_id
+    generation_config.do_sample = True  # else a client's temperature would change nothing; the server's 0 is greedy
     text_config = model.config.get_text_config()
     if getattr(text_config, "output_router_logits", None):  # with a cache its mask has another length
         text_config.output_router_logits = False
-    generate, positions = model.generate, _max_positions(model)
+    generate, max_positions = model.generate, _max_positions(model)
 
     def generate_within_limits(*args: Any, **kwargs: Any) -> Any:
         """`generate`, up to the last position that the model has or to the first stop text."""
         prompt_tokens, config = kwargs["input_ids"].shape[-1], copy.copy(kwargs.pop("generation_config"))
         stops, config.stop_strings = config.stop_strings, None
-        if positions is not None:
-            config.max_new_tokens = max(1, min(config.max_new_tokens, positions - prompt_tokens))
+        if max_positions is not None:
+            config.max_new_tokens = max(1, min(config.max_new_tokens, max_positions - prompt_tokens))
         if stops:
             stop_criterion = requests.StopTextCriteria(kwargs["tokenizer"], stops, prompt_tokens=prompt_tokens)
             kwargs["stopping_criteria"] = StoppingCriteriaList([stop_criterion])
@@ -118,7 +118,7 @@ def _prepare_model(responder: Responder) -> None:
     model.generate = generate_within_limits
 
 
-def request_ids(responder: Responder, messages: Sequence[Message], tools: Any = None) -> list[int]:
+def request_prompt_ids(responder: Responder, messages: Sequence[Message], tools: Any = None) -> list[int]:
     """Token ids of a request's messages, read and rendered as training reads and renders a row; raises DataError where
     they are no conversation that an answer can follow."""
     turns = [*messages, {"role": "assistant", "content": "."}]
@@ -173,7 +173,7 @@ class _LoadedModelManager(ModelManager):
                 f"the messages are far longer than the model's {self.max_positions} positions", "messages"
             )
         try:
-            return request_ids(self.responder, messages, tools)
+            return request_prompt_ids(self.responder, messages, tools)
         except DataError as error:
             raise requests.bad_request(str(error), "messages") from error
 

@@ -26,7 +26,7 @@ from sft_play.training.measure.exact_match import (
     Question,
     configured_eos_token_ids,
     generate_answers,
-    stop_ids,
+    collect_stop_ids,
 )
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -55,7 +55,7 @@ class Responder:
         self.model = load_trained_model(run) if model is None else model
         self.renderer = build_run_renderer(run, self.tokenizer)
         self._is_plain_text = run.config.task_mode == "cpt"
-        self.stop_ids = stop_ids(
+        self.stop_ids = collect_stop_ids(
             run.config.task_mode, self.tokenizer, self.renderer, configured_eos_token_ids(self.model)
         )
 
@@ -86,7 +86,7 @@ class Responder:
             try:
                 with _training_autocast(self.run, self.model):
                     generated += generate_answers(
-                        self.model, self.tokenizer, chunk, stop_tokens=self.stop_ids, max_new_tokens=max_new_tokens,
+                        self.model, self.tokenizer, chunk, stop_ids=self.stop_ids, max_new_tokens=max_new_tokens,
                         max_tokens=max_batch_tokens,
                     )  # fmt: skip
             except RuntimeError as error:

@@ -202,9 +202,9 @@ class VllmService:
 
     def start(self) -> ServedEndpoint:
         """Merge where that has not been done, and say where vLLM will answer."""
-        from sft_play.finished.export.merge import whole_model_folder
+        from sft_play.finished.export.merge import ensure_whole_model_folder
 
-        weights, name = whole_model_folder(self._run, is_locked=False), self._run.folder.path.name
+        weights, name = ensure_whole_model_folder(self._run, is_locked=False), self._run.folder.path.name
         config = read_json(weights / "config.json")
         # vLLM's own choice for fp32 weights is a 16-bit dtype
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")

@@ -53,9 +53,9 @@ def load_eval_rows(
     require_split(split, data)
     tokenizer = load_tokenizer(run.config).tokenizer
     if data is not None:
-        name, split_rows, trained_on = data, *_file_split(run, tokenizer, data)
+        name, split_rows, trained_on = data, *_load_file_split(run, tokenizer, data)
     else:
-        name, split_rows = _run_split(run, tokenizer, split)
+        name, split_rows = _load_run_split(run, tokenizer, split)
         trained_on = split_rows.stats.shared_rows.get("train", 0)
     split_size = len(split_rows.rows)
     row_indices = evenly_spaced_indices(split_size, limit or split_size)
@@ -65,7 +65,7 @@ def load_eval_rows(
     )
 
 
-def _run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, DataSplit]:
+def _load_run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, DataSplit]:
     splits = build_run_splits(run, run.config, tokenizer)
     available = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
     if not available:
@@ -78,7 +78,7 @@ def _run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str
     raise DataError(f"{run.folder.path} has no {split} rows, {alternatives}")
 
 
-def _file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataSplit, int | None]:
+def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataSplit, int | None]:
     """The rows of a file, read as the run's test rows would be, and how many of them were trained on (the run's own
     rows are read for that alone)."""
     try:

@@ -26,7 +26,7 @@ from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate import ship_rule as rule
 from sft_play.finished.evaluate.score import RowScore, compute_dtype, eval_batch_tokens, score_rows
 from sft_play.finished.export.check_merge import merge_test
-from sft_play.finished.export.merge import whole_model_folder
+from sft_play.finished.export.merge import ensure_whole_model_folder
 from sft_play.finished.export.places import find_merged_model
 from sft_play.finished.load import (
     HeldOutRows,
@@ -112,7 +112,7 @@ def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float |
         try:
             measurement = _ShipMeasurement(run, max_rows)
             provenance["rows_sha256"] = measurement.rows_sha256
-            refusal_reason = rule.too_few_rows(measurement.task, thresholds)
+            refusal_reason = rule.too_few_rows_reason(measurement.task, thresholds)
             evidence = (
                 _unmeasured_evidence(measurement.task, refusal_reason)
                 if refusal_reason
@@ -121,7 +121,7 @@ def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float |
         except ModelError as error:
             evidence = _unmeasured_evidence(rule.TaskEvidence(""), str(error))
         if not rule.judge_evidence(evidence, thresholds).reasons:
-            evidence = dataclasses.replace(evidence, merge=_merge_evidence(run))
+            evidence = dataclasses.replace(evidence, merge=_measure_merge(run))
         result = ShipResult(
             run.folder.path, evidence, thresholds, rule.judge_evidence(evidence, thresholds), provenance
         )
@@ -183,10 +183,10 @@ class _ShipMeasurement:
     def _measure_model(self, model_label: str, model: Any) -> tuple[dict[str, list[RowScore]], tuple[bool, ...]]:
         logger.info("Measuring the %s", model_label)
         row_sets = {"task": self.rows, "text": self.general_texts, "chats": self.general_chats}
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _MAX_ROW_TOKENS
+        max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _MAX_ROW_TOKENS
         scores = {}
         for name, rows in row_sets.items():
-            shortened_rows = [{column: values[:positions] for column, values in row.items()} for row in rows]
+            shortened_rows = [{column: values[:max_positions] for column, values in row.items()} for row in rows]
             max_batch_tokens, autocast_dtype = eval_batch_tokens(self.run), compute_dtype(self.run)
             scores[name] = score_rows(
                 model, shortened_rows, max_batch_tokens=max_batch_tokens, autocast_dtype=autocast_dtype
@@ -224,12 +224,12 @@ def _row_losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Seque
     return rule.Losses(finite_nlls(base), finite_nlls(tuned), tokens, chance_nlls)
 
 
-def _merge_evidence(run: FinishedRun) -> rule.MergeEvidence:
+def _measure_merge(run: FinishedRun) -> rule.MergeEvidence:
     if not run.is_adapter:
         return rule.MergeEvidence("no adapter")
     try:
         if find_merged_model(run) is None:
-            whole_model_folder(run, is_locked=True)
+            ensure_whole_model_folder(run, is_locked=True)
         merge_result = merge_test(run)
     except DataError:
         raise

@@ -198,7 +198,7 @@ def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
     return ShipVerdict((task, general, _judge_merge(evidence.merge)))
 
 
-def too_few_rows(task: TaskEvidence, thresholds: Thresholds) -> str:
+def too_few_rows_reason(task: TaskEvidence, thresholds: Thresholds) -> str:
     """Say why no gain on these rows could count, whatever the models make of them; empty where one could."""
     remedy = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
     if not task.split:
@@ -246,7 +246,7 @@ def _paired_interval(first: Any, second: Any, level: float, thresholds: Threshol
 def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     losses, row_count = task.losses, len(task.losses)
     figures: dict[str, Any] = {"split": task.split, "rows": row_count}
-    refusal = too_few_rows(task, thresholds) or losses.broken_model
+    refusal = too_few_rows_reason(task, thresholds) or losses.broken_model
     if refusal:
         return ShipCheck("task", ok=False, line="not measured", reason=refusal, figures=figures)
     base, tuned, tokens, chance = losses.to_arrays()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun
-from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, adapter_names, is_duplicate_name
+from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, model_names_by_saved_name, is_duplicate_name
 from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from sft_play.training.prepare.model_spec import build_model_spec
@@ -93,14 +93,14 @@ class AdaptedModel:
         file = self.run.weights / ADAPTER_FILE
         # a product of two bf16 factors, or a sum with a bf16 weight, would round what was trained
         tower = self.model_spec.text_tower
-        name_in_file = str if tower is None else tower.to_full_name
+        to_full_name = str if tower is None else tower.to_full_name
         saved = {
-            name_in_file(name): tensor.float()
+            to_full_name(name): tensor.float()
             for name, tensor in load_file(file).items()
             if not is_duplicate_name(name)
         }
         peft_model = get_peft_model(model, cast("Any", self.model_spec.peft_config))
-        names = adapter_names(peft_model)
+        names = model_names_by_saved_name(peft_model)
         mismatched_names = sorted(set(names) ^ set(saved))
         if mismatched_names:
             raise ModelError(f"{file} is the adapter of another model: {mismatched_names[0]} is in one of them only")

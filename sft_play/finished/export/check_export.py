@@ -26,7 +26,7 @@ from sft_play.finished.export.check_merge import (
 )
 from sft_play.finished.export.gguf_tokenizer import ExportCheck, file_checks, read_fields
 from sft_play.finished.export.llama_cpp import find_converter
-from sft_play.finished.export.merge import whole_model_folder
+from sft_play.finished.export.merge import ensure_whole_model_folder
 from sft_play.finished.export.places import find_gguf
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.export.prompts import EnginePrompts, PairedPrompt, shared_prefix_length
@@ -106,8 +106,8 @@ def export_test(
     file = find_gguf(run, path)
     fields = read_fields(file)
     quiet_libraries()
-    model = whole_model_folder(run, is_locked=False)
-    prompts = EnginePrompts(run, model)
+    model_folder = ensure_whole_model_folder(run, is_locked=False)
+    prompts = EnginePrompts(run, model_folder)
     held_out_rows = load_held_out_rows(run)
     row_prompts = prompts.row_prompts(held_out_rows.split, rows)
     prompt_source = held_out_rows.name if row_prompts else "test conversations"  # training rows have no text
@@ -122,14 +122,14 @@ def export_test(
     def measure(model: Any) -> _ModelOutput:
         generated = generate_answers(
             model, prompts.tokenizer, [Question(pair.ids, "", "") for pair in paired_prompts],
-            stop_tokens=prompts.stop_ids,
+            stop_ids=prompts.stop_ids,
             max_new_tokens=run.config.eval.max_new_tokens, max_tokens=plan.answer_tokens,
         )  # fmt: skip
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         return _ModelOutput([answer.token_ids for answer in generated], log_probs(model, divergence_rows), dtype)
 
     try:
-        gguf_model = load_gguf(file, model, embedding_rows=embedding_rows)
+        gguf_model = load_gguf(file, model_folder, embedding_rows=embedding_rows)
     except ModelError as error:
         comparison, base_divergence = None, None
         checks.append(ExportCheck("Answers", None, str(error)))

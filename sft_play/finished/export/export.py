@@ -31,7 +31,7 @@ from sft_play.finished.export.llama_cpp import (
     has_llama_cpp,
     quantize_gguf,
 )
-from sft_play.finished.export.merge import whole_model_folder
+from sft_play.finished.export.merge import ensure_whole_model_folder
 from sft_play.finished.export.ollama import build_modelfile
 from sft_play.finished.export.places import (
     CONVERTER_QUANTS,
@@ -130,33 +130,33 @@ def export_run(
         install = f"{sys.executable} -m pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes)"
         raise ConfigError(f"QUANT={quant} needs llama.cpp's library, which is not here: {install}; or take QUANT=q8_0")
     converter = None if format == "vllm" else find_converter(llama_cpp)
-    model_folder = whole_model_folder(run, is_locked=True)
-    with staged_folder(target) as building:
+    model_folder = ensure_whole_model_folder(run, is_locked=True)
+    with staged_folder(target) as staging_folder:
         if converter is None:
-            result = _write_folder(run, model_folder, building, target)
+            result = _write_vllm_folder(run, model_folder, staging_folder, target)
         else:
-            result = _write_gguf(run, model_folder, building, target, converter, quant=quant, format=format)
+            result = _write_gguf(run, model_folder, staging_folder, target, converter, quant=quant, format=format)
         record = {
             "run": run.folder.path.name, "model": model_folder.name, "quant": result.quant,
             "converter": result.converter,
             "file": result.file.name if result.file else None,
             "merge": read_merge_record(model_folder) or None,  # what the weights are made of travels with them
         }  # fmt: skip
-        write_json(building / EXPORT_FILE, {name: value for name, value in record.items() if value is not None})
+        write_json(staging_folder / EXPORT_FILE, {name: value for name, value in record.items() if value is not None})
     notes, seconds = (*language_model_notes(run), *result.notes), round(time.monotonic() - start_time, 2)
     return with_changes(result, notes=notes, merge=describe_merge(model_folder), wall_s=seconds)
 
 
-def _write_folder(run: FinishedRun, model_folder: Path, building: Path, target: Path) -> ExportResult:
+def _write_vllm_folder(run: FinishedRun, model_folder: Path, staging_folder: Path, target: Path) -> ExportResult:
     prompts = EnginePrompts(run, model_folder)
     for file in model_folder.iterdir():
         if file.is_file():
-            _link_or_copy(file, building / file.name)
-    write_generation_config(run, prompts.tokenizer, model_folder, building)
-    size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
-    positions, context_note = describe_context_window(run, str(model_folder))
+            _link_or_copy(file, staging_folder / file.name)
+    write_generation_config(run, prompts.tokenizer, model_folder, staging_folder)
+    size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
+    max_positions, context_note = describe_context_window(run, str(model_folder))
     name = run.folder.path.name
-    command = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(positions)]
+    command = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(max_positions)]
     return ExportResult(
         run.folder.path, "vllm", target, size, (shlex.join(command),), (context_note,) if context_note else ()
     )
@@ -173,7 +173,7 @@ def _link_or_copy(file: Path, target: Path) -> None:
 def _write_gguf(
     run: FinishedRun,
     model_folder: Path,
-    building: Path,
+    staging_folder: Path,
     target: Path,
     converter: Converter,
     *,
@@ -184,28 +184,28 @@ def _write_gguf(
     converted_quant = file_quant if file_quant in CONVERTER_QUANTS else _lossless_quant(model_folder) or "bf16"
     prompts = EnginePrompts(run, model_folder)
     name = run.folder.path.name
-    file = building / f"{name}-{file_quant}.gguf"
+    file = staging_folder / f"{name}-{file_quant}.gguf"
     needed_bytes = sum(weight_file.stat().st_size for weight_file in weight_files(model_folder))
     needed_bytes += 0 if converted_quant == file_quant else needed_bytes // 2  # both files are there for a moment
-    require_space(building, needed_bytes, "the GGUF needs up to")
-    staged = building / ".model"
-    _stage_model(run, model_folder, prompts.tokenizer, staged)
+    require_space(staging_folder, needed_bytes, "the GGUF needs up to")
+    staged_model = staging_folder / ".model"
+    _stage_model(run, model_folder, prompts.tokenizer, staged_model)
     vocabulary, pre_tokenizer = _converter_vocabulary(prompts, converter)
     modelfile_notes: tuple[str, ...] = ()
     if format == "ollama":
-        positions, context_note = describe_context_window(run, str(model_folder))
+        max_positions, context_note = describe_context_window(run, str(model_folder))
         text, modelfile_notes = build_modelfile(
-            run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]), context=positions
+            run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]), context=max_positions
         )
         modelfile_notes += (context_note,) if context_note else ()
-        (building / "Modelfile").write_text(text, encoding="utf-8")
-    converted_file = file if converted_quant == file_quant else staged / "whole.gguf"
+        (staging_folder / "Modelfile").write_text(text, encoding="utf-8")
+    converted_file = file if converted_quant == file_quant else staged_model / "whole.gguf"
     convert_to_gguf(
-        converter, staged, converted_file, quant=converted_quant, name=name, vocabulary=json.dumps(vocabulary)
+        converter, staged_model, converted_file, quant=converted_quant, name=name, vocabulary=json.dumps(vocabulary)
     )
     if converted_quant != file_quant:
         quantize_gguf(converted_file, file, file_quant)
-    shutil.rmtree(staged)
+    shutil.rmtree(staged_model)
     checked, notes = _check_gguf(run, file, prompts, converter)
     fields = gguf_tokenizer.read_fields(file)
     served_file = target / file.name
@@ -220,33 +220,33 @@ def _write_gguf(
     )  # fmt: skip
 
 
-def _resolve_quant(model: Path, requested_quant: Quant | None) -> Quant:
-    quant = requested_quant or _lossless_quant(model)
+def _resolve_quant(model_folder: Path, requested_quant: Quant | None) -> Quant:
+    quant = requested_quant or _lossless_quant(model_folder)
     if quant is None:
-        dtype = _main_dtype(model)
+        dtype = _main_dtype(model_folder)
         raise ConfigError(
-            f"the weights in {model} are {dtype}, which no GGUF holds as they are; give QUANT=bf16 or q8_0"
+            f"the weights in {model_folder} are {dtype}, which no GGUF holds as they are; give QUANT=bf16 or q8_0"
         )
-    if quant == "f16" and _lossless_quant(model) != "f16" and (name := _find_beyond_f16(model)) is not None:
+    if quant == "f16" and _lossless_quant(model_folder) != "f16" and (name := _find_f16_overflow(model_folder)) is not None:
         raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
     return quant
 
 
-def _main_dtype(model: Path) -> str:
+def _main_dtype(model_folder: Path) -> str:
     counts: dict[str, int] = {}
-    for tensor in open_tensors(model).values():
+    for tensor in open_tensors(model_folder).values():
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
     return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _lossless_quant(model: Path) -> Quant | None:
-    return _LOSSLESS_QUANTS.get(_main_dtype(model))
+def _lossless_quant(model_folder: Path) -> Quant | None:
+    return _LOSSLESS_QUANTS.get(_main_dtype(model_folder))
 
 
-def _find_beyond_f16(model: Path) -> str | None:
+def _find_f16_overflow(model_folder: Path) -> str | None:
     from safetensors import safe_open
 
-    for file in weight_files(model):
+    for file in weight_files(model_folder):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
                 tensor = tensors.get_tensor(name)
@@ -255,22 +255,22 @@ def _find_beyond_f16(model: Path) -> str | None:
     return None
 
 
-def _stage_model(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
+def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_model: Path) -> None:
     """Build the folder that the converter reads: links to the model's files, with the base's SentencePiece file, which
     transformers does not write again (or one that is made of tokenizer.json), and the added tokens where the converter
     looks for them."""
-    staged.mkdir()
-    for file in model.iterdir():
+    staged_model.mkdir()
+    for file in model_folder.iterdir():
         if file.is_file():
-            (staged / file.name).symlink_to(file.resolve())
-    base_pieces = _tokenizer_folder(run, model) / "tokenizer.model"
-    staged_pieces = staged / "tokenizer.model"
+            (staged_model / file.name).symlink_to(file.resolve())
+    base_pieces = _tokenizer_folder(run, model_folder) / "tokenizer.model"
+    staged_pieces = staged_model / "tokenizer.model"
     if base_pieces.is_file() and not staged_pieces.exists():
         staged_pieces.symlink_to(base_pieces.resolve())
     if not staged_pieces.exists() and gguf_tokenizer.is_sentencepiece(tokenizer):
         gguf_tokenizer.write_sentencepiece_model(tokenizer, staged_pieces)
     # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no longer writes them
-    path = staged / "tokenizer_config.json"
+    path = staged_model / "tokenizer_config.json"
     settings = read_json(path)
     added_tokens = {
         str(token_id): {"content": token.content, "special": token.special, "normalized": token.normalized}
@@ -280,13 +280,13 @@ def _stage_model(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) ->
     path.write_text(json.dumps({"added_tokens_decoder": added_tokens, **settings}, indent=2) + "\n", encoding="utf-8")
 
 
-def _tokenizer_folder(run: FinishedRun, model: Path) -> Path:
+def _tokenizer_folder(run: FinishedRun, model_folder: Path) -> Path:
     try:
         return base_model_folder(run)
     except ModelError:
         if run.is_adapter:
             raise
-        return model
+        return model_folder
 
 
 def _converter_vocabulary(prompts: EnginePrompts, converter: Converter) -> tuple[dict[str, Any], str | None]:
@@ -318,9 +318,9 @@ def _check_gguf(run: FinishedRun, file: Path, prompts: EnginePrompts, converter:
     }
     for check in checks.values():
         if check.ok is False and check.name != "Stop tokens":
-            way_out = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"
+            remedy = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"
             raise TokenizerError(
-                f"{converter.version} wrote a GGUF that is not the trained model: {check.reason}; {way_out}"
+                f"{converter.version} wrote a GGUF that is not the trained model: {check.reason}; {remedy}"
             )
     notes = [f"{check.name}: {check.reason}" for check in checks.values() if check.ok is not True]
     return len(paired_prompts) if checks["Tokenizer"].ok else 0, notes

@@ -22,7 +22,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
-class UnreadableTokenizer(ModelError):
+class UnreadableTokenizerError(ModelError):
     """The file's tokenizer is of a kind that only llama.cpp itself can read."""
 
 
@@ -60,7 +60,7 @@ class GgufTokenizer:
             self._adds_space_prefix = bool(entry("add_space_prefix", True))
             self._encoder = self._sentencepiece_encoder(entry("scores", []), token_types)
         else:
-            raise UnreadableTokenizer(f"the GGUF's tokenizer is a {self.kind}, which only llama.cpp itself reads")
+            raise UnreadableTokenizerError(f"the GGUF's tokenizer is a {self.kind}, which only llama.cpp itself reads")
 
     def _sentencepiece_encoder(self, scores: list[float], token_types: list[int]) -> Callable[[str], list[int]]:
         from sentencepiece import SentencePieceProcessor
@@ -69,7 +69,7 @@ class GgufTokenizer:
         try:
             processor = SentencePieceProcessor(model_proto=model.SerializeToString())
         except RuntimeError as error:
-            raise UnreadableTokenizer(f"SentencePiece does not read the GGUF's tokenizer: {error}") from None
+            raise UnreadableTokenizerError(f"SentencePiece does not read the GGUF's tokenizer: {error}") from None
         prefix = " " if self._adds_space_prefix else ""  # after every special token too
         return lambda text: list(processor.encode(prefix + text))
 
@@ -79,7 +79,7 @@ class GgufTokenizer:
         from tokenizers import Tokenizer, models
 
         if self.pre not in pre_tokenizers:
-            raise UnreadableTokenizer(f"the GGUF's pre-tokenizer {self.pre} is not in this llama.cpp's own table")
+            raise UnreadableTokenizerError(f"the GGUF's pre-tokenizer {self.pre} is not in this llama.cpp's own table")
         pairs = [tuple(merge.split(" ")) for merge in merges]
         backend = Tokenizer(
             models.BPE(
@@ -132,7 +132,7 @@ def file_checks(
         checks.append(ExportCheck("Template", is_equal, f"the file has {reason}"))
     try:
         file_tokenizer = GgufTokenizer(fields, pre_tokenizers)
-    except UnreadableTokenizer as error:
+    except UnreadableTokenizerError as error:
         return [*checks, ExportCheck("Tokenizer", None, str(error))]
     equal_count = sum(
         pair.rendered is not None and file_tokenizer.encode(pair.text) == pair.ids for pair in paired_prompts

@@ -88,14 +88,14 @@ def _cached_converter() -> Converter:
     except OSError as error:
         reason = f"({error.strerror}); set SFT_PLAY_CACHE to a folder of yours"
         raise ConfigError(f"the cache {folder} cannot be created {reason}") from None
-    with hold_lock(folder / "lock", waiting="Another run is fetching llama.cpp's converter: waiting for it"):
+    with hold_lock(folder / "lock", waiting_message="Another run is fetching llama.cpp's converter: waiting for it"):
         # looked for again: another process may have unpacked it while this one waited for the lock
         if (converter_folder / CONVERTER_FILE).is_file():
             return converter
         # always the same name, since this process holds the lock: what a killed one left is removed
-        with atomic.replace_path(converter_folder, temporary=folder / ".building") as building:
-            download_folder = building / "fetched"
-            unpack_converter(_download(download_folder), building)
+        with atomic.replace_path(converter_folder, temporary=folder / ".building") as staging_folder:
+            download_folder = staging_folder / "fetched"
+            unpack_converter(_download(download_folder), staging_folder)
             shutil.rmtree(download_folder, ignore_errors=True)
     return converter
 
@@ -127,8 +127,8 @@ def _download(folder: Path) -> Path:
         lines = [line for line in (process.stdout + process.stderr).splitlines() if line.strip()]
         reason = next((line for line in lines if line.lstrip().startswith("ERROR")), lines[-1] if lines else "no pip")
         problem = f"llama.cpp's converter is not in the cache ({cache_dir()}) and pip cannot fetch it"
-        way_out = f"Give LLAMA_CPP= a checkout of llama.cpp; {LLAMA_CPP_PACKAGE}'s source package has one, in vendor/"
-        raise ConfigError(f"{problem}: {one_line(reason, limit=200)}. {way_out}")
+        remedy = f"Give LLAMA_CPP= a checkout of llama.cpp; {LLAMA_CPP_PACKAGE}'s source package has one, in vendor/"
+        raise ConfigError(f"{problem}: {one_line(reason, limit=200)}. {remedy}")
     return archives[0]
 
 
@@ -150,12 +150,12 @@ def unpack_converter(archive: Path, target: Path) -> None:
         raise ConfigError(f"{archive} holds no {CONVERTER_FILE} under {_VENDOR_PREFIX}")
 
 
-def convert_to_gguf(converter: Converter, model: Path, target: Path, *, quant: str, name: str, vocabulary: str) -> None:
+def convert_to_gguf(converter: Converter, model_folder: Path, target: Path, *, quant: str, name: str, vocabulary: str) -> None:
     """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of its own. `name`: the
     model's in the file. `vocabulary`: JSON for `run_converter.py`. Raises BackendError with its last lines where it
     failed."""
     runner = Path(__file__).with_name("run_converter.py")
-    arguments = [str(converter.folder), str(model), "--outfile", str(target), "--outtype", quant, "--model-name", name]
+    arguments = [str(converter.folder), str(model_folder), "--outfile", str(target), "--outtype", quant, "--model-name", name]
     process = run_python([str(runner), *arguments], environment={"SFT_PLAY_GGUF_VOCABULARY": vocabulary})
     if process.returncode or not target.is_file():
         hint = "a newer checkout may do better (LLAMA_CPP=)"

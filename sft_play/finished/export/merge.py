@@ -109,22 +109,22 @@ def merge_run(
     target = out or run.folder.path / MERGED_FOLDER
     require_mergeable(run, base, target, replace=replace)
     quiet_libraries()
-    base_files = base_model_folder(run)
+    base_folder = base_model_folder(run)
     adapted = AdaptedModel(run, base=(base or "dequantized") if run.is_quantized else None)
-    merged_weights = MergedWeights(adapted, base_files, MERGE_DTYPES[dtype] if dtype else None)
-    with staged_folder(target) as building:
-        require_space(building, merged_weights.max_bytes, "the merged model needs")
-        merged_weights.write(building, file_bytes)
-        stop_ids = _write_configs(adapted, base_files, building, merged_weights.dtype)
-        record_digests(building)
+    merged_weights = MergedWeights(adapted, base_folder, MERGE_DTYPES[dtype] if dtype else None)
+    with staged_folder(target) as staging_folder:
+        require_space(staging_folder, merged_weights.max_bytes, "the merged model needs")
+        merged_weights.write(staging_folder, file_bytes)
+        stop_ids = _write_configs(adapted, base_folder, staging_folder, merged_weights.dtype)
+        record_digests(staging_folder)
         dtype_name = {value: name for name, value in MERGE_DTYPES.items()}.get(
             merged_weights.dtype, str(merged_weights.dtype)
         )
-        write_card(building, card_facts(run, adapted.model_spec, stop_ids, dtype=dtype_name))
+        write_card(staging_folder, card_facts(run, adapted.model_spec, stop_ids, dtype=dtype_name))
         adapter_digest = base_weights_identity(str(run.weights), None)["sha256"]
         record = {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": adapter_digest, "test": None}
-        write_json(building / MERGE_FILE, record)
-        size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
+        write_json(staging_folder / MERGE_FILE, record)
+        size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
     lost_note = peft_loading_warning(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
     notes = [*language_model_notes(run), *[f"Adapter: {lost_note}"] * bool(lost_note)]
     if dtype_name != "fp32" and any(
@@ -151,8 +151,8 @@ def card_facts(
     )  # fmt: skip
 
 
-def _write_configs(adapted: AdaptedModel, base_files: Path, folder: Path, dtype: torch.dtype) -> list[int]:
-    config = dequantised_config(read_json(base_files / "config.json"))
+def _write_configs(adapted: AdaptedModel, base_folder: Path, folder: Path, dtype: torch.dtype) -> list[int]:
+    config = dequantised_config(read_json(base_folder / "config.json"))
     text_config = config.get("text_config") or config
     set_dtype(config, str(dtype).removeprefix("torch."))
     if adapted.untied_sources:
@@ -161,14 +161,14 @@ def _write_configs(adapted: AdaptedModel, base_files: Path, folder: Path, dtype:
         text_config["vocab_size"] = adapted.model_spec.resize_to
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     adapted.tokenizer.save_pretrained(folder)
-    stop_ids = write_generation_config(adapted.run, adapted.tokenizer, base_files, folder)
+    stop_ids = write_generation_config(adapted.run, adapted.tokenizer, base_folder, folder)
     # code of the model's own, which config.json's auto_map names, and what its class reads images with
-    for file in (*base_files.glob("*.py"), *base_files.glob("*processor*.json")):
+    for file in (*base_folder.glob("*.py"), *base_folder.glob("*processor*.json")):
         shutil.copyfile(file, folder / file.name)
     return stop_ids
 
 
-def whole_model_folder(run: FinishedRun, *, is_locked: bool) -> Path:
+def ensure_whole_model_folder(run: FinishedRun, *, is_locked: bool) -> Path:
     """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is missing or
     of an earlier adapter. `is_locked`: the caller holds the run's lock, which a merge needs. Raises RunFolderError
     where what was merged is not what was trained, or SftPlayError as `merge_run` does."""

@@ -37,9 +37,9 @@ class MergedWeights:
     """The merged weights, and how they are written: from the base's files tensor by tensor where every adapted layer
     is a tensor there, else through the whole model in RAM."""
 
-    def __init__(self, adapted: AdaptedModel, folder: Path, dtype: torch.dtype | None) -> None:
-        self._adapted, self._folder = adapted, folder
-        self._base_tensors = open_tensors(folder)
+    def __init__(self, adapted: AdaptedModel, base_folder: Path, dtype: torch.dtype | None) -> None:
+        self._adapted, self._folder = adapted, base_folder
+        self._base_tensors = open_tensors(base_folder)
         self._base_facts = {
             name: (tensor.file, tensor.shape, tensor.dtype) for name, tensor in self._base_tensors.items()
         }
@@ -89,7 +89,7 @@ class MergedWeights:
         shapes."""
         if self.is_streamed:
             shapes, tensors = dict(self._output_shapes()), self._merged_tensors()
-            write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, file_bytes=file_bytes)
+            write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, max_file_bytes=file_bytes)
         else:
             self._write_through_model(folder)
         misfit = self._find_misfit((name, tensor.shape) for name, tensor in open_tensors(folder).items())

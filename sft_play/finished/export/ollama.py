@@ -22,7 +22,7 @@ _MAX_STOP_CHARS = 64
 _SYSTEM, _USERS, _ANSWERS = "Qsys0Q", ("Quser1Q", "Quser2Q", "Quser3Q"), ("Qbot1Q", "Qbot2Q")
 
 
-class UnsupportedTemplate(TokenizerError):
+class UnsupportedTemplateError(TokenizerError):
     """The chat template does what a Modelfile cannot say."""
 
 
@@ -36,7 +36,7 @@ def build_modelfile(
     for stop in stops:
         # Ollama stops at a text, not at a token: one that ordinary tokens spell too would end answers early
         if len(tokenizer(stop, add_special_tokens=False)["input_ids"]) != 1:
-            raise UnsupportedTemplate(f"the stop token {stop!r} is not one token when it is written as text")
+            raise UnsupportedTemplateError(f"the stop token {stop!r} is not one token when it is written as text")
     if prompts.is_plain_text:
         return format_modelfile(file, "{{ .Prompt }}", stops=stops, system=None, context=context), ()
     bos = str(tokenizer.bos_token) if adds_bos else ""
@@ -44,10 +44,10 @@ def build_modelfile(
         parts = learn_template_parts(prompts.render, tokenizer.all_special_tokens)
         template = go_template(parts, bos=bos)
         _check_probes(prompts, parts, bos=bos)
-    except UnsupportedTemplate as error:
-        way_out = f"llama-server --jinja runs it itself: make export FORMAT=gguf RUN={run.folder.shell_path}"
-        raise UnsupportedTemplate(
-            f"the chat template cannot be written as an Ollama template: {error}. {way_out}"
+    except UnsupportedTemplateError as error:
+        remedy = f"llama-server --jinja runs it itself: make export FORMAT=gguf RUN={run.folder.shell_path}"
+        raise UnsupportedTemplateError(
+            f"the chat template cannot be written as an Ollama template: {error}. {remedy}"
         ) from None
     date_note = f"The chat template writes the date; the Modelfile has that of the run ({prompts.today})"
     notes = (date_note,) if "strftime_now" in (prompts.template or "") else ()
@@ -60,7 +60,7 @@ def _check_probes(prompts: EnginePrompts, parts: TemplateParts, *, bos: str) -> 
             continue
         if render_as_ollama(parts, messages, bos=bos) != prompts.render(messages).removeprefix(bos):
             roles = ", ".join(message["role"] for message in messages)
-            raise UnsupportedTemplate(f"it renders a conversation ({roles}) differently")
+            raise UnsupportedTemplateError(f"it renders a conversation ({roles}) differently")
 
 
 def format_modelfile(file: str, template: str, *, stops: Sequence[str], system: str | None, context: int) -> str:
@@ -68,7 +68,7 @@ def format_modelfile(file: str, template: str, *, stops: Sequence[str], system: 
     Raises UnsupportedTemplate where a text in it cannot be quoted."""
     for text in (template, system or "", *stops):
         if '"""' in text:
-            raise UnsupportedTemplate('it writes """, which ends a text in a Modelfile')
+            raise UnsupportedTemplateError('it writes """, which ends a text in a Modelfile')
     lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""']
     if system is not None:
         lines.append(f'SYSTEM """{system}"""')
@@ -81,7 +81,7 @@ def format_modelfile(file: str, template: str, *, stops: Sequence[str], system: 
 
 
 # The chat template: messages to text, with `prompt` to what an answer follows; raises RenderError where it refuses.
-Render = Callable[..., str]
+RenderFunction = Callable[..., str]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def render_as_ollama(parts: TemplateParts, messages: Sequence[Mapping[str, str]]
     return text + parts.answer
 
 
-def learn_template_parts(render: Render, special_tokens: Sequence[str]) -> TemplateParts:
+def learn_template_parts(render: RenderFunction, special_tokens: Sequence[str]) -> TemplateParts:
     """Learn the parts of a chat template from probe conversations. Raises UnsupportedTemplate where the turns are not
     written one after the other, each in the same way."""
     turns = [_turn("user", _USERS[0]), _turn("assistant", _ANSWERS[0]), _turn("user", _USERS[1]),
@@ -167,7 +167,7 @@ def learn_template_parts(render: Render, special_tokens: Sequence[str]) -> Templ
     before_first, *between, after_last = _split_at_marks(render(turns), [turn["content"] for turn in turns])
     # between[0] and [2] go from a question to its answer, [1] and [3] from an answer to the next question
     if between[0] != between[2] or between[1] != between[3]:
-        raise UnsupportedTemplate("it writes earlier turns in another way than later ones")
+        raise UnsupportedTemplateError("it writes earlier turns in another way than later ones")
     # a question that nothing follows shows where its turn ends, and where that of the answer begins
     user_end = _split_at_marks(render(turns[:1], prompt=False), [turns[0]["content"]])[1]
     if not between[0].startswith(user_end) or not after_last.startswith(user_end):
@@ -192,7 +192,7 @@ def learn_template_parts(render: Render, special_tokens: Sequence[str]) -> Templ
 
 
 def _learn_system_parts(
-    parts: TemplateParts, render: Render, turns: Sequence[Mapping[str, str]], between: Sequence[str], tail: str
+    parts: TemplateParts, render: RenderFunction, turns: Sequence[Mapping[str, str]], between: Sequence[str], tail: str
 ) -> TemplateParts:
     try:
         text = render([_turn("system", _SYSTEM), *turns])
@@ -204,20 +204,20 @@ def _learn_system_parts(
     if text.index(_SYSTEM) > text.find(contents[0]):
         *pieces, text_before, text_after, end = _split_at_marks(text, [*contents[:-1], _SYSTEM, contents[-1]])
         if [*pieces[1:], end] != [*between[:-1], tail] or not text_before.startswith(between[-1]):
-            raise UnsupportedTemplate("it writes the system prompt between the turns")
+            raise UnsupportedTemplateError("it writes the system prompt between the turns")
         return replace(
             parts, system=(text_before.removeprefix(between[-1]), text_after), system_position="last user turn"
         )
     text_before, text_after, *pieces = _split_at_marks(text, [_SYSTEM, *contents])
     if [*pieces] != [*between, tail]:
-        raise UnsupportedTemplate("it writes the turns in another way where there is a system prompt")
+        raise UnsupportedTemplateError("it writes the turns in another way where there is a system prompt")
     user_start = parts.user[0]
     if text_before.startswith(parts.start + user_start) and not text_after.endswith(user_start):
         return replace(
             parts, system=(text_before[len(parts.start + user_start) :], text_after), system_position="first user turn"
         )
     if user_start and not text_after.endswith(user_start):
-        raise UnsupportedTemplate("it opens the first user turn in another way after a system prompt")
+        raise UnsupportedTemplateError("it opens the first user turn in another way after a system prompt")
     system = (text_before, text_after[: len(text_after) - len(user_start)])
     is_default = parts.start.startswith(system[0]) and parts.start.endswith(system[1])
     default_system = parts.start[len(system[0]) : len(parts.start) - len(system[1])] if is_default else ""
@@ -233,7 +233,7 @@ def _split_at_marks(text: str, marks: Sequence[str]) -> list[str]:
     for mark in marks:
         piece, matched, remainder = remainder.partition(mark)
         if not matched or mark in remainder:
-            raise UnsupportedTemplate("it does not write every turn once and in order")
+            raise UnsupportedTemplateError("it does not write every turn once and in order")
         pieces.append(piece)
     return [*pieces, remainder]
 

@@ -68,20 +68,20 @@ def read_pre_tokenizers(source: Path) -> dict[str, PreTokenizer]:
     if not source.is_file():
         return {}
     text = source.read_text(encoding="utf-8", errors="replace")
-    expressions = _expressions(text)
+    expressions = _parse_expressions(text)
     pre_tokenizers = {}
-    for names, type_name, settings in _branches(text):
+    for names, type_name, settings in _iter_branches(text):
         if "escape_whitespaces = true" in settings or "normalizer_opts" in settings:
             continue  # not byte-level, which is the only kind that is compared here
-        own_expressions = expressions.get(type_name, expressions.get("default", ()))
-        if all(map(_is_readable, own_expressions)):
+        type_expressions = expressions.get(type_name, expressions.get("default", ()))
+        if all(map(_is_readable, type_expressions)):
             pre_tokenizers.update(
-                {name: PreTokenizer(name, own_expressions, "ignore_merges = true" in settings) for name in names}
+                {name: PreTokenizer(name, type_expressions, "ignore_merges = true" in settings) for name in names}
             )
     return pre_tokenizers
 
 
-def _branches(text: str) -> Iterator[tuple[list[str], str, str]]:
+def _iter_branches(text: str) -> Iterator[tuple[list[str], str, str]]:
     names: list[str] = []
     type_name, settings = "", ""
     for line in text.splitlines():
@@ -107,7 +107,7 @@ def _is_readable(expression: str) -> bool:
     return True
 
 
-def _expressions(text: str) -> dict[str, tuple[str, ...]]:
+def _parse_expressions(text: str) -> dict[str, tuple[str, ...]]:
     """The regular expressions of each type of pre-tokenizer; `default` are those of types that are not named."""
     start = text.find("struct llm_tokenizer_bpe")
     switch = text[start : text.find("\n};", start)]
@@ -126,11 +126,11 @@ def _expressions(text: str) -> dict[str, tuple[str, ...]]:
 
 def probe_texts() -> list[str]:
     """Texts of all kinds: words, numbers, punctuation, white space, and scripts from every part of Unicode."""
-    draw = random.Random(0)
-    texts = ["".join(draw.choices(_PIECES, k=draw.randint(1, 24))) for _ in range(_RANDOM_TEXTS)]
+    generator = random.Random(0)
+    texts = ["".join(generator.choices(_PIECES, k=generator.randint(1, 24))) for _ in range(_RANDOM_TEXTS)]
     for _ in range(_RANDOM_TEXTS):
-        ranges = draw.choices(_ALPHABETS, k=3)
-        points = [draw.randint(*draw.choice(ranges)) for _ in range(draw.randint(1, 40))]
+        ranges = generator.choices(_ALPHABETS, k=3)
+        points = [generator.randint(*generator.choice(ranges)) for _ in range(generator.randint(1, 40))]
         texts.append("".join(chr(point) for point in points))
     return [*_PIECES, *texts]
 
@@ -145,7 +145,7 @@ def matching_names(backend: Any, pre_tokenizers: dict[str, PreTokenizer], texts:
         return []
     if model.dropout or model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix:
         return []
-    own_pieces = [backend.pre_tokenizer.pre_tokenize_str(text) for text in texts]
+    tokenizer_pieces = [backend.pre_tokenizer.pre_tokenize_str(text) for text in texts]
     is_equal: dict[tuple[str, ...], bool] = {}
     names = []
     for name, candidate in pre_tokenizers.items():
@@ -153,7 +153,7 @@ def matching_names(backend: Any, pre_tokenizers: dict[str, PreTokenizer], texts:
             tokenizer = candidate.build()
             is_equal[candidate.expressions] = all(
                 [piece for piece, _ in tokenizer.pre_tokenize_str(text)] == [piece for piece, _ in pieces]
-                for text, pieces in zip(texts, own_pieces, strict=True)
+                for text, pieces in zip(texts, tokenizer_pieces, strict=True)
             )
         # cut alike, and merged alike: with ignore_merges a piece that is a token as a whole skips the merges
         if is_equal[candidate.expressions] and candidate.ignore_merges == bool(model.ignore_merges):

@@ -22,7 +22,7 @@ from sft_play.finished.load import build_run_renderer, evenly_spaced_indices
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import read_json
 from sft_play.training.checkpoints.model_saving import set_stop_tokens
-from sft_play.training.measure.exact_match import EosTokenIds, stop_ids
+from sft_play.training.measure.exact_match import EosTokenIds, collect_stop_ids
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 MAX_CHECKED_ROWS = 32
@@ -48,9 +48,9 @@ class PairedPrompt:
 class EnginePrompts:
     """A run's prompts, and those of the folder `model`, which was merged or exported from it."""
 
-    def __init__(self, run: FinishedRun, model: Path) -> None:
-        self._run, self._model = run, model
-        self.tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=run.config.model.trust_remote_code)
+    def __init__(self, run: FinishedRun, model_folder: Path) -> None:
+        self._run, self._model = run, model_folder
+        self.tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=run.config.model.trust_remote_code)
         self._training_tokenizer = load_tokenizer(run.config).tokenizer
         self._renderer = build_run_renderer(run, self._training_tokenizer)
         self.is_plain_text = run.config.task_mode == "cpt"
@@ -72,7 +72,7 @@ class EnginePrompts:
         folder_stop_ids = next(
             (config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None), None
         )
-        return stop_tokens(self._run, self.tokenizer, folder_stop_ids)
+        return run_stop_ids(self._run, self.tokenizer, folder_stop_ids)
 
     @cached_property
     def _templates(self) -> dict[str, ChatTemplate]:
@@ -168,11 +168,11 @@ def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, fold
     """Write the generation config of the model in `source`, with the stop tokens of training, into `folder`; returns
     the stop tokens."""
     settings, config = read_json(source / "generation_config.json"), read_json(source / "config.json")
-    stop_token_ids = stop_tokens(run, tokenizer, settings.get("eos_token_id", config.get("eos_token_id")))
+    stop_token_ids = run_stop_ids(run, tokenizer, settings.get("eos_token_id", config.get("eos_token_id")))
     set_stop_tokens(folder, stop_token_ids, tokenizer.pad_token_id, source_folder=source)
     return stop_token_ids
 
 
-def stop_tokens(run: FinishedRun, tokenizer: Any, base_stop_ids: EosTokenIds) -> list[int]:
+def run_stop_ids(run: FinishedRun, tokenizer: Any, base_stop_ids: EosTokenIds) -> list[int]:
     """Tokens that end an answer as the run was trained: the base's own, and what ends an assistant's turn."""
-    return stop_ids(run.config.task_mode, tokenizer, build_run_renderer(run, tokenizer), base_stop_ids)
+    return collect_stop_ids(run.config.task_mode, tokenizer, build_run_renderer(run, tokenizer), base_stop_ids)

@@ -192,7 +192,7 @@ def _plain_text(text: str) -> str:
 _HELD_OUT_SPLITS = (("eval", "validation", 1), ("test", "test", 2))
 
 
-def run_charts(record: RunRecord) -> list[Chart]:
+def build_run_charts(record: RunRecord) -> list[Chart]:
     """The curves of a run; a chart that the run cannot fill is left out."""
     stage_starts = tuple(first_step for _, first_step in record.stage_starts) if record.has_stages else ()
     curve = record.curve

@@ -73,13 +73,13 @@ def _page_template() -> Any:
     from markupsafe import Markup
 
     @pass_context
-    def safe(context: Any, value: Any) -> Any:
+    def redact_value(context: Any, value: Any) -> Any:
         if isinstance(value, Markup):
             return value
         return redact(escape_control(str(value)), secrets=context["secrets"])
 
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, finalize=safe, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(loader=loader, autoescape=True, finalize=redact_value, trim_blocks=True, lstrip_blocks=True)
     environment.filters["svg"] = Markup  # drawn by vl-convert, which escapes what a chart names
     return environment.get_template("page.html.jinja")
 

@@ -204,14 +204,14 @@ def headline_metrics(record: RunRecord) -> list[tuple[str, str]]:
     planned_steps = [(part.plan.get("run") or {}).get("steps") for part in record.parts]
     total = sum(steps for steps in planned_steps if isinstance(steps, (int, float)))
     suffix = f" of {total:,}" if total and total != record.steps and not record.has_stages else ""
-    lead = [("Status", record.status), ("Steps", f"{record.steps:,}{suffix}")]
+    headline = [("Status", record.status), ("Steps", f"{record.steps:,}{suffix}")]
     for name, label, number_format in (("loss", "Held-out loss", "{:.4f}"), ("exact_match", "Exact match", "{:.1%}")):
         before_value, after_value = (record.held_out_metric(moment, name) for moment in ("before", "after"))
         formatted = [number_format.format(value) for value in (before_value, after_value) if value is not None]
         if formatted:
             generated_rows = record.held_out_metric("before" if after_value is None else "after", "generated_rows")
             suffix = f" of {generated_rows:,.0f} rows" if generated_rows and name == "exact_match" else ""
-            lead.append(
+            headline.append(
                 (label, (" → ".join(formatted) if after_value is not None else f"{formatted[0]} before") + suffix)
             )
     answered_rows = max((rows for _, rows in record.curve("eval_generated_rows")), default=None)
@@ -223,14 +223,14 @@ def headline_metrics(record: RunRecord) -> list[tuple[str, str]]:
     best = find_best_evaluation(evaluations, record.summary)
     if best is not None and not isinstance(record.summary.get("after"), dict):
         suffix = f" of {best[2]:,} rows" if best[2] else ""
-        lead.append((f"Best held-out {best[0].replace('_', ' ')}", f"{best[1]:.4g}{suffix}"))
+        headline.append((f"Best held-out {best[0].replace('_', ' ')}", f"{best[1]:.4g}{suffix}"))
     speed = mean_tokens_per_s(record)
-    lead += [("Tokens/s", f"{speed:,.0f}")] if speed else []
+    headline += [("Tokens/s", f"{speed:,.0f}")] if speed else []
     kind, _, peak = max(map(compare_peak_memory, record.parts), key=lambda part: part[2] or 0)
-    lead += [(f"Peak memory, {kind}", format_size(peak))] if peak else []
+    headline += [(f"Peak memory, {kind}", format_size(peak))] if peak else []
     wall_s = record.summary.get("wall_s")
-    lead += [("Time", format_duration(wall_s))] if wall_s else []
-    return lead
+    headline += [("Time", format_duration(wall_s))] if wall_s else []
+    return headline
 
 
 def mean_tokens_per_s(record: RunRecord) -> float | None:
@@ -262,6 +262,6 @@ def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
     )
 
 
-def percent_difference(predicted: float | None, measured: float | None) -> str:
+def format_percent_difference(predicted: float | None, measured: float | None) -> str:
     """How far the measured value is from the predicted one."""
     return f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else ""

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import SftPlayError
-from sft_play.finished.report.charts import Chart, ChartError, draw_charts, plot_as_text, run_charts
+from sft_play.finished.report.charts import Chart, ChartError, draw_charts, plot_as_text, build_run_charts
 from sft_play.finished.report.page import AnsweredQuestion, ReportSection, ReportTable, render_page, write_page
 from sft_play.finished.report.record import (
     RunPart,
     RunRecord,
     compare_peak_memory,
     headline_metrics,
-    percent_difference,
+    format_percent_difference,
     read_record,
     settings_by_path,
 )
@@ -68,7 +68,7 @@ class RunReport(RunCommandResult):
 
 def write_report(record: RunRecord, *, path: Path | None = None) -> RunReport:
     """Write the report of a run; raises ConfigError where the page cannot be written there."""
-    charts, problem = run_charts(record), None
+    charts, problem = build_run_charts(record), None
     try:
         svgs = draw_charts(charts)
     except ChartError as error:
@@ -85,14 +85,14 @@ def write_report(record: RunRecord, *, path: Path | None = None) -> RunReport:
 
 
 @contextlib.contextmanager
-def reporting(folder: RunFolder) -> Iterator[None]:
+def report_on_exit(folder: RunFolder) -> Iterator[None]:
     """Write the report once the run inside has ended, however it ended; not where it was refused before it began."""
     state_before = _manifest_state(folder)
     try:
         yield
     finally:
         if _manifest_state(folder) != state_before:  # a refused run leaves an earlier report alone
-            report_at_end(folder)
+            write_final_report(folder)
 
 
 def _manifest_state(folder: RunFolder) -> tuple[int, int] | None:
@@ -103,7 +103,7 @@ def _manifest_state(folder: RunFolder) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def report_at_end(folder: RunFolder) -> None:
+def write_final_report(folder: RunFolder) -> None:
     """Write the report of a run that has just ended, after its summary, and name it; whatever goes wrong is a
     warning."""
     if not folder.manifest_path.is_file():  # nothing was trained, and the folder is gone
@@ -165,7 +165,7 @@ def _memory_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
             f"memory in {moment}",
             _format_size(predicted),
             _format_size(measured),
-            percent_difference(predicted, measured),
+            format_percent_difference(predicted, measured),
         )
     memory_kind, predicted, measured = compare_peak_memory(part)
     if predicted is not None:
@@ -173,7 +173,7 @@ def _memory_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
             f"peak, {memory_kind}",
             _format_size(predicted),
             _format_size(measured),
-            percent_difference(predicted, measured),
+            format_percent_difference(predicted, measured),
         )
 
 
@@ -183,13 +183,13 @@ def _speed_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
     speed = part.tokens_per_s
     if speed is not None:
         predicted_text = f"{predicted:,.0f}" if predicted else "-"
-        yield "tokens/s in training", predicted_text, f"{speed:,.0f}", percent_difference(predicted, speed)
+        yield "tokens/s in training", predicted_text, f"{speed:,.0f}", format_percent_difference(predicted, speed)
     seconds = planned_run["hours"] * 3600 if isinstance(planned_run.get("hours"), (int, float)) else None
     if part.training_s is not None:
         # of a run that stopped early the plan's time, which is that of all steps, has nothing to be compared with
         has_all_steps = part.steps == planned_run.get("steps")
         label = "time of all steps" if has_all_steps else f"time of {part.steps:,} steps, of all predicted"
-        difference = percent_difference(seconds, part.training_s) if has_all_steps else ""
+        difference = format_percent_difference(seconds, part.training_s) if has_all_steps else ""
         yield label, "-" if seconds is None else format_duration(seconds), format_duration(part.training_s), difference
     if part.summary.get("wall_s"):
         yield "wall time, with loading, evaluation and saving", "-", format_duration(part.summary["wall_s"]), ""

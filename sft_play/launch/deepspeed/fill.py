@@ -180,7 +180,7 @@ class _ConfigFiller:
             if path.startswith("optimizer."):
                 continue
             file_value = self.set_if_open(path, value, run_key)
-            if file_value is not None and not equal_numbers(file_value, value):
+            if file_value is not None and not are_numbers_equal(file_value, value):
                 remedy = f'set it to "auto", or run with {run_key}={file_value:g}'
                 self.problems.append(f"{path}: {file_value:g} contradicts {run_key}: {value:g}; {remedy}")
 
@@ -239,7 +239,7 @@ class _ConfigFiller:
             if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
                 continue  # it leaves the number to the run, or chooses between implementations of the same update
             source, planned_value = run_params.get(key, ("the run YAML's optimizer, which has no such number", None))
-            if not equal_numbers(value, planned_value):
+            if not are_numbers_equal(value, planned_value):
                 expected = source if planned_value is None else f"{source}: {format_value(planned_value)}"
                 self.problems.append(
                     f'optimizer.params.{key}: {format_value(value)} contradicts {expected}; set it to "auto"'
@@ -296,7 +296,7 @@ def drop_unresolved_autos(config: DeepspeedConfig) -> list[str]:
     return dropped
 
 
-def equal_numbers(first: Any, second: Any) -> bool:
+def are_numbers_equal(first: Any, second: Any) -> bool:
     """Whether two numbers, or lists of numbers, are numerically equal."""
     try:
         if isinstance(first, list | tuple) or isinstance(second, list | tuple):

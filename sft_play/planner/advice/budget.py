@@ -85,15 +85,15 @@ class BudgetResult:
 
     def lines(self) -> list[str]:
         """Cheapest and fastest, the machines by cost, and the age of the prices."""
-        budget = f"Budget {self.usd:,.2f} USD"
+        budget_text = f"Budget {self.usd:,.2f} USD"
         if not self.offers:
-            return [f"{budget}: the run fits on no machine with a known price"]
+            return [f"{budget_text}: the run fits on no machine with a known price"]
         if self.cheapest is None or self.fastest is None:
-            heading_lines = [f"{budget}: NO machine is within it; the cheapest is {_format_offer(self.offers[0])}"]
+            heading_lines = [f"{budget_text}: NO machine is within it; the cheapest is {_format_offer(self.offers[0])}"]
         else:
             is_same = self.fastest == self.cheapest
             heading_lines = [
-                f"{budget}: the cheapest machine is {_format_offer(self.cheapest)}",
+                f"{budget_text}: the cheapest machine is {_format_offer(self.cheapest)}",
                 f"Fastest within it: {'the same' if is_same else _format_offer(self.fastest)}",
             ]
         offer_lines = [

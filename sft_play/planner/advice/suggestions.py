@@ -15,7 +15,7 @@ from typing import Any
 from sft_play.config.schema import RunConfig, TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find_gpus, suggested_gpus
+from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find_catalog_entries, suggested_gpus
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.installed import LIGER_PACKAGE
 from sft_play.facts.models.architecture import load_model_shape
@@ -28,14 +28,14 @@ from sft_play.planner.plan import Plan, PlanRequest, Suggestion, build_plan_inpu
 from sft_play.units import GIB
 
 # Shorter sequences are suggested in steps of this many tokens, down to one step.
-LENGTH_STEP = 256
+SUGGESTED_SEQ_LEN_STEP = 256
 GPU_COUNTS = (2, 4, 8, 16, 32, 64)
 # GPUs per node when more are suggested than the present nodes have.
 GPUS_PER_NODE = 8
 SMALL_LORA_RANK = 8
 NO_MESH = "model.mesh_shape=null"
 # RAM is suggested in steps of this many bytes.
-RAM_STEP = 16 * GIB
+RAM_STEP_BYTES = 16 * GIB
 
 
 def make_advised_plan(request: PlanRequest, **options: Any) -> Plan:
@@ -189,8 +189,8 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
         and request.shape.model_type in LIGER_REPLACEMENTS
     ):
         settings += ["train.kernels=liger"] if request.hardware.gpus else []  # auto counts the plain ones' memory
-    if config.model.max_seq_len > LENGTH_STEP:
-        settings.append(f"model.max_seq_len={_longest_fitting_length(request)}")
+    if config.model.max_seq_len > SUGGESTED_SEQ_LEN_STEP:
+        settings.append(f"model.max_seq_len={_longest_fitting_seq_len(request)}")
     if config.tuning.mode == "full":
         settings += ["train.optim=adafactor", "tuning.mode=lora"]
     if config.tuning.mode != "qlora":
@@ -212,15 +212,15 @@ def _smaller_batches(train: TrainConfig) -> list[str]:
     ]
 
 
-def _longest_fitting_length(request: PlanRequest) -> int:
+def _longest_fitting_seq_len(request: PlanRequest) -> int:
     def fits(length: int) -> bool:
         candidate = lowest_memory_candidate(
             replace(request, config=_apply_setting(request.config, f"model.max_seq_len={length}"))
         )
         return candidate is not None and candidate.fits
 
-    max_length = (request.config.model.max_seq_len - 1) // LENGTH_STEP * LENGTH_STEP
-    return largest_fitting_multiple(fits, step=LENGTH_STEP, limit=max_length) or LENGTH_STEP
+    max_seq_len = (request.config.model.max_seq_len - 1) // SUGGESTED_SEQ_LEN_STEP * SUGGESTED_SEQ_LEN_STEP
+    return largest_fitting_multiple(fits, step=SUGGESTED_SEQ_LEN_STEP, limit=max_seq_len) or SUGGESTED_SEQ_LEN_STEP
 
 
 def _apply_setting(config: RunConfig, setting: str) -> RunConfig:
@@ -280,7 +280,7 @@ def _machines_with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, st
     candidate = lowest_memory_candidate(_request_on_machine(request, replace(machine, ram_given=False)))
     if candidate is None or not candidate.fits or candidate.host_required <= hardware.ram_free_bytes:
         return
-    ram_bytes = -(-candidate.host_required // RAM_STEP) * RAM_STEP
+    ram_bytes = -(-candidate.host_required // RAM_STEP_BYTES) * RAM_STEP_BYTES
     yield (
         replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes),
         f"{ram_bytes / GIB:.0f} GiB of RAM on each node",
@@ -311,7 +311,7 @@ def _machine_with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
 def _hardware_name(machine: Hardware) -> str:
     gpu = machine.gpus[0]
     name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")  # as HARDWARE= takes it
-    entry = next(iter(find_gpus(name)), None)
+    entry = next(iter(find_catalog_entries(name)), None)
     nodes = f"{machine.nodes}x" if machine.nodes > 1 else ""
     text = f"{nodes}{machine.gpus_per_node}x{name}"
     if entry is None or abs(entry.memory_bytes - gpu.total_bytes) > 0.05 * gpu.total_bytes:

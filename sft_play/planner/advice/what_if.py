@@ -27,7 +27,7 @@ from sft_play.planner.candidates import (
     requested_checkpoint_layers,
 )
 from sft_play.planner.layout import Layout, context_parallel_layouts, find_layouts
-from sft_play.planner.memory.structure import check_targets, configured_shape
+from sft_play.planner.memory.structure import check_adapter_targets, configured_shape
 from sft_play.planner.plan import PlanRequest, build_plan_inputs
 from sft_play.planner.precision import choose_precision
 
@@ -114,7 +114,7 @@ def largest_fitting_multiple(fits: Callable[[int], bool], *, step: int, limit: i
 
 
 MAX_TRIED_ROWS = 1 << 16
-OFFLOAD_LEFT_OUT = "; layouts that offload are left out, because the RAM was not given (ram=512GiB)"
+OFFLOAD_LEFT_OUT_NOTE = "; layouts that offload are left out, because the RAM was not given (ram=512GiB)"
 
 
 def find_largest_fit(question: FitQuestion, request: PlanRequest) -> LargestFit:
@@ -125,7 +125,7 @@ def find_largest_fit(question: FitQuestion, request: PlanRequest) -> LargestFit:
         return _find_largest_model(request)
     # fp32_master_weights=False: weights that train in full may be bf16 where fp32 does not fit, as a plan would take
     # them
-    inputs, layouts = build_plan_inputs(request, fp32_master_weights=False), _certain_layouts(request)
+    inputs, layouts = build_plan_inputs(request, fp32_master_weights=False), _layouts_with_known_ram(request)
     if not layouts:
         raise ConfigError(f"MAX={question}: {_no_layout_reason(request)}")
     if question == "batch":
@@ -146,7 +146,7 @@ def find_largest_fit(question: FitQuestion, request: PlanRequest) -> LargestFit:
     return LargestFit("seq_len", length, f"{positions_note}micro-batch {micro_batch}, {outcome}")
 
 
-def _certain_layouts(request: PlanRequest) -> tuple[Layout, ...]:
+def _layouts_with_known_ram(request: PlanRequest) -> tuple[Layout, ...]:
     config, shape, hardware = request.config, request.shape, request.hardware
     layouts, _ = find_layouts(config, shape, hardware, named=request.named_layout)
     if config.model.mesh_shape is None:
@@ -162,7 +162,7 @@ def _certain_layouts(request: PlanRequest) -> tuple[Layout, ...]:
 
 def _no_layout_reason(request: PlanRequest) -> str:
     layout_names, ranks = ", ".join(request.allowed_layouts), request.hardware.ranks
-    left_out_note = "" if request.hardware.ram_given else OFFLOAD_LEFT_OUT
+    left_out_note = "" if request.hardware.ram_given else OFFLOAD_LEFT_OUT_NOTE
     return f"none of the layouts {layout_names} can run this job on {ranks} rank(s){left_out_note}"
 
 
@@ -170,25 +170,25 @@ def _micro_batch_option(config: RunConfig) -> int:
     return config.train.batch_size if config.train.batch_size != "auto" else 1
 
 
-def _simplest_fit(inputs: PlanInputs, layouts: tuple[Layout, ...], rows: int, length: int) -> Candidate:
+def _simplest_fit(inputs: PlanInputs, layouts: tuple[Layout, ...], micro_batch: int, seq_len: int) -> Candidate:
     """The simplest layout that fits, those that offload last; if none does, the one closest to fitting."""
     requested_layers = requested_checkpoint_layers(inputs.config, inputs.shape)
     checkpointed_layers = inputs.shape.num_layers if requested_layers is None else requested_layers
-    inputs = dataclasses.replace(inputs, seq_len=length)
+    inputs = dataclasses.replace(inputs, seq_len=seq_len)
 
-    def candidate(layout: Layout) -> Candidate:
+    def build_layout_candidate(layout: Layout) -> Candidate:
         step_rows = effective_batch(inputs.config.train, ranks=layout.data_parallel)
-        grad_accum = max(1, step_rows // (rows * layout.data_parallel))
+        grad_accum = max(1, step_rows // (micro_batch * layout.data_parallel))
         return build_candidate(
-            inputs, layout, BatchPlan(rows, grad_accum, layout.data_parallel), checkpointed_layers, eval_rows=1
+            inputs, layout, BatchPlan(micro_batch, grad_accum, layout.data_parallel), checkpointed_layers, eval_rows=1
         )
 
-    return first_fitting(map(candidate, layouts))
+    return first_fitting(map(build_layout_candidate, layouts))
 
 
 def _format_candidate(candidate: Candidate) -> str:
     left_out_note = (
-        OFFLOAD_LEFT_OUT if candidate.step.on_gpu and candidate.budget.host is None and not candidate.fits else ""
+        OFFLOAD_LEFT_OUT_NOTE if candidate.step.on_gpu and candidate.budget.host is None and not candidate.fits else ""
     )
     return f"{candidate.layout.name} {candidate.verdict}{left_out_note}"
 
@@ -199,7 +199,7 @@ def _find_largest_model(request: PlanRequest) -> LargestFit:
         try:
             shape = configured_shape(config, load_model_shape(name))
             refuse_quantised(load_config_json(name), name=name, mode=config.tuning.mode)
-            check_targets(config, shape)
+            check_adapter_targets(config, shape)
             choose_precision(config, request.hardware, shape)
         except SftPlayError:  # quantised weights, targets that it does not have, values beyond fp16's range
             continue
@@ -213,7 +213,7 @@ def _find_largest_model(request: PlanRequest) -> LargestFit:
         try:
             inputs, layouts = (
                 build_plan_inputs(model_request, fp32_master_weights=False),
-                _certain_layouts(model_request),
+                _layouts_with_known_ram(model_request),
             )
         except ConfigError as error:  # the user's mesh cannot run it
             outcome = f"not {shape.name}: {error}"

@@ -88,13 +88,13 @@ def _run_block(block: ForwardPass, x: TensorRef) -> TensorRef:
 
 @lru_cache(maxsize=8192)
 def block_bytes(
-    spec: BlockSpec, *, batch: int, length: int, width: int, input_has_grad: bool = True, is_accumulating: bool = False
+    spec: BlockSpec, *, batch: int, length: int, itemsize: int, input_has_grad: bool = True, is_accumulating: bool = False
 ) -> BlockBytes:
     """What one block takes for `batch` sequences of `length` tokens; its input's elements have `width` bytes."""
     tape = Tape()
     block = ForwardPass(tape, spec, batch, length, is_accumulating=is_accumulating)
     size = batch * length * spec.hidden
-    x = tape.leaf(size, width) if input_has_grad else tape.new(size, width)
+    x = tape.leaf(size, itemsize) if input_has_grad else tape.new(size, itemsize)
     out = _run_block(block, x)
     forward_bytes, recompute_end = tape.meter.peak, tape.peak_at_last_save
     node, grad_size = out.node, (out.elements, out.width)
@@ -102,7 +102,7 @@ def block_bytes(
     # from here only nodes hold anything, as when the model's own forward has returned
     del x, out
     # an operation may hold the input; if none does, only a checkpoint keeps it
-    unheld_input = 0 if storage.handles else size * width
+    unheld_input = 0 if storage.handles else size * itemsize
     cast_bytes = sum(ref.nbytes for ref in block.cast_weights.values())
     block.cast_weights.clear()
     if node is None:  # nothing trains up to this block
@@ -126,11 +126,11 @@ def _backward_peak(tape: Tape, node: Node, size: tuple[int, int]) -> int:
 
 
 @lru_cache(maxsize=8192)
-def forward_peak(spec: BlockSpec, *, batch: int, length: int, width: int, training: bool) -> int:
+def forward_peak(spec: BlockSpec, *, batch: int, length: int, itemsize: int, training: bool) -> int:
     """The block's peak where nothing is held, including its input: in evaluation, or before a checkpoint."""
     tape = Tape(grad_enabled=False)
     block = ForwardPass(tape, spec, batch, length, is_accumulating=False, training=training)
-    x = tape.new(batch * length * spec.hidden, width)
+    x = tape.new(batch * length * spec.hidden, itemsize)
     _run_block(block, x)
     return tape.meter.peak
 
@@ -154,7 +154,7 @@ def head_bytes(
     *,
     batch: int,
     length: int,
-    width: int,
+    itemsize: int,
     loss: LossName,
     is_accumulating: bool,
     needs_gradient: bool = True,
@@ -163,7 +163,7 @@ def head_bytes(
     """Bytes of the tail for `batch` full rows of `length` tokens, all scored but the first token."""
     tape = Tape(grad_enabled=needs_gradient)
     tail = ForwardPass(tape, spec, batch, length, is_accumulating=is_accumulating)
-    x = norm(tail, tape.leaf(batch * length * spec.hidden, width))  # the model's own forward keeps no other name for it
+    x = norm(tail, tape.leaf(batch * length * spec.hidden, itemsize))  # the model's own forward keeps no other name for it
     out = _chunked_loss(tail, x, head, on_gpu=on_gpu) if loss == "chunked" else LOSS_FUNCTIONS[loss](tail, x, head)
     forward_bytes = tape.meter.peak
     del x
@@ -184,27 +184,27 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
     there is no Triton, as on a CPU, torch's operators read each tile, and hold several more of its size."""
     tape, hidden = tail.tape, tail.spec.hidden
     scored_tokens = max(1, tail.batch * (tail.length - 1))
-    compute_width = tail.spec.element_bytes.autocast or x.width
+    compute_itemsize = tail.spec.element_bytes.autocast or x.width
     makes_weight_gradient = head.trainable or head.trains_rows
     saved_table = (tape.new(head.vocab_size * hidden, head.weight_width),) if head.trains_rows else ()
     tokens, vocab_columns = min(scored_tokens, TOKEN_TILE), min(VOCAB_TILE, head.vocab_size)
     # of a tile that is wider than the vocabulary a CPU process has the pages that it touches
-    tile = tokens * (VOCAB_TILE if on_gpu else vocab_columns) * compute_width
+    tile_bytes = tokens * (VOCAB_TILE if on_gpu else vocab_columns) * compute_itemsize
     # beside a tile, which its gradient overwrites in the backward pass: its rows and weights in the tile's dtype
-    cast_bytes = vocab_columns * hidden * compute_width if head.weight_width != compute_width else 0
+    cast_bytes = vocab_columns * hidden * compute_itemsize if head.weight_width != compute_itemsize else 0
     forward_bytes = backward_bytes = cast_bytes
     if not on_gpu:
         forward_bytes = max(cast_bytes, CPU_FORWARD_BYTES * tokens * vocab_columns)
         # gradients in fp32 are products of fp32 copies (`_addmm_fp32`, lines 78 and 79)
         larger_side = max(vocab_columns, tokens) if makes_weight_gradient else vocab_columns
-        copied_elements = tokens * vocab_columns + hidden * larger_side if compute_width != 4 else 0
+        copied_elements = tokens * vocab_columns + hidden * larger_side if compute_itemsize != 4 else 0
         backward_bytes += max(
             (CPU_BACKWARD_BYTES + CPU_CAP_BYTES * head.caps_logits) * tokens * vocab_columns, 4 * copied_elements
         )
     if cast_bytes:  # in the backward pass the next tile's weights are cast while this one's are still held (line 423)
         next_columns = min(head.vocab_size - vocab_columns, VOCAB_TILE) or vocab_columns * (scored_tokens > TOKEN_TILE)
-        backward_bytes = max(backward_bytes, cast_bytes + next_columns * hidden * compute_width)
-    tile += tokens * hidden * compute_width if x.width != compute_width else 0
+        backward_bytes = max(backward_bytes, cast_bytes + next_columns * hidden * compute_itemsize)
+    tile_bytes += tokens * hidden * compute_itemsize if x.width != compute_itemsize else 0
     e = x.width
     # a GPU indexes out the rows that are scored, so padding and prompts cost no logits; a CPU scores all tokens, of
     # several rows in a copy (trainer/utils.py:1642 to 1645)
@@ -218,8 +218,8 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         rows_gradient = tape.new(scored_tokens * hidden, 4)
         weight_gradient = tape.new(head.vocab_size * hidden, 4) if makes_weight_gradient else None
-        tape.meter.add_transient(tile + backward_bytes)
-        buffer = tape.new(tile, 1)
+        tape.meter.add_transient(tile_bytes + backward_bytes)
+        buffer = tape.new(tile_bytes, 1)
         out = tape.new(scored_tokens * hidden, e)
         if weight_gradient is not None:
             gradient = (
@@ -231,7 +231,7 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
         del rows_gradient, weight_gradient, buffer
         return (out,)
 
-    tape.meter.add_transient(4 * STATISTICS_PER_TOKEN * scored_tokens + tile + forward_bytes)
+    tape.meter.add_transient(4 * STATISTICS_PER_TOKEN * scored_tokens + tile_bytes + forward_bytes)
     statistics = tape.new(3 * scored_tokens, 4)
     return tape.op(
         (scored_rows,),

@@ -235,8 +235,8 @@ def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate
     by_moment["generation"] = phase_totals[peak], reserved
     # pages of the files from which weights in another dtype are made: they can be dropped, and so are not required
     has_stored_dtype = simulation.shape.stored_dtype == simulation.precision.load and not simulation.is_nf4
-    stored_width = 4 if simulation.shape.stored_dtype == "float32" else 2
-    file_page_bytes = 0 if has_stored_dtype else stored_width * simulation.shape.params
+    stored_itemsize = 4 if simulation.shape.stored_dtype == "float32" else 2
+    file_page_bytes = 0 if has_stored_dtype else stored_itemsize * simulation.shape.params
     by_moment["loading"] = load_bytes, load_bytes + (0 if step.on_gpu else CPU_LATE_BYTES + file_page_bytes)
     margin = select_margin(simulation)
     # not a share: what other processes take does not grow with the run
@@ -301,25 +301,25 @@ def _phase_reserved_bytes(phase: str, terms: Mapping[str, int], step: Step) -> i
     return reserved_bytes(terms, attention=step.attention, layout=step.layout, is_evaluation=is_evaluation)
 
 
-def kv_cache_bytes_per_token(shape: ModelShape, width: int) -> int:
+def kv_cache_bytes_per_token(shape: ModelShape, itemsize: int) -> int:
     """Bytes of one token's keys and values in all attention layers."""
-    return 2 * width * shape.kv_width * sum(kind.count for kind in shape.layers if kind.attention != "none")
+    return 2 * itemsize * shape.kv_width * sum(kind.count for kind in shape.layers if kind.attention != "none")
 
 
 def generation_token_budget(simulation: StepMemorySimulation, memory: MemoryEstimate) -> int:
     """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees."""
-    step, width = simulation.step, DTYPE_BYTES[simulation.precision.compute]
+    step, itemsize = simulation.step, DTYPE_BYTES[simulation.precision.compute]
     phase, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
     # temporary bytes per token in this phase
     temporary_bytes, bytes_per_token = (
         memory.moments.get(phase, 0) - memory.resident,
-        kv_cache_bytes_per_token(simulation.shape, width),
+        kv_cache_bytes_per_token(simulation.shape, itemsize),
     )
     if not step.on_gpu and step.loss == "chunked":
         temporary_bytes = max(terms["activations"] for _, terms in simulation.evaluation_phases(rows))
         # the head computes one token of a row at a time, whose logits `generate` has in fp32 twice besides (measured:
         # 12.3 bytes a word, 10.1 in bf16, 300 rows, transformers 5.23); a row has at least an answer's tokens
-        bytes_per_token += (width + 8) * simulation.shape.vocab_size // simulation.config.eval.max_new_tokens
+        bytes_per_token += (itemsize + 8) * simulation.shape.vocab_size // simulation.config.eval.max_new_tokens
     bytes_per_token += max(0, temporary_bytes) // max(1, rows * step.length)
     return max(1, (memory.allocated - memory.resident) // bytes_per_token)
 
@@ -365,7 +365,7 @@ def step_reserved_bytes(phases: Iterable[Mapping[str, int]], *, attention: str, 
 def select_margin(simulation: StepMemorySimulation) -> Margin:
     """The margin of a setting: the largest of its classes."""
     config, shape, step, layout = simulation.config, simulation.shape, simulation.step, simulation.step.layout
-    has_own_experts = shape.uses_custom_experts or any(
+    has_custom_experts = shape.uses_custom_experts or any(
         kind.num_experts and not kind.expert_weights for kind in shape.layers
     )
     class_applies: dict[MarginClass, bool] = {
@@ -379,7 +379,7 @@ def select_margin(simulation: StepMemorySimulation) -> Margin:
         "measured_blocks": shape.block_meter is not None,
         "own_kernels": bool(shape.kernel_packages),
         "shared_rows": layout.context_parallel > 1,
-        "unseen": has_own_experts or layout.is_zero or layout.offloads_states or layout.tensor_parallel > 1,
+        "unseen": has_custom_experts or layout.is_zero or layout.offloads_states or layout.tensor_parallel > 1,
     }
     return max(
         (MARGINS[name] for name, is_applicable in class_applies.items() if is_applicable),

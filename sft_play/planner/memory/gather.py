@@ -91,24 +91,24 @@ class GatherBuffers:
 
 
 def build_gather_buffers(
-    shape: ModelShape, *, width: int, nf4: bool, lora: LoraConfig | None, tensor_parallel_ranks: int, **fields: Any
+    shape: ModelShape, *, itemsize: int, is_nf4: bool, lora: LoraConfig | None, tensor_parallel_ranks: int, **fields: Any
 ) -> GatherBuffers:
     """The units of a model, `width` bytes for what is gathered unpacked, with the adapters of `lora`, and the other
     fields. Of blocks that tensor-parallel ranks share, the gathered part is one rank's."""
-    unit_bytes = [_unit_bytes(kind, width=width, nf4=nf4, lora=lora) // tensor_parallel_ranks for kind in shape.layers]
-    table_bytes = width * shape.embedding_table_params
+    unit_bytes = [_unit_bytes(kind, itemsize=itemsize, is_nf4=is_nf4, lora=lora) // tensor_parallel_ranks for kind in shape.layers]
+    table_bytes = itemsize * shape.embedding_table_params
     return GatherBuffers(
         tuple(unit_bytes[index] for index in shape.layer_order), 0 if shape.tied else table_bytes, table_bytes, **fields
     )
 
 
-def _unit_bytes(kind: LayerKind, *, width: int, nf4: bool, lora: LoraConfig | None) -> int:
-    adapters = 0 if lora is None else width * block_adapter_params(kind, lora)
-    if not nf4:
-        return width * kind.params + adapters
+def _unit_bytes(kind: LayerKind, *, itemsize: int, is_nf4: bool, lora: LoraConfig | None) -> int:
+    adapters = 0 if lora is None else itemsize * block_adapter_params(kind, lora)
+    if not is_nf4:
+        return itemsize * kind.params + adapters
     # constants are whole on every rank already
     packed = sum(nf4_packed_bytes(elements) for elements in kind.packable_sizes)
-    return packed + width * (kind.params - sum(kind.packable_sizes)) + adapters
+    return packed + itemsize * (kind.params - sum(kind.packable_sizes)) + adapters
 
 
 def zero_bucket_bytes(

@@ -33,18 +33,18 @@ def _normalise(block: ForwardPass, wide: TensorRef) -> TensorRef:
 
 def _scale_by_weight(block: ForwardPass, x: TensorRef) -> TensorRef:
     # type promotion: fp32 weights under autocast make the product fp32; Gemma's weight is cast up to x's fp32
-    width = x.width if block.spec.norm == "gemma" else max(x.width, block.spec.element_bytes.weights)
+    itemsize = x.width if block.spec.norm == "gemma" else max(x.width, block.spec.element_bytes.weights)
     size, e, trains_weight, needs_gradient = x.elements, x.width, block.spec.trains_weights, x.node is not None
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
-        out = tape.new(size, width) if needs_gradient else None
+        out = tape.new(size, itemsize) if needs_gradient else None
         if trains_weight:
-            tape.meter.add_transient(size * width)
-        return (out if out is None or width == e else tape.new(size, e),)
+            tape.meter.add_transient(size * itemsize)
+        return (out if out is None or itemsize == e else tape.new(size, e),)
 
     saved = (x,) if trains_weight else ()
     return block.tape.op(
-        (x,), size, width, saved=saved, backward=backward, holds_weight=True, trains_weight=trains_weight
+        (x,), size, itemsize, saved=saved, backward=backward, holds_weight=True, trains_weight=trains_weight
     )
 
 
@@ -66,7 +66,7 @@ def _base_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) 
 
 def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef:
     """bitsandbytes' 4-bit product: the weight is dequantised for each pass, with its fp32 absmax."""
-    x, input_width = block.to_autocast(x), x.width
+    x, input_itemsize = block.to_autocast(x), x.width
     dequantised = spec.elements * x.width
     absmax = 4 * math.ceil(spec.elements / NF4_BLOCK)
     out_elements = x.elements // spec.inputs * spec.outputs
@@ -86,14 +86,14 @@ def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef
     block.tape.meter.add_transient(dequantised + 2 * absmax)
     block.tape.meter.add_transient(dequantised + out_elements * x.width)
     out = block.tape.op((x,), out_elements, x.width, backward=backward, holds_weight=True)
-    return block.to(out, input_width)  # Linear4bit.forward returns its input's dtype
+    return block.to(out, input_itemsize)  # Linear4bit.forward returns its input's dtype
 
 
 def _adapted_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
     """peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for each target;
     under autocast only where training/model/adapter_inputs.py leaves it."""
     result = _base_linear(block, x, role, spec)
-    width = result.width
+    itemsize = result.width
     if (
         block.spec.element_bytes.autocast is None
         or block.spec.casts_inputs
@@ -103,19 +103,19 @@ def _adapted_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpe
         x = block.to(x, block.spec.element_bytes.adapters)
     # result + lora_B(lora_A(dropout(x))) * scaling: fp32 where adapters are and autocast is not, then back
     result = block.add(result, _adapter_output(block, x, role, spec, result))
-    return block.to(result, width)
+    return block.to(result, itemsize)
 
 
 def _adapted_nf4_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
     """peft/tuners/lora/bnb.py, Linear4bit.forward: the base's result is cloned; no cast under autocast."""
     result = _base_linear(block, x, role, spec)
     result = block.tape.op((result,), result.elements, result.width, backward=shared_gradient(1))  # result.clone()
-    width = result.width
+    itemsize = result.width
     if block.spec.element_bytes.autocast is None:
         x = block.to(x, block.spec.element_bytes.adapters)
     output = _adapter_output(block, x, role, spec, result)
     if block.spec.element_bytes.autocast is None:
-        output = block.to(output, width)
+        output = block.to(output, itemsize)
     return block.add(result, output)
 
 
@@ -127,9 +127,9 @@ def _adapter_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpe
 
 def _lora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
     """B(A(x)): T x r, then T x outputs. Both factors train, so both of their inputs are held."""
-    width = block.spec.element_bytes.adapters
-    low_rank = block.dense(x, f"{role}.A", spec.inputs, spec.rank, width, trainable=True)
-    return block.dense(low_rank, f"{role}.B", spec.rank, spec.outputs, width, trainable=True)
+    itemsize = block.spec.element_bytes.adapters
+    low_rank = block.dense(x, f"{role}.A", spec.inputs, spec.rank, itemsize, trainable=True)
+    return block.dense(low_rank, f"{role}.B", spec.rank, spec.outputs, itemsize, trainable=True)
 
 
 def _dora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, result: TensorRef) -> TensorRef:
@@ -155,17 +155,17 @@ def _dora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, 
 
 def _dora_weights(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> list[TensorRef]:
     """The identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's norm: two more."""
-    widths, e = block.spec.element_bytes, x.width
-    compute_width = widths.autocast or e
-    identity = block.tape.new(spec.inputs * spec.inputs, widths.adapters)
+    element_bytes, e = block.spec.element_bytes, x.width
+    compute_itemsize = element_bytes.autocast or e
+    identity = block.tape.new(spec.inputs * spec.inputs, element_bytes.adapters)
     weights = [
-        identity if compute_width == widths.adapters else block.tape.new(spec.inputs * spec.inputs, compute_width)
+        identity if compute_itemsize == element_bytes.adapters else block.tape.new(spec.inputs * spec.inputs, compute_itemsize)
     ]
     del identity
-    delta = block.tape.new(spec.elements, compute_width)
-    weights.append(delta if compute_width == e else block.tape.new(spec.elements, e))
+    delta = block.tape.new(spec.elements, compute_itemsize)
+    weights.append(delta if compute_itemsize == e else block.tape.new(spec.elements, e))
     del delta
-    if block.spec.is_nf4 or widths.weights != e:
+    if block.spec.is_nf4 or element_bytes.weights != e:
         weights.append(block.tape.new(spec.elements, e))
     block.tape.meter.add_transient(2 * spec.elements * e)
     return weights

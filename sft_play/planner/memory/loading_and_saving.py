@@ -74,7 +74,7 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     adapter_bytes = 4 * simulation.trained_parameters.params  # not there yet while the last matrices are quantised
     # DoRA: accelerate keeps all until FSDP has cut
     shard_total = resident.weights + resident.adapters if layout.is_fsdp else 0
-    weight_total = weight_bytes(simulation.shape, width=simulation.loaded_element_bytes.weights, is_nf4=True)
+    weight_total = weight_bytes(simulation.shape, itemsize=simulation.loaded_element_bytes.weights, is_nf4=True)
     temporary = max(
         shard_total,
         grown_table - adapter_bytes,
@@ -110,23 +110,23 @@ def _stacked_tensors(simulation: StepMemorySimulation) -> list[StackedExpertWeig
 def _largest_unit_bytes(simulation: StepMemorySimulation) -> int:
     """Bytes of the largest unit of FSDP2 while it is sharded: what trains in full in its own dtype, fp32 under
     mixed precision, packed matrices with their constants."""
-    width = (
+    itemsize = (
         4
         if simulation.is_full and simulation.loaded_element_bytes.autocast is not None
         else simulation.loaded_element_bytes.weights
     )
-    adapters = (
+    adapter_itemsize = (
         4
         if simulation.loaded_element_bytes.autocast is not None and not simulation.is_nf4
         else simulation.loaded_element_bytes.adapters
     )
     lora = simulation.config.tuning.lora
-    units_bytes = [width * simulation.shape.embedding_table_params]
+    units_bytes = [itemsize * simulation.shape.embedding_table_params]
     for kind in simulation.shape.layers:
         packed_bytes = sum(nf4_bytes(elements) for elements in kind.packable_sizes) if simulation.is_nf4 else 0
-        plain_bytes = width * (kind.params - (sum(kind.packable_sizes) if simulation.is_nf4 else 0))
+        plain_bytes = itemsize * (kind.params - (sum(kind.packable_sizes) if simulation.is_nf4 else 0))
         adapter_params = 0 if simulation.is_full else block_adapter_params(kind, lora)
-        units_bytes.append(packed_bytes + plain_bytes + adapters * adapter_params)
+        units_bytes.append(packed_bytes + plain_bytes + adapter_itemsize * adapter_params)
     return max(units_bytes)
 
 

@@ -50,14 +50,14 @@ def interpolate(low: MeasuredBlocks, high: MeasuredBlocks, batch: int) -> Measur
     phases that grow with the batch at different rates, so that the line between two of them is not below it."""
     fraction = (batch - low.batch) / (high.batch - low.batch)
 
-    def blend(one: Any, other: Any) -> Any:
-        if isinstance(one, bool):
-            return one
-        if isinstance(one, int):
-            return round(one + fraction * (other - one))
-        if isinstance(one, tuple):
-            return tuple(map(blend, one, other))
-        return type(one)(*(blend(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)))
+    def blend(low_value: Any, high_value: Any) -> Any:
+        if isinstance(low_value, bool):
+            return low_value
+        if isinstance(low_value, int):
+            return round(low_value + fraction * (high_value - low_value))
+        if isinstance(low_value, tuple):
+            return tuple(map(blend, low_value, high_value))
+        return type(low_value)(*(blend(getattr(low_value, field.name), getattr(high_value, field.name)) for field in fields(low_value)))
 
     blended: MeasuredBlocks = blend(replace(low, ends=()), replace(high, ends=()))
     return replace(blended, ends=(low.batch, high.batch))
@@ -122,14 +122,14 @@ class MeasuredStepSimulation(StepMemorySimulation):
         ]
         fraction = (batch - measured.ends[0]) / (measured.ends[1] - measured.ends[0])
 
-        def carried(peak: Literal["forward", "backward"]) -> int:
+        def interpolate_peak(peak: Literal["forward", "backward"]) -> int:
             low_difference, high_difference = (
                 getattr(one, peak) - getattr(other, peak)
                 for one, other in zip(measured_ends, estimated_ends, strict=True)
             )
             return int(getattr(estimated, peak) + round(low_difference + fraction * (high_difference - low_difference)))
 
-        return LayerBytes(carried("forward"), estimated.saved, carried("backward"), measured.tail.gradients)
+        return LayerBytes(interpolate_peak("forward"), estimated.saved, interpolate_peak("backward"), measured.tail.gradients)
 
     def _block_mode(self, layer: int) -> BlockMode:
         return "recomputed" if layer < self.recomputed_layers else "kept"

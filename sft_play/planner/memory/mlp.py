@@ -68,8 +68,8 @@ def _grouped_linear(
     """Rows times the matrices of their experts; a trained weight holds its input. fp32 weights are cast to
     autocast's dtype by training/prepare/experts.py, and the copy is held for x's gradient, as is a weight that was
     dequantised (training/model/nf4_experts.py) or to which an adapter was added (PEFT's ParamWrapper)."""
-    spec, autocast_width = block.spec, block.spec.element_bytes.autocast
-    elements, weight_width = spec.num_experts * inputs * outputs, spec.element_bytes.weights
+    spec, autocast_itemsize = block.spec, block.spec.element_bytes.autocast
+    elements, weight_itemsize = spec.num_experts * inputs * outputs, spec.element_bytes.weights
     # experts of a block that a tensor-parallel rank shares have fewer elements than the whole tensor
     tensor_elements, adapter_params = spec.expert_tensors[tensor_index] if spec.expert_tensors else (elements, 0)
     adapter_params = adapter_params * elements // max(1, tensor_elements)
@@ -78,17 +78,17 @@ def _grouped_linear(
     saved = [x] if trains_weight or spec.uses_grouped_mm_fallback else []
     weight = None
     if spec.has_nf4_experts and spec.expert_tensors:
-        weight = block.tape.new(elements, weight_width)
+        weight = block.tape.new(elements, weight_itemsize)
         # its absmax in fp32 while it is dequantised
         block.tape.meter.add_transient(2 * 4 * math.ceil(elements / NF4_BLOCK))
     if adapter_params:
         # both factors in the weight's dtype, held by their product, which is added to the weight
-        factors = [] if weight_width == spec.element_bytes.adapters else [block.tape.new(adapter_params, weight_width)]
-        weight = block.tape.new(elements, weight_width)
+        factors = [] if weight_itemsize == spec.element_bytes.adapters else [block.tape.new(adapter_params, weight_itemsize)]
+        weight = block.tape.new(elements, weight_itemsize)
         saved += factors
         del factors
-    if autocast_width is not None and autocast_width != weight_width:
-        saved.append(block.tape.new(elements, autocast_width))
+    if autocast_itemsize is not None and autocast_itemsize != weight_itemsize:
+        saved.append(block.tape.new(elements, autocast_itemsize))
     elif weight is not None:
         saved.append(weight)
     if weight is not None:
@@ -100,14 +100,14 @@ def _grouped_linear(
         out = tape.new(size, e) if needs_gradient else None
         # select_backward: zeros of the whole tensor, beside the others' sum
         if trains_weight and spec.uses_eager_experts:
-            tape.meter.add_transient(2 * elements * weight_width)
+            tape.meter.add_transient(2 * elements * weight_itemsize)
         if spec.trains_weights:
-            block.create_weight_gradient(elements, weight_width)
+            block.create_weight_gradient(elements, weight_itemsize)
         elif adapter_params:
             # the sum's gradient, of which the factors' are products
-            sum_gradient = tape.new(elements, autocast_width or weight_width)
-            if sum_gradient.width != weight_width:
-                sum_gradient = tape.new(elements, weight_width)
+            sum_gradient = tape.new(elements, autocast_itemsize or weight_itemsize)
+            if sum_gradient.width != weight_itemsize:
+                sum_gradient = tape.new(elements, weight_itemsize)
             block.create_weight_gradient(adapter_params, spec.element_bytes.adapters)
             del sum_gradient
         elif spec.uses_grouped_mm_fallback:
@@ -144,16 +144,16 @@ def _clamped_gate(block: ForwardPass, halves: list[TensorRef]) -> TensorRef:
 
 def _weight_rows(block: ForwardPass, out: TensorRef, routing: TensorRef) -> TensorRef:
     """Rows times their weights, in the wider dtype; the weights' gradient is the sum of a product of its size."""
-    width = max(out.width, routing.width)
-    size, e, rows, routing_width = out.elements, out.width, routing.elements, routing.width
+    itemsize = max(out.width, routing.width)
+    size, e, rows, routing_itemsize = out.elements, out.width, routing.elements, routing.width
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
-        gradient = tape.new(size, width)
-        gradient = gradient if e == width else tape.new(size, e)
-        tape.meter.add_transient(size * width)
-        return (gradient, tape.new(rows, routing_width))
+        gradient = tape.new(size, itemsize)
+        gradient = gradient if e == itemsize else tape.new(size, e)
+        tape.meter.add_transient(size * itemsize)
+        return (gradient, tape.new(rows, routing_itemsize))
 
-    return block.tape.op((out, routing), size, width, saved=(out, routing), backward=backward)
+    return block.tape.op((out, routing), size, itemsize, saved=(out, routing), backward=backward)
 
 
 def _dense_mlp(block: ForwardPass, x: TensorRef) -> TensorRef:

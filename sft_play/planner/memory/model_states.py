@@ -63,16 +63,16 @@ def largest_tensor_elements(shape: ModelShape) -> int:
     return max(elements for elements, _, _ in large_tensors(shape))
 
 
-def weight_bytes(shape: ModelShape, *, width: int, is_nf4: bool) -> int:
+def weight_bytes(shape: ModelShape, *, itemsize: int, is_nf4: bool) -> int:
     """The weights as loaded, `width` bytes each; in NF4 the linear layers and experts."""
     nf4_total = sum(count * nf4_bytes(elements) for elements, count in shape.packable_sizes)
     remainders = sum(
-        count * segment_remainder(elements // 2 if is_nf4 and packs else width * elements)
+        count * segment_remainder(elements // 2 if is_nf4 and packs else itemsize * elements)
         for elements, count, packs in large_tensors(shape)
     )
     return (
-        (nf4_total if is_nf4 else width * shape.packable_params)
-        + width * (shape.params - shape.packable_params)
+        (nf4_total if is_nf4 else itemsize * shape.packable_params)
+        + itemsize * (shape.params - shape.packable_params)
         + remainders
     )
 
@@ -139,14 +139,14 @@ class TrainedParameters:
         return self.state_width > self.width
 
 
-def trained_parameters(config: RunConfig, shape: ModelShape, widths: ElementBytes) -> TrainedParameters:
+def trained_parameters(config: RunConfig, shape: ModelShape, element_bytes: ElementBytes) -> TrainedParameters:
     """The trained parameters: all of them, or adapters and modules_to_save (PEFT copies those)."""
     table_sides = shape.vocab_size + shape.hidden_size
     if config.tuning.mode == "full":
         linear_sides = sum(count * (linear.inputs + linear.outputs) for linear, count in shape.linears)
         return TrainedParameters(
-            shape.params - shape.untrained_params, widths.weights,
-            trains_embedding=True, trains_head=True, state_width=widths.states or widths.weights,
+            shape.params - shape.untrained_params, element_bytes.weights,
+            trains_embedding=True, trains_head=True, state_width=element_bytes.states or element_bytes.weights,
             small_tensor_params=shape.other_params, largest_tensor=largest_tensor_elements(shape),
             matrix_sides=linear_sides + (1 if shape.tied else 2) * table_sides + shape.other_params,
         )  # fmt: skip
@@ -161,7 +161,7 @@ def trained_parameters(config: RunConfig, shape: ModelShape, widths: ElementByte
     factors = list(_lora_factors(shape, lora))
     sizes = [(rows * columns, count) for rows, columns, count in factors]
     return TrainedParameters(
-        adapter_and_copy_params + new_token_params, widths.adapters, trains_embedding, trains_head, widths.adapters,
+        adapter_and_copy_params + new_token_params, element_bytes.adapters, trains_embedding, trains_head, element_bytes.adapters,
         new_token_params,
         small_tensor_params=sum(size * count for size, count in sizes if size < PAGED_MIN_ELEMENTS),
         largest_tensor=max(
@@ -221,17 +221,17 @@ def optimizer_temporary_bytes(optim: str, shape: ModelShape, parameters: Trained
     roots, as large as the parameters; Adafactor: two fp32 copies of the largest tensor, and where it has 16 bits it and
     its gradient in fp32; Muon: a matrix's update, two iterates of it in bf16 and two products of its shorter sides
     (torch/optim/_muon.py). Stochastic rounding steps an fp32 copy of one tensor and of its gradient."""
-    largest = parameters.largest_tensor
-    copies = 8 * largest if parameters.rounds_stochastically else 0
+    largest_elements = parameters.largest_tensor
+    copies = 8 * largest_elements if parameters.rounds_stochastically else 0
     if optim == "adamw_torch":
-        return copies + (4 * largest if parameters.rounds_stochastically else parameters.width * parameters.params)
+        return copies + (4 * largest_elements if parameters.rounds_stochastically else parameters.width * parameters.params)
     if optim == "muon":
         matrices = [(linear.weights, min(linear.inputs, linear.outputs)) for linear, _ in shape.linears]
         return copies + max(
             (parameters.state_width + 4) * size + 4 * shorter_side**2 for size, shorter_side in matrices
         )
     copy_bytes = 8 if parameters.state_width == 4 else 16
-    return copies + (copy_bytes * largest if optim == "adafactor" else 0)
+    return copies + (copy_bytes * largest_elements if optim == "adafactor" else 0)
 
 
 @dataclass(frozen=True)
@@ -247,26 +247,26 @@ class ResidentBytes:
     host: int = 0
 
 
-def resident_bytes(config: RunConfig, shape: ModelShape, widths: ElementBytes, layout: Layout) -> ResidentBytes:
+def resident_bytes(config: RunConfig, shape: ModelShape, element_bytes: ElementBytes, layout: Layout) -> ResidentBytes:
     """Weights with the class's buffers, adapters, gradients and states of one rank under its layout."""
-    parameter_bytes = _resident_parameter_bytes(config, shape, widths, layout)
-    buffer_bytes = shape.buffer_bytes + widths.weights * shape.buffer_elements
+    parameter_bytes = _resident_parameter_bytes(config, shape, element_bytes, layout)
+    buffer_bytes = shape.buffer_bytes + element_bytes.weights * shape.buffer_elements
     return replace(parameter_bytes, weights=parameter_bytes.weights + buffer_bytes)
 
 
 def _resident_parameter_bytes(
-    config: RunConfig, shape: ModelShape, widths: ElementBytes, layout: Layout
+    config: RunConfig, shape: ModelShape, element_bytes: ElementBytes, layout: Layout
 ) -> ResidentBytes:
     mode, optim = config.tuning.mode, config.train.optim
     is_full, is_nf4 = mode == "full", mode == "qlora"
-    rank_parameters = trained_parameters(config, shape, widths)
+    rank_parameters = trained_parameters(config, shape, element_bytes)
     frozen_bytes = (
-        widths.weights * shape.untrained_params if is_full else weight_bytes(shape, width=widths.weights, is_nf4=is_nf4)
+        element_bytes.weights * shape.untrained_params if is_full else weight_bytes(shape, itemsize=element_bytes.weights, is_nf4=is_nf4)
     )
     if layout.is_zero:
         # ZeRO-3 keeps whole on every rank, offloaded or not: NF4's constants, and norms and biases, which are below
         # `stage3_param_persistence_threshold` (10 times the hidden size)
-        unsharded_bytes = _nf4_constant_bytes(shape) + widths.weights * shape.other_params
+        unsharded_bytes = _nf4_constant_bytes(shape) + element_bytes.weights * shape.other_params
         return _zero_resident_bytes(
             rank_parameters,
             frozen_bytes,
@@ -277,20 +277,20 @@ def _resident_parameter_bytes(
         )
     if layout.tensor_parallel > 1:
         rank_parameters = tensor_parallel_parameters(config, shape, rank_parameters, layout.tensor_parallel)
-        elsewhere_bytes = (
-            widths.weights * _divided_params(shape) * (layout.tensor_parallel - 1) // layout.tensor_parallel
+        other_ranks_bytes = (
+            element_bytes.weights * _divided_params(shape) * (layout.tensor_parallel - 1) // layout.tensor_parallel
         )
-        frozen_bytes -= 0 if is_full else elsewhere_bytes  # in full training `rank_parameters` has them
+        frozen_bytes -= 0 if is_full else other_ranks_bytes  # in full training `rank_parameters` has them
     if layout.is_fsdp:
         return _fsdp_resident_bytes(
-            rank_parameters, frozen_bytes, shape, layout, optim, upcast=widths.autocast is not None, mode=mode
+            rank_parameters, frozen_bytes, shape, layout, optim, upcasts_trained=element_bytes.autocast is not None, mode=mode
         )
     remainders = _segment_remainders(shape, rank_parameters.width) if is_full and layout.tensor_parallel == 1 else 0
     held_bytes = rank_parameters.params * rank_parameters.width + remainders
     return ResidentBytes(
         weights=frozen_bytes + (held_bytes if is_full else 0),
         # PEFT keeps the rows that were there, too
-        adapters=0 if is_full else held_bytes + rank_parameters.new_token_params * widths.weights,
+        adapters=0 if is_full else held_bytes + rank_parameters.new_token_params * element_bytes.weights,
         gradients=held_bytes,
         optimizer=optimizer_bytes(optim, shape, rank_parameters, is_full=is_full),
         # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which stay allocated
@@ -298,8 +298,8 @@ def _resident_parameter_bytes(
     )
 
 
-def _segment_remainders(shape: ModelShape, width: int) -> int:
-    return sum(count * segment_remainder(width * elements) for elements, count, _ in large_tensors(shape))
+def _segment_remainders(shape: ModelShape, itemsize: int) -> int:
+    return sum(count * segment_remainder(itemsize * elements) for elements, count, _ in large_tensors(shape))
 
 
 def _fsdp_resident_bytes(
@@ -309,22 +309,22 @@ def _fsdp_resident_bytes(
     layout: Layout,
     optim: str,
     *,
-    upcast: bool,
+    upcasts_trained: bool,
     mode: str,
 ) -> ResidentBytes:
     """FSDP2: everything divided by W. Under mixed precision what trains is made fp32 (accelerate, utils/fsdp_utils.py),
     except adapters beside NF4 weights, which have the run's dtype: 4P/W, 4P/W of gradients and 8P/W of states. NF4's
     packed weights are sharded too, their absmax is not (it is not a parameter)."""
     is_full, is_nf4 = mode == "full", mode == "qlora"
-    width = 4 if upcast and not is_nf4 else parameters.width
+    itemsize = 4 if upcasts_trained and not is_nf4 else parameters.width
     # rounded up: fully_shard pads every parameter to equal parts
-    shard = replace(parameters, params=-(-parameters.params // layout.shard), width=width, state_width=width)
+    shard = replace(parameters, params=-(-parameters.params // layout.shard), width=itemsize, state_width=itemsize)
     constant_bytes = _nf4_constant_bytes(shape) if is_nf4 else 0
     frozen_shard = constant_bytes + (frozen_bytes - constant_bytes) // layout.shard
     state_bytes = (
-        2 * width * shard.params if optim.startswith("adamw") else optimizer_bytes(optim, shape, shard, is_full=False)
+        2 * itemsize * shard.params if optim.startswith("adamw") else optimizer_bytes(optim, shape, shard, is_full=False)
     )
-    held_bytes = shard.params * width
+    held_bytes = shard.params * itemsize
     return ResidentBytes(
         weights=frozen_shard + (held_bytes if is_full else 0),
         adapters=0 if is_full else held_bytes,
@@ -341,17 +341,17 @@ def tensor_parallel_parameters(
     if ranks == 1:
         return parameters
     is_full = config.tuning.mode == "full"
-    elsewhere_params = (
-        _divided_params(shape) * (ranks - 1) // ranks if is_full else elsewhere_adapter_params(config, shape, ranks)
+    other_ranks_params = (
+        _divided_params(shape) * (ranks - 1) // ranks if is_full else other_ranks_adapter_params(config, shape, ranks)
     )
-    return replace(parameters, params=parameters.params - elsewhere_params)
+    return replace(parameters, params=parameters.params - other_ranks_params)
 
 
 def _divided_params(shape: ModelShape) -> int:
     return sum(kind.count * kind.linear_weights for kind in shape.layers)
 
 
-def elsewhere_adapter_params(config: RunConfig, shape: ModelShape, ranks: int) -> int:
+def other_ranks_adapter_params(config: RunConfig, shape: ModelShape, ranks: int) -> int:
     """LoRA parameters that belong to other ranks of a tensor-parallel group: lora_B of layers divided by their outputs,
     lora_A of those divided by their inputs."""
     lora, total = config.tuning.lora, 0

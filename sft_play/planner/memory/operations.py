@@ -37,9 +37,9 @@ class ForwardPass:
         self.gradients: list[TensorRef] = []
         self.cast_weights: dict[str, TensorRef] = {}
 
-    def to(self, x: TensorRef, width: int) -> TensorRef:
+    def to(self, x: TensorRef, itemsize: int) -> TensorRef:
         """x cast to `width` bytes an element; x itself where it has them."""
-        return x if x.width == width else self.tape.op((x,), x.elements, width)
+        return x if x.width == itemsize else self.tape.op((x,), x.elements, itemsize)
 
     def to_autocast(self, x: TensorRef) -> TensorRef:
         """x in the dtype in which autocast runs matrix products."""
@@ -47,9 +47,9 @@ class ForwardPass:
 
     def add(self, a: TensorRef, b: TensorRef) -> TensorRef:
         """a + b: both get the incoming gradient itself."""
-        has_same_width = a.width == b.width
+        has_same_itemsize = a.width == b.width
         return self.tape.op(
-            (a, b), a.elements, max(a.width, b.width), backward=shared_gradient(2) if has_same_width else None
+            (a, b), a.elements, max(a.width, b.width), backward=shared_gradient(2) if has_same_itemsize else None
         )
 
     def scale(self, x: TensorRef) -> TensorRef:
@@ -59,8 +59,8 @@ class ForwardPass:
     def multiply(self, a: TensorRef, b: TensorRef) -> TensorRef:
         """a * b: each is held for the other's gradient; gradients are made in the wider dtype, then cast."""
         saved = [ref for ref, other in ((a, b), (b, a)) if other.node is not None]
-        width = max(a.width, b.width)
-        cast_bytes = a.elements * width if a.width != b.width else 0
+        itemsize = max(a.width, b.width)
+        cast_bytes = a.elements * itemsize if a.width != b.width else 0
         make_gradients = separate_gradients(a, b)
 
         def backward(tape: Tape, grad: TensorRef) -> Grads:
@@ -69,7 +69,7 @@ class ForwardPass:
                 tape.meter.add_transient(cast_bytes)
             return gradients
 
-        return self.tape.op((a, b), a.elements, width, saved=saved, backward=backward)
+        return self.tape.op((a, b), a.elements, itemsize, saved=saved, backward=backward)
 
     def dropout(self, x: TensorRef, probability: float) -> TensorRef:
         """Dropout: a mask of one byte an element is held."""
@@ -78,11 +78,11 @@ class ForwardPass:
         mask = self.tape.new(x.elements, 1)
         return self.tape.op((x,), x.elements, x.width, saved=(mask,))
 
-    def create_weight_gradient(self, elements: int, width: int) -> None:
+    def create_weight_gradient(self, elements: int, itemsize: int) -> None:
         """Create a parameter's gradient: it stays, or is added to an older one."""
-        gradient = self.tape.new(elements, self.spec.element_bytes.autocast or width)
-        if gradient.width != width:  # of the cast copy; the parameter's own is made from it
-            gradient = self.tape.new(elements, width)
+        gradient = self.tape.new(elements, self.spec.element_bytes.autocast or itemsize)
+        if gradient.width != itemsize:  # of the cast copy; the parameter's own is made from it
+            gradient = self.tape.new(elements, itemsize)
         self.keep_gradient(gradient)
 
     def keep_gradient(self, gradient: TensorRef) -> None:
@@ -90,11 +90,11 @@ class ForwardPass:
         if not self.is_accumulating:
             self.gradients.append(gradient)
 
-    def dense(self, x: TensorRef, name: str, inputs: int, outputs: int, width: int, *, trainable: bool) -> TensorRef:
+    def dense(self, x: TensorRef, name: str, inputs: int, outputs: int, itemsize: int, *, trainable: bool) -> TensorRef:
         """x @ W: a trained weight holds its input; autocast's copy of an fp32 weight is held for x's gradient."""
         x = self.to_autocast(x)
         saved = [x] if trainable else []
-        weight = self._autocast_weight(name, inputs * outputs, width, trainable=trainable)
+        weight = self._autocast_weight(name, inputs * outputs, itemsize, trainable=trainable)
         if weight is not None:
             saved.append(weight)
         rows = x.elements // inputs
@@ -110,7 +110,7 @@ class ForwardPass:
             if out is not None:
                 out.is_view = True  # nn.Linear multiplies (B*S, h) and views the result as (B, S, h)
             if trainable:
-                self.create_weight_gradient(inputs * outputs, width)
+                self.create_weight_gradient(inputs * outputs, itemsize)
             return (out,)
 
         del weight  # `saved` has it, or autocast's cache
@@ -118,15 +118,15 @@ class ForwardPass:
             (x,), rows * outputs, x.width, saved=saved, backward=backward, holds_weight=True, trains_weight=trainable
         )
 
-    def _autocast_weight(self, name: str, elements: int, width: int, *, trainable: bool) -> TensorRef | None:
-        autocast_width = self.spec.element_bytes.autocast
-        if autocast_width is None or autocast_width == width:
+    def _autocast_weight(self, name: str, elements: int, itemsize: int, *, trainable: bool) -> TensorRef | None:
+        autocast_itemsize = self.spec.element_bytes.autocast
+        if autocast_itemsize is None or autocast_itemsize == itemsize:
             return None
         # autocast caches casts of leaves that require a gradient, and no others (autocast_mode.cpp, cached_cast)
         if not trainable:
-            return self.tape.new(elements, autocast_width)
+            return self.tape.new(elements, autocast_itemsize)
         if name not in self.cast_weights:
-            self.cast_weights[name] = self.tape.new(elements, autocast_width)
+            self.cast_weights[name] = self.tape.new(elements, autocast_itemsize)
         return self.cast_weights[name]
 
     def split(self, x: TensorRef, *sizes: int) -> list[TensorRef]:
@@ -144,9 +144,9 @@ class ForwardPass:
         return single_gradient(x.elements, x.width, transient=4 * 8 * rows)
 
 
-def round_up(size: int, step: int) -> int:
+def round_up(size: int, multiple: int) -> int:
     """The next multiple of `step`."""
-    return -(-size // step) * step
+    return -(-size // multiple) * multiple
 
 
 # --- Liger's kernels --------------------------------------------------------------------------------------------------

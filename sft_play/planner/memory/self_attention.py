@@ -120,13 +120,13 @@ def _tokens_per_call(block: ForwardPass) -> int:
 
 def _flash_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
     """Flash attention (transformers/cuda/flash_attn): holds q, k, v, its output and a logsumexp in fp32."""
-    spec, width, tokens = block.spec, q.width, _tokens_per_call(block)
+    spec, itemsize, tokens = block.spec, q.width, _tokens_per_call(block)
     rows = tokens // block.length * spec.heads * round_up(block.length, 128)
     # backward: softmax_d and dq_accum in fp32 (flash_api.cpp, mha_bwd; trace/kernels.py counts the same)
     backward_bytes = 4 * rows + 4 * rows * round_up(spec.head_dim, 32)
     if spec.heads != spec.kv_heads and not spec.one_by_one:
         # dk and dv of all query heads, before they are summed to the grouped ones
-        backward_bytes += 2 * tokens * spec.heads * round_up(spec.head_dim, 8) * width
+        backward_bytes += 2 * tokens * spec.heads * round_up(spec.head_dim, 8) * itemsize
     return _fused_attention(block, q, k, v, backward_bytes)
 
 
@@ -210,31 +210,31 @@ def _softmax(block: ForwardPass, scores: TensorRef) -> TensorRef:
 def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
     """gpt-oss (modeling_gpt_oss.py, eager_attention_forward): a column joins the scores, their maximum is taken off,
     and the softmax stays in the compute dtype."""
-    width = q.width
-    scores = block.scale(block.tape.op((q, k), _score_elements(block), width, saved=(q, k)))
-    scores = block.tape.op((scores,), scores.elements, width, backward=shared_gradient(1))
+    itemsize = q.width
+    scores = block.scale(block.tape.op((q, k), _score_elements(block), itemsize, saved=(q, k)))
+    scores = block.tape.op((scores,), scores.elements, itemsize, backward=shared_gradient(1))
     size = scores.elements + scores.elements // block.length
-    sink_scores = block.tape.op((scores,), size, width, backward=shared_gradient(1))
+    sink_scores = block.tape.op((scores,), size, itemsize, backward=shared_gradient(1))
 
     def maximum_backward(tape: Tape, grad: TensorRef) -> Grads:
         # -grad is summed for the maximum, whose own gradient is scattered into zeros and added
-        tape.meter.add_transient(size * width)
-        scattered = tape.new(size, width)
-        out = tape.new(size, width)
+        tape.meter.add_transient(size * itemsize)
+        scattered = tape.new(size, itemsize)
+        out = tape.new(size, itemsize)
         del scattered
         return (out,)
 
-    sink_scores = block.tape.op((sink_scores,), size, width, backward=maximum_backward)
+    sink_scores = block.tape.op((sink_scores,), size, itemsize, backward=maximum_backward)
 
     def softmax_backward(tape: Tape, grad: TensorRef) -> Grads:
-        tape.meter.add_transient(2 * size * width)
-        return (tape.new(size, width),)
+        tape.meter.add_transient(2 * size * itemsize)
+        return (tape.new(size, itemsize),)
 
-    probabilities = block.tape.op((sink_scores,), size, width, backward=softmax_backward, holds_output=True)
+    probabilities = block.tape.op((sink_scores,), size, itemsize, backward=softmax_backward, holds_output=True)
     del scores, sink_scores
     token_probabilities = block.tape.view(probabilities, probabilities.elements * block.length // (block.length + 1))
     if token_probabilities.node is not None:
-        token_probabilities.node.backward = single_gradient(size, width)  # zeros of the whole, into which it is copied
+        token_probabilities.node.backward = single_gradient(size, itemsize)  # zeros of the whole, into which it is copied
     return _weight_values(block, token_probabilities, v)
 
 
@@ -245,20 +245,20 @@ def _weight_values(block: ForwardPass, scores: TensorRef, v: TensorRef) -> Tenso
 
 def _eager_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
     """eager_attention_forward: S x S scores per head in the compute dtype, probabilities in fp32 and cast."""
-    width = q.width
+    itemsize = q.width
     if block.spec.has_sinks:
         return _sink_attention(block, q, k, v)
-    scores = block.scale(block.tape.op((q, k), _score_elements(block), width, saved=(q, k)))
+    scores = block.scale(block.tape.op((q, k), _score_elements(block), itemsize, saved=(q, k)))
     if block.spec.has_softcap:
         scores = block.scale(scores)
-        scores = block.tape.op((scores,), scores.elements, width, holds_output=True)
+        scores = block.tape.op((scores,), scores.elements, itemsize, holds_output=True)
         scores = block.scale(scores)
-    scores = block.tape.op((scores,), scores.elements, width, backward=shared_gradient(1))
-    if width != 4:
+    scores = block.tape.op((scores,), scores.elements, itemsize, backward=shared_gradient(1))
+    if itemsize != 4:
         wide = block.to(scores, 4)
         out = _softmax(block, wide)
         del wide
-        scores = block.to(out, width)
+        scores = block.to(out, itemsize)
         del out
     else:
         scores = _softmax(block, scores)

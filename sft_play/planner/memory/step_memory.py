@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import AttentionName
 from sft_play.planner.gradients import gradient_sync
-from sft_play.planner.kernels import GROUPED_MIN_CAPABILITY, plan_experts, plan_kernels
+from sft_play.planner.kernels import GROUPED_MM_MIN_CAPABILITY, plan_experts, plan_kernels
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import (
     BlockBytes,
@@ -136,8 +136,8 @@ class StepMemorySimulation:
         self.loaded_element_bytes = self.element_bytes = loaded_element_bytes
         # modules see what is gathered, adapters included
         if layout.is_fsdp and loaded_element_bytes.autocast is not None:
-            gathered_width = DTYPE_BYTES[self.gradient_sync.gathered_dtype]
-            self.element_bytes = ElementBytes(gathered_width, loaded_element_bytes.autocast, gathered_width)
+            gathered_itemsize = DTYPE_BYTES[self.gradient_sync.gathered_dtype]
+            self.element_bytes = ElementBytes(gathered_itemsize, loaded_element_bytes.autocast, gathered_itemsize)
         self.weight_width = self.element_bytes.weights if layout.is_fsdp else DTYPE_BYTES[precision.load]
         self.recomputed_layers = step.recomputed_layers(shape.num_layers)
         self.accumulates_gradients = step.grad_accum > 1
@@ -168,7 +168,7 @@ class StepMemorySimulation:
             "one_by_one": step.one_by_one, "uses_eager_experts": uses_eager_experts,
             "element_bytes": self.element_bytes,
             "uses_grouped_mm_fallback": step.on_gpu
-            and (step.capability or GROUPED_MIN_CAPABILITY) < GROUPED_MIN_CAPABILITY and not uses_eager_experts,
+            and (step.capability or GROUPED_MM_MIN_CAPABILITY) < GROUPED_MM_MIN_CAPABILITY and not uses_eager_experts,
             "liger": plan_kernels(self.config, self.shape, step.layout, on_gpu=step.on_gpu).memory,
         }  # fmt: skip
         specs = []
@@ -197,8 +197,8 @@ class StepMemorySimulation:
         lora = self.config.tuning.lora
         return build_gather_buffers(
             self.shape,
-            width=self.element_bytes.weights,
-            nf4=self.is_nf4,
+            itemsize=self.element_bytes.weights,
+            is_nf4=self.is_nf4,
             lora=None if self.is_full else lora,
             tensor_parallel_ranks=self.step.layout.tensor_parallel,
             # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
@@ -211,14 +211,14 @@ class StepMemorySimulation:
         blocks: list[BlockBytes] = []
         # modules_to_save: PEFT's copy has the adapters' dtype
         has_embedding_copy = self.trained_parameters.trains_embedding and not self.is_full
-        widths = [self.element_bytes.adapters if has_embedding_copy else self.weight_width]
+        itemsizes = [self.element_bytes.adapters if has_embedding_copy else self.weight_width]
         for layer, kind_index in enumerate(self.shape.layer_order):
             # the first block's input has a gradient if the embedding trains, or checkpointing asks for one (PEFT)
             block = block_bytes(
                 self.specs[kind_index],
                 batch=self.step.micro_batch,
                 length=self.step.length,
-                width=widths[-1],
+                itemsize=itemsizes[-1],
                 input_has_grad=layer > 0
                 or self.trained_parameters.trains_embedding
                 or self._trains_rows("inputs")
@@ -226,8 +226,8 @@ class StepMemorySimulation:
                 is_accumulating=self._is_accumulating(),
             )
             blocks.append(block)
-            widths.append(block.output_width)
-        return blocks, widths
+            itemsizes.append(block.output_width)
+        return blocks, itemsizes
 
     def _compute_layers(self) -> list[LayerBytes]:
         batch, offloads = self.step.micro_batch, self.step.offloads
@@ -249,8 +249,8 @@ class StepMemorySimulation:
         return layers
 
     def _lone_forward_peak(self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool) -> int:
-        spec, width = specs[self.shape.layer_order[layer]], self.hidden_widths[layer]
-        return forward_peak(spec, batch=batch, length=self.step.length, width=width, training=training)
+        spec, itemsize = specs[self.shape.layer_order[layer]], self.hidden_widths[layer]
+        return forward_peak(spec, batch=batch, length=self.step.length, itemsize=itemsize, training=training)
 
     def _evaluation_layer(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
         """A block where nothing is held for a backward pass; autocast keeps copies of its fp32 parameters there too."""
@@ -280,7 +280,7 @@ class StepMemorySimulation:
             ),
             batch=batch,
             length=self.step.length,
-            width=self.hidden_widths[-1],
+            itemsize=self.hidden_widths[-1],
             loss=self.step.loss,
             is_accumulating=self._is_accumulating(),
             needs_gradient=needs_gradient,
@@ -428,12 +428,12 @@ class StepMemorySimulation:
             )
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
         gathered_bytes = gather_buffers.tail if gather_buffers else 0
-        head_bytes = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
+        loss_head_bytes = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
         yield self._phase_terms(
             "head",
             older_gradients,
             held_bytes[-1] + cast_bytes + size,
-            loss_head=head_bytes,
+            loss_head=loss_head_bytes,
             gather_buffers=gathered_bytes,
         )
 
@@ -472,9 +472,9 @@ class StepMemorySimulation:
     def _embedding_phases(self, live_bytes: int) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         """The embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is
         sharded only then, it is live in addition."""
-        width = self.element_bytes.weights if self.is_full else self.element_bytes.adapters
+        itemsize = self.element_bytes.weights if self.is_full else self.element_bytes.adapters
         embedding_gradient = (
-            self.shape.embedding_table_params * width
+            self.shape.embedding_table_params * itemsize
             if self.trained_parameters.trains_embedding
             else self._table_copy_bytes()
         )

@@ -284,7 +284,7 @@ def tensor_parallel_linear(linear: AnyLinear, ranks: int, *, is_row_parallel: bo
 OUTPUT_HEADS = ("lm_head", "embed_out")
 
 
-def check_targets(config: RunConfig, shape: ModelShape) -> None:
+def check_adapter_targets(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError for adapter targets that match no linear layer, and for what is asked of experts that are not
     there."""
     _check_expert_options(config, shape)

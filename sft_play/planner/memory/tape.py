@@ -67,8 +67,8 @@ class TensorRef:
 
     __slots__ = ("elements", "is_view", "node", "storage", "width")
 
-    def __init__(self, storage: _Storage, elements: int, width: int, node: Node | None = None) -> None:
-        self.storage, self.elements, self.width, self.node = storage, elements, width, node
+    def __init__(self, storage: _Storage, elements: int, itemsize: int, node: Node | None = None) -> None:
+        self.storage, self.elements, self.width, self.node = storage, elements, itemsize, node
         self.is_view = False
         storage.handles += 1
 
@@ -132,13 +132,13 @@ class Tape:
         """Live bytes when a node first needed what was held: recomputation starts there."""
         self._sequence_number = 0
 
-    def new(self, elements: int, width: int) -> TensorRef:
+    def new(self, elements: int, itemsize: int) -> TensorRef:
         """Fresh storage without a gradient."""
-        return TensorRef(_Storage(self.meter, elements * width), elements, width)
+        return TensorRef(_Storage(self.meter, elements * itemsize), elements, itemsize)
 
-    def leaf(self, elements: int, width: int) -> TensorRef:
+    def leaf(self, elements: int, itemsize: int) -> TensorRef:
         """Fresh storage whose gradient is wanted and returned by `backward`."""
-        ref = self.new(elements, width)
+        ref = self.new(elements, itemsize)
         if self.grad_enabled:
             ref.node = self.node((), (), lambda tape, grad: ())
         return ref
@@ -167,7 +167,7 @@ class Tape:
         self,
         inputs: Sequence[TensorRef],
         elements: int,
-        width: int,
+        itemsize: int,
         *,
         saved: Sequence[TensorRef] = (),
         backward: BackwardFormula | None = None,
@@ -182,7 +182,7 @@ class Tape:
         # inputs are saved before an operation runs: recomputation can stop there, without this one's output
         if needs_node and (saved or holds_weight):
             self.peak_at_last_save = self.meter.peak
-        out = self.new(elements, width)
+        out = self.new(elements, itemsize)
         if needs_node:
             out.node = self.node(
                 inputs, saved, backward or separate_gradients(*inputs), holds_weight=holds_weight or holds_output
@@ -236,11 +236,11 @@ def separate_gradients(*inputs: TensorRef) -> BackwardFormula:
     return lambda tape, grad: [None if size is None else tape.new(*size) for size in sizes]
 
 
-def single_gradient(elements: int, width: int, *, transient: int = 0) -> BackwardFormula:
+def single_gradient(elements: int, itemsize: int, *, transient: int = 0) -> BackwardFormula:
     """A separate gradient of this size for the only input; `transient`: bytes beside it within the kernel."""
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
-        out = tape.new(elements, width)
+        out = tape.new(elements, itemsize)
         tape.meter.add_transient(transient)
         return (out,)
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from statistics import NormalDist
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.gpus.gpu_catalog import find_gpus
+from sft_play.facts.gpus.gpu_catalog import find_catalog_entries
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
 from sft_play.facts.models.model_shape import ModelShape
@@ -72,7 +72,7 @@ EXPERT_GRADIENT_ACCESSES = 4
 # and pass. One run; on other cards it is scaled by memory bandwidth, since the code works on fp32 chunks.
 LINEAR_ATTENTION_BYTES = 2000
 # Names of the two among a step's parts.
-EXPERTS_PART, LINEAR_PART = "experts_in_turn", "linear_attention"
+EXPERTS_PART, LINEAR_ATTENTION_PART = "experts_in_turn", "linear_attention"
 # Share of the rate of NVLink and of a network that collectives reach (nccl-tests' bus bandwidth against the data
 # sheet's).
 LINK_SHARE = 0.75
@@ -162,7 +162,7 @@ def find_rates(hardware: Hardware, precision: Precision) -> Rates:
     matrix_share = min((MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors), default=OTHER_MATRIX_SHARE)
     attention_shares = (ATTENTION_SHARE.get(major, OTHER_ATTENTION_SHARE) for major in majors)
     # GPUs whose known link is no faster than the card's own slot communicate over PCIe
-    link, pcie_slots = hardware.link_bytes_per_s, [entry.pcie for entry in find_gpus(gpus[0].name.split(" MIG ")[0])]
+    link, pcie_slots = hardware.link_bytes_per_s, [entry.pcie for entry in find_catalog_entries(gpus[0].name.split(" MIG ")[0])]
     is_pcie = link is None or link <= max(pcie_slots, default=FASTEST_PCIE)
     return Rates(
         matrix_rate or NOMINAL_RATE,
@@ -281,7 +281,7 @@ class _Roofline:
         matrix_s = matrix_flops / tensor_parallel / (rates.matrix_flops_per_s * rates.matrix_share)
         # each forward or backward pass reads them once, whatever the number of tokens
         weight_bytes = 2 * active_params(shape) / tensor_parallel
-        forward_backwards = 2.0 + recomputed_share  # forward, backward, and what checkpointing computes again
+        pass_count = 2.0 + recomputed_share  # forward, backward, and what checkpointing computes again
         liger_operations = plan_kernels(
             config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=rates.missing_packages
         ).speed
@@ -289,20 +289,20 @@ class _Roofline:
         if liger_operations is not None:
             saved_bytes = liger_saved_bytes(
                 shape, liger_operations, e=self._compute_width, recomputed_share=recomputed_share
-            ) / (forward_backwards * shape.num_layers)
+            ) / (pass_count * shape.num_layers)
         elementwise_bytes = (
-            self._elementwise_bytes(micro_steps.padded_tokens, saved_bytes) * forward_backwards / tensor_parallel
+            self._elementwise_bytes(micro_steps.padded_tokens, saved_bytes) * pass_count / tensor_parallel
         )
         moving_s = self._memory_seconds(
             elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile else 1.0)
-            + weight_bytes * forward_backwards
+            + weight_bytes * pass_count
         )
         # half a byte read and two written per weight
-        dequantise_s = self._memory_seconds(2.5 * active_params(shape) * forward_backwards) if mode == "qlora" else 0.0
+        dequantise_s = self._memory_seconds(2.5 * active_params(shape) * pass_count) if mode == "qlora" else 0.0
         layer_start_share = 1.0 if mode == "full" else 1.5
         layer_start_share *= COMPILED_STARTS_SHARE if config.train.compile else 1.0
         layer_start_share += CHAT_START_SHARE * micro_steps.rows if step.one_by_one else 0.0
-        starting_s = LAYER_OVERHEAD_S * shape.num_layers * (forward_backwards + 1) * layer_start_share
+        starting_s = LAYER_OVERHEAD_S * shape.num_layers * (pass_count + 1) * layer_start_share
         if liger_operations is not None:
             starting_s = max(
                 0.0, starting_s - liger_saved_starts_s(shape, liger_operations, recomputed_share=recomputed_share)
@@ -314,11 +314,11 @@ class _Roofline:
 
     def _slow_code_seconds(self, padded_tokens: float) -> dict[str, float]:
         """Seconds of a micro step that faster code would save; a CPU runs linear attention in one way only."""
-        shape, forward_backwards, seconds = self.shape, 2.0 + self.recomputed_share, {}
+        shape, pass_count, seconds = self.shape, 2.0 + self.recomputed_share, {}
         experts = plan_experts(self.config, shape, self.precision)
         if experts is not None and experts.name == "eager" and not shape.uses_custom_experts:
             start_s = (
-                sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_OVERHEAD_S * forward_backwards
+                sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_OVERHEAD_S * pass_count
             )
             expert_params = sum(kind.count * kind.num_experts * kind.expert_params for kind in shape.layers)
             gradient_s = self._memory_seconds(
@@ -331,8 +331,8 @@ class _Roofline:
         )
         if lacks_linear_attention and self.step.capability is not None:
             channels = sum(kind.count * kind.linear_attention_width for kind in shape.layers)
-            seconds[LINEAR_PART] = self._memory_seconds(
-                LINEAR_ATTENTION_BYTES * channels * padded_tokens * forward_backwards
+            seconds[LINEAR_ATTENTION_PART] = self._memory_seconds(
+                LINEAR_ATTENTION_BYTES * channels * padded_tokens * pass_count
             )
         return seconds
 
@@ -390,9 +390,9 @@ class _Roofline:
             # the same seven in fp32 on the host; 16-bit gradients go there, and 16-bit weights come back
             return 0.0, 28.0 * stepped_params / HOST_BANDWIDTH + 4.0 * stepped_params / NOMINAL_LINK
         steps_loaded_weights = is_full and not layout.shards_states and self.precision.updates != "stochastic"
-        width = DTYPE_BYTES[self.precision.load] if steps_loaded_weights else 4
+        itemsize = DTYPE_BYTES[self.precision.load] if steps_loaded_weights else 4
         # AdamW reads weight, gradient and two states, and writes all but the gradient
-        return self._memory_seconds(7.0 * width * stepped_params), 0.0
+        return self._memory_seconds(7.0 * itemsize * stepped_params), 0.0
 
     def _communication(self, micro_s: float, micro_steps: AverageMicroSteps) -> tuple[int, float]:
         """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the

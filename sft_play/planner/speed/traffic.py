@@ -111,9 +111,9 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
     if layout.is_fsdp:
         # all units twice: the first block's backward pass prefetches the embedding, trained or not. Only the tail (last
         # norm and head, with the embedding where it is tied) stays gathered from the forward to the backward pass
-        gathered_width = DTYPE_BYTES[sync.gathered_dtype]
+        gathered_itemsize = DTYPE_BYTES[sync.gathered_dtype]
         gathered_bytes = (
-            2 * _weight_bytes(config, shape, gathered_width) - gathered_width * shape.embedding_table_params
+            2 * _weight_bytes(config, shape, gathered_itemsize) - gathered_itemsize * shape.embedding_table_params
         )
     else:
         gathered_bytes = _zero3_gathered_bytes(config, shape, precision, step)
@@ -144,18 +144,18 @@ def _bucket_count(size: float) -> int:
     return math.ceil(size / DDP_BUCKET_BYTES)
 
 
-def base_weight_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
+def base_weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> float:
     """Bytes of all weights but adapters as they are sent: 4-bit ones packed."""
     if config.tuning.mode != "qlora":
-        return float(shape.params * width)
-    return 0.5 * shape.linear_params + width * (shape.params - shape.linear_params)
+        return float(shape.params * itemsize)
+    return 0.5 * shape.linear_params + itemsize * (shape.params - shape.linear_params)
 
 
-def _weight_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
+def _weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> float:
     adapter_bytes = (
-        0 if config.tuning.mode == "full" else width * trained_parameters(config, shape, ElementBytes()).params
+        0 if config.tuning.mode == "full" else itemsize * trained_parameters(config, shape, ElementBytes()).params
     )
-    return base_weight_bytes(config, shape, width) + adapter_bytes
+    return base_weight_bytes(config, shape, itemsize) + adapter_bytes
 
 
 def _zero3_gathered_bytes(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> float:

@@ -21,7 +21,7 @@ from sft_play.facts.models.architecture import find_model_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import read_json, write_text
 from sft_play.starter import BASE_NAME
-from sft_play.training.measure.exact_match import stop_ids
+from sft_play.training.measure.exact_match import collect_stop_ids
 from sft_play.training.prepare.model_spec import ModelSpec, model_location
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def answer_stop_ids(config: RunConfig, tokenizer: Any, renderer: Renderer) -> li
         base_stop_ids = GenerationConfig.from_pretrained(location, revision=config.model.revision).eos_token_id
     except (OSError, ValueError):  # it has none, or not on this disk and the hub cannot be asked
         base_stop_ids = None
-    return stop_ids(config.task_mode, tokenizer, renderer, base_stop_ids)
+    return collect_stop_ids(config.task_mode, tokenizer, renderer, base_stop_ids)
 
 
 def render_card(facts: CardFacts, base: CardBase) -> str:
@@ -137,12 +137,12 @@ def describe_base(config: RunConfig) -> CardBase:
     folder = find_model_folder(name)
     if folder is None:
         return CardBase(name, True, _read_license(name))
-    settings = read_json(folder / "config.json")
-    cached, recorded = _HUB_CACHE.search(str(folder.resolve())), str(settings.get("_name_or_path") or "")
+    base_config = read_json(folder / "config.json")
+    cached, recorded = _HUB_CACHE.search(str(folder.resolve())), str(base_config.get("_name_or_path") or "")
     hub_id = "/".join(cached.groups()) if cached else recorded
     is_on_hub = _HUB_ID.fullmatch(hub_id) is not None and not Path(hub_id).exists()
     license_ = _read_license(str(folder / CARD_FILE)) if (folder / CARD_FILE).is_file() else {}
-    return CardBase(hub_id if is_on_hub else folder.resolve().name, is_on_hub, license_ or _license_fields(settings))
+    return CardBase(hub_id if is_on_hub else folder.resolve().name, is_on_hub, license_ or _license_fields(base_config))
 
 
 def _read_license(card: str) -> dict[str, str]:
@@ -152,9 +152,9 @@ def _read_license(card: str) -> dict[str, str]:
         return {}
 
 
-def _license_fields(settings: Mapping[str, Any]) -> dict[str, str]:
+def _license_fields(metadata: Mapping[str, Any]) -> dict[str, str]:
     keys = ("license", "license_name", "license_link")
-    fields = {key: settings[key] for key in keys if isinstance(settings.get(key), str) and settings[key]}
+    fields = {key: metadata[key] for key in keys if isinstance(metadata.get(key), str) and metadata[key]}
     return fields if "license" in fields else {}
 
 

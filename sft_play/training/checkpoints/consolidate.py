@@ -22,7 +22,7 @@ from sft_play.planner.precision import Precision
 from sft_play.runs.folder import CodeTrust, RunFolder, trust_none
 from sft_play.runs.locking import lock_run
 from sft_play.training.checkpoints import checkpoints, sharded_checkpoints
-from sft_play.training.checkpoints.full_state_dict import adapter_names, read_checkpoint_weights
+from sft_play.training.checkpoints.full_state_dict import model_names_by_saved_name, read_checkpoint_weights
 from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from sft_play.training.checkpoints.model_saving import save_model, saved_shapes
 from sft_play.training.checkpoints.tensor_files import fetch_base_folder
@@ -38,14 +38,14 @@ _BATCH_BYTES = GIB
 
 
 def consolidate(
-    run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None, trusts: CodeTrust = trust_none
+    run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None, is_trusted: CodeTrust = trust_none
 ) -> Path:
     """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model into `out`, or
     `consolidated-STEP` of the run; returns its path. Raises RunFolderError: its settings allow what `trusts` does not,
     there is no complete checkpoint, or `out` exists or lies in a run that is being written; ModelError: the checkpoint
     lacks tensors."""
     run.read_manifest()  # raises where the folder is not a run's
-    config = run.read_config(is_trusted=trusts)
+    config = run.read_config(is_trusted=is_trusted)
     stages = [run.stage_folder(stage.name) for stage in config.curriculum]
     started_stages = [
         stage for stage in stages if checkpoints.last_complete_checkpoint(stage.checkpoints_path) is not None
@@ -82,7 +82,7 @@ def _write_consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | No
     weights = None if is_sharded else _read_full_weights(source, model)
     try:
         size = save_model(
-            model, tokenizer, target, base=base_folder, state_dict=weights,
+            model, tokenizer, target, base_folder=base_folder, state_dict=weights,
             tensors=_iterate_weights(source, model) if is_sharded else None,
             dtype=None if is_adapter else model_spec.dtype, steps=checkpoints.checkpoint_step(source),
         )  # fmt: skip
@@ -123,7 +123,7 @@ def _iterate_weights(source: Path, model: Any) -> Iterator[tuple[str, torch.Tens
 
 
 def _require_weights(source: Path, model: Any, stored: Container[str]) -> list[str]:
-    expected = list(adapter_names(model).values() if hasattr(model, "peft_config") else saved_shapes(model))
+    expected = list(model_names_by_saved_name(model).values() if hasattr(model, "peft_config") else saved_shapes(model))
     missing = sorted(name for name in expected if name not in stored)
     if missing:
         raise ModelError(f"the checkpoint {source} lacks {len(missing)} trained tensors, such as {missing[0]}")

@@ -50,32 +50,32 @@ def parameter_names_by_group(model: nn.Module, optimizer: Any) -> list[list[str]
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def states_by_number(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
+def states_by_index(states: Mapping[str, Any], names_by_group: list[list[str]]) -> dict[str, Any]:
     """Turn optimizer states keyed by name into states keyed by number, as in `Optimizer.state_dict`."""
-    indexes = {name: index for index, name in enumerate(itertools.chain(*names))}
+    indexes = {name: index for index, name in enumerate(itertools.chain(*names_by_group))}
     groups = [{**group, "params": [indexes[name] for name in group["params"]]} for group in states["param_groups"]]
     return {"state": {indexes[name]: state for name, state in states["state"].items()}, "param_groups": groups}
 
 
-def states_by_name(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
+def states_by_name(states: Mapping[str, Any], names_by_group: list[list[str]]) -> dict[str, Any]:
     """Optimizer states keyed by number, keyed by name; raises TrainingError where they are of other parameters."""
-    all_names = list(itertools.chain(*names))
+    all_names = list(itertools.chain(*names_by_group))
     sizes = [len(group["params"]) for group in states["param_groups"]]
-    if sizes != [len(group) for group in names]:
+    if sizes != [len(group) for group in names_by_group]:
         raise TrainingError(f"the checkpoint's optimizer has groups of {sizes} tensors, but this one has "
-                            f"{list(map(len, names))}: it was written for other trained weights")  # fmt: skip
+                            f"{list(map(len, names_by_group))}: it was written for other trained weights")  # fmt: skip
     groups = [
-        {**group, "params": list(group_names)} for group, group_names in zip(states["param_groups"], names, strict=True)
+        {**group, "params": list(group_names)} for group, group_names in zip(states["param_groups"], names_by_group, strict=True)
     ]
     return {"state": {all_names[index]: state for index, state in states["state"].items()}, "param_groups": groups}
 
 
 def full_optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """States of an FSDP optimizer, gathered, keyed by number; empty on all ranks but the first. All ranks call it."""
-    names = parameter_names_by_group(model, optimizer)
+    names_by_group = parameter_names_by_group(model, optimizer)
     states = get_optimizer_state_dict(model, optimizer, options=_FULL_STATE)
     # torch leaves the dict empty on the other ranks
-    return states_by_number(states, names) if states.get("state") else {}
+    return states_by_index(states, names_by_group) if states.get("state") else {}
 
 
 def load_optimizer_states(model: nn.Module, optimizer: Any, states: Mapping[str, Any] | None) -> None:
@@ -87,7 +87,7 @@ def load_optimizer_states(model: nn.Module, optimizer: Any, states: Mapping[str,
 def read_checkpoint_weights(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole trained weights of a checkpoint, by their names in the model."""
     if has_adapter(model):
-        names, tensors = adapter_names(model), load_file(checkpoint / ADAPTER_FILE)
+        names, tensors = model_names_by_saved_name(model), load_file(checkpoint / ADAPTER_FILE)
         text_tower = find_text_tower(model)
         if text_tower is not None:  # a checkpoint of the Trainer has PEFT's own names
             tensors = {text_tower.to_full_name(name): tensor for name, tensor in tensors.items()}
@@ -130,7 +130,7 @@ def load_adapter_weights(model: Any, folder: Path) -> None:
     """Load an earlier adapter into a model that is not divided yet; raises TrainingError where it has other tensors."""
     weights = read_checkpoint_weights(folder, model)
     parameters = dict(model.named_parameters())
-    expected = set(adapter_names(model).values())
+    expected = set(model_names_by_saved_name(model).values())
     unmatched = sorted((set(weights) - set(parameters)) | (expected - set(weights)))
     if unmatched:
         raise TrainingError(f"{folder / ADAPTER_FILE} is not this model's: {unmatched[0]} is in one of them only")
@@ -209,7 +209,7 @@ def embedding_layers(model: Any) -> list[Any]:
     return [layer for layer in layers if layer is not None]
 
 
-def adapter_names(model: Any) -> dict[str, str]:
+def model_names_by_saved_name(model: Any) -> dict[str, str]:
     """For each tensor's name in an adapter's file (of a language model that of its whole class), the one in memory."""
     from peft import get_peft_model_state_dict
 

@@ -36,15 +36,15 @@ _DEEPSPEED_CLASSES = (
 _REFUSED_NAME = re.compile(r"GLOBAL ([\w.]+)")
 
 
-def find_last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
+def find_last_checkpoint(folder: Path, heartbeat: Heartbeat) -> Path | None:
     """The last sound checkpoint on rank 0, which every rank has to find too, or None; later ones are named in a
     warning, and count no more. All ranks call it. Raises RunFolderError: all are damaged, or another node lacks it."""
     name_and_damaged: tuple[str | None, dict[Path, str]] = None, {}
     if distributed.is_first():
         shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # of a save that was killed
-        last, damaged = checkpoints.last_undamaged(folder, on_bytes=beat.add_moved_bytes)
+        last, damaged = checkpoints.last_undamaged(folder, on_bytes=heartbeat.add_moved_bytes)
         name_and_damaged = last.name if last else None, damaged
-    with beat.waiting():
+    with heartbeat.waiting():
         distributed.barrier(distributed.long_timeout_group())  # as long as reading takes
     name, damaged = distributed.broadcast_value(name_and_damaged)
     if damaged and name is None:
@@ -61,7 +61,7 @@ def find_last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
         if distributed.is_first()
         else checkpoints.find_damage(checkpoint, reads_contents=distributed.is_first_of_node())
     )
-    with beat.waiting():
+    with heartbeat.waiting():
         distributed.barrier(distributed.long_timeout_group())
     distributed.require_all(
         damage is None,

@@ -23,7 +23,7 @@ from sft_play.files import atomic
 from sft_play.planner.memory.loading_and_saving import MAX_WEIGHTS_FILE_BYTES
 from sft_play.training.checkpoints.full_state_dict import (
     ADAPTER_FILE,
-    adapter_names,
+    model_names_by_saved_name,
     embedding_layers,
     has_adapter,
     tied_weight_names,
@@ -37,7 +37,7 @@ def save_model(
     tokenizer: Any,
     path: Path,
     *,
-    base: Path | None = None,
+    base_folder: Path | None = None,
     steps: int = 0,
     on_bytes: Callable[[int], None] | None = None,
     **write_options: Any,
@@ -52,10 +52,10 @@ def save_model(
         (staging / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path
         tokenizer.save_pretrained(staging)
         size = check_saved_weights(
-            staging, expected=saved_shapes(model), must_have_learned=steps > 1, on_bytes=on_bytes
+            staging, expected_shapes=saved_shapes(model), must_have_learned=steps > 1, on_bytes=on_bytes
         )
-        if base is not None:
-            expand_to_full_class(model, staging, base)
+        if base_folder is not None:
+            expand_to_full_class(model, staging, base_folder)
         return size
 
 
@@ -123,13 +123,13 @@ def _use_full_names(model: Any, text_tower: TextTower, folder: Path) -> None:
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def expand_to_full_class(model: Any, folder: Path, base: Path, *, dtype: torch.dtype | None = None) -> None:
+def expand_to_full_class(model: Any, folder: Path, base_folder: Path, *, dtype: torch.dtype | None = None) -> None:
     """Make of a folder with a language model's weights one of its whole class, under the names that the base's files
     have; all else is the base's, bit by bit, or in `dtype` if one is asked for. A model of text stays as it is."""
     text_tower = find_text_tower(model)
     if text_tower is None or has_adapter(model):
         return
-    trained, base_tensors = open_tensors(folder), open_tensors(base)
+    trained, base_tensors = open_tensors(folder), open_tensors(base_folder)
     trained_prefixes, tied_names = {_name_prefix(name) for name in trained}, tied_weight_names(model)
     full_prefixes = tuple(full_prefix for text_prefix, full_prefix in text_tower.prefixes if full_prefix != text_prefix)
     sources, unmatched = dict[str, FileTensor](), dict(trained)
@@ -169,7 +169,7 @@ def expand_to_full_class(model: Any, folder: Path, base: Path, *, dtype: torch.d
         file.rename(folder / file.name)
     staging.rmdir()
     saved_dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
-    write_full_config(base, folder, dtype=saved_dtype, vocab_size=model.config.vocab_size)
+    write_full_config(base_folder, folder, dtype=saved_dtype, vocab_size=model.config.vocab_size)
 
 
 def _published_tensors(
@@ -186,14 +186,14 @@ def _published_tensors(
         yield from state.items()
 
 
-def write_full_config(base: Path, folder: Path, *, dtype: str | None, vocab_size: int) -> None:
+def write_full_config(base_folder: Path, folder: Path, *, dtype: str | None, vocab_size: int) -> None:
     """The base's config.json with what training changed, and what its class reads images with."""
-    config = dequantised_config(json.loads((base / "config.json").read_text(encoding="utf-8")))
+    config = dequantised_config(json.loads((base_folder / "config.json").read_text(encoding="utf-8")))
     if dtype:
         set_dtype(config, dtype)
     config.get("text_config", config)["vocab_size"] = vocab_size
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    for file in base.glob("*processor*.json"):
+    for file in base_folder.glob("*processor*.json"):
         shutil.copyfile(file, folder / file.name)
 
 
@@ -223,10 +223,10 @@ def set_stop_tokens(
     """Write the tokens that end an answer into a model's generation config, whose other settings are those of the model
     in `source_folder`, or its own."""
     source, path = (source_folder or folder) / "generation_config.json", folder / "generation_config.json"
-    settings = json.loads(source.read_text(encoding="utf-8")) if source.is_file() else {}
-    settings |= {"eos_token_id": list(stop_ids) if len(stop_ids) > 1 else stop_ids[0], "pad_token_id": pad_id}
+    generation_config = json.loads(source.read_text(encoding="utf-8")) if source.is_file() else {}
+    generation_config |= {"eos_token_id": list(stop_ids) if len(stop_ids) > 1 else stop_ids[0], "pad_token_id": pad_id}
     path.unlink(missing_ok=True)  # it may be a link to another model's
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(generation_config, indent=2) + "\n", encoding="utf-8")
 
 
 def embeddings_to_save(model: Any) -> bool | str:
@@ -261,7 +261,7 @@ def saved_shapes(model: Any) -> dict[str, tuple[int, ...]]:
         name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()
     }
     if has_adapter(model):
-        return {saved_name: parameters[name] for saved_name, name in adapter_names(model).items() if name in parameters}
+        return {saved_name: parameters[name] for saved_name, name in model_names_by_saved_name(model).items() if name in parameters}
     tied = tied_weight_names(model)
     tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return {name: shape for name, shape in (tensors | parameters).items() if name not in tied}
@@ -270,7 +270,7 @@ def saved_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 def check_saved_weights(
     folder: Path,
     *,
-    expected: dict[str, tuple[int, ...]] | None = None,
+    expected_shapes: dict[str, tuple[int, ...]] | None = None,
     must_have_learned: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> int:
@@ -289,21 +289,21 @@ def check_saved_weights(
         has_learned = has_learned or ("lora_B" in name and bool(torch.count_nonzero(tensor)))
     if size == 0:
         raise ModelError(f"{folder}: no weights were saved")
-    if expected is not None:
-        _compare_saved(folder, shapes, expected)
+    if expected_shapes is not None:
+        _compare_saved(folder, shapes, expected_shapes)
     if not has_learned and any("lora_B" in name for name in shapes):
         raise ModelError(f"{folder}: every lora_B of the adapter is zero: what was trained did not reach the file")
     return size
 
 
-def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected_shapes: dict[str, tuple[int, ...]]) -> None:
     """Compare saved shapes with the model's; by the hub's names, one tensor per expert, only the number of values."""
-    missing = sorted(set(expected) - set(shapes))
-    wrong = [] if missing else [name for name, shape in expected.items() if shapes[name] != shape]
-    saved_values, expected_values = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected))
+    missing = sorted(set(expected_shapes) - set(shapes))
+    wrong = [] if missing else [name for name, shape in expected_shapes.items() if shapes[name] != shape]
+    saved_values, expected_values = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected_shapes))
     problem = f"it holds {saved_values:,} of {expected_values:,} values; missing by name: {', '.join(missing[:3])}"
     if wrong:
-        problem = f"{wrong[0]} has the shape {shapes[wrong[0]]} and not {expected[wrong[0]]} ({len(wrong)} such)"
+        problem = f"{wrong[0]} has the shape {shapes[wrong[0]]} and not {expected_shapes[wrong[0]]} ({len(wrong)} such)"
     if wrong or (missing and saved_values != expected_values):
         raise ModelError(
             f"{folder}: what was saved is not the model: {problem}. The last checkpoint is kept: continue from it with "
@@ -330,7 +330,7 @@ def write_tensors(
     *,
     shapes: Mapping[str, tuple[int, ...]],
     dtype_rule: Callable[[str, torch.Tensor], torch.dtype],
-    file_bytes: int = MAX_WEIGHTS_FILE_BYTES,
+    max_file_bytes: int = MAX_WEIGHTS_FILE_BYTES,
 ) -> None:
     """Write tensors as transformers' safetensors files, with an index where there are several. `shapes`: of all tensors
     to come; `file_bytes`: most bytes of a file of several tensors. Raises ModelError: a tensor is not in `shapes`, has
@@ -353,7 +353,7 @@ def write_tensors(
             shape = None if tensor is None else tuple(tensor.shape)
             raise ModelError(f"{folder}: {name} was to be saved with shape {shapes.get(name)}, but has {shape}")
         tensor = tensor.to(dtype_rule(name, tensor)).contiguous()
-        if pending and sum(pending_tensor.nbytes for pending_tensor in pending.values()) + tensor.nbytes > file_bytes:
+        if pending and sum(pending_tensor.nbytes for pending_tensor in pending.values()) + tensor.nbytes > max_file_bytes:
             write_file()
         pending[name] = tensor
     if pending:

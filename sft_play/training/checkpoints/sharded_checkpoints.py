@@ -65,22 +65,22 @@ def is_sharded(checkpoint: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class CheckpointPart:
+class CheckpointShard:
     """This rank's part of weights and optimizer states, by the names in a checkpoint; groups and plain values."""
 
     tensors: dict[str, torch.Tensor]
     record: dict[str, Any]
 
-    def copy_to_host(self) -> CheckpointPart:
+    def copy_to_host(self) -> CheckpointShard:
         """A copy of it on the host, also where it is there already, which training does not change."""
         stager = DefaultStager(StagingOptions(False, False, False, False))
         try:
-            return CheckpointPart(stager.stage(self.tensors), deepcopy(self.record))
+            return CheckpointShard(stager.stage(self.tensors), deepcopy(self.record))
         finally:
             stager.close()
 
 
-def collect_part(model: nn.Module, optimizer: Any) -> CheckpointPart:
+def collect_shard(model: nn.Module, optimizer: Any) -> CheckpointShard:
     """This rank's part of an FSDP model and its optimizer: their own tensors. All ranks call it."""
     states = get_optimizer_state_dict(model, optimizer)
     # dcp stores tensors; plain values and groups are the same on all ranks
@@ -88,22 +88,22 @@ def collect_part(model: nn.Module, optimizer: Any) -> CheckpointPart:
         name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         for name, state in states["state"].items()
     }
-    return CheckpointPart(
+    return CheckpointShard(
         {**_weight_tensors(model), **_state_tensors(states)}, {"param_groups": states["param_groups"], "values": values}
     )
 
 
-def save_part(
-    part: CheckpointPart, checkpoint: Path, *, group: Any, on_bytes: OnBytes, on_done: Callable[[], None] = lambda: None
+def save_shard(
+    shard: CheckpointShard, checkpoint: Path, *, group: Any, on_bytes: OnBytes, on_done: Callable[[], None] = lambda: None
 ) -> None:
     """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all see; all call it.
     No tensor is gathered. `group`: one that waits as long as a disk takes; `on_bytes` is called with the bytes that
     reach the disk, `on_done` once all of this rank are there. Raises TrainingError: a rank could not write."""
     writer = _CountedWriter(checkpoint / SHARDS_FOLDER, on_bytes, on_done)
     with _explain_failure(f"the checkpoint {checkpoint} could not be written"):
-        dcp.save(part.tensors, storage_writer=writer, process_group=group)
+        dcp.save(shard.tensors, storage_writer=writer, process_group=group)
     if dist.get_rank() == 0:
-        torch.save(part.record, checkpoint / GROUPS_FILE)
+        torch.save(shard.record, checkpoint / GROUPS_FILE)
 
 
 def load_sharded_weights(model: nn.Module, checkpoint: Path, *, group: Any | None, on_bytes: OnBytes) -> None:

@@ -58,7 +58,7 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
                 logger.info("Converting the optimizer states of %d ranks for %d: %s",
                             len(state_files), distributed.world_size(), checkpoint)  # fmt: skip
                 checkpoints.create_staging(folder)
-                _convert(checkpoint, converted, state_files[0].parent)
+                _convert_to_universal(checkpoint, converted, state_files[0].parent)
         trainer.wait_for_disk()
         _set_universal_loading(trainer, enabled=True)
         yield converted
@@ -94,7 +94,7 @@ def _set_universal_loading(trainer: Any, *, enabled: bool) -> None:
         trainer.model_wrapped._config.load_universal_checkpoint = enabled
 
 
-def _convert(checkpoint: Path, converted: Path, states_folder: Path) -> None:
+def _convert_to_universal(checkpoint: Path, converted: Path, states_folder: Path) -> None:
     from deepspeed.checkpoint.ds_to_universal import main
 
     converted.mkdir()

@@ -71,14 +71,14 @@ def output_head(model: Any) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def find_adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlacement, frozenset[str]]:
+def find_adapter_placement(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlacement, frozenset[str]]:
     """Where adapters go in a model (its weights may be on the meta device), and the linear layers that get none. Raises
     ModelError: tokens of its class see those after them."""
     model_type, layers = str(model.config.model_type), list(linear_layers(model))
     reasons, untried_reason = dict[str, str](), ""
     if model_type not in MODEL_FAMILIES:
         try:
-            reasons = dict(_cached_trial(model.config, try_out, trust_remote_code))
+            reasons = dict(_cached_trial(model.config, find_failing_layers, trust_remote_code))
             if lookahead_problem := reasons.pop(_EVERY_LAYER, ""):
                 raise ModelError(
                     f"model_type {one_line(model_type)}: {lookahead_problem}; take a causal language model"
@@ -87,12 +87,12 @@ def find_adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple
             reasons, untried_reason = direct_weight_reads(model), str(reason)
     recorded = {wildcard_name(layer): no_adapter_reason(model_type, layer.rpartition(".")[2]) for layer in layers}
     reasons |= {pattern: reason for pattern, reason in recorded.items() if reason}
-    without_adapter = frozenset(layer for layer in layers if wildcard_name(layer) in reasons)
+    layers_without_adapter = frozenset(layer for layer in layers if wildcard_name(layer) in reasons)
     module_names = [name for name, _ in model.named_modules() if name]
-    targets = shortest_suffixes([layer for layer in layers if layer not in without_adapter], module_names)
-    lost_patterns = {wildcard_name(layer) for layer in without_adapter}
+    targets = shortest_suffixes([layer for layer in layers if layer not in layers_without_adapter], module_names)
+    lost_patterns = {wildcard_name(layer) for layer in layers_without_adapter}
     listed_reasons = sorted((pattern, reason) for pattern, reason in reasons.items() if pattern in lost_patterns)
-    return AdapterPlacement(tuple(targets), tuple(listed_reasons), untried_reason), without_adapter
+    return AdapterPlacement(tuple(targets), tuple(listed_reasons), untried_reason), layers_without_adapter
 
 
 def wildcard_name(path: str) -> str:
@@ -168,9 +168,9 @@ def _try_head(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]
     return {"": reason} if difference > LOOKAHEAD_TOLERANCE else {}
 
 
-def trained_pattern(trained: str) -> str:
+def trained_pattern(tensor_name: str) -> str:
     """The name, with * for numbers, of the parameter that a trained tensor is or adapts."""
-    adapted, adapter, _ = trained.removeprefix("base_model.model.").partition(".lora_")
+    adapted, adapter, _ = tensor_name.removeprefix("base_model.model.").partition(".lora_")
     return wildcard_name(adapted) + (".weight" if adapter else "")
 
 
@@ -226,11 +226,11 @@ def _cached_trial(hf_config: Any, trial: Callable[..., dict[str, str]], trust_re
     """Return the cached result of a trial, or run it; a model with its own code is always tried anew."""
     fields = {name: value for name, value in hf_config.to_dict().items() if name not in _IRRELEVANT_FIELDS}
     cache_key = {"config": json.loads(json.dumps(fields, default=repr)), "version": TRIAL_VERSION}
-    cache_key |= {} if trial is try_out else {"trial": trial.__name__}
+    cache_key |= {} if trial is find_failing_layers else {"trial": trial.__name__}
 
     def run_trial() -> dict[str, str]:
         reasons, problem = measure_small_model(
-            hf_config, trial, trust_remote_code=trust_remote_code, max_parameters=MAX_PARAMETERS, all_layers=True
+            hf_config, trial, trust_remote_code=trust_remote_code, max_parameters=MAX_PARAMETERS, needs_all_layers=True
         )
         if reasons is None:
             raise _TrialFailed(f"{model_type_name(hf_config)} could not be tried: {problem}")
@@ -242,7 +242,7 @@ def _cached_trial(hf_config: Any, trial: Callable[..., dict[str, str]], trust_re
     return reasons
 
 
-def try_out(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+def find_failing_layers(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     """The linear layers on which an adapter fails in any block, and why; raises where the class does not compute."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT says of a choice that is only tried

@@ -52,7 +52,7 @@ _WITHOUT_PACKING = "data.packing=none: rows of similar length then share a micro
 
 
 def require_packable(
-    hf_config: Any, *, attention: str, longest_row: int | None = None, trust_remote_code: bool = False
+    hf_config: Any, *, attention: str, max_row_tokens: int | None = None, trust_remote_code: bool = False
 ) -> str:
     """A line that a model of this config keeps the chats of one row (of at most `longest_row` tokens) apart, with the
     measured difference; flash attention is measured as sdpa or eager. Raises ConfigError: it does not, or it cannot be
@@ -64,11 +64,11 @@ def require_packable(
             hf_config,
             measure_packing_leak,
             attention=attention,
-            longest_row=tokens,
+            max_row_tokens=tokens,
             trust_remote_code=trust_remote_code,
         )
 
-    measurement, problem = measure_up_to(longest_row)
+    measurement, problem = measure_up_to(max_row_tokens)
     leak, influence = measurement or (0.0, 0.0)
     if measurement is not None and not influence >= MIN_INFLUENCE:
         problem = f"a token hardly depends on those before it there, by {influence:.1g} of the spread"
@@ -84,7 +84,7 @@ def require_packable(
         )
     threshold = length_threshold(hf_config)
     shorter_measurement, _ = (
-        measure_up_to(threshold) if threshold and (longest_row is None or threshold < longest_row) else (None, "")
+        measure_up_to(threshold) if threshold and (max_row_tokens is None or threshold < max_row_tokens) else (None, "")
     )
     is_apart_when_shorter = shorter_measurement is not None and shorter_measurement[0] < APART_TOLERANCE
     length_hint = f"model.max_seq_len={threshold}, up to which it does, or " if is_apart_when_shorter else ""
@@ -154,13 +154,13 @@ class MaskDifference:
 
 
 def check_padding(
-    hf_config: Any, *, attention: str, longest_row: int | None = None, trust_remote_code: bool = False
+    hf_config: Any, *, attention: str, max_row_tokens: int | None = None, trust_remote_code: bool = False
 ) -> MaskRequirement:
     """Whether padded rows, of at most `longest_row` tokens, of a model of this config need their mask; what cannot be
     measured keeps it."""
     measurement = measure_small_model(
         hf_config, measure_padding, trust_remote_code=trust_remote_code, max_parameters=MAX_TRAINED_PARAMETERS,
-        longest_row=longest_row, attention=attention,
+        max_row_tokens=max_row_tokens, attention=attention,
     )  # fmt: skip
     return _mask_requirement(
         model_type_name(hf_config), *measurement, kept_reason="padded rows keep their mask",
@@ -169,7 +169,7 @@ def check_padding(
 
 
 def check_boundaries(
-    hf_config: Any, *, longest_row: int | None = None, trust_remote_code: bool = False
+    hf_config: Any, *, max_row_tokens: int | None = None, trust_remote_code: bool = False
 ) -> MaskRequirement:
     """Whether packs, of at most `longest_row` tokens, need a mask beside their boundaries (`varlen`); what cannot be
     measured keeps it."""
@@ -178,7 +178,7 @@ def check_boundaries(
         measure_boundaries,
         trust_remote_code=trust_remote_code,
         max_parameters=MAX_TRAINED_PARAMETERS,
-        longest_row=longest_row,
+        max_row_tokens=max_row_tokens,
     )
     return _mask_requirement(
         model_type_name(hf_config), *measurement, kept_reason="chats of one row keep a mask between them",
@@ -250,7 +250,7 @@ def measure_boundaries(config: Any, *, trust_remote_code: bool = False) -> MaskD
         chats = [
             [generator.integers(3, VOCABULARY_SIZE, size=length) for length in lengths] for lengths in _PACK_LENGTHS
         ]
-        packs = [_pack(chats_of_row) for chats_of_row in chats]
+        packs = [_pack(row_chats) for row_chats in chats]
         masked, separated = run_model(sdpa_model, packs), run_model(varlen_model, packs, flat=True)
         # each row as one chat: what a model computes that cannot tell them apart
         joined_rows = [{**row, "chat_lengths": np.array([len(row["input_ids"])])} for row in packs]

@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 # Difference in fp32, over the size of what is compared, that counts as rounding: 6e-6 at most for llama, mistral,
 # phi3, qwen2, qwen3 and gpt_oss, 1.1e-4 for qwen3_5, whose recurrence amplifies it (liger-kernel 0.8.5 in Triton's
 # interpreter, benchmarks/LOG.md); a norm that is wrong by 1% is further off.
-FP32_GAP = 1e-3
+FP32_TOLERANCE = 1e-3
 # How many times as far from fp32 as the plain code other code may be in 16 bits.
-HALF_RATIO = 1.5
+MAX_HALF_ERROR_RATIO = 1.5
 _ROWS, _LENGTH = 2, 23
 # Tokens of the chats on which a kernel is tried: one alone, and some beyond a kernel's tiles of 64 and 128.
 KERNEL_CHAT_LENGTHS = (100, 1, 27, 256, 129)
@@ -57,7 +57,7 @@ class ClassCheck:
     @property
     def is_rounding(self) -> bool:
         """Whether both are rounding (a figure that is not a number is none)."""
-        return self.fp32_difference < FP32_GAP and self.half_precision_ratio < HALF_RATIO
+        return self.fp32_difference < FP32_TOLERANCE and self.half_precision_ratio < MAX_HALF_ERROR_RATIO
 
     @property
     def figures(self) -> str:
@@ -206,8 +206,8 @@ def kernel_error(
         torch.autograd.grad(reference_output, reference_inputs, weight),
     )
     tensors, references = (
-        [tensor, *gradients_of_output]
-        for tensor, gradients_of_output in zip((output, reference_output), gradients, strict=True)
+        [tensor, *output_gradients]
+        for tensor, output_gradients in zip((output, reference_output), gradients, strict=True)
     )
     return relative_difference(
         [tensor.detach().cpu().float() for tensor in tensors], [tensor.detach() for tensor in references]

@@ -65,8 +65,8 @@ def measure_small_model(
     *,
     trust_remote_code: bool = False,
     max_parameters: int = MAX_PARAMETERS,
-    all_layers: bool = False,
-    longest_row: int | None = None,
+    needs_all_layers: bool = False,
+    max_row_tokens: int | None = None,
     **options: Any,
 ) -> tuple[Measurement | None, str]:
     """What `measure` finds with the config of a small model of the class: few narrow layers of every kind, or full
@@ -74,9 +74,9 @@ def measure_small_model(
     `longest_row`: tokens of the longest row, where what the class does with longer ones is not asked."""
     options["trust_remote_code"] = trust_remote_code
     settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
-    key = measure, type(hf_config), settings, max_parameters, all_layers, longest_row, tuple(sorted(options.items()))
+    key = measure, type(hf_config), settings, max_parameters, needs_all_layers, max_row_tokens, tuple(sorted(options.items()))
     if key not in _measurements:
-        _measurements[key] = _measure(hf_config, measure, max_parameters, options, all_layers, longest_row)
+        _measurements[key] = _measure(hf_config, measure, max_parameters, options, needs_all_layers, max_row_tokens)
     measurement: tuple[Measurement | None, str] = _measurements[key]
     return measurement
 
@@ -89,13 +89,13 @@ def _measure(
     measure: Callable[..., Any],
     max_parameters: int,
     options: dict[str, Any],
-    all_layers: bool,
-    longest_row: int | None,
+    needs_all_layers: bool,
+    max_row_tokens: int | None,
 ) -> tuple[Any, str]:
     problem = "no small model of its class computes"
-    for has_all_layers, is_narrow in [(True, True)] * all_layers + [(False, True), (False, False)]:
+    for has_all_layers, is_narrow in [(True, True)] * needs_all_layers + [(False, True), (False, False)]:
         try:
-            config = _shorten(hf_config, has_all_layers=has_all_layers, longest_row=longest_row)
+            config = _shorten(hf_config, has_all_layers=has_all_layers, max_row_tokens=max_row_tokens)
             if is_narrow:
                 _shrink_widths(config)
             _require_small(config, options["trust_remote_code"], max_parameters)
@@ -184,7 +184,7 @@ def _require_small(config: Any, trust_remote_code: bool, max_parameters: int) ->
         raise ValueError(f"its smallest model here has {parameter_count:,} parameters, too many to try")
 
 
-def _shorten(hf_config: Any, *, has_all_layers: bool = False, longest_row: int | None = None) -> Any:
+def _shorten(hf_config: Any, *, has_all_layers: bool = False, max_row_tokens: int | None = None) -> Any:
     """Copy a config with a small vocabulary, short windows, and all layers or the first with one of every kind."""
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
@@ -212,12 +212,12 @@ def _shorten(hf_config: Any, *, has_all_layers: bool = False, longest_row: int |
         {
             name: size
             for name, size in _LENGTH_THRESHOLDS.items()
-            if _is_exceeded(config_field(config, name), longest_row)
+            if _is_exceeded(config_field(config, name), max_row_tokens)
         },
     )
     if rates := _compress_rates(config):
         config.compress_rates = {
-            kind: min(rate, _MAX_WINDOW) if _is_exceeded(rate, longest_row) else rate for kind, rate in rates.items()
+            kind: min(rate, _MAX_WINDOW) if _is_exceeded(rate, max_row_tokens) else rate for kind, rate in rates.items()
         }
     return config
 
@@ -228,9 +228,9 @@ def length_threshold(hf_config: Any) -> int | None:
     return min((size for size in sizes if _is_exceeded(size, None)), default=None)
 
 
-def _is_exceeded(size: Any, longest_row: int | None) -> bool:
+def _is_exceeded(size: Any, max_row_tokens: int | None) -> bool:
     """Whether a size of `_LENGTH_THRESHOLDS` is set, and rows are longer."""
-    return isinstance(size, int) and size > 0 and (longest_row is None or size < longest_row)
+    return isinstance(size, int) and size > 0 and (max_row_tokens is None or size < max_row_tokens)
 
 
 def _compress_rates(config: Any) -> dict[str, int]:

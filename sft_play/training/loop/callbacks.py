@@ -150,7 +150,7 @@ class MetricsFile(TrainerCallback):
 _RESERVED_SHARE, _MAX_RESERVED_S = 0.05, 600.0
 
 
-class StopAfter(TrainerCallback):
+class StopController(TrainerCallback):
     """Ends training with a checkpoint: after N steps of this process, in time for a limit in hours, or at the end of a
     step after a signal."""
 
@@ -212,15 +212,15 @@ class StopAfter(TrainerCallback):
             control.should_save = False
 
 
-def stop_signals(stop_after: StopAfter) -> StopSignals:
+def stop_signals(stop_controller: StopController) -> StopSignals:
     """While open, the first signal to stop ends the run after the current step (before the first step: at once); a
     second signal ends it at once."""
 
     def on_first_signal(signal_number: int) -> None:
-        if not stop_after.has_begun:  # there is nothing to save
+        if not stop_controller.has_begun:  # there is nothing to save
             failures.kill_compilers()
             raise_interrupt(signal_number)
-        stop_after.signal = signal_number
+        stop_controller.signal = signal_number
         if not failures.is_under_agent():  # the agent says it once, and stops ranks for other reasons too
             logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(signal_number).name)
 

@@ -40,12 +40,12 @@ class StageSequence:
     def __init__(
         self,
         job: RunJob,
-        prepared: Sequence[Prepared],
+        prepared_stages: Sequence[Prepared],
         monitors: RunMonitors,
         train_stage: Callable[..., dict[str, Any]],
     ) -> None:
         """`train_stage`: trains one stage, as `run.train_stage` does."""
-        self._job, self._prepared, self._monitors, self._train_stage = job, prepared, monitors, train_stage
+        self._job, self._prepared, self._monitors, self._train_stage = job, prepared_stages, monitors, train_stage
         self._summaries: list[dict[str, Any]] = []
         self._steps_trained = 0
         """Optimizer steps since this process started."""
@@ -61,12 +61,12 @@ class StageSequence:
         )
         begins_from = self._prepared[0].base_adapter_folder
         status = "finished"
-        for position, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
+        for stage_number, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
             # rank 0 decides for all: another node may not see the files yet
             if distributed.broadcast_value(
                 stage.folder.has_finished(is_adapter=is_adapter) if distributed.is_first() else None
             ):
-                logger.info("Stage %d of %d, %s, is finished", position, len(self._job.stages), stage.folder.stage_name)
+                logger.info("Stage %d of %d, %s, is finished", stage_number, len(self._job.stages), stage.folder.stage_name)
                 summary = read_summary(stage.folder.path) if distributed.is_first() else {}
                 self._summaries.append(
                     {"name": stage.folder.stage_name, **_EMPTY_SUMMARY, **distributed.broadcast_value(summary)}
@@ -75,7 +75,7 @@ class StageSequence:
                 status = STOPPED
                 break
             else:
-                self._log_stage(position, stage)
+                self._log_stage(stage_number, stage)
                 log_rows(stage, prepared)
                 status = self._train_prepared_stage(stage, prepared, begins_from)
                 if status != "finished":
@@ -115,11 +115,11 @@ class StageSequence:
             torch.cuda.empty_cache()
         return str(summary["status"])
 
-    def _log_stage(self, position: int, stage: RunJob) -> None:
+    def _log_stage(self, stage_number: int, stage: RunJob) -> None:
         train_config = stage.loaded.config.train
         length = f"{train_config.max_steps:,} steps" if train_config.max_steps else f"{train_config.epochs:g} epochs"
         logger.info("Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d x accum %d",
-                    position, len(self._job.stages), stage.folder.stage_name, length, stage.loaded.config.learning_rate,
+                    stage_number, len(self._job.stages), stage.folder.stage_name, length, stage.loaded.config.learning_rate,
                     stage.plan.max_seq_len, stage.plan.batch.micro_batch, stage.plan.batch.grad_accum)  # fmt: skip
 
     def _finish(self, status: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from sft_play.errors import BackendError, TrainingError
-from sft_play.planner.precision import find_fp16_overflow, format_fp16_fault
+from sft_play.planner.precision import find_fp16_overflow, format_fp16_overflow
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.ranks import distributed, engines
 
@@ -148,7 +148,7 @@ def describe_fp16_overflow(model: Any) -> str:
     text_config = model.config.get_text_config()
     is_eager = getattr(text_config, "_attn_implementation", None) == "eager"
     dropout = getattr(text_config, "attention_dropout", None) or 0.0
-    return format_fp16_fault(
+    return format_fp16_overflow(
         text_config.model_type, find_fp16_overflow(text_config.model_type, is_eager=is_eager, attention_dropout=dropout)
     )
 

@@ -22,7 +22,7 @@ from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import DEFAULT_SOURCES
 from sft_play.training.loop.trainer import build_trainer, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
-from sft_play.training.measure.exact_match import configured_eos_token_ids, stop_ids
+from sft_play.training.measure.exact_match import configured_eos_token_ids, collect_stop_ids
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.measure.peaks import RunMonitors
 from sft_play.training.model import adapter_start, context_parallel, fsdp_loading, sdpa, tensor_parallel
@@ -68,14 +68,14 @@ def load_trainer(
     # before the trainer: whether its collator tells the chats' lengths depends on it
     verify_varlen_kernel(model_spec, plan, device=arguments.device)
     sdpa.enable_cudnn(enabled=plan.choice.step.cudnn)
-    stop_tokens: Sequence[int] = ()
+    stop_ids: Sequence[int] = ()
     if eval_set.questions or eval_set.training_questions:
-        stop_tokens = stop_ids(
+        stop_ids = collect_stop_ids(
             config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_eos_token_ids(model)
         )
     trainer = build_run_trainer(
         job, prepared, eval_set, monitors, arguments=arguments, model=model, peft_config=model_spec.peft_config,
-        stop_ids=stop_tokens, saves_shards=saves_shards,
+        stop_ids=stop_ids, saves_shards=saves_shards,
     )  # fmt: skip
     trainer.kernels = active_kernels
     if begins_from is not None and prepared.trains_adapter:
@@ -106,7 +106,7 @@ def load_trainer(
         )
     if source is not None:
         in_fp32 = needs_fp32_masters and config.tuning.mode != "qlora"
-        fsdp_loading.shard(trainer, source, layer_class=model_spec.layer_class, fp32_master_weights=in_fp32)
+        fsdp_loading.shard_model(trainer, source, layer_class=model_spec.layer_class, fp32_master_weights=in_fp32)
     if prepared.trains_adapter:
         is_sharded_later = plan.choice.layout.is_fsdp and source is None
         adapter_start.freeze_pissa_half(trainer.model, config.tuning.lora, is_sharded_later=is_sharded_later)
@@ -168,10 +168,10 @@ def _load_model(
             update={"model": config.model.model_copy(update={"name": str(begins_from), "revision": None})}
         )
         model_spec = resized_spec(model_spec)
-    device, storage = engines.load_device(plan, config), engines.quant_storage(plan, config)
+    device, quant_storage = engines.load_device(plan, config), engines.quant_storage(plan, config)
     if loads_by_unit(config, plan.choice.layout) and getattr(model_spec.hf_config, "quantization_config", None) is None:
         return fsdp_loading.load_for_sharding(
-            config, plan.precision, model_spec, storage=storage,
+            config, plan.precision, model_spec, quant_storage=quant_storage,
             read=lambda: read_model(config, plan.precision, model_spec),
         )  # fmt: skip
-    return load_model(config, plan.precision, model_spec, device=device, storage=storage), None
+    return load_model(config, plan.precision, model_spec, device=device, quant_storage=quant_storage), None

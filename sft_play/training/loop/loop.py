@@ -33,7 +33,7 @@ from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from sft_play.training.class_checks.compiling import CompileMonitor
 from sft_play.training.class_checks.kernels import ActiveKernels
 from sft_play.training.loop.collate import COUNT_KEYS, Collator, split_batch
-from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreLoggingSums, read_early_stopping_counter
+from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, LoggingSumsCallback, read_early_stopping_counter
 from sft_play.training.loop.memory import TRAINING, StepMemory
 from sft_play.training.loop.optimizers import loraplus_parameter_ids, split_loraplus_group
 from sft_play.training.loop.rows import (
@@ -57,7 +57,7 @@ from sft_play.training.ranks.distributed import rng_devices
 logger = logging.getLogger(__name__)
 
 
-class _SeedByRank(TrainerCallback):
+class _RankSeedCallback(TrainerCallback):
     """Seeds dropout differently on every rank: the Trainer seeds all alike. A resumed run restores its states later."""
 
     def __init__(self, layout: Layout) -> None:
@@ -139,16 +139,16 @@ class PlannedLoop(CheckpointedLoop):
         if not micro_batches.padded and attention != varlen.VARLEN_ATTENTION:
             micro_batches = MicroBatches(micro_batches.rows)
         lengths = row_lengths(rows) if packs is None else packs.tokens
-        window = plan.batch.effective_batch
+        effective_batch = plan.batch.effective_batch
         self.epoch_order = EpochOrder(
-            len(lengths), seed=self.args.seed, lengths=lengths if sorts_by_length else None, window=window, mix=mix
+            len(lengths), seed=self.args.seed, lengths=lengths if sorts_by_length else None, window=effective_batch, mix=mix
         )
         data_parallel_rank, context_parallel_rank = divmod(
             distributed.batch_rank(self._layout), self._layout.context_parallel
         )
         ranks = self._layout.data_parallel
         self._step_batches = StepBatches(
-            self.epoch_order, lengths, micro_batches, window=window, rank=data_parallel_rank, ranks=ranks
+            self.epoch_order, lengths, micro_batches, window=effective_batch, rank=data_parallel_rank, ranks=ranks
         )
         self.step_memory = StepMemory(self, micro_batches)
         self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not micro_batches.padded)
@@ -186,7 +186,7 @@ class PlannedLoop(CheckpointedLoop):
         """The batches of an evaluation, the longest rows first; worker processes end with this one."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         order = longest_first_order(
-            dataset, batch_size=self.args.per_device_eval_batch_size, copies=self._layout.context_parallel
+            dataset, batch_size=self.args.per_device_eval_batch_size, repeats=self._layout.context_parallel
         )
         # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
         return _end_workers_with_parent(super().get_eval_dataloader(dataset.select(order)))
@@ -217,7 +217,7 @@ class PlannedLoop(CheckpointedLoop):
     def train(self, *args: Any, **options: Any) -> Any:
         """Train. Early stopping watches only here: evaluations before and after training do not count for it."""
         # the longest rows are tried before the monitor begins to measure
-        callbacks: list[TrainerCallback] = [SetEpochCallback(self), _SeedByRank(self._layout), self.step_memory]
+        callbacks: list[TrainerCallback] = [SetEpochCallback(self), _RankSeedCallback(self._layout), self.step_memory]
         callbacks += [self._monitor, self.non_finite_guard]
         checkpoint = options.get("resume_from_checkpoint")
         if self._early_stopping is not None:
@@ -225,7 +225,7 @@ class PlannedLoop(CheckpointedLoop):
         if checkpoint:
             if self._early_stopping is not None:
                 self._early_stopping.early_stopping_patience_counter = read_early_stopping_counter(Path(checkpoint))
-            callbacks.append(RestoreLoggingSums(self, Path(checkpoint)))
+            callbacks.append(LoggingSumsCallback(self, Path(checkpoint)))
         if self.compiler is not None:
             self.compiler.on_compiled.append(self._monitor.exclude_wait)
             callbacks.append(self.compiler)
@@ -347,15 +347,15 @@ class PlannedLoop(CheckpointedLoop):
     def _eval_metrics(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
         tokens_seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
         source_sums = [] if self._eval_source_sums is None else [self._eval_source_sums.flatten()]
-        ranks = distributed.gather_numbers(torch.cat([head, tokens_seen, *source_sums]))
+        sums_by_rank = distributed.gather_numbers(torch.cat([head, tokens_seen, *source_sums]))
         width = len(head)
-        figures = head_metrics([rank[:width] for rank in ranks], prefix=prefix)
+        metrics = head_metrics([rank[:width] for rank in sums_by_rank], prefix=prefix)
         if source_sums:
-            figures |= source_losses([rank[width + 1 :] for rank in ranks], self._monitor.sources, prefix=prefix)
-        counted_ranks = ranks[:: self._layout.tensor_parallel]
+            metrics |= source_losses([rank[width + 1 :] for rank in sums_by_rank], self._monitor.sources, prefix=prefix)
+        counted_sums = sums_by_rank[:: self._layout.tensor_parallel]
         self._eval_head_sums = self._eval_source_sums = None
-        tokens_seen_by_all = sum(rank[width] for rank in counted_ranks)
-        return figures | {f"{prefix}num_tokens": self._monitor.tokens_before_start + tokens_seen_by_all}
+        tokens_seen_by_all = sum(rank[width] for rank in counted_sums)
+        return metrics | {f"{prefix}num_tokens": self._monitor.tokens_before_start + tokens_seen_by_all}
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
@@ -448,7 +448,7 @@ class PlannedLoop(CheckpointedLoop):
             report_wait("Generating answers", unit="answers", count_total=lambda: len(questions)) as progress,
         ):
             self.last_answers = generate_answers(
-                self.model, self.processing_class, questions, stop_tokens=self._stop_ids,
+                self.model, self.processing_class, questions, stop_ids=self._stop_ids,
                 max_new_tokens=self._max_new_tokens, max_tokens=self.plan.answer_tokens,
                 try_batch=self.step_memory.try_batch, on_batch_end=progress.add,
                 on_batch_start=lambda: self.heartbeat.note(self.state.global_step, "generating answers"),

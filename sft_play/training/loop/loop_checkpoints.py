@@ -41,7 +41,7 @@ LOGGING_STATE = "logging_state.json"
 _FINAL_SAVE_TIMEOUT_S = 300.0
 
 
-class RestoreLoggingSums(TrainerCallback):
+class LoggingSumsCallback(TrainerCallback):
     """Restores the sums that do not depend on the number of ranks, once the Trainer has set them to zero."""
 
     def __init__(self, trainer: Any, checkpoint: Path) -> None:
@@ -118,7 +118,7 @@ class CheckpointedLoop(Trainer):
         are the Trainer's."""
         self._checkpoint_limit = checkpoint_limit
         self.saves_shards, self._saves_async = saves_shards, async_save
-        self._shard: sharded_checkpoints.CheckpointPart | None = None  # of the checkpoint that is about to be written
+        self._shard: sharded_checkpoints.CheckpointShard | None = None  # of the checkpoint that is about to be written
         self._checkpoint_writer: CheckpointWriter | None = None
         self.non_finite_guard = NonFiniteStepGuard(self, on_nan)
         self.heartbeat = heartbeat or Heartbeat(0.0)  # one that was never opened tells nobody
@@ -248,7 +248,7 @@ class CheckpointedLoop(Trainer):
         checkpoints.rotate_checkpoints(folder, limit=self._checkpoint_limit, best_checkpoint=best)
 
     def _write_in_background(
-        self, shard: sharded_checkpoints.CheckpointPart, commit: Callable[..., None], checkpoint_path: Path, group: Any
+        self, shard: sharded_checkpoints.CheckpointShard, commit: Callable[..., None], checkpoint_path: Path, group: Any
     ) -> None:
         """Save and commit on the writer's thread; bytes count as this rank's progress only while training waits."""
 
@@ -256,7 +256,7 @@ class CheckpointedLoop(Trainer):
             if self._checkpoint_writer is None or self._checkpoint_writer.is_awaited:
                 self.heartbeat.add_moved_bytes(count)
 
-        sharded_checkpoints.save_part(shard, checkpoint_path, group=group, on_bytes=on_bytes)
+        sharded_checkpoints.save_shard(shard, checkpoint_path, group=group, on_bytes=on_bytes)
         if distributed.is_first():  # all parts are on the disk
             commit(on_bytes=on_bytes)
 
@@ -339,11 +339,11 @@ class CheckpointedLoop(Trainer):
                 wait_context.enter_context(self.heartbeat.waiting())
 
             self.heartbeat.note(step, "writing its part of a checkpoint")
-            shard = sharded_checkpoints.collect_part(self.model, self.optimizer.optimizer)
+            shard = sharded_checkpoints.collect_shard(self.model, self.optimizer.optimizer)
             if self._saves_async:
                 self._shard = shard.copy_to_host()
                 return
-            sharded_checkpoints.save_part(
+            sharded_checkpoints.save_shard(
                 shard,
                 path,
                 group=distributed.long_timeout_group(),
@@ -408,15 +408,15 @@ class CheckpointedLoop(Trainer):
         self.finish_saving()
         # the others know where it was written aside
         best = distributed.broadcast_value(self.state.best_model_checkpoint)
-        fault = (
+        damage = (
             checkpoints.find_damage(Path(best), on_bytes=self.heartbeat.add_moved_bytes)
             if distributed.is_first()
             else None
         )
         self.wait_for_disk()
-        fault = distributed.broadcast_value(fault)
-        if fault is not None:
-            logger.warning("The best checkpoint cannot be loaded, so the last weights are kept: %s: %s", best, fault)
+        damage = distributed.broadcast_value(damage)
+        if damage is not None:
+            logger.warning("The best checkpoint cannot be loaded, so the last weights are kept: %s: %s", best, damage)
             return
         if (
             self.is_fsdp_enabled

@@ -130,7 +130,7 @@ class StepMemory(TrainerCallback):
         for callback in self.on_oom:
             callback(event)
 
-    def try_batch(self, compute: Callable[[], T], rows: int) -> T | None:
+    def try_batch(self, compute: Callable[[], T], row_count: int) -> T | None:
         """Compute a batch outside training; return None where memory ran out, for the caller to repeat it in halves.
         Raises the error where ranks share weights or rows: they compute together, so one cannot repeat it alone."""
         try:
@@ -138,11 +138,11 @@ class StepMemory(TrainerCallback):
         except (RuntimeError, MemoryError) as error:
             layout = self._trainer._layout
             is_shared = layout.shards_params or layout.tensor_parallel > 1 or layout.context_parallel > 1
-            if rows == 1 or is_shared or not is_out_of_memory(error):
+            if row_count == 1 or is_shared or not is_out_of_memory(error):
                 raise
             message = str(error)
         free_memory()
-        self._report_oom(message, retry="batch", rows=rows, retry_rows=rows // 2)
+        self._report_oom(message, retry="batch", rows=row_count, retry_rows=row_count // 2)
         return None
 
     @contextlib.contextmanager

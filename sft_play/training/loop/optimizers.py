@@ -31,7 +31,7 @@ def muon_matrices(model: Any) -> frozenset[nn.Parameter]:
         getattr(head, "weight", None)
     }
     return frozenset(
-        one for one in model.parameters() if one.requires_grad and one.dim() == 2 and one not in embedding_weights
+        parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() == 2 and parameter not in embedding_weights
     )
 
 
@@ -83,7 +83,7 @@ def loraplus_parameter_ids(model: Any) -> frozenset[int]:
     """The parameters, by their `id`, that get the higher rate."""
     # whole under ZeRO-3
     shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()}
-    return frozenset(id(one) for name, one in model.named_parameters() if "lora_B" in name or len(shapes[name]) == 1)
+    return frozenset(id(weight) for name, weight in model.named_parameters() if "lora_B" in name or len(shapes[name]) == 1)
 
 
 def split_loraplus_group(group: dict[str, Any], fast_ids: frozenset[int], *, ratio: float) -> Iterator[dict[str, Any]]:
@@ -151,8 +151,8 @@ class _StochasticRounding(Optimizer):
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for parameter, number in zip(parameters, indices, strict=True):
-            for name, saved_value in state_dict["state"].get(number, {}).items():
+        for parameter, state_index in zip(parameters, indices, strict=True):
+            for name, saved_value in state_dict["state"].get(state_index, {}).items():
                 current_value = self.state[parameter].get(name)
                 if (
                     isinstance(saved_value, torch.Tensor)

@@ -49,21 +49,21 @@ def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:
     return Dataset.from_dict(columns, features=_FEATURES)
 
 
-def _iter_columns(dataset: Dataset, column: str) -> Iterator[Any]:
+def _iter_column_chunks(dataset: Dataset, column: str) -> Iterator[Any]:
     for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=_READ_BATCH_ROWS):
         yield table[column]
 
 
 def row_lengths(dataset: Dataset) -> npt.NDArray[np.int64]:
     """Tokens of every row, in the order of the data set; no token is read."""
-    lengths = [pc.list_value_length(column).to_numpy() for column in _iter_columns(dataset, "input_ids")]
+    lengths = [pc.list_value_length(column).to_numpy() for column in _iter_column_chunks(dataset, "input_ids")]
     return np.concatenate(lengths).astype(np.int64) if lengths else np.zeros(0, dtype=np.int64)
 
 
 def trained_tokens(dataset: Dataset) -> int:
     """Count the trained tokens of a data set; the first token of a row is never predicted."""
     total = 0
-    for column in _iter_columns(dataset, "labels"):
+    for column in _iter_column_chunks(dataset, "labels"):
         is_trained = np.asarray(_flatten(column)) != IGNORED
         lengths = pc.list_value_length(column).to_numpy()
         # an empty row has no first token, and its start is that of the next row
@@ -91,18 +91,18 @@ def pad_to_multiple(dataset: Dataset, *, multiple: int) -> Dataset:
     return concatenate_datasets([dataset, Dataset.from_dict(columns, features=dataset.features)])
 
 
-def balanced_batch_size(rows: int, *, max_size: int, ranks: int) -> int:
+def balanced_batch_size(row_count: int, *, max_size: int, ranks: int) -> int:
     """The smallest batch size with which `ranks` need as few batches for `rows` as with `max_size`."""
-    passes = max(1, -(-rows // (max_size * ranks)))
-    return max(1, -(-rows // (passes * ranks)))
+    batches_per_rank = max(1, -(-row_count // (max_size * ranks)))
+    return max(1, -(-row_count // (batches_per_rank * ranks)))
 
 
-def longest_first_order(dataset: Dataset, *, batch_size: int = 1, copies: int = 1) -> npt.NDArray[np.int64]:
+def longest_first_order(dataset: Dataset, *, batch_size: int = 1, repeats: int = 1) -> npt.NDArray[np.int64]:
     """Row numbers by length, the longest first: a batch has rows of similar length. Every batch is there `copies` times
     in a row: ranks take turns, and each of a context-parallel group needs it."""
     order = np.argsort(-row_lengths(dataset), kind="stable")
     batches = np.split(order, range(batch_size, len(order), batch_size))
-    return np.concatenate([np.tile(rows, copies) for rows in batches])
+    return np.concatenate([np.tile(rows, repeats) for rows in batches])
 
 
 class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):

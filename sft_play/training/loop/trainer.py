@@ -155,7 +155,7 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class _CheckpointFirstLayers(TrainerCallback):
+class _SelectiveCheckpointing(TrainerCallback):
     """Turns checkpointing off in the layers after the first `count`: the Trainer can only turn on all of them."""
 
     def __init__(self, count: int) -> None:
@@ -253,7 +253,7 @@ def _optimizer_options(config: RunConfig, plan: Plan, arguments: SFTConfig, mode
     return {"optimizer_cls_and_kwargs": (optimizer, optimizer_kwargs)}
 
 
-def plan_callbacks(
+def build_plan_callbacks(
     config: RunConfig,
     plan: Plan,
     folder: RunFolder,
@@ -266,7 +266,7 @@ def plan_callbacks(
     `resume_step`; `metric_tags` are the tags of held-out figures), a profile."""
     callbacks: list[TrainerCallback] = []
     if plan.choice.checkpointing == "selective":
-        callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed_layers))
+        callbacks.append(_SelectiveCheckpointing(plan.choice.checkpointed_layers))
     if "tensorboard" in config.train.report_to and distributed.is_first():
         board = TensorBoardWriter(
             folder, hparams=build_hparams(config, plan), metric_tags=metric_tags, answers=lambda: trainer.last_answers,

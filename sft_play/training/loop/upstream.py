@@ -13,9 +13,9 @@ from transformers import Trainer
 from sft_play.errors import BackendError
 
 # Private names, each with the methods of the library that use it.
-Names = Mapping[str, tuple[str, ...]]
+MethodsByName = Mapping[str, tuple[str, ...]]
 # Private methods that `PlannedLoop` overrides, or `CheckpointedLoop`, which it builds on.
-OVERRIDDEN_METHODS: Names = {
+OVERRIDDEN_METHODS: MethodsByName = {
     "_get_output_dir": ("_save_checkpoint",),
     "_save_checkpoint": ("_maybe_log_save_evaluate",),
     "_save_optimizer_and_scheduler": ("_save_checkpoint",),
@@ -28,14 +28,14 @@ OVERRIDDEN_METHODS: Names = {
     "_issue_warnings_after_load": ("_load_best_model",),
 }
 # Others that they call or read.
-USED_MEMBERS: Names = {
+USED_MEMBERS: MethodsByName = {
     "_save": ("save_model",),
     "_tr_loss": ("_inner_training_loop", "_finalize_training"),
     "_total_loss_scalar": ("_finalize_training",),
     "_globalstep_last_logged": ("_inner_training_loop", "_maybe_log_save_evaluate"),
 }
 # What TRL's loss computes with, and ours in its place.
-TRL_MEMBERS: Names = dict.fromkeys(
+TRL_MEMBERS: MethodsByName = dict.fromkeys(
     (
         *("log_probs", "label_mask", "average_tokens_across_devices", "aux_loss", "aux_loss_enabled"),
         *("router_aux_loss_coef", "current_gradient_accumulation_steps", "entropy", "is_top1"),
@@ -47,7 +47,7 @@ TRL_MEMBERS: Names = dict.fromkeys(
 def require_upstream_names(upstream: type) -> None:
     """Check that the installed libraries still use every name as it is listed here; `upstream`: `Trainer`, or TRL's
     `SFTTrainer`. Raises BackendError: naming the library, its version, and what changed."""
-    checks: list[tuple[Any, str, Names]] = [(Trainer, "transformers", {**OVERRIDDEN_METHODS, **USED_MEMBERS})]
+    checks: list[tuple[Any, str, MethodsByName]] = [(Trainer, "transformers", {**OVERRIDDEN_METHODS, **USED_MEMBERS})]
     checks += [(upstream, "trl", TRL_MEMBERS)] if upstream is not Trainer else []
     for trainer_class, library, names in checks:
         for name, method in ((name, method) for name, methods in names.items() for method in methods):

@@ -186,10 +186,10 @@ def format_answers(answers: Sequence[GeneratedAnswer]) -> str:
     """Questions and answers as a Markdown list."""
     lines = []
     for answer in answers:
-        verdict = "right" if answer.is_correct else f"expected: {_quoted(answer.question.reference)}"
-        lines.append(f"- asked: {_quoted(answer.question.prompt_text)}\n  said: {_quoted(answer.text)} ({verdict})")
+        verdict = "right" if answer.is_correct else f"expected: {_quote(answer.question.reference)}"
+        lines.append(f"- asked: {_quote(answer.question.prompt_text)}\n  said: {_quote(answer.text)} ({verdict})")
     return "\n".join(lines)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return f"`{json.dumps(redact(text), ensure_ascii=False)[1:-1].replace('`', chr(0x2019))}`"

@@ -49,16 +49,16 @@ def build_questions(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -
     """The question of each chat's last answer. None where training teaches no answer behind the chat's prompt,
     max_seq_len leaves no room for one, or a token that ends an answer stands inside it."""
     # without the model's generation config: in training the model is not loaded yet, and these end every trained turn
-    stop_tokens = stop_ids("sft", tokenizer, renderer, None) if chats else []
+    stop_ids = collect_stop_ids("sft", tokenizer, renderer, None) if chats else []
 
     def build_question(chat: Chat) -> Question | None:
         prompt_and_answer = renderer.prompt_and_answer_ids(chat)
         # room for a token and the one that ends it
         if prompt_and_answer is None or len(prompt_and_answer[0]) + 1 >= renderer.max_seq_len:
             return None
-        answer = decode_answer(tokenizer, prompt_and_answer[1], stop_tokens)
+        answer = decode_answer(tokenizer, prompt_and_answer[1], stop_ids)
         full_text = tokenizer.decode(
-            [token for token in prompt_and_answer[1] if token not in stop_tokens], skip_special_tokens=False
+            [token for token in prompt_and_answer[1] if token not in stop_ids], skip_special_tokens=False
         )
         # gpt-oss: `<|end|>` ends think text, and turns too
         if not answer.strip() or answer.strip() != full_text.strip():
@@ -70,9 +70,9 @@ def build_questions(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -
     return [build_question(chat) for chat in chats]
 
 
-def decode_answer(tokenizer: Any, ids: Sequence[int], stop_tokens: Sequence[int]) -> str:
+def decode_answer(tokenizer: Any, ids: Sequence[int], stop_ids: Sequence[int]) -> str:
     """The text of an answer's tokens, special ones included, up to the one that ends it."""
-    answer_ids = itertools.takewhile(lambda token: token not in stop_tokens, ids)
+    answer_ids = itertools.takewhile(lambda token: token not in stop_ids, ids)
     return str(tokenizer.decode([*answer_ids], skip_special_tokens=False))
 
 
@@ -86,15 +86,15 @@ def configured_eos_token_ids(model: Any) -> EosTokenIds:
     return eos_token_ids
 
 
-def stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, eos_token_ids: EosTokenIds) -> list[int]:
+def collect_stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, eos_token_ids: EosTokenIds) -> list[int]:
     """Tokens that end an answer: the tokenizer's and the generation config's, and the template's ends of turn."""
-    stop_tokens = {tokenizer.eos_token_id, *(eos_token_ids if isinstance(eos_token_ids, list) else [eos_token_ids])}
+    stop_ids = {tokenizer.eos_token_id, *(eos_token_ids if isinstance(eos_token_ids, list) else [eos_token_ids])}
     added = tokenizer.added_tokens_decoder
     for marker in () if task_mode == "cpt" else renderer.turn_locator().ends.end_markers:
         ids = tokenizer(marker, add_special_tokens=False)["input_ids"]
         if len(ids) == 1 or ids[0] in added:  # else its first token is one of ordinary text
-            stop_tokens.add(ids[0])
-    return sorted(token for token in stop_tokens if token is not None)
+            stop_ids.add(ids[0])
+    return sorted(token for token in stop_ids if token is not None)
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def generate_answers(
     tokenizer: Any,
     questions: Sequence[Question],
     *,
-    stop_tokens: Sequence[int],
+    stop_ids: Sequence[int],
     max_new_tokens: int,
     max_tokens: int,
     on_batch_start: Callable[[], None] = lambda: None,
@@ -126,7 +126,7 @@ def generate_answers(
         while batch := next(batch_by_tokens(order[len(generated_ids) :], tokens, max_tokens), None):
             on_batch_start()
             prompts = [questions[index].prompt_ids for index in batch]
-            generate = functools.partial(_generate, model, tokenizer, prompts, stop_tokens, max_new_tokens)
+            generate = functools.partial(_generate, model, tokenizer, prompts, stop_ids, max_new_tokens)
             generated = try_batch(generate, len(batch))
             generated_ids |= dict(zip(batch, generated or (), strict=generated is not None))
             on_batch_end(len(generated or ()))
@@ -135,7 +135,7 @@ def generate_answers(
         model.train(was_training)
         if router_logits:
             text_config.output_router_logits = router_logits
-    texts = [decode_answer(tokenizer, generated_ids[index], stop_tokens) for index in range(len(questions))]
+    texts = [decode_answer(tokenizer, generated_ids[index], stop_ids) for index in range(len(questions))]
     return [GeneratedAnswer(question, texts[index], generated_ids[index]) for index, question in enumerate(questions)]
 
 
@@ -153,7 +153,7 @@ def batch_by_tokens(order: Sequence[int], tokens: Sequence[int], max_tokens: int
 
 
 def _generate(
-    model: Any, tokenizer: Any, prompts: list[list[int]], stop_tokens: Sequence[int], max_new_tokens: int
+    model: Any, tokenizer: Any, prompts: list[list[int]], stop_ids: Sequence[int], max_new_tokens: int
 ) -> list[tuple[int, ...]]:
     longest = max(map(len, prompts))
     pad = tokenizer.pad_token_id
@@ -164,10 +164,10 @@ def _generate(
     mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     generated_BT = model.generate(
         input_ids=ids_BT, attention_mask=mask_BT.to(model.device), do_sample=False, temperature=None, top_p=None,
-        top_k=None, max_new_tokens=max(1, new_token_limit), eos_token_id=list(stop_tokens), pad_token_id=pad,
+        top_k=None, max_new_tokens=max(1, new_token_limit), eos_token_id=list(stop_ids), pad_token_id=pad,
         use_cache=True,
     )  # fmt: skip
-    stop_set = set(stop_tokens)
+    stop_set = set(stop_ids)
     generated = [tuple(row.tolist()[longest:]) for row in generated_BT]
     lengths = [
         next((position + 1 for position, token in enumerate(row) if token in stop_set), len(row)) for row in generated

@@ -242,10 +242,10 @@ class Monitor(TrainerCallback):
         highest = max((allocated for name, (allocated, _) in peaks.items() if name != "loading"), default=0)
         return [current / GIB, reserved / GIB, max(current, highest) / GIB]
 
-    def _memory_metrics(self, ranks: list[list[float]]) -> dict[str, float]:
+    def _memory_metrics(self, memory_by_rank: list[list[float]]) -> dict[str, float]:
         names = ("allocated", "reserved", "peak") if self._on_gpu else ("resident", None, "peak")
         metrics: dict[str, float] = {}
-        for name, values in zip(names, zip(*ranks, strict=True), strict=True):
+        for name, values in zip(names, zip(*memory_by_rank, strict=True), strict=True):
             if name is None:
                 continue
             metrics[f"memory_{name}_gib"] = max(values)
@@ -275,9 +275,9 @@ def head_sums(outputs: Any) -> torch.Tensor:
     return torch.stack([*sums, *balance])
 
 
-def head_metrics(ranks: list[list[float]], *, prefix: str = "") -> dict[str, float]:
+def head_metrics(sums_by_rank: list[list[float]], *, prefix: str = "") -> dict[str, float]:
     """TRL's figures from all ranks' sums: means over trained tokens, of `aux_loss` over micro-steps."""
-    entropy, correct, scored, balance, micro_steps = (sum(column) for column in zip(*ranks, strict=True))
+    entropy, correct, scored, balance, micro_steps = (sum(column) for column in zip(*sums_by_rank, strict=True))
     metrics = {"entropy": entropy / max(1, scored), "mean_token_accuracy": correct / max(1, scored)}
     metrics |= {"aux_loss": balance / micro_steps} if micro_steps else {}
     return {f"{prefix}{name}": value for name, value in metrics.items()}
@@ -298,12 +298,12 @@ def source_sums(
 
 
 def source_losses(
-    ranks: list[list[float]], names: Sequence[str] = DEFAULT_SOURCES, *, prefix: str = ""
+    sums_by_rank: list[list[float]], names: Sequence[str] = DEFAULT_SOURCES, *, prefix: str = ""
 ) -> dict[str, float]:
     """Mean loss over the tokens of each source, from the sums of every rank; a source without tokens is left out."""
     losses: dict[str, float] = {}
     for index, name in enumerate(names):
-        loss_sum, tokens = (sum(rank[2 * index + column] for rank in ranks) for column in (0, 1))
+        loss_sum, tokens = (sum(rank[2 * index + column] for rank in sums_by_rank) for column in (0, 1))
         if tokens:
             losses[f"{prefix}loss_{name}"] = loss_sum / tokens
     return losses

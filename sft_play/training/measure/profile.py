@@ -236,10 +236,10 @@ def communication_report(
     plan's bytes by kind, and what one rank sends. Of a kind, `bytes` are of whole messages, `sent_bytes` by one rank,
     `seconds` on the mean rank."""
     kinds: dict[str, dict[str, Any]] = {}
-    for kind, part, is_whole in communication_by_rank[0].collectives:  # all ranks run the same ones
+    for kind, byte_count, is_whole in communication_by_rank[0].collectives:  # all ranks run the same ones
         entry = kinds.setdefault(kind, {"count": 0, "bytes": 0})
         entry["count"] += 1 / steps
-        entry["bytes"] += part * (1 if is_whole else group_size(kind, layout)) / steps
+        entry["bytes"] += byte_count * (1 if is_whole else group_size(kind, layout)) / steps
     for kind, entry in kinds.items():
         entry["sent_bytes"] = int(sent_bytes(kind, entry["bytes"], group_size(kind, layout)))
         entry["bytes"] = int(entry["bytes"])
@@ -281,12 +281,12 @@ def group_size(kind: str, layout: Layout) -> int:
 def waiting_times(work_by_rank: Sequence[Sequence[tuple[str, float]]]) -> list[float] | None:
     """Seconds that each rank waits: a collective ends on all ranks together, so it is shortest on the rank that enters
     it last; what it takes longer on the others is waiting. None where ranks did not run the same ones."""
-    if len({tuple(kind for kind, _ in one) for one in work_by_rank}) != 1:
+    if len({tuple(kind for kind, _ in work_times) for work_times in work_by_rank}) != 1:
         return None
     waiting_s = [0.0] * len(work_by_rank)
-    for one_collective in zip(*work_by_rank, strict=True):
-        shortest = min(seconds for _, seconds in one_collective)
-        for rank, (_, seconds) in enumerate(one_collective):
+    for collective in zip(*work_by_rank, strict=True):
+        shortest = min(seconds for _, seconds in collective)
+        for rank, (_, seconds) in enumerate(collective):
             waiting_s[rank] += seconds - shortest
     return waiting_s
 

@@ -21,7 +21,7 @@ from sft_play.training.checkpoints.checkpoints import record_digests
 from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens
 from sft_play.training.checkpoints.tensor_files import fetch_base_folder
 from sft_play.training.job import RunJob, resume_command
-from sft_play.training.loop.callbacks import Progress, StopAfter
+from sft_play.training.loop.callbacks import Progress, StopController
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.measure.evaluate import EvalMetrics, InitialEvaluation
 from sft_play.training.measure.peaks import MemoryMeter, RunMonitors
@@ -41,7 +41,7 @@ MAX_KEPT_SAMPLES, _MAX_SAMPLE_CHARACTERS = 12, 2_000
 class TrainingSummary(NamedTuple):
     """What watched the optimizer steps since this process started, and tokens per second of all ranks in them."""
 
-    stop_after: StopAfter
+    stop_after: StopController
     progress: Progress
     update_check: UpdateCheck
     tokens_per_s: float
@@ -51,20 +51,20 @@ def build_summary(
     job: RunJob,
     trainer: PlannedLoop,
     training: TrainingSummary,
-    before_training: InitialEvaluation,
+    initial_evaluation: InitialEvaluation,
     metrics_after: EvalMetrics | None,
     monitors: RunMonitors,
 ) -> dict[str, Any]:
     """`summary.json`; `finish_run` adds `model_path` once the weights are saved."""
-    stop_after, predicted_speed, compiler = training.stop_after, job.plan.speed.tokens_per_s, trainer.compiler
-    was_signalled = stop_after.signal is not None and stop_after.has_stopped_early
+    stop_controller, predicted_speed, compile_monitor = training.stop_after, job.plan.speed.tokens_per_s, trainer.compiler
+    was_signalled = stop_controller.signal is not None and stop_controller.has_stopped_early
     metrics_path = job.folder.metrics_path
     return {
-        "status": "stopped" if stop_after.has_stopped_early else "finished",
-        "split": before_training.eval_set.name,
-        "before": before_training.metrics.as_json() if before_training.metrics else None,
+        "status": "stopped" if stop_controller.has_stopped_early else "finished",
+        "split": initial_evaluation.eval_set.name,
+        "before": initial_evaluation.metrics.as_json() if initial_evaluation.metrics else None,
         "after": metrics_after.as_json() if metrics_after else None,
-        "samples": sample_answers(before_training.metrics, metrics_after),
+        "samples": sample_answers(initial_evaluation.metrics, metrics_after),
         "peak_bytes": monitors.memory.peak_bytes(),
         "peak_bytes_by_moment": monitors.memory.peak_bytes_by_phase(),
         "tokens_per_s": round(training.tokens_per_s, 2),
@@ -73,19 +73,19 @@ def build_summary(
         "ran_out": trainer.step_memory.has_halved,
         "wall_s": round(time.time() - monitors.start_time, 2),
         "exit": Interrupted.exit_code if was_signalled else 0,
-        "engine_proof": before_training.engine_check.as_json(),
+        "engine_proof": initial_evaluation.engine_check.as_json(),
         "updates": training.update_check.facts.as_json() if training.update_check.facts else None,
-        "compile": compiler.figures() if compiler else None,
-        "evaluations": read_evaluations(metrics_path, stage=job.folder.stage_name) if distributed.is_first() else [],
+        "compile": compile_monitor.figures() if compile_monitor else None,
+        "evaluations": read_evaluations(metrics_path, stage_name=job.folder.stage_name) if distributed.is_first() else [],
         "predicted_tokens_per_s": round(predicted_speed, 2) if job.plan.speed_known else None,
         **({"kernels": trainer.kernels.as_json(job.plan)} if job.plan.kernels else {}),
     }
 
 
-def summary_lines(job: RunJob, summary: Mapping[str, Any], *, first_step: int) -> list[str]:
+def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -> list[str]:
     """The last lines of a run; `first_step`: steps of earlier starts."""
     predicted, steps = summary["predicted_tokens_per_s"], summary["steps"]
-    steps_text = f"{steps - first_step} of {steps}, after a resume," if first_step else f"{steps}"
+    steps_text = f"{steps - start_step} of {steps}, after a resume," if start_step else f"{steps}"
     steps_text += f" ({summary['skipped_steps']} skipped: not finite)" if summary["skipped_steps"] else ""
     speed = f"{summary['tokens_per_s']:,.0f} tokens/s in training"
     speed += f" ({predicted:,.0f} predicted)" if predicted is not None else ""
@@ -172,7 +172,7 @@ def finish_run(
     summary: dict[str, Any],
     memory_meter: MemoryMeter,
     *,
-    first_step: int,
+    start_step: int,
 ) -> dict[str, Any]:
     """Save what was trained, write and log the summary; raises Interrupted if the user stopped the run."""
     steps, is_finished = summary["steps"], summary["status"] == "finished"
@@ -186,7 +186,7 @@ def finish_run(
         job.folder.update_manifest(status=summary["status"], ended=datetime.now(UTC).isoformat(timespec="seconds"))
         if is_finished and prepared.backend.name != "unsloth":  # its process knows no template
             write_model_card(job, prepared, summary)
-        for line in summary_lines(job, summary, first_step=first_step):
+        for line in summary_lines(job, summary, start_step=start_step):
             logger.info("%s", line)
     distributed.barrier()  # a launcher ends rank 0 when another leaves before rank 0 has written the summary
     if summary["exit"]:
@@ -240,14 +240,14 @@ def _save_trained_weights(job: RunJob, prepared: Prepared, trainer: PlannedLoop,
             )
             base_model = job.loaded.config.model  # of which a whole model of images and text keeps what did not train
             keeps_base_files = prepared.model_spec.text_tower is not None and not prepared.trains_adapter
-            base = fetch_base_folder(base_model.name, revision=base_model.revision) if keeps_base_files else None
+            base_folder = fetch_base_folder(base_model.name, revision=base_model.revision) if keeps_base_files else None
             save_model(
-                model, tokenizer, path, base=base, state_dict=state, tensors=tensors, dtype=dtype,
+                model, tokenizer, path, base_folder=base_folder, state_dict=state, tensors=tensors, dtype=dtype,
                 steps=steps if has_trained_lora_b else 0, on_bytes=trainer.heartbeat.add_moved_bytes,
             )  # fmt: skip
             if not prepared.trains_adapter:  # whoever loads it ends answers where training did
-                stop = answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer)
-                set_stop_tokens(path, stop, tokenizer.pad_token_id)
+                stop_ids = answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer)
+                set_stop_tokens(path, stop_ids, tokenizer.pad_token_id)
             record_digests(path, on_bytes=trainer.heartbeat.add_moved_bytes)
         else:
             for _ in tensors or ():  # gathering is collective: every rank has to walk through all tensors

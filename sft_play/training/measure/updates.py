@@ -142,20 +142,20 @@ def training_dtypes(trainer: Any) -> tuple[tuple[str, ...], tuple[str, ...], tup
     from accelerate.utils import is_peft_model
 
     has_adapters = is_peft_model(trainer.model)
-    base, adapters = list[str](), list[str]()
+    base_dtypes, adapter_dtypes = list[str](), list[str]()
     for module in trainer.model.modules():
         packed = ("weight",) if type(module).__name__ == "Linear4bit" else vars(module).get(PACKED_ATTRIBUTE, ())
         for name, parameter in module.named_parameters(recurse=False):
             is_adapter = has_adapters and parameter.requires_grad
-            (adapters if is_adapter else base).append("nf4" if name in packed else _dtype_name(parameter))
+            (adapter_dtypes if is_adapter else base_dtypes).append("nf4" if name in packed else _dtype_name(parameter))
     wrapped = trainer.model_wrapped
-    masters = (
+    master_dtypes = (
         [_dtype_name(tensor) for tensor in engines.fp32_partitions(wrapped)] if engines.is_deepspeed(wrapped) else []
     )
     return (
-        _by_frequency(base),
-        _by_frequency(adapters),
-        _by_frequency(masters),
+        _by_frequency(base_dtypes),
+        _by_frequency(adapter_dtypes),
+        _by_frequency(master_dtypes),
         _by_frequency(_optimizer_state_dtypes(trainer)),
     )
 

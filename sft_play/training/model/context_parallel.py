@@ -54,9 +54,9 @@ def ulysses_attention(
     """Causal attention over whole rows: query [B, H, S/P, D] of this rank's tokens, key and value with as many heads as
     they have; returns [B, S/P, H, D]."""
     mesh = _groups[ULYSSES_ATTENTION]
-    copies = -(-mesh.size() // key.shape[_HEAD_AXIS])
-    if copies > 1:  # fewer key heads than ranks: each goes to the ranks whose queries read it
-        key, value = (heads.repeat_interleave(copies, dim=_HEAD_AXIS) for heads in (key, value))
+    key_repeats = -(-mesh.size() // key.shape[_HEAD_AXIS])
+    if key_repeats > 1:  # fewer key heads than ranks: each goes to the ranks whose queries read it
+        key, value = (heads.repeat_interleave(key_repeats, dim=_HEAD_AXIS) for heads in (key, value))
     query, key, value = (_exchange(heads, mesh, _TOKEN_AXIS, _HEAD_AXIS) for heads in (query, key, value))
     if sdpa.repeats_kv():
         repeats = query.shape[_HEAD_AXIS] // key.shape[_HEAD_AXIS]

@@ -44,14 +44,14 @@ def load_for_sharding(
     precision: Precision,
     model_spec: ModelSpec,
     *,
-    storage: DtypeName | None,
+    quant_storage: DtypeName | None,
     read: Callable[[], Any],
 ) -> tuple[Any, SourceWeights]:
     """The model without its weights, ready for adapters and `shard`, and the weights on the first rank, which alone
     calls `read`; `storage`: of packed 4-bit weights. Raises ModelError on every rank: it could not read it."""
     sdpa.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
     weights: dict[str, torch.Tensor] = {}
-    broadcast: list[Any] = [None]
+    payload: list[Any] = [None]
     if distributed.is_first():
         try:
             source_model = read()
@@ -60,33 +60,33 @@ def load_for_sharding(
             other_tensors = {
                 name: tensors
                 for name, module in source_model.named_modules()
-                if (tensors := dict(_other_tensors(module)))
+                if (tensors := dict(_non_parameter_tensors(module)))
             }
-            broadcast = [(dtypes, other_tensors, source_model.generation_config)]
+            payload = [(dtypes, other_tensors, source_model.generation_config)]
         except SftPlayError as error:
-            broadcast = [str(error)]
+            payload = [str(error)]
     group = dist.new_group(backend="gloo", timeout=_READ_TIMEOUT)
-    dist.broadcast_object_list(broadcast, src=0, group=group)
+    dist.broadcast_object_list(payload, src=0, group=group)
     dist.destroy_process_group(group)
-    if isinstance(broadcast[0], str):
-        raise ModelError(broadcast[0])
-    dtypes, other_tensors, generation_config = broadcast[0]
-    model = _build_empty_model(config, precision, resized_spec(model_spec), storage)
+    if isinstance(payload[0], str):
+        raise ModelError(payload[0])
+    dtypes, other_tensors, generation_config = payload[0]
+    model = _build_empty_model(config, precision, resized_spec(model_spec), quant_storage)
     _put_placeholders(model, dtypes, TORCH_DTYPES[precision.load])
-    _put_other_tensors(model, other_tensors)
+    _put_non_parameter_tensors(model, other_tensors)
     model.generation_config = generation_config
     model.config.use_cache = False
     keep_4bit_trainable(model)
     return model, weights
 
 
-def _other_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _non_parameter_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, tensor) for name, tensor in module._buffers.items() if tensor is not None)
     yield from ((name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor))
 
 
 def _build_empty_model(
-    config: RunConfig, precision: Precision, model_spec: ModelSpec, storage: DtypeName | None
+    config: RunConfig, precision: Precision, model_spec: ModelSpec, quant_storage: DtypeName | None
 ) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -100,7 +100,7 @@ def _build_empty_model(
     if config.tuning.mode == "qlora":
         from transformers.quantizers import AutoHfQuantizer
 
-        quantizer = AutoHfQuantizer.from_config(quantization_config(precision, storage), pre_quantized=False)
+        quantizer = AutoHfQuantizer.from_config(quantization_config(precision, quant_storage), pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[precision.load], device_map=None)
         quantizer.postprocess_model(model)
         if config.tuning.has_quantized_experts:
@@ -110,7 +110,7 @@ def _build_empty_model(
     return model.eval()
 
 
-def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load: torch.dtype) -> None:
+def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load_dtype: torch.dtype) -> None:
     """Set parameters with one element's memory: PEFT creates adapters on the base's device, where they need memory."""
     placeholders: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -118,7 +118,7 @@ def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load:
             if parameter is None:
                 continue
             if id(parameter) not in placeholders:  # tied ones stay one
-                dtype = dtypes.get(f"{path}.{name}" if path else name, load)
+                dtype = dtypes.get(f"{path}.{name}" if path else name, load_dtype)
                 data = torch.empty((), dtype=dtype).expand(parameter.shape)
                 placeholders[id(parameter)] = (
                     type(parameter)(data, requires_grad=False, **vars(parameter))
@@ -128,7 +128,7 @@ def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load:
             module._parameters[name] = placeholders[id(parameter)]
 
 
-def _put_other_tensors(model: nn.Module, other_tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def _put_non_parameter_tensors(model: nn.Module, other_tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     for path, tensors in other_tensors.items():
         module = model.get_submodule(path)
         for name, tensor in tensors.items():
@@ -136,7 +136,7 @@ def _put_other_tensors(model: nn.Module, other_tensors: Mapping[str, Mapping[str
                 module._buffers[name] = tensor
             else:
                 setattr(module, name, tensor)
-    missing = [path for path, module in model.named_modules() for _, tensor in _other_tensors(module) if tensor.is_meta]
+    missing = [path for path, module in model.named_modules() for _, tensor in _non_parameter_tensors(module) if tensor.is_meta]
     if missing:
         raise ModelError(f"{missing[0]} keeps a tensor that its weights do not have; use STRATEGY=ddp or zero3 for it")
 
@@ -145,7 +145,7 @@ def _is_4bit(parameter: Any) -> bool:
     return type(parameter).__name__ == "Params4bit"
 
 
-def shard(trainer: Any, source: SourceWeights, *, layer_class: str, fp32_master_weights: bool) -> None:
+def shard_model(trainer: Any, source: SourceWeights, *, layer_class: str, fp32_master_weights: bool) -> None:
     """Fill the trainer's model and divide it, one unit after the other; all ranks call it. The units are accelerate's
     (`fsdp2_prepare_model`, which leaves a divided model alone). At its peak a rank holds its parts, the current unit
     whole, and one tensor as it arrived. `fp32_master_weights`: what trains is kept in fp32,

@@ -42,7 +42,7 @@ def load_model(
     model_spec: ModelSpec,
     *,
     device: str | None,
-    storage: DtypeName | None = None,
+    quant_storage: DtypeName | None = None,
 ) -> Any:
     """The model with its weights, quantised where the mode says so, on `device`; None leaves the placement to ZeRO-3,
     which divides plain weights while they are read, and NF4's when the engine starts. `storage`: the dtype of packed
@@ -50,7 +50,7 @@ def load_model(
     options: dict[str, Any] = {}
     if config.tuning.mode == "qlora":
         options["quantization_config"] = quantization_config(
-            precision, storage, quantizes_experts=config.tuning.has_quantized_experts
+            precision, quant_storage, quantizes_experts=config.tuning.has_quantized_experts
         )
     is_on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
@@ -158,7 +158,7 @@ def silence_load_report() -> Iterator[None]:
 
 
 def quantization_config(
-    precision: Precision, storage: DtypeName | None = None, *, quantizes_experts: bool = True
+    precision: Precision, quant_storage: DtypeName | None = None, *, quantizes_experts: bool = True
 ) -> BitsAndBytesConfig:
     """NF4 with double quantisation, computing in the run's precision (https://huggingface.co/papers/2305.14314);
     with `quantizes_experts` stacked experts are quantised too."""
@@ -168,7 +168,7 @@ def quantization_config(
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=TORCH_DTYPES[precision.compute],
-        **({"bnb_4bit_quant_storage": TORCH_DTYPES[storage]} if storage else {}),
+        **({"bnb_4bit_quant_storage": TORCH_DTYPES[quant_storage]} if quant_storage else {}),
     )
     bnb_config.leaves_experts = not quantizes_experts
     return bnb_config

@@ -103,10 +103,10 @@ class NF4State:
     dtype: torch.dtype
 
 
-def pack_nf4(weight: torch.Tensor, storage: torch.dtype = torch.uint8) -> tuple[nn.Parameter, NF4State]:
+def pack_nf4(weight: torch.Tensor, quant_storage: torch.dtype = torch.uint8) -> tuple[nn.Parameter, NF4State]:
     """A weight in NF4 with double quantisation, kept in tensors of the `storage` dtype."""
     parts = [
-        functional.quantize_4bit(part.reshape(1, -1), compress_statistics=True, quant_type="nf4", quant_storage=storage)
+        functional.quantize_4bit(part.reshape(1, -1), compress_statistics=True, quant_type="nf4", quant_storage=quant_storage)
         for part in weight.split(max(1, MAX_PACKED_ELEMENTS // weight[0].numel()))
     ]
     data = parts[0][0] if len(parts) == 1 else torch.cat([packed for packed, _ in parts])
@@ -193,12 +193,12 @@ def prepare_packed_experts(model: nn.Module) -> None:
         install_packed_weight(module, name, PackedWeight())
 
 
-def fill_packed(module: nn.Module, name: str, weight: torch.Tensor, storage: torch.dtype) -> nn.Parameter | None:
+def fill_packed(module: nn.Module, name: str, weight: torch.Tensor, quant_storage: torch.dtype) -> nn.Parameter | None:
     """Pack a weight that arrived for a module of `prepare_packed_experts`; None where it is none of those."""
     packed_weight = vars(module).get(PACKED_ATTRIBUTE, {}).get(name)
     if packed_weight is None:
         return None
-    packed, packed_weight.nf4_state = pack_nf4(weight, storage)
+    packed, packed_weight.nf4_state = pack_nf4(weight, quant_storage)
     return packed
 
 

@@ -147,7 +147,7 @@ def _changed_options(config: RunConfig) -> dict[str, Any]:
             value = getattr(value, name, None)
         return to_plain_data(value)
 
-    return {path: value for path, leaf in all_options().items() if (value := read_value(path)) != leaf.default}
+    return {path: value for path, option in all_options().items() if (value := read_value(path)) != option.default}
 
 
 def unsloth_model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:

@@ -10,14 +10,14 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from sft_play.config.adapter import ADAPTER_CONFIG_FILE, ADAPTER_KEY, ADAPTER_WEIGHTS_FILE, run_of_adapter
+from sft_play.config.adapter import ADAPTER_CONFIG_FILE, ADAPTER_KEY, ADAPTER_WEIGHTS_FILE, find_adapter_run
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import file_digest
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import base_weights_identity, find_model_folder
 from sft_play.log import one_line
 from sft_play.training.checkpoints.checkpoints import require_unchanged
-from sft_play.training.checkpoints.full_state_dict import adapter_names, is_duplicate_name
+from sft_play.training.checkpoints.full_state_dict import model_names_by_saved_name, is_duplicate_name
 from sft_play.training.prepare.model_spec import ModelSpec, build_meta_model, resized_spec
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter |
     if config.model.adapter is None:
         return None
     folder = Path(config.model.adapter)
-    run = run_of_adapter(folder)
+    run = find_adapter_run(folder)
     manifest_data = (run[1].get("data") if run else None) or {}
     _require_base(config, model_spec, folder, manifest_data.get("weights") or {})
     require_unchanged(folder)
@@ -59,7 +59,7 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
     model = build_meta_model(resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code)
     state = model.state_dict()
     expected_shapes = {
-        name: tuple(state[parameter_name].shape) for name, parameter_name in adapter_names(model).items()
+        name: tuple(state[parameter_name].shape) for name, parameter_name in model_names_by_saved_name(model).items()
     }
     to_saved_name = model_spec.text_tower.to_full_name if model_spec.text_tower is not None else str
     try:
@@ -89,13 +89,13 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
     return len(saved_names)
 
 
-def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, recorded: dict[str, Any]) -> None:
+def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, recorded_weights: dict[str, Any]) -> None:
     """Require the adapter's base to be the model: by digest where both are files here, else by name."""
     name, sha256 = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
     config_base = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    adapter_base, recorded_sha256 = str(recorded.get("path") or config_base or ""), recorded.get("sha256")
+    adapter_base, recorded_sha256 = str(recorded_weights.get("path") or config_base or ""), recorded_weights.get("sha256")
     is_local = find_model_folder(name) is not None
-    if not recorded and is_local and Path(adapter_base).is_dir():
+    if not recorded_weights and is_local and Path(adapter_base).is_dir():
         recorded_sha256 = base_weights_identity(adapter_base, None)["sha256"]
     # a digest of files has 64 digits, a commit of the hub 40
     if is_local and recorded_sha256 is not None and len(str(recorded_sha256)) == len(str(sha256)):

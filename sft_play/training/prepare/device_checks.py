@@ -18,7 +18,7 @@ from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.memory.estimate import DESKTOP_BYTES
 from sft_play.planner.plan import Plan
-from sft_play.process.environment import format_allocator
+from sft_play.process.environment import format_allocator_setting
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
             "would page to the host's memory, many times as slow (%.1f GiB of what is free are left to the desktop)",
             limit_bytes / GIB, DESKTOP_BYTES / GIB,
         )  # fmt: skip
-    logger.debug("%s", format_allocator(os.environ))
+    logger.debug("%s", format_allocator_setting(os.environ))
     if needed_bytes <= free_bytes:
         return
     message = (

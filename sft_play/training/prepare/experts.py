@@ -62,7 +62,7 @@ def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision)
     # rows of the down projections: the hidden width and an expert's inner one, whichever comes first
     widths = {width for module in transformers_experts for width in module.down_proj.shape[1:]}
     return select_experts_implementation(
-        config, has_own_code=not transformers_experts, widths=sorted(widths), precision=precision
+        config, uses_custom_experts=not transformers_experts, widths=sorted(widths), precision=precision
     )
 
 
@@ -86,7 +86,7 @@ def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list
             }
     # of all layers: the first ones may be dense, or choose their experts without a router
     reason, _ = measure_small_model(
-        hf_config, _no_balance_loss_reason, trust_remote_code=trust_remote_code, all_layers=True
+        hf_config, _no_balance_loss_reason, trust_remote_code=trust_remote_code, needs_all_layers=True
     )
     if not reason:  # also where no small model computes
         return []

@@ -17,7 +17,7 @@ from sft_play.config.schema import LoraConfig, RunConfig
 from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
-from sft_play.training.class_checks.adapter_trial import find_adapter_places, linear_layers, output_head
+from sft_play.training.class_checks.adapter_trial import find_adapter_placement, linear_layers, output_head
 from sft_play.training.prepare.experts import select_stacked_experts
 
 # Pieces that stand for a glob.
@@ -31,9 +31,9 @@ def build_peft_config(
     """PEFT's config for a model of this class, with notes on where adapters are, and are not; `new_rows`: of added
     tokens. Raises ModelError: a module to save matches nothing, or gets adapters, or no layer could take one."""
     lora = config.tuning.lora
-    places, lost = find_adapter_places(skeleton, trust_remote_code=config.model.trust_remote_code)
-    layers = {name: layer for name, layer in linear_layers(skeleton).items() if name not in lost}
-    targets = places.resolve_targets(lora.target_modules)
+    placement, layers_without_adapter = find_adapter_placement(skeleton, trust_remote_code=config.model.trust_remote_code)
+    layers = {name: layer for name, layer in linear_layers(skeleton).items() if name not in layers_without_adapter}
+    targets = placement.resolve_targets(lora.target_modules)
     if not targets:
         raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
     _check_modules_to_save(config, skeleton)
@@ -43,7 +43,7 @@ def build_peft_config(
     if expert_names:
         weight_names = sorted({name.rpartition(".")[2] for name in expert_names})
         notes.append(f"Adapters: one on {' and '.join(weight_names)} of every expert (tuning.lora.target_parameters)")
-    notes += [f"Adapters: {note}" for note in places.notes]
+    notes += [f"Adapters: {note}" for note in placement.notes]
     return PeftLoraConfig(
         task_type="CAUSAL_LM",
         r=lora.stored_rank,

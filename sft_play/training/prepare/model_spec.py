@@ -31,7 +31,7 @@ from sft_play.planner.attention import is_hub_kernel, require_attention_package,
 from sft_play.planner.kernels import ExpertsImplementation
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
-from sft_play.training.checkpoints.full_state_dict import adapter_names
+from sft_play.training.checkpoints.full_state_dict import model_names_by_saved_name
 from sft_play.training.checkpoints.tensor_files import open_tensors
 from sft_play.training.class_checks.adapter_trial import late_gradients, parameters_without_gradient
 from sft_play.training.class_checks.masking import check_boundaries, check_padding, require_packable
@@ -196,21 +196,21 @@ def _measure_attention(
     uses_masks: bool,
     uses_boundaries: bool,
 ) -> tuple[AttentionChoice, bool, list[str]]:
-    notes, trust_remote_code, longest = [], config.model.trust_remote_code, config.model.max_seq_len
+    notes, trust_remote_code, max_row_tokens = [], config.model.trust_remote_code, config.model.max_seq_len
     if is_packing_enabled(config):
         notes.append(
             require_packable(
-                hf_config, attention=attention.name, longest_row=longest, trust_remote_code=trust_remote_code
+                hf_config, attention=attention.name, max_row_tokens=max_row_tokens, trust_remote_code=trust_remote_code
             )
         )
     if uses_boundaries and attention.name == "sdpa":
-        boundaries = check_boundaries(hf_config, longest_row=longest, trust_remote_code=trust_remote_code)
+        boundaries = check_boundaries(hf_config, max_row_tokens=max_row_tokens, trust_remote_code=trust_remote_code)
         notes.append(f"Attention: {boundaries.reason}")
         attention = replace(attention, name=varlen.VARLEN_ATTENTION) if not boundaries.is_needed else attention
     # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
     if not uses_masks and config.task_mode != "cpt" and layout.context_parallel == 1:
         padding = check_padding(
-            hf_config, attention=attention.name, longest_row=longest, trust_remote_code=trust_remote_code
+            hf_config, attention=attention.name, max_row_tokens=max_row_tokens, trust_remote_code=trust_remote_code
         )
         notes.append(f"Attention: {padding.reason}")
         uses_masks = padding.is_needed
@@ -251,7 +251,7 @@ def peft_loading_warning(model_spec: ModelSpec, *, trust_remote_code: bool) -> s
     published_model = (
         model_spec.text_tower.build_full_model() if model_spec.text_tower else adapted_model.get_base_model()
     )
-    names = adapter_names(adapted_model)
+    names = model_names_by_saved_name(adapted_model)
     lost_names = names_lost_by_peft(published_model, names) if published_model is not None else []
     if not lost_names:
         return ""

@@ -13,7 +13,7 @@ import torch
 from sft_play.errors import Interrupted, OutOfMemory, RunFolderError, SftPlayError
 from sft_play.log import escape_control, start_log_file
 from sft_play.planner.plan import Plan
-from sft_play.runs.files import explain_write_refusals
+from sft_play.runs.files import explain_disk_refusals
 from sft_play.runs.folder import DEEPSPEED_FILE, END_ENTRIES, RESTARTS_ENTRY
 from sft_play.runs.locking import RunLock, lock_run
 from sft_play.runs.lookup import create_run, discard_run, write_initial_files
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
+def open_run_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
     """The first rank creates the run folder or checks the one to resume, and writes its log; the others wait. Raises
     RunFolderError: another process is writing it, or its run had other settings."""
     if not distributed.is_first():
@@ -35,13 +35,13 @@ def open_run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[st
         yield
         return
     with (
-        explain_write_refusals(),
-        _resume_folder(job, prepared, facts) if job.resume else _create_folder(job, prepared, facts),
+        explain_disk_refusals(),
+        _resume_folder(job, prepared_stages, facts) if job.resume else _create_folder(job, prepared_stages, facts),
     ):
         log_handler = start_log_file(job.folder.log_path, buffer=job.log_buffer)
         try:
             distributed.barrier()
-            with explain_write_refusals():
+            with explain_disk_refusals():
                 yield
         except BaseException as error:
             if isinstance(error, Exception) and not job.folder.manifest_path.is_file():
@@ -70,17 +70,17 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
     return {"batch": batch_facts(plan), "layout": plan.layout, "processes": plan.choice.layout.ranks}
 
 
-def _resume_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
-    run_lock = job.lock or lock_run(job.folder, part=job.lock_role)
+def _resume_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
+    run_lock = job.lock or lock_run(job.folder, role=job.lock_role)
     if not job.folder.has_trained:
         logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
         write_initial_files(
-            job.folder, job.loaded, manifest=_build_manifest(job, prepared, facts), plan=job.plan.as_json()
+            job.folder, job.loaded, manifest=_build_manifest(job, prepared_stages, facts), plan=job.plan.as_json()
         )
         _write_deepspeed(job)
         return run_lock
     check_same_run(
-        job.folder, job.loaded, data=dict(facts), batch=batch_facts(job.plan), backend=prepared[0].backend.name
+        job.folder, job.loaded, data=dict(facts), batch=batch_facts(job.plan), backend=prepared_stages[0].backend.name
     )
     resume_times = [*job.folder.read_manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
     # how the stopped run ended is not how this one does
@@ -90,10 +90,10 @@ def _resume_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str
     return run_lock
 
 
-def _create_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
-    manifest = _build_manifest(job, prepared, facts)
+def _create_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
+    manifest = _build_manifest(job, prepared_stages, facts)
     if job.has_folder:
-        run_lock = lock_run(job.folder, part=job.lock_role)
+        run_lock = lock_run(job.folder, role=job.lock_role)
         job.folder.update_manifest(**manifest)
         return run_lock
     run_lock = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
@@ -106,7 +106,7 @@ def _write_deepspeed(job: RunJob) -> None:
         job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
 
 
-def _build_manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _build_manifest(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= layout_facts(job.plan)
     # what sums on a CPU are rounded by
@@ -114,14 +114,14 @@ def _build_manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[st
     if job.resume:  # no step was trained, since memory ran out or a process died
         previous_manifest = job.folder.read_manifest()
         manifest |= {name: previous_manifest[name] for name in (OOM_ENTRY, RESTARTS_ENTRY) if name in previous_manifest}
-    manifest["backend"] = prepared[0].backend.name
+    manifest["backend"] = prepared_stages[0].backend.name
     manifest["choices"] = [
         line
-        for stage_job, prepared_stage in zip(job.stage_jobs, prepared, strict=True)
+        for stage_job, prepared_stage in zip(job.stage_jobs, prepared_stages, strict=True)
         for line in choice_lines(stage_job, prepared_stage)
     ]
-    if prepared[0].renderer.tokenizer_parts.writes_date:
-        manifest["template_date"] = str(prepared[0].renderer.today)
+    if prepared_stages[0].renderer.tokenizer_parts.writes_date:
+        manifest["template_date"] = str(prepared_stages[0].renderer.today)
     return manifest
 
 

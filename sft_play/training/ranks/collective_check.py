@@ -108,26 +108,26 @@ def _device(device_type: str) -> torch.device:
     return device
 
 
-def wrong_elements(size: int, device: torch.device) -> int:
+def wrong_elements(byte_count: int, device: torch.device) -> int:
     """Elements of an all-reduced pattern that differ from the sum over all ranks; each rank gives rank + 1 times it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    pattern = torch.arange(size // 4, dtype=torch.int32, device=device) % PATTERN_LENGTH + 1
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    pattern = torch.arange(byte_count // 4, dtype=torch.int32, device=device) % PATTERN_LENGTH + 1
     reduced = (pattern * (rank + 1)).float()
     dist.all_reduce(reduced)
-    expected = (pattern * (world * (world + 1) // 2)).float()
+    expected = (pattern * (world_size * (world_size + 1) // 2)).float()
     return int((reduced != expected).sum().item())
 
 
-def time_all_reduce(size: int, device: torch.device, repetitions: int) -> float:
+def time_all_reduce(byte_count: int, device: torch.device, repetitions: int) -> float:
     """Seconds of each of so many all-reduces in a row, on the slowest rank."""
-    tensor = torch.ones(size // 4, device=device)
+    tensor = torch.ones(byte_count // 4, device=device)
     dist.barrier()
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     for _ in range(repetitions):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)  # ones stay ones
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # collectives return before the GPU has run them
-    elapsed_s = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=device)
+    elapsed_s = torch.tensor(time.perf_counter() - start_time, dtype=torch.float64, device=device)
     dist.all_reduce(elapsed_s, op=dist.ReduceOp.MAX)
     return float(elapsed_s.item()) / repetitions
 

@@ -94,7 +94,7 @@ def long_timeout_group(*, purpose: str = "the run") -> Any:
 
 
 @contextlib.contextmanager
-def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> Any:
+def process_group(plan: Plan, *, timeout_s: float, uses_deepspeed: bool = False) -> Any:
     """The process group of all ranks, with our timeout, destroyed at the end of the run; DeepSpeed gets it at once,
     since ZeRO-3 divides weights while they are read."""
     remove_abandoned_locks()
@@ -105,7 +105,7 @@ def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> A
         # gloo beside NCCL: torch sends objects, and tensors of the host, by the CPU's backend
         backend = "gloo" if plan.hardware.device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
-    if deepspeed:
+    if uses_deepspeed:
         init_deepspeed(on_cpu=plan.hardware.device == "cpu")
     try:
         yield
@@ -295,9 +295,9 @@ def publish_gpu(name: str, rank: int) -> None:
         ) from None
 
 
-def gather_gpus(world: int) -> list[str]:
+def gather_gpus(rank_count: int) -> list[str]:
     """What every rank says of its GPU, in their order: waits until all have."""
-    store, names = open_store("sft_play_gpus"), [str(rank) for rank in range(world)]
+    store, names = open_store("sft_play_gpus"), [str(rank) for rank in range(rank_count)]
     store.wait(names, datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
     return [str(store.get(name), "utf-8") for name in names]
 

@@ -93,9 +93,9 @@ def root_exit(exits: Sequence[RankExit], *, stopped: bool) -> RankExit:
     return min(exits, key=sort_key)
 
 
-def describe_exit(rank_exit: RankExit, world: int | None) -> str:
+def describe_exit(rank_exit: RankExit, world_size: int | None) -> str:
     """How a rank ended, in one line."""
-    name = f"rank {rank_exit.rank}" + (f" of {world}" if world else "") + f" (pid {rank_exit.pid})"
+    name = f"rank {rank_exit.rank}" + (f" of {world_size}" if world_size else "") + f" (pid {rank_exit.pid})"
     step_note = f" at step {rank_exit.step}" if rank_exit.step else ""
     if rank_exit.failure is None and rank_exit.signal is not None:
         cause = " (out of memory? see dmesg)" if rank_exit.signal == "SIGKILL" else ""
@@ -110,7 +110,7 @@ def describe_exit(rank_exit: RankExit, world: int | None) -> str:
     return failure.message
 
 
-def failure_report(exits: Sequence[RankExit], world: int | None, *, stopped: bool) -> tuple[str, int]:
+def failure_report(exits: Sequence[RankExit], world_size: int | None, *, stopped: bool) -> tuple[str, int]:
     """What is printed, and the exit code."""
     root = root_exit(exits, stopped=stopped)
     failure = root.failure
@@ -139,11 +139,11 @@ def failure_report(exits: Sequence[RankExit], world: int | None, *, stopped: boo
     stack = root.stack  # of a crash, else the traceback of a fault
     if failure is not None:
         stack = failure.traceback if failure.kind == "fault" else ""
-    parts = [stack.rstrip(), f"[{COMMAND}] error: {describe_exit(root, world)}"]
+    parts = [stack.rstrip(), f"[{COMMAND}] error: {describe_exit(root, world_size)}"]
     return "\n".join(part for part in parts if part), 1
 
 
-def describe_crash(exits: Sequence[RankExit], world: int | None, *, was_requested: bool) -> str | None:
+def describe_crash(exits: Sequence[RankExit], world_size: int | None, *, was_requested: bool) -> str | None:
     """How a rank died, in one line, where the ranks may live if they are started again: it left no message, lost
     another, waited in vain, or its GPU failed; else None, and where a stop was asked for."""
     root = root_exit(exits, stopped=was_requested)
@@ -151,7 +151,7 @@ def describe_crash(exits: Sequence[RankExit], world: int | None, *, was_requeste
     can_restart = (
         failure is None or failure.kind in ("peer", "hung") or (failure.kind == "fault" and failure.name in _GPU_ERRORS)
     )
-    return describe_exit(root, world) if can_restart and not (was_requested or root.was_told_to_stop) else None
+    return describe_exit(root, world_size) if can_restart and not (was_requested or root.was_told_to_stop) else None
 
 
 class _StopRequest:
@@ -164,10 +164,10 @@ class _StopRequest:
     def forward_to_ranks(self, signal_number: int) -> None:
         """Tell the ranks; raises KeyboardInterrupt where there are none yet, since the nodes have not met."""
         self.is_requested = True
-        ranks = psutil.Process().children()  # the ranks; what they have started ends with them
-        if not ranks:
+        rank_processes = psutil.Process().children()  # the ranks; what they have started ends with them
+        if not rank_processes:
             raise KeyboardInterrupt
-        for rank in ranks:
+        for rank in rank_processes:
             with contextlib.suppress(psutil.Error):
                 rank.send_signal(signal.SIGTERM)
 
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             exit_code = 2
         _print_ending(text, exit_code)
         if exit_code:
-            failures.kill_leftovers(os.getpid(), patience_s=LEFTOVER_TIMEOUT_S)
+            failures.kill_leftovers(os.getpid(), grace_s=LEFTOVER_TIMEOUT_S)
     return exit_code
 
 
@@ -260,7 +260,7 @@ def _record_in_run(lines: Sequence[str], exit_code: int, crash: str | None) -> N
         return
     folder = RunFolder(Path(path))
     try:
-        with lock_run(folder, part=WRITER):
+        with lock_run(folder, role=WRITER):
             manifest = folder.read_manifest()
             if folder.log_path.exists():
                 with folder.log_path.open("a", encoding="utf-8") as log:

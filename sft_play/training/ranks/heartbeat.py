@@ -62,10 +62,10 @@ class Beat:
         return f"step {self.step} ({self.activity})"
 
 
-def laggards(beats: Sequence[Beat], silent: Collection[int]) -> list[Beat]:
+def laggards(beats: Sequence[Beat], silent_ranks: Collection[int]) -> list[Beat]:
     """Find the ranks that the others wait for: those without a sign of life, else those that began the fewest things
     and whose bytes do not move. Empty where all are equal."""
-    silent_beats = [beat for beat in beats if beat.rank in silent]
+    silent_beats = [beat for beat in beats if beat.rank in silent_ranks]
     if silent_beats:
         return silent_beats
     least_count = min((beat.count for beat in beats), default=0)
@@ -77,15 +77,15 @@ def laggards(beats: Sequence[Beat], silent: Collection[int]) -> list[Beat]:
 
 
 def stall_report(
-    beats: Sequence[Beat], silent: Collection[int], *, missing: Sequence[int], waited_s: float, now: float
+    beats: Sequence[Beat], silent_ranks: Collection[int], *, missing_ranks: Sequence[int], waited_s: float, now: float
 ) -> str:
     """Which rank stopped where, and who waits for it. `silent`: ranks that published nothing between two looks;
     `missing`: those that never did; `now`: in seconds since 1970."""
     head = f"no progress for {waited_s:.0f} s (distributed.timeout_s)"
-    parts = [f"rank {rank} has never given a sign of life" for rank in missing]
-    stopped_beats = laggards(beats, silent)
+    parts = [f"rank {rank} has never given a sign of life" for rank in missing_ranks]
+    stopped_beats = laggards(beats, silent_ranks)
     for beat in stopped_beats:
-        if beat.rank in silent:
+        if beat.rank in silent_ranks:
             last_sign = f"its last sign of life {max(0.0, now - beat.published):.0f} s ago"
         else:
             last_sign = f"{beat.since_s:.0f} s ago{f', in {beat.where}' if beat.where else ''}"
@@ -286,9 +286,9 @@ class Heartbeat:
 
     def _report_stall(self) -> None:
         waited_s = max(self._idle_s(), self.timeout_s)
-        beats, silent = self._find_silent_ranks()
-        missing = [rank for rank in range(self._world) if rank not in {beat.rank for beat in beats}]
-        text = stall_report(beats, silent, missing=missing, waited_s=waited_s, now=time.time())
+        beats, silent_ranks = self._find_silent_ranks()
+        missing_ranks = [rank for rank in range(self._world) if rank not in {beat.rank for beat in beats}]
+        text = stall_report(beats, silent_ranks, missing_ranks=missing_ranks, waited_s=waited_s, now=time.time())
         if not beats:  # the store is gone, and with it what the others published
             text = f"no progress for {waited_s:.0f} s: rank {self._rank} waits at step {self._step} ({self._activity})"
         failures.record_failure("hung", text)
@@ -299,7 +299,7 @@ class Heartbeat:
             if is_first:
                 logger.error("%s", text)
             return
-        for beat in laggards(beats, silent):
+        for beat in laggards(beats, silent_ranks):
             if beat.pid == os.getpid() or beat.host != socket.gethostname():
                 continue
             with contextlib.suppress(psutil.Error):  # a rank that hangs would hold up the others until its agent acts
@@ -334,8 +334,8 @@ class Heartbeat:
         return beats
 
     def _describe_lost_ranks(self) -> str:
-        beats, silent = self._find_silent_ranks()
-        lost_beats = [beat for beat in beats if beat.rank in silent]
+        beats, silent_ranks = self._find_silent_ranks()
+        lost_beats = [beat for beat in beats if beat.rank in silent_ranks]
         if not lost_beats:
             return "the launcher of another node has ended; see its output there"
         listed = ", ".join(f"rank {beat.rank} (host {beat.host}, last at {beat.position})" for beat in lost_beats)

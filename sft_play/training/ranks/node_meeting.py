@@ -52,14 +52,14 @@ _LEAVE_TIMEOUT_S = 10.0
 _CARD_KEY, _CAME_KEY, _LEFT_KEY, _REFUSED_KEY = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
 _ALL_CARDS_KEY = "sft_play_all"
 
-Card = Mapping[str, Any]
+NodeCard = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class NodeMeeting:
     """The result of a meeting: the cards of all nodes by node rank, and this node's address among them."""
 
-    cards: tuple[Card, ...]
+    cards: tuple[NodeCard, ...]
     address: str | None
 
     def gloo_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
@@ -68,7 +68,7 @@ class NodeMeeting:
         return {} if environment.get(GLOO_VARIABLE) or interface is None else {GLOO_VARIABLE: interface}
 
 
-def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, deepspeed: bool) -> dict[str, Any]:
+def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, uses_deepspeed: bool) -> dict[str, Any]:
     """A node's description, without paths, which may differ; the ranks compare the files' content."""
     packages = installed_versions()
     return {
@@ -77,14 +77,14 @@ def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, de
             "number of ranks": hardware.gpus_per_node,
             "device": hardware.gpus[0].name if hardware.gpus else "CPU",
             "STRATEGY": strategy or "left to the plan",
-            "engine": "DeepSpeed" if deepspeed else "left to the plan",
+            "engine": "DeepSpeed" if uses_deepspeed else "left to the plan",
             **{f"version of {name}": packages.get(name) or "not installed" for name in ("sft_play", *COMPUTE_PACKAGES)},
         },
         "settings": resolved_config_without_paths(config),
     }
 
 
-def meet_nodes(nodes: NodeSetup, card: Card, *, limit_s: float, may_count_ranks: bool = False) -> NodeMeeting:
+def meet_nodes(nodes: NodeSetup, card: NodeCard, *, timeout_s: float, may_count_ranks: bool = False) -> NodeMeeting:
     """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at the same time.
     `may_count_ranks`: the numbers may be those of the nodes' first ranks: then all multiples of a node's ranks, and no
     other for a while, are all nodes. Raises ConfigError: the address is unknown here or is another machine's, two nodes
@@ -99,12 +99,12 @@ def meet_nodes(nodes: NodeSetup, card: Card, *, limit_s: float, may_count_ranks:
         "start": uuid.uuid4().hex,
         "sees node 0 at": addresses,
     }
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + timeout_s
     first_ranks = range(0, nodes.count, card["alike"]["number of ranks"]) if may_count_ranks else range(nodes.count)
     try:
-        store = _serve_store(nodes, addresses, limit_s) if nodes.rank == 0 else _connect_store(nodes, own_card, limit_s)
+        store = _serve_store(nodes, addresses, timeout_s) if nodes.rank == 0 else _connect_store(nodes, own_card, timeout_s)
         with _hold_connection(nodes):
-            cards = _exchange_cards(store, nodes, own_card, first_ranks, deadline, limit_s)
+            cards = _exchange_cards(store, nodes, own_card, first_ranks, deadline, timeout_s)
     except DistError as error:
         message = one_line(str(error).partition("\n")[0], limit=200)
         raise HardwareError(
@@ -129,7 +129,7 @@ def meet_nodes(nodes: NodeSetup, card: Card, *, limit_s: float, may_count_ranks:
     return NodeMeeting(cards, address)
 
 
-def _serve_store(nodes: NodeSetup, addresses: list[str], limit_s: float) -> TCPStore:
+def _serve_store(nodes: NodeSetup, addresses: list[str], timeout_s: float) -> TCPStore:
     if not any(can_bind(node_address) for node_address in addresses):
         raise ConfigError(
             f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and this one has another "
@@ -138,19 +138,19 @@ def _serve_store(nodes: NodeSetup, addresses: list[str], limit_s: float) -> TCPS
             f"(1 to {nodes.count - 1}), or all nodes a MASTER_ADDR= of this machine"
         )
     require_free_port(nodes.port)
-    logger.info("Nodes: node 0 waits at %s for %d more, %.0f s at most", nodes.endpoint, nodes.count - 1, limit_s)
+    logger.info("Nodes: node 0 waits at %s for %d more, %.0f s at most", nodes.endpoint, nodes.count - 1, timeout_s)
     return TCPStore(str(nodes.address), int(nodes.port or 0), is_master=True, wait_for_workers=False)
 
 
-def _connect_store(nodes: NodeSetup, own_card: Card, limit_s: float) -> TCPStore:
+def _connect_store(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> TCPStore:
     """Connect on a thread: torch's own wait does not hear Ctrl-C, and never ends where another program listens."""
     stores: list[TCPStore] = []
-    address, port, deadline = str(nodes.address), int(nodes.port or 0), time.monotonic() + limit_s
-    logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.endpoint, limit_s)
+    address, port, deadline = str(nodes.address), int(nodes.port or 0), time.monotonic() + timeout_s
+    logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.endpoint, timeout_s)
     while (reason := _connection_error(address, port)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     if reason is None:
-        store_timeout = timedelta(seconds=limit_s + 60)
+        store_timeout = timedelta(seconds=timeout_s + 60)
         connect = threading.Thread(
             target=lambda: stores.append(TCPStore(address, port, wait_for_workers=False, timeout=store_timeout)),
             daemon=True,
@@ -163,7 +163,7 @@ def _connect_store(nodes: NodeSetup, own_card: Card, limit_s: float) -> TCPStore
     hint = "MASTER_ADDR= is another machine, or a firewall closes the port"
     if any(is_loopback(node_address) for node_address in own_card["sees node 0 at"]):
         hint = "MASTER_ADDR= resolves to this machine itself: give an address of node 0"
-    raise HardwareError(f"node 0 did not answer at {nodes.endpoint} within {limit_s:.0f} s (distributed.timeout_s; "
+    raise HardwareError(f"node 0 did not answer at {nodes.endpoint} within {timeout_s:.0f} s (distributed.timeout_s; "
                         f"{reason}): start the same command there with NODE_RANK=0; where it runs, {hint}")  # fmt: skip
 
 
@@ -192,12 +192,12 @@ def _connection_error(address: str, port: int) -> str | None:
 
 
 def _exchange_cards(
-    store: TCPStore, nodes: NodeSetup, own_card: Card, first_ranks: range, deadline: float, limit_s: float
-) -> tuple[Card, ...]:
+    store: TCPStore, nodes: NodeSetup, own_card: NodeCard, first_ranks: range, deadline: float, timeout_s: float
+) -> tuple[NodeCard, ...]:
     """The cards of all nodes; an error of this node is left in the store for the others, whose errors it raises."""
     store.add(_CAME_KEY, 1)
     try:
-        return _collect_cards(store, nodes, own_card, first_ranks, deadline, limit_s)
+        return _collect_cards(store, nodes, own_card, first_ranks, deadline, timeout_s)
     except BaseException as error:
         stop_message = (
             f"node {nodes.rank} ({one_line(str(own_card.get('host')))}) was stopped; start it again on all nodes"
@@ -215,9 +215,9 @@ def _exchange_cards(
 
 
 def _collect_cards(
-    store: TCPStore, nodes: NodeSetup, own_card: Card, first_ranks: range, deadline: float, limit_s: float
-) -> tuple[Card, ...]:
-    cards: dict[int, Card] = {
+    store: TCPStore, nodes: NodeSetup, own_card: NodeCard, first_ranks: range, deadline: float, timeout_s: float
+) -> tuple[NodeCard, ...]:
+    cards: dict[int, NodeCard] = {
         nodes.rank: json.loads(store.compare_set(f"{_CARD_KEY}{nodes.rank}", "", json.dumps(own_card)))
     }
     _require_compatible(nodes, own_card, cards[nodes.rank])
@@ -240,7 +240,7 @@ def _collect_cards(
             return tuple(cards[rank] for rank in sorted(cards))
         quiet_s = time.monotonic() - last_arrival
         are_first_ranks = may_be_first_ranks and sorted(cards) == list(first_ranks)
-        if nodes.rank == 0 and (len(cards) == nodes.count or (are_first_ranks and quiet_s > limit_s * SETTLE_SHARE)):
+        if nodes.rank == 0 and (len(cards) == nodes.count or (are_first_ranks and quiet_s > timeout_s * SETTLE_SHARE)):
             store.set(_ALL_CARDS_KEY, "")
         elif 0 not in cards and quiet_s > _LEAVE_TIMEOUT_S:
             raise HardwareError(f"what answers at {nodes.endpoint} is another program, or the ranks of a run that "
@@ -249,14 +249,14 @@ def _collect_cards(
         elif not arrived and time.monotonic() > deadline:
             raise HardwareError(
                 f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {nodes.count} did not connect to "
-                f"{nodes.endpoint} within {limit_s:.0f} s (distributed.timeout_s): start the same command there with "
+                f"{nodes.endpoint} within {timeout_s:.0f} s (distributed.timeout_s): start the same command there with "
                 f"its "
                 f"own NODE_RANK=; where it runs, a firewall closes port {nodes.port}, or MASTER_ADDR= differs there"
             )
         time.sleep(_POLL_S * (not arrived))
 
 
-def _require_compatible(nodes: NodeSetup, own_card: Card, card: Card) -> None:
+def _require_compatible(nodes: NodeSetup, own_card: NodeCard, card: NodeCard) -> None:
     first, other = sorted((own_card, card), key=lambda node_card: int(node_card["node"]))
     if card["node"] == nodes.rank and card["start"] != own_card["start"]:
         raise ConfigError(
@@ -273,7 +273,7 @@ def _require_compatible(nodes: NodeSetup, own_card: Card, card: Card) -> None:
                           "nodes the same command, run YAML and packages")  # fmt: skip
 
 
-def card_differences(first: Card, other: Card) -> list[str]:
+def card_differences(first: NodeCard, other: NodeCard) -> list[str]:
     """A line for each difference between the cards of two nodes."""
     first_facts, other_facts = first.get("alike") or {}, other.get("alike") or {}
     differing = {

@@ -34,7 +34,7 @@ from sft_play.training.checkpoints.checkpoints import record_digests
 from sft_play.training.checkpoints.model_saving import check_saved_weights, saved_shapes
 from sft_play.training.job import RunJob
 from sft_play.training.measure.evaluate import EvalSet
-from sft_play.training.measure.exact_match import Question, stop_ids
+from sft_play.training.measure.exact_match import Question, collect_stop_ids
 from sft_play.training.measure.summary import write_model_card
 from sft_play.training.prepare.model_spec import build_meta_model
 from sft_play.training.prepare.prepare import Prepared
@@ -91,7 +91,7 @@ def write_rows(dataset: Any, path: Path) -> str:
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
-def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float) -> dict[str, Any]:
+def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, start_time: float) -> dict[str, Any]:
     """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises SftPlayError: as
     Unsloth's process raised it; ModelError: the adapter that it wrote is not the run's; RuntimeError: another error,
     whose traceback was printed."""
@@ -102,7 +102,7 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
     logger.info("Unsloth: %s; its process is %s on %s", info.versions_text, python, info.device)
     if info.device == "cpu":
         logger.warning("Unsloth trains on the CPU without its kernels, as transformers and PEFT do")
-    handover = _build_handover(job, prepared, eval_set, started)
+    handover = _build_handover(job, prepared, eval_set, start_time)
     work_folder = job.folder.path.absolute() / WORK_FOLDER
     try:
         path = work_folder / "handover.json"
@@ -125,7 +125,7 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
     return summary
 
 
-def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float) -> Handover:
+def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, start_time: float) -> Handover:
     config, plan = job.loaded.config, job.plan
     has_questions = bool(eval_set.questions or eval_set.training_questions)
     work_folder = job.folder.path.absolute() / WORK_FOLDER
@@ -144,7 +144,7 @@ def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, started:
         config=resolved_config(config, effective_batch=plan.batch.effective_batch),
         plan=plan.as_json(),
         resume=job.resume,
-        started=started,
+        started=start_time,
         timeout_s=job.timeout_s,
         tokenizer=str(work_folder / "tokenizer"),
         own_template=prepared.tokenizer.original_template,
@@ -156,7 +156,7 @@ def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, started:
         held_out=eval_set.name,
         asked=eval_set.questions,
         asked_while_training=eval_set.training_questions,
-        stop_ids=stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None)
+        stop_ids=collect_stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None)
         if has_questions
         else [],
         model_path=str(folder.absolute()) if folder is not None else config.model.name,
@@ -170,8 +170,8 @@ def check_adapter(path: Path, lora: LoraConfig, handover: Handover, *, tokenizer
     Raises ModelError: a tensor is missing, not finite, never trained, or of other settings."""
     from peft import PeftConfig
 
-    expected = {name: tuple(shape) for name, shape in handover.tensors.items()}
-    check_saved_weights(path, expected=expected, must_have_learned=steps > 1)
+    expected_shapes = {name: tuple(shape) for name, shape in handover.tensors.items()}
+    check_saved_weights(path, expected_shapes=expected_shapes, must_have_learned=steps > 1)
     adapter_config = PeftConfig.from_pretrained(str(path))
     settings = {
         "r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
@@ -220,7 +220,7 @@ def _run_workers(python: Path, handover: Path, plan: Plan) -> None:
             if deadline is not None and time.monotonic() > deadline:
                 _send_signal(workers, signal.SIGKILL)
             time.sleep(0.05)
-    _raise_first(workers, signal_count=len(received_signals))
+    _raise_first_failure(workers, signal_count=len(received_signals))
 
 
 def _rank_environments(plan: Plan) -> Iterator[dict[str, str]]:
@@ -254,7 +254,7 @@ def _send_signal(workers: Sequence[_Worker], signal_number: signal.Signals) -> N
             worker.process.send_signal(signal_number)
 
 
-def _raise_first(workers: Sequence[_Worker], *, signal_count: int) -> None:
+def _raise_first_failure(workers: Sequence[_Worker], *, signal_count: int) -> None:
     """Raise the first failure; a broken connection or a killed process counts only where there is no other."""
     results = [(worker.process.returncode, failures.read_failure(worker.error_file)) for worker in workers]
     failed = [(code, failure) for code, failure in results if code]

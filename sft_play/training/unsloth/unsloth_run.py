@@ -54,12 +54,12 @@ def train_handover(path: Path) -> None:
     check_device(job.plan, job.loaded.config)
     check_trackers(job.loaded.config)  # `prepare` has looked in the other environment, whose packages are not these
     check_gpu(job.plan, job.loaded.config)
-    memory = MemoryMeter(job.plan)
-    with distributed.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as beat:
+    memory_meter = MemoryMeter(job.plan)
+    with distributed.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as heartbeat:
         log_handler = start_log_file(job.folder.log_path) if distributed.is_first() else None
         try:
             train_model(
-                job, _build_prepared(handover, job.loaded.config), RunMonitors(memory, beat, handover.started),
+                job, _build_prepared(handover, job.loaded.config), RunMonitors(memory_meter, heartbeat, handover.started),
                 build_eval_set=functools.partial(_build_eval_set, handover),
                 load_trainer=functools.partial(_build_trainer, handover),
             )  # fmt: skip
@@ -123,15 +123,15 @@ class UnslothLoop(PlannedLoop):
 
 
 def _build_trainer(
-    handover: Handover, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: RunMonitors, **_: Any
+    handover: Handover, job: RunJob, prepared: Prepared, eval_set: EvalSet, monitors: RunMonitors, **_: Any
 ) -> PlannedLoop:
     config, plan = job.loaded.config, job.plan
     arguments = _build_arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
     model = load_unsloth_model(handover, config, plan)
-    configured = configured_eos_token_ids(model)
-    model_stop_ids = {*(configured if isinstance(configured, list) else [configured])} - {None}
+    eos_token_ids = configured_eos_token_ids(model)
+    model_stop_ids = {*(eos_token_ids if isinstance(eos_token_ids, list) else [eos_token_ids])} - {None}
     return build_run_trainer(
-        job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=None,
+        job, prepared, eval_set, monitors, arguments=arguments, model=model, peft_config=None,
         trainer_class=UnslothLoop, stop_ids=sorted({*handover.stop_ids, *model_stop_ids}),
     )  # fmt: skip
 
