@@ -95,7 +95,7 @@ def row_step(row: Mapping[str, str]) -> Step:
     gpus, tensor, context = len(machine.gpus), int(row["tensor_parallel"]), int(row["context_parallel"])
     data = gpus // (tensor * context)
     name = row["layout"]
-    shards = {"fsdp": gpus, "fsdp_hybrid": machine.gpus_per_node, "fsdp_tp": data, "fsdp_cp": gpus}
+    shards = {"fsdp": gpus, "fsdp_hybrid": machine.ranks_per_node, "fsdp_tp": data, "fsdp_cp": gpus}
     layout = Layout(name, data, shards.get(name, 1), tensor, context)  # type: ignore[arg-type]
     recomputed = {"all": 1.0, "none": 0.0}.get(row["checkpointing"])
     share = float(row["checkpointing"]) if recomputed is None else recomputed

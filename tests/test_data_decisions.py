@@ -83,7 +83,7 @@ def test_the_first_bad_rows_are_kept_and_all_are_counted(asked, bad):
     rows = [BadRow(f"f:{number}", "bad", "") for number in range(bad)]
     for row in rows:
         counts.count_bad(row)
-    assert counts.first_bad == rows[:LISTED_BAD_ROWS]
+    assert counts.first_bad_rows == rows[:LISTED_BAD_ROWS]
     assert (counts.bad_rows["bad"], counts.left_out_rows["left out"]) == (bad, asked)
 
 

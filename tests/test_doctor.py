@@ -263,7 +263,7 @@ def test_equal_gpus_pass_and_others_fail():
 @pytest.mark.parametrize(
     ("here", "asked", "words"),
     [
-        (machine(gpu(0)), LaunchOptions(processes=2), "NPROC=2 and 1 GPUs"),
+        (machine(gpu(0)), LaunchOptions(processes_per_node=2), "NPROC=2 and 1 GPUs"),
         (machine(gpu(0)), LaunchOptions(gpus=(0, 3)), "GPUS= names 3, and there are 0"),
         (CPU, LaunchOptions(gpus=(0,)), "this machine has none"),
     ],
@@ -276,7 +276,7 @@ def test_too_few_gpus_fail(here, asked, words):
 def test_a_machine_without_gpus_runs_two_ranks_on_its_cpu():
     here, everywhere, found = _select_gpus(CPU, LaunchOptions(nodes=NodeSetup(2, 0, "a", 1)))
     assert (here.ranks, everywhere.ranks, found.verdict) == (2, 4, "SKIP")
-    assert _select_gpus(CPU, LaunchOptions(processes=3))[0].ranks == 3
+    assert _select_gpus(CPU, LaunchOptions(processes_per_node=3))[0].ranks == 3
 
 
 class FakeNvml:
@@ -653,7 +653,7 @@ def test_two_nodes_on_loopback_reduce_together(world):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
     def node(rank: int) -> None:
-        options = LaunchOptions(processes=1, nodes=NodeSetup(2, rank, "127.0.0.1", port))
+        options = LaunchOptions(processes_per_node=1, nodes=NodeSetup(2, rank, "127.0.0.1", port))
         found[rank] = run_doctor(planner_of(world), options, environment=environment)
 
     threads = [threading.Thread(target=node, args=(rank,)) for rank in (0, 1)]
@@ -760,7 +760,7 @@ def test_what_the_config_cannot_be_is_a_finding(world):
         raise ConfigError("train.batch_size=3 does not split over 2 ranks")
 
     port = free_port()
-    options = LaunchOptions(processes=1, nodes=NodeSetup(2, 1, "127.0.0.1", port))
+    options = LaunchOptions(processes_per_node=1, nodes=NodeSetup(2, 1, "127.0.0.1", port))
     report = run_doctor(refuses, options, environment={"CUDA_VISIBLE_DEVICES": ""}, meeting_s=0.3)
     found = by_name(report)
     assert "batch_size=3 does not split" in found["plan"].found

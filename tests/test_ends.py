@@ -312,7 +312,7 @@ def test_think_text_of_the_history_may_be_left_out_and_is_counted(make):
     for text in ("<think>a</think>b", "a</think>b", "<think>\na\n</think>\n\nb"):
         row = make(QWEN).render(Chat("f:1", (user("q"), answer(text), user("r"), answer("s"))))
         assert isinstance(row, TokenRow)
-        assert row.stripped_think == 1
+        assert row.stripped_think_pieces == 1
 
 
 # The judge.

@@ -237,13 +237,13 @@ def test_rows_of_a_file_are_read_as_the_run_read_its_own_and_what_was_trained_on
     pairs = [{"prompt": f"is it {n}?", "completion": "yes"} for n in range(6)]
     other.write_text("".join(json.dumps(row) + "\n" for row in pairs))
     fresh = evaluate_run(lora, data=str(other), metrics=["none"], out=tmp_path / "x.jsonl")
-    assert (fresh.rows.trained_on, fresh.rows.split_size) == (0, 6)
+    assert (fresh.rows.rows_trained_on, fresh.rows.split_size) == (0, 6)
     assert fresh.as_json()["data"] == str(other)
     assert "Warning" not in "\n".join(fresh.lines())
     everything = tmp_path / "everything.jsonl"
     everything.write_text("".join(json.dumps(row) + "\n" for row in own))
     seen = evaluate_run(lora, data=str(everything), metrics=["none"], out=tmp_path / "x.jsonl")
-    assert (seen.rows.trained_on, seen.rows.split_size) == (12, 24)  # the other twelve were held out
+    assert (seen.rows.rows_trained_on, seen.rows.split_size) == (12, 24)  # the other twelve were held out
     assert "Warning: 12 of 24 rows were trained on" in "\n".join(seen.lines())
     with pytest.raises(DataError, match=r"DATA=.*does not exist"):
         evaluate_run(lora, data=str(tmp_path / "gone.jsonl"))
@@ -261,7 +261,7 @@ def test_a_file_can_be_read_where_the_training_data_is_gone(tmp_path, lora, capl
     with pytest.raises(DataError, match=r"run\.jsonl"):
         evaluate_run(run)
     evaluation = evaluate_run(run, data=str(rows), metrics=["none"])
-    assert (evaluation.rows.trained_on, evaluation.rows.split_size) == (None, 24)
+    assert (evaluation.rows.rows_trained_on, evaluation.rows.split_size) == (None, 24)
     assert "whether rows of DATA= were trained on is not known" in caplog.text
 
 

@@ -232,7 +232,7 @@ def test_a_gpu_that_was_found_has_the_rates_of_the_catalogue(two_h200s):
     assert found.gpus[0].flops("bfloat16") == CATALOG_BY_KEY["h200"].bf16
     assert found.gpus[0].bandwidth == 4800e9
     assert found.link_bytes_per_s == 450e9
-    assert (found.nodes, found.gpus_per_node, found.named) == (1, 2, False)
+    assert (found.nodes, found.ranks_per_node, found.named) == (1, 2, False)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_machine_without_gpus_has_its_ram(monkeypatch, pynvml):
     assert found.device == "cpu"
     assert found.ram_bytes >= found.ram_free_bytes > 0
     assert found.cpu_cores >= 1
-    assert found.gpus_per_node == 1
+    assert found.ranks_per_node == 1
 
 
 def test_gpus_that_differ_are_numbered_by_cuda_in_another_order(nvml):
@@ -358,11 +358,11 @@ def test_a_machine_can_be_named(text, count, name):
 
 def test_nodes_come_before_gpus_per_node():
     found = parse_hardware("2x8xH200,network=400Gbps")
-    assert (found.nodes, found.gpus_per_node, len(found.gpus)) == (2, 8, 16)
+    assert (found.nodes, found.ranks_per_node, len(found.gpus)) == (2, 8, 16)
     assert found.network_bytes_per_s == 50e9
-    assert (found.limit_gpus(8).nodes, found.limit_gpus(8).gpus_per_node) == (1, 8)
+    assert (found.limit_gpus(8).nodes, found.limit_gpus(8).ranks_per_node) == (1, 8)
     assert (found.limit_gpus(9).nodes, len(found.limit_gpus(9).gpus)) == (2, 9)
-    assert found.limit_gpus(1).gpus_per_node == 1
+    assert found.limit_gpus(1).ranks_per_node == 1
 
 
 def test_options_override_the_catalogue_and_read_their_units():
@@ -505,7 +505,7 @@ def test_a_machine_can_be_described_in_a_file(tmp_path):
     path.write_text(BOX)
     found = parse_hardware(str(path))
     gpu = found.gpus[7]
-    assert (len(found.gpus), found.nodes, found.gpus_per_node) == (8, 2, 4)
+    assert (len(found.gpus), found.nodes, found.ranks_per_node) == (8, 2, 4)
     assert (gpu.name, gpu.total_bytes, gpu.flops("bfloat16"), gpu.capability) == ("MyGPU", 80 * GIB, 300e12, (8, 0))
     assert (gpu.tdp_watts, gpu.bandwidth) == (400, 2e12)
     assert (found.ram_bytes, found.cpu_cores, found.price_per_gpu_hour) == (1024 * GIB, 64, 1.5)

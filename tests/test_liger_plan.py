@@ -236,10 +236,10 @@ def test_the_table_is_the_packages_own() -> None:
     for kind, replaced in LIGER_REPLACEMENTS.items():
         options = inspect.signature(patches.MODEL_TYPE_TO_APPLY_LIGER_FN[kind]).parameters
         assert options["rms_norm"].default is True
-        assert options["rope"].default is replaced.rotation, kind
+        assert options["rope"].default is replaced.replaces_rotation, kind
         gate = options.get("swiglu", options.get("geglu"))
         assert gate is not None
-        assert gate.default or not replaced.gate, kind
+        assert gate.default or not replaced.replaces_gate, kind
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
@@ -264,9 +264,9 @@ def test_what_is_counted_follows_the_wish_the_machine_and_the_class(seed: int) -
     assert (found.memory is not None, found.speed is not None) == (memory, speed)
     assert ("the plain ones, because" in found.reason) == (not speed)
     if found.speed is not None:
-        assert found.speed.gate == (shape.num_experts == 0)
-        assert found.speed.head_norms == ("Qwen3" in model)
-    assert found.counted_names == CountedKernels("liger" if memory else "plain", "liger" if speed else "plain")
+        assert found.speed.replaces_gate == (shape.num_experts == 0)
+        assert found.speed.replaces_head_norms == ("Qwen3" in model)
+    assert found.counted_kernels == CountedKernels("liger" if memory else "plain", "liger" if speed else "plain")
 
 
 def test_auto_keeps_the_plain_bytes_and_liger_counts_its_own() -> None:

@@ -1047,7 +1047,7 @@ def test_special_tokens_in_texts_are_plain_text_and_counted(tokenizer, make):
     chat = Chat("f:1", (user("hi" + FORGED), answer("no<|im_end|>way")))
     row = make().render(chat)
     assert isinstance(row, TokenRow)
-    assert row.special_in_text == 3
+    assert row.special_token_count == 3
     # three turns' worth of control tokens: two starts and two ends that the template wrote
     start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
     assert (row.input_ids.count(start), row.input_ids.count(end)) == (2, 2)
@@ -1097,7 +1097,7 @@ def test_a_marker_inside_a_call_is_plain_text_and_ends_nothing(tokenizer, make):
     )  # fmt: skip
     row = make(template).render(Chat("f:1", (user("hello"), answer("", tool_calls=[call(a="<|im_end|>x")]))))
     assert isinstance(row, TokenRow)
-    assert row.special_in_text == 1
+    assert row.special_token_count == 1
     # the end that the template wrote is the only control token
     assert row.labels.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
     assert trained(row, tokenizer) == ['{"name": "look", "arguments": {"a": "<|im_end|>x"}}<|im_end|>']
@@ -1319,7 +1319,7 @@ def test_a_special_token_that_an_ordinary_merge_spells_is_plain_text_all_the_sam
     ids = row.input_ids
     assert (ids.count(vocabulary["<s>"]), ids.count(vocabulary["</s>"])) == (1, 1)  # the template's own
     assert ids[-1] == vocabulary["</s>"]
-    assert row.special_in_text == 3
+    assert row.special_token_count == 3
     assert vocabulary["hi"] in ids  # other merges hold
 
 

@@ -145,8 +145,8 @@ def test_what_is_tried_is_the_largest_pass_of_the_step_with_the_longest_row(seed
     window, ranks, rows = draw.randint(1, 9), draw.choice([1, 2, 3]), draw.randint(1, 4)
     padded, tokens = draw.random() < 0.5, draw.choice([None, rows * 90])
     cut = MicroBatches(rows, tokens=tokens, overhead=draw.choice([0, 20]), padded=padded or tokens is None)
-    order = EpochOrder(len(lengths), seed=seed, lengths=np.array(lengths), window=window)
-    batches = StepBatches(order, np.array(lengths), cut, window=window, rank=0, ranks=ranks)
+    order = EpochOrder(len(lengths), seed=seed, lengths=np.array(lengths), effective_batch=window)
+    batches = StepBatches(order, np.array(lengths), cut, effective_batch=window, rank=0, ranks=ranks)
     whole = list(order)
     steps = [whole[first : first + window] for first in range(0, len(whole), window)]
     step = next(one for one in steps if max(lengths) in [lengths[row] for row in one])
@@ -156,7 +156,7 @@ def test_what_is_tried_is_the_largest_pass_of_the_step_with_the_longest_row(seed
         return (len(own) * max(own) if cut.padded else sum(own)) if own else 0
 
     # every pass of that step, as the ranks are given them
-    given = [list(StepBatches(order, np.array(lengths), cut, window=window, rank=n, ranks=ranks)) for n in range(ranks)]
+    given = [list(StepBatches(order, np.array(lengths), cut, effective_batch=window, rank=n, ranks=ranks)) for n in range(ranks)]
     slots = batches.slots
     first = steps.index(step) * slots
     passes = list(zip(*(rank[first : first + slots] for rank in given), strict=True))

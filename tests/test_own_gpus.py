@@ -36,7 +36,7 @@ def test_a_rank_that_sees_one_gpu_takes_it_whatever_its_number(world):
         assert whole == ranks
         assert machine.adjust_local_rank(ranks, node(), dict(given)) == ranks  # CPU ranks
     planned = machine.spread_hardware(node(0), 2 * world, 2, sees_own_gpu_only=True)
-    assert (planned.ranks, planned.gpus_per_node, planned.nodes) == (2 * world, world, 2)
+    assert (planned.ranks, planned.ranks_per_node, planned.nodes) == (2 * world, world, 2)
     with pytest.raises(HardwareError, match=f"{world} ranks on this node and 1 GPUs"):
         machine.spread_hardware(node(0), world, 1)
 

@@ -113,7 +113,7 @@ def test_a_special_token_in_a_key_that_the_template_reads_is_text(tokenizer):
     made, own = rendered(tokenizer, KEYS, ROWS["keys"])
     assert isinstance(made, TokenRow)
     assert made.text == own
-    assert made.special_in_text == 1
+    assert made.special_token_count == 1
     assert made.input_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
 
 

@@ -197,7 +197,7 @@ def test_the_highest_moment_is_exact_however_short_it_is() -> None:
 
 def test_outside_linux_samples_alone_tell(monkeypatch):
     monkeypatch.setattr(peaks_module, "_kernel_peak_bytes", lambda: 0)
-    found = MemoryPeaks(level_bytes=0)
+    found = MemoryPeaks(baseline_bytes=0)
     found.start("training")
     assert found.by_phase()["training"][0] > 0
     found.close()
@@ -229,7 +229,7 @@ def test_what_an_earlier_run_freed_is_not_part_of_a_runs_level():
     del earlier
     before = psutil.Process().memory_info().rss
     plan: Any = SimpleNamespace(hardware=SimpleNamespace(device="cpu"))
-    assert MemoryMeter(plan).level_bytes < before - 250 * MIB
+    assert MemoryMeter(plan).baseline_bytes < before - 250 * MIB
     assert len(last) == 64 << 10
 
 

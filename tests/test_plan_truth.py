@@ -287,7 +287,7 @@ def test_a_correction_holds_for_like_sizes_and_never_turns_two_predictions_round
         found = learned([measured(predicted_reserved=one, measured_reserved=other) for one, other in peaks])
         before = 0.0
         for predicted in sorted(chance.randint(1, 10**6) for _ in range(40)):
-            corrected = predicted * found.for_prediction(predicted).memory_factor
+            corrected = predicted * found.narrow_to_size(predicted).memory_factor
             assert corrected == pytest.approx(needs(predicted, peaks))
             assert corrected >= before * (1 - 1e-9)
             before = corrected
@@ -308,7 +308,7 @@ def test_the_starters_memory_does_not_move_a_4b(cache):
         assert taught.memory.required > 4 * GIB
         (said,) = [reason for reason in taught.reasons if "earlier run" in reason]
         assert "of other sizes, and do not correct this one's memory" in said
-    like = learned([starter], device="cpu", mode="qlora").for_prediction(400_000_000)
+    like = learned([starter], device="cpu", mode="qlora").narrow_to_size(400_000_000)
     assert like.memory_factor == pytest.approx(1039 / 382)
     assert "(0.97 GiB, 0.36 predicted)" in (like.reason or "")
 

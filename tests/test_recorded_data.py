@@ -159,7 +159,7 @@ def rows(template: str) -> dict[str, Any]:
                 continue
             cut = renderer.truncate(made)
             became[cut.reason if isinstance(cut, BadRow) else made.method] += 1
-            facts = (made.spans, made.untrained_turns, made.stripped_think, made.special_in_text, made.notes)
+            facts = (made.spans, made.untrained_turns, made.stripped_think_pieces, made.special_token_count, made.notes)
             after = getattr(cut, "input_ids", None), getattr(cut, "labels", None)
             lines.append((made.text, made.input_ids, made.labels, made.method, facts, after))
     return {"became": dict(sorted(became.items())), "digest": digest(lines)}

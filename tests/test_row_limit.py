@@ -284,7 +284,7 @@ def test_every_batch_of_long_texts_gives_memory_back(tiny_llama, monkeypatch):
     monkeypatch.setattr(survey, "release_after_long_text", told.append)
     maker = RowRenderer(Renderer(AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=10), task_mode="cpt")
     sizes = [10, 900_000, 800_000, 20]
-    made: list[Any] = list(maker.make_rows(enumerate((Text("f", "x " * (size // 2)) for size in sizes), start=1)))
+    made: list[Any] = list(maker.render_rows(enumerate((Text("f", "x " * (size // 2)) for size in sizes), start=1)))
     assert [one.row_number for one in made] == [1, 2, 3, 4]
     assert told == [900_000, 800_000]
 

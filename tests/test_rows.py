@@ -36,9 +36,9 @@ def batches_of(count: int, *, micro: int, ranks: int, epoch: int = 0, by_length:
 
     per_rank = []
     for rank in range(ranks):
-        order = EpochOrder(count, seed=42, lengths=LENGTHS[:count] if by_length else None, window=8)
+        order = EpochOrder(count, seed=42, lengths=LENGTHS[:count] if by_length else None, effective_batch=8)
         order.set_epoch(epoch)
-        batches = StepBatches(order, LENGTHS[:count], MicroBatches(micro), window=8, rank=rank, ranks=ranks)
+        batches = StepBatches(order, LENGTHS[:count], MicroBatches(micro), effective_batch=8, rank=rank, ranks=ranks)
         per_rank.append(list(batches))
         assert len(batches) == len(per_rank[-1])
     assert len({tuple(map(bool, batches)) for batches in per_rank}) == 1

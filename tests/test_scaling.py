@@ -124,7 +124,7 @@ def test_over_nodes_the_slower_of_link_and_network_counts():
     assert throughput._link_bytes_per_s(16, rates) == pytest.approx(50e9 * 0.75)
     assert throughput._link_bytes_per_s(16, rates, per_node=1) == pytest.approx(50e9 / 8 * 0.75)
     whole = Collective("all_gather", 16e9, 16, 0)
-    copies = Collective("all_reduce", 1e9, 2, 0, span=16)
+    copies = Collective("all_reduce", 1e9, 2, 0, spanned_ranks=16)
     assert throughput._collective_seconds(whole, rates) == pytest.approx(15e9 / (50e9 * 0.75))
     assert throughput._collective_seconds(copies, rates) == pytest.approx(1e9 / (50e9 / 8 * 0.75))
     fast = replace(rates, network=1e15)

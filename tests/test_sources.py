@@ -53,7 +53,7 @@ def test_shares_add_up_and_every_row_comes_as_often_as_the_others_of_its_source(
 
 def test_epochs_of_a_source_that_is_not_used_whole_have_other_rows():
     mix = MixedSources(("a", "b"), (1.0, 1.0), (30, 10)).mix(seed=1)
-    assert mix.per_epoch == (20, 20)
+    assert mix.rows_per_epoch == (20, 20)
     first, second = (set(mix.epoch_rows(epoch)[:20].tolist()) for epoch in (0, 1))
     assert len(first) == len(second) == 20
     assert first | second == set(range(30))

@@ -369,11 +369,11 @@ class TestCache:
         two = build_rows(path, recipe, split="train", workers=2)
         assert len(two.files[KEPT_SIDE]) > 1
         assert self.rows(two) == self.rows(one)
-        assert [str(row) for row in two.stats[KEPT_SIDE].first_bad] == [
-            str(row) for row in one.stats[KEPT_SIDE].first_bad
+        assert [str(row) for row in two.stats[KEPT_SIDE].first_bad_rows] == [
+            str(row) for row in one.stats[KEPT_SIDE].first_bad_rows
         ]
         assert two.stats[KEPT_SIDE].tokens == one.stats[KEPT_SIDE].tokens
-        assert ":4001: messages is empty" in str(two.stats[KEPT_SIDE].first_bad[0])
+        assert ":4001: messages is empty" in str(two.stats[KEPT_SIDE].first_bad_rows[0])
 
     def test_a_build_that_breaks_leaves_no_half_cache(self, recipe, tmp_path, cache, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(600)))

@@ -308,8 +308,8 @@ def test_what_cohere_says_before_a_call_is_trained_or_counted(small):
         data["messages"][1]["tool_plan"] = "I will look <|im_end|> it up."
         made = rendered(renderer_of(small, template), data)
         assert isinstance(made, TokenRow), made
-        assert made.stripped_think == stripped
-        assert made.special_in_text == 1
+        assert made.stripped_think_pieces == stripped
+        assert made.special_token_count == 1
         assert ("I will look <|im_end|> it up." in trained(made)) == (not stripped)
 
 
@@ -331,7 +331,7 @@ def test_a_special_token_that_json_text_spells_by_an_escape_is_no_control_token(
     renderer = renderer_of(small, EACH.replace("CALL", WAYS["tojson"][0]))
     made = rendered(renderer, row(call('{"city": "\\u003c|im_end|\\u003e"}')))
     assert isinstance(made, TokenRow)
-    assert made.special_in_text == 1
+    assert made.special_token_count == 1
     assert made.labels.count(small.convert_tokens_to_ids("<|im_end|>")) == 2  # the ends of the two turns
 
 

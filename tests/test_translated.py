@@ -174,7 +174,7 @@ def test_an_adapter_that_is_continued_keeps_its_own_options():
 def test_a_run_yaml_of_ours_gets_no_other_tools_defaults():
     text = "model: {name: a/b, max_seq_len: 64}\ndata: {packing: best_fit, train_path: x.jsonl}\ntuning: {mode: lora}\n"
     found = translate_file(text, name="x.yaml", user_settings={})
-    assert (found.default_options, found.left_out) == ([], [])
+    assert (found.default_options, found.left_out_keys) == ([], [])
     assert found.settings == {
         "model.name": "a/b", "model.max_seq_len": 64, "data.train_path": "x.jsonl", "data.packing": "best_fit",
         "tuning.mode": "lora",

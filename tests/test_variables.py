@@ -46,7 +46,7 @@ def test_the_table_speaks_of_every_target_and_command():
     assert programs == set(COMMAND_FILES) == set(variables.COMMANDS)
     for name, variable in variables.VARIABLES.items():
         assert set(variable.commands) <= {*EVERY, "*"}, name
-        assert set(variable.ranks) <= {*COMMAND_FILES, *INTERNAL_COMMANDS}, name
+        assert set(variable.flag_only_commands) <= {*COMMAND_FILES, *INTERNAL_COMMANDS}, name
         assert variable.kind in ("text", "path", "names", "count", "number", "list", "switch", "launch"), name
 
 

@@ -100,7 +100,7 @@ def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more
 )  # fmt: skip
 def test_what_schedulers_export_is_read_and_what_is_typed_wins(environment, nodes, processes):
     options = read_request(["train-distributed", "--config", "x.yaml"], environment).options
-    assert (options.nodes, options.processes) == (nodes, processes)
+    assert (options.nodes, options.processes_per_node) == (nodes, processes)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
     assert options.nodes == (
         NodeSetup(machines, min(rank, machines - 1), "10.0.0.1", 1234) if machines > 1 else NodeSetup()
     )
-    assert options.processes == each
+    assert options.processes_per_node == each
     typed = fill_from_accelerate(parse_launch_options({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"}), config)
     assert (typed.nodes.address, typed.nodes.port) == ("10.0.0.9", 5)
 

@@ -65,7 +65,7 @@ def all_reduce(bench: TrialBench, hardware: Hardware) -> Part:
         return Part(name, "pass", reason, None, measured)
     config = load_config(bench.config("qlora", "equal")).config
     rates = find_rates(machine, choose_precision(config, machine))
-    predicted = rates.link * rates.link_share
+    predicted = rates.link_bytes_per_s * rates.link_share
     if machine.link_bytes_per_s is None:
         reason = f"{best / 1e9:.1f} GB/s; the expected rate of the link between these GPUs is not known"
         return Part(name, "pass", reason, None, measured)

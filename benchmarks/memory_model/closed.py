@@ -38,7 +38,7 @@ OPTIMIZERS = {
 def script_loss(run: ForwardPass, x: TensorRef, words: OutputHead) -> TensorRef:
     """The class's own loss over whole logits: T*V*(e + 4 + 4) forward; 12*T*V, then T*V*e, backward."""
     tape, size = run.tape, x.elements // run.spec.hidden * words.vocab_size
-    logits = run.dense(x, "head", run.spec.hidden, words.vocab_size, words.weight_width, trainable=words.trainable)
+    logits = run.dense(x, "head", run.spec.hidden, words.vocab_size, words.weight_itemsize, trainable=words.trainable)
     wide = run.to(logits, 4)
     return tape.op((wide,), size, 4, backward=single_gradient(size, 4), holds_output=True)
 

@@ -92,19 +92,19 @@ def replaced(model: Any) -> Iterator[None]:
     if kind not in LIGER_REPLACEMENTS:
         raise TraceUnavailable(f"nothing is known of liger-kernel {LIGER_VERSION} on {kind}")
     chosen, names = LIGER_REPLACEMENTS[kind], dict(base.named_modules())
-    norms = [one for name, one in names.items() if _is_norm(name, one, of_heads=chosen.head_norms)]
+    norms = [one for name, one in names.items() if _is_norm(name, one, of_heads=chosen.replaces_head_norms)]
     for norm in norms:
-        norm.forward = MethodType(lambda self, x: Norm.apply(x, self.weight, chosen.in_place), norm)
+        norm.forward = MethodType(lambda self, x: Norm.apply(x, self.weight, chosen.writes_in_place), norm)
     has_experts = any(name.rpartition(".")[2] == "experts" for name in names)
-    gates = [one for one in names.values() if _is_gated(one)] if chosen.gate and not has_experts else []
+    gates = [one for one in names.values() if _is_gated(one)] if chosen.replaces_gate and not has_experts else []
     for mlp in gates:
         mlp.forward = MethodType(_gated_mlp, mlp)
     module = importlib.import_module(type(base).__module__)
-    lacks_gates = chosen.gate and not has_experts and not gates
-    if not norms or lacks_gates or (chosen.rotation and not hasattr(module, ROTATION)):
+    lacks_gates = chosen.replaces_gate and not has_experts and not gates
+    if not norms or lacks_gates or (chosen.replaces_rotation and not hasattr(module, ROTATION)):
         raise TraceUnavailable(f"{type(base).__name__} lacks what liger-kernel {LIGER_VERSION} replaces in {kind}")
     with contextlib.ExitStack() as undo:
-        if chosen.rotation:
+        if chosen.replaces_rotation:
             undo.callback(setattr, module, ROTATION, getattr(module, ROTATION))
             setattr(module, ROTATION, lambda q, k, cos, sin, *_, **__: Rotation.apply(q, k, cos, sin))
         yield

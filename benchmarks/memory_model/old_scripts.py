@@ -223,7 +223,7 @@ class ScriptLoop(TracedLoop):
         if settings.empty_cache_after_load:
             log.empty_cache()
         log.start_phase("prepare")
-        buckets = self.make_bucket_hook(model)
+        buckets = self.make_after_backward_hook(model)
         workspace = cublas_workspace_bytes(settings.capability)
         log.record_alloc(workspace)  # the thread that runs forward
         optimizer = self.create_optimizer(model)

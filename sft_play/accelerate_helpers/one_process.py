@@ -66,10 +66,10 @@ class NoOpAccelerator:
                 item.forward = _cast_outputs_to_fp32(self.autocast()(item.forward))
         for name in ("step", "zero_grad"):
             if isinstance(item, (torch.optim.Optimizer, LRScheduler)) and hasattr(item, name):
-                setattr(item, name, self._only_when_synced(getattr(item, name)))
+                setattr(item, name, self._skip_unless_synced(getattr(item, name)))
         return item
 
-    def _only_when_synced(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _skip_unless_synced(self, step: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(step)(lambda *args, **kwargs: step(*args, **kwargs) if self.sync_gradients else None)
 
     def accumulate(self, *models: Any) -> nullcontext[None]:

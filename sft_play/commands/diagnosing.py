@@ -81,7 +81,7 @@ def check_run(
 def check_result(report: CheckReport, *, is_full: bool) -> CommandResult:
     """The answer of a check: with `is_full` the whole page, else only what a person has to read."""
     result = command_result(report)
-    return result if is_full else dataclasses.replace(result, lines=["\n".join(report.screen())])
+    return result if is_full else dataclasses.replace(result, lines=["\n".join(report.summary_lines())])
 
 
 def _plan_for_check(config: RunConfig, hardware: Hardware, read_lengths: run_check.RowLengths) -> PlannedRun:

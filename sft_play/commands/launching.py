@@ -164,12 +164,12 @@ def launcher_rank_info(request: Request) -> RankInfo | None:
     refuse_too_few_processes(os.environ)
     refuse_repeated_starts(os.environ, node_count=request.options.nodes.count)
     rank_info, options = read_rank_info(os.environ), request.options
-    if options.nodes.exported_rank:
+    if options.nodes.exported_note:
         logger.info("RANK and WORLD_SIZE in the environment make this a node among others; alone: %s",
                     _single_process_command(request))  # fmt: skip
     if rank_info is None or request.command == "launch-command":
         return None
-    requested_processes, started_processes = options.processes, rank_info.local_world_size
+    requested_processes, started_processes = options.processes_per_node, rank_info.local_world_size
     if requested_processes not in (None, started_processes):
         message = (
             f"NPROC={requested_processes} asks for {requested_processes} processes on this node, and the launcher started {started_processes}"

@@ -348,11 +348,11 @@ def _listed_prices(machine: Hardware) -> Iterator[Price]:
     entry = next(iter(find_catalog_entries(machine.gpus[0].name)), None)
     if entry is not None:
         yield from (
-            price for price in load_prices() if price.gpu == entry.name and machine.gpus_per_node in price.gpu_counts
+            price for price in load_prices() if price.gpu == entry.name and machine.ranks_per_node in price.gpu_counts
         )
 
 
 def _machine_name(machine: Hardware) -> str:
     gpu = machine.gpus[0].name.removeprefix("NVIDIA ").removeprefix("AMD ")
     nodes = f"{machine.nodes}x" if machine.nodes > 1 else ""
-    return f"{nodes}{machine.gpus_per_node}x{gpu}"
+    return f"{nodes}{machine.ranks_per_node}x{gpu}"

@@ -86,7 +86,7 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
             RenderedFile(
                 data_part_split(part),
                 folder / names_by_part[part],
-                _render_rows(path, part, output, names_by_part, config.data, tools.row_maker),
+                _render_rows(path, part, output, names_by_part, config.data, tools.row_renderer),
             )
             for part, path in files
         ]
@@ -103,7 +103,7 @@ def _render_rows(
     split, stats, target = data_part_split(part), RowStats(str(source)), output.open(names_by_part[part])
     wants_text = row_renderer.task_mode == "cpt" or split == "text"
     reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=wants_text)
-    for outcome in row_renderer.make_rows(reader.numbered_examples(), is_document=split == "text"):
+    for outcome in row_renderer.render_rows(reader.numbered_examples(), is_document=split == "text"):
         if isinstance(outcome, BadRow):
             stats.count_bad(outcome)
         elif outcome.whole_row is None:
@@ -139,7 +139,7 @@ class RenderedFile:
     def bad_lines(self) -> list[str]:
         """The bad rows in words: counts by reason, the first of them, and how many more."""
         return bad_row_lines(
-            f"{self.stats.rows:,} rows of {self.stats.source}", self.stats.bad_rows, self.stats.first_bad
+            f"{self.stats.rows:,} rows of {self.stats.source}", self.stats.bad_rows, self.stats.first_bad_rows
         )
 
     def lines(self) -> list[str]:
@@ -173,7 +173,7 @@ class RenderedFile:
             "left_out": stats.left_out_rows.total(),
             "bad": stats.bad_rows.total(),
             "reasons": dict(stats.bad_rows),
-            "first_bad": [one_line(str(row), limit=300) for row in stats.first_bad],
+            "first_bad": [one_line(str(row), limit=300) for row in stats.first_bad_rows],
         }
 
 
@@ -252,7 +252,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     examples = tuple(
         example
         for row_number, raw in chosen_rows
-        for example in preview_rows(row_number, raw, reader, tools.row_maker, token_bytes)
+        for example in preview_rows(row_number, raw, reader, tools.row_renderer, token_bytes)
     )
     page_path = page or DEFAULT_PAGE
     check_not_source(page_path, [("train", path)])
@@ -263,7 +263,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     description = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
         f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "
-        f"max_seq_len {tools.row_maker.max_seq_len:,}",
+        f"max_seq_len {tools.row_renderer.max_seq_len:,}",
         *notes,
     ]
     if config.task_mode == "cpt":

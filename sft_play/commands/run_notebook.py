@@ -50,7 +50,7 @@ def run_notebook(request: Request) -> CommandResult | int:
         logger.info("Launch: %s", launch.shell_line)
         # ranks run this command again: they know by the environment where their output goes
         os.environ["JSON"] = "1" if request.json else ""
-        exec_agent(launch, {**result_fields, "ranks": launch.processes} if request.json else None)
+        exec_agent(launch, {**result_fields, "ranks": launch.processes_per_node} if request.json else None)
     with redirect_stdout_to_stderr(enabled=request.json):
         set_up_logging(request.command, rank=rank_info.rank)
         exit_code = run_cells(cells, request.notebook, rank=rank_info.rank)

@@ -43,15 +43,15 @@ class Translation:
 
     tool: OtherTool
     settings: dict[str, JsonValue]
-    left_out: list[tuple[str, str]] = field(default_factory=list)
+    left_out_keys: list[tuple[str, str]] = field(default_factory=list)
     idle_keys: list[str] = field(default_factory=list)
     default_options: list[str] = field(default_factory=list)
 
     def comments(self) -> list[str]:
         """What is not taken, and which settings are the other tool's defaults, as lines of comment."""
-        reasons = dict.fromkeys(entry_reason for _, entry_reason in self.left_out)
+        reasons = dict.fromkeys(entry_reason for _, entry_reason in self.left_out_keys)
         texts = [
-            f"{', '.join(entry for entry, entry_reason in self.left_out if entry_reason == reason)}: {reason}"
+            f"{', '.join(entry for entry, entry_reason in self.left_out_keys if entry_reason == reason)}: {reason}"
             for reason in reasons
         ]
         if self.idle_keys:
@@ -228,7 +228,7 @@ def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> 
             else "there is no such option here"
         )
         reason = "; ".join(filter(None, [settings_text, explanation])) or fallback_reason
-        result.left_out.append((f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})", reason))
+        result.left_out_keys.append((f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})", reason))
 
 
 def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> None:
@@ -249,7 +249,7 @@ def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> Non
         and not _REMOVE_ADVICE.search(explanation)
         and (not key.settings or (undecided and _PARTIAL_WORDS.search(explanation)))
     ):
-        result.left_out.append((f"{dotted_path(key.path)} (not in the file)", explanation))
+        result.left_out_keys.append((f"{dotted_path(key.path)} (not in the file)", explanation))
 
 
 def _dependent_value(path: str, value: Any, settings: Mapping[str, JsonValue], row_format: str = "") -> Any:
@@ -267,13 +267,13 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
     """Complete what follows from several settings, those of the user among them."""
     settings = result.settings
     if "data.train_path" in user_settings and "data.sources" in settings:
-        result.left_out.append((f"data.sources: {format_value(settings.pop('data.sources'))}", "DATA= names the rows"))
+        result.left_out_keys.append((f"data.sources: {format_value(settings.pop('data.sources'))}", "DATA= names the rows"))
     if "data.train_path" not in settings and "data.sources" not in settings:
         message = "no file or data set of the hub is named; DATA=FILE, or this key, names it (else: make process)"
-        result.left_out.append(("data.train_path", message))
+        result.left_out_keys.append(("data.train_path", message))
     if settings["tuning.mode"] == "full":
         for path in [path for path in settings if path.startswith("tuning.lora.")]:
-            result.left_out.append(
+            result.left_out_keys.append(
                 (f"{path}: {format_value(settings.pop(path))}", "all weights are trained, without adapters")
             )
     if isinstance(parts := settings.get("tuning.trainable"), list):
@@ -281,7 +281,7 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
     if isinstance(settings.get("train.batch_size"), int):
         if "train.grad_accum" in settings and "train.effective_batch_size" in settings:
             total = settings.pop("train.effective_batch_size")
-            result.left_out.append((f"train.effective_batch_size: {total}", "batch_size x grad_accum x GPUs decide it"))
+            result.left_out_keys.append((f"train.effective_batch_size: {total}", "batch_size x grad_accum x GPUs decide it"))
         elif "train.effective_batch_size" not in settings:
             settings.setdefault("train.grad_accum", 1)  # the other tools' default; ours would be 32 rows in a step
 
@@ -294,7 +294,7 @@ def _drop_refused_settings(result: Translation) -> None:
         if not refused_settings:
             raise ConfigError("\n".join(map(str, problems)))
         path, reason = refused_settings[0]
-        result.left_out.append((f"{path}: {format_value(result.settings.pop(path))}", reason))
+        result.left_out_keys.append((f"{path}: {format_value(result.settings.pop(path))}", reason))
 
 
 def _find_problems(text: str) -> list[Problem]:

@@ -225,8 +225,8 @@ class _DocumentBuilder:
 
     def __init__(self, document: YamlDocument) -> None:
         self._document = document
-        self._open: set[int] = set()
-        self._count = 0
+        self._open_node_ids: set[int] = set()
+        self._value_count = 0
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, JsonValue]:
         """A mapping's plain data; duplicate and non-text keys become problems."""
@@ -246,9 +246,9 @@ class _DocumentBuilder:
 
     def value(self, node: yaml.Node, path: KeyPath) -> JsonValue:
         """The plain data of any node."""
-        self._count += 1
+        self._value_count += 1
         # an open node is one that contains this one: an alias that names its own ancestor
-        if self._count > MAX_VALUES or id(node) in self._open:
+        if self._value_count > MAX_VALUES or id(node) in self._open_node_ids:
             raise ConfigError(f"{self._document.name}:{_line_number(node)}: aliases expand without end")
         if node.tag.startswith("tag:yaml.org,2002:python") or (
             node.tag not in _CORE_TAGS and node.tag not in ("?", "!") and not node.tag.endswith(":timestamp")
@@ -257,14 +257,14 @@ class _DocumentBuilder:
             return None
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
-        self._open.add(id(node))
+        self._open_node_ids.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
                 return self.mapping(node, path)
             self._document.lines |= {(*path, index): _line_number(item) for index, item in enumerate(node.value)}
             return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         finally:
-            self._open.discard(id(node))
+            self._open_node_ids.discard(id(node))
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> JsonValue:
         text = str(node.value)

@@ -37,7 +37,7 @@ def judge_rows(stats: RowStats, data: DataConfig, *, task_mode: str) -> Iterator
         return
     if stats.bad_rows:
         yield _bad_rows_finding(
-            name, description, stats.bad_rows, stats.first_bad, data, known_role_lines(stats.bad_rows, stats.turns)
+            name, description, stats.bad_rows, stats.first_bad_rows, data, known_role_lines(stats.bad_rows, stats.turns)
         )
     else:
         yield pass_finding(name, description)
@@ -45,7 +45,7 @@ def judge_rows(stats: RowStats, data: DataConfig, *, task_mode: str) -> Iterator
         reasons = "; ".join(f"{count:,} x {reason}" for reason, count in stats.left_out_rows.most_common(6))
         yield pass_finding(name, f"{sum(stats.left_out_rows.values()):,} rows are left out as asked: {reasons}")
     for note, count in stats.notes.most_common(12):
-        first_location = one_line(stats.first_noted[note], limit=300)
+        first_location = one_line(stats.first_note_locations[note], limit=300)
         message = f"{format_row_count(count)}: {one_line(note, limit=400)} (the first: {first_location})"
         yield warn_finding(name, message, "used as they are: make preview ROW=… shows one")
     yield from judge_columns(stats, data)
@@ -135,7 +135,7 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     name = f"masks: {stats.split}"
     if stats.unmasked_rows:
         readable_text = f"{format_row_count(stats.rows - stats.bad_rows.total())} of {stats.source}"
-        yield _bad_rows_finding(name, readable_text, stats.unmasked_rows, stats.first_unmasked, data)
+        yield _bad_rows_finding(name, readable_text, stats.unmasked_rows, stats.first_unmasked_rows, data)
         return
     if not stats.kept_rows:
         yield skip_finding(name, "no row is left to look at")
@@ -165,15 +165,15 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
 
 def judge_texts(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     """What the template does to texts: think text that it leaves out, special tokens that texts spell."""
-    if stats.stripped_think:
-        message = f"{stats.stripped_think:,} pieces of think text in {stats.split} are not written by the template"
+    if stats.stripped_think_pieces:
+        message = f"{stats.stripped_think_pieces:,} pieces of think text in {stats.split} are not written by the template"
         remedy = "a template that writes it; data.multi_turn=split keeps it where only the last turn's is written"
         yield warn_finding("think text", message, remedy)
-    if not stats.special_in_text:
+    if not stats.special_token_count:
         return
     spelled_note = (
-        f"{stats.special_in_text:,} special tokens are spelled in the texts of {format_row_count(stats.special_rows)} "
-        f"of {stats.split} (the first: {one_line(stats.first_special)})"
+        f"{stats.special_token_count:,} special tokens are spelled in the texts of {format_row_count(stats.special_rows)} "
+        f"of {stats.split} (the first: {one_line(stats.first_special_location)})"
     )
     if data.special_tokens_in_text != "plain":
         message = f"{spelled_note}: they become the tokens that they spell"
@@ -296,7 +296,7 @@ def _turn_end_finding(stats: RowStats, tokenizer: Any) -> Finding:
         message = (
             f"{stats.rows_with_open_end:,} of {stats.kept_rows:,} rows of {stats.split} have an answer that ends "
             f"with no special "
-            f"token (the first: {one_line(stats.first_open_end_row)}): the model does not learn to stop there"
+            f"token (the first: {one_line(stats.first_open_end_location)}): the model does not learn to stop there"
         )
         reason = "they are trained because data.on_missing_end=train; give data.chat_template a template that ends an "
         return warn_finding("end of turn", message, f"{reason}assistant's turn with a token")

@@ -204,7 +204,7 @@ def select_row(reader: ExampleReader, requested_number: int) -> list[tuple[int, 
     rows = [raw for row_number, raw in enumerate(reader.raw_rows(), start=1) if row_number == requested_number]
     if not rows:
         raise DataError(
-            f"ROW={requested_number}: {reader.path} has {format_row_count(reader.rows)}; rows are counted from 1"
+            f"ROW={requested_number}: {reader.source} has {format_row_count(reader.rows)}; rows are counted from 1"
         )
     return [(requested_number, rows[0])]
 
@@ -228,7 +228,7 @@ def select_spread_rows(reader: ExampleReader, count: int) -> list[tuple[int, Row
                 stride *= 2
                 kept_rows = {index: item for index, item in kept_rows.items() if index % stride == 0}
     if last is None or longest is None:
-        raise DataError(f"{reader.path} has no rows")
+        raise DataError(f"{reader.source} has no rows")
     kept_rows |= {last[0]: last[1], longest[1]: longest[2]}  # the stride may have dropped them
     requested_indices = choose_row_indices(last[0] + 1, count, longest_index=longest[1])
     nearest = sorted(
@@ -250,7 +250,7 @@ def preview_rows(
     raw_text = text if len(text) <= MAX_RAW_CHARACTERS else f"{text[:MAX_RAW_CHARACTERS]}…"
     if isinstance(example, BadRow):
         return [PreviewRow(row_number, example.where, reason=_bad_row_reason(example), raw_text=raw_text)]
-    outcomes = row_renderer.make_rows([(row_number, example)])
+    outcomes = row_renderer.render_rows([(row_number, example)])
     return [
         _preview_outcome(outcome, token_bytes, row_renderer.max_seq_len, raw_text)
         for outcome in outcomes
@@ -293,8 +293,8 @@ def _preview_outcome(outcome: RowOutcome, token_bytes: TokenBytes, limit: int, r
 def _row_notes(row: TokenRow) -> Iterator[str]:
     counts = (
         (row.untrained_turns, "assistant turns have no exact mask and are not trained"),
-        (row.stripped_think, "pieces of think text are not written by the template"),
-        (row.special_in_text, "special tokens are spelled in its texts"),
+        (row.stripped_think_pieces, "pieces of think text are not written by the template"),
+        (row.special_token_count, "special tokens are spelled in its texts"),
         (row.merged_edges, "answers end inside a token, which is split there"),
     )
     yield from (f"{count} {note}" for count, note in counts if count)

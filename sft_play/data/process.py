@@ -397,7 +397,7 @@ def _find_named_split(part: FilePart, root: Path | None) -> str | None:
 def _format_file_fault(file_report: FileReport, stats: RowStats, error: str = "") -> str:
     lines = []
     if stats.bad_rows:
-        head, *rows = bad_row_lines(f"{file_report.rows:,} rows", stats.bad_rows, stats.first_bad)
+        head, *rows = bad_row_lines(f"{file_report.rows:,} rows", stats.bad_rows, stats.first_bad_rows)
         lines = [
             f"{file_report.name}: {head}",
             *rows,

@@ -56,7 +56,7 @@ def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> Disk
     small model's runs, by the small ones that are not counted (2026-11-21)."""
     layout = plan.choice.layout
     trained = create_step_simulation(config, shape, plan.precision, plan.choice.step).trained_parameters
-    weights_bytes = trained.width * trained.params
+    weights_bytes = trained.itemsize * trained.params
     checkpoint_bytes = plan.memory.checkpoint_bytes
     if layout.is_zero:  # DeepSpeed's files and the trainer's each hold the weights; ZeRO-3's own only as fp32 masters
         checkpoint_bytes += (1 if layout.shards_params else 2) * weights_bytes

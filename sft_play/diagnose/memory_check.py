@@ -151,7 +151,7 @@ def read_memory_snapshot(
     hardware = detect_hardware(environment)
     folder, group = run_processes.folder, run_processes.group
     prediction = read_memory_prediction(folder) if folder else None
-    peaks.switch_run((str(folder.path) if folder else None, group.started) if group else None)
+    peaks.switch_run((str(folder.path) if folder else None, group.start_time) if group else None)
     gpus = gpu_memory_uses(read_all_gpus(includes_topology=False).gpus, hardware, group, peaks)
     ram = RamUse(hardware.ram_bytes, hardware.ram_free_bytes, group.rss_bytes if group else 0)
     no_prediction = ("its plan.json cannot be read, so there is no prediction to compare with",)

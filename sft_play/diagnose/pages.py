@@ -126,7 +126,7 @@ class CheckReport(FindingsReport):
 
     config: Path = Path()
 
-    def screen(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """Problems and warnings, and the verdict."""
         problems = [item for item in self.findings if item.verdict in ("FAIL", "WARN")]
         verdict = f"{self._verdict()}; WHY=1 shows each"

@@ -48,7 +48,7 @@ class RankGroup:
     """The processes of one run on this machine that train."""
 
     ranks: tuple[RankProcess, ...]
-    started: float
+    start_time: float
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -64,9 +64,9 @@ class RankGroup:
 @dataclass(frozen=True)
 class _UserProcess:
     pid: int
-    parent: int
+    parent_pid: int
     environment: Mapping[str, str]
-    created: float
+    start_time: float
     psutil_process: psutil.Process
 
 
@@ -76,16 +76,16 @@ def find_rank_group(folder: RunFolder, holder_pids: tuple[int, ...]) -> RankGrou
     run_path = folder.path.resolve()
     ranks = {pid: item for pid, item in processes.items() if "RANK" in item.environment}
     # what a rank started has its environment: only the topmost one counts
-    top_ranks = [item for item in ranks.values() if item.parent not in ranks]
+    top_ranks = [item for item in ranks.values() if item.parent_pid not in ranks]
     named_ranks = [item for item in top_ranks if _names_run(item, run_path)]
     writer = next((processes[pid] for pid in holder_pids if pid in processes), None)
     members = named_ranks
     if not named_ranks and writer is not None:
-        members = [item for item in top_ranks if item.parent == writer.parent] if writer.pid in ranks else [writer]
+        members = [item for item in top_ranks if item.parent_pid == writer.parent_pid] if writer.pid in ranks else [writer]
     if not members:
         return None
     run_ranks = tuple(sorted(map(_rank_process, members), key=lambda rank: rank.rank or 0))
-    return RankGroup(run_ranks, started=min(item.created for item in members))
+    return RankGroup(run_ranks, start_time=min(item.start_time for item in members))
 
 
 def _names_run(process: _UserProcess, run_path: Path) -> bool:

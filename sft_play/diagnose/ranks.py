@@ -46,7 +46,7 @@ class AllReduceOutcome:
 
     expected_ranks: tuple[int, ...]
     world_size: int
-    notes_by_rank: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    reports_by_rank: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
     timed_out: bool = False
     exit_code: int = 0
@@ -116,7 +116,7 @@ def run_all_reduce(
         last_lines = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-_TAIL_LINES:]
         return replace(
             outcome,
-            notes_by_rank={
+            reports_by_rank={
                 rank: report
                 for rank in outcome.expected_ranks
                 if (report := _read_rank_report(reports_folder / f"rank-{rank}.json"))
@@ -137,10 +137,10 @@ def _read_rank_report(path: Path) -> dict[str, Any] | None:
 
 def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> list[Finding]:
     """The findings of the all-reduce: the sum, the ranks that did not arrive, the bandwidth."""
-    errors = {rank: str(report["error"]) for rank, report in outcome.notes_by_rank.items() if "error" in report}
-    wrong_counts = {rank: int(report["wrong"]) for rank, report in outcome.notes_by_rank.items() if report.get("wrong")}
+    errors = {rank: str(report["error"]) for rank, report in outcome.reports_by_rank.items() if "error" in report}
+    wrong_counts = {rank: int(report["wrong"]) for rank, report in outcome.reports_by_rank.items() if report.get("wrong")}
     finished_ranks = [
-        rank for rank in outcome.expected_ranks if outcome.notes_by_rank.get(rank, {}).get("stage") == "done"
+        rank for rank in outcome.expected_ranks if outcome.reports_by_rank.get(rank, {}).get("stage") == "done"
     ]
     if wrong_counts:
         counts = ", ".join(f"rank {rank} has {count} wrong elements" for rank, count in wrong_counts.items())
@@ -150,7 +150,7 @@ def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes
         return [fail_finding(ALL_REDUCE_NAME, f"the sum is wrong: {counts}", remedy)]
     if len(finished_ranks) < len(outcome.expected_ranks) or (outcome.result is None and nodes.rank == 0):
         return [_failure_finding(outcome, system_facts, errors)]
-    reports = list(outcome.result["ranks"]) if outcome.result else list(outcome.notes_by_rank.values())
+    reports = list(outcome.result["ranks"]) if outcome.result else list(outcome.reports_by_rank.values())
     return [_sum_finding(outcome, reports, system_facts), *_bandwidth_findings(outcome, system_facts, nodes)]
 
 
@@ -194,7 +194,7 @@ def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts, error
         )
     ranks_by_stage: dict[str, list[int]] = {}
     for rank in outcome.expected_ranks:
-        ranks_by_stage.setdefault(str(outcome.notes_by_rank.get(rank, {}).get("stage", "absent")), []).append(rank)
+        ranks_by_stage.setdefault(str(outcome.reports_by_rank.get(rank, {}).get("stage", "absent")), []).append(rank)
     stages_text = "; ".join(
         f"{format_ranks(ranks)} {_CHECK_STAGE_TEXTS.get(stage, stage)}" for stage, ranks in ranks_by_stage.items()
     )

@@ -27,7 +27,7 @@ class RowTools:
 
     tokenizer: Any
     notes: tuple[str, ...]
-    row_maker: RowRenderer
+    row_renderer: RowRenderer
 
 
 def load_row_tools(config: RunConfig) -> RowTools:

@@ -70,22 +70,22 @@ def check_config(
         if loaded.stages:
             findings.append(pass_finding("stage", f"{stage_number} of {len(loaded.stages)}, {run.stage_name}"))
         with report_wait("Checking model, rows, masks, memory and disk"):
-            findings += _RunChecks(run, hardware, planner, serve=engine_names if run is last_run else ()).findings()
+            findings += _RunChecks(run, hardware, planner, engine_names=engine_names if run is last_run else ()).findings()
     return CheckReport(tuple(findings), time.monotonic() - start_time_s, config_path)
 
 
 class _RunChecks:
     def __init__(
-        self, loaded: LoadedConfig, hardware: Hardware, planner: ConfigPlanner, *, serve: Sequence[str] = ()
+        self, loaded: LoadedConfig, hardware: Hardware, planner: ConfigPlanner, *, engine_names: Sequence[str] = ()
     ) -> None:
-        self._loaded, self._config, self._hardware, self._engine_names = loaded, loaded.config, hardware, serve
+        self._loaded, self._config, self._hardware, self._engine_names = loaded, loaded.config, hardware, engine_names
         self._planner = planner
         self._targets: frozenset[str] = frozenset()
         self._tokenizer: Any = None
-        self._maker: RowRenderer | None = None
-        self._planned: PlannedRun | None = None
+        self._row_renderer: RowRenderer | None = None
+        self._planned_run: PlannedRun | None = None
         self._surveys: dict[str, RowStats] = {}
-        self._has_no_files = False
+        self._lacks_model_files = False
         self._reported: dict[str, str] = {}
         """Errors that are on the page already, and under which name."""
 
@@ -121,7 +121,7 @@ class _RunChecks:
         try:
             problem = _find_weights_problem(self._config)
         except SftPlayError as error:
-            self._has_no_files = True
+            self._lacks_model_files = True
             yield self._problem_finding("model files", error, "give model.name a folder or hub id that exists")
             return
         if problem:
@@ -130,7 +130,7 @@ class _RunChecks:
             yield pass_finding("model files", f"{name}: config.json and weights are available")
 
     def _check_tokenizer_and_template(self) -> Iterator[Finding]:
-        if self._has_no_files:
+        if self._lacks_model_files:
             yield skip_finding("tokenizer", "not without the model files; see there")
             return
         with importing():  # here and not at the top: the checks before it answer without any library
@@ -149,7 +149,7 @@ class _RunChecks:
             row_renderer = build_row_renderer(self._config, loaded.tokenizer)
             if self._config.task_mode != "cpt":
                 row_renderer.renderer.turn_locator()
-            self._maker = row_renderer
+            self._row_renderer = row_renderer
         except SftPlayError as error:
             yield fail_finding("chat template", str(error), "give data.chat_template another template")
             return
@@ -177,20 +177,20 @@ class _RunChecks:
                 yield fail_finding(f"rows: {part}", str(error), "fix the file, or give another one")
                 continue
             yield from checks.judge_rows(surveys[part], config.data, task_mode=config.task_mode)
-        if surveys and self._maker is not None:
+        if surveys and self._row_renderer is not None:
             yield from checks.judge_duplicates(list(surveys.values()))
         self._surveys = surveys
         has_val = any(data_part_split(part) == "val" for part in surveys)
         if config.train.load_best_model_at_end and not has_val and not config.data.val_fraction:
             message = "train.load_best_model_at_end=true needs validation rows, and there are none"
             yield fail_finding("evaluation", message, "give data.val_path or data.val_fraction")
-        if self._maker is not None:
+        if self._row_renderer is not None:
             yield from self._check_masks(surveys)
         elif surveys:
             yield skip_finding("masks", "not without a tokenizer and a template; see there")
 
     def _survey_rows(self, part: str, path: AnySource, *, has_val: bool) -> RowStats:
-        config, row_renderer = self._config, self._maker
+        config, row_renderer = self._config, self._row_renderer
         if row_renderer is None:
             is_text = config.task_mode == "cpt" or part == "text"
             return count_readable_rows(path, config.data, data_part_split(part), wants_text=is_text)
@@ -200,7 +200,7 @@ class _RunChecks:
         return count_source_rows(config, path, part, tokenizer, max_seq_len=row_renderer.max_seq_len, has_val=has_val)
 
     def _check_masks(self, surveys: dict[str, RowStats]) -> Iterator[Finding]:
-        config, row_renderer = self._config, self._maker
+        config, row_renderer = self._config, self._row_renderer
         assert row_renderer is not None
         positions = load_max_positions(config.model.name, revision=config.model.revision)
         chats = [survey for survey in surveys.values() if not self._is_text(survey)]
@@ -234,8 +234,8 @@ class _RunChecks:
 
         machine_name = "the named machine" if self._hardware.named else "this machine"
         try:
-            self._planned = self._planner(self._config, self._hardware, self._row_tokens)
-            plan = self._planned.plan
+            self._planned_run = self._planner(self._config, self._hardware, self._row_tokens)
+            plan = self._planned_run.plan
             require_fit(plan, self._config)
             if not self._hardware.named:
                 require_usable_hardware(
@@ -260,9 +260,9 @@ class _RunChecks:
 
     def _row_tokens(self) -> RowTokens | None:
         train = self._surveys.get("train")
-        if train is None or self._maker is None:
+        if train is None or self._row_renderer is None:
             return None
-        limit = self._maker.max_seq_len
+        limit = self._row_renderer.max_seq_len
         held_out = [min(limit, max(survey.lengths)) for name, survey in self._surveys.items()
                     if name != "train" and survey.lengths]  # fmt: skip
         lengths = Counter(min(limit, length) for length in train.lengths)
@@ -272,15 +272,15 @@ class _RunChecks:
         from sft_play.data.build.packing import padding_shares
 
         train, config = self._surveys.get("train"), self._config
-        if train is None or self._planned is None or self._maker is None or self._is_text(train) or not train.kept_rows:
+        if train is None or self._planned_run is None or self._row_renderer is None or self._is_text(train) or not train.kept_rows:
             return
-        plan = self._planned.plan
+        plan = self._planned_run.plan
         # by the real lengths, as the run's own sampler would draw and pad them
         shares = padding_shares(
             train.lengths,
             micro_batch=plan.batch.micro_batch,
             effective_batch=plan.batch.effective_batch,
-            max_seq_len=self._maker.max_seq_len,
+            max_seq_len=self._row_renderer.max_seq_len,
             seed=config.train.seed,
         )
         micro_batches, rows = plan.micro_batches, plan.row_tokens
@@ -297,7 +297,7 @@ class _RunChecks:
         )
 
     def _check_model(self) -> Iterator[Finding]:
-        if self._tokenizer is None or self._planned is None:
+        if self._tokenizer is None or self._planned_run is None:
             yield skip_finding("model", "not without a tokenizer and a plan; see there")
             return
         from sft_play.training.prepare.backend import choose_backend
@@ -309,7 +309,7 @@ class _RunChecks:
             if not self._hardware.named:  # a backend is chosen by the GPUs that are here
                 choose_backend(self._config)
             size, new_rows = len(self._tokenizer), added_token_rows(self._tokenizer, self._config)
-            precision = self._planned.plan.precision
+            precision = self._planned_run.plan.precision
             spec = build_model_spec(self._config, precision, tokenizer_size=size, new_rows=new_rows)
             base_adapter = read_base_adapter(self._config, spec)
         except SftPlayError as error:
@@ -323,7 +323,7 @@ class _RunChecks:
     def _check_serving(self) -> Iterator[Finding]:
         if not self._engine_names:
             return
-        if self._has_no_files:
+        if self._lacks_model_files:
             yield skip_finding("serve", "not without the model files; see there")
             return
         model = self._config.model
@@ -336,10 +336,10 @@ class _RunChecks:
         if self._hardware.named:
             yield skip_finding("disk", "the plan is for a named machine, not for this one")
             return
-        if self._planned is None:
+        if self._planned_run is None:
             yield skip_finding("disk", "not without a memory plan; see there")
             return
-        planned_run = self._planned
+        planned_run = self._planned_run
         yield from disk.disk_findings(planned_run.config, planned_run.shape, planned_run.plan, LaunchOptions())
 
 

@@ -53,7 +53,7 @@ class Hardware:
         return "cuda" if self.gpus else "cpu"
 
     @property
-    def gpus_per_node(self) -> int:
+    def ranks_per_node(self) -> int:
         """Ranks that share a host: GPUs in each node, or the CPU's processes where there are none."""
         return max(1, -(-self.ranks // self.nodes))
 
@@ -91,7 +91,7 @@ class Hardware:
     def limit_gpus(self, count: int) -> Hardware:
         """The same machine with its first `count` GPUs only, on as many nodes as they fill."""
         gpus = self.gpus[:count]
-        return replace(self, gpus=gpus, nodes=max(1, -(-len(gpus) // self.gpus_per_node)))
+        return replace(self, gpus=gpus, nodes=max(1, -(-len(gpus) // self.ranks_per_node)))
 
     def without_gpus(self) -> Hardware:
         """The same machine for a run that asks for the CPU."""

@@ -32,7 +32,7 @@ class NodeSetup:
     rank: int = 0
     address: str | None = None
     port: int | None = None
-    exported_rank: str = field(default="", compare=False)
+    exported_note: str = field(default="", compare=False)
     """What RANK and WORLD_SIZE of the environment were read as, where they gave count and rank; else empty."""
 
     @property

@@ -51,20 +51,20 @@ class ReproduceResult(RunCommandResult):
     path: Path
     code: str
     tensors: int
-    differing: Mapping[str, float]
+    differing_tensors: Mapping[str, float]
     """Tensors that are not equal bit for bit, with their largest difference, in the order of the files."""
     steps: int
 
     @property
     def ok(self) -> bool:
-        return not self.differing
+        return not self.differing_tensors
 
     def as_json(self) -> dict[str, Any]:
-        first_difference = next(iter(self.differing.items()), None)
+        first_difference = next(iter(self.differing_tensors.items()), None)
         return {
             "ok": self.ok, "run": str(self.run), "path": str(self.path), "code": self.code,
             "tensors": self.tensors,
-            "tensors_differing": len(self.differing),
+            "tensors_differing": len(self.differing_tensors),
             "first_differing": {"name": first_difference[0],
             "max_diff": first_difference[1]} if first_difference else None,
             "steps": self.steps,
@@ -75,8 +75,8 @@ class ReproduceResult(RunCommandResult):
         if self.ok:
             equal_note = f"Weights: all {self.tensors} tensors are equal bit for bit, after {self.steps:,} steps"
             return [equal_note, written_note, next_command_line("prune", RUNS=self.path.name)]
-        name, largest = next(iter(self.differing.items()))
-        difference_note = f"{len(self.differing)} of {self.tensors} tensors differ"
+        name, largest = next(iter(self.differing_tensors.items()))
+        difference_note = f"{len(self.differing_tensors)} of {self.tensors} tensors differ"
         summary = f"Weights: {difference_note}; the first is {name}, by up to {largest:.3g}"
         next_command = next_command_line("compare", RUNS=f"{self.run.name} {self.path.name}")
         return [summary, written_note, f"{next_command} says whether versions, machine or plan are others"]

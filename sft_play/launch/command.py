@@ -35,7 +35,7 @@ class LaunchCommand:
     """The port that this node listens on, where other nodes have to know it."""
 
     @property
-    def processes(self) -> int:
+    def processes_per_node(self) -> int:
         """How many ranks it starts on this node."""
         return int(self.argv[self.argv.index("--nproc-per-node") + 1])
 

@@ -41,7 +41,7 @@ class LaunchOptions:
     one node."""
 
     strategy: LayoutName | None = None
-    processes: int | None = None
+    processes_per_node: int | None = None
     gpus: tuple[int, ...] = ()
     nodes: NodeSetup = field(default_factory=NodeSetup)
     deepspeed: DeepspeedRequest | None = None
@@ -68,7 +68,7 @@ def parse_launch_options(
             nodes = NodeSetup()
         return LaunchOptions(
             strategy=_parse_strategy(values.get("STRATEGY")),
-            processes=read_whole_number(values, "NPROC", minimum=1),
+            processes_per_node=read_whole_number(values, "NPROC", minimum=1),
             gpus=_parse_gpus(values.get("GPUS")),
             nodes=nodes,
             deepspeed=DeepspeedRequest(Path(file).expanduser() if file else None) if uses_deepspeed or file else None,
@@ -110,7 +110,7 @@ def fill_from_accelerate(
     return replace(
         options,
         strategy=options.strategy or layout,
-        processes=options.processes or accelerate_config.processes_per_machine,
+        processes_per_node=options.processes_per_node or accelerate_config.processes_per_machine,
         gpus=options.gpus or accelerate_config.gpu_ids or (),
         nodes=nodes,
         deepspeed=deepspeed_request,
@@ -177,7 +177,7 @@ def apply_mesh(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
     """The options with as many processes as a mesh has, where no number was given; raises ConfigError where they do not
     divide over the nodes, or there are fewer GPUs than the mesh has processes."""
     mesh = parse_mesh(config.model.mesh_shape)
-    if mesh is None or options.processes or options.gpus:
+    if mesh is None or options.processes_per_node or options.gpus:
         return options
     mesh_text, nodes = f"model.mesh_shape={format_mesh(config.model.mesh_shape)}", options.nodes.count
     if mesh.ranks % nodes:
@@ -187,7 +187,7 @@ def apply_mesh(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
         raise HardwareError(
             f"{mesh_text} needs {ranks_per_node} processes on each node, and there are {gpu_count} GPUs: one each"
         )
-    return dataclasses.replace(options, processes=ranks_per_node)
+    return dataclasses.replace(options, processes_per_node=ranks_per_node)
 
 
 def override_lines(

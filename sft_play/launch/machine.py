@@ -48,23 +48,23 @@ def select_hardware(options: LaunchOptions, hardware: Hardware) -> Hardware:
     if not hardware.gpus:
         if options.gpus:
             raise HardwareError("GPUS= names GPUs, and this machine has none")
-        process_count = options.processes or 2  # the fewest that are several
+        process_count = options.processes_per_node or 2  # the fewest that are several
         return dataclasses.replace(hardware, cpu_ranks=process_count * options.nodes.count, nodes=options.nodes.count)
     by_index = {gpu.index: gpu for gpu in hardware.gpus}
     missing_gpus = [index for index in options.gpus if index not in by_index]
     if missing_gpus:
         raise HardwareError(f"GPUS= names {missing_gpus[0]}, and there are {', '.join(map(str, by_index))}")
     chosen_gpus = [by_index[index] for index in options.gpus] or list(hardware.gpus)
-    if options.processes is not None and options.processes > len(chosen_gpus):
-        raise HardwareError(f"NPROC={options.processes} and {len(chosen_gpus)} GPUs: one process uses one GPU")
-    chosen_gpus = chosen_gpus[: options.processes]
+    if options.processes_per_node is not None and options.processes_per_node > len(chosen_gpus):
+        raise HardwareError(f"NPROC={options.processes_per_node} and {len(chosen_gpus)} GPUs: one process uses one GPU")
+    chosen_gpus = chosen_gpus[: options.processes_per_node]
     # Every rank waits for the slowest, and one plan cannot hold for two sizes of memory.
     if len({gpu.name for gpu in chosen_gpus}) > 1:
         source_text = f"GPUS={','.join(map(str, options.gpus))} are" if options.gpus else "there are"
         kinds = ", ".join(f"GPU {gpu.index} a {gpu.name}" for gpu in chosen_gpus)
         raise HardwareError(
             f"the GPUs differ, and a run takes GPUs of one kind ({source_text}: {kinds}); name GPUs that are alike: "
-            f"{hardware.format_gpu_choices(processes=options.processes)}"
+            f"{hardware.format_gpu_choices(processes=options.processes_per_node)}"
         )
     if len(hardware.gpu_groups) > 1:  # CUDA's default order is fastest first, which are not the GPUs of the plan
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -175,7 +175,7 @@ def check_rank_gpu(plan: Plan, rank_info: RankInfo) -> None:
 
 def warn_idle_gpus(hardware: Hardware, options: LaunchOptions, accelerate_file: Path | None) -> None:
     """Warn where a number of processes leaves GPUs of this node idle, with what would use them all."""
-    total, used = len(detect_hardware().gpus), hardware.gpus_per_node
+    total, used = len(detect_hardware().gpus), hardware.ranks_per_node
     if not hardware.gpus or options.gpus or used >= total:
         return
     file_hint = (

@@ -106,12 +106,12 @@ class Correction:
     def corrected_reserved(self, uncorrected_bytes: int, budget_bytes: int) -> int:
         """The corrected prediction of a step's reserved bytes: more than the budget where a step that needs no more
         ran out."""
-        corrected_bytes = int(uncorrected_bytes * self.for_prediction(uncorrected_bytes).memory_factor)
+        corrected_bytes = int(uncorrected_bytes * self.narrow_to_size(uncorrected_bytes).memory_factor)
         return (
             max(corrected_bytes, budget_bytes + 1) if self.oom_run and uncorrected_bytes >= self.oom_run.predicted_reserved else corrected_bytes
         )
 
-    def for_prediction(self, predicted_bytes: int) -> Correction:
+    def narrow_to_size(self, predicted_bytes: int) -> Correction:
         """The correction of a prediction of `predicted` bytes, from the runs of like size. A run counts for larger ones
         up to SIMILAR_SIZE_FACTOR times what it measured: what is predicted to need more never needs less."""
 

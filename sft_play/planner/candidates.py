@@ -467,7 +467,7 @@ def _host_required_bytes(inputs: PlanInputs, layout: Layout, memory: MemoryEstim
     """Bytes of RAM that the ranks of the first node need together: to offload and to write, or to load."""
     if not inputs.hardware.gpus:
         return 0
-    ranks = min(layout.ranks, inputs.hardware.gpus_per_node)
+    ranks = min(layout.ranks, inputs.hardware.ranks_per_node)
     offloaded_bytes = memory.host_bytes - memory.host_save_bytes
     reader_count = 1 if loads_by_unit(inputs.config, layout) else ranks
     # loading is over when the first checkpoint is written, so the two do not add up

@@ -31,30 +31,30 @@ MAX_MULTIPROCESSORS = 188
 class ReplacedOperations:
     """What liger-kernel replaces of a model; norms over the hidden width always are."""
 
-    head_norms: bool = False
+    replaces_head_norms: bool = False
     """Norms of queries and keys too."""
-    gate: bool = True
+    replaces_gate: bool = True
     """The product of an activated gate and its partner."""
-    rotation: bool = True
+    replaces_rotation: bool = True
     """The rotation of queries and keys."""
-    in_place: bool = True
+    writes_in_place: bool = True
     """A norm writes its input's gradient over its output's; not where the residual needs that one."""
 
     @property
     def text(self) -> str:
         """What is replaced, as the end of a sentence."""
-        parts = ["norms", *(["gated activations"] if self.gate else []), *(["rotations"] if self.rotation else [])]
+        parts = ["norms", *(["gated activations"] if self.replaces_gate else []), *(["rotations"] if self.replaces_rotation else [])]
         return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
 
 
 _REPLACED_BY_TYPES = {
     "gemma granite hunyuan_v1_dense llama ministral mistral phi3 qwen2 smollm3": ReplacedOperations(),
-    "qwen3": ReplacedOperations(head_norms=True),
-    "gpt_oss mixtral": ReplacedOperations(gate=False),
-    "qwen3_moe": ReplacedOperations(head_norms=True, gate=False),
-    "gemma2": ReplacedOperations(in_place=False),
-    "gemma3_text": ReplacedOperations(head_norms=True, in_place=False),
-    "glm4": ReplacedOperations(rotation=False, in_place=False),
+    "qwen3": ReplacedOperations(replaces_head_norms=True),
+    "gpt_oss mixtral": ReplacedOperations(replaces_gate=False),
+    "qwen3_moe": ReplacedOperations(replaces_head_norms=True, replaces_gate=False),
+    "gemma2": ReplacedOperations(writes_in_place=False),
+    "gemma3_text": ReplacedOperations(replaces_head_norms=True, writes_in_place=False),
+    "glm4": ReplacedOperations(replaces_rotation=False, writes_in_place=False),
 }
 # By model_type, from the package's own table and functions (liger_kernel/transformers/monkey_patch.py,
 # MODEL_TYPE_TO_APPLY_LIGER_FN and the defaults of each function), as a run asks for them: of a model that is already
@@ -80,7 +80,7 @@ class PlannedKernels:
     reason: str = ""
 
     @property
-    def counted_names(self) -> CountedKernels:
+    def counted_kernels(self) -> CountedKernels:
         """The same by name."""
         return CountedKernels("liger" if self.memory else "plain", "liger" if self.speed else "plain")
 
@@ -109,7 +109,7 @@ def plan_kernels(
         return PlannedKernels(reason=f"{setting}the plain ones, because {problem}")
     operations = LIGER_REPLACEMENTS[shape.model_type]
     if shape.num_experts:  # experts keep their own code, and so do MLPs beside them
-        operations = replace(operations, gate=False)
+        operations = replace(operations, replaces_gate=False)
     operations_text = f"{setting}Liger's for {operations.text}"
     condition = (
         f"if a measurement before the first step shows that they compute the same ({LIGER_PACKAGE} {LIGER_VERSION})"

@@ -215,7 +215,7 @@ def context_parallel_layouts(config: RunConfig, shape: ModelShape, hardware: Har
 def _all_context_parallel_layouts(hardware: Hardware) -> list[Layout]:
     rank_count = hardware.ranks
     # its all-to-alls are in every attention layer, so ranks that share a row are in one node
-    group_sizes = [context_parallel for context_parallel in GROUP_SIZES if context_parallel <= hardware.gpus_per_node and rank_count % context_parallel == 0]
+    group_sizes = [context_parallel for context_parallel in GROUP_SIZES if context_parallel <= hardware.ranks_per_node and rank_count % context_parallel == 0]
     return [Layout("fsdp_cp", rank_count // context_parallel, rank_count, context_parallel=context_parallel) for context_parallel in group_sizes]
 
 
@@ -228,7 +228,7 @@ def _layouts_to_try(config: RunConfig, hardware: Hardware, rank_count: int) -> l
     )
     if rank_count == 1:
         return [SINGLE, *offload_layouts]
-    node_ranks = hardware.gpus_per_node
+    node_ranks = hardware.ranks_per_node
     layouts = [Layout("ddp", rank_count), Layout("fsdp", rank_count, rank_count)]
     shard_option = config.distributed.shard_ranks
     shard = node_ranks if shard_option == "auto" else shard_option

@@ -327,7 +327,7 @@ def make_plan(
         run_length=estimate_run_length(choice.batch.effective_batch) if estimate_run_length else None,
         micro_batches=plan_micro_batches(inputs, choice.precision, step),
         row_tokens=inputs.row_tokens,
-        kernels=None if config.train.kernels == "none" else kernels.counted_names,
+        kernels=None if config.train.kernels == "none" else kernels.counted_kernels,
         compile_s=estimate_compile_s(config, shape),
         activations_from="trace" if choice.is_traced else "blocks" if shape.block_meter is None else "measured",
         parameters=count_parameters(config, shape, choice.precision, choice.layout),
@@ -407,7 +407,7 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
         )
         return calibration.compute_correction(
             request.measured_runs, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
-            kernels=kernels.counted_names, is_compiled=config.train.compile, budget_bytes=device_budget_bytes(hardware),
+            kernels=kernels.counted_kernels, is_compiled=config.train.compile, budget_bytes=device_budget_bytes(hardware),
         )  # fmt: skip
 
     return PlanInputs(
@@ -519,6 +519,6 @@ def format_misfit(plan: Plan, config: RunConfig) -> str:
 def device_budget_bytes(hardware: Hardware) -> int:
     """Free bytes of the smallest GPU (all of it if only named), or a CPU rank's share of the free RAM."""
     if not hardware.gpus:
-        return hardware.ram_free_bytes // hardware.gpus_per_node  # without GPUs: the CPU processes of a node
+        return hardware.ram_free_bytes // hardware.ranks_per_node  # without GPUs: the CPU processes of a node
     # all ranks run the same plan, so the GPU with the least room decides
     return min(gpu.total_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in hardware.gpus)

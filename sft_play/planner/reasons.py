@@ -68,7 +68,7 @@ def plan_reasons(
         create_step_simulation(inputs.config, inputs.shape, choice.precision, choice.step),
         inputs.config.tuning.mode != "full",
     )
-    correction = inputs.find_correction(choice.layout).for_prediction(choice.uncorrected.reserved)
+    correction = inputs.find_correction(choice.layout).narrow_to_size(choice.uncorrected.reserved)
     length_reasons = (
         [f"max_seq_len {max_seq_len} instead of {requested_seq_len}: the model has {max_seq_len} positions"]
         if max_seq_len != requested_seq_len

@@ -171,7 +171,7 @@ class StopSignals:
     def __init__(self, on_first: Callable[[int], None], on_repeat: Callable[[int], None] | None = None) -> None:
         self._on_first, self._on_repeat = on_first, on_repeat or raise_interrupt
         self._previous_handlers: dict[int, Any] = {}
-        self._process, self._parent = os.getpid(), os.getppid()
+        self._pid, self._parent_pid = os.getpid(), os.getppid()
 
     def __enter__(self) -> StopSignals:
         global _stop_requested_at, _open_count
@@ -192,7 +192,7 @@ class StopSignals:
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
         global _stop_requested_at, _has_received_signal
         _has_received_signal = True
-        if os.getpid() != self._process:  # a fork, such as a data loader's worker: its parent ends it
+        if os.getpid() != self._pid:  # a fork, such as a data loader's worker: its parent ends it
             return
         if signal_number == signal.SIGHUP:
             detach_dead_terminal()
@@ -203,7 +203,7 @@ class StopSignals:
             self._on_repeat(signal_number)
 
     def _is_echo(self, signal_number: int) -> bool:
-        is_orphan = signal_number == signal.SIGTERM and os.getppid() != self._parent
+        is_orphan = signal_number == signal.SIGTERM and os.getppid() != self._parent_pid
         return signal_number == signal.SIGHUP or is_orphan or time.monotonic() - (_stop_requested_at or 0.0) < ECHO_S
 
 

@@ -57,7 +57,7 @@ class Variable(NamedTuple):
     example: str
     kind: str
     has_flag: bool
-    ranks: Tuple[str, ...]
+    flag_only_commands: Tuple[str, ...]
     counted_noun: str
 
 
@@ -96,7 +96,7 @@ def flag_commands(name: str) -> Tuple[str, ...]:
     """The commands of the program that take the flag of a variable."""
     variable = VARIABLES[name]
     return tuple(
-        command for command in (*variable.commands, *variable.ranks) if command not in (*TARGETS, *MAKE_ONLY_COMMANDS)
+        command for command in (*variable.commands, *variable.flag_only_commands) if command not in (*TARGETS, *MAKE_ONLY_COMMANDS)
     )
 
 

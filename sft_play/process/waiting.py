@@ -20,18 +20,18 @@ class WaitProgress:
 
     def __init__(self, task: str, unit: str, count_total: Callable[[], int | None]) -> None:
         self._task, self._unit, self._total = task, unit, functools.cache(count_total)
-        self._started_at, self._done = time.monotonic(), 0
+        self._started_at, self._done_count = time.monotonic(), 0
 
     def add(self, count: int = 1) -> None:
         """Count so many more as done."""
-        self._done += count
+        self._done_count += count
 
     def line(self) -> str:
         """What is said now. The total is looked up for the first line, and never where all is done before it."""
         total = self._total()
         # a total that was counted by lines is too small where a row takes none, and says nothing then
-        total_text = f" of {total:,}" if total and total >= self._done else ""
-        done_text = f"{self._done:,}{total_text} {self._unit}, " if self._unit else ""
+        total_text = f" of {total:,}" if total and total >= self._done_count else ""
+        done_text = f"{self._done_count:,}{total_text} {self._unit}, " if self._unit else ""
         return f"{self._task}: {done_text}{time.monotonic() - self._started_at:.0f} s so far"
 
 

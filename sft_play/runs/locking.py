@@ -47,7 +47,7 @@ class RunLock:
         self.folder = folder
         """Where the folder is; code that moves it updates this."""
         self._descriptor: int | None = descriptor
-        self._part = role
+        self._role = role
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
@@ -66,7 +66,7 @@ class RunLock:
             return
         path = self.folder.path / LOCK_FILE
         with contextlib.suppress(OSError):
-            if self._part is not None:
+            if self._role is not None:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the other part is still locked
             if _is_same_file(descriptor, path):
                 path.unlink()

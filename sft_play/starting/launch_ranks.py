@@ -114,7 +114,7 @@ def _write_launch_files(
 def _torchrun_command(
     loaded: LoadedConfig, options: LaunchOptions, plan: Plan, *, resumed_run: str | None
 ) -> LaunchCommand:
-    hardware, processes = plan.hardware, plan.hardware.gpus_per_node
+    hardware, processes = plan.hardware, plan.hardware.ranks_per_node
     # of the cores, for each CPU rank; a run that is repeated has its own
     cores_per_rank = max(1, hardware.cpu_cores // processes)
     launch = torchrun_command(
@@ -165,12 +165,12 @@ def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchO
         return options
     logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
                 rank_explanation, rank_timeout_s(config, os.environ) * SETTLE_SHARE)  # fmt: skip
-    with error_prefix(f"{nodes.exported_rank}, or {rank_explanation}"):
+    with error_prefix(f"{nodes.exported_note}, or {rank_explanation}"):
         count = len(_meet_nodes(options, config, node_hardware, may_count_ranks=True).cards)
     if count < nodes.count:
         logger.info("Nodes: %s", rank_explanation)
         nodes = dataclasses.replace(
-            nodes, count=count, rank=nodes.rank // node_hardware.ranks, exported_rank=rank_explanation
+            nodes, count=count, rank=nodes.rank // node_hardware.ranks, exported_note=rank_explanation
         )
     return dataclasses.replace(options, nodes=nodes)
 
@@ -190,8 +190,8 @@ def _run_on_all_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchO
     # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
     meeting_environment = _meet_nodes(options, loaded.config, hardware).gloo_variables(os.environ)
     exit_code = run_ranks(dataclasses.replace(launch, environment={**launch.environment, **meeting_environment}), None)
-    if exit_code not in (0, Interrupted.exit_code) and options.nodes.exported_rank:  # the agent has told why
-        logger.warning("Nodes: %s", options.nodes.exported_rank)
+    if exit_code not in (0, Interrupted.exit_code) and options.nodes.exported_note:  # the agent has told why
+        logger.warning("Nodes: %s", options.nodes.exported_note)
     return exit_code
 
 

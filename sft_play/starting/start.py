@@ -98,7 +98,7 @@ def start_run(request: LaunchRequest) -> LaunchResult:
     signals.record_start_time(anew=request.rank_info is None)  # train.max_hours is the limit of all starts together
     restarts = RestartBudget(request.options.max_restarts)
     if restarts.limit and request.rank_info is None and not request.launches_ranks:
-        options = dataclasses.replace(request.options, processes=1)
+        options = dataclasses.replace(request.options, processes_per_node=1)
         request = dataclasses.replace(request, options=options, launches_ranks=True, is_supervised=True)
     result = _start_once(request)
     while result.exit_code and result.folder is not None and restarts.should_restart(result.folder, request.loaded):
@@ -116,7 +116,7 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
         if request.is_reporting_rank:
             _log_base_model(request.loaded)
         request = _resolve_launch_request(request)
-        exit_stack.enter_context(error_prefix(request.options.nodes.exported_rank or None))
+        exit_stack.enter_context(error_prefix(request.options.nodes.exported_note or None))
         launch_plan = (
             _plan_launch(request, exit_stack)
             if request.rank_info is None
@@ -162,15 +162,15 @@ def resume_request(
     """
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run_name)
     loaded, previous = load_resumed_config(loaded, folder, is_trusted=is_trusted), read_previous_run(folder)
-    if not (options.processes or options.gpus or options.nodes.count > 1):
+    if not (options.processes_per_node or options.gpus or options.nodes.count > 1):
         gpu_count, rank_count = (
             len(restrict_to_device(loaded.config, detect_hardware()).gpus),
             previous.processes if previous else 1,
         )
-        options = dataclasses.replace(options, processes=min(rank_count, gpu_count) if gpu_count else rank_count)
+        options = dataclasses.replace(options, processes_per_node=min(rank_count, gpu_count) if gpu_count else rank_count)
     # a single rank's too
     has_engine = options.deepspeed or (previous is not None and previous.layout in DEEPSPEED_LAYOUTS)
-    is_one_rank = options.processes == 1 and options.nodes.count == 1 and not has_engine
+    is_one_rank = options.processes_per_node == 1 and options.nodes.count == 1 and not has_engine
     launches_ranks = not (is_one_rank and options.strategy in (None, "single"))
     return LaunchRequest(loaded, options, launches_ranks=launches_ranks, should_resume=True, folder=folder)
 
@@ -194,7 +194,7 @@ def _resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
     if request.launches_ranks and not request.is_supervised:
         # what the command line leaves open, accelerate's file fills in, then the mesh
         options, accelerate_config = apply_accelerate_config(options, loaded.config)
-        if options.nodes.exported_rank:
+        if options.nodes.exported_note:
             options = resolve_exported_nodes(options, loaded.config)
         options = apply_mesh(options, loaded.config)
         refuse_lone_node(options.nodes)

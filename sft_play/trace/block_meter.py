@@ -70,7 +70,7 @@ def load_planned_shape(config: Mapping[str, Any], *, name: str, trust_remote_cod
 class BlockMeter:
     """Measures blocks of one class; `ModelShape.block_meter` of its shape."""
 
-    model: str
+    config_json: str
     """Its config.json."""
     remote_code: str | None = None
     """The folder or hub name whose own code defines it."""
@@ -104,7 +104,7 @@ class BlockMeter:
             is_accumulating and block_mode != "evaluated" and config.tuning.mode == "full",
             sum(shape.layers[place].params for place in kind_indices) + shape.embedding_params + shape.head_params,
         )
-        return measurement.pass_for(batch, step.length)
+        return measurement.load_measured_blocks(batch, step.length)
 
     def _step_settings(
         self,
@@ -120,7 +120,7 @@ class BlockMeter:
             step, layout=SINGLE, offloads=False, seq_len=step.length, micro_batch=1, grad_accum=1, eval_batch=0,
             checkpointed_layers=None if block_mode == "recomputed" else 0,
         )  # fmt: skip
-        settings = step_settings(config, json.loads(self.model), shape, precision, single_step)
+        settings = step_settings(config, json.loads(self.config_json), shape, precision, single_step)
         is_eval_padded = is_padded(config, step.layout, rows=2, uses_masks=step.masks)
         half_dtype: DtypeName = precision.compute if precision.compute != "float32" else "bfloat16"
         dtypes_by_size: dict[int, DtypeName] = {4: "float32", 2: half_dtype}
@@ -150,26 +150,26 @@ class BlockMeasurement:
     """For a class that does not take the boundaries of rows one behind the other: a run pads them then, with a mask."""
     block_mode: BlockMode
     kind_indices: tuple[int, ...]
-    accumulates: bool
+    is_accumulating: bool
     params: int
     """Their parameters, with the embedding and the head."""
 
-    def pass_for(self, rows: int, length: int) -> MeasuredBlocks:
+    def load_measured_blocks(self, rows: int, length: int) -> MeasuredBlocks:
         """Measure a micro step, or interpolate it between two. Raises ModelError: the blocks cannot be run."""
         batches = MEASURED_BATCHES[self.block_mode]
         if rows > batches[-1]:  # the next power of two, and the one before
             upper = 1 << (rows - 1).bit_length()
             batches = (upper // 2, upper)
-        measured_batches = self._load_passes(batches, length)
+        measured_batches = self._load_measured_batches(batches, length)
         next_measured = next(one for one in measured_batches if one.batch >= rows)
         return (
             next_measured if next_measured.batch == rows else interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
         )
 
-    def _load_passes(self, batches: tuple[int, ...], length: int) -> list[MeasuredBlocks]:
+    def _load_measured_batches(self, batches: tuple[int, ...], length: int) -> list[MeasuredBlocks]:
         key_fields = {
             "settings": self.settings.as_json(), "way": self.block_mode, "places": self.kind_indices,
-            "accumulates": self.accumulates, "batches": batches, "length": length, "blocks": BLOCKS_VERSION,
+            "accumulates": self.is_accumulating, "batches": batches, "length": length, "blocks": BLOCKS_VERSION,
         }  # fmt: skip
         key = json.dumps(key_fields)
         if key not in _blocks_by_key:
@@ -228,13 +228,13 @@ class BlockMeasurement:
         long, short = count_operators(self.settings, [(1, size) for size in sizes], depth=len(self.kind_indices))
         return long > short
 
-    def _run_blocks(self, batch_shapes: Sequence[tuple[int, int]], *, real: bool = False) -> list[MeasuredBlocks]:
+    def _run_blocks(self, batch_shapes: Sequence[tuple[int, int]], *, uses_real_tensors: bool = False) -> list[MeasuredBlocks]:
         with importing():
             from sft_play.trace.blocks import run_blocks
         # of real tensors the CPU has no kernel that holds what a GPU's would
-        settings = replace(self.settings, attention="eager") if real else self.settings
+        settings = replace(self.settings, attention="eager") if uses_real_tensors else self.settings
         return run_blocks(
-            settings, batch_shapes, self.block_mode, kind_indices=self.kind_indices, is_accumulating=self.accumulates, uses_real_tensors=real
+            settings, batch_shapes, self.block_mode, kind_indices=self.kind_indices, is_accumulating=self.is_accumulating, uses_real_tensors=uses_real_tensors
         )
 
     def _measure_short_rows(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
@@ -259,7 +259,7 @@ class BlockMeasurement:
         short, longer = (
             replace(one, batch=size)
             for one, size in zip(
-                self._run_blocks([(1, size) for size in CPU_ROW_TOKENS], real=True), CPU_ROW_TOKENS, strict=True
+                self._run_blocks([(1, size) for size in CPU_ROW_TOKENS], uses_real_tensors=True), CPU_ROW_TOKENS, strict=True
             )
         )
         mask_bytes = 0 if self._is_linear_in_tokens else length * length

@@ -41,8 +41,8 @@ def run_blocks(
             recorder = _BlockRecorder(loop, model, blocks, block_mode)
             try:
                 if is_accumulating and block_mode != "evaluated":
-                    recorder.run_pass(rows, length)
-                measured_batches.append(recorder.measure_pass(rows, length, kind_indices))
+                    recorder.run_micro_step(rows, length)
+                measured_batches.append(recorder.measure_micro_step(rows, length, kind_indices))
             finally:
                 recorder.close()
                 model.zero_grad(set_to_none=True)
@@ -79,7 +79,7 @@ class _BlockRecorder:
             handle.remove()
 
     # --- the pass -----------------------------------------------------------------------------------------------------
-    def run_pass(self, rows: int, length: int) -> bool:
+    def run_micro_step(self, rows: int, length: int) -> bool:
         """Run a micro step, backwards too in training; True if the first block's input outlives the forward pass."""
         self._reset()
         if self._block_mode == "evaluated":
@@ -94,8 +94,8 @@ class _BlockRecorder:
         self._close_backward()
         return is_kept
 
-    def measure_pass(self, rows: int, length: int, kind_indices: Sequence[int]) -> MeasuredBlocks:
-        is_kept = self.run_pass(rows, length)
+    def measure_micro_step(self, rows: int, length: int, kind_indices: Sequence[int]) -> MeasuredBlocks:
+        is_kept = self.run_micro_step(rows, length)
         if not all(self._start_bytes):
             raise TraceUnavailable("the model does not call each of its first blocks")
         embedding_bytes = 0 if is_kept or self._block_mode == "evaluated" else self._input_bytes[0]
@@ -246,7 +246,7 @@ def count_operators(settings: StepSettings, batch_shapes: Iterable[tuple[int, in
     with trace_context(settings, depth=depth) as (loop, skeleton):
         model = loop.load_model(skeleton)
         for rows, length in batch_shapes:
-            previous = loop.log.operators
+            previous = loop.log.operator_count
             loop.evaluate_batch(model, rows, length)
-            counts.append(loop.log.operators - previous)
+            counts.append(loop.log.operator_count - previous)
     return counts

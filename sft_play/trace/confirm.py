@@ -109,7 +109,7 @@ def step_settings(
         else row_mask(has_padding=step.padded, uses_masks=step.masks),
         optimizer=TRACED_OPTIMIZERS[config.train.optim],
         experts=_expert_implementation(config, shape, precision),
-        kernels=plan_kernels(config, shape, layout, on_gpu=step.on_gpu).counted_names.memory,
+        kernels=plan_kernels(config, shape, layout, on_gpu=step.on_gpu).counted_kernels.memory,
         delta_rule="fla" if step.fla else "plain",
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,

@@ -30,19 +30,19 @@ class GradientBuckets:
         self._buckets: list[tuple[int, int]] = []
         self._is_rebuilt = False
         # the order of gradients is unknown before the first backward pass: one bucket per dtype, without a limit
-        self._make([1 << 62])
+        self._allocate_buckets([1 << 62])
 
-    def after_backward(self) -> None:
+    def rebuild_buckets(self) -> None:
         """Cut anew after the first backward pass, in its order: last layers first, 1 MiB and then 25 MiB."""
         if self._is_rebuilt:
             return
         for key, nbytes in self._buckets:
             self._log.record_free(key, nbytes)
         self._trained.reverse()
-        self._make([1 << 20, 25 << 20])
+        self._allocate_buckets([1 << 20, 25 << 20])
         self._is_rebuilt = True
 
-    def _make(self, limits: list[int]) -> None:
+    def _allocate_buckets(self, limits: list[int]) -> None:
         sizes = bucket_sizes([(str(one.dtype), one.nbytes) for one in self._trained], limits)
         self._buckets = [(self._log.record_alloc(nbytes), nbytes) for nbytes in sizes]
 

@@ -98,7 +98,7 @@ class TracedLoop:
         model = self.load_model(skeleton)
         log.empty_cache()
         log.start_phase("prepare")
-        after_backward = self.make_bucket_hook(model)
+        after_backward = self.make_after_backward_hook(model)
         workspace = cublas_workspace_bytes(settings.capability) if settings.on_gpu else 0
         log.record_alloc(workspace)  # the thread that runs forward
         optimizer = self.create_optimizer(model)
@@ -136,13 +136,13 @@ class TracedLoop:
             self.log.record_tensor(tensor)
         return model
 
-    def make_bucket_hook(self, model: Any) -> Callable[[], None]:
+    def make_after_backward_hook(self, model: Any) -> Callable[[], None]:
         """Make what DDP runs after each backward pass."""
         if self.settings.strategy != "ddp":
             return lambda: None
         from sft_play.trace import ranks
 
-        return ranks.GradientBuckets(model, self.log).after_backward
+        return ranks.GradientBuckets(model, self.log).rebuild_buckets
 
     def create_optimizer(self, model: Any) -> Any:
         """The optimizer of the run."""

@@ -90,12 +90,12 @@ class StorageLog(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
         self.current = self.peak = 0
-        self.operators = 0
+        self.operator_count = 0
         self._workspace_sizes = workspace_sizes
         self.is_padded = is_padded
         self._live: dict[int, tuple[int, int]] = {}
         self._next_key = 0
-        self._hidden = 0
+        self._hide_depth = 0
         self._stream = 0
         self._streams: list[object] = [None]
 
@@ -145,7 +145,7 @@ class StorageLog(TorchDispatchMode):
 
     def record_tensor(self, tensor: torch.Tensor) -> None:
         """Record a tensor that exists now. Its device is not queried, which would be as slow as any operator."""
-        if self._hidden or isinstance(tensor, DTensor):
+        if self._hide_depth or isinstance(tensor, DTensor):
             return
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
@@ -177,11 +177,11 @@ class StorageLog(TorchDispatchMode):
     @contextmanager
     def hide_allocations(self) -> Iterator[None]:
         """Tensors created inside do not exist in a real run."""
-        self._hidden += 1
+        self._hide_depth += 1
         try:
             yield
         finally:
-            self._hidden -= 1
+            self._hide_depth -= 1
 
     def _record_finalized(self, cdata: int) -> None:
         entry = self._live.pop(cdata, None)
@@ -200,7 +200,7 @@ class StorageLog(TorchDispatchMode):
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # DTensor unwraps itself; its wrapper's storage of global size does not exist
-        self.operators += 1
+        self.operator_count += 1
         is_sum = func is torch.ops.aten.add.Tensor and _accumulates_in_place(args)
         handler = _MASK_OPERATORS.get(func)
         out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)

@@ -111,10 +111,10 @@ def train_stage(
             training = _run_training_loop(
                 job, trainer, initial_evaluation, monitors, checkpoint, metric_tags, gradient_check
             )
-            metrics_after = None if training.stop_after.has_stopped_early else evaluate(trainer, eval_set)
+            metrics_after = None if training.stop_controller.has_stopped_early else evaluate(trainer, eval_set)
         monitors.heartbeat.note(trainer.state.global_step, "saving the trained weights")
         summary = build_summary(job, trainer, training, initial_evaluation, metrics_after, monitors)
-        finish_run(job, prepared, trainer, summary, monitors.memory, start_step=training.progress.first_step)
+        finish_run(job, prepared, trainer, summary, monitors.memory, start_step=training.progress.start_step)
     if job.folder.stage_name is not None:  # another model is loaded into this process
         engines.release_engine(trainer)
     return summary
@@ -143,7 +143,7 @@ def _run_training_loop(
         count_tokens=lambda: trainer.tokens_seen,
         estimate_remaining=lambda: estimate_remaining(trainer, initial_evaluation.eval_set),
     )
-    compile_monitor = trainer.compiler
+    compile_monitor = trainer.compile_monitor
     if compile_monitor is not None:
         compile_monitor.on_compiled.append(progress.exclude_wait)
     metrics_file = MetricsFile(job.folder.metrics_path, start_time=monitors.start_time, stage=job.folder.stage_name)

@@ -271,7 +271,7 @@ class _BuildWorker:
                 for name in ((KEPT_SIDE, HELD_OUT_SIDE) if recipe.held_out_share else (KEPT_SIDE,))
             }
             examples = self._read_examples(job, stats, held_out_flags, progress)
-            for outcome in self._row_renderer.make_rows(examples, is_document=recipe.is_document):
+            for outcome in self._row_renderer.render_rows(examples, is_document=recipe.is_document):
                 assert not isinstance(outcome, BadRow)
                 side, whole_row, row = (
                     HELD_OUT_SIDE if held_out_flags[outcome.row_number - 1] else KEPT_SIDE,

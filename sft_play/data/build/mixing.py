@@ -51,14 +51,14 @@ class SourceMix:
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    per_epoch: tuple[int, ...]
+    rows_per_epoch: tuple[int, ...]
     seed: int
     _orders: dict[tuple[int, int], SourceRows] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def total(self) -> int:
         """Rows of an epoch."""
-        return sum(self.per_epoch)
+        return sum(self.rows_per_epoch)
 
     def epoch_rows(self, epoch: int) -> SourceRows:
         """The rows of an epoch, one source after the other."""
@@ -68,7 +68,7 @@ class SourceMix:
         )
 
     def _source_rows(self, source_index: int, epoch: int) -> SourceRows:
-        size, count = self.sizes[source_index], self.per_epoch[source_index]
+        size, count = self.sizes[source_index], self.rows_per_epoch[source_index]
         if not count:
             return np.zeros(0, dtype=np.int64)
         first, end = epoch * count, (epoch + 1) * count  # places in the endless row of passes
@@ -79,7 +79,7 @@ class SourceMix:
     def _pass_order(self, source_index: int, pass_index: int) -> SourceRows:
         """The order of a source's rows in one pass over them: random, but rows that the epoch already had come last. An
         epoch that begins in the middle of a pass takes the rest of it, and of the next pass first what it lacks."""
-        size, count = self.sizes[source_index], self.per_epoch[source_index]
+        size, count = self.sizes[source_index], self.rows_per_epoch[source_index]
         for current in range(pass_index + 1):  # each depends on one before it: a loop, since recursion would be deep
             if (source_index, current) in self._orders:
                 continue
@@ -130,6 +130,6 @@ def format_mix_table(mix: SourceMix) -> list[str]:
         f"{'source':<{width}}  {'rows':>10}  {'an epoch':>10}  {'share':>7}  {'passes':>7}",
         *(
             f"{name:<{width}}  {size:>10,}  {count:>10,}  {count / mix.total:>7.2%}  {count / size:>7.3g}"
-            for name, size, count in zip(mix.names, mix.sizes, mix.per_epoch, strict=True)
+            for name, size, count in zip(mix.names, mix.sizes, mix.rows_per_epoch, strict=True)
         ),
     ]

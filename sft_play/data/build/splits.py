@@ -115,7 +115,7 @@ class _SplitBuilder:
     def __init__(
         self, config: RunConfig, tokenizer: TokenizerParts, max_seq_len: int, max_positions: int | None, today: date
     ) -> None:
-        self._config, self._tokenizer, self._positions = config, tokenizer, max_positions
+        self._config, self._tokenizer, self._max_positions = config, tokenizer, max_positions
         self._max_seq_len, self._today = max_seq_len, today
         self._trains_text = config.task_mode == "cpt"
         self._notes: list[str] = []
@@ -264,7 +264,7 @@ class _SplitBuilder:
                 f"{key}={stats.source}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
                 f"rows are chats ({stats.format}); use task_mode=sft, rows with a text column, or {key}=null"
             )
-        for finding in judge_split(stats, data, max_seq_len=self._max_seq_len, max_positions=self._positions):
+        for finding in judge_split(stats, data, max_seq_len=self._max_seq_len, max_positions=self._max_positions):
             if finding.verdict == "FAIL":
                 raise DataError(f"{key}: {finding.found}\n{finding.remedy}")
         if stats.kept_rows == 0:

@@ -118,10 +118,10 @@ class RowStats:
     split: str = ""
     bad_rows: Counter[str] = field(default_factory=Counter)
     """Rows that cannot be read, by reason."""
-    first_bad: list[BadRow] = field(default_factory=list)
+    first_bad_rows: list[BadRow] = field(default_factory=list)
     unmasked_rows: Counter[str] = field(default_factory=Counter)
     """Rows that can be read and get no exact mask, by reason; those that are too long are not among them."""
-    first_unmasked: list[BadRow] = field(default_factory=list)
+    first_unmasked_rows: list[BadRow] = field(default_factory=list)
     left_out_rows: Counter[str] = field(default_factory=Counter)
     """Rows that the run YAML asks to leave out, by reason."""
     formats: Counter[str] = field(default_factory=Counter)
@@ -131,7 +131,7 @@ class RowStats:
     """Turns of the rows that can be read, by role."""
     notes: Counter[str] = field(default_factory=Counter)
     """What looks odd in rows that are used."""
-    first_noted: dict[str, str] = field(default_factory=dict)
+    first_note_locations: dict[str, str] = field(default_factory=dict)
     """Where the first row with each note is."""
     # rows in which a column that is not read holds something
     unused_columns: Counter[UnusedColumn] = field(default_factory=Counter)
@@ -150,20 +150,20 @@ class RowStats:
     merged_edges: int = 0
     """Answers that end inside a token, which is split there."""
     untrained_turns: int = 0
-    stripped_think: int = 0
+    stripped_think_pieces: int = 0
     special_rows: int = 0
     """Rows whose texts spell special tokens."""
     special_documents: int = 0
     """Those of them that are plain text, of which every token is trained."""
-    special_in_text: int = 0
+    special_token_count: int = 0
     """Special tokens that texts spell."""
-    first_special: str = ""
+    first_special_location: str = ""
     lengths: array[int] = field(default_factory=lambda: array("q"))
     """Tokens of each row that is kept."""
     rows_with_bos: int = 0
     rows_with_open_end: int = 0
     """Rows with an answer whose last trained token is no special one."""
-    first_open_end_row: str = ""
+    first_open_end_location: str = ""
     rows_with_cut_end: int = 0
     """Rows of which max_seq_len cuts an answer in two, so that its end is not trained."""
     end_token_ids: Counter[int] = field(default_factory=Counter)
@@ -214,14 +214,14 @@ class RowStats:
     def count_bad(self, row: BadRow) -> None:
         """Count a row that is not used."""
         (self.left_out_rows if row.is_asked else self.bad_rows)[row.reason] += 1
-        if not row.is_asked and len(self.first_bad) < LISTED_BAD_ROWS:
-            self.first_bad.append(row)
+        if not row.is_asked and len(self.first_bad_rows) < LISTED_BAD_ROWS:
+            self.first_bad_rows.append(row)
 
     def count_unmasked(self, row: BadRow) -> None:
         """Count a row that gets no exact mask."""
         self.unmasked_rows[row.reason] += 1
-        if len(self.first_unmasked) < LISTED_BAD_ROWS:
-            self.first_unmasked.append(row)
+        if len(self.first_unmasked_rows) < LISTED_BAD_ROWS:
+            self.first_unmasked_rows.append(row)
 
     def count_example(self, example: Example) -> None:
         """Count what a row holds."""
@@ -236,21 +236,21 @@ class RowStats:
     def _note(self, notes: Iterable[str], location: str) -> None:
         for note in notes:
             self.notes[note] += 1
-            self.first_noted.setdefault(note, location)
+            self.first_note_locations.setdefault(note, location)
 
     def count_rendered(self, row: TokenRow) -> None:
         """Count how a row was rendered."""
         self._note(row.notes, row.location)
         self.methods[row.method] += 1
         self.untrained_turns += row.untrained_turns
-        self.stripped_think += row.stripped_think
+        self.stripped_think_pieces += row.stripped_think_pieces
         self._count_special(row)
 
     def _count_special(self, row: TokenRow) -> None:
-        if row.special_in_text:
+        if row.special_token_count:
             self.special_rows += 1
-            self.special_in_text += row.special_in_text
-            self.first_special = self.first_special or row.location
+            self.special_token_count += row.special_token_count
+            self.first_special_location = self.first_special_location or row.location
             self.special_documents += row.method == "document"
 
     def count_document(self, row: TokenRow) -> None:
@@ -327,7 +327,7 @@ class RowStats:
             "answers_merged": self.merged_edges,
             "methods": dict(self.methods),
             "untrained_turns": self.untrained_turns,
-            "stripped_think": self.stripped_think,
+            "stripped_think": self.stripped_think_pieces,
             "special_rows": self.special_rows,
             "repeated": self.repeated_rows,
             "shared": self.shared_rows,

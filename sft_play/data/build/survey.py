@@ -106,7 +106,7 @@ class RowCounter:
             stats.added_ends[whole_row.added_end.strip()] += 1
         if has_open_end and whole_row.method != "document":
             stats.rows_with_open_end += 1
-            stats.first_open_end_row = stats.first_open_end_row or whole_row.location
+            stats.first_open_end_location = stats.first_open_end_location or whole_row.location
 
     def _count_roles(self, stats: RowStats, chat: Chat, whole_row: TokenRow) -> None:
         if stats.role_rows == ROLE_ROWS:
@@ -145,7 +145,7 @@ class RowRenderer:
         self.renderer, self.task_mode = renderer, task_mode
         self.max_seq_len = renderer.max_seq_len
 
-    def make_rows(
+    def render_rows(
         self, rows: Iterable[tuple[int, Example | BadRow]], *, is_document: bool = False
     ) -> Iterator[BadRow | RowOutcome]:
         """Tokenise numbered rows in batches, in their order; bad rows are passed on. `is_document`: the rows are plain

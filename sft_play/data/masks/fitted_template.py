@@ -126,7 +126,7 @@ class FittedTemplate:
             text = text.replace(mark, "")
         return not text.strip()
 
-    def empty_think_length(self, text: str) -> int:
+    def empty_think_chars(self, text: str) -> int:
         """Length of the empty think block that a text begins with, and of the white space after it. Its opening mark
         may be part of the prompt."""
         opening, closing = map(re.escape, self.traits.think_marks[:2] or ("\0", "\0"))
@@ -249,7 +249,7 @@ class FittedTemplate:
                 self._accepted[key] = all(word in text for word in words) and not PART_KEY.search(text)
         return self._accepted.setdefault(key, False)
 
-    def foreign_entity(self, text: str, row: Any = ()) -> str:
+    def find_added_entity(self, text: str, row: Any = ()) -> str:
         """The first HTML entity of a text that comes from neither the template's source nor the row; else empty."""
         for entity in dict.fromkeys(_ENTITY.findall(text)):
             if entity not in self.chat_template.source and entity not in json.dumps(

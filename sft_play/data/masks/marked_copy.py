@@ -63,7 +63,7 @@ class Turn:
     """It is ended by the token that opens the next turn."""
     added_end: str = ""
     """What the template does not write after the last turn: the token that would open the next one."""
-    header: str = ""
+    unprompted_header: str = ""
     """What the template writes before the turn that its prompt does not have, such as before a first message."""
     prompt_suffix: str | None = None
     """What its prompt has behind the header, and the turn has not; None where the text begins with the prompt."""
@@ -92,7 +92,7 @@ class TemplateLayout:
     stripped_pieces: tuple[int, ...] = ()
 
     @property
-    def added(self) -> str:
+    def added_end(self) -> str:
         """The end that is added after a last turn which the template does not end."""
         return self.turns[-1].added_end if self.turns else ""
 

@@ -119,7 +119,7 @@ def _render_calls(
 
 def _are_arguments_intact(template: FittedTemplate, call_text: str, form: ArgumentForm) -> bool:
     """Whether the probe's arguments are encoded once and not escaped: written as their JSON, or each value as it is."""
-    if template.foreign_entity(call_text):
+    if template.find_added_entity(call_text):
         return False
     if form == "text":
         return json.dumps(PROBE_ARGUMENTS, ensure_ascii=False) in call_text
@@ -220,7 +220,7 @@ def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
     return replace(
         ends,
         end_markers=tuple(dict.fromkeys(text for text, _ in end_texts if text)),
-        next_turn_openers=tuple(dict.fromkeys(text for text, opens_next_turn in end_texts if opens_next_turn)),
+        opener_end_markers=tuple(dict.fromkeys(text for text, opens_next_turn in end_texts if opens_next_turn)),
     )
 
 

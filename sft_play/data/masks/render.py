@@ -253,7 +253,7 @@ class Renderer:
                 if (
                     isinstance(draft, TokenRow)
                     and draft.source == source
-                    and not self._should_hide(draft.special_in_text)
+                    and not self._should_hide(draft.special_token_count)
                 ):
                     results[index] = self.encoder.encode_with_mask(draft.text, draft.spans) if source == CHAT else None
                     if results[index] is None:
@@ -273,7 +273,7 @@ class Renderer:
             text = example.text
             return TokenRow(
                 example.where, [], [], source=TEXT, method="document", text=text, spans=((0, len(text)),),
-                special_in_text=self.special_token_guard.count(text),
+                special_token_count=self.special_token_guard.count(text),
             )  # fmt: skip
         if example.template_kwargs:
             renderer = self._renderer_for_kwargs(example.template_kwargs)
@@ -321,15 +321,15 @@ class Renderer:
             return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
         return TokenRow(
             example.where, [], [], method=method, untrained_turns=untrained_turns,
-            stripped_think=located.stripped_think,
-            special_in_text=special_count, text=text, spans=trained_spans, notes=notes, added_end=located.added_end,
+            stripped_think_pieces=located.stripped_think_pieces,
+            special_token_count=special_count, text=text, spans=trained_spans, notes=notes, added_end=located.added_end,
         )  # fmt: skip
 
     def _skip_empty_think(self, locator: TurnLocator, located: LocatedTurns, span: Span) -> Span:
         """A trained span without the empty think block that it begins with. Raises InexactMaskError where the prompt
         opens that block, so that its end is the model's to write."""
         start, end = span
-        size = locator.template.empty_think_length(located.text[start:end])
+        size = locator.template.empty_think_chars(located.text[start:end])
         prompt = located.text[:start] + located.prompt_suffixes.get(start, "")
         if size and prompt.rstrip().endswith(locator.template.traits.think_marks[0]):
             raise InexactMaskError(THINK_NEVER_CLOSED)
@@ -365,7 +365,7 @@ class Renderer:
         if locator.template.traits.answer_header:
             yield NOTE_NO_PROMPT.format(header=repr(locator.template.traits.answer_header))
         headers_after_results = [
-            text for index, text in located.headers.items() if index and messages[index - 1]["role"] == "tool"
+            text for index, text in located.unprompted_headers.items() if index and messages[index - 1]["role"] == "tool"
         ]
         if headers_after_results:
             yield NOTE_NO_HEADER.format(header=one_line(headers_after_results[0].strip()))

@@ -207,7 +207,7 @@ class _MarkedRow:
         begin, prompt_suffix, without_prompt = None, None, False
         # Without a question or a result before the turn, some templates write no prompt but do write the turn's header.
         if not (index and messages[index - 1]["role"] in ("user", "tool")):
-            begin = self._start_without_prompt(index, earliest=common_size if is_prefix else 0, first=first_piece_start)
+            begin = self._start_without_prompt(index, earliest=common_size if is_prefix else 0, first_piece_start=first_piece_start)
             without_prompt = not is_prefix
         elif is_prefix:
             begin = common_size
@@ -225,7 +225,7 @@ class _MarkedRow:
         start = None if begin is None else marked_text.to_gap_position(begin)
         last_end = common_size if last_piece_end is None else last_piece_end
         # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
-        if entity := self.template.foreign_entity(
+        if entity := self.template.find_added_entity(
             marked_text.text[begin or common_size : marked_text.next_piece_start(last_end)], messages
         ):
             raise InexactMaskError(_WRITES_ENTITIES, f"messages[{index}]: {entity}")
@@ -280,10 +280,10 @@ class _MarkedRow:
         header = prompt.removeprefix(question) if prompt.startswith(question) else ""
         return header if header.strip() and self.marked_text.text.startswith(header, offset) else ""
 
-    def _start_without_prompt(self, index: int, *, earliest: int, first: int | None) -> int | None:
+    def _start_without_prompt(self, index: int, *, earliest: int, first_piece_start: int | None) -> int | None:
         """Where a turn begins that follows neither a question nor a tool's result: as far before its first piece as its
         header is long, which is measured after a question; None where that is not certain."""
-        if first is None:
+        if first_piece_start is None:
             return None
         prompted_messages = [*self.messages[:index], NEXT_QUESTION]
         try:
@@ -293,14 +293,14 @@ class _MarkedRow:
             return None
         tail = prompt.rpartition(NEXT_QUESTION["content"])[2]
         text = self.marked_text.text
-        piece_start = continued_text.find(text[first : first + SENTINEL_CHARS])
+        piece_start = continued_text.find(text[first_piece_start : first_piece_start + SENTINEL_CHARS])
         tail_start = len(prompt) - len(tail)
         gap = continued_text[tail_start:piece_start]
         size = self._header_size(prompt, prompted_messages, tail, gap)
         if size is None or piece_start < 0 or SENTINEL_PREFIX in gap or not continued_text.startswith(prompt[: tail_start + size]):
             return None
-        begin = first - len(gap) + size
-        return begin if begin >= earliest and text[begin:first] == gap[size:] else None
+        begin = first_piece_start - len(gap) + size
+        return begin if begin >= earliest and text[begin:first_piece_start] == gap[size:] else None
 
     def _header_size(self, prompt: str, prompted_messages: Sequence[Message], tail: str, gap: str) -> int | None:
         """How much of `gap`, what stands before a turn's first piece, is the header that its prompt gives; None where
@@ -346,7 +346,7 @@ class _MarkedRow:
         # In the middle of a row any token that opens a turn follows; only one seen on the probes ends an answer.
         if end is not None and end.opens_next_turn and not is_last:
             opener = next(reversed(control_tokens(end.text, ends.special_tokens)), "")
-            end = end if opener in ends.next_turn_openers else None
+            end = end if opener in ends.opener_end_markers else None
         if end is not None:
             # An end that the turn alone does not show is its own only where this turn's and the next one's texts stand.
             is_in_final_tail = final_tail is not None and final_tail.startswith(end.text)

@@ -45,9 +45,9 @@ class TokenRow:
     method: str = ""
     untrained_turns: int = 0
     """Assistant turns without an exact mask."""
-    stripped_think: int = 0
+    stripped_think_pieces: int = 0
     """Pieces of think text that the template does not write."""
-    special_in_text: int = 0
+    special_token_count: int = 0
     """Special tokens in the data's own texts."""
     text: str = ""
     spans: tuple[Span, ...] = ()

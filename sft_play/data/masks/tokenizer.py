@@ -195,7 +195,7 @@ class SplittingTokenizer:
         self._backend = backend
         self._copy = Tokenizer.from_str(backend.to_str())
         self._copy.add_special_tokens([AddedToken(self._EDGE, normalized=False, special=True)])
-        self._edge = self._copy.token_to_id(self._EDGE)
+        self._edge_id = self._copy.token_to_id(self._EDGE)
 
     def encode_with_mask(self, text: str, spans: Sequence[Span]) -> MaskedTokens | None:
         """The text's tokens, split at the spans; None where the tokenizer writes other tokens after a split."""
@@ -206,7 +206,7 @@ class SplittingTokenizer:
         labels: list[int] = []
         part_index = 0
         for token in encoding.ids:
-            if token == self._edge:
+            if token == self._edge_id:
                 part_index += 1
                 continue
             ids.append(token)

@@ -108,7 +108,7 @@ class TurnEnds:
     """Tokens that may close a turn once it is history, where another one closes the last turn."""
     end_markers: tuple[str, ...] = ()
     """Texts that end an assistant turn, the usual one first; empty where the template writes nothing."""
-    next_turn_openers: tuple[str, ...] = ()
+    opener_end_markers: tuple[str, ...] = ()
     """Those of them that open the next turn, where the template closes none."""
 
     @property
@@ -166,7 +166,7 @@ class TurnEnds:
         """Find the end of a last turn that calls a tool and that no control token ends: words that are known to end
         turns, or the token that opens the next turn in a longer conversation. `tail` is the text behind the call."""
         end = self._first_known_end(tail)
-        opener = next((text for text in self.next_turn_openers if history_end and history_end.text.endswith(text)), "")
+        opener = next((text for text in self.opener_end_markers if history_end and history_end.text.endswith(text)), "")
         if end is not None or history_end is None or not opener:
             return end
         words = history_end.text.removesuffix(opener)

@@ -41,13 +41,13 @@ class LocatedTurns:
     guessed_spans: dict[int, Span]
     method: str
     """How they were found: a key of `MASK_METHODS`."""
-    stripped_think: int = 0
+    stripped_think_pieces: int = 0
     """Pieces of think text that the template does not write."""
     added_end: str = ""
     """The end of `text` that the template does not write: what ends its last turn."""
     prompt_suffixes: dict[int, str] = field(default_factory=dict)
     """How the prompt of an exact turn goes on where the turn does not, by where the turn begins in the text."""
-    headers: dict[int, str] = field(default_factory=dict)
+    unprompted_headers: dict[int, str] = field(default_factory=dict)
     """What stands before exact turns that their prompts do not have, by message index."""
 
 
@@ -73,7 +73,7 @@ class TurnLocator:
         except RenderError as error:
             raise InexactMaskError(TEMPLATE_REFUSES_ROW, str(error)) from error
         # Most rows are plain: one rendering and one comparison with what their shape says. All others get a copy each.
-        shape = None if tools else self._shape_of(messages)
+        shape = None if tools else self._row_shape(messages)
         if shape is None:
             return self._locate_by_marked_copy(text, messages, tools)
         if shape not in self._layouts_by_shape:
@@ -95,7 +95,7 @@ class TurnLocator:
                 return located
         return self._locate_by_marked_copy(text, messages, tools)
 
-    def _shape_of(self, messages: Sequence[Message]) -> Any:
+    def _row_shape(self, messages: Sequence[Message]) -> Any:
         """What decides how the template treats a plain row: roles, and the white space around the texts; None where the
         row has calls, think text, or a text that holds a mark or something the template looks for."""
         shape: list[tuple[Any, ...]] = []
@@ -153,12 +153,12 @@ class TurnLocator:
                 continue
             start, end = located.spans[turn.message_index]
             if turn.prompt_suffix is None and not turn.without_prompt:
-                starts_at_prompt_end = prompt + turn.header == located.text[:start]
+                starts_at_prompt_end = prompt + turn.unprompted_header == located.text[:start]
             elif turn.start is None or turn.without_prompt:
                 starts_at_prompt_end = not is_shared
             else:  # the header behind the piece before the turn, whatever the template made of earlier turns
                 header_start = gap_starts[turn.start.gap]
-                header = located.text[header_start : header_start + turn.start.offset - len(turn.header)]
+                header = located.text[header_start : header_start + turn.start.offset - len(turn.unprompted_header)]
                 starts_at_prompt_end = prompt.endswith(header + (turn.prompt_suffix or ""))
             if not starts_at_prompt_end:
                 raise InexactMaskError(PROMPT_MISMATCH, location)
@@ -183,8 +183,8 @@ class TurnLocator:
                 start += len(text_suffix)
                 if turn.prompt_suffix and not text_suffix:
                     prompt_suffixes[start] = turn.prompt_suffix
-                if turn.header:
-                    headers[turn.message_index] = turn.header
+                if turn.unprompted_header:
+                    headers[turn.message_index] = turn.unprompted_header
                 spans[turn.message_index] = (start, gap_starts[turn.end.gap] + turn.end.offset)
             elif turn.guessed_span is not None:
                 first, last = turn.guessed_span
@@ -201,7 +201,7 @@ class TurnLocator:
             method = "header"
         else:
             method = "prefix" if all(turn.ended_by_prefix for turn in template_layout.turns) else "marker"
-        stripped_think, added_end = len(template_layout.stripped_pieces), template_layout.added
+        stripped_think, added_end = len(template_layout.stripped_pieces), template_layout.added_end
         return LocatedTurns(
             text + added_end,
             spans,

@@ -49,8 +49,8 @@ _UNUSED_CHARACTER = r"\ue000"
 class WordTokenizer:
     """The tokens of texts by their words; made by `build_word_tokenizer`."""
 
-    def __init__(self, backend: Any, pattern: re.Pattern[str], added_ids: dict[str, int], *, only_ascii: bool) -> None:
-        self._find_unknown = re.compile(f"[^{_character_ranges(_ASCII_CODES if only_ascii else _KNOWN_CODES)}]").search
+    def __init__(self, backend: Any, pattern: re.Pattern[str], added_ids: dict[str, int], *, is_ascii_only: bool) -> None:
+        self._find_unknown = re.compile(f"[^{_character_ranges(_ASCII_CODES if is_ascii_only else _KNOWN_CODES)}]").search
         self._pattern = pattern
         self._added_ids = added_ids
         longest_first = sorted(added_ids, key=lambda token: (-len(token), token))
@@ -137,7 +137,7 @@ def build_word_tokenizer(backend: Any) -> WordTokenizer | None:
         return None
     is_ascii_only = not (_is_safe_normalizer(_KNOWN_SAFE_NORMALIZERS, normalizer) and _is_same_beyond_ascii(pattern))
     ids_by_text = {token.content: token_id for token_id, token in added_tokens.items() if token.content}
-    word_tokenizer = WordTokenizer(backend, pattern, ids_by_text, only_ascii=is_ascii_only)
+    word_tokenizer = WordTokenizer(backend, pattern, ids_by_text, is_ascii_only=is_ascii_only)
     probes = list(_probe_texts(list(ids_by_text), _ASCII_CODES if is_ascii_only else _KNOWN_CODES))
     expected = [encoding.ids for encoding in backend.encode_batch(probes, add_special_tokens=False)]
     return word_tokenizer if [word_tokenizer.encode(probe) for probe in probes] == expected else None

@@ -36,7 +36,7 @@ class ExampleReader:
 
     def __init__(self, source: AnySource, data: DataConfig, *, split: str, wants_text: bool = False) -> None:
         require_known_columns(data)
-        self.path = source
+        self.source = source
         self.rows = 0
         self.data, self._split, self._wants_text = data, split, wants_text
         self._formats: dict[str, None] = {}
@@ -48,7 +48,7 @@ class ExampleReader:
 
     def raw_rows(self) -> Iterator[tuple[RawRow | BadRow, RowFormat | None]]:
         """The rows as they stand in the files, counted, each with the format of its file."""
-        for part in list_parts(self.path, split=self._split, wants_text=self._wants_text):
+        for part in list_parts(self.source, split=self._split, wants_text=self._wants_text):
             rows = read_part(part)
             first, row_format = detect_format(rows, self.data)
             if row_format is not None:
@@ -59,13 +59,13 @@ class ExampleReader:
 
     def numbered_examples(self) -> Iterator[tuple[int, Example | BadRow]]:
         """The rows as examples, with their numbers from 1."""
-        with report_wait(f"Reading rows of {one_line(str(self.path))}", unit="rows", count_total=self._total) as progress:
+        with report_wait(f"Reading rows of {one_line(str(self.source))}", unit="rows", count_total=self._count_total) as progress:
             for row, row_format in self.raw_rows():
                 progress.add()
                 yield self.rows, read_example(row, row_format, self.data)
 
-    def _total(self) -> int | None:
-        return count_part_rows(list_parts(self.path, split=self._split, wants_text=self._wants_text))
+    def _count_total(self) -> int | None:
+        return count_part_rows(list_parts(self.source, split=self._split, wants_text=self._wants_text))
 
 
 def read_example(row: RawRow | BadRow, row_format: RowFormat | None, data: DataConfig) -> Example | BadRow:

@@ -183,7 +183,7 @@ class ConfigFields:
             raise self._field_error(key, value, f"no model is that large (the limit is {maximum:,})")
         return value
 
-    def optional_count(self, key: str) -> int | None:
+    def read_optional_count(self, key: str) -> int | None:
         """A whole number that may be absent, null or 0 (then None)."""
         return self.require_count(key) if self.values.get(key) not in (None, 0) else None
 
@@ -196,7 +196,7 @@ class ConfigFields:
             raise self._field_error(source, value, "it must be true or false")
         return bool(value)
 
-    def optional_number(self, key: str) -> float | None:
+    def read_optional_number(self, key: str) -> float | None:
         """A positive number that may be absent."""
         value = self.values.get(key)
         return None if value is None or value is False else self._require_number(key, value, 1e-30, None)

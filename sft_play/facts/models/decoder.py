@@ -57,7 +57,7 @@ class _ShapeBuilder:
         self.hidden = fields.require_count("hidden_size")
         self.num_layers = fields.require_count("num_hidden_layers")
         self.heads = fields.require_count("num_attention_heads")
-        self.kv_heads = fields.optional_count("num_key_value_heads") or self.heads
+        self.kv_heads = fields.read_optional_count("num_key_value_heads") or self.heads
         self._require_multiple("num_attention_heads", self.heads, "num_key_value_heads", self.kv_heads)
         self.head_dim = self._read_head_dim()
 
@@ -83,12 +83,12 @@ class _ShapeBuilder:
             head_dim=self.head_dim,
             vocab_size=fields.require_count("vocab_size"),
             tied=fields.read_flag("tie_word_embeddings"),
-            max_positions=fields.optional_count("max_position_embeddings"),
+            max_positions=fields.read_optional_count("max_position_embeddings"),
             layers=layers,
             layer_order=tuple(kinds.index(block) for block in blocks),
-            window=fields.optional_count("sliding_window") if has_sliding_blocks else None,
+            window=fields.read_optional_count("sliding_window") if has_sliding_blocks else None,
             num_experts=commonest.num_experts,
-            experts_per_token=(fields.optional_count("num_experts_per_tok") or 0) if commonest.num_experts else 0,
+            experts_per_token=(fields.read_optional_count("num_experts_per_tok") or 0) if commonest.num_experts else 0,
             has_clamped_gate=family.experts is not None and family.experts.has_clamped_gate,
             routes_in_fp32=family.experts is not None and family.experts.routes_in_fp32,
             norm=family.norm,
@@ -97,8 +97,8 @@ class _ShapeBuilder:
             has_fused_qkv=len(family.qkv) == 1,
             rotary_dim=self._read_rotary_dim(),
             has_attention_sinks=family.has_sinks,
-            attention_softcap=fields.optional_number("attn_logit_softcapping"),
-            caps_logits=fields.optional_number("final_logit_softcapping") is not None,
+            attention_softcap=fields.read_optional_number("attn_logit_softcapping"),
+            caps_logits=fields.read_optional_number("final_logit_softcapping") is not None,
             attention_dropout=fields.read_fraction("attention_dropout"),
             outer_params=self.hidden,  # the last norm
         )
@@ -111,7 +111,7 @@ class _ShapeBuilder:
             )
 
     def _read_head_dim(self) -> int:
-        head_dim = self.fields.optional_count("head_dim")
+        head_dim = self.fields.read_optional_count("head_dim")
         if head_dim is None:
             self._require_multiple("hidden_size", self.hidden, "num_attention_heads", self.heads)
         return head_dim or self.hidden // self.heads
@@ -119,7 +119,7 @@ class _ShapeBuilder:
     def _read_rotary_dim(self) -> int:
         rope = self.fields.values.get("rope_parameters")
         fraction = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-        fraction = self.fields.optional_number("partial_rotary_factor") if fraction is None else fraction
+        fraction = self.fields.read_optional_number("partial_rotary_factor") if fraction is None else fraction
         rotary_dim = int(self.head_dim * fraction) if isinstance(fraction, int | float) else self.head_dim
         return min(rotary_dim, self.head_dim)
 
@@ -192,7 +192,7 @@ class _ShapeBuilder:
         if experts is None:
             return False
         if experts.block_rule == "after_dense":
-            return index >= (fields.optional_count("first_k_dense_replace") or 0)
+            return index >= (fields.read_optional_count("first_k_dense_replace") or 0)
         if experts.block_rule == "sparse_step":
             dense_layers = fields.values.get("mlp_only_layers") or ()
             return index not in dense_layers and (index + 1) % fields.require_count("decoder_sparse_step") == 0
@@ -207,7 +207,7 @@ class _ShapeBuilder:
         if isinstance(layer_types, list) and rule != "all":
             return self._layer_type_kind(layer_types, index)
         return (
-            "sliding" if fields.optional_count("sliding_window") and self._uses_sliding_window(rule, index) else "full"
+            "sliding" if fields.read_optional_count("sliding_window") and self._uses_sliding_window(rule, index) else "full"
         )
 
     def _uses_sliding_window(self, rule: str, index: int) -> bool:
@@ -215,7 +215,7 @@ class _ShapeBuilder:
         if "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window"):
             return False
         if rule == "late":
-            return index >= (fields.optional_count("max_window_layers") or 0)
+            return index >= (fields.read_optional_count("max_window_layers") or 0)
         if rule == "no_rope":
             return not self._has_rotary_positions(index)
         if rule == "pattern" or (rule.startswith("every_") and "sliding_window_pattern" in fields.values):
@@ -227,7 +227,7 @@ class _ShapeBuilder:
         rope_layers = self.fields.values.get("no_rope_layers")
         if isinstance(rope_layers, list) and index < len(rope_layers):
             return bool(rope_layers[index])
-        return (index + 1) % (self.fields.optional_count("no_rope_layer_interval") or 4) != 0
+        return (index + 1) % (self.fields.read_optional_count("no_rope_layer_interval") or 4) != 0
 
     def _layer_type_kind(self, layer_types: list[object], index: int) -> AttentionKind:
         if len(layer_types) != self.num_layers:
@@ -241,4 +241,4 @@ class _ShapeBuilder:
                 f"model {one_line(self.fields.name)}: config.json has a block of type "
                 f"{one_line(str(layer_types[index]))}, which the plan does not know without transformers"
             )
-        return kind if kind == "full" or self.fields.optional_count("sliding_window") else "full"
+        return kind if kind == "full" or self.fields.read_optional_count("sliding_window") else "full"

@@ -163,7 +163,7 @@ class _LoadedModelManager(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "sft_play"}]
 
     @translate_library_errors()  # a panic of the tokenizer is an answer with an error
-    def chat_ids(self, messages: Sequence[Message], tools: Any) -> list[int]:
+    def chat_prompt_ids(self, messages: Sequence[Message], tools: Any) -> list[int]:
         """The prompt of a conversation; raises HTTPException where it is none, or too long."""
         texts = (str(message.get("content") or "") for message in messages)
         lengths = [len(self.responder.tokenizer(text)["input_ids"]) for text in texts]
@@ -237,7 +237,7 @@ class _ChatHandler(ChatCompletionHandler):
         if options.get("temperature"):
             options["temperature"] = max(options["temperature"], _MIN_TEMPERATURE)
         async with manager.render_lock:  # one at a time: so does the tokenizer
-            ids = await run_in_threadpool(manager.chat_ids, options["messages"], options.get("tools"))
+            ids = await run_in_threadpool(manager.chat_prompt_ids, options["messages"], options.get("tools"))
         if manager.max_positions is not None and len(ids) >= manager.max_positions:
             raise requests.bad_request(
                 f"the prompt has {len(ids)} tokens and the model {manager.max_positions} positions"

@@ -40,7 +40,7 @@ class EvalRows:
     split_size: int
     """Rows of the split, of which LIMIT= takes some."""
     questions: list[QuestionRow]
-    trained_on: int | None
+    rows_trained_on: int | None
     """Rows of the split whose tokens the run was trained on; None where that is not known."""
 
 

@@ -79,7 +79,7 @@ class Evaluation(RunCommandResult):
             "rows": len(rows.row_indices) if rows else 0,
             "rows_of_split": rows.split_size if rows else 0,
             "answers": len(rows.questions) if rows else 0,
-            "trained_on": rows.trained_on if rows else None,
+            "trained_on": rows.rows_trained_on if rows else None,
             "tokens": self.tokens,
             "figures": {comparison.name: comparison.as_json() for comparison in self.comparisons},
             "perplexity": self.perplexity,
@@ -108,8 +108,8 @@ class Evaluation(RunCommandResult):
         lines = [
             f"Evaluated: {len(rows.row_indices):,}{total} rows of {rows.name} ({self.tokens:,} trained tokens{answers})"
         ]
-        if rows.trained_on:
-            warning = f"{rows.trained_on:,} of {rows.split_size:,} rows were trained on, token for token"
+        if rows.rows_trained_on:
+            warning = f"{rows.rows_trained_on:,} of {rows.split_size:,} rows were trained on, token for token"
             lines.append(f"Warning: {warning}, and say nothing about new data")
         return lines
 

@@ -83,7 +83,7 @@ class Losses:
         return len(self.tokens)
 
     @property
-    def broken_model(self) -> str:
+    def non_finite_reason(self) -> str:
         """Which model's losses are not numbers, in words; empty where all are."""
         for name, values in (("the trained model's", self.tuned), ("the base's", self.base)):
             count = sum(value is None for value in values)
@@ -246,7 +246,7 @@ def _paired_interval(first: Any, second: Any, level: float, thresholds: Threshol
 def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     losses, row_count = task.losses, len(task.losses)
     figures: dict[str, Any] = {"split": task.split, "rows": row_count}
-    refusal = too_few_rows_reason(task, thresholds) or losses.broken_model
+    refusal = too_few_rows_reason(task, thresholds) or losses.non_finite_reason
     if refusal:
         return ShipCheck("task", ok=False, line="not measured", reason=refusal, figures=figures)
     base, tuned, tokens, chance = losses.to_arrays()
@@ -298,8 +298,8 @@ def _judge_rise(name: str, losses: Losses, bound: float, thresholds: Thresholds)
     figures: dict[str, Any] = {"rows": len(losses), "bound": bound}
     if not len(losses):
         return f"{name} not measured (the chat template renders none)", "", figures
-    if losses.broken_model:
-        return f"{name} not measured", f"{name}: {losses.broken_model}", figures
+    if losses.non_finite_reason:
+        return f"{name} not measured", f"{name}: {losses.non_finite_reason}", figures
     base, tuned, tokens, chance = losses.to_arrays()
     is_known = (base < chance) & (tokens > 0)
     known_rows = int(is_known.sum())

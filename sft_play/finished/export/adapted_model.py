@@ -36,16 +36,16 @@ class AdaptedModel:
             run.config, self.precision, tokenizer_size=len(self.tokenizer),
             new_rows=added_token_rows(self.tokenizer, run.config),
         )  # fmt: skip
-        self.base_model = self._meta_model()
+        self.base_model = self._build_meta_model()
         self.tensor_names = frozenset(self.base_model.state_dict())
         """Names of all tensors of the model as transformers holds it, tied ones too."""
         tied_sources = dict(getattr(self.base_model, "all_tied_weights_keys", None) or {})
-        self.quantized_names = self._quantized_layers() if base == "dequantized" else frozenset()
+        self.quantized_names = self._find_quantized_names() if base == "dequantized" else frozenset()
         self.adapted_layers: dict[str, Any] = {}
-        self.whole_tensors: dict[str, torch.Tensor] = {}
-        self.trained_rows: dict[str, tuple[list[int], torch.Tensor]] = {}
+        self.fully_trained_tensors: dict[str, torch.Tensor] = {}
+        self.trained_embedding_rows: dict[str, tuple[list[int], torch.Tensor]] = {}
         """By name, embeddings of which only some rows were trained: the indices of these rows, and the rows."""
-        self._load_adapter(self._meta_model())
+        self._load_adapter(self._build_meta_model())
         shared = next(
             (name for name, source in tied_sources.items() if {name, source} <= self.adapted_layers.keys()), None
         )
@@ -59,7 +59,7 @@ class AdaptedModel:
         """Tensors that the base ties to others and that training made different, with the name of the other."""
         self.tied_tensors = frozenset(tied_sources) - set(self.untied_sources)
 
-    def _meta_model(self) -> Any:
+    def _build_meta_model(self) -> Any:
         with torch.device("meta"):
             trusts_code = self.run.config.model.trust_remote_code
             config = self.model_spec.hf_config
@@ -70,11 +70,11 @@ class AdaptedModel:
         model.sft_tower = self.model_spec.text_tower
         return model.eval()
 
-    def _quantized_layers(self) -> frozenset[str]:
+    def _find_quantized_names(self) -> frozenset[str]:
         from transformers.quantizers import AutoHfQuantizer
 
         # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
-        model = self._meta_model()
+        model = self._build_meta_model()
         quantization = quantization_config(
             self.precision, quantizes_experts=self.run.config.tuning.has_quantized_experts
         )
@@ -120,29 +120,29 @@ class AdaptedModel:
                 self.adapted_layers[f"{module_name}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
                 for name, parameter in module.modules_to_save["default"].named_parameters():
-                    self.whole_tensors[f"{module_name}.{name}"] = parameter.detach()
+                    self.fully_trained_tensors[f"{module_name}.{name}"] = parameter.detach()
             elif isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter is None:
                 adapter = module.token_adapter
                 trained = adapter.trainable_tokens_delta["default"].detach()
-                self.trained_rows[f"{module_name}.weight"] = (adapter.token_indices["default"], trained)
+                self.trained_embedding_rows[f"{module_name}.weight"] = (adapter.token_indices["default"], trained)
 
     def _is_untied(self, name: str, source: str) -> bool:
-        if (name in self.whole_tensors) != (source in self.whole_tensors):
+        if (name in self.fully_trained_tensors) != (source in self.fully_trained_tensors):
             return True
-        return name in self.whole_tensors and not torch.equal(self.whole_tensors[name], self.whole_tensors[source])
+        return name in self.fully_trained_tensors and not torch.equal(self.fully_trained_tensors[name], self.fully_trained_tensors[source])
 
     def trained_shape(self, name: str, base_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor after training, given the base's: embeddings may have more rows."""
-        if name in self.trained_rows:
-            return (max(base_shape[0], max(self.trained_rows[name][0]) + 1), *base_shape[1:])
-        return tuple(self.whole_tensors[name].shape) if name in self.whole_tensors else base_shape
+        if name in self.trained_embedding_rows:
+            return (max(base_shape[0], max(self.trained_embedding_rows[name][0]) + 1), *base_shape[1:])
+        return tuple(self.fully_trained_tensors[name].shape) if name in self.fully_trained_tensors else base_shape
 
     def trained_tensor(self, name: str, base_tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of this name as it is after training, given the base's; in fp32 where training changed it."""
-        if name in self.whole_tensors:
-            return self.whole_tensors[name]
-        if name in self.trained_rows:
-            row_indices, trained = self.trained_rows[name]
+        if name in self.fully_trained_tensors:
+            return self.fully_trained_tensors[name]
+        if name in self.trained_embedding_rows:
+            row_indices, trained = self.trained_embedding_rows[name]
             table = base_tensor.new_zeros(self.trained_shape(name, tuple(base_tensor.shape)), dtype=torch.float32)
             table[: len(base_tensor)] = base_tensor
             table[row_indices] = trained

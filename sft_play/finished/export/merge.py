@@ -147,7 +147,7 @@ def card_facts(
     summary = read_summary(run.folder.path)  # the card has fewer lines without one
     return CardFacts(
         kind=kind, name=run.folder.path.name, config=run.config, plan=run.plan(), model_spec=model_spec,
-        manifest=run.manifest, summary=summary, stop=stop_ids, dtype=dtype,
+        manifest=run.manifest, summary=summary, stop_ids=stop_ids, dtype=dtype,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class MergedWeights:
     is a tensor there, else through the whole model in RAM."""
 
     def __init__(self, adapted: AdaptedModel, base_folder: Path, dtype: torch.dtype | None) -> None:
-        self._adapted, self._folder = adapted, base_folder
+        self._adapted, self._base_folder = adapted, base_folder
         self._base_tensors = open_tensors(base_folder)
         self._base_facts = {
             name: (tensor.file, tensor.shape, tensor.dtype) for name, tensor in self._base_tensors.items()
@@ -54,13 +54,13 @@ class MergedWeights:
         # files hold a tied tensor once, under its source's name
         trained_whole = (
             name
-            for name in adapted.whole_tensors
+            for name in adapted.fully_trained_tensors
             if name not in adapted.untied_sources and name not in adapted.tied_tensors
         )
         self._trained_targets = {
             *adapted.adapted_layers,
             *trained_whole,
-            *adapted.trained_rows,
+            *adapted.trained_embedding_rows,
             *adapted.quantized_names,
         }
         self.is_streamed = (
@@ -73,15 +73,15 @@ class MergedWeights:
             if name in _FLOAT_DTYPES:
                 counts[_FLOAT_DTYPES[name]] = counts.get(_FLOAT_DTYPES[name], 0) + math.prod(shape)
         if not counts:
-            raise ModelError(f"{self._folder} holds no floating-point weights to merge an adapter into")
+            raise ModelError(f"{self._base_folder} holds no floating-point weights to merge an adapter into")
         return max(counts, key=lambda dtype: counts[dtype])
 
     @property
     def max_bytes(self) -> int:
         """The most bytes that the files can have: as if everything that was trained whole came on top."""
         elements = sum(math.prod(shape) for _, shape, _ in self._base_facts.values())
-        elements += sum(tensor.numel() for tensor in self._adapted.whole_tensors.values())
-        elements += sum(rows.numel() for _, rows in self._adapted.trained_rows.values())
+        elements += sum(tensor.numel() for tensor in self._adapted.fully_trained_tensors.values())
+        elements += sum(rows.numel() for _, rows in self._adapted.trained_embedding_rows.values())
         return int(elements * self.dtype.itemsize)
 
     def write(self, folder: Path, file_bytes: int) -> None:
@@ -142,7 +142,7 @@ class MergedWeights:
                 yield name, self._adapted.trained_shape(self._target_names[key][0], shape)
         by_target = {self._target_names[key][0]: shape for key, (_, shape, _) in self._base_facts.items()}
         for name, source in self._adapted.untied_sources.items():
-            yield self._whole_name(name), self._adapted.trained_shape(name, by_target[source])
+            yield self._full_name(name), self._adapted.trained_shape(name, by_target[source])
 
     def _merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         sources = {source: name for name, source in self._adapted.untied_sources.items()}
@@ -163,7 +163,7 @@ class MergedWeights:
                 if target in sources:  # what was one tensor in the base is two now
                     untied_name = sources[target]
                     yield (
-                        self._whole_name(untied_name),
+                        self._full_name(untied_name),
                         self._cast_as_in_files(self._adapted.trained_tensor(untied_name, base), base),
                     )
 
@@ -173,7 +173,7 @@ class MergedWeights:
         joined = self._adapted.trained_tensor(target, joined_tensor.join(parts))
         yield from ((key, self._cast_as_in_files(part, parts[key])) for key, part in joined_tensor.split(joined))
 
-    def _whole_name(self, name: str) -> str:
+    def _full_name(self, name: str) -> str:
         tower = self._adapted.model_spec.text_tower
         return name if tower is None else tower.to_full_name(name)
 
@@ -207,7 +207,7 @@ class MergedWeights:
             for name, parameter in model.named_parameters(remove_duplicate=True):
                 parameter.data = adapted.trained_tensor(name, parameter.data).to(parameter.dtype)
         write_weights(model, folder, dtype=self.dtype)
-        expand_to_full_class(model, folder, self._folder, dtype=self._requested_dtype)
+        expand_to_full_class(model, folder, self._base_folder, dtype=self._requested_dtype)
 
 
 def _key_mapping(adapted: AdaptedModel) -> dict[str, str] | None:

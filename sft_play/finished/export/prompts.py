@@ -49,7 +49,7 @@ class EnginePrompts:
     """A run's prompts, and those of the folder `model`, which was merged or exported from it."""
 
     def __init__(self, run: FinishedRun, model_folder: Path) -> None:
-        self._run, self._model = run, model_folder
+        self._run, self._model_folder = run, model_folder
         self.tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=run.config.model.trust_remote_code)
         self._training_tokenizer = load_tokenizer(run.config).tokenizer
         self._renderer = build_run_renderer(run, self._training_tokenizer)
@@ -68,7 +68,7 @@ class EnginePrompts:
     def stop_ids(self) -> list[int]:
         """Tokens that end an answer as the run was trained; the folder's own are those of its generation config, else
         of its config."""
-        configs = (read_json(self._model / name) for name in ("generation_config.json", "config.json"))
+        configs = (read_json(self._model_folder / name) for name in ("generation_config.json", "config.json"))
         folder_stop_ids = next(
             (config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None), None
         )
@@ -91,7 +91,7 @@ class EnginePrompts:
         TokenizerError where there is none."""
         template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
-            raise TokenizerError(f"{self._model} has no chat template")
+            raise TokenizerError(f"{self._model_folder} has no chat template")
         return template.render([dict(message) for message in messages], tools=tools, with_prompt=prompt)
 
     def row_prompts(self, split: DataSplit, count: int) -> list[PairedPrompt]:

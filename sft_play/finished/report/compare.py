@@ -42,7 +42,7 @@ class ResultRow:
     format_value: Callable[[Any], str] = str
 
     @property
-    def formatted(self) -> list[str]:
+    def formatted_values(self) -> list[str]:
         """The values in words."""
         return [_ABSENT_TEXT if value is None else self.format_value(value) for value in self.values]
 
@@ -74,7 +74,7 @@ class Comparison(RunCommandResult):
     def lines(self) -> list[str]:
         left_columns = tuple(range(len(self.names) + 1))
         difference_rows = [(key, *_format_cells(values)) for key, values in self.differences.items()]
-        result_rows = [(result.title, *result.formatted) for result in self.results]
+        result_rows = [(result.title, *result.formatted_values) for result in self.results]
         headers = [one_line(name, limit=28) for name in self.names]
         lines = [
             *(plot_as_text(self.loss_chart) if self.loss_chart else []),
@@ -236,7 +236,7 @@ def _comparison_page(comparison: Comparison, charts: Sequence[Chart]) -> str:
             ReportSection("Runs", tables=[ReportTable(("run", "status", "model", "started"), rows, has_numbers=False)],
                     notes=notes),
             ReportSection("Results", tables=[ReportTable(("", *names), [(result.title,
-            *result.formatted) for result in comparison.results])]),
+            *result.formatted_values) for result in comparison.results])]),
             ReportSection("What differs", tables=[ReportTable(("", *names), [(key, *_format_cells(values))
                     for key, values in comparison.differences.items()],
                     has_numbers=False)] if comparison.differences else []),

@@ -70,7 +70,7 @@ class BudgetResult:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        ages = self._ages_days()
+        ages = self._price_ages_days()
         return {
             "usd": self.usd,
             "cheapest": asdict(self.cheapest) if self.cheapest else None,
@@ -80,7 +80,7 @@ class BudgetResult:
             "price_ages_days": [ages[0], ages[-1]] if ages else None,
         }
 
-    def _ages_days(self) -> list[int]:
+    def _price_ages_days(self) -> list[int]:
         return sorted((self.today - date.fromisoformat(offer.read)).days for offer in self.offers if offer.read)
 
     def lines(self) -> list[str]:
@@ -105,7 +105,7 @@ class BudgetResult:
             else []
         )
         price_lines = [
-            f"Public list prices, read {days} days ago or more: look them up" for days in self._ages_days()[:1]
+            f"Public list prices, read {days} days ago or more: look them up" for days in self._price_ages_days()[:1]
         ]
         heading_lines.append("Machines on which it fits, by cost, if every row were full length:")
         return [*heading_lines, *offer_lines[:MAX_LISTED_MACHINES], *omitted_lines, *price_lines]

@@ -303,7 +303,7 @@ def _machine_with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
     """The same machine with that many GPUs of one kind, on more nodes where its own have no room for eight or more."""
     # free_bytes None: what other processes hold on the present GPUs is not held there
     gpus = tuple(replace(gpu, index=index, free_bytes=None) for index in range(count))
-    nodes = hardware.nodes if count == len(hardware.gpus) else -(-count // max(GPUS_PER_NODE, hardware.gpus_per_node))
+    nodes = hardware.nodes if count == len(hardware.gpus) else -(-count // max(GPUS_PER_NODE, hardware.ranks_per_node))
     has_given_ram = hardware.ram_given and bool(hardware.gpus)
     return replace(hardware, gpus=gpus, nodes=nodes, named=True, ram_given=has_given_ram)
 
@@ -313,7 +313,7 @@ def _hardware_name(machine: Hardware) -> str:
     name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")  # as HARDWARE= takes it
     entry = next(iter(find_catalog_entries(name)), None)
     nodes = f"{machine.nodes}x" if machine.nodes > 1 else ""
-    text = f"{nodes}{machine.gpus_per_node}x{name}"
+    text = f"{nodes}{machine.ranks_per_node}x{name}"
     if entry is None or abs(entry.memory_bytes - gpu.total_bytes) > 0.05 * gpu.total_bytes:
         text += f",mem={gpu.total_bytes >> 20}MiB"
     return text + (f",ram={machine.ram_free_bytes >> 20}MiB" if machine.ram_given else "")

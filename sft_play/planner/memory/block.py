@@ -68,7 +68,7 @@ class BlockBytes:
     """A block's bytes for one batch, with its copies of fp32 parameters however it is computed."""
 
     layer: LayerBytes
-    output_width: int
+    output_itemsize: int
     """Bytes of an element of its output."""
     recompute_peak: int = 0
     """The peak of recomputing the forward: it starts when the backward pass first needs what was held, and ends at the
@@ -97,7 +97,7 @@ def block_bytes(
     x = tape.leaf(size, itemsize) if input_has_grad else tape.new(size, itemsize)
     out = _run_block(block, x)
     forward_bytes, recompute_end = tape.meter.peak, tape.peak_at_last_save
-    node, grad_size = out.node, (out.elements, out.width)
+    node, grad_size = out.node, (out.elements, out.itemsize)
     storage = x.storage
     # from here only nodes hold anything, as when the model's own forward has returned
     del x, out
@@ -143,7 +143,7 @@ class OutputHead:
 
     vocab_size: int
     trainable: bool
-    weight_width: int
+    weight_itemsize: int
     trains_rows: bool = False
     caps_logits: bool = False
 
@@ -184,14 +184,14 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
     there is no Triton, as on a CPU, torch's operators read each tile, and hold several more of its size."""
     tape, hidden = tail.tape, tail.spec.hidden
     scored_tokens = max(1, tail.batch * (tail.length - 1))
-    compute_itemsize = tail.spec.element_bytes.autocast or x.width
+    compute_itemsize = tail.spec.element_bytes.autocast or x.itemsize
     makes_weight_gradient = head.trainable or head.trains_rows
-    saved_table = (tape.new(head.vocab_size * hidden, head.weight_width),) if head.trains_rows else ()
+    saved_table = (tape.new(head.vocab_size * hidden, head.weight_itemsize),) if head.trains_rows else ()
     tokens, vocab_columns = min(scored_tokens, TOKEN_TILE), min(VOCAB_TILE, head.vocab_size)
     # of a tile that is wider than the vocabulary a CPU process has the pages that it touches
     tile_bytes = tokens * (VOCAB_TILE if on_gpu else vocab_columns) * compute_itemsize
     # beside a tile, which its gradient overwrites in the backward pass: its rows and weights in the tile's dtype
-    cast_bytes = vocab_columns * hidden * compute_itemsize if head.weight_width != compute_itemsize else 0
+    cast_bytes = vocab_columns * hidden * compute_itemsize if head.weight_itemsize != compute_itemsize else 0
     forward_bytes = backward_bytes = cast_bytes
     if not on_gpu:
         forward_bytes = max(cast_bytes, CPU_FORWARD_BYTES * tokens * vocab_columns)
@@ -204,8 +204,8 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
     if cast_bytes:  # in the backward pass the next tile's weights are cast while this one's are still held (line 423)
         next_columns = min(head.vocab_size - vocab_columns, VOCAB_TILE) or vocab_columns * (scored_tokens > TOKEN_TILE)
         backward_bytes = max(backward_bytes, cast_bytes + next_columns * hidden * compute_itemsize)
-    tile_bytes += tokens * hidden * compute_itemsize if x.width != compute_itemsize else 0
-    e = x.width
+    tile_bytes += tokens * hidden * compute_itemsize if x.itemsize != compute_itemsize else 0
+    e = x.itemsize
     # a GPU indexes out the rows that are scored, so padding and prompts cost no logits; a CPU scores all tokens, of
     # several rows in a copy (trainer/utils.py:1642 to 1645)
     index_backward = single_gradient(x.elements, e, transient=x.nbytes if on_gpu else 0)
@@ -223,7 +223,7 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
         out = tape.new(scored_tokens * hidden, e)
         if weight_gradient is not None:
             gradient = (
-                weight_gradient if head.weight_width == 4 else tape.new(head.vocab_size * hidden, head.weight_width)
+                weight_gradient if head.weight_itemsize == 4 else tape.new(head.vocab_size * hidden, head.weight_itemsize)
             )
             if head.trainable:
                 tail.keep_gradient(gradient)
@@ -249,12 +249,12 @@ def _logits_loss(tail: ForwardPass, x: TensorRef, head: OutputHead) -> TensorRef
     tape, logits_elements = tail.tape, tail.batch * tail.length * head.vocab_size
     scored_tokens = max(1, tail.batch * (tail.length - 1))
     scored_elements = scored_tokens * head.vocab_size
-    logits = tail.dense(x, "head", tail.spec.hidden, head.vocab_size, head.weight_width, trainable=head.trainable)
-    if logits.width != 4 or tail.batch > 1:  # an fp32 copy; of a part of fp32 logits, log_softmax makes one itself
+    logits = tail.dense(x, "head", tail.spec.hidden, head.vocab_size, head.weight_itemsize, trainable=head.trainable)
+    if logits.itemsize != 4 or tail.batch > 1:  # an fp32 copy; of a part of fp32 logits, log_softmax makes one itself
         tape.meter.add_transient(2 * 4 * scored_elements)
     # the zeros of `gather` and the gradient of log_softmax are gone where that of the logits has its width
     backward = single_gradient(
-        logits_elements, logits.width, transient=2 * 4 * scored_elements - logits_elements * logits.width
+        logits_elements, logits.itemsize, transient=2 * 4 * scored_elements - logits_elements * logits.itemsize
     )
     log_probabilities = tape.op((logits,), scored_elements, 4, backward=backward, holds_output=True)
     tape.meter.add_transient(2 * 4 * scored_elements // tail.batch)

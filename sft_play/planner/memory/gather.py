@@ -42,17 +42,17 @@ class GatherBuffers:
     def _tied_embedding(self) -> int:
         return 0 if self.embedding else self.tail
 
-    def forward(self, layer: int) -> int:
+    def forward_bytes(self, layer: int) -> int:
         """While block `layer` computes: its parameters and its flat buffer; a tied embedding stays too."""
         return 2 * self.blocks[layer] + self._tied_embedding
 
     @property
-    def before_tail(self) -> int:
+    def tail_gather_bytes(self) -> int:
         """When the tail is gathered: the last block's buffer, the tail's, and its parameters."""
         return self.blocks[-1] + 2 * self.tail
 
     @property
-    def head(self) -> int:
+    def head_backward_bytes(self) -> int:
         """While the head runs backward: its parameters and the last block's buffer."""
         return self.tail + self.blocks[-1]
 
@@ -60,7 +60,7 @@ class GatherBuffers:
         """The unit that is gathered while block `layer` runs backward: the one before it in the forward pass."""
         return self.blocks[layer - 1] if layer else self.embedding
 
-    def backward(self, layer: int) -> int:
+    def backward_bytes(self, layer: int) -> int:
         """While block `layer` runs backward: its parameters, the next one's buffer, the last reduction's input."""
         reduced = self.blocks[layer + 1] if layer + 1 < len(self.blocks) else self.tail
         reduced_bytes = int(reduced * self.trained_share * self.reduce_ratio)
@@ -70,7 +70,7 @@ class GatherBuffers:
         """Gradients while they are sharded: themselves, the flat input, this rank's shard, and that in fp32."""
         return int(gradients * (1 + self.reduce_ratio + (2 + self.reduce_ratio) / self.ranks))
 
-    def reduction(self, layer: int) -> int:
+    def reduction_bytes(self, layer: int) -> int:
         """When the gradients of block `layer` are sharded, beside the next unit's buffer."""
         return (
             self._prefetched_unit(layer)
@@ -78,7 +78,7 @@ class GatherBuffers:
             + self._tied_embedding
         )
 
-    def embedding_backward(self, embedding_gradient: int) -> tuple[int, ...]:
+    def embedding_backward_bytes(self, embedding_gradient: int) -> tuple[int, ...]:
         """When the embedding runs backward: gathered; with its gradient; when that is sharded."""
         last_reduction = int(self.blocks[0] * self.trained_share)
         # tied: the head's gradient of the same table is there too

@@ -13,15 +13,15 @@ from sft_play.planner.memory.tape import Grads, Tape, TensorRef, shared_gradient
 def norm(block: ForwardPass, x: TensorRef, *, is_head_norm: bool = False) -> TensorRef:
     """A norm over hidden states or heads; it is computed in fp32."""
     liger = block.spec.liger
-    if liger is not None and (liger.head_norms or not is_head_norm):
+    if liger is not None and (liger.replaces_head_norms or not is_head_norm):
         rows = x.elements // block.spec.head_dim if is_head_norm else block.tokens
-        return liger_norm(block.tape, x, rows, in_place=liger.in_place, trains_weight=block.spec.trains_weights)
+        return liger_norm(block.tape, x, rows, in_place=liger.writes_in_place, trains_weight=block.spec.trains_weights)
     wide = block.to(x, 4)
     out = _normalise(block, wide)
     del wide
     if block.spec.norm == "gemma":  # in fp32, then the input's dtype
-        return block.to(_scale_by_weight(block, out), x.width)
-    return _scale_by_weight(block, block.to(out, x.width))
+        return block.to(_scale_by_weight(block, out), x.itemsize)
+    return _scale_by_weight(block, block.to(out, x.itemsize))
 
 
 def _normalise(block: ForwardPass, wide: TensorRef) -> TensorRef:
@@ -33,8 +33,8 @@ def _normalise(block: ForwardPass, wide: TensorRef) -> TensorRef:
 
 def _scale_by_weight(block: ForwardPass, x: TensorRef) -> TensorRef:
     # type promotion: fp32 weights under autocast make the product fp32; Gemma's weight is cast up to x's fp32
-    itemsize = x.width if block.spec.norm == "gemma" else max(x.width, block.spec.element_bytes.weights)
-    size, e, trains_weight, needs_gradient = x.elements, x.width, block.spec.trains_weights, x.node is not None
+    itemsize = x.itemsize if block.spec.norm == "gemma" else max(x.itemsize, block.spec.element_bytes.weights)
+    size, e, trains_weight, needs_gradient = x.elements, x.itemsize, block.spec.trains_weights, x.node is not None
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         out = tape.new(size, itemsize) if needs_gradient else None
@@ -66,13 +66,13 @@ def _base_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) 
 
 def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef:
     """bitsandbytes' 4-bit product: the weight is dequantised for each pass, with its fp32 absmax."""
-    x, input_itemsize = block.to_autocast(x), x.width
-    dequantised = spec.elements * x.width
+    x, input_itemsize = block.to_autocast(x), x.itemsize
+    dequantised = spec.elements * x.itemsize
     absmax = 4 * math.ceil(spec.elements / NF4_BLOCK)
     out_elements = x.elements // spec.inputs * spec.outputs
 
     def backward(
-        tape: Tape, grad: TensorRef, size: int = x.elements, e: int = x.width, needs_gradient: bool = x.node is not None
+        tape: Tape, grad: TensorRef, size: int = x.elements, e: int = x.itemsize, needs_gradient: bool = x.node is not None
     ) -> Grads:
         if not needs_gradient:
             return (None,)
@@ -84,8 +84,8 @@ def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef
     # double quantisation: absmax is dequantised first, to fp32 (functional.py, dequantize_4bit), and is gone when the
     # product runs
     block.tape.meter.add_transient(dequantised + 2 * absmax)
-    block.tape.meter.add_transient(dequantised + out_elements * x.width)
-    out = block.tape.op((x,), out_elements, x.width, backward=backward, holds_weight=True)
+    block.tape.meter.add_transient(dequantised + out_elements * x.itemsize)
+    out = block.tape.op((x,), out_elements, x.itemsize, backward=backward, holds_weight=True)
     return block.to(out, input_itemsize)  # Linear4bit.forward returns its input's dtype
 
 
@@ -93,7 +93,7 @@ def _adapted_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpe
     """peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for each target;
     under autocast only where training/model/adapter_inputs.py leaves it."""
     result = _base_linear(block, x, role, spec)
-    itemsize = result.width
+    itemsize = result.itemsize
     if (
         block.spec.element_bytes.autocast is None
         or block.spec.casts_inputs
@@ -109,8 +109,8 @@ def _adapted_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpe
 def _adapted_nf4_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
     """peft/tuners/lora/bnb.py, Linear4bit.forward: the base's result is cloned; no cast under autocast."""
     result = _base_linear(block, x, role, spec)
-    result = block.tape.op((result,), result.elements, result.width, backward=shared_gradient(1))  # result.clone()
-    itemsize = result.width
+    result = block.tape.op((result,), result.elements, result.itemsize, backward=shared_gradient(1))  # result.clone()
+    itemsize = result.itemsize
     if block.spec.element_bytes.autocast is None:
         x = block.to(x, block.spec.element_bytes.adapters)
     output = _adapter_output(block, x, role, spec, result)
@@ -141,10 +141,10 @@ def _dora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, 
     lora = _lora_output(block, x, role, spec)
     if base is None:
         cast_input = block.to_autocast(x)
-        copies_weight = block.spec.is_nf4 or block.spec.element_bytes.weights != cast_input.width
-        saved = [block.tape.new(spec.elements, cast_input.width)] if copies_weight else []
+        copies_weight = block.spec.is_nf4 or block.spec.element_bytes.weights != cast_input.itemsize
+        saved = [block.tape.new(spec.elements, cast_input.itemsize)] if copies_weight else []
         outputs = cast_input.elements // spec.inputs * spec.outputs
-        base = block.tape.op((cast_input,), outputs, cast_input.width, saved=saved, holds_weight=True)
+        base = block.tape.op((cast_input,), outputs, cast_input.itemsize, saved=saved, holds_weight=True)
         del cast_input, saved  # F.linear's own: only its node keeps them
     scaled_base = _scale_by_magnitude(block, base)
     scaled_lora = block.scale(_scale_by_magnitude(block, lora))
@@ -155,7 +155,7 @@ def _dora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, 
 
 def _dora_weights(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> list[TensorRef]:
     """The identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's norm: two more."""
-    element_bytes, e = block.spec.element_bytes, x.width
+    element_bytes, e = block.spec.element_bytes, x.itemsize
     compute_itemsize = element_bytes.autocast or e
     identity = block.tape.new(spec.inputs * spec.inputs, element_bytes.adapters)
     weights = [
@@ -173,7 +173,7 @@ def _dora_weights(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> list[Te
 
 def _scale_by_magnitude(block: ForwardPass, x: TensorRef) -> TensorRef:
     """x times the magnitude's row, in fp32: x is held for the magnitude's gradient."""
-    size, e, needs_gradient = x.elements, x.width, x.node is not None
+    size, e, needs_gradient = x.elements, x.itemsize, x.node is not None
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         tape.meter.add_transient(4 * size)

@@ -206,7 +206,7 @@ def plan_checkpoint_saving(simulation: StepMemorySimulation) -> CheckpointSaving
     """How checkpoints are written: sharded where FSDP divides full states that are too large for one process."""
     layout, parameters = simulation.step.layout, simulation.trained_parameters
     untrained_params = simulation.shape.untrained_params if simulation.is_full else 0  # saved with the rest
-    final_weights_ram = min((parameters.params + untrained_params) * parameters.width, SAVE_SHARD_BYTES)
+    final_weights_ram = min((parameters.params + untrained_params) * parameters.itemsize, SAVE_SHARD_BYTES)
     paged_state_bytes = paged_bytes(simulation.config.train.optim, simulation.shape, parameters)
     if layout.is_zero:
         return CheckpointSaving(

@@ -80,7 +80,7 @@ class MeasuredStepSimulation(StepMemorySimulation):
         return self._measured_blocks(self._block_mode(0), self.step.micro_batch).on_cpu
 
     def _compute_blocks(self) -> tuple[list[BlockBytes], list[int]]:
-        return [], [self.weight_width] * (self.shape.num_layers + 1)
+        return [], [self.weight_itemsize] * (self.shape.num_layers + 1)
 
     def _compute_layers(self) -> list[LayerBytes]:
         layers = [self._measured_layer(self._block_mode(layer), layer) for layer in range(self.shape.num_layers)]

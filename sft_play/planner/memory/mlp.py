@@ -27,31 +27,31 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     routing = _routing_weights(block, x, rows)  # (T * k,)
     indices = block.tape.new(rows, 8)
     gathered = block.tape.op(
-        (x,), rows * spec.hidden, x.width, saved=(indices,), backward=block.index_backward(x, rows)
+        (x,), rows * spec.hidden, x.itemsize, saved=(indices,), backward=block.index_backward(x, rows)
     )
     # what the block reads dequantised or with an adapter, once, until its experts have run
     weights_in_use: list[TensorRef] = []
     gate_up = _grouped_linear(block, gathered, 0, spec.hidden, 2 * spec.expert_width, weights_in_use)
     # biases are gathered row by row before the product, and the name lives until the next ones replace it
-    bias = block.tape.new(gate_up.elements, gate_up.width) if spec.has_expert_bias else None
+    bias = block.tape.new(gate_up.elements, gate_up.itemsize) if spec.has_expert_bias else None
     halves = block.split(gate_up, inner_elements, inner_elements)
     inner = _clamped_gate(block, halves) if spec.clamps_gate else _gate(block, halves)
     del gate_up  # the caller of the gate keeps its input
     out = _grouped_linear(block, inner, -1, spec.expert_width, spec.hidden, weights_in_use)
     del inner
     if bias is not None:
-        bias = block.tape.new(out.elements, out.width)
+        bias = block.tape.new(out.elements, out.itemsize)
     weighted = _weight_rows(block, out, routing)
     del out, routing
     ordered = block.tape.op(
-        (weighted,), weighted.elements, weighted.width, saved=(indices,), backward=block.index_backward(weighted, rows)
+        (weighted,), weighted.elements, weighted.itemsize, saved=(indices,), backward=block.index_backward(weighted, rows)
     )
     del weighted
     # .view(T, k, h).sum(dim=1); the gradient of a sum is expanded, and copied to be seen as rows
-    backward = single_gradient(ordered.elements, ordered.width)
-    combined = block.tape.op((ordered,), x.elements, ordered.width, backward=backward)
+    backward = single_gradient(ordered.elements, ordered.itemsize)
+    combined = block.tape.op((ordered,), x.elements, ordered.itemsize, backward=backward)
     del ordered, bias, gathered
-    combined = block.to(combined, x.width)
+    combined = block.to(combined, x.itemsize)
     weights_in_use.clear()
     return combined
 
@@ -59,7 +59,7 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
 def _routing_weights(block: ForwardPass, x: TensorRef, rows: int) -> TensorRef:
     spec = block.spec
     probabilities = block.tape.op((x,), block.tokens * spec.num_experts, 4, holds_output=True)
-    return block.tape.op((probabilities,), rows, 4 if spec.routes_in_fp32 else x.width)
+    return block.tape.op((probabilities,), rows, 4 if spec.routes_in_fp32 else x.itemsize)
 
 
 def _grouped_linear(
@@ -94,7 +94,7 @@ def _grouped_linear(
     if weight is not None:
         weights_in_use.append(weight)
     del weight
-    size, e, needs_gradient = x.elements, x.width, x.node is not None
+    size, e, needs_gradient = x.elements, x.itemsize, x.node is not None
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         out = tape.new(size, e) if needs_gradient else None
@@ -106,7 +106,7 @@ def _grouped_linear(
         elif adapter_params:
             # the sum's gradient, of which the factors' are products
             sum_gradient = tape.new(elements, autocast_itemsize or weight_itemsize)
-            if sum_gradient.width != weight_itemsize:
+            if sum_gradient.itemsize != weight_itemsize:
                 sum_gradient = tape.new(elements, weight_itemsize)
             block.create_weight_gradient(adapter_params, spec.element_bytes.adapters)
             del sum_gradient
@@ -133,19 +133,19 @@ def _gate(block: ForwardPass, halves: list[TensorRef]) -> TensorRef:
 
 def _clamped_gate(block: ForwardPass, halves: list[TensorRef]) -> TensorRef:
     """gpt-oss: (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)) (modeling_gpt_oss.py, `_apply_gate`)."""
-    gate, up = (block.tape.op((half,), half.elements, half.width, saved=(half,)) for half in halves)
+    gate, up = (block.tape.op((half,), half.elements, half.itemsize, saved=(half,)) for half in halves)
     halves.clear()
     activated = block.scale(gate)
-    activated = block.tape.op((activated,), activated.elements, activated.width, holds_output=True)
+    activated = block.tape.op((activated,), activated.elements, activated.itemsize, holds_output=True)
     activated = block.multiply(gate, activated)
-    shifted_up = block.tape.op((up,), up.elements, up.width, backward=shared_gradient(1))
+    shifted_up = block.tape.op((up,), up.elements, up.itemsize, backward=shared_gradient(1))
     return block.multiply(shifted_up, activated)
 
 
 def _weight_rows(block: ForwardPass, out: TensorRef, routing: TensorRef) -> TensorRef:
     """Rows times their weights, in the wider dtype; the weights' gradient is the sum of a product of its size."""
-    itemsize = max(out.width, routing.width)
-    size, e, rows, routing_itemsize = out.elements, out.width, routing.elements, routing.width
+    itemsize = max(out.itemsize, routing.itemsize)
+    size, e, rows, routing_itemsize = out.elements, out.itemsize, routing.elements, routing.itemsize
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         gradient = tape.new(size, itemsize)
@@ -157,7 +157,7 @@ def _weight_rows(block: ForwardPass, out: TensorRef, routing: TensorRef) -> Tens
 
 
 def _dense_mlp(block: ForwardPass, x: TensorRef) -> TensorRef:
-    uses_liger_gate = block.spec.liger is not None and block.spec.liger.gate
+    uses_liger_gate = block.spec.liger is not None and block.spec.liger.replaces_gate
     if "gate_up" in block.linears:
         gate_up = linear(block, x, "gate_up")
         gate, up = block.split(gate_up, gate_up.elements // 2, gate_up.elements // 2)
@@ -175,4 +175,4 @@ def _dense_mlp(block: ForwardPass, x: TensorRef) -> TensorRef:
 
 
 def _activate(block: ForwardPass, x: TensorRef) -> TensorRef:
-    return block.tape.op((x,), x.elements, x.width, saved=(x,))
+    return block.tape.op((x,), x.elements, x.itemsize, saved=(x,))

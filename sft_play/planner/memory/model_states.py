@@ -121,22 +121,22 @@ class TrainedParameters:
     States wider than the parameters are those of stochastic rounding, which steps one tensor at a time in fp32."""
 
     params: int
-    width: int
+    itemsize: int
     trains_embedding: bool
     trains_head: bool
-    state_width: int
+    state_itemsize: int
     new_token_params: int = 0
     """Of the parameters: rows of embeddings that new tokens have, and that PEFT puts into a copy of the whole table."""
     small_tensor_params: int = 0
     """Of the parameters: those in tensors below `PAGED_MIN_ELEMENTS`."""
-    largest_tensor: int = 0
+    largest_elements: int = 0
     matrix_sides: int = 0
     """Rows and columns of all tensors; for a vector its elements."""
 
     @property
     def rounds_stochastically(self) -> bool:
         """Whether each tensor is stepped in fp32 and rounded back."""
-        return self.state_width > self.width
+        return self.state_itemsize > self.itemsize
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape, element_bytes: ElementBytes) -> TrainedParameters:
@@ -146,8 +146,8 @@ def trained_parameters(config: RunConfig, shape: ModelShape, element_bytes: Elem
         linear_sides = sum(count * (linear.inputs + linear.outputs) for linear, count in shape.linears)
         return TrainedParameters(
             shape.params - shape.untrained_params, element_bytes.weights,
-            trains_embedding=True, trains_head=True, state_width=element_bytes.states or element_bytes.weights,
-            small_tensor_params=shape.other_params, largest_tensor=largest_tensor_elements(shape),
+            trains_embedding=True, trains_head=True, state_itemsize=element_bytes.states or element_bytes.weights,
+            small_tensor_params=shape.other_params, largest_elements=largest_tensor_elements(shape),
             matrix_sides=linear_sides + (1 if shape.tied else 2) * table_sides + shape.other_params,
         )  # fmt: skip
     lora = config.tuning.lora
@@ -164,7 +164,7 @@ def trained_parameters(config: RunConfig, shape: ModelShape, element_bytes: Elem
         adapter_and_copy_params + new_token_params, element_bytes.adapters, trains_embedding, trains_head, element_bytes.adapters,
         new_token_params,
         small_tensor_params=sum(size * count for size, count in sizes if size < PAGED_MIN_ELEMENTS),
-        largest_tensor=max(
+        largest_elements=max(
             [size for size, _ in sizes] + [shape.embedding_table_params] * (trains_embedding or trains_head), default=0
         ),
         matrix_sides=sum((rows + columns) * count for rows, columns, count in factors)
@@ -181,12 +181,12 @@ def optimizer_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters
     if optim == "adafactor":
         return 4 * parameters.matrix_sides
     remainders = (
-        _segment_remainders(shape, parameters.state_width)
+        _segment_remainders(shape, parameters.state_itemsize)
         if is_full and parameters.params == shape.params - shape.untrained_params
         else 0
     )
     single_state_params = sum(count * linear.weights for linear, count in shape.linears) if optim == "muon" else 0
-    return 2 * (parameters.state_width * parameters.params + remainders) - parameters.state_width * single_state_params
+    return 2 * (parameters.state_itemsize * parameters.params + remainders) - parameters.state_itemsize * single_state_params
 
 
 def bitsandbytes_state_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
@@ -221,16 +221,16 @@ def optimizer_temporary_bytes(optim: str, shape: ModelShape, parameters: Trained
     roots, as large as the parameters; Adafactor: two fp32 copies of the largest tensor, and where it has 16 bits it and
     its gradient in fp32; Muon: a matrix's update, two iterates of it in bf16 and two products of its shorter sides
     (torch/optim/_muon.py). Stochastic rounding steps an fp32 copy of one tensor and of its gradient."""
-    largest_elements = parameters.largest_tensor
+    largest_elements = parameters.largest_elements
     copies = 8 * largest_elements if parameters.rounds_stochastically else 0
     if optim == "adamw_torch":
-        return copies + (4 * largest_elements if parameters.rounds_stochastically else parameters.width * parameters.params)
+        return copies + (4 * largest_elements if parameters.rounds_stochastically else parameters.itemsize * parameters.params)
     if optim == "muon":
         matrices = [(linear.weights, min(linear.inputs, linear.outputs)) for linear, _ in shape.linears]
         return copies + max(
-            (parameters.state_width + 4) * size + 4 * shorter_side**2 for size, shorter_side in matrices
+            (parameters.state_itemsize + 4) * size + 4 * shorter_side**2 for size, shorter_side in matrices
         )
-    copy_bytes = 8 if parameters.state_width == 4 else 16
+    copy_bytes = 8 if parameters.state_itemsize == 4 else 16
     return copies + (copy_bytes * largest_elements if optim == "adafactor" else 0)
 
 
@@ -285,8 +285,8 @@ def _resident_parameter_bytes(
         return _fsdp_resident_bytes(
             rank_parameters, frozen_bytes, shape, layout, optim, upcasts_trained=element_bytes.autocast is not None, mode=mode
         )
-    remainders = _segment_remainders(shape, rank_parameters.width) if is_full and layout.tensor_parallel == 1 else 0
-    held_bytes = rank_parameters.params * rank_parameters.width + remainders
+    remainders = _segment_remainders(shape, rank_parameters.itemsize) if is_full and layout.tensor_parallel == 1 else 0
+    held_bytes = rank_parameters.params * rank_parameters.itemsize + remainders
     return ResidentBytes(
         weights=frozen_bytes + (held_bytes if is_full else 0),
         # PEFT keeps the rows that were there, too
@@ -294,7 +294,7 @@ def _resident_parameter_bytes(
         gradients=held_bytes,
         optimizer=optimizer_bytes(optim, shape, rank_parameters, is_full=is_full),
         # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which stay allocated
-        gradient_buckets=rank_parameters.params * rank_parameters.width if layout.name == "ddp" else 0,
+        gradient_buckets=rank_parameters.params * rank_parameters.itemsize if layout.name == "ddp" else 0,
     )
 
 
@@ -316,9 +316,9 @@ def _fsdp_resident_bytes(
     except adapters beside NF4 weights, which have the run's dtype: 4P/W, 4P/W of gradients and 8P/W of states. NF4's
     packed weights are sharded too, their absmax is not (it is not a parameter)."""
     is_full, is_nf4 = mode == "full", mode == "qlora"
-    itemsize = 4 if upcasts_trained and not is_nf4 else parameters.width
+    itemsize = 4 if upcasts_trained and not is_nf4 else parameters.itemsize
     # rounded up: fully_shard pads every parameter to equal parts
-    shard = replace(parameters, params=-(-parameters.params // layout.shard), width=itemsize, state_width=itemsize)
+    shard = replace(parameters, params=-(-parameters.params // layout.shard), itemsize=itemsize, state_itemsize=itemsize)
     constant_bytes = _nf4_constant_bytes(shape) if is_nf4 else 0
     frozen_shard = constant_bytes + (frozen_bytes - constant_bytes) // layout.shard
     state_bytes = (

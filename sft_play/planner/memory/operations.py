@@ -39,7 +39,7 @@ class ForwardPass:
 
     def to(self, x: TensorRef, itemsize: int) -> TensorRef:
         """x cast to `width` bytes an element; x itself where it has them."""
-        return x if x.width == itemsize else self.tape.op((x,), x.elements, itemsize)
+        return x if x.itemsize == itemsize else self.tape.op((x,), x.elements, itemsize)
 
     def to_autocast(self, x: TensorRef) -> TensorRef:
         """x in the dtype in which autocast runs matrix products."""
@@ -47,20 +47,20 @@ class ForwardPass:
 
     def add(self, a: TensorRef, b: TensorRef) -> TensorRef:
         """a + b: both get the incoming gradient itself."""
-        has_same_itemsize = a.width == b.width
+        has_same_itemsize = a.itemsize == b.itemsize
         return self.tape.op(
-            (a, b), a.elements, max(a.width, b.width), backward=shared_gradient(2) if has_same_itemsize else None
+            (a, b), a.elements, max(a.itemsize, b.itemsize), backward=shared_gradient(2) if has_same_itemsize else None
         )
 
     def scale(self, x: TensorRef) -> TensorRef:
         """x times a number: nothing is held."""
-        return self.tape.op((x,), x.elements, x.width)
+        return self.tape.op((x,), x.elements, x.itemsize)
 
     def multiply(self, a: TensorRef, b: TensorRef) -> TensorRef:
         """a * b: each is held for the other's gradient; gradients are made in the wider dtype, then cast."""
         saved = [ref for ref, other in ((a, b), (b, a)) if other.node is not None]
-        itemsize = max(a.width, b.width)
-        cast_bytes = a.elements * itemsize if a.width != b.width else 0
+        itemsize = max(a.itemsize, b.itemsize)
+        cast_bytes = a.elements * itemsize if a.itemsize != b.itemsize else 0
         make_gradients = separate_gradients(a, b)
 
         def backward(tape: Tape, grad: TensorRef) -> Grads:
@@ -76,12 +76,12 @@ class ForwardPass:
         if not probability or not self.training:
             return x
         mask = self.tape.new(x.elements, 1)
-        return self.tape.op((x,), x.elements, x.width, saved=(mask,))
+        return self.tape.op((x,), x.elements, x.itemsize, saved=(mask,))
 
     def create_weight_gradient(self, elements: int, itemsize: int) -> None:
         """Create a parameter's gradient: it stays, or is added to an older one."""
         gradient = self.tape.new(elements, self.spec.element_bytes.autocast or itemsize)
-        if gradient.width != itemsize:  # of the cast copy; the parameter's own is made from it
+        if gradient.itemsize != itemsize:  # of the cast copy; the parameter's own is made from it
             gradient = self.tape.new(elements, itemsize)
         self.keep_gradient(gradient)
 
@@ -103,7 +103,7 @@ class ForwardPass:
             tape: Tape,
             grad: TensorRef,
             size: int = x.elements,
-            e: int = x.width,
+            e: int = x.itemsize,
             needs_gradient: bool = x.node is not None,
         ) -> Grads:
             out = tape.new(size, e) if needs_gradient else None
@@ -115,7 +115,7 @@ class ForwardPass:
 
         del weight  # `saved` has it, or autocast's cache
         return self.tape.op(
-            (x,), rows * outputs, x.width, saved=saved, backward=backward, holds_weight=True, trains_weight=trainable
+            (x,), rows * outputs, x.itemsize, saved=saved, backward=backward, holds_weight=True, trains_weight=trainable
         )
 
     def _autocast_weight(self, name: str, elements: int, itemsize: int, *, trainable: bool) -> TensorRef | None:
@@ -133,15 +133,15 @@ class ForwardPass:
         """Slices of one storage: each one's gradient is a tensor of the full size."""
         parts = []
         for size in sizes:
-            part = TensorRef(x.storage, size, x.width)
+            part = TensorRef(x.storage, size, x.itemsize)
             if self.tape.grad_enabled and x.node is not None:
-                part.node = self.tape.node((x,), (), single_gradient(x.elements, x.width))
+                part.node = self.tape.node((x,), (), single_gradient(x.elements, x.itemsize))
             parts.append(part)
         return parts
 
     def index_backward(self, x: TensorRef, rows: int) -> BackwardFormula:
         """The gradient of x[indices]: put into zeros, by sorted positions (Indexing.cu: four int64 for each row)."""
-        return single_gradient(x.elements, x.width, transient=4 * 8 * rows)
+        return single_gradient(x.elements, x.itemsize, transient=4 * 8 * rows)
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -156,7 +156,7 @@ def liger_norm(tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_we
     """A norm over each of `rows`: holds its input and one fp32 number a row, and gives its input's dtype. Backward the
     gradient of the input replaces that of the output where `in_place`; a trained weight's is summed from an fp32 row of
     each multiprocessor."""
-    size, e, needs_gradient = x.elements, x.width, x.node is not None
+    size, e, needs_gradient = x.elements, x.itemsize, x.node is not None
     statistics = tape.new(rows, 4)
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
@@ -172,8 +172,8 @@ def liger_norm(tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_we
 
 def liger_gate(tape: Tape, gate: TensorRef, up: TensorRef, *, copies_inputs: bool) -> TensorRef:
     """activation(gate) * up: holds both, or contiguous copies of them, over which their gradients are written."""
-    saved = [tape.new(ref.elements, ref.width) if copies_inputs else ref.detach() for ref in (gate, up)]
-    size, e = gate.elements, gate.width
+    saved = [tape.new(ref.elements, ref.itemsize) if copies_inputs else ref.detach() for ref in (gate, up)]
+    size, e = gate.elements, gate.itemsize
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         gradients = tuple(saved)
@@ -185,7 +185,7 @@ def liger_gate(tape: Tape, gate: TensorRef, up: TensorRef, *, copies_inputs: boo
 
 def liger_rotation(tape: Tape, x: TensorRef, *, copies_input: bool, copies_gradient: bool) -> TensorRef:
     """x rotated where it lies, or in a contiguous copy; its gradient likewise. Sines and cosines are shared."""
-    out = tape.new(x.elements, x.width) if copies_input else TensorRef(x.storage, x.elements, x.width)
+    out = tape.new(x.elements, x.itemsize) if copies_input else TensorRef(x.storage, x.elements, x.itemsize)
     backward: BackwardFormula = separate_gradients(x) if copies_gradient else lambda tape, grad: (grad,)
     if tape.grad_enabled and x.node is not None:
         out.node = tape.node((x,), (), backward, holds_weight=True)

@@ -19,7 +19,7 @@ def attention(block: ForwardPass, x: TensorRef) -> TensorRef:
     is_head_major = block.spec.concatenates_rotary and not _rotates_in_place(block)
     if is_head_major and block.spec.kernel in ("flash", "cudnn") and not block.spec.one_by_one:
         # torch.cat left q contiguous head by head; both kernels lay their output out as q, and reshaping it copies
-        out = block.tape.op((out,), out.elements, out.width)
+        out = block.tape.op((out,), out.elements, out.itemsize)
     return linear(block, out, "o")
 
 
@@ -38,7 +38,7 @@ def _query_key_value(block: ForwardPass, x: TensorRef) -> tuple[TensorRef, Tenso
 
 
 def _rotates_in_place(block: ForwardPass) -> bool:
-    return block.spec.liger is not None and block.spec.liger.rotation
+    return block.spec.liger is not None and block.spec.liger.replaces_rotation
 
 
 def _rotate_query_key(block: ForwardPass, q: TensorRef, k: TensorRef) -> tuple[TensorRef, TensorRef]:
@@ -65,8 +65,8 @@ def _is_masked_cudnn(spec: BlockSpec) -> bool:
 def _rotate(block: ForwardPass, x: TensorRef) -> TensorRef:
     """x * cos + rotate_half(x) * sin: two more tensors of its size while it runs, forwards and backwards."""
     block.tape.meter.add_transient(3 * x.nbytes)
-    backward = single_gradient(x.elements, x.width, transient=2 * x.nbytes)
-    return block.tape.op((x,), x.elements, x.width, backward=backward, holds_weight=True)
+    backward = single_gradient(x.elements, x.itemsize, transient=2 * x.nbytes)
+    return block.tape.op((x,), x.elements, x.itemsize, backward=backward, holds_weight=True)
 
 
 def _attend(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
@@ -90,7 +90,7 @@ def _repeat_heads(block: ForwardPass, x: TensorRef, groups: int) -> TensorRef:
     """K or V for all query heads: a copy whose gradient is summed back; of a single head a view is enough."""
     if block.spec.kv_heads == 1 and block.spec.kernel in ("efficient", "cudnn"):
         return _view_with_separate_gradient(block, x)
-    return block.tape.op((x,), x.elements * groups, x.width)
+    return block.tape.op((x,), x.elements * groups, x.itemsize)
 
 
 def _view_with_separate_gradient(block: ForwardPass, x: TensorRef) -> TensorRef:
@@ -105,13 +105,13 @@ def _attend_one_by_one(block: ForwardPass, q: TensorRef, k: TensorRef, v: Tensor
     joined, and so are the gradients of what was divided."""
     groups = block.spec.heads // block.spec.kv_heads
     if groups > 1:
-        k, v = (block.tape.op((x,), x.elements * groups, x.width) for x in (k, v))
+        k, v = (block.tape.op((x,), x.elements * groups, x.itemsize) for x in (k, v))
     views = [_view_with_separate_gradient(block, tensor) for tensor in (q, k, v)]
     del q, k, v
     is_flash = block.spec.kernel == "flash" and not block.spec.masked
     out = _flash_attention(block, *views) if is_flash else _efficient_attention(block, *views)
     views.clear()
-    return block.tape.op((out,), out.elements, out.width, backward=shared_gradient(1))
+    return block.tape.op((out,), out.elements, out.itemsize, backward=shared_gradient(1))
 
 
 def _tokens_per_call(block: ForwardPass) -> int:
@@ -120,7 +120,7 @@ def _tokens_per_call(block: ForwardPass) -> int:
 
 def _flash_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
     """Flash attention (transformers/cuda/flash_attn): holds q, k, v, its output and a logsumexp in fp32."""
-    spec, itemsize, tokens = block.spec, q.width, _tokens_per_call(block)
+    spec, itemsize, tokens = block.spec, q.itemsize, _tokens_per_call(block)
     rows = tokens // block.length * spec.heads * round_up(block.length, 128)
     # backward: softmax_d and dq_accum in fp32 (flash_api.cpp, mha_bwd; trace/kernels.py counts the same)
     backward_bytes = 4 * rows + 4 * rows * round_up(spec.head_dim, 32)
@@ -137,11 +137,11 @@ def _varlen_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorR
     k, v = _gather(block, k, indices), _gather(block, v, indices)
     q = _gather(block, q, indices)
     out = _flash_attention(block, q, k, v)
-    return block.tape.op((out,), out.elements, out.width, saved=(indices,))
+    return block.tape.op((out,), out.elements, out.itemsize, saved=(indices,))
 
 
 def _gather(block: ForwardPass, x: TensorRef, indices: TensorRef) -> TensorRef:
-    return block.tape.op((x,), x.elements, x.width, saved=(indices,), backward=block.index_backward(x, block.tokens))
+    return block.tape.op((x,), x.elements, x.itemsize, saved=(indices,), backward=block.index_backward(x, block.tokens))
 
 
 def _efficient_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
@@ -151,10 +151,10 @@ def _efficient_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: Tens
     if spec.masked:
         mask_elements = block.batch * block.length * round_up(block.length, 8)
         # rows of the mask are padded to a multiple of 8 (attention.cpp, preprocess_mask)
-        block.tape.meter.add_transient(mask_elements * (1 + q.width))
-        bias = block.tape.new(mask_elements, q.width)
+        block.tape.meter.add_transient(mask_elements * (1 + q.itemsize))
+        bias = block.tape.new(mask_elements, q.itemsize)
     backward_bytes = 4 * call_tokens * spec.heads  # backward: delta in fp32 (attention_backward.cu)
-    if q.width == 2 and spec.head_dim > 64:  # and fp32 sums of dk and dv
+    if q.itemsize == 2 and spec.head_dim > 64:  # and fp32 sums of dk and dv
         backward_bytes += 8 * call_tokens * spec.heads * round_up(spec.head_dim, 32)
     return _fused_attention(block, q, k, v, backward_bytes, bias)
 
@@ -165,12 +165,12 @@ def _cudnn_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRe
     spec, bias = block.spec, None
     if spec.masked:
         mask_elements = block.batch * block.length**2
-        block.tape.meter.add_transient(mask_elements * (1 + q.width))
-        bias = block.tape.new(mask_elements, q.width)
+        block.tape.meter.add_transient(mask_elements * (1 + q.itemsize))
+        bias = block.tape.new(mask_elements, q.itemsize)
     # backward: sums of dO * O and dq in fp32 (cudnn-frontend, scaled_dot_product_flash_attention.h)
     backward_bytes = 4 * block.tokens * spec.heads * (1 + spec.head_dim)
     if spec.heads != spec.kv_heads and not spec.masked:  # dk and dv of all query heads, before they are summed
-        backward_bytes += 2 * block.tokens * spec.heads * spec.head_dim * q.width
+        backward_bytes += 2 * block.tokens * spec.heads * spec.head_dim * q.itemsize
     return _fused_attention(block, q, k, v, backward_bytes, bias)
 
 
@@ -189,7 +189,7 @@ def _fused_attention(
 
     saved = [q, k, v, statistics] + ([bias] if bias is not None else [])
     elements = block.tokens * spec.heads * spec.head_dim
-    return block.tape.op((q, k, v), elements, q.width, saved=saved, backward=backward, holds_output=True)
+    return block.tape.op((q, k, v), elements, q.itemsize, saved=saved, backward=backward, holds_output=True)
 
 
 def _score_elements(block: ForwardPass) -> int:
@@ -210,7 +210,7 @@ def _softmax(block: ForwardPass, scores: TensorRef) -> TensorRef:
 def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
     """gpt-oss (modeling_gpt_oss.py, eager_attention_forward): a column joins the scores, their maximum is taken off,
     and the softmax stays in the compute dtype."""
-    itemsize = q.width
+    itemsize = q.itemsize
     scores = block.scale(block.tape.op((q, k), _score_elements(block), itemsize, saved=(q, k)))
     scores = block.tape.op((scores,), scores.elements, itemsize, backward=shared_gradient(1))
     size = scores.elements + scores.elements // block.length
@@ -240,12 +240,12 @@ def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef
 
 def _weight_values(block: ForwardPass, scores: TensorRef, v: TensorRef) -> TensorRef:
     elements = block.tokens * block.spec.heads * block.spec.head_dim
-    return block.tape.op((scores, v), elements, v.width, saved=(scores, v))
+    return block.tape.op((scores, v), elements, v.itemsize, saved=(scores, v))
 
 
 def _eager_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
     """eager_attention_forward: S x S scores per head in the compute dtype, probabilities in fp32 and cast."""
-    itemsize = q.width
+    itemsize = q.itemsize
     if block.spec.has_sinks:
         return _sink_attention(block, q, k, v)
     scores = block.scale(block.tape.op((q, k), _score_elements(block), itemsize, saved=(q, k)))

@@ -138,7 +138,7 @@ class StepMemorySimulation:
         if layout.is_fsdp and loaded_element_bytes.autocast is not None:
             gathered_itemsize = DTYPE_BYTES[self.gradient_sync.gathered_dtype]
             self.element_bytes = ElementBytes(gathered_itemsize, loaded_element_bytes.autocast, gathered_itemsize)
-        self.weight_width = self.element_bytes.weights if layout.is_fsdp else DTYPE_BYTES[precision.load]
+        self.weight_itemsize = self.element_bytes.weights if layout.is_fsdp else DTYPE_BYTES[precision.load]
         self.recomputed_layers = step.recomputed_layers(shape.num_layers)
         self.accumulates_gradients = step.grad_accum > 1
         # set_requires_gradient_sync(False): FSDP2 then keeps whole gradients, and not a shard of each
@@ -153,7 +153,7 @@ class StepMemorySimulation:
         self._known_specs: dict[tuple[bool, bool], tuple[BlockSpec, ...]] = {}
         self.specs = self._block_specs(has_padding=step.padded, has_packing=config.data.packing != "none")
         self.gather_buffers = self._build_gather_buffers() if layout.shards_params else None
-        self.blocks, self.hidden_widths = self._compute_blocks()
+        self.blocks, self.hidden_itemsizes = self._compute_blocks()
         self.layers = self._compute_layers()
 
     # --- what the step is made of -------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class StepMemorySimulation:
                 self.shape,
                 attention=step.attention,
                 masked=needs_mask,
-                half_precision=self.element_bytes.autocast is not None or self.weight_width == 2,
+                half_precision=self.element_bytes.autocast is not None or self.weight_itemsize == 2,
                 capability=step.capability,
                 on_gpu=step.on_gpu,
                 unpads_rows=has_padding and not has_packing,
@@ -211,7 +211,7 @@ class StepMemorySimulation:
         blocks: list[BlockBytes] = []
         # modules_to_save: PEFT's copy has the adapters' dtype
         has_embedding_copy = self.trained_parameters.trains_embedding and not self.is_full
-        itemsizes = [self.element_bytes.adapters if has_embedding_copy else self.weight_width]
+        itemsizes = [self.element_bytes.adapters if has_embedding_copy else self.weight_itemsize]
         for layer, kind_index in enumerate(self.shape.layer_order):
             # the first block's input has a gradient if the embedding trains, or checkpointing asks for one (PEFT)
             block = block_bytes(
@@ -226,7 +226,7 @@ class StepMemorySimulation:
                 is_accumulating=self._is_accumulating(),
             )
             blocks.append(block)
-            itemsizes.append(block.output_width)
+            itemsizes.append(block.output_itemsize)
         return blocks, itemsizes
 
     def _compute_layers(self) -> list[LayerBytes]:
@@ -249,7 +249,7 @@ class StepMemorySimulation:
         return layers
 
     def _lone_forward_peak(self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool) -> int:
-        spec, itemsize = specs[self.shape.layer_order[layer]], self.hidden_widths[layer]
+        spec, itemsize = specs[self.shape.layer_order[layer]], self.hidden_itemsizes[layer]
         return forward_peak(spec, batch=batch, length=self.step.length, itemsize=itemsize, training=training)
 
     def _evaluation_layer(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
@@ -264,7 +264,7 @@ class StepMemorySimulation:
 
     def _table_copy_bytes(self) -> int:
         """Bytes of the copy of a whole table that its rows are put into, of which only some train; else 0."""
-        return self.shape.embedding_table_params * self.weight_width if self._trains_rows("inputs") else 0
+        return self.shape.embedding_table_params * self.weight_itemsize if self._trains_rows("inputs") else 0
 
     def _head_bytes(self, batch: int, *, needs_gradient: bool) -> LayerBytes:
         # modules_to_save: PEFT's copy has the adapters' dtype
@@ -274,13 +274,13 @@ class StepMemorySimulation:
             OutputHead(
                 self.shape.vocab_size,
                 self.trained_parameters.trains_head,
-                self.element_bytes.adapters if has_head_copy else self.weight_width,
+                self.element_bytes.adapters if has_head_copy else self.weight_itemsize,
                 self._trains_rows("head"),
                 self.shape.caps_logits,
             ),
             batch=batch,
             length=self.step.length,
-            itemsize=self.hidden_widths[-1],
+            itemsize=self.hidden_itemsizes[-1],
             loss=self.step.loss,
             is_accumulating=self._is_accumulating(),
             needs_gradient=needs_gradient,
@@ -315,7 +315,7 @@ class StepMemorySimulation:
             kind for kind, spec in kinds_and_specs if step.attention == "eager" or (spec.masked and not spec.one_by_one)
         )
         attention_kinds = {kind.attention for kind in masked_kinds}
-        return len(attention_kinds) * mask_elements * (self.weight_width if step.attention == "eager" else 1)
+        return len(attention_kinds) * mask_elements * (self.weight_itemsize if step.attention == "eager" else 1)
 
     # --- phases ------------------------------------------------------------------------------------------------------
     def _phase_terms(
@@ -383,7 +383,7 @@ class StepMemorySimulation:
         )
 
     def _hidden_bytes(self, batch: int, layer: int) -> int:
-        return batch * self.step.length * self.shape.hidden_size * self.hidden_widths[layer]
+        return batch * self.step.length * self.shape.hidden_size * self.hidden_itemsizes[layer]
 
     def _embedding_output_bytes(self, batch: int) -> int:
         return self._hidden_bytes(batch, 0)
@@ -415,7 +415,7 @@ class StepMemorySimulation:
                 "forward",
                 older_gradients,
                 live_bytes,
-                gather_buffers=gather_buffers.forward(layer) if gather_buffers else 0,
+                gather_buffers=gather_buffers.forward_bytes(layer) if gather_buffers else 0,
             )
             held_bytes.append(held_bytes[-1] + block.saved)
         size = self._hidden_bytes(batch, -1)
@@ -424,7 +424,7 @@ class StepMemorySimulation:
                 "forward",
                 older_gradients,
                 held_bytes[-1] + cast_bytes + 2 * size,
-                gather_buffers=gather_buffers.before_tail,
+                gather_buffers=gather_buffers.tail_gather_bytes,
             )
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
         gathered_bytes = gather_buffers.tail if gather_buffers else 0
@@ -440,7 +440,7 @@ class StepMemorySimulation:
     def _backward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         gather_buffers = self.gather_buffers
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        gathered_bytes = gather_buffers.head if gather_buffers else 0
+        gathered_bytes = gather_buffers.head_backward_bytes if gather_buffers else 0
         yield self._phase_terms(
             "head", self._older_gradient_bytes(), held_bytes[-1], loss_head=head.backward, gather_buffers=gathered_bytes
         )
@@ -457,14 +457,14 @@ class StepMemorySimulation:
                 gradient_bytes,
                 held_bytes[layer] + block.backward - block.rebuilt,
                 dequantised=block.rebuilt,
-                gather_buffers=gather_buffers.backward(layer) if gather_buffers else 0,
+                gather_buffers=gather_buffers.backward_bytes(layer) if gather_buffers else 0,
             )
             if gather_buffers:
                 yield self._phase_terms(
                     "backward",
                     gradient_bytes,
                     held_bytes[layer] + block.input,
-                    gather_buffers=gather_buffers.reduction(layer),
+                    gather_buffers=gather_buffers.reduction_bytes(layer),
                 )
             gradient_bytes += 0 if self.accumulates_gradients else self._kept_gradient_bytes(block.gradients)
         yield from self._embedding_phases(held_bytes[0] + self._hidden_bytes(self.step.micro_batch, 0))
@@ -483,7 +483,7 @@ class StepMemorySimulation:
             earlier_gradients = gradient_bytes - (
                 0 if self.accumulates_gradients else self._kept_gradient_bytes(embedding_gradient)
             )
-            for gathered_bytes in self.gather_buffers.embedding_backward(embedding_gradient):
+            for gathered_bytes in self.gather_buffers.embedding_backward_bytes(embedding_gradient):
                 yield self._phase_terms("backward", earlier_gradients, live_bytes, gather_buffers=gathered_bytes)
             return
         # `gradient_bytes` has the embedding's gradient once, or its shard: `embedding_gradient` is beside it, and so is
@@ -521,12 +521,12 @@ class StepMemorySimulation:
                     "evaluation",
                     gradient_bytes,
                     live_bytes,
-                    gather_buffers=gather_buffers.forward(layer) if gather_buffers else 0,
+                    gather_buffers=gather_buffers.forward_bytes(layer) if gather_buffers else 0,
                 )
             cast_bytes += block.cast
         head = self._head_bytes(rows, needs_gradient=False)
         live_bytes = batch_bytes + cast_bytes + self._hidden_bytes(rows, 0) + 2 * self._hidden_bytes(rows, -1)
-        gathered_before_tail = gather_buffers.before_tail if gather_buffers else 0
+        gathered_before_tail = gather_buffers.tail_gather_bytes if gather_buffers else 0
         yield self._phase_terms("evaluation", gradient_bytes, live_bytes, gather_buffers=gathered_before_tail)
         gathered_bytes = gather_buffers.tail if gather_buffers else 0
         batch_bytes -= self._mask_bytes(rows, specs)

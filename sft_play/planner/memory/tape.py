@@ -65,10 +65,10 @@ class _Storage:
 class TensorRef:
     """A handle on a storage: `elements` of `width` bytes each, and the node that made it, if it has a gradient."""
 
-    __slots__ = ("elements", "is_view", "node", "storage", "width")
+    __slots__ = ("elements", "is_view", "node", "storage", "itemsize")
 
     def __init__(self, storage: _Storage, elements: int, itemsize: int, node: Node | None = None) -> None:
-        self.storage, self.elements, self.width, self.node = storage, elements, itemsize, node
+        self.storage, self.elements, self.itemsize, self.node = storage, elements, itemsize, node
         self.is_view = False
         storage.handles += 1
 
@@ -82,11 +82,11 @@ class TensorRef:
     @property
     def nbytes(self) -> int:
         """Bytes that this handle sees of its storage."""
-        return self.elements * self.width
+        return self.elements * self.itemsize
 
     def detach(self) -> TensorRef:
         """Another handle without a gradient, to keep the storage."""
-        return TensorRef(self.storage, self.elements, self.width)
+        return TensorRef(self.storage, self.elements, self.itemsize)
 
 
 Grads: TypeAlias = "Sequence[TensorRef | None]"
@@ -194,7 +194,7 @@ class Tape:
 
     def view(self, ref: TensorRef, elements: int | None = None) -> TensorRef:
         """The same storage, seen in another shape."""
-        out = TensorRef(ref.storage, ref.elements if elements is None else elements, ref.width)
+        out = TensorRef(ref.storage, ref.elements if elements is None else elements, ref.itemsize)
         if self.grad_enabled and ref.node is not None:
             out.node = self.node((ref,), (), _pass_gradient)
         return out
@@ -227,12 +227,12 @@ class Tape:
         """In place, unless something else holds the older gradient, or it is a view: of a matrix product over rows and
         tokens, whose two dimensions are seen as one."""
         if slot[0].storage.handles > 1 or slot[0].is_view:  # can_accumulate_inplace of input_buffer.cpp
-            slot[0] = self.new(gradient.elements, gradient.width)
+            slot[0] = self.new(gradient.elements, gradient.itemsize)
 
 
 def separate_gradients(*inputs: TensorRef) -> BackwardFormula:
     """A separate gradient for each input that has one."""
-    sizes = [(ref.elements, ref.width) if ref.node is not None else None for ref in inputs]
+    sizes = [(ref.elements, ref.itemsize) if ref.node is not None else None for ref in inputs]
     return lambda tape, grad: [None if size is None else tape.new(*size) for size in sizes]
 
 

@@ -93,9 +93,9 @@ def liger_saved_bytes(shape: ModelShape, operations: ReplacedOperations, *, e: i
         head_width = shape.q_width + shape.kv_width if has_attention else 0
         normed_width = shape.norms_per_layer * shape.hidden_size
         # norms of heads are replaced only where the package's function for the class does so
-        normed_width += head_width if shape.has_qk_norm and operations.head_norms else 0
-        rotated_width = head_width * shape.rotary_dim // max(1, shape.head_dim) if operations.rotation else 0
-        gated_width = kind.mlp_width if operations.gate else 0
+        normed_width += head_width if shape.has_qk_norm and operations.replaces_head_norms else 0
+        rotated_width = head_width * shape.rotary_dim // max(1, shape.head_dim) if operations.replaces_rotation else 0
+        gated_width = kind.mlp_width if operations.replaces_gate else 0
         # rotation: times cos, half negated, put together, times sin, added: 10 e, and 15 e back, against 2 e
         forward_bytes += kind.count * (normed_width * norm_forward_bytes + rotated_width * 8 * e + gated_width * 2 * e)
         backward_bytes += kind.count * (
@@ -109,8 +109,8 @@ def liger_saved_starts_s(shape: ModelShape, operations: ReplacedOperations, *, r
     seconds = 0.0
     for kind in shape.layers:
         has_attention = kind.attention != "none"
-        norm_count = shape.norms_per_layer + (2 if has_attention and shape.has_qk_norm and operations.head_norms else 0)
+        norm_count = shape.norms_per_layer + (2 if has_attention and shape.has_qk_norm and operations.replaces_head_norms else 0)
         seconds += kind.count * (
-            norm_count * NORM_START_S + (ROTATION_START_S if has_attention and operations.rotation else 0.0)
+            norm_count * NORM_START_S + (ROTATION_START_S if has_attention and operations.replaces_rotation else 0.0)
         )
     return seconds * (1 + recomputed_share / 2)

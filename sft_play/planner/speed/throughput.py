@@ -109,9 +109,9 @@ class Rates:
     """What a rank computes and moves per second; `is_known` if every rate is from the catalogue or the user."""
 
     matrix_flops_per_s: float
-    bandwidth: float
-    link: float
-    network: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
     gpus_per_node: int
     is_known: bool
     matrix_share: float
@@ -169,7 +169,7 @@ def find_rates(hardware: Hardware, precision: Precision) -> Rates:
         bandwidth or NOMINAL_BANDWIDTH,
         link or NOMINAL_LINK,
         hardware.network_bytes_per_s or link or NOMINAL_LINK,
-        hardware.gpus_per_node,
+        hardware.ranks_per_node,
         is_known=all(peak_rates) and all(bandwidths),
         matrix_share=matrix_share,
         link_share=PCIE_SHARE if is_pcie else LINK_SHARE,
@@ -227,11 +227,11 @@ class _Roofline:
         return AverageMicroSteps(step.grad_accum, step.tokens, step.seq_len, tokens, step.micro_batch)
 
     @property
-    def _compute_width(self) -> int:
+    def _compute_itemsize(self) -> int:
         return DTYPE_BYTES[self.precision.compute]
 
     def _memory_seconds(self, size: float) -> float:
-        return size / (self.rates.bandwidth * BANDWIDTH_SHARE)
+        return size / (self.rates.memory_bytes_per_s * BANDWIDTH_SHARE)
 
     def predict(self, micro_steps: AverageMicroSteps) -> Speed:
         """Predict the step whose rows take these micro steps."""
@@ -240,12 +240,12 @@ class _Roofline:
         slow_code = self._slow_code_seconds(micro_steps.padded_tokens)
         micro_s = sum(seconds_by_part.values()) + sum(slow_code.values())
         optimizer_s, host_s = self._optimizer_seconds()
-        moved_bytes, exposed_s = self._communication(micro_s, micro_steps)
+        moved_bytes, exposed_s = self._communication_cost(micro_s, micro_steps)
         if step.offloads:  # each block's input to the host and back, in the stream that computes
             input_bytes = (
                 micro_steps.padded_tokens
                 * self.shape.hidden_size
-                * self._compute_width
+                * self._compute_itemsize
                 * self.shape.num_layers
                 * self.recomputed_share
             )
@@ -288,7 +288,7 @@ class _Roofline:
         saved_bytes = 0.0
         if liger_operations is not None:
             saved_bytes = liger_saved_bytes(
-                shape, liger_operations, e=self._compute_width, recomputed_share=recomputed_share
+                shape, liger_operations, e=self._compute_itemsize, recomputed_share=recomputed_share
             ) / (pass_count * shape.num_layers)
         elementwise_bytes = (
             self._elementwise_bytes(micro_steps.padded_tokens, saved_bytes) * pass_count / tensor_parallel
@@ -369,7 +369,7 @@ class _Roofline:
     def _elementwise_bytes(self, tokens: float, saved_per_token: float) -> float:
         """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
         written once and read about twice. `saved_per_token`: bytes that fused kernels move less, in each layer."""
-        shape, e, lora = self.shape, self._compute_width, self.config.tuning.lora
+        shape, e, lora = self.shape, self._compute_itemsize, self.config.tuning.lora
         width = shape.intermediate_size * max(1, shape.rows_per_token)
         # two norms with their residual sums, the rotation of queries and keys, a gated activation (compile_and_liger)
         per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
@@ -394,7 +394,7 @@ class _Roofline:
         # AdamW reads weight, gradient and two states, and writes all but the gradient
         return self._memory_seconds(7.0 * itemsize * stepped_params), 0.0
 
-    def _communication(self, micro_s: float, micro_steps: AverageMicroSteps) -> tuple[int, float]:
+    def _communication_cost(self, micro_s: float, micro_steps: AverageMicroSteps) -> tuple[int, float]:
         """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the
         backward pass of its micro-batch, those after the optimizer's update hide behind nothing."""
         shape, rates, layout, grad_accum = self.shape, self.rates, self.step.layout, max(1, round(micro_steps.count))
@@ -419,28 +419,28 @@ class _Roofline:
                 exposed_s += self._memory_seconds(BUCKET_COPIES * message_bytes)
         if layout.offloads_params:
             # weights come from RAM for the forward and for the backward pass
-            read_bytes = 2 * base_weight_bytes(self.config, shape, self._compute_width) / layout.tensor_parallel
+            read_bytes = 2 * base_weight_bytes(self.config, shape, self._compute_itemsize) / layout.tensor_parallel
             exposed_s += grad_accum * max(0.0, read_bytes / NOMINAL_LINK - hidden_s)
         for sent_bytes, seconds in (
-            self._tensor_parallel(micro_steps, grad_accum),
-            self._context_parallel(micro_steps, grad_accum),
+            self._tensor_parallel_cost(micro_steps, grad_accum),
+            self._context_parallel_cost(micro_steps, grad_accum),
         ):
             moved_bytes += sent_bytes
             exposed_s += seconds
         return int(moved_bytes), exposed_s
 
-    def _tensor_parallel(self, micro_steps: AverageMicroSteps, grad_accum: int) -> tuple[float, float]:
+    def _tensor_parallel_cost(self, micro_steps: AverageMicroSteps, grad_accum: int) -> tuple[float, float]:
         """Bytes and seconds of all-reduces in every block; nothing hides them: the next product needs their result."""
         ranks, recomputed_calls = self.step.layout.tensor_parallel, 2 if self.step.checkpointed_layers != 0 else 0
         calls = self.shape.num_layers * (4 + recomputed_calls) * grad_accum  # two a block forward, and two backward
         sent_bytes = (
-            2 * (ranks - 1) / ranks * micro_steps.padded_tokens * self.shape.hidden_size * self._compute_width * calls
+            2 * (ranks - 1) / ranks * micro_steps.padded_tokens * self.shape.hidden_size * self._compute_itemsize * calls
         )
         return sent_bytes, sent_bytes / _link_bytes_per_s(ranks, self.rates) + COLLECTIVE_START_S * math.log2(
             ranks
         ) * calls
 
-    def _context_parallel(self, micro_steps: AverageMicroSteps, grad_accum: int) -> tuple[float, float]:
+    def _context_parallel_cost(self, micro_steps: AverageMicroSteps, grad_accum: int) -> tuple[float, float]:
         """The same of ranks that share rows: query, key, value and output are exchanged in every block, and back."""
         shape, ranks, recomputed_calls = (
             self.shape,
@@ -454,7 +454,7 @@ class _Roofline:
             / ranks
             * micro_steps.padded_tokens
             * (2 * shape.q_width + 2 * key_width)
-            * self._compute_width
+            * self._compute_itemsize
             * calls
         )
         # each with each: no ring, so over nodes a GPU has its share of the network
@@ -472,7 +472,7 @@ def active_params(shape: ModelShape) -> float:
 
 
 def _collective_seconds(collective: Collective, rates: Rates) -> float:
-    span = collective.span or collective.ranks
+    span = collective.spanned_ranks or collective.ranks
     # of a group whose ranks are spread over `span` others, a node has a part
     per_node = max(1, rates.gpus_per_node * collective.ranks // span)
     return (
@@ -495,11 +495,11 @@ def _link_bytes_per_s(ranks: int, rates: Rates, *, per_node: int | None = None) 
     """Bytes per second that a collective over `ranks` moves per rank: inside a node the link's, over nodes no more than
     the node's network, which a ring enters and leaves once. `per_node`: ranks of a node in the group, where its other
     GPUs are in groups that share the network."""
-    node_link = rates.link * rates.link_share
+    node_link = rates.link_bytes_per_s * rates.link_share
     if ranks <= rates.gpus_per_node:
         return node_link
     node_ranks = rates.gpus_per_node if per_node is None else per_node
-    return min(node_link, rates.network * LINK_SHARE * node_ranks / rates.gpus_per_node)
+    return min(node_link, rates.network_bytes_per_s * LINK_SHARE * node_ranks / rates.gpus_per_node)
 
 
 def model_flop_utilisation(speed: Speed, rates: Rates) -> float | None:

@@ -45,7 +45,7 @@ class Collective:
     message_bytes: float
     ranks: int
     calls: float
-    span: int = 0
+    spanned_ranks: int = 0
     """Ranks that the group's links span, where they are not neighbours: copies are on other nodes."""
 
     @property
@@ -122,15 +122,15 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
         gathered_bytes / layout.tensor_parallel,
         layout.shard,
         2 * calls,
-        span=layout.shard * neighbour_ranks,
+        spanned_ranks=layout.shard * neighbour_ranks,
     )
     gradient_collectives = [
-        Collective("reduce_scatter", gradient_bytes, layout.shard, calls, span=layout.shard * neighbour_ranks)
+        Collective("reduce_scatter", gradient_bytes, layout.shard, calls, spanned_ranks=layout.shard * neighbour_ranks)
     ]
     if ranks > layout.shard:  # HSDP: each part is reduced once more, over the groups that hold a copy of it
         gradient_collectives.append(
             Collective(
-                "all_reduce", gradient_bytes / layout.shard, ranks // layout.shard, calls, span=ranks * neighbour_ranks
+                "all_reduce", gradient_bytes / layout.shard, ranks // layout.shard, calls, spanned_ranks=ranks * neighbour_ranks
             )
         )
     return Traffic(

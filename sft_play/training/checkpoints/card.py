@@ -57,7 +57,7 @@ class CardFacts:
     model_spec: ModelSpec
     manifest: Mapping[str, Any]
     summary: Mapping[str, Any]
-    stop: Sequence[int]
+    stop_ids: Sequence[int]
     dtype: str = ""
     """Of a merged model: bf16, fp16, fp32."""
 
@@ -95,7 +95,7 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
             "merged": f"`{base.name}` with a {method} adapter merged into its weights ({facts.dtype}).",
         }[facts.kind],
         base=base, here=REPOSITORY_PLACEHOLDER, is_adapter=is_adapter, classes=classes, options=options,
-        trust=trust_arguments, resize_to=facts.model_spec.resize_to, stop=list(facts.stop), plan=facts.plan,
+        trust=trust_arguments, resize_to=facts.model_spec.resize_to, stop=list(facts.stop_ids), plan=facts.plan,
         config=config,
         template_options=f", **{kwargs!r}" if kwargs else "",
         results=_result_rows(facts), data=_data_rows(facts), settings=[["method", method], *_setting_rows(facts)],

@@ -69,13 +69,13 @@ class CheckpointShard:
     """This rank's part of weights and optimizer states, by the names in a checkpoint; groups and plain values."""
 
     tensors: dict[str, torch.Tensor]
-    record: dict[str, Any]
+    groups_and_values: dict[str, Any]
 
     def copy_to_host(self) -> CheckpointShard:
         """A copy of it on the host, also where it is there already, which training does not change."""
         stager = DefaultStager(StagingOptions(False, False, False, False))
         try:
-            return CheckpointShard(stager.stage(self.tensors), deepcopy(self.record))
+            return CheckpointShard(stager.stage(self.tensors), deepcopy(self.groups_and_values))
         finally:
             stager.close()
 
@@ -103,7 +103,7 @@ def save_shard(
     with _explain_failure(f"the checkpoint {checkpoint} could not be written"):
         dcp.save(shard.tensors, storage_writer=writer, process_group=group)
     if dist.get_rank() == 0:
-        torch.save(shard.record, checkpoint / GROUPS_FILE)
+        torch.save(shard.groups_and_values, checkpoint / GROUPS_FILE)
 
 
 def load_sharded_weights(model: nn.Module, checkpoint: Path, *, group: Any | None, on_bytes: OnBytes) -> None:

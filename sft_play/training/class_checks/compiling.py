@@ -103,7 +103,7 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
         class_check = check_compiled_blocks(
             base.config, attention=small_model_attention(base), device=device, dtype=dtype
         )
-        problem = f"a small model of this class computes something else compiled: {class_check.figures}"
+        problem = f"a small model of this class computes something else compiled: {class_check.figures_text}"
         return class_check, None if class_check.is_rounding else problem
 
     class_check, reason = all_ranks_agree(check)
@@ -112,7 +112,7 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
         return None
     blocks = compile_in_place(model)
     logger.debug(
-        "Compiled blocks: %d, at their first pass (on a small model of this class: %s)", blocks, class_check.figures
+        "Compiled blocks: %d, at their first pass (on a small model of this class: %s)", blocks, class_check.figures_text
     )
     return CompileMonitor()
 

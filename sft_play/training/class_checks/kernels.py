@@ -80,7 +80,7 @@ def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch
         class_check = check_liger_kernels(
             model.config, attention=small_model_attention(model), device=device, dtype=dtype
         )
-        problem = f"they differ on a small model of this class: {class_check.figures}"
+        problem = f"they differ on a small model of this class: {class_check.figures_text}"
         return class_check, None if class_check.is_rounding else problem
 
     class_check, reason = all_ranks_agree(check)
@@ -92,7 +92,7 @@ def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch
     _replaced_modules.append(_snapshot_module(model))
     replaced = _apply_liger(model)
     assert class_check is not None
-    logger.debug("Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), class_check.figures)
+    logger.debug("Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), class_check.figures_text)
     return ActiveKernels(replaced)
 
 

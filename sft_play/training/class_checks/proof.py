@@ -60,7 +60,7 @@ class ClassCheck:
         return self.fp32_difference < FP32_TOLERANCE and self.half_precision_ratio < MAX_HALF_ERROR_RATIO
 
     @property
-    def figures(self) -> str:
+    def figures_text(self) -> str:
         """The measured differences in words."""
         text = f"{self.fp32_difference:.0e} in fp32"
         half_text = f"{text}, {self.half_precision_ratio:.2f} of the plain ones' own error in 16 bits"

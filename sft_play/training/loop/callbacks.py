@@ -241,16 +241,16 @@ class Progress(TrainerCallback):
         lack."""
         self._count_tokens, self._estimate_remaining, self._clock = count_tokens, estimate_remaining, clock
         self._loss = self._speed = self._memory = None
-        self.first_step = 0
+        self.start_step = 0
         self._start_time = self._last_line_time = 0.0
         self._paused_s = self._pause_start = 0.0
-        self._start_message = contextlib.ExitStack()
+        self._start_wait = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def announce_start(self, message: str) -> Iterator[None]:
         """While open, log that `message` is waited for if the first step takes long."""
-        with contextlib.ExitStack() as self._start_message:
-            self._start_message.enter_context(report_wait(message))
+        with contextlib.ExitStack() as self._start_wait:
+            self._start_wait.enter_context(report_wait(message))
             yield
 
     @property
@@ -265,7 +265,7 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Start the clock, which stands until the first step."""
         self._start_time = self._last_line_time = self._pause_start = self._clock()
-        self.first_step, self._paused_s = state.global_step, 0.0
+        self.start_step, self._paused_s = state.global_step, 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Remember the loss."""
@@ -273,13 +273,13 @@ class Progress(TrainerCallback):
             self._loss = logs["loss"]
             self._speed, self._memory = logs.get("tokens_per_s"), logs.get("memory_peak_gib")
             step, steps = state.global_step, state.max_steps
-            if step in (self.first_step + 1, steps) or self._clock() - self._last_line_time >= LOG_INTERVAL_S:
+            if step in (self.start_step + 1, steps) or self._clock() - self._last_line_time >= LOG_INTERVAL_S:
                 self._last_line_time = self._clock()
                 logger.info("step %d/%d  %s", step, steps, self.format_line(step, steps))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop the clock: evaluation and saving follow."""
-        self._start_message.close()
+        self._start_wait.close()
         self._pause_start = self._clock()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -290,7 +290,7 @@ class Progress(TrainerCallback):
 
     def format_line(self, step: int, steps: int) -> str:
         """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time left after `step`."""
-        steps_done = max(1, step - self.first_step)
+        steps_done = max(1, step - self.start_step)
         pauses_s, caveat = self._estimate_remaining()
         remaining_s = self.training_s / steps_done * (steps - step) + pauses_s
         loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""

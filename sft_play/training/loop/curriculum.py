@@ -45,7 +45,7 @@ class StageSequence:
         train_stage: Callable[..., dict[str, Any]],
     ) -> None:
         """`train_stage`: trains one stage, as `run.train_stage` does."""
-        self._job, self._prepared, self._monitors, self._train_stage = job, prepared_stages, monitors, train_stage
+        self._job, self._prepared_stages, self._monitors, self._train_stage = job, prepared_stages, monitors, train_stage
         self._summaries: list[dict[str, Any]] = []
         self._steps_trained = 0
         """Optimizer steps since this process started."""
@@ -53,15 +53,15 @@ class StageSequence:
     def train(self) -> dict[str, Any]:
         """Train every stage that is not finished yet; returns the summary of the whole run. Raises RunFolderError: a
         node would not see the weights of the stage before; Interrupted: the user stopped the run."""
-        is_adapter, manifest = self._prepared[0].trains_adapter, self._job.folder.manifest_path
+        is_adapter, manifest = self._prepared_stages[0].trains_adapter, self._job.folder.manifest_path
         distributed.require_all(
             manifest.is_file(),
             f"{manifest} does not exist, and every rank reads the weights of the stage before: set output.dir to a "
             "disk that all nodes share",
         )
-        begins_from = self._prepared[0].base_adapter_folder
+        begins_from = self._prepared_stages[0].base_adapter_folder
         status = "finished"
-        for stage_number, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
+        for stage_number, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared_stages, strict=True), start=1):
             # rank 0 decides for all: another node may not see the files yet
             if distributed.broadcast_value(
                 stage.folder.has_finished(is_adapter=is_adapter) if distributed.is_first() else None

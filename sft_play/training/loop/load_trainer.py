@@ -92,7 +92,7 @@ def load_trainer(
         )
     freeze_unmatched(trainer.model, config.tuning.trainable)
     freeze_parameters(trainer.model, model_spec.untrained_parameters)
-    trainer.compiler = compile_blocks(trainer.model, config, plan, device=arguments.device)
+    trainer.compile_monitor = compile_blocks(trainer.model, config, plan, device=arguments.device)
     # sharding comes last: only whole tensors can be filled
     needs_fp32_masters = plan.precision.compute != "float32"
     if model_spec.tensor_parallel_plan:
@@ -151,7 +151,7 @@ def build_run_trainer(
         heartbeat=monitors.heartbeat,
         monitor=Monitor(
             plan,
-            copies=plan.choice.layout.tensor_parallel,
+            tensor_parallel=plan.choice.layout.tensor_parallel,
             sources=splits.sources.names if splits.sources else DEFAULT_SOURCES,
             peaks=monitors.memory.peaks,
         ),

@@ -77,7 +77,7 @@ class PlannedLoop(CheckpointedLoop):
     """The library's class that the loop refines."""
     kernels = ActiveKernels()
     """What the model computes norms, gated activations and rotations with."""
-    compiler: CompileMonitor | None = None
+    compile_monitor: CompileMonitor | None = None
     """Of compiled blocks; None for plain ones."""
     micro_steps_per_reduction = 1
     """Micro-steps after which ranks reduce gradients, where the Trainer would after each."""
@@ -109,7 +109,7 @@ class PlannedLoop(CheckpointedLoop):
         self._early_stopping = None if patience is None else EarlyStoppingCallback(early_stopping_patience=patience)
         self._evaluates_blocks = evaluates_blocks
         self._loraplus_lr_ratio = loraplus_lr_ratio
-        self._tokens_per_eval_row = 1.0
+        self._trained_tokens_per_eval_row = 1.0
         self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
         self._last_logged_step = 0
         self._eval_head_sums: torch.Tensor | None = None
@@ -141,14 +141,14 @@ class PlannedLoop(CheckpointedLoop):
         lengths = row_lengths(rows) if packs is None else packs.tokens
         effective_batch = plan.batch.effective_batch
         self.epoch_order = EpochOrder(
-            len(lengths), seed=self.args.seed, lengths=lengths if sorts_by_length else None, window=effective_batch, mix=mix
+            len(lengths), seed=self.args.seed, lengths=lengths if sorts_by_length else None, effective_batch=effective_batch, mix=mix
         )
         data_parallel_rank, context_parallel_rank = divmod(
             distributed.batch_rank(self._layout), self._layout.context_parallel
         )
         ranks = self._layout.data_parallel
         self._step_batches = StepBatches(
-            self.epoch_order, lengths, micro_batches, window=effective_batch, rank=data_parallel_rank, ranks=ranks
+            self.epoch_order, lengths, micro_batches, effective_batch=effective_batch, rank=data_parallel_rank, ranks=ranks
         )
         self.step_memory = StepMemory(self, micro_batches)
         self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not micro_batches.padded)
@@ -226,9 +226,9 @@ class PlannedLoop(CheckpointedLoop):
             if self._early_stopping is not None:
                 self._early_stopping.early_stopping_patience_counter = read_early_stopping_counter(Path(checkpoint))
             callbacks.append(LoggingSumsCallback(self, Path(checkpoint)))
-        if self.compiler is not None:
-            self.compiler.on_compiled.append(self._monitor.exclude_wait)
-            callbacks.append(self.compiler)
+        if self.compile_monitor is not None:
+            self.compile_monitor.on_compiled.append(self._monitor.exclude_wait)
+            callbacks.append(self.compile_monitor)
         for callback in callbacks:
             self.add_callback(callback)
         try:
@@ -389,7 +389,7 @@ class PlannedLoop(CheckpointedLoop):
             # the Trainer repeats this number for each row of the batch, and takes the mean over all rows
             tokens = (scored_labels(inputs) != IGNORED).sum()
             rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
-            loss = loss * tokens / (rows * self._tokens_per_eval_row)
+            loss = loss * tokens / (rows * self._trained_tokens_per_eval_row)
             loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a batch may be masked whole: 0 / 0 is nan
         return loss
 
@@ -405,11 +405,11 @@ class PlannedLoop(CheckpointedLoop):
         batch_size = balanced_batch_size(len(dataset), max_size=configured_batch_size, ranks=ranks)
         # else accelerate would fill the last pass with rows from the beginning; one process needs no full batches
         dataset = pad_to_multiple(dataset, multiple=batch_size * ranks if ranks > 1 else 1)
-        self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
+        self._trained_tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
         self._eval_head_sums = self._eval_source_sums = None
         # compiled blocks would be compiled once more for passes without gradients
         eager_context = (
-            torch.compiler.set_stance("force_eager") if self.compiler is not None else contextlib.nullcontext()
+            torch.compiler.set_stance("force_eager") if self.compile_monitor is not None else contextlib.nullcontext()
         )
         # blocks of text are not asked for answers, which have a new length for every token
         attention_context = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()

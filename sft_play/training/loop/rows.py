@@ -175,11 +175,11 @@ class EpochOrder(torch.utils.data.Sampler[int]):
     `lengths`, each `window` of rows (an optimizer step's) is sorted by them, the longest first."""
 
     def __init__(
-        self, count: int, *, seed: int, lengths: npt.NDArray[np.int64] | None = None, window: int = 1,
+        self, count: int, *, seed: int, lengths: npt.NDArray[np.int64] | None = None, effective_batch: int = 1,
         mix: SourceMix | None = None,
     ) -> None:  # fmt: skip
         self._count, self._seed = count, seed
-        self._lengths, self._window, self._mix = lengths, window, mix
+        self._lengths, self._effective_batch, self._mix = lengths, effective_batch, mix
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -200,7 +200,7 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         order = torch.randperm(self._count if rows is None else len(rows), generator=generator).numpy()
         order = order if rows is None else rows[order]
         if self._lengths is not None:
-            order = group_by_length(order, self._lengths, window=self._window)
+            order = group_by_length(order, self._lengths, window=self._effective_batch)
         indices: npt.NDArray[np.int64] = order
         return indices
 
@@ -218,23 +218,23 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         lengths: npt.NDArray[np.int64],
         micro_batches: MicroBatches,
         *,
-        window: int,
+        effective_batch: int,
         rank: int,
         ranks: int,
     ) -> None:
         """`epoch_order`: of rows, the longest of each `window` (a step's) first where `micro_batches` is by tokens;
         `lengths`: tokens of each row."""
         self._epoch_order, self._lengths, self._micro_batches = epoch_order, lengths, micro_batches
-        self._window, self.rank, self._ranks = window, rank, ranks
-        self.slots = micro_batches.max_micro_steps(-(-window // ranks))
+        self._effective_batch, self.rank, self._ranks = effective_batch, rank, ranks
+        self.slots = micro_batches.max_micro_steps(-(-effective_batch // ranks))
         self._epoch_indices: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
-        return -(-len(self._epoch_order) // self._window) * self.slots
+        return -(-len(self._epoch_order) // self._effective_batch) * self.slots
 
     def __iter__(self) -> Iterator[list[int]]:
         indices = iter(self._epoch_order)
-        while rows := list(itertools.islice(indices, self._window)):
+        while rows := list(itertools.islice(indices, self._effective_batch)):
             micro_steps = self._cut_micro_steps(rows, self._micro_batches)
             yield from ([] for _ in range(self.slots - len(micro_steps)))
             for rows_by_rank in micro_steps:
@@ -250,7 +250,7 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         if self._epoch_indices is None or self._epoch_indices[0] != self._epoch_order.epoch:
             self._epoch_indices = (self._epoch_order.epoch, self._epoch_order.epoch_rows())
         return self._cut_micro_steps(
-            self._epoch_indices[1][step * self._window :][: self._window].tolist(), micro_batches
+            self._epoch_indices[1][step * self._effective_batch :][: self._effective_batch].tolist(), micro_batches
         )
 
     def largest_micro_step(self, micro_batches: MicroBatches) -> list[list[int]]:
@@ -262,7 +262,7 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
             return int(len(batch) * lengths.max() if micro_batches.padded else lengths.sum()) if batch else 0
 
         return max(
-            self.step_rows(longest_position // self._window, micro_batches),
+            self.step_rows(longest_position // self._effective_batch, micro_batches),
             key=lambda each: max(map(count_tokens, each)),
         )
 

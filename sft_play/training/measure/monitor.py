@@ -72,14 +72,14 @@ class Monitor(TrainerCallback):
         self,
         plan: Plan | None = None,
         *,
-        copies: int = 1,
+        tensor_parallel: int = 1,
         sources: Sequence[str] = DEFAULT_SOURCES,
         peaks: MemoryPeaks | None = None,
     ) -> None:
         """`plan`: what the measured figures are compared with; `copies`: consecutive ranks that see the same rows and
         are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by phase, which
         this starts and ends."""
-        self._peaks, self._copies, self.sources = peaks or MemoryPeaks(), copies, tuple(sources)
+        self._peaks, self._tensor_parallel, self.sources = peaks or MemoryPeaks(), tensor_parallel, tuple(sources)
         self._plan, self._on_gpu = plan, self._peaks.on_gpu
         self._clock = _Clock(on_gpu=self._on_gpu)
         self._optimizer_start: Any = None
@@ -96,8 +96,8 @@ class Monitor(TrainerCallback):
     def seen_counts(self) -> dict[str, float]:
         """Rows and tokens of all ranks until now, for a checkpoint; every rank calls it."""
         return {
-            "samples": self.samples_seen + distributed.sum_over_ranks(round(float(self._samples))) / self._copies,
-            "tokens": self.tokens_seen + distributed.sum_over_ranks(int(self._tokens)) / self._copies,
+            "samples": self.samples_seen + distributed.sum_over_ranks(round(float(self._samples))) / self._tensor_parallel,
+            "tokens": self.tokens_seen + distributed.sum_over_ranks(int(self._tokens)) / self._tensor_parallel,
         }
 
     def continue_from(self, seen_counts: Mapping[str, float]) -> None:
@@ -201,7 +201,7 @@ class Monitor(TrainerCallback):
         local_values += [*head_values, *source_values]
         vector = torch.stack([torch.as_tensor(number, dtype=_SUM_DTYPE, device=device) for number in local_values])
         values_by_rank = distributed.gather_numbers(vector)
-        counted_ranks = values_by_rank[:: self._copies]  # one of each tensor-parallel group
+        counted_ranks = values_by_rank[:: self._tensor_parallel]  # one of each tensor-parallel group
         self._reset()
         tokens = sum(rank[2] for rank in counted_ranks)
         speed = tokens / elapsed
@@ -237,7 +237,7 @@ class Monitor(TrainerCallback):
         if self._on_gpu:
             current, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         else:
-            current, reserved = max(0, psutil.Process().memory_info().rss - self._peaks.level_bytes), 0
+            current, reserved = max(0, psutil.Process().memory_info().rss - self._peaks.baseline_bytes), 0
         peaks = self._peaks.by_phase()
         highest = max((allocated for name, (allocated, _) in peaks.items() if name != "loading"), default=0)
         return [current / GIB, reserved / GIB, max(current, highest) / GIB]

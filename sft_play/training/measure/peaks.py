@@ -62,7 +62,7 @@ class MemoryPeaks:
     are resident memory. `level_bytes`: resident memory that is not the run's."""
 
     on_gpu: bool = False
-    level_bytes: int = 0
+    baseline_bytes: int = 0
     _peaks: dict[RunPhase, tuple[int, int]] = field(default_factory=dict)
     _phase: RunPhase | None = None
     _sampler: _ResidentSampler | None = None
@@ -118,7 +118,7 @@ class MemoryPeaks:
             return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         mark = _kernel_peak_bytes()  # what it rose to in this phase is exact
         highest = mark if mark > self._sampler.start_mark else max(self._sampler.highest, _resident_bytes())
-        return (max(0, highest - self.level_bytes),) * 2
+        return (max(0, highest - self.baseline_bytes),) * 2
 
 
 class MemoryMeter:
@@ -132,9 +132,9 @@ class MemoryMeter:
             # from it without the process growing, and its measured peak would be 0.
             gc.collect()
             release_free_memory()
-        self.level_bytes = psutil.Process().memory_info().rss
+        self.baseline_bytes = psutil.Process().memory_info().rss
         """Resident bytes before anything of the run was loaded."""
-        self.peaks = MemoryPeaks(on_gpu=on_gpu, level_bytes=self.level_bytes)
+        self.peaks = MemoryPeaks(on_gpu=on_gpu, baseline_bytes=self.baseline_bytes)
 
     def peak_bytes(self) -> dict[str, Any]:
         """`peak_bytes` of the summary: the run's highest phase, predicted and measured."""
@@ -156,7 +156,7 @@ class MemoryMeter:
         measured = highest or (None, None)
         if self.peaks.on_gpu:
             return figures | {"measured_allocated": measured[0], "measured_reserved": measured[1]}
-        return figures | {"measured_rss": measured[1], "level_rss": self.level_bytes}
+        return figures | {"measured_rss": measured[1], "level_rss": self.baseline_bytes}
 
 
 @dataclass(frozen=True)

@@ -87,15 +87,15 @@ class ProfileWindow(TrainerCallback):
 
     def __init__(self, folder: Path, steps: int, *, plan: Plan | None = None, trainer: Any = None) -> None:
         self._folder, self._steps, self._plan, self._trainer = folder, steps, plan, trainer
-        self._first_step: int | None = None
+        self._start_step: int | None = None
         self._profile: Any = None
         self._start_time, self._has_ended = 0.0, False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start with the third step of this process."""
-        if self._first_step is None:
-            self._first_step = state.global_step
-        if self._profile is None and state.global_step == self._first_step + FIRST_STEP - 1:
+        if self._start_step is None:
+            self._start_step = state.global_step
+        if self._profile is None and state.global_step == self._start_step + FIRST_STEP - 1:
             on_gpu = torch.cuda.is_available()
             self._profile = profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
@@ -107,15 +107,15 @@ class ProfileWindow(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop after the last step of the window, or of the run."""
-        if self._profile is None or self._first_step is None:
+        if self._profile is None or self._start_step is None:
             return
-        steps_done = state.global_step - self._first_step - FIRST_STEP + 1
+        steps_done = state.global_step - self._start_step - FIRST_STEP + 1
         if steps_done == self._steps or (state.global_step >= state.max_steps and 0 < steps_done <= self._steps):
             self._finish(steps_done)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop with a run that ends inside the window; warn if it ended before the window began."""
-        steps_done = state.global_step - (self._first_step or 0) - FIRST_STEP + 1
+        steps_done = state.global_step - (self._start_step or 0) - FIRST_STEP + 1
         if self._profile is not None and not self._has_ended and steps_done > 0:
             self._finish(steps_done)
         elif not self._has_ended and is_first():

@@ -41,7 +41,7 @@ MAX_KEPT_SAMPLES, _MAX_SAMPLE_CHARACTERS = 12, 2_000
 class TrainingSummary(NamedTuple):
     """What watched the optimizer steps since this process started, and tokens per second of all ranks in them."""
 
-    stop_after: StopController
+    stop_controller: StopController
     progress: Progress
     update_check: UpdateCheck
     tokens_per_s: float
@@ -56,7 +56,7 @@ def build_summary(
     monitors: RunMonitors,
 ) -> dict[str, Any]:
     """`summary.json`; `finish_run` adds `model_path` once the weights are saved."""
-    stop_controller, predicted_speed, compile_monitor = training.stop_after, job.plan.speed.tokens_per_s, trainer.compiler
+    stop_controller, predicted_speed, compile_monitor = training.stop_controller, job.plan.speed.tokens_per_s, trainer.compile_monitor
     was_signalled = stop_controller.signal is not None and stop_controller.has_stopped_early
     metrics_path = job.folder.metrics_path
     return {
@@ -205,7 +205,7 @@ def write_model_card(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -
         model_spec=prepared.model_spec,
         manifest=job.folder.whole_run.read_manifest(),
         summary=summary,
-        stop=answer_stop_ids(job.loaded.config, prepared.tokenizer.tokenizer, prepared.renderer),
+        stop_ids=answer_stop_ids(job.loaded.config, prepared.tokenizer.tokenizer, prepared.renderer),
     )
     try:
         write_card(job.folder.model_path(is_adapter=prepared.trains_adapter), card)

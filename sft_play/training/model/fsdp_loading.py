@@ -200,7 +200,7 @@ class _ParameterFiller:
     ) -> None:
         self._source, self._device, self._fp32_master_weights = source, device, fp32_master_weights
         packed_parameters = (parameter for parameter in model.parameters() if _is_4bit(parameter))
-        self._storage = next((parameter.quant_storage for parameter in packed_parameters), torch.uint8)
+        self._quant_storage = next((parameter.quant_storage for parameter in packed_parameters), torch.uint8)
         self._holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for path, module in model.named_modules():
             for name, parameter in module._parameters.items():
@@ -228,7 +228,7 @@ class _ParameterFiller:
         else:
             value = self._receive(holders[0][0], parameter, parameter.shape)
             should_widen = self._fp32_master_weights and parameter.requires_grad
-            packed_parameter = nf4_experts.fill_packed(module, holders[0][2], value, self._storage)
+            packed_parameter = nf4_experts.fill_packed(module, holders[0][2], value, self._quant_storage)
             plain_parameter = nn.Parameter(
                 value.float() if should_widen else value, requires_grad=parameter.requires_grad
             )

@@ -134,9 +134,9 @@ class Heartbeat:
         self._moved_bytes = self._published_bytes = 0
         self._watched_folder: Path | None = None
         self._watched_bytes = 0
-        self._is_waiting, self._bytes_of_all = False, 0
+        self._is_waiting, self._total_moved_bytes = False, 0
         self._publish_count = 0
-        self._rank = self._world = 0
+        self._rank = self._world_size = 0
         self._store: Any = None
         self._note_path, self._note_descriptor = failures.rank_file_path(failures.HEARTBEAT_NAME), -1
         self._stop_event = threading.Event()
@@ -147,7 +147,7 @@ class Heartbeat:
     def __enter__(self) -> Heartbeat:
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return self
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         with contextlib.suppress(OSError):
             self._note_descriptor = (
                 os.open(self._note_path, os.O_RDWR | os.O_CREAT, 0o600) if self._note_path is not None else -1
@@ -211,7 +211,7 @@ class Heartbeat:
         if error is not None:
             with self._report_lock:
                 kind = failures.failure_kind(error)
-                is_on_several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", self._world)) < self._world
+                is_on_several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size)) < self._world_size
                 if kind == "hung":
                     self._report_stall()
                 elif kind == "peer" and is_on_several_nodes:
@@ -234,7 +234,7 @@ class Heartbeat:
                 self.add_moved_bytes(size - self._watched_bytes)
                 self._watched_bytes = size
             self._publish()
-            self._check_others()
+            self._exchange_moved_bytes()
             if self._idle_s() >= self.timeout_s:
                 with self._report_lock:
                     if not self._stop_event.is_set():
@@ -242,7 +242,7 @@ class Heartbeat:
                         logging.shutdown()
                         os._exit(1)  # the main thread is inside a collective that nothing else ends
 
-    def _check_others(self) -> None:
+    def _exchange_moved_bytes(self) -> None:
         """Add this rank's moved bytes to one sum, so that a look is one request; growth restarts a waiting clock."""
         if self._store is None or (not self._is_waiting and self._moved_bytes == self._published_bytes):
             return
@@ -252,9 +252,9 @@ class Heartbeat:
         except RuntimeError:
             self._store = None
             return
-        if self._is_waiting and total_bytes > self._bytes_of_all and self._last_progress is not None:
+        if self._is_waiting and total_bytes > self._total_moved_bytes and self._last_progress is not None:
             self._last_progress = time.monotonic()
-        self._published_bytes, self._bytes_of_all = moved_bytes, total_bytes
+        self._published_bytes, self._total_moved_bytes = moved_bytes, total_bytes
 
     def _idle_s(self) -> float:
         return time.monotonic() - self._last_progress if self._last_progress is not None else 0.0
@@ -287,7 +287,7 @@ class Heartbeat:
     def _report_stall(self) -> None:
         waited_s = max(self._idle_s(), self.timeout_s)
         beats, silent_ranks = self._find_silent_ranks()
-        missing_ranks = [rank for rank in range(self._world) if rank not in {beat.rank for beat in beats}]
+        missing_ranks = [rank for rank in range(self._world_size) if rank not in {beat.rank for beat in beats}]
         text = stall_report(beats, silent_ranks, missing_ranks=missing_ranks, waited_s=waited_s, now=time.time())
         if not beats:  # the store is gone, and with it what the others published
             text = f"no progress for {waited_s:.0f} s: rank {self._rank} waits at step {self._step} ({self._activity})"
@@ -323,7 +323,7 @@ class Heartbeat:
         if self._store is None:
             return beats
         with contextlib.suppress(RuntimeError, ValueError, TypeError):
-            for rank in range(self._world):
+            for rank in range(self._world_size):
                 if not self._store.check([str(rank)]):
                     continue
                 beat = Beat(**json.loads(self._store.get(str(rank))))

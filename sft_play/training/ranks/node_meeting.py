@@ -74,7 +74,7 @@ def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, us
     return {
         "host": socket.gethostname(),
         "alike": {
-            "number of ranks": hardware.gpus_per_node,
+            "number of ranks": hardware.ranks_per_node,
             "device": hardware.gpus[0].name if hardware.gpus else "CPU",
             "STRATEGY": strategy or "left to the plan",
             "engine": "DeepSpeed" if uses_deepspeed else "left to the plan",
