@@ -122,8 +122,7 @@ FORMS: dict[str, tuple[str, str, Callable[[Path, int], None]]] = {
 
 STAGES = {  # of `make train` the preparation of rows alone, which is all that reads the files
     "process": (
-        "from sft_play.data.process import process_files; "
-        "process_files(load_config('run.yaml').config, force=True)"
+        "from sft_play.data.process import process_files; process_files(load_config('run.yaml').config, force=True)"
     ),
     "check": (
         "from sft_play.commands.diagnosing import check_run; from sft_play.facts.hardware import detect_hardware; "

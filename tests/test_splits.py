@@ -349,7 +349,7 @@ class TestCache:
             f"parts = TokenizerParts.from_tokenizer(AutoTokenizer.from_pretrained({str(tiny_llama)!r}))\n"
             "recipe = BuildRecipe(parts, DataConfig(), 512, date.today())\n"
             f"built = build_rows(Path({str(path)!r}), recipe, split='train', workers=2)\n"
-            "print(len(built.files['kept']), built.stats['kept'].kept)\n"
+            "print(len(built.files['kept']), built.stats['kept'].kept_rows)\n"
         )
         environment = {**os.environ, "SFT_PLAY_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
         answer = subprocess.run(
