@@ -33,7 +33,7 @@ from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import installed_versions
 from sft_play.training.loop.callbacks import MetricsFile
-from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, build_plan_callbacks
+from sft_play.training.loop.trainer import PlannedTrainer, build_plan_callbacks, build_trainer
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.measure.peaks import MemoryPeaks
 

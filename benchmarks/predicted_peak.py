@@ -243,7 +243,7 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
     from sft_play.data.build.splits import DataSplit
     from sft_play.data.build.stats import RowStats
     from sft_play.data.masks.token_row import TokenRow
-    from sft_play.training.loop.trainer import build_trainer, build_plan_callbacks
+    from sft_play.training.loop.trainer import build_plan_callbacks, build_trainer
 
     times: list[float] = []
 

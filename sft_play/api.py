@@ -27,8 +27,8 @@ __all__ = ["load_config", "plan", "train"]
 
 
 def plan(run: LoadedConfig, *, hardware: str | Hardware | None = None, trace: bool = False) -> Plan:
-    """The plan of a run (of stages, that of the one with the longest rows): layout, micro-batch, predicted peak and
-    speed, with the reasons; sizes are bytes per GPU. Where nothing fits, `plan.fits` is False and `plan.suggestions`
+    """Plan a run (with stages, the one with the longest rows): layout, micro-batch, predicted peak and speed, with
+    the reasons; sizes are bytes per GPU. Where nothing fits, `plan.fits` is False and `plan.suggestions`
     says what would. `hardware`: a machine by name, such as `2xH200`; None is this one. `trace`: confirm the choice by
     tracing the step (seconds; imports torch). Raises ConfigError where the batch does not divide over the GPUs,
     HardwareError for an unknown machine, ModelError for a config.json that cannot be read."""

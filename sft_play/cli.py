@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def import_command(argv: Sequence[str]) -> None:
-    """Import the file of the command that words name, before anything starts that a Ctrl-C could leave half done."""
+    """Import the file of the command that `argv` names, before anything starts that Ctrl-C could leave half done."""
     command = next((word for word in argv if word in (*commands.COMMAND_FILES, *commands.INTERNAL_COMMANDS)), None)
     if command is not None:
         commands.load_module(command)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_json_error(data: dict[str, object], exit_code: int, error: BaseException, *, is_json: bool) -> None:
-    """With JSON=1 the one object of a command that failed; of a launcher's ranks the first writes it."""
+    """With JSON=1, write the JSON object of a failed command; among a launcher's ranks only rank 0 writes it."""
     if is_json and os.environ.get("RANK", "0") == "0":
         write_json_line(add_exit_status(data, exit_code, error_text(error)))
 

@@ -36,7 +36,8 @@ def main(command: "Optional[str]" = None) -> int:
         # Nothing is open yet, and imports may swallow or reword an exception that interrupts them.
         early_message = "stopped by the user before anything was started"
         signal.signal(
-            signal.SIGINT, lambda number, frame: os._exit(_exit_with_message(command_name, argv, early_message, EXIT_STOPPED))
+            signal.SIGINT,
+            lambda number, frame: os._exit(_exit_with_message(command_name, argv, early_message, EXIT_STOPPED)),
         )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
     if sys.version_info < MIN_PYTHON:
@@ -105,7 +106,7 @@ def _run_guarded(run_program: "Any", argv: "Sequence[str]", command_name: str) -
 
 
 def _is_interrupt(error: "Optional[BaseException]") -> bool:
-    """Whether an exception is a Ctrl-C, or was raised while one was handled: libraries reword what breaks an import."""
+    """True if an exception is a Ctrl-C, or was raised while handling one: libraries reword what breaks an import."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -124,7 +125,7 @@ def _repeat_lost_interrupt(unraisable: "Any") -> None:
 
 
 def _write_redacted_traceback(error_type: "Any", error: "Any", error_traceback: "Any") -> None:
-    """The traceback of a fault of ours, without the tokens that an error may quote: it ends in a batch system's log."""
+    """Write the traceback of a bug, with tokens redacted: an error may quote them, and a batch system logs it."""
     import traceback
 
     from sft_play.log import escape_control, redact
@@ -133,8 +134,8 @@ def _write_redacted_traceback(error_type: "Any", error: "Any", error_traceback: 
 
 
 def missing_package_message(error: ModuleNotFoundError, argv: "Sequence[str]") -> "Optional[str]":
-    """The message for a package that this Python does not have; None for a module of ours, or of a package that is
-    there: that is a bug, and keeps its traceback."""
+    """Return the message for a package that is not installed. None where the missing module is ours, or of an
+    installed package: that is a bug, and keeps its traceback."""
     import contextlib
     from importlib.util import find_spec
 
@@ -175,8 +176,8 @@ def _exit_with_message(command_name: str, argv: "Sequence[str]", text: str, code
 
 
 def _write_missing_answer(argv: "Sequence[str]", code: int, error: str) -> None:
-    """With JSON=1 the object of a command that has written none. Of a launcher's ranks the first answers, and of ours,
-    which have an agent, the agent or its parent."""
+    """With JSON=1, write the object of a command that failed before writing one. Among another launcher's ranks only
+    rank 0 writes it; ranks of ours leave it to their agent or its parent."""
     is_first = os.environ.get("RANK", "0") == "0" and "SFT_PLAY_AGENT" not in os.environ
     if code and is_first and wants_json(argv):
         write_missing_answer(code, error)

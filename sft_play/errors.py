@@ -78,8 +78,8 @@ class Interrupted(SftPlayError, KeyboardInterrupt):
 
 @contextlib.contextmanager
 def translate_library_errors() -> Iterator[None]:
-    """Within it, two errors of libraries that are no fault of ours are errors of this tree: TokenizerError, where the
-    tokenizer's library panics over a text (no Exception in Python), and DoesNotFit, where the host's memory ran out."""
+    """Translate two errors of libraries inside the block: a panic of the tokenizer's library over a text (which is no
+    Exception in Python) becomes TokenizerError, and the host's memory running out becomes DoesNotFit."""
     try:
         yield
     except SftPlayError:
@@ -115,5 +115,5 @@ def error_prefix(prefix: str | None) -> Iterator[None]:
     except SftPlayError as error:
         if prefix is None:
             raise
-        # the cause is read again: a plan that does not fit is on the first error (cli._refused_plan)
+        # the cause is read again: a plan that does not fit is on the first error (cli._unfitting_plan)
         raise type(error)(f"{prefix}: {error}") from error

@@ -31,12 +31,12 @@ _has_answered = False
 
 
 def wants_json(argv: "Sequence[str]") -> bool:
-    """Whether a command line or the environment asks for JSON; before either is read, which may be what fails."""
+    """True if the command line or the environment asks for JSON. Works before either is parsed: that may fail."""
     return "--json" in argv or os.environ.get("JSON", "0") not in ("", "0")
 
 
 def add_exit_status(data: "Any", exit_code: int, error: "str | None" = None) -> "dict[str, Any]":
-    """A command's JSON with how it ended: `ok`, `kind`, `exit`, and `error` where there is one. A list is `rows`."""
+    """Add how a command ended to its JSON: `ok`, `kind`, `exit`, and `error` if any. A list becomes `rows`."""
     answer = data if isinstance(data, dict) else {"rows": data}
     status = {"ok": exit_code == 0, "kind": EXIT_KINDS.get(exit_code, EXIT_KINDS[EXIT_FAULT]), "exit": exit_code}  # type: dict[str, Any]
     if error is not None:
@@ -45,7 +45,7 @@ def add_exit_status(data: "Any", exit_code: int, error: "str | None" = None) -> 
 
 
 def write_json_line(data: "Any") -> None:
-    """One JSON object on a line of standard output. JSON has no NaN and no infinity: they are null."""
+    """Write one JSON object as a line of standard output; NaN and infinity, which JSON lacks, become null."""
     import json  # 2 ms, in which a Ctrl-C would be a traceback
 
     global _has_answered
@@ -55,7 +55,7 @@ def write_json_line(data: "Any") -> None:
 
 
 def write_missing_answer(exit_code: int, error: str) -> None:
-    """The object of a command whose process has written none."""
+    """Write the JSON object of a command, unless this process has written one."""
     if not _has_answered:
         write_json_line(add_exit_status({}, exit_code, error))
 

@@ -236,7 +236,7 @@ def is_output_lost() -> bool:
 
 
 def output_failure() -> str | None:
-    """Why standard output could not be written; None where it could, or where only its reader left."""
+    """Return why standard output could not be written; None if it could, or if only its reader left."""
     with contextlib.suppress(ValueError):
         sys.stdout.flush()
     error = _lost_streams.get(1)
@@ -246,7 +246,7 @@ def output_failure() -> str | None:
 
 
 def start_log_buffer() -> MemoryHandler:
-    """Keeps records until there is a folder to write them to."""
+    """Start a handler that keeps log records until there is a run folder to write them to."""
     buffer = MemoryHandler(capacity=100_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
     logging.getLogger().addHandler(buffer)
     return buffer

@@ -129,7 +129,7 @@ def disturb(kind):
     import time
     from sft_play.training.checkpoints import sharded_checkpoints
 
-    write, mark = sharded_checkpoints.save_part, pathlib.Path(os.environ["MARK"])
+    write, mark = sharded_checkpoints.save_shard, pathlib.Path(os.environ["MARK"])
 
     def save(part, checkpoint, **options):
         assert threading.current_thread() is not threading.main_thread()
@@ -146,7 +146,7 @@ def disturb(kind):
     def no_room(self, *_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-    sharded_checkpoints.save_part = save
+    sharded_checkpoints.save_shard = save
     if kind == "full" and os.environ["RANK"] == "1":
         real = sharded_checkpoints._CountedWriter.write_data
         sharded_checkpoints._CountedWriter.write_data = lambda self, *args: (

@@ -29,7 +29,7 @@ COMPILING = '''
 """Ranks that are at what comes before their first step: a program runs a program that runs another, as ninja does."""
 import subprocess, sys
 from sft_play import cli
-from sft_play.training.loop.callbacks import StopAfter, stop_signals
+from sft_play.training.loop.callbacks import StopController, stop_signals
 
 def work(request):
     with stop_signals(StopAfter(None)):

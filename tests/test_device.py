@@ -113,7 +113,8 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, 
 )
 def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, environment, tmp_path):
     assert (
-        unusable_accelerators.find_unusable_accelerator(environment, root=build(tmp_path, files), nvml=NvmlStatus()) is None
+        unusable_accelerators.find_unusable_accelerator(environment, root=build(tmp_path, files), nvml=NvmlStatus())
+        is None
     )
 
 
@@ -121,7 +122,7 @@ def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, envi
 
 
 def start(config, hardware: Hardware, accelerator: str | None, monkeypatch, *, params: int = 1) -> None:
-    monkeypatch.setattr(launched, "unusable_accelerator", lambda _: accelerator)
+    monkeypatch.setattr(launched, "find_unusable_accelerator", lambda _: accelerator)
     require_usable_hardware(config, hardware, {}, count_params=lambda: params)
 
 
@@ -166,7 +167,7 @@ def test_the_command_stops_before_anything_is_made(command, config, monkeypatch,
     monkeypatch.chdir(tmp_path)
     for module in (of_ranks, start):
         monkeypatch.setattr(module, "detect_hardware", lambda: CPU)
-    monkeypatch.setattr(launched, "unusable_accelerator", lambda _: SHOWN)
+    monkeypatch.setattr(launched, "find_unusable_accelerator", lambda _: SHOWN)
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, said = command(what, "--config", str(path))
@@ -179,7 +180,7 @@ def test_a_plan_for_the_cpu_says_that_a_run_would_stop(command, monkeypatch, tmp
     from sft_play.commands import request
 
     monkeypatch.setattr(request, "detect_hardware", lambda: CPU)
-    monkeypatch.setattr(launched, "unusable_accelerator", lambda _: SHOWN)
+    monkeypatch.setattr(launched, "find_unusable_accelerator", lambda _: SHOWN)
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, said = command("plan", "--config", str(path))
@@ -310,7 +311,7 @@ def test_the_doctor_finds_what_a_run_would_stop_for(monkeypatch):
     config = config_from_text("model: {name: m}", name="r")
 
     def found(machine: Hardware, there: str | None, params: int = 0, tools: Toolchain = THERE) -> str:
-        monkeypatch.setattr(launched, "unusable_accelerator", lambda environment: there)
+        monkeypatch.setattr(launched, "find_unusable_accelerator", lambda environment: there)
         monkeypatch.setattr(compiler, "find_toolchain", lambda environment: tools)
         return rules.check_run_starts(config, machine, {}, params=params).verdict
 

@@ -19,7 +19,7 @@ from sft_play.data.masks.turn_ends import control_tokens
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import TokenizerError
 from sft_play.training.measure import exact_match
-from sft_play.training.measure.exact_match import build_questions, generate_answers, collect_stop_ids
+from sft_play.training.measure.exact_match import build_questions, collect_stop_ids, generate_answers
 from tests.bundled import template_of
 from tests.conftest import chat, shared
 from tests.models import CHATML, make_llama, make_tokenizer

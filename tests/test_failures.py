@@ -573,7 +573,9 @@ def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
     assert laggards(level, {1}) == [level[1]]
     text = stall_report(level, set(), missing_ranks=[], waited_s=30, now=193)
     assert "all ranks are at step 18 (training): rank 0 in all_reduce (c.py:1), rank 1 in collate (rows.py:3)" in text
-    assert "rank 2 has never given a sign of life" in stall_report(level, set(), missing_ranks=[2], waited_s=30, now=193)
+    assert "rank 2 has never given a sign of life" in stall_report(
+        level, set(), missing_ranks=[2], waited_s=30, now=193
+    )
 
 
 @pytest.mark.parametrize(
@@ -648,7 +650,9 @@ def test_the_agent_is_run_where_torchs_launcher_is_shown():
 
 def test_nccl_is_told_the_timeout_where_the_user_has_not(monkeypatch):
     given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-    made = torchrun_command(["train"], processes_per_node=2, nodes=NodeSetup(), nccl_timeout_s=90.5, present_environment=given)
+    made = torchrun_command(
+        ["train"], processes_per_node=2, nodes=NodeSetup(), nccl_timeout_s=90.5, present_environment=given
+    )
     assert made.environment == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "91"}
     assert torchrun_command(["train"], processes_per_node=2, nodes=NodeSetup()).environment == {}
     assert nccl_variables(1800)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"

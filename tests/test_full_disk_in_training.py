@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft_play.runs.files import free_disk_bytes, disk_refusal_reason
+from sft_play.runs.files import disk_refusal_reason, free_disk_bytes
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop.loop import PlannedLoop
 from tests.conftest import ROOT, clean_environment
@@ -246,7 +246,10 @@ def test_only_errors_of_writing_count():
     assert disk_refusal_reason(RuntimeError("PytorchStreamReader failed reading file data/0: file read failed")) is None
     assert disk_refusal_reason(ValueError("unexpected pos 64 vs 0")) is None
     assert disk_refusal_reason(OSError(errno.EDQUOT, "quota")) == os.strerror(errno.EDQUOT)
-    assert disk_refusal_reason(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")) is not None
+    assert (
+        disk_refusal_reason(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"))
+        is not None
+    )
     outer = ValueError("outer")
     outer.__cause__ = OSError(errno.ENOSPC, FULL)
     outer.__cause__.__context__ = outer  # a circle ends

@@ -176,7 +176,7 @@ def bare(monkeypatch, tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    monkeypatch.setattr(gpu_info, "unusable_accelerator", lambda environment: None)
+    monkeypatch.setattr(gpu_info, "find_unusable_accelerator", lambda environment: None)
     return folder
 
 

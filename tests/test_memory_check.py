@@ -85,7 +85,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(memory_check, "detect_hardware", lambda environment: found)
         monkeypatch.setattr(memory_check, "read_all_gpus", lambda **_: GpuSnapshot(gpus, "NVML"))
         monkeypatch.setattr(processes, "find_rank_group", lambda folder, holders: group)
-        monkeypatch.setattr(processes, "lock_holder", lambda folder: OTHER if group else None)
+        monkeypatch.setattr(processes, "lock_holder_pid", lambda folder: OTHER if group else None)
         return tmp_path
 
     return install
@@ -408,7 +408,7 @@ def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
 def test_a_writer_that_is_not_of_this_machine_is_said(machine, monkeypatch, tmp_path):
     folder = run_folder(tmp_path, "far")
     output = machine(hardware=CPU)
-    monkeypatch.setattr(processes, "lock_holder", lambda folder: 0)
+    monkeypatch.setattr(processes, "lock_holder_pid", lambda folder: 0)
     check = read_memory_snapshot(output, {})
     assert check.running
     assert f"Run {folder.path} is being written, by a process that cannot be seen from here" in check.said[0]

@@ -17,7 +17,7 @@ from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.finished.export import merged_weights, push
 from sft_play.finished.export.check_merge import divergence_limit, merge_test
 from sft_play.finished.export.export import export_run
-from sft_play.finished.export.merge import merge_run, record_merge_test, ensure_whole_model_folder
+from sft_play.finished.export.merge import ensure_whole_model_folder, merge_run, record_merge_test
 from sft_play.finished.export.places import describe_merge, find_merged_model, read_merge_record
 from sft_play.finished.load import load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run

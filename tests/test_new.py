@@ -152,7 +152,7 @@ def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model,
     monkeypatch.chdir(tmp_path)
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
     monkeypatch.setattr("sft_play.commands.request.detect_hardware", lambda: machine)
-    monkeypatch.setattr("sft_play.launch.machine.unusable_accelerator", lambda devices: None)
+    monkeypatch.setattr("sft_play.launch.machine.find_unusable_accelerator", lambda devices: None)
     row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"
     Path("my.jsonl").write_text(row * rows)
     text = written(model=model, data="my.jsonl").read_text()
@@ -521,7 +521,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(architecture.socket, "create_connection", silent)
-    monkeypatch.setattr(architecture, "_failed_at", {})
+    monkeypatch.setattr(architecture, "_failure_times", {})
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     assert [architecture.is_hub_reachable() for _ in range(4)] == [False] * 4

@@ -156,7 +156,10 @@ def test_what_is_tried_is_the_largest_pass_of_the_step_with_the_longest_row(seed
         return (len(own) * max(own) if cut.padded else sum(own)) if own else 0
 
     # every pass of that step, as the ranks are given them
-    given = [list(StepBatches(order, np.array(lengths), cut, effective_batch=window, rank=n, ranks=ranks)) for n in range(ranks)]
+    given = [
+        list(StepBatches(order, np.array(lengths), cut, effective_batch=window, rank=n, ranks=ranks))
+        for n in range(ranks)
+    ]
     slots = batches.slots
     first = steps.index(step) * slots
     passes = list(zip(*(rank[first : first + slots] for rank in given), strict=True))
@@ -185,7 +188,7 @@ def test_a_run_goes_on_and_says_why_and_a_resumed_one_does_not_try_again(train, 
     same = [*TWO_PASSES, "train.max_steps=4", *settings]
     code, printed, planned = train("planned", *same, "train.batch_size=2", "train.grad_accum=4")
     assert code == 0, printed
-    monkeypatch.setattr("sft_play.planner.calibration.record_path", lambda: planned.parent / "measured.jsonl")
+    monkeypatch.setattr("sft_play.planner.calibration.measured_runs_path", lambda: planned.parent / "measured.jsonl")
     with monkeypatch.context() as patch:
         refuse(patch, lambda trainer, *_: trainer.step_memory.batch_plan.micro_batch <= 2)
         code, printed, folder = train("broken", *same, "train.stop_after_steps=2")
@@ -220,7 +223,7 @@ def texts_of(folder: Path) -> dict[str, str]:
 
 def test_later_plans_on_this_machine_know_what_ran_out(train, run_yaml, command, monkeypatch, tmp_path):  # noqa: F811
     record = tmp_path / "measured.jsonl"
-    monkeypatch.setattr("sft_play.planner.calibration.record_path", lambda: record)
+    monkeypatch.setattr("sft_play.planner.calibration.measured_runs_path", lambda: record)
     words = ["plan", "--config", str(run_yaml), "--json", "train.batch_by=rows"]
 
     def planned() -> tuple[int, list[str]]:

@@ -29,7 +29,13 @@ from sft_play.planner.candidates import evaluate_candidates, lowest_memory_candi
 from sft_play.planner.layout import find_layouts
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Plan, PlanRequest, build_plan_inputs
-from sft_play.planner.plan_details import choice_line, hardware_lines, speed_lines, suggestion_lines, candidate_table_lines
+from sft_play.planner.plan_details import (
+    candidate_table_lines,
+    choice_line,
+    hardware_lines,
+    speed_lines,
+    suggestion_lines,
+)
 from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.runs.lookup import output_dir
 from sft_play.starting.plan_run import plan_run

@@ -23,7 +23,7 @@ from sft_play.planner.advice.what_if import QUESTIONS, find_largest_fit
 from sft_play.planner.candidates import choose_candidate
 from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
 from sft_play.planner.plan import Plan, PlanRequest, RunLength, TracePrediction, make_plan, plan_from_json, require_fit
-from sft_play.planner.plan_details import choice_line, hardware_lines, grid_lines, largest_fit_line, plan_lines
+from sft_play.planner.plan_details import choice_line, grid_lines, hardware_lines, largest_fit_line, plan_lines
 from sft_play.planner.reasons import format_relative_speed
 from sft_play.starting.train_here import record_measurements
 from tests.conftest import Command

@@ -179,7 +179,14 @@ def test_a_cut_row_is_the_beginning_the_end_or_both_ends_of_the_whole_one():
 
 
 def test_rows_are_spread_over_the_file_with_first_last_and_longest():
-    assert choose_row_indices(100, 5, longest_index=60) == [0, 25, 60, 74, 99]  # even: 0, 25, 50, 74, 99; 60 is nearest to 50
+    # even: 0, 25, 50, 74, 99; 60 is nearest to 50
+    assert choose_row_indices(100, 5, longest_index=60) == [
+        0,
+        25,
+        60,
+        74,
+        99,
+    ]
     assert choose_row_indices(100, 2, longest_index=60) == [0, 99]
     assert choose_row_indices(100, 1, longest_index=60) == [0]
     assert choose_row_indices(3, 5, longest_index=1) == [0, 1, 2]

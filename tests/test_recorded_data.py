@@ -420,7 +420,11 @@ def split(seed: int) -> dict[str, Any]:
         positions = draw.choice([None, 16, 4096])
         try:
             made = build_splits(
-                run, find_data_paths(run.data), tokenizer(), max_seq_len=draw.choice([16, 40, 300]), max_positions=positions
+                run,
+                find_data_paths(run.data),
+                tokenizer(),
+                max_seq_len=draw.choice([16, 40, 300]),
+                max_positions=positions,
             )
         except SftPlayError as error:
             return {"refused": digest(str(error).replace(place, "F"))}

@@ -23,7 +23,7 @@ from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import evaluate_candidates
 from sft_play.planner.layout import find_layouts
 from sft_play.planner.plan import PlanRequest, build_plan_inputs
-from sft_play.planner.plan_details import bar_lines, plan_lines, suggestion_lines, candidate_table_lines
+from sft_play.planner.plan_details import bar_lines, candidate_table_lines, plan_lines, suggestion_lines
 from tests.conftest import digest
 
 RECORD = Path(__file__).with_name("recorded_plans.json")
@@ -99,7 +99,12 @@ def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[
         f"{c.speed.tokens} {c.speed.moved_bytes}"
         for c in candidates
     ]
-    told = [*plan_lines(plan, run, command="make train"), *bar_lines(plan), *candidate_table_lines(plan), *suggestion_lines(plan)]
+    told = [
+        *plan_lines(plan, run, command="make train"),
+        *bar_lines(plan),
+        *candidate_table_lines(plan),
+        *suggestion_lines(plan),
+    ]
     lines += [f"{way.change} {way.allocated} {way.required} {way.fits}" for way in plan.suggestions]
     return {
         "layout": plan.layout,

@@ -114,7 +114,9 @@ def test_a_text_that_the_template_does_not_write_stays_a_text_and_its_tokens_are
     assert isinstance(read, Text)
     row = one(read)
     assert isinstance(row, TokenRow)
-    assert row.special_token_count == sum(text.count(token) for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+    assert row.special_token_count == sum(
+        text.count(token) for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    )
 
 
 @pytest.mark.parametrize(("text", "mark"), [

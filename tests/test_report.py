@@ -24,14 +24,14 @@ from sft_play.finished.report.charts import (
     PLOT_HEIGHT,
     Chart,
     Curve,
+    build_run_charts,
     draw_charts,
     plot_as_text,
-    build_run_charts,
     thin_points,
 )
 from sft_play.finished.report.compare import compare_results
 from sft_play.finished.report.record import headline_metrics, read_record
-from sft_play.finished.report.report import write_final_report, report_sections, report_on_exit, write_report
+from sft_play.finished.report.report import report_on_exit, report_sections, write_final_report, write_report
 from sft_play.finished.run import find_run_folder
 from sft_play.runs.files import read_evaluations, read_summary
 from sft_play.runs.folder import RunFolder
@@ -407,7 +407,9 @@ def test_a_chart_that_a_run_cannot_fill_is_left_out(tmp_path):
     }
     lines = steps(3, eval_loss=lambda n: n, loss_rank_0=lambda n: n, loss_chats=lambda n: n, loss_text=lambda n: n,
                   eval_loss_text=lambda n: n)  # fmt: skip
-    charts = {chart.title: chart for chart in build_run_charts(read_record(recorded_run(tmp_path / "two", metrics=lines)))}
+    charts = {
+        chart.title: chart for chart in build_run_charts(read_record(recorded_run(tmp_path / "two", metrics=lines)))
+    }
     assert list(charts) == ["Loss", "Loss by source", "Learning rate", "Tokens per second"]
     assert [curve.name for curve in charts["Loss"].curves] == ["training", "validation"]
     by_source = {curve.name: curve.colour_index for curve in charts["Loss by source"].curves}

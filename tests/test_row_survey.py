@@ -139,7 +139,7 @@ for name in (BASE_NAME, base):
     found.append(row_survey.cached_row_tokens(loaded.config).as_json())
     if name == BASE_NAME:
         row_survey._counted_rows.clear()
-        for note in pathlib.Path(row_survey._note_path("x")).parent.iterdir():
+        for note in pathlib.Path(row_survey._row_tokens_cache_path("x")).parent.iterdir():
             note.unlink()
 assert not asked, asked
 print(json.dumps(found))

@@ -161,7 +161,7 @@ def test_a_plan_says_that_a_run_would_stop_where_it_does(command, monkeypatch):
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
     for name in ("sft_play.commands.request.detect_hardware", "sft_play.starting.start.detect_hardware"):
         monkeypatch.setattr(name, lambda: machine)
-    monkeypatch.setattr("sft_play.launch.machine.unusable_accelerator", lambda devices: None)
+    monkeypatch.setattr("sft_play.launch.machine.find_unusable_accelerator", lambda devices: None)
     code, refused = command("train", "--config", "configs/run_bnb.yaml")
     why = refused.partition("error: ")[2]
     assert (code, "no GPU was detected here" in why) == (2, True)

@@ -364,7 +364,11 @@ def test_a_host_that_is_none_leaves_the_sidecar_that_runs(tmp_path, fake):
 
 
 def test_loopback_needs_no_warning():
-    assert [board.tensorboard_exposure_warning(host) for host in ("127.0.0.1", "localhost", "::1")] == [None, None, None]
+    assert [board.tensorboard_exposure_warning(host) for host in ("127.0.0.1", "localhost", "::1")] == [
+        None,
+        None,
+        None,
+    ]
     assert "0.0.0.0" in board.tensorboard_exposure_warning("0.0.0.0")
 
 
@@ -525,7 +529,7 @@ def test_clean_leaves_a_finished_run_that_is_still_being_written(several, on, mo
         holder.stdout.readline()
         assert "is being written" in on("tb-clean", several, "--yes")[1]
         # One that begins to be written while the question is open is kept too.
-        monkeypatch.setattr("sft_play.finished.listing.lock_holder", lambda folder: None)
+        monkeypatch.setattr("sft_play.finished.listing.lock_holder_pid", lambda folder: None)
         printed = on("tb-clean", several, "--yes")[1]
         assert f"kept: {several}/finished is being written by another process (pid {holder.pid}" in printed
         assert "Removed: 0 event files" in printed

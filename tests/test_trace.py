@@ -138,7 +138,10 @@ OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, re
 def test_fake_tensors_live_and_die_like_real_ones(name):
     settings = changed(CASES[name])
     torch.manual_seed(0)
-    fake, real = phase_peaks(step.record_step(settings)), phase_peaks(step.record_step(settings, uses_real_tensors=True))
+    fake, real = (
+        phase_peaks(step.record_step(settings)),
+        phase_peaks(step.record_step(settings, uses_real_tensors=True)),
+    )
     assert fake == real
     assert max(fake.values()) > fake["build"] > 0
 

@@ -65,7 +65,7 @@ def test_a_conversion_that_finds_no_room_says_what_it_takes_and_leaves_nothing(t
     checkpoint, made = written(tmp_path, 2), []
     before = {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
     monkeypatch.setattr(universal, "free_disk_bytes", lambda _: free)
-    monkeypatch.setattr(universal, "_convert", lambda _, path, __: made.append(path) or path.mkdir())
+    monkeypatch.setattr(universal, "_convert_to_universal", lambda _, path, __: made.append(path) or path.mkdir())
     if fits:
         with universal.readable_checkpoint(trainer(), checkpoint) as path:
             assert path == made[0] == checkpoints.checkpoint_path(tmp_path / checkpoints.STAGING_NAME, 3)

@@ -190,5 +190,6 @@ def _write_model(unwrapped_model: Any, tokenizer: Any, weights: dict[str, torch.
     except OSError as error:
         raise RunFolderError(f"{temporary_path} cannot be written: {error.strerror or error}") from error
     check_saved_weights(
-        temporary_path, expected_shapes=saved_shapes(unwrapped_model) if hasattr(unwrapped_model, "save_pretrained") else None
+        temporary_path,
+        expected_shapes=saved_shapes(unwrapped_model) if hasattr(unwrapped_model, "save_pretrained") else None,
     )

@@ -57,8 +57,8 @@ def command_result(result: Presentable, *, is_written_to_out: bool = True) -> Co
 
 
 def confirm_with_user(request: Request, question: str, *, refusal: str) -> bool:
-    """Whether the user agrees, by YES=1 or at the terminal; no answer is a no. Raises ConfigError where there is no
-    terminal to ask on, or JSON=1 was given: `refusal` says what would be done."""
+    """Ask the user; True if they agree, at the terminal or by YES=1 (no answer is a no). Raises ConfigError where
+    there is no terminal to ask on, or JSON=1 was given: `refusal` says what would be done."""
     if request.yes:
         return True
     if request.json or sys.stdin is None or not sys.stdin.isatty():
@@ -105,16 +105,19 @@ def require_writable_out(out: Path, variable_name: str = "OUT") -> None:
     """Raises ConfigError where nothing can be written at OUT: before the work whose answer would be lost."""
     existing_parent = next(parent for parent in out.expanduser().absolute().parents if os.path.exists(parent))  # noqa: PTH110 - raises nothing
     if not existing_parent.is_dir():
-        raise ConfigError(f"{variable_name}={escape_control(str(out))} cannot be written: {existing_parent} is not a folder")
+        raise ConfigError(
+            f"{variable_name}={escape_control(str(out))} cannot be written: {existing_parent} is not a folder"
+        )
     if not os.access(existing_parent, os.W_OK | os.X_OK) and not os.access(out, os.W_OK):
         raise ConfigError(
-            f"{variable_name}={escape_control(str(out))} cannot be written: {existing_parent} is not writable for this user"
+            f"{variable_name}={escape_control(str(out))} cannot be written: {existing_parent} is not writable for "
+            f"this user"
         )
 
 
 def write_out_file(path: Path, data: Any) -> None:
-    """JSON in a file of its own, or in place in a device or a pipe (`/dev/stdout`); raises ConfigError where it cannot
-    be written."""
+    """Write JSON to a file (written aside and renamed), or into a device or pipe (`/dev/stdout`); raises ConfigError
+    where it cannot be written."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
@@ -126,8 +129,8 @@ def write_out_file(path: Path, data: Any) -> None:
 
 @contextlib.contextmanager
 def redirect_stdout_to_stderr(*, enabled: bool) -> Iterator[None]:
-    """Within it, output of this process, its libraries and its children goes to standard error: with JSON=1 standard
-    output holds the answer alone."""
+    """Send output of this process, its libraries and its children to standard error inside the block: with JSON=1
+    standard output holds the answer alone."""
     if not enabled:
         yield
         return

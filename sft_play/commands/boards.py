@@ -45,7 +45,10 @@ def _start_page(request: Request) -> TensorBoardServer:
 
 def _open_page(request: Request) -> CommandResult:
     """In a browser, or its address where there is no display. Without RUN, a TensorBoard of one of the runs will do."""
-    servers = sorted(filter(tensorboard.is_serving, _servers_inside(_logdir(request))), key=lambda running_server: len(running_server.logdir))
+    servers = sorted(
+        filter(tensorboard.is_serving, _servers_inside(_logdir(request))),
+        key=lambda running_server: len(running_server.logdir),
+    )
     server = servers[0] if servers else _start_page(request)
     has_display = sys.platform == "darwin" or any(map(os.environ.get, ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")))
     is_open = has_display and webbrowser.open(server.page)

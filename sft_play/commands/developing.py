@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_developing(request: Request) -> CommandResult:
-    """Figures, each beside what was predicted or measured elsewhere; or the files that were written."""
+    """Run a developer's command; returns its figures, each beside what was expected, or the files that it wrote."""
     if request.command in ("bench", "verify-layouts", "gpu-selftest"):
         refuse_hardware(request)
     module = benchmark_module("commands", command=request.command)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_diagnosing(request: Request) -> CommandResult | int:
-    """The page; of check and doctor exit code 2 where there is a problem."""
+    """Run check, doctor, gpu-info or memory-check; check and doctor end with exit code 2 if there is a problem."""
     if request.command == "check":
         engine_names = engines.parse_engine_names(request.serve)
         return check_result(
@@ -57,7 +57,7 @@ def check_run(
     earlier_findings: Sequence[Finding] = (),
     engine_names: Sequence[str] = (),
 ) -> CheckReport:
-    """`run_check.check_config` with the plan that a run would make here, and with what else it would be refused for."""
+    """Check a config (`run_check.check_config`), planned as a run here would be, and add what else would refuse it."""
     report = run_check.check_config(
         config_path,
         overrides,

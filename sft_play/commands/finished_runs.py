@@ -12,8 +12,8 @@ from sft_play.commands.answer import (
     CommandResult,
     command_result,
     confirm_with_user,
-    require_writable_out,
     redirect_stdout_to_stderr,
+    require_writable_out,
     write_result,
 )
 from sft_play.commands.request import Request, find_request_run, request_output_dir, require_source
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_finished_runs(request: Request) -> CommandResult | int:
-    """Exit code 2 is: do not ship (ship), or a tensor differs (reproduce)."""
+    """Run a command on finished runs. Exit code 2: do not ship (ship), or a tensor differs (reproduce)."""
     if request.command == "runs":
         return command_result(list_runs(request_output_dir(request)))
     if request.command in _COMMAND_FUNCTIONS:
@@ -93,9 +93,7 @@ def _prune(request: Request) -> CommandResult:
     if not request.runs:
         raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")
     scope: PruneScope = "checkpoints" if request.checkpoints else "run"
-    removable = select_prunable(
-        [open_run(output, check_run_name(name, key="RUNS")) for name in request.runs], scope
-    )
+    removable = select_prunable([open_run(output, check_run_name(name, key="RUNS")) for name in request.runs], scope)
     nothing_removed = {"ok": True, "removed": [], "freed_bytes": 0}
     if not removable:
         return CommandResult(nothing_removed, ["There are no checkpoints to remove"])

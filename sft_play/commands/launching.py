@@ -69,8 +69,8 @@ def run_launching(request: Request) -> CommandResult | int:
 
 
 def launch_request_from(request: Request) -> LaunchRequest:
-    """What a command asks for, and whether this process trains it, alone or as a rank, or launches ranks; raises
-    ConfigError where the config cannot be read, or the command's words do not go together."""
+    """Build the LaunchRequest of a command: the run, and whether this process trains it, alone or as a rank, or
+    launches ranks. Raises ConfigError where the config cannot be read, or the words contradict each other."""
     command, options = request.command, request.options
     if command == "train" and request.run:
         raise ConfigError(f"RUN={escape_control(request.run)} names a run for make resume; output.name names a new one")
@@ -110,8 +110,8 @@ def _require_rank_info() -> RankInfo:
 
 
 def _needs_ranks(request: Request, loaded: LoadedConfig) -> bool:
-    """Whether a run that no command spreads is one of several processes, by its mesh or its number of nodes; raises
-    ConfigError where a layout of several was asked for."""
+    """True if `train` has to launch ranks: its mesh, its nodes or accelerate's file ask for several processes. Raises
+    ConfigError where a layout of several processes, or DeepSpeed, was asked for."""
     if request.options.strategy not in (None, "single") or request.options.deepspeed:
         message = f"{request.command} runs one process, and a layout or DeepSpeed was asked for"
         raise ConfigError(f"{message}: use train-distributed or train-deepspeed, or start the ranks with torchrun")
@@ -120,8 +120,8 @@ def _needs_ranks(request: Request, loaded: LoadedConfig) -> bool:
 
 
 def _training_result(launch_result: LaunchResult) -> CommandResult:
-    """The summary in the run's folder, or its name alone where that file is gone; rank 0 has the folder where there are
-    several nodes. Of ranks that failed, of which their agent has told, what their run recorded."""
+    """Return the run's summary as the command's answer: its name alone where summary.json is gone; no run on several
+    nodes, where rank 0 has the folder. Of ranks that failed (their agent has reported it) the recorded error."""
     folder = launch_result.folder
     run = None if folder is None else str(folder.path)
     if launch_result.exit_code:
@@ -172,7 +172,8 @@ def launcher_rank_info(request: Request) -> RankInfo | None:
     requested_processes, started_processes = options.processes_per_node, rank_info.local_world_size
     if requested_processes not in (None, started_processes):
         message = (
-            f"NPROC={requested_processes} asks for {requested_processes} processes on this node, and the launcher started {started_processes}"
+            f"NPROC={requested_processes} asks for {requested_processes} processes on this node, and the "
+            f"launcher started {started_processes}"
         )
         raise ConfigError(f"{message}: leave out NPROC=, or give the launcher the same number")
     wants_engine = options.deepspeed or options.strategy not in (None, "single")

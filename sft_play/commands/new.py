@@ -108,7 +108,9 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
         format_run_yaml({**model_settings, "tuning.mode": _MODES_BY_PREFERENCE[-1]}), name="the run YAML"
     )
     dataset_info = infer_dataset(
-        request.data, count_tokens=_token_counter(folder), max_positions=load_run_model_shape(qlora_config).max_positions
+        request.data,
+        count_tokens=_token_counter(folder),
+        max_positions=load_run_model_shape(qlora_config).max_positions,
     )
     settings = {**model_settings, **dataset_info.settings}
     if dataset_info.is_chat and folder is not None and not _has_template(folder):

@@ -251,7 +251,13 @@ def _answer_fit_question(
     return find_largest_fit(
         fit_question,
         PlanRequest(
-            config, load_run_model_shape(config), hardware, layouts, has_evaluation, measured_runs, missing_packages=missing_packages
+            config,
+            load_run_model_shape(config),
+            hardware,
+            layouts,
+            has_evaluation,
+            measured_runs,
+            missing_packages=missing_packages,
         ),
     )
 
@@ -315,7 +321,8 @@ def make_budget(
         raise ConfigError("BUDGET with PRICE= needs the machine that the price is for: HARDWARE=2xH200")
     name, listed_price = _machine_name(requested_machine), None
     if requested_machine.price_per_gpu_hour is None:
-        listed_price = min(_listed_prices(requested_machine), key=lambda price: price.usd, default=None)  # USD per GPU-hour
+        # USD per GPU-hour
+        listed_price = min(_listed_prices(requested_machine), key=lambda price: price.usd, default=None)
         if listed_price is None:
             raise ConfigError(
                 f"BUDGET: the price list has no {name}; give its price (PRICE=2.5, or price=2.5 in HARDWARE), or leave "

@@ -353,7 +353,7 @@ def _require_config(request: Request, environment: Mapping[str, str]) -> None:
 
 
 def require_config_for_model_and_data(request: Request) -> None:
-    """Without a config the starter runs, with its own model and data only; raises ConfigError for others."""
+    """Raises ConfigError where overrides give a model or data but no config is given: the starter has its own."""
     if request.is_config_given or not request.overrides or not request.config.is_file():
         return
     starter = load_config(request.config).config
@@ -430,7 +430,9 @@ def request_output_dir(request: Request) -> Path:
 
 def find_request_run(request: Request) -> FinishedRun:
     """The finished run that RUN names, or the newest; raises as `find_finished_run` does."""
-    return find_finished_run(request_output_dir(request), request.run, is_trusted=functools.partial(trusts_code, request))
+    return find_finished_run(
+        request_output_dir(request), request.run, is_trusted=functools.partial(trusts_code, request)
+    )
 
 
 def require_source(path: Path | str, variable_name: str) -> None:
@@ -442,8 +444,8 @@ def require_source(path: Path | str, variable_name: str) -> None:
 
 
 def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
-    """Whether this command allows the code that a key of a model's settings lets run: by SET, or by a CONFIG that was
-    given for this model in this revision."""
+    """True if the user allows the code that `model.KEY` would run: SET gives the same value, or the given CONFIG does,
+    for the same model and revision."""
     path, required_value = f"model.{key}", getattr(model, key)
     set_values = [
         value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == path

@@ -31,7 +31,7 @@ from sft_play.data.preview import (
 )
 from sft_play.data.preview_page import MAX_PAGE_PIECES, render_html_page
 from sft_play.data.sources.examples import ExampleReader, check_first_rows
-from sft_play.data.sources.files import AnySource, find_data_paths, data_part_split
+from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.diagnose.row_tools import ROW_SPLITS, check_not_source, configure_hub, first_stage_run, load_row_tools
 from sft_play.errors import DataError
@@ -71,9 +71,13 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
         folder, names_by_part = out, {}
         for part, _ in paths.named_paths():
             source = part.removeprefix("source ").removesuffix(" (val)")
-            names_by_part[part] = f"{data_part_split(part)}-{source}.jsonl" if source != part else f"{data_part_split(part)}.jsonl"
+            names_by_part[part] = (
+                f"{data_part_split(part)}-{source}.jsonl" if source != part else f"{data_part_split(part)}.jsonl"
+            )
         # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
-        file_names = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*ROW_SPLITS, "text")), *names_by_part.values()]))
+        file_names = tuple(
+            dict.fromkeys([*(f"{split}.jsonl" for split in (*ROW_SPLITS, "text")), *names_by_part.values()])
+        )
     elif len(paths.sources) > 1:
         raise DataError(f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing folder")
     else:
@@ -98,7 +102,12 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
 
 
 def _render_rows(
-    source: AnySource, part: str, output: OutputFolder, names_by_part: Mapping[str, str], data: DataConfig, row_renderer: RowRenderer
+    source: AnySource,
+    part: str,
+    output: OutputFolder,
+    names_by_part: Mapping[str, str],
+    data: DataConfig,
+    row_renderer: RowRenderer,
 ) -> RowStats:
     split, stats, target = data_part_split(part), RowStats(str(source)), output.open(names_by_part[part])
     wants_text = row_renderer.task_mode == "cpt" or split == "text"

@@ -90,8 +90,8 @@ class SweepCell:
 
 
 def run_sweep(request: Request) -> CommandResult:
-    """Exit code 0 only where every cell that fits is trained, 3 where none fits; the page is written as `compare`
-    writes it."""
+    """Train every combination and compare the finished ones, as `compare` does. Exit code 0 only if every cell that
+    fits is trained, 3 if none fits."""
     if launcher_rank_info(request) is not None:
         raise ConfigError("sweep starts each run itself: call it once, without a launcher")
     with redirect_stdout_to_stderr(enabled=request.json):

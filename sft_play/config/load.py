@@ -162,8 +162,8 @@ def check_quotes(text: str, name: str) -> None:
 
 
 def split_overrides(text: str) -> list[str]:
-    """`SET` split as a shell splits words, without running anything; raises ConfigError where a quote is not closed. A
-    word with an open bracket takes in the following ones: the quotes of a list (`[[4, 1], [fsdp, tp]]`) were eaten."""
+    """Split `SET` as a shell splits words, without running anything; raises ConfigError where a quote is not closed. A
+    word with an open bracket is joined with the next ones: quotes of a list (`[[4, 1], [fsdp, tp]]`) were eaten."""
     try:
         words = shlex.split(text)
     except ValueError as error:

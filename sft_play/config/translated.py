@@ -120,7 +120,7 @@ def _gather_data_sets(document: YamlDocument) -> None:
 
 
 def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[ForeignKey]:
-    """Values at places of ours: settings where we take them, else keys of the other tool."""
+    """Take values at paths that are ours too: as settings where our option accepts them, else yield them as keys."""
     for path in [*all_options(), *filter(None, sections())]:
         key_path: KeyPath = tuple(path.split("."))
         value = find_value(document.data, key_path)
@@ -267,7 +267,9 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
     """Complete what follows from several settings, those of the user among them."""
     settings = result.settings
     if "data.train_path" in user_settings and "data.sources" in settings:
-        result.left_out_keys.append((f"data.sources: {format_value(settings.pop('data.sources'))}", "DATA= names the rows"))
+        result.left_out_keys.append(
+            (f"data.sources: {format_value(settings.pop('data.sources'))}", "DATA= names the rows")
+        )
     if "data.train_path" not in settings and "data.sources" not in settings:
         message = "no file or data set of the hub is named; DATA=FILE, or this key, names it (else: make process)"
         result.left_out_keys.append(("data.train_path", message))
@@ -281,7 +283,9 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
     if isinstance(settings.get("train.batch_size"), int):
         if "train.grad_accum" in settings and "train.effective_batch_size" in settings:
             total = settings.pop("train.effective_batch_size")
-            result.left_out_keys.append((f"train.effective_batch_size: {total}", "batch_size x grad_accum x GPUs decide it"))
+            result.left_out_keys.append(
+                (f"train.effective_batch_size: {total}", "batch_size x grad_accum x GPUs decide it")
+            )
         elif "train.effective_batch_size" not in settings:
             settings.setdefault("train.grad_accum", 1)  # the other tools' default; ours would be 32 rows in a step
 

@@ -64,8 +64,8 @@ class ForeignKey:
 def find_foreign_keys(
     document: YamlDocument, path: KeyPath, value: JsonValue, *, section: str | None
 ) -> Iterator[ForeignKey]:
-    """An unknown key; of a section every key in it, unless the table answers it as a whole. `section` is ours that
-    holds it, or that the other tool's section corresponds to; None if unknown."""
+    """Yield an unknown key, or every key in it if it is a section that the table does not answer as a whole.
+    `section`: ours that holds it, or that the other tool's section corresponds to; None if unknown."""
     key, known_key = str(path[-1]), other_tools.find_known_key(tuple(map(str, path)))
     mapped_section = other_tools.key_table().sections.get(key.lower())
     is_translated_whole = (
@@ -77,7 +77,9 @@ def find_foreign_keys(
         yield _foreign_key(path, value, section)
         return
     similar_section = None if mapped_section is not None else nearest_name(key, [name for name in sections() if name])
-    fields = sections()[mapped_section or similar_section or ""].model_fields if mapped_section or similar_section else {}
+    fields = (
+        sections()[mapped_section or similar_section or ""].model_fields if mapped_section or similar_section else {}
+    )
     known_names = [
         inner_key
         for inner_key in value

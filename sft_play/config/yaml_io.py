@@ -84,7 +84,7 @@ class YamlDocument:
         return f"{self.name}:{self.lines[path]}" if path in self.lines else self.name
 
     def ensure_section(self, path: KeyPath) -> dict[str, JsonValue] | None:
-        """The section at a path, made where it is missing or null; None where one on the way is none."""
+        """Return the section at a path, made if it is missing or null; None if a value on the way is no section."""
         value: JsonValue = self.data
         for part in path:
             if isinstance(value, list) and isinstance(part, int):

@@ -14,7 +14,7 @@ from sft_play.data.build.stats import RowStats, count_shared_rows, format_row_co
 from sft_play.data.build.survey import TEMPLATE_ROLE, count_readable_rows
 from sft_play.data.masks.token_row import MASK_METHODS
 from sft_play.data.sources.columns import describe_unused_columns
-from sft_play.data.sources.files import find_data_paths, data_part_split
+from sft_play.data.sources.files import data_part_split, find_data_paths
 from sft_play.data.sources.messages import known_role_lines
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.data.sources.tables import HUB_PREFIX
@@ -166,13 +166,16 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
 def judge_texts(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     """What the template does to texts: think text that it leaves out, special tokens that texts spell."""
     if stats.stripped_think_pieces:
-        message = f"{stats.stripped_think_pieces:,} pieces of think text in {stats.split} are not written by the template"
+        message = (
+            f"{stats.stripped_think_pieces:,} pieces of think text in {stats.split} are not written by the template"
+        )
         remedy = "a template that writes it; data.multi_turn=split keeps it where only the last turn's is written"
         yield warn_finding("think text", message, remedy)
     if not stats.special_token_count:
         return
     spelled_note = (
-        f"{stats.special_token_count:,} special tokens are spelled in the texts of {format_row_count(stats.special_rows)} "
+        f"{stats.special_token_count:,} special tokens are spelled in the texts of "
+        f"{format_row_count(stats.special_rows)} "
         f"of {stats.split} (the first: {one_line(stats.first_special_location)})"
     )
     if data.special_tokens_in_text != "plain":
@@ -192,8 +195,10 @@ def judge_texts(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
 # Length
 
 
-def judge_lengths(stats: RowStats, data: DataConfig, *, max_seq_len: int, max_positions: int | None) -> Iterator[Finding]:
-    """Judge what `max_seq_len` cuts, and which limit keeps enough. `positions`: the model's, None for no limit."""
+def judge_lengths(
+    stats: RowStats, data: DataConfig, *, max_seq_len: int, max_positions: int | None
+) -> Iterator[Finding]:
+    """Judge what `max_seq_len` cuts, and which limit keeps enough. `max_positions`: the model's, None for no limit."""
     cost, name = stats.truncation_cost, f"length: {stats.split}"
     if not cost.trained_tokens:
         return
@@ -213,7 +218,8 @@ def judge_lengths(stats: RowStats, data: DataConfig, *, max_seq_len: int, max_po
             f"{stats.too_long_rows:,} {rows_note} {outcome} (shortest prompt: {stats.shortest_prompt:,} tokens)"
         )
     message = (
-        f"{'; '.join(row_messages)}; {stats.lost_tokens:,} of {cost.trained_tokens:,} trained tokens ({share:.1%}) are lost"
+        f"{'; '.join(row_messages)}; {stats.lost_tokens:,} of {cost.trained_tokens:,} trained tokens "
+        f"({share:.1%}) are lost"
     )
     remedy = length_remedy(stats, data, max_seq_len=max_seq_len, max_positions=max_positions)
     if stats.kept_rows == 0:
@@ -246,7 +252,9 @@ def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str
     """Compare the share of padding of random, grouped and packed batches; the one that the run uses is marked."""
     names = {"random": "random order", "grouped": "grouped by length", "best_fit": "packed (best_fit)"}
     run_key = "best_fit" if packing == "best_fit" else "grouped" if groups_by_length else "random"
-    share_texts = [f"{names[key]} {share:.1%}{' (this run)' if key == run_key else ''}" for key, share in shares.items()]
+    share_texts = [
+        f"{names[key]} {share:.1%}{' (this run)' if key == run_key else ''}" for key, share in shares.items()
+    ]
     return pass_finding("padding", f"of the tokens in batches of {micro_batch}: {', '.join(share_texts)}")
 
 
@@ -302,7 +310,9 @@ def _turn_end_finding(stats: RowStats, tokenizer: Any) -> Finding:
         return warn_finding("end of turn", message, f"{reason}assistant's turn with a token")
     names = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id, _ in stats.end_token_ids.most_common(3)]
     eos_note = "" if tokenizer.eos_token in names else f"; the tokenizer's eos is {tokenizer.eos_token}"
-    added_note = ", ".join(f"{one_line(end_text)} after {rows:,} rows" for end_text, rows in stats.added_ends.most_common(3))
+    added_note = ", ".join(
+        f"{one_line(end_text)} after {rows:,} rows" for end_text, rows in stats.added_ends.most_common(3)
+    )
     if added_note:
         added_note = f"; the chat template does not end a last turn: {added_note} is added, as a next turn would begin"
     ends = f"ends with {' or '.join(names)}, which is trained{eos_note}{added_note}"

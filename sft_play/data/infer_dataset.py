@@ -54,7 +54,7 @@ def infer_dataset(
     data_path: str, *, count_tokens: CountTokens = estimate_tokens, max_positions: int | None = None
 ) -> InferredDataset:
     """Infer a run's settings from the first rows of its data; of files that are not UTF-8 also the likely encoding.
-    `positions`: the longest row that the model takes. Raises DataError where no row can be used."""
+    `max_positions`: the longest row that the model takes. Raises DataError where no row can be used."""
     try:
         return _infer_with_encoding(data_path, "utf-8", count_tokens, max_positions)
     except NotUtf8Error as error:
@@ -79,7 +79,8 @@ def _infer_with_encoding(
     rows = max(size.rows if size else 0, len(examples))
     row_tokens = _estimate_row_tokens(examples, count_tokens)
     length = min(
-        _choose_block_length(sum(row_tokens)) if is_cpt else _choose_length(row_tokens), max_positions or _LENGTH_CHOICES[-1]
+        _choose_block_length(sum(row_tokens)) if is_cpt else _choose_length(row_tokens),
+        max_positions or _LENGTH_CHOICES[-1],
     )
     settings: dict[str, JsonValue] = {"model.max_seq_len": length}
     settings |= {"task_mode": "cpt" if is_cpt else "sft", **paths}
@@ -90,7 +91,11 @@ def _infer_with_encoding(
         settings["data.val_fraction"] = _choose_val_fraction(max(rows, sum(row_tokens) // length if is_cpt else 0))
     noun = f"text{'s' if rows > 1 else ''}" if is_cpt else f"row{'s' if rows > 1 else ''} ({reader.format})"
     longest_note = "" if is_cpt else f", the longest of about {max(row_tokens):,} tokens"
-    unused_note = f"; {len(bad_rows):,} of the first {len(bad_rows) + len(examples):,} cannot be used: make check" if bad_rows else ""
+    unused_note = (
+        f"; {len(bad_rows):,} of the first {len(bad_rows) + len(examples):,} cannot be used: make check"
+        if bad_rows
+        else ""
+    )
     return InferredDataset(
         settings=settings,
         description=f"{rows:,} {noun}{longest_note}{unused_note}",
@@ -172,7 +177,9 @@ def _choose_length(tokens: Sequence[int]) -> int:
         for length in _LENGTH_CHOICES
         if length >= _MAX_FULL_LENGTH
     }
-    return next(length for length in lost_tokens if lost_tokens[length] <= 0.01 * sum(tokens) or length == _LENGTH_CHOICES[-1])
+    return next(
+        length for length in lost_tokens if lost_tokens[length] <= 0.01 * sum(tokens) or length == _LENGTH_CHOICES[-1]
+    )
 
 
 def _choose_block_length(tokens: int) -> int:

@@ -46,7 +46,8 @@ class OutputFolder:
         ]  # fmt: skip
         if unmanaged_names:
             raise DataError(
-                f"{', '.join(str(self.path / name) for name in unmanaged_names)}: edited since make {self._command} wrote it, "
+                f"{', '.join(str(self.path / name) for name in unmanaged_names)}: edited since make {self._command} "
+                f"wrote it, "
                 f"or not written by it; move it away, or overwrite it with make {self._command} FORCE=1"
             )
         try:

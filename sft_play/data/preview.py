@@ -241,7 +241,11 @@ def select_spread_rows(reader: ExampleReader, count: int) -> list[tuple[int, Row
 
 
 def preview_rows(
-    row_number: int, row_with_format: RowWithFormat, reader: ExampleReader, row_renderer: RowRenderer, token_bytes: TokenBytes
+    row_number: int,
+    row_with_format: RowWithFormat,
+    reader: ExampleReader,
+    row_renderer: RowRenderer,
+    token_bytes: TokenBytes,
 ) -> list[PreviewRow]:
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
     raw, row_format = row_with_format

@@ -42,7 +42,7 @@ from sft_play.data.sources.formats import (
 )
 from sft_play.data.sources.messages import author_form, known_role_lines
 from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large_row
-from sft_play.data.sources.tables import split_from_name, list_split_names
+from sft_play.data.sources.tables import list_split_names, split_from_name
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.process.waiting import WaitProgress, report_wait
@@ -166,7 +166,9 @@ class _Processor:
         self._report.has_own_splits = 0 < held_out_count < len(splits_by_part)
         if not self._report.has_own_splits:
             return [(part, None) for part in splits_by_part]
-        present_splits = [name for name in SPLIT_NAMES if name in {split or "train" for split in splits_by_part.values()}]
+        present_splits = [
+            name for name in SPLIT_NAMES if name in {split or "train" for split in splits_by_part.values()}
+        ]
         self._report.remarks.append(
             f"The raw files have their own splits ({', '.join(present_splits)}); they are kept, and none is split off"
         )
@@ -225,7 +227,9 @@ class _Processor:
                 self._progress.add()
                 if not isinstance(example, BadRow):
                     stats.count_example(example)
-                problem = example if isinstance(example, BadRow) else self._process_example(example, split, file_report, out)
+                problem = (
+                    example if isinstance(example, BadRow) else self._process_example(example, split, file_report, out)
+                )
                 if problem is not None:
                     self._report.count_dropped(problem.reason, problem.where)
                     stats.count_bad(problem)
@@ -238,7 +242,9 @@ class _Processor:
             self._has_bad_rows = self._has_bad_rows or bool(stats.bad_rows)
             file_report.unused = list(dict.fromkeys(name for name, _, _ in stats.unused_columns))[:MAX_LISTED]
             for finding in judge_columns(stats, self._config.data):
-                self._report.remarks += [f"{file_report.name}: columns {finding.found}"] if finding.verdict == "WARN" else []
+                self._report.remarks += (
+                    [f"{file_report.name}: columns {finding.found}"] if finding.verdict == "WARN" else []
+                )
         if stats.bad_rows and self._config.data.on_bad_row == "fail":
             self._faults.append(_format_file_fault(file_report, stats))
 

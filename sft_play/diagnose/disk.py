@@ -48,7 +48,10 @@ class DiskUsage:
             max(0, (self.max_checkpoints or 1) - existing_checkpoints),
             self.checkpoint_bytes - OTHER_BYTES,
         )
-        return max(new_checkpoints * checkpoint_bytes, (new_checkpoints - 1) * checkpoint_bytes + self.weights_bytes - OTHER_BYTES)
+        return max(
+            new_checkpoints * checkpoint_bytes,
+            (new_checkpoints - 1) * checkpoint_bytes + self.weights_bytes - OTHER_BYTES,
+        )
 
 
 def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUsage:
@@ -72,7 +75,9 @@ def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> Disk
     checkpoint_counts = [count for count in (total_saves, kept_at_once) if count is not None]
     # the fewer of the two bounds: a short run writes fewer checkpoints than the limit allows
     return DiskUsage(
-        checkpoint_bytes + OTHER_BYTES, weights_bytes + OTHER_BYTES, min(checkpoint_counts) if checkpoint_counts else None
+        checkpoint_bytes + OTHER_BYTES,
+        weights_bytes + OTHER_BYTES,
+        min(checkpoint_counts) if checkpoint_counts else None,
     )
 
 
@@ -88,7 +93,10 @@ def disk_findings(config: RunConfig, shape: ModelShape, plan: Plan, options: Lau
         return [fail_finding("disk", one_line(str(error), limit=300), "set output.dir to a folder"), download]
     disk_folder, space = nearest_disk_space(folder)
     disk_usage, is_writable = planned_disk_usage(config, shape, plan), os.access(disk_folder, os.W_OK | os.X_OK)
-    return [check_disk(disk_usage, folder=folder, disk_folder=disk_folder, space=space, is_writable=is_writable), download]
+    return [
+        check_disk(disk_usage, folder=folder, disk_folder=disk_folder, space=space, is_writable=is_writable),
+        download,
+    ]
 
 
 def has_local_weights(config: RunConfig) -> bool:

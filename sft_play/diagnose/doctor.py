@@ -65,9 +65,15 @@ def run_doctor(
     findings = [
         *_machine_findings(system_facts, options, planned_run, gpu_finding),
         *plan_findings,
-        *([check_run_starts(planned_run.config, machine, environment, params=planned_run.shape.params)] if planned_run else ()),
+        *(
+            [check_run_starts(planned_run.config, machine, environment, params=planned_run.shape.params)]
+            if planned_run
+            else ()
+        ),
         *(disk_findings(planned_run.config, planned_run.shape, planned_run.plan, options) if planned_run else ()),
-        *_multi_rank_findings(system_facts, options, gpu_finding, environment, meeting_s=meeting_s, start_time_s=start_time_s),
+        *_multi_rank_findings(
+            system_facts, options, gpu_finding, environment, meeting_s=meeting_s, start_time_s=start_time_s
+        ),
     ]
     return DoctorReport(tuple(findings), time.monotonic() - start_time_s)
 

@@ -60,7 +60,7 @@ def find_known_bad(
     layout: str = "single",
     packages: Collection[str] = (),
 ) -> list[Finding]:
-    """A finding for each entry that applies; else a PASS. `ranks`: of all nodes. `packages`: whose kernels the model's
+    """Find the entries that apply, else a PASS. `rank_count`: of all nodes. `packages`: whose kernels the model's
     class runs where they are installed."""
     facts = _combination_facts(system_facts, packages, rank_count=rank_count, node_count=node_count, layout=layout)
     shown_facts = {name: "?" if value is None else value for name, value in facts.items()}

@@ -71,7 +71,7 @@ class _UserProcess:
 
 
 def find_rank_group(folder: RunFolder, holder_pids: tuple[int, ...]) -> RankGroup | None:
-    """The processes that train a run, given those that have it locked; None where they cannot be seen from here."""
+    """Find the processes that train a run, given the pids that hold its lock; None if they cannot be seen from here."""
     processes = {item.pid: item for item in _user_processes()}
     run_path = folder.path.resolve()
     ranks = {pid: item for pid, item in processes.items() if "RANK" in item.environment}
@@ -81,7 +81,9 @@ def find_rank_group(folder: RunFolder, holder_pids: tuple[int, ...]) -> RankGrou
     writer = next((processes[pid] for pid in holder_pids if pid in processes), None)
     members = named_ranks
     if not named_ranks and writer is not None:
-        members = [item for item in top_ranks if item.parent_pid == writer.parent_pid] if writer.pid in ranks else [writer]
+        members = (
+            [item for item in top_ranks if item.parent_pid == writer.parent_pid] if writer.pid in ranks else [writer]
+        )
     if not members:
         return None
     run_ranks = tuple(sorted(map(_rank_process, members), key=lambda rank: rank.rank or 0))
@@ -132,8 +134,8 @@ _LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
 
 
 def lock_holder_pid(folder: RunFolder) -> int | None:
-    """The pid of the process that writes a run, the rank's before its command's; 0 where it is of another machine or
-    container, None where none writes."""
+    """Return the pid of the process that writes a run, the rank's before its command's; 0 for a process of another
+    machine or container, None if nothing writes it."""
     pid = next(iter(_lock_holder_pids(folder)), None)
     return pid if pid is None or (pid > 0 and psutil.pid_exists(pid)) else 0
 
@@ -216,9 +218,7 @@ def _inspect_run(folder: RunFolder) -> RunProcesses:
     group = find_rank_group(folder, _lock_holder_pids(folder))
     if group is None:
         unseen_text = "by a process that cannot be seen from here (another user, container or machine)"
-        return RunProcesses(
-            folder, None, is_running=True, notes=(f"Run {shown_path} is being written, {unseen_text}",)
-        )
+        return RunProcesses(folder, None, is_running=True, notes=(f"Run {shown_path} is being written, {unseen_text}",))
     return RunProcesses(folder, group, is_running=True, notes=(f"Run {shown_path}: {_describe_processes(group)}",))
 
 

@@ -42,7 +42,7 @@ _TAIL_LINES = 3
 
 @dataclass(frozen=True)
 class AllReduceOutcome:
-    """What the ranks reported. `notes_by_rank` are this node's; `result` is rank 0's, on its node."""
+    """What the ranks reported. `reports_by_rank` are this node's; `result` is rank 0's, on its node."""
 
     expected_ranks: tuple[int, ...]
     world_size: int
@@ -138,7 +138,9 @@ def _read_rank_report(path: Path) -> dict[str, Any] | None:
 def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> list[Finding]:
     """The findings of the all-reduce: the sum, the ranks that did not arrive, the bandwidth."""
     errors = {rank: str(report["error"]) for rank, report in outcome.reports_by_rank.items() if "error" in report}
-    wrong_counts = {rank: int(report["wrong"]) for rank, report in outcome.reports_by_rank.items() if report.get("wrong")}
+    wrong_counts = {
+        rank: int(report["wrong"]) for rank, report in outcome.reports_by_rank.items() if report.get("wrong")
+    }
     finished_ranks = [
         rank for rank in outcome.expected_ranks if outcome.reports_by_rank.get(rank, {}).get("stage") == "done"
     ]
@@ -164,7 +166,7 @@ def _sum_finding(outcome: AllReduceOutcome, reports: Sequence[Mapping[str, Any]]
     return pass_finding(ALL_REDUCE_NAME, f"right over {backend} on {len(reports)} ranks{part_text}: {placement}")
 
 
-# by the last note that a rank of `training.ranks.collective_check` wrote
+# by the last report that a rank of `training.ranks.collective_check` wrote
 _CHECK_STAGE_TEXTS = {
     "absent": "never started",
     "started": "has not reached its device",

@@ -1,5 +1,5 @@
-"""For commands that look at rows before anything trains: a run's tokenizer, the maker of its rows, which stage's they
-are, and what may not be overwritten."""
+"""Helpers of commands that look at rows before anything trains: load a run's tokenizer and row renderer, choose the
+stage whose rows are shown, and refuse to overwrite a source."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW_SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class RowTools:
-    """A run's tokenizer, notes on what was chosen for it, and the maker of rows."""
+    """A run's tokenizer, notes on what was chosen for it, and the renderer of its rows."""
 
     tokenizer: Any
     notes: tuple[str, ...]
@@ -39,7 +39,7 @@ def load_row_tools(config: RunConfig) -> RowTools:
 
 
 def build_row_renderer(config: RunConfig, tokenizer: Any) -> RowRenderer:
-    """What makes token rows of a run's conversations; the longest row is the plan's."""
+    """Build the renderer that turns a run's conversations into token rows, cut at the plan's longest row."""
     from sft_play.data.masks.render import Renderer
 
     max_seq_len = config.model.max_seq_len

@@ -16,7 +16,7 @@ from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowRenderer, count_readable_rows
 from sft_play.data.masks.token_row import format_row
-from sft_play.data.sources.files import AnySource, find_data_paths, data_part_split
+from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
 from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import PlannedRun
 from sft_play.diagnose.pages import CheckReport
@@ -70,7 +70,9 @@ def check_config(
         if loaded.stages:
             findings.append(pass_finding("stage", f"{stage_number} of {len(loaded.stages)}, {run.stage_name}"))
         with report_wait("Checking model, rows, masks, memory and disk"):
-            findings += _RunChecks(run, hardware, planner, engine_names=engine_names if run is last_run else ()).findings()
+            findings += _RunChecks(
+                run, hardware, planner, engine_names=engine_names if run is last_run else ()
+            ).findings()
     return CheckReport(tuple(findings), time.monotonic() - start_time_s, config_path)
 
 
@@ -212,7 +214,9 @@ class _RunChecks:
             yield from checks.judge_special_tokens(survey, self._tokenizer)
             yield from self._show_example(survey)
         for survey in chats:
-            yield from checks.judge_lengths(survey, config.data, max_seq_len=row_renderer.max_seq_len, max_positions=positions)
+            yield from checks.judge_lengths(
+                survey, config.data, max_seq_len=row_renderer.max_seq_len, max_positions=positions
+            )
         for survey in surveys.values():
             if self._is_text(survey) and not survey.chats:
                 if survey.unmasked_rows:
@@ -272,7 +276,13 @@ class _RunChecks:
         from sft_play.data.build.packing import padding_shares
 
         train, config = self._surveys.get("train"), self._config
-        if train is None or self._planned_run is None or self._row_renderer is None or self._is_text(train) or not train.kept_rows:
+        if (
+            train is None
+            or self._planned_run is None
+            or self._row_renderer is None
+            or self._is_text(train)
+            or not train.kept_rows
+        ):
             return
         plan = self._planned_run.plan
         # by the real lengths, as the run's own sampler would draw and pad them
@@ -288,7 +298,9 @@ class _RunChecks:
             micro_steps = average_micro_steps(
                 rows, micro_batches, effective_batch=plan.batch.effective_batch, ranks=plan.batch.ranks
             )
-            shares["grouped"] = 1 - micro_steps.tokens / (micro_steps.count * micro_steps.padded_tokens * plan.batch.ranks)
+            shares["grouped"] = 1 - micro_steps.tokens / (
+                micro_steps.count * micro_steps.padded_tokens * plan.batch.ranks
+            )
         yield checks.judge_padding(
             shares,
             micro_batch=plan.batch.micro_batch,

@@ -193,7 +193,9 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
                     _write_rows(train_file, TRAIN_FILE, name, paragraphs, report)
         report.is_all_trained = bool(val_documents) and not report.ok
         split, file = (
-            (TRAIN_FILE, train_file) if report.is_all_trained or not val_documents else (VAL_FILE, output.open(VAL_FILE))
+            (TRAIN_FILE, train_file)
+            if report.is_all_trained or not val_documents
+            else (VAL_FILE, output.open(VAL_FILE))
         )
         for name, paragraphs in val_documents:
             _write_rows(file, split, name, paragraphs, report)
@@ -206,8 +208,8 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
 
 
 def find_documents(report: DocumentsReport, *, output_paths: Iterable[Path]) -> None:
-    """Put the documents of `data.documents.path` into the report, except hidden files and `own_paths`, which it writes.
-    Raises DataError where there is none: where it looked, and what is there."""
+    """Put the documents of `data.documents.path` into the report, except hidden files and `output_paths`, which it
+    writes. Raises DataError where there is none: where it looked, and what is there."""
     paths_by_name: dict[str, Path] = {}
     known_paths = {os.path.realpath(path) for path in output_paths}  # a document is read once, whatever leads to it
     for root, path in (root_and_path for document_path in report.paths for root_and_path in _find_files(document_path)):
@@ -297,7 +299,9 @@ class _RepeatFilter:
         repeat_flags = [self._is_repeated(part) for part in paragraphs]
         self._report.repeated_paragraphs += sum(repeat_flags)
         return [
-            part for part, is_repeat in zip(paragraphs, repeat_flags, strict=True) if not (is_repeat and self._drops_repeats)
+            part
+            for part, is_repeat in zip(paragraphs, repeat_flags, strict=True)
+            if not (is_repeat and self._drops_repeats)
         ]
 
     def _is_repeated(self, paragraph: str) -> bool:

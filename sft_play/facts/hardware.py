@@ -146,7 +146,10 @@ def _find_entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tupl
         first, *others = entries
         chosen_name = first.aliases[0] if catalog_key(first.name) == catalog_key(name) and first.aliases else first.name
         other_names = ", ".join(entry.name for entry in others)
-        note = f"{name} is read as {chosen_name} with {first.memory_bytes / GIB:.1f} GiB; the catalogue also has {other_names}"
+        note = (
+            f"{name} is read as {chosen_name} with {first.memory_bytes / GIB:.1f} GiB; the catalogue also has "
+            f"{other_names}"
+        )
         return first, (note,) if others else ()
     if spec.mem is not None:
         return None, ()

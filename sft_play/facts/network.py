@@ -121,7 +121,9 @@ def allowed_host_names(host: str) -> frozenset[str] | None:
 
 def is_local_request(allowed_names: frozenset[str] | None, host: str, origin: str | None) -> bool:
     """Whether a request's Host, and its Origin where it has one, are names of this machine."""
-    return allowed_names is None or all(_url_host(text) in allowed_names for text in (f"//{host}", origin) if text is not None)
+    return allowed_names is None or all(
+        _url_host(text) in allowed_names for text in (f"//{host}", origin) if text is not None
+    )
 
 
 def _url_host(url: str) -> str | None:

@@ -92,9 +92,11 @@ class FinishedRun:
 
 def find_finished_run(output_folder: Path, name: str | None, *, is_trusted: CodeTrust = trust_none) -> FinishedRun:
     """Find the finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path.
-    `trusts`: see `RunFolder.read_config`. Raises RunFolderError where there is none, it is not finished, its settings
-    allow what `trusts` does not, or its weights are gone; ModelError where they are not those that were written."""
-    folder = _newest_run(output_folder, "finished") if name in (None, LAST_RUN) else resolve_run(output_folder, str(name))
+    `is_trusted`: as in `read_config`. Raises RunFolderError where there is none, it is not finished, its settings
+    allow what `is_trusted` does not, or its weights are gone; ModelError where they are not those that were written."""
+    folder = (
+        _newest_run(output_folder, "finished") if name in (None, LAST_RUN) else resolve_run(output_folder, str(name))
+    )
     if folder is None:
         unfinished = sum(1 for _ in iter_runs(output_folder))
         unfinished_note = f" ({unfinished} unfinished)" if unfinished else ""
@@ -204,7 +206,9 @@ def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     max_positions = load_max_positions(model) or trained_length
     if rope.get("rope_type", rope.get("type")) == "yarn":  # whose class reads positions beyond those of pre-training
-        max_positions = max(max_positions, int(rope["factor"] * rope.get("original_max_position_embeddings", max_positions)))
+        max_positions = max(
+            max_positions, int(rope["factor"] * rope.get("original_max_position_embeddings", max_positions))
+        )
     rows_note = f"rows of training had at most {trained_length:,} tokens (model.max_seq_len)"
     return (
         max_positions,

@@ -61,7 +61,9 @@ def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
     )
 
 
-def read_accelerate_file_with_notes(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateConfig, tuple[str, ...]]:
+def read_accelerate_file_with_notes(
+    path: Path, environment: Mapping[str, str]
+) -> tuple[AccelerateConfig, tuple[str, ...]]:
     """The configuration of `find_accelerate_file`, and a log line about it where the user did not name it. Raises
     ConfigError as `read_accelerate_file` does; of accelerate's own file, with how to leave it out."""
     if path != default_accelerate_path(environment) or environment.get("ACCELERATE_CONFIG", "").strip():

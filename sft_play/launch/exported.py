@@ -74,7 +74,8 @@ def rendezvous_variables(environment: Mapping[str, str], *, node_count: int) -> 
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing and node_count > 1:
         raise ConfigError(
-            f"{' and '.join(missing)} not in the environment: ranks on {node_count} nodes cannot find each other; give all "
+            f"{' and '.join(missing)} not in the environment: ranks on {node_count} nodes cannot find each other; "
+            f"give all "
             "of them the machine of rank 0 and a free port"
         )
     return {name: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}[name] for name in missing}
@@ -82,7 +83,7 @@ def rendezvous_variables(environment: Mapping[str, str], *, node_count: int) -> 
 
 def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """`NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `NPROC` where the environment names them differently, and
-    log lines about them; as `EXPORTED` that of RANK and WORLD_SIZE, which may count ranks. Raises ConfigError where
+    log lines about them; as `EXPORTED` the one on RANK and WORLD_SIZE, which may count ranks. Raises ConfigError where
     the number of nodes is a range."""
     if rank_variables(environment):  # this process is a rank, for which a number of nodes means nothing
         return {}, ()
@@ -185,8 +186,8 @@ class RankInfo:
 
 
 def read_rank_info(environment: Mapping[str, str]) -> RankInfo | None:
-    """The place that a launcher gave this process; None where nothing launched it. Raises ConfigError where the
-    variables contradict each other or are not numbers."""
+    """Read this process's rank from the launcher's variables; None if no launcher started it. Raises ConfigError where
+    the variables contradict each other or are not numbers."""
     environment = {**environment, **rank_variables(environment)}
     rank, world_size, local_rank, local_world_size, node_count = (
         read_whole_number(environment, name, minimum=0) for name in (*RANK_VARIABLES, "GROUP_WORLD_SIZE")
@@ -205,7 +206,8 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo | None:
     # torchrun's number of nodes. The plan, and shards of a node (fsdp_hybrid), need as many ranks on each.
     if node_count is not None and node_count * local_world_size != world_size:
         raise ConfigError(
-            f"this node has {local_world_size} of {world_size} ranks on {node_count} nodes: start the same number on each "
+            f"this node has {local_world_size} of {world_size} ranks on {node_count} nodes: start the same number on "
+            f"each "
             "(--nproc-per-node)"
         )
     run_folder = environment.get(RUN_VARIABLE)

@@ -30,7 +30,7 @@ from sft_play.spelling import did_you_mean
 
 @dataclass(frozen=True)
 class DeepspeedRequest:
-    """The wish for DeepSpeed as the engine; `file` is the user's configuration, None the shipped one of the layout."""
+    """A request for DeepSpeed as the engine; `file` is the user's configuration, None the layout's shipped one."""
 
     file: Path | None = None
 
@@ -58,8 +58,8 @@ def parse_launch_options(
     uses_tensorboard: bool = False,
     notes: tuple[str, ...] = (),
 ) -> LaunchOptions:
-    """What the variables ask for; `notes` name the sources of values that the user did not type. Raises ConfigError
-    where one of them is not a number, out of range, or an unknown strategy."""
+    """Parse make's launch variables; `notes` name the sources of values that the user did not type. Raises
+    ConfigError where one of them is not a number, out of range, or an unknown strategy."""
     file = values.get("DEEPSPEED_CONFIG")
     try:
         nodes = read_nodes(values)

@@ -106,8 +106,8 @@ def choose_interface(rank_info: RankInfo, environment: MutableMapping[str, str])
 
 
 def rank_gpu_id(rank_info: RankInfo, hardware: Hardware) -> str:
-    """This rank's GPU in one word that no other GPU has: host and UUID; empty where the driver does not tell it, or
-    there is none."""
+    """Return an id of this rank's GPU that no other GPU has: host and UUID; empty where there is no GPU, or the
+    driver does not tell its UUID."""
     index = hardware.gpus[rank_info.local_rank].index if rank_info.local_rank < len(hardware.gpus) else None
     snapshot = nvml.gpu_snapshot(details=False, topology=False) if index is not None else None
     uuid = next((gpu.uuid or gpu.bus_id for gpu in snapshot.gpus if gpu.index == index), None) if snapshot else None
@@ -115,20 +115,23 @@ def rank_gpu_id(rank_info: RankInfo, hardware: Hardware) -> str:
 
 
 def require_distinct_gpus(gpu_ids: Sequence[str]) -> None:
-    """Raises HardwareError where two ranks have the same GPU, which NCCL refuses; `names`: `rank_gpu_name` of each."""
+    """Raises HardwareError where two ranks have the same GPU, which NCCL refuses; `names`: `rank_gpu_id` of each."""
     first_rank_by_gpu: dict[str, int] = {}
     for rank, gpu_id in enumerate(gpu_ids):
         first_rank = first_rank_by_gpu.setdefault(gpu_id, rank) if gpu_id else rank
         if first_rank != rank:
             raise HardwareError(
-                f"ranks {first_rank} and {rank} have the same GPU ({one_line(gpu_id)}): start one rank per GPU, and give "
+                f"ranks {first_rank} and {rank} have the same GPU ({one_line(gpu_id)}): start one rank per GPU, and "
+                f"give "
                 "each its own (srun --gpus-per-task=1, or all GPUs of the node to every rank)"
             )
 
 
-def spread_hardware(hardware: Hardware, world_size: int, node_count: int, *, sees_own_gpu_only: bool = False) -> Hardware:
-    """The machine as `world_size` ranks on `nodes` nodes like this one use it; `is_own`: each rank sees only
-    its own GPU, and those of the others are like it."""
+def spread_hardware(
+    hardware: Hardware, world_size: int, node_count: int, *, sees_own_gpu_only: bool = False
+) -> Hardware:
+    """Return the machine as `world_size` ranks on `node_count` nodes like this one use it. `sees_own_gpu_only`: each
+    rank sees its own GPU alone, and the others' are taken to be like it."""
     if not hardware.gpus:
         return dataclasses.replace(hardware, cpu_ranks=world_size, nodes=node_count)
     ranks_per_node = world_size // node_count
@@ -276,7 +279,7 @@ def flash_obstacle(config: RunConfig, hardware: Hardware) -> tuple[str, str] | N
 
 
 def prepare_libraries(model: str, hardware: Hardware) -> None:
-    """Settings that the libraries read when they are imported."""
+    """Set the environment variables that the libraries read when they are imported."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     # the profiler's library writes `USDT:` lines to standard error whatever it is told, but from above its last level
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -1,6 +1,6 @@
-"""`python -m sft_play.launch.own_board --logdir=…`: TensorBoard's own program, which asks who asks.
+"""`python -m sft_play.launch.own_board --logdir=…`: TensorBoard's own program, with a check of each request's Host.
 
-TensorBoard answers under any name. One that listens on this machine alone answers no page of elsewhere.
+TensorBoard answers under any host name. Here one that listens on this machine alone refuses pages of other origins.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def tensorboard_exposure_warning(host: str, port: int = DEFAULT_TENSORBOARD_PORT
 
 @contextlib.contextmanager
 def sidecar(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> Iterator[TensorBoardServer | None]:
-    """TensorBoard while the block runs; where it cannot be started, one warning. It ends with the block, or with this
+    """Run TensorBoard while the block runs; warn once if it cannot be started. It ends with the block, or with this
     process, unless `TB_KEEP` is set or somebody else started it. `options` are those of `start_server`, before the
     environment's."""
     should_keep = environment.get("TB_KEEP", "").strip().lower() not in ("", "0", "no", "false", "off")
@@ -160,8 +160,8 @@ def start_server(
     python: str = sys.executable,
     timeout_s: float = START_TIMEOUT_S,
 ) -> tuple[TensorBoardServer | None, str]:
-    """A TensorBoard over `logdir` (which need not exist yet) and a line about it; None and the reason where it cannot
-    be started: a run is worth more than its curves. One of ours for the same folder and host is reused; else the first
+    """Start a TensorBoard over `logdir`, which need not exist yet; returns it and a line on it, or None and why not,
+    as a run is worth more than its curves. One of ours for the same folder and host is reused; else the first
     free port from `port` on is taken (0: any). `title`: of the browser's window. `ends_with_caller`: whether it ends
     when this process does (on Linux: the thread that called this)."""
     folder = str(logdir.absolute().resolve())
@@ -181,7 +181,9 @@ def start_server(
             )
             if existing_server is not None and _is_answering_at(existing_server.url, folder):
                 end_note = "; it ends with its run" * (existing_server.ends_with_run and not ends_with_caller)
-                return replace(existing_server, is_reused=True), f"TensorBoard is already running: {existing_server.page}{end_note}"
+                return replace(
+                    existing_server, is_reused=True
+                ), f"TensorBoard is already running: {existing_server.page}{end_note}"
             if existing_server is not None:
                 stop_server(existing_server)  # it hangs
             free_port = _find_free_port(host, port)

@@ -90,7 +90,7 @@ class MeasuredRun:
 @dataclass(frozen=True)
 class Correction:
     """Corrections from earlier runs on the same device in the same mode: factors on reserved memory (>= 1) and on
-    speed. `memory_factor` is the largest of any size; `for_prediction` has that of a prediction."""
+    speed. `memory_factor` is the largest of any size; `narrow_to_size` has that of a prediction."""
 
     run_count: int = 0
     memory_factor: float = 1.0
@@ -108,7 +108,9 @@ class Correction:
         ran out."""
         corrected_bytes = int(uncorrected_bytes * self.narrow_to_size(uncorrected_bytes).memory_factor)
         return (
-            max(corrected_bytes, budget_bytes + 1) if self.oom_run and uncorrected_bytes >= self.oom_run.predicted_reserved else corrected_bytes
+            max(corrected_bytes, budget_bytes + 1)
+            if self.oom_run and uncorrected_bytes >= self.oom_run.predicted_reserved
+            else corrected_bytes
         )
 
     def narrow_to_size(self, predicted_bytes: int) -> Correction:
@@ -119,7 +121,9 @@ class Correction:
             return min(peak[1] / peak[0], MAX_MEMORY_FACTOR, SIMILAR_SIZE_FACTOR * peak[1] / predicted_bytes)
 
         similar_peaks = [
-            peak for peak in self.peaks if peak[0] / SIMILAR_SIZE_FACTOR <= predicted_bytes <= SIMILAR_SIZE_FACTOR * max(peak)
+            peak
+            for peak in self.peaks
+            if peak[0] / SIMILAR_SIZE_FACTOR <= predicted_bytes <= SIMILAR_SIZE_FACTOR * max(peak)
         ]
         similar_peaks.sort(key=factor, reverse=True)
         return replace(self, memory_factor=max([1.0, *map(factor, similar_peaks)]), peaks=tuple(similar_peaks))
@@ -170,7 +174,9 @@ def add_measured_run(measured_run: MeasuredRun) -> None:
     path = measured_runs_path()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(path.with_suffix(".lock"), waiting_message="waiting for another run that is writing its measurements"):
+        with hold_lock(
+            path.with_suffix(".lock"), waiting_message="waiting for another run that is writing its measurements"
+        ):
             lines = [json.dumps(asdict(run)) for run in [*load_measured_runs(), measured_run][-MAX_RECORDED_RUNS:]]
             atomic.write(path, "\n".join(lines) + "\n")  # readers hold no lock
 

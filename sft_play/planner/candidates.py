@@ -445,10 +445,11 @@ def plan_micro_batches(inputs: PlanInputs, precision: Precision, step: Step) -> 
     if not inputs.cuts_by_tokens:
         return MicroBatches(step.micro_batch)
     overhead_tokens = micro_step_overhead_tokens(inputs.config, inputs.shape, precision, step, inputs.rates)
+    # to two digits: candidates that hardly differ share work
     return MicroBatches(
         step.micro_batch,
         tokens=step.micro_batch * step.seq_len,
-        overhead=round(overhead_tokens, 2 - len(str(overhead_tokens))),  # to two digits: candidates that hardly differ share work
+        overhead=round(overhead_tokens, 2 - len(str(overhead_tokens))),
         padded=not step.varlen,
         single=step.grad_accum == 1,
     )
@@ -537,5 +538,12 @@ def format_largest_terms(memory: MemoryEstimate, term_count: int) -> str:
 
 def _format_need(needed_bytes: int, budget_bytes: int, unit: str = "GiB") -> str:
     """`12.6 of 139.8 GiB`, with as many digits as it takes to show that the need is larger."""
-    digits = next((n for n in range(1, 9) if needed_bytes <= budget_bytes or round(needed_bytes / GIB, n) > round(budget_bytes / GIB, n)), 9)
+    digits = next(
+        (
+            n
+            for n in range(1, 9)
+            if needed_bytes <= budget_bytes or round(needed_bytes / GIB, n) > round(budget_bytes / GIB, n)
+        ),
+        9,
+    )
     return f"{needed_bytes / GIB:.{digits}f} of {budget_bytes / GIB:.{digits}f} {unit}"

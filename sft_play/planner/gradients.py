@@ -43,7 +43,7 @@ class GradientSync:
 
 
 def gradient_sync(config: RunConfig, precision: Precision, layout: str) -> GradientSync:
-    """How the run's keys are read under a layout that `gradient_sync_refusal` accepts."""
+    """How the run's keys are read under a layout that `gradient_sync_obstacle` accepts."""
     requested_interval, mixed = _requested_interval(config), config.distributed.mixed_precision
     gathered_dtype = precision.compute
     if _is_fsdp(layout) and mixed.param != "auto":
@@ -115,16 +115,24 @@ def gradient_sync_obstacle(config: RunConfig, precision: Precision, layout: str,
 
 def _dtype_obstacles(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool) -> Iterator[str]:
     mixed, compute = config.distributed.mixed_precision, precision.compute
-    param_setting, reduce_setting, buffer_setting = (f"distributed.mixed_precision.{name}={value}" for name, value in mixed)
+    param_setting, reduce_setting, buffer_setting = (
+        f"distributed.mixed_precision.{name}={value}" for name, value in mixed
+    )
     if mixed.param not in ("auto", compute) and not (_is_fsdp(layout) and mixed.param == "float32"):
-        yield f"{param_setting}: the run computes in {compute}, and only FSDP2 gathers weights in another dtype, fp32; auto"
+        yield (
+            f"{param_setting}: the run computes in {compute}, "
+            f"and only FSDP2 gathers weights in another dtype, fp32; auto"
+        )
     elif mixed.param not in ("auto", compute) and config.tuning.mode == "qlora":
         yield f"{param_setting}: packed NF4 weights are sent as {compute} and use all its bits; auto"
     if mixed.reduce != "auto" and not (_is_fsdp(layout) or _is_zero(layout)):
         gradient_dtype = _gradient_dtype(config, precision, layout, compute)
         narrows = DTYPE_BYTES[mixed.reduce] < DTYPE_BYTES[gradient_dtype] or mixed.reduce == gradient_dtype
         if layout != "ddp" or not narrows:
-            yield f"{reduce_setting}: gradients are {gradient_dtype}, and only DDP's hooks narrow them; auto, or fsdp, zero2"
+            yield (
+                f"{reduce_setting}: gradients are {gradient_dtype}, and only DDP's hooks narrow them; auto, "
+                f"or fsdp, zero2"
+            )
         elif mixed.reduce == "bfloat16" != gradient_dtype and not on_gpu:
             yield f"{reduce_setting}: torch's hook for it needs GPUs; auto, float16, or fsdp, zero2"
     if mixed.buffer != "auto" and (not _is_zero(layout) or compute == "float32"):

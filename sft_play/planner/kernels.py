@@ -43,7 +43,11 @@ class ReplacedOperations:
     @property
     def text(self) -> str:
         """What is replaced, as the end of a sentence."""
-        parts = ["norms", *(["gated activations"] if self.replaces_gate else []), *(["rotations"] if self.replaces_rotation else [])]
+        parts = [
+            "norms",
+            *(["gated activations"] if self.replaces_gate else []),
+            *(["rotations"] if self.replaces_rotation else []),
+        ]
         return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
 
 

@@ -215,8 +215,15 @@ def context_parallel_layouts(config: RunConfig, shape: ModelShape, hardware: Har
 def _all_context_parallel_layouts(hardware: Hardware) -> list[Layout]:
     rank_count = hardware.ranks
     # its all-to-alls are in every attention layer, so ranks that share a row are in one node
-    group_sizes = [context_parallel for context_parallel in GROUP_SIZES if context_parallel <= hardware.ranks_per_node and rank_count % context_parallel == 0]
-    return [Layout("fsdp_cp", rank_count // context_parallel, rank_count, context_parallel=context_parallel) for context_parallel in group_sizes]
+    group_sizes = [
+        context_parallel
+        for context_parallel in GROUP_SIZES
+        if context_parallel <= hardware.ranks_per_node and rank_count % context_parallel == 0
+    ]
+    return [
+        Layout("fsdp_cp", rank_count // context_parallel, rank_count, context_parallel=context_parallel)
+        for context_parallel in group_sizes
+    ]
 
 
 def _layouts_to_try(config: RunConfig, hardware: Hardware, rank_count: int) -> list[Layout]:

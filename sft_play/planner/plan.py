@@ -317,7 +317,13 @@ def make_plan(
         model_params=shape.params,
         hardware=hardware,
         reasons=plan_reasons(
-            inputs, candidates, choice, max_seq_len=request.max_seq_len, repeats_kv=repeats_kv, kernels=kernels, notes=notes
+            inputs,
+            candidates,
+            choice,
+            max_seq_len=request.max_seq_len,
+            repeats_kv=repeats_kv,
+            kernels=kernels,
+            notes=notes,
         ),
         candidates=tuple(candidates_to_show(inputs, candidates, choice)),
         not_possible=impossible,
@@ -407,7 +413,8 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
         )
         return calibration.compute_correction(
             request.measured_runs, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
-            kernels=kernels.counted_kernels, is_compiled=config.train.compile, budget_bytes=device_budget_bytes(hardware),
+            kernels=kernels.counted_kernels, is_compiled=config.train.compile,
+            budget_bytes=device_budget_bytes(hardware),
         )  # fmt: skip
 
     return PlanInputs(

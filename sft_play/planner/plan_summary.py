@@ -123,6 +123,10 @@ def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
             return f"Data: {name}, in full rows of {plan.max_seq_len:,} tokens"
         reason = "not counted" if is_local else "not here"
         return f"Data: {name} ({reason}), every row taken to have {plan.max_seq_len:,} tokens"
-    cut_text = "none cut" if row_tokens.longest < row_tokens.limit or row_tokens.cut == 0 else f"longer ones cut at {row_tokens.limit:,}"
+    cut_text = (
+        "none cut"
+        if row_tokens.longest < row_tokens.limit or row_tokens.cut == 0
+        else f"longer ones cut at {row_tokens.limit:,}"
+    )
     cut_text = f"{row_tokens.cut:,} cut at {row_tokens.limit:,}" if row_tokens.cut else cut_text
     return f"Data: {row_tokens.rows:,} rows of {name}, longest {row_tokens.longest:,} tokens, {cut_text}"

@@ -61,8 +61,8 @@ def plan_reasons(
     kernels: PlannedKernels,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know; `limit`:
-    tokens of a row at most; `notes`: what a trace of the choice said."""
+    """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know;
+    `max_seq_len`: tokens of a row at most; `notes`: what a trace of the choice said."""
     requested_seq_len = inputs.config.model.max_seq_len
     simulation, has_adapters = (
         create_step_simulation(inputs.config, inputs.shape, choice.precision, choice.step),
@@ -286,13 +286,16 @@ def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choi
         candidate
         if candidate.key == choice.key
         else dataclasses.replace(
-            candidate, rejected_because=rejection_reason(inputs, candidate, choice, fastest_tokens_per_s=fastest_tokens_per_s)
+            candidate,
+            rejected_because=rejection_reason(inputs, candidate, choice, fastest_tokens_per_s=fastest_tokens_per_s),
         )
         for candidate in selected.values()
     ]
 
 
-def rejection_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate, *, fastest_tokens_per_s: float) -> str:
+def rejection_reason(
+    inputs: PlanInputs, candidate: Candidate, choice: Candidate, *, fastest_tokens_per_s: float
+) -> str:
     """Why a candidate was not chosen, with numbers; `fastest_tokens_per_s`: of the fastest candidate that fits."""
     if not candidate.fits:
         return f"needs {format_needs(candidate, term_count=1)}"
@@ -322,7 +325,9 @@ def rejection_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate
     )
 
 
-def _layout_reason(inputs: PlanInputs, candidate: Candidate, choice: Candidate, speed_ratio: float, error: SpeedError) -> str:
+def _layout_reason(
+    inputs: PlanInputs, candidate: Candidate, choice: Candidate, speed_ratio: float, error: SpeedError
+) -> str:
     if candidate.layout.offloads_states and not choice.layout.offloads_states:
         ram_note = f"; it needs {format_gib(candidate.host_required)} GiB of RAM on each node"
         return f"offload is not needed: {_format_fit(inputs, choice)}{ram_note}"

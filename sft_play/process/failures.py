@@ -100,8 +100,8 @@ def failure_kind(error: BaseException) -> FailureKind:
 
 
 def report_to_agent(error: BaseException) -> bool:
-    """Record how this rank ends; returns whether its agent reports it (never where this is no rank), so that it need
-    not."""
+    """Record how this rank ends. True if its agent reports it, so that this process need not; never where this is no
+    rank."""
     kind, stack = failure_kind(error), "".join(traceback.format_exception(error))
     error_code = error.exit_code if isinstance(error, SftPlayError) else 1
     exit_code = Interrupted.exit_code if kind == "stopped" else error_code

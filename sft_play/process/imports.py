@@ -31,9 +31,9 @@ def release_after_long_text(longest_chars: int) -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """For the imports of torch and what is built on it: they are logged (where they take long, on the terminal too), no
-    garbage is collected meanwhile, and the million objects that they make are left out of every later collection, each
-    of which would walk through them for a quarter of a second (benchmarks/LOG.md, 2026-11-23). It happens once in a
+    """Import torch and what is built on it inside the block: log it (if it takes long, on the terminal too), collect no
+    garbage meanwhile, and freeze the million objects that the imports make: every later collection would walk through
+    them for a quarter of a second (benchmarks/LOG.md, 2026-11-23). It happens once in a
     process, at the first import of torch, after a collection: no garbage of the program's own is kept."""
     if "torch" in sys.modules or not gc.isenabled():
         yield

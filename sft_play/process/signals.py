@@ -66,9 +66,11 @@ def watch_parent() -> None:
     make_pid, _, child_pid = os.environ.pop(MAKE_VARIABLE, "").partition(":")
     if parent_pid.isdigit():
         die_with_parent(
-            int(parent_pid), signal.Signals[signal_name] if signal_name in signal.Signals.__members__ else signal.SIGTERM
+            int(parent_pid),
+            signal.Signals[signal_name] if signal_name in signal.Signals.__members__ else signal.SIGTERM,
         )
-    elif make_pid.isdigit() and child_pid == str(os.getpid()):  # else this is the child of a wrapper (VENV=), not of make
+    # else this is the child of a wrapper (VENV=), not of make
+    elif make_pid.isdigit() and child_pid == str(os.getpid()):
         die_with_parent(int(make_pid), signal.SIGTERM)
         if sys.platform == "linux" and _handles_interrupt(int(make_pid)):
             threading.Thread(
@@ -165,7 +167,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 class StopSignals:
     """While open, Ctrl-C, SIGTERM, SIGHUP (a terminal that closes) and SIGUSR1 (a batch system's warning) are requests
-    to stop. The first calls `first` with its number, another one `again`, unless it repeats the first: one from another
+    to stop. The first calls `on_first` with its number, another `on_repeat`, unless it echoes the first: from another
     process within a second, a second SIGHUP, the SIGTERM of a parent's death. SIGHUP stays ignored under nohup."""
 
     def __init__(self, on_first: Callable[[int], None], on_repeat: Callable[[int], None] | None = None) -> None:
@@ -208,7 +210,7 @@ class StopSignals:
 
 
 def raise_interrupt(signal_number: int) -> None:
-    """The stop request where there is nothing to save: unwinds as Ctrl-C does."""
+    """Handle a stop request where there is nothing to save: raise KeyboardInterrupt, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 

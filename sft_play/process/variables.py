@@ -49,7 +49,7 @@ class Variable(NamedTuple):
     `kind`: how `Request` reads it: "text", "path", "names" (with commas), "count" (from 1) and "number" (from 0) may
     not be empty; "list" may; "switch" is off where it is empty or 0; "launch" is read by `launch/launch_options.py`.
     `counted_noun`: what a count or a number counts, for error messages.
-    `ranks`: commands that take the flag, although make's target of that name does not pass the variable.
+    `flag_only_commands`: commands that take the flag, although their target of make does not pass the variable.
     """
 
     commands: Tuple[str, ...]
@@ -96,7 +96,9 @@ def flag_commands(name: str) -> Tuple[str, ...]:
     """The commands of the program that take the flag of a variable."""
     variable = VARIABLES[name]
     return tuple(
-        command for command in (*variable.commands, *variable.flag_only_commands) if command not in (*TARGETS, *MAKE_ONLY_COMMANDS)
+        command
+        for command in (*variable.commands, *variable.flag_only_commands)
+        if command not in (*TARGETS, *MAKE_ONLY_COMMANDS)
     )
 
 
@@ -121,7 +123,7 @@ def command_line_problem(
     Args:
         goals: the targets that were asked for.
         given_names: all variables on the command line, of which `empty_names` have no value.
-        here: the targets of the Makefile that asks; None is every target of both.
+        makefile_targets: the targets of the Makefile that asks; None is every target of both.
     """
     targets = list(goals or ["help"])
     unknown = [_unknown_target_problem(goal) for goal in targets if goal not in (makefile_targets or all_targets())]

@@ -205,8 +205,8 @@ def disk_refusal_reason(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def explain_disk_refusals() -> Iterator[None]:
-    """Within it, a disk that is full or read-only is one message that names the file, where the error does. Raises
-    RunFolderError in place of the error."""
+    """Replace errors of a full or read-only disk inside the block by one RunFolderError, which names the file if the
+    error does."""
     try:
         yield
     except SftPlayError:

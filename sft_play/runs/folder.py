@@ -17,12 +17,12 @@ from sft_play.files import relative_to_cwd
 from sft_play.log import one_line
 from sft_play.runs.files import read_json, read_metric_lines, write_json
 
-# Whether the user gives the value that a model's settings have for a key that lets code of others run.
+# True if the user allows the value that a model's settings have for a key by which code of others would run.
 CodeTrust = Callable[[ModelConfig, str], bool]
 
 
 def trust_none(_: ModelConfig, __: str) -> bool:
-    """No code of others is run."""
+    """A CodeTrust that allows no code of others."""
     return False
 
 
@@ -35,7 +35,7 @@ def remote_code_keys(model: ModelConfig) -> dict[str, str]:
 
 
 def check_remote_code(path: Path, *models: ModelConfig, is_trusted: CodeTrust) -> None:
-    """Raise RunFolderError where settings of models, read from a run folder, let code run that the user does not."""
+    """Raise RunFolderError where models' settings, read from a run folder, would run code that is not trusted."""
     for model in models:
         for key, code_description in remote_code_keys(model).items():
             if not is_trusted(model, key):

@@ -35,7 +35,7 @@ _OPEN_LOCKS: weakref.WeakValueDictionary[tuple[int, int], RunLock] = weakref.Wea
 
 @atexit.register
 def _close_all() -> None:
-    """Release what is still held (an error keeps it) while the modules that `close` uses are there."""
+    """Release locks that are still held at exit (an error may keep one), while modules that `close` needs exist."""
     for run_lock in list(_OPEN_LOCKS.values()):
         run_lock.close()
 
@@ -79,7 +79,7 @@ def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
     Locks are fcntl's: the kernel releases them when the process ends, data loaders do not inherit them, and those of
     other nodes are visible through NFS. On a file system without locks the note of who writes is trusted.
 
-    `part`: None for the whole run. LAUNCHER and WRITER lock a part each, for two processes of one run: they do not
+    `role`: None locks the whole run. LAUNCHER and WRITER, two processes of one run, lock a part each: they do not
     exclude each other, and each excludes everybody else. Raises RunFolderError where another process is writing the
     run, or the folder cannot be written.
     """

@@ -82,7 +82,7 @@ def resolve_run(output_root: Path, name_or_path: str) -> RunFolder:
 def iter_runs(output_root: Path, *, include_replaced: bool = False) -> Iterator[RunFolder]:
     """Yield the runs directly below an output folder, by name; with `include_replaced` those moved aside too."""
     for path in sorted(output_root.iterdir()) if output_root.is_dir() else []:
-        # a leading dot: a folder that another start is building (creation.create_run)
+        # a leading dot: a folder that another start is building (create_run)
         if include_replaced or not (path.name.startswith(".") or ".replaced-" in path.name):
             with contextlib.suppress(RunFolderError):
                 RunFolder(path).read_manifest()
@@ -188,7 +188,7 @@ def create_run(
     lock_role: int | None = None,
 ) -> RunLock:
     """Create the folder, locked, with config, plan and manifest, or nothing; one to be replaced is moved aside.
-    `lock_part`: see `lock_run`. Raises RunFolderError where it exists (another start may have created it), is being
+    `lock_role`: see `lock_run`. Raises RunFolderError where it exists (another start may have created it), is being
     written, or cannot be created."""
     taken_message = f"the run folder {folder.path} was created by another process in the meantime; start again"
     if folder.path.exists() and loaded.config.output.if_exists != "replace":

@@ -148,8 +148,8 @@ def _require_fitting_adapter(loaded: LoadedConfig, plan: Plan) -> None:
 
 
 def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
-    """The options with the nodes that exported RANK and WORLD_SIZE mean: they number nodes, or WORLD_SIZE counts ranks,
-    of which RANK is this node's first. Where both can be meant, the nodes that come tell."""
+    """Resolve what exported RANK and WORLD_SIZE count: nodes, or ranks (RANK is then this node's first). Where both
+    are possible, wait for the nodes: how many come decides. Returns the options with those nodes."""
     nodes, node_hardware = (
         options.nodes,
         select_hardware(dataclasses.replace(options, nodes=NodeSetup()), restrict_to_device(config, detect_hardware())),
@@ -182,7 +182,9 @@ def _meet_nodes(
         from sft_play.training.ranks.node_meeting import meet_nodes, node_card
 
     card = node_card(config, node_hardware, strategy=options.strategy, uses_deepspeed=options.deepspeed is not None)
-    return meet_nodes(options.nodes, card, timeout_s=rank_timeout_s(config, os.environ), may_count_ranks=may_count_ranks)
+    return meet_nodes(
+        options.nodes, card, timeout_s=rank_timeout_s(config, os.environ), may_count_ranks=may_count_ranks
+    )
 
 
 def _run_on_all_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: LaunchCommand) -> int:
@@ -316,7 +318,7 @@ class LaunchPlan:
 
 
 def refusal_to_json(error: SftPlayError) -> str:
-    """As JSON, for the ranks: what rank 0 has refused the run for, which each of them raises (`Decided.from_json`)."""
+    """Format rank 0's refusal as JSON for the other ranks, which raise it too (`LaunchPlan.from_json`)."""
     return json.dumps({"refused": str(error), "exit_code": error.exit_code})
 
 

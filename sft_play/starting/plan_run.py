@@ -67,8 +67,8 @@ logger = logging.getLogger(__name__)
 
 
 def read_previous_run(folder: RunFolder) -> PreviousRun | None:
-    """How a run was spread when it was stopped: by its manifest, or by its plan where it failed before a rank wrote it;
-    None where neither says."""
+    """Read a stopped run's layout, batch and number of ranks from its manifest, or from its plan if it failed before a
+    rank wrote them; None if neither has them."""
     manifest, plan = folder.read_manifest(), read_json(folder.path / "plan.json")
     batch, layout, processes = manifest.get("batch"), manifest.get("layout", "single"), manifest.get("processes", 0)
     if not isinstance(batch, dict):
@@ -165,7 +165,9 @@ def load_run_model_shape(config: RunConfig) -> ModelShape:
     published_note = published_params_note(model.name, model.revision, shape.params)
     storage_note = quantised_storage_note(fields, config.tuning.mode)
     shape = configured_shape(config, shape)
-    return replace(shape, text_only_note=text_only_note(fields), storage_note=storage_note, published_note=published_note)
+    return replace(
+        shape, text_only_note=text_only_note(fields), storage_note=storage_note, published_note=published_note
+    )
 
 
 def has_eval(config: RunConfig) -> bool:
@@ -231,7 +233,7 @@ def plan_run(
     constraints: ResumeConstraints = NO_RESUME_CONSTRAINTS,
     rows: RowTokens | None = None,
 ) -> Plan:
-    """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked for.
+    """Plan a run with everything that is known here: earlier runs, the size of the data, with `trace` a trace.
     `constraints`: what a resumed run keeps; `rows`: their lengths, where the caller has counted them."""
     request = _plan_request(config, hardware, layouts, rows=rows)
     # a resumed run's batch is fixed: there is nothing to suggest
@@ -270,7 +272,9 @@ def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> li
         failed_plan = make_plan(request)
         measured_runs = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
         alternatives = [
-            suggestion for suggestion in find_suggestions(replace(request, measured_runs=measured_runs)) if suggestion.fits
+            suggestion
+            for suggestion in find_suggestions(replace(request, measured_runs=measured_runs))
+            if suggestion.fits
         ]
         alternatives = [
             suggestion

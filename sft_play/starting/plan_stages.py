@@ -63,7 +63,9 @@ def plan_stages(
             logger.debug("Stage %s:", stage_run.stage_name)
         with stage_context(stage_run.stage_name):
             stage_plans.append(
-                plan_ranks(stage_run, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed)
+                plan_ranks(
+                    stage_run, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed
+                )
             )
     return stage_plans
 
@@ -87,7 +89,8 @@ def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list
         (
             stage_run,
             stage_folder
-            if stage_folder.has_begun and not stage_folder.has_finished(is_adapter=stage_run.config.tuning.mode != "full")
+            if stage_folder.has_begun
+            and not stage_folder.has_finished(is_adapter=stage_run.config.tuning.mode != "full")
             else None,
         )
         for stage_run, stage_folder in zip(loaded.runs, stage_folders, strict=True)
@@ -105,7 +108,10 @@ def count_rows_before_planning(
     is_batch_open = not is_resumed and options.deepspeed is None
     for stage_run in loaded.runs if is_batch_open else ():
         refuse_impossible_strategy(stage_run.config, hardware, options.strategy)
-    if not any(has_variable_lengths(stage_run.config) and cached_row_tokens(stage_run.config) is None for stage_run in loaded.runs):
+    if not any(
+        has_variable_lengths(stage_run.config) and cached_row_tokens(stage_run.config) is None
+        for stage_run in loaded.runs
+    ):
         return
     for stage_run in loaded.runs if is_batch_open else ():
         with stage_context(stage_run.stage_name):
@@ -246,7 +252,9 @@ def _resolve_deepspeed_config(
     plan_values = PlanValues.from_plan(plan, config, hidden_size=load_run_model_shape(config).hidden_size)
     offloads = plan.choice.layout.offloads_states
     obstacles = cpu_adam_obstacles() if offloads else ()
-    resolved, value_lines = fill_auto_values(deepspeed_config, plan_values, name=name, adam_obstacle="; ".join(obstacles) or None)
+    resolved, value_lines = fill_auto_values(
+        deepspeed_config, plan_values, name=name, adam_obstacle="; ".join(obstacles) or None
+    )
     _log_deepspeed(value_lines)
     if offloads and resolved.get("zero_force_ds_cpu_optimizer", True) and (compile_note := cpu_adam_compile_note()):
         logger.info("DeepSpeed: %s", compile_note)  # a wait of minutes

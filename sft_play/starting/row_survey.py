@@ -1,7 +1,7 @@
 """The lengths of a run's rows, counted before its plan is made: by tokenising them, once, as the run itself does.
 
-A note in the cache keeps them until the files, the tokenizer, or an option that decides a row's tokens change. A plan
-reads notes only; commands that train count the rows first, into the cache of rows that the run then reads.
+A file in the cache keeps them until the files, the tokenizer, or an option that decides a row's tokens change. A plan
+reads that file only; commands that train count the rows first, into the cache of rows that the run then reads.
 """
 
 from __future__ import annotations

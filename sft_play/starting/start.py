@@ -13,7 +13,7 @@ from datetime import date
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import ConfigError, RunFolderError, SftPlayError, error_prefix
 from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.finished.report.report import write_final_report, report_on_exit
+from sft_play.finished.report.report import report_on_exit, write_final_report
 from sft_play.launch import tensorboard
 from sft_play.launch.accelerate import MIXED_PRECISION, AccelerateConfig
 from sft_play.launch.command import LaunchCommand
@@ -157,9 +157,9 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
 def resume_request(
     loaded: LoadedConfig, options: LaunchOptions, *, run_name: str | None, is_trusted: CodeTrust
 ) -> LaunchRequest:
-    """A stopped run, the one named `run_name` or the newest, to be resumed over as many ranks as before where no other
-    number is asked for; raises RunFolderError where there is none, or its settings allow code that `trusts` does not.
-    """
+    """Build the request that resumes a stopped run, the one named `run_name` or the newest, over as many ranks as
+    before unless another number is given. Raises RunFolderError where there is none, or its settings allow code that
+    `is_trusted` does not."""
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run_name)
     loaded, previous = load_resumed_config(loaded, folder, is_trusted=is_trusted), read_previous_run(folder)
     if not (options.processes_per_node or options.gpus or options.nodes.count > 1):
@@ -167,7 +167,9 @@ def resume_request(
             len(restrict_to_device(loaded.config, detect_hardware()).gpus),
             previous.processes if previous else 1,
         )
-        options = dataclasses.replace(options, processes_per_node=min(rank_count, gpu_count) if gpu_count else rank_count)
+        options = dataclasses.replace(
+            options, processes_per_node=min(rank_count, gpu_count) if gpu_count else rank_count
+        )
     # a single rank's too
     has_engine = options.deepspeed or (previous is not None and previous.layout in DEEPSPEED_LAYOUTS)
     is_one_rank = options.processes_per_node == 1 and options.nodes.count == 1 and not has_engine
@@ -187,8 +189,8 @@ def _log_base_model(loaded: LoadedConfig) -> None:
 
 
 def _resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
-    """What was asked, with what the launcher, accelerate and the mesh say where the command line is silent; the
-    environment of this process is made that of its part."""
+    """Fill what the command line leaves open from the launcher, accelerate's file and the mesh, and set this process's
+    environment for its rank."""
     loaded, options, rank_info = request.loaded, request.options, request.rank_info
     hide_gpus(loaded.config, os.environ)  # before torch is imported, which reads the variable once
     if request.launches_ranks and not request.is_supervised:
@@ -333,7 +335,7 @@ class RestartBudget:
 
 
 def pop_crash_record(folder: RunFolder) -> str | None:
-    """How a process of a run died, which the manifest says no more afterwards; None where none did."""
+    """Read how a process of the run died, and remove it from the manifest; None if none died."""
     with contextlib.suppress(RunFolderError):  # an unused folder was removed again
         crash = folder.read_manifest().get(CRASH_ENTRY)
         if isinstance(crash, str):

@@ -34,7 +34,7 @@ def train_in_process(
     sidecar: contextlib.AbstractContextManager[object],
     **job_fields: Any,
 ) -> None:
-    """Import the libraries and run; what was measured is remembered.
+    """Import the libraries, train, and record the measured memory and speed for later plans.
 
     Args:
         rank_info: this process's place among ranks; None where it trains alone.
@@ -64,7 +64,7 @@ def train_in_process(
 
 
 def record_measurements(configs_and_plans: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:
-    """Keep what was measured; of stages only those on GPUs, since a CPU's peak is that of the whole process."""
+    """Record memory and speed for later plans; of stages only on GPUs: a CPU's peak is of the whole process."""
     stage_summaries = summary.get("stages")
     if stage_summaries is None:
         _record_stage(*configs_and_plans[0], summary)
@@ -80,8 +80,8 @@ def _record_stage(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
     is_compiled = summary.get("compile") is not None
     if is_compiled != config.train.compile:
         return  # the plan's speed is that of compiled blocks, and the plain code ran
-    # The run's highest of the moments whose batch the plan chooses, predicted and measured, whichever moments they are:
-    # it is what a plan compares. What loading and saving take says nothing of a batch.
+    # The highest peak, predicted and measured, over the phases whose batch the plan chooses: a plan compares this one.
+    # The peaks of loading and saving say nothing about a batch.
     phases = [name for name in summary["peak_bytes_by_moment"] if name in ("training", "evaluation")]
     predicted_peaks = [plan.memory.by_moment[name] for name in phases if name in plan.memory.by_moment]
     measured_peaks = [summary["peak_bytes_by_moment"][name] for name in phases]

@@ -130,7 +130,9 @@ class BlockMeter:
             loss="logits" if shape.has_custom_logits else "chunked",
             kernels="plain",
             weights=dtypes_by_size[element_bytes.weights],
-            eval_mask=row_mask(has_padding=is_eval_padded, uses_masks=step.masks) if block_mode == "evaluated" else None,
+            eval_mask=row_mask(has_padding=is_eval_padded, uses_masks=step.masks)
+            if block_mode == "evaluated"
+            else None,
         )
 
 
@@ -163,7 +165,9 @@ class BlockMeasurement:
         measured_batches = self._load_measured_batches(batches, length)
         next_measured = next(one for one in measured_batches if one.batch >= rows)
         return (
-            next_measured if next_measured.batch == rows else interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
+            next_measured
+            if next_measured.batch == rows
+            else interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
         )
 
     def _load_measured_batches(self, batches: tuple[int, ...], length: int) -> list[MeasuredBlocks]:
@@ -228,13 +232,20 @@ class BlockMeasurement:
         long, short = count_operators(self.settings, [(1, size) for size in sizes], depth=len(self.kind_indices))
         return long > short
 
-    def _run_blocks(self, batch_shapes: Sequence[tuple[int, int]], *, uses_real_tensors: bool = False) -> list[MeasuredBlocks]:
+    def _run_blocks(
+        self, batch_shapes: Sequence[tuple[int, int]], *, uses_real_tensors: bool = False
+    ) -> list[MeasuredBlocks]:
         with importing():
             from sft_play.trace.blocks import run_blocks
         # of real tensors the CPU has no kernel that holds what a GPU's would
         settings = replace(self.settings, attention="eager") if uses_real_tensors else self.settings
         return run_blocks(
-            settings, batch_shapes, self.block_mode, kind_indices=self.kind_indices, is_accumulating=self.is_accumulating, uses_real_tensors=uses_real_tensors
+            settings,
+            batch_shapes,
+            self.block_mode,
+            kind_indices=self.kind_indices,
+            is_accumulating=self.is_accumulating,
+            uses_real_tensors=uses_real_tensors,
         )
 
     def _measure_short_rows(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
@@ -259,7 +270,9 @@ class BlockMeasurement:
         short, longer = (
             replace(one, batch=size)
             for one, size in zip(
-                self._run_blocks([(1, size) for size in CPU_ROW_TOKENS], uses_real_tensors=True), CPU_ROW_TOKENS, strict=True
+                self._run_blocks([(1, size) for size in CPU_ROW_TOKENS], uses_real_tensors=True),
+                CPU_ROW_TOKENS,
+                strict=True,
             )
         )
         mask_bytes = 0 if self._is_linear_in_tokens else length * length

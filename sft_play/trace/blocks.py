@@ -31,8 +31,8 @@ def run_blocks(
     uses_real_tensors: bool = False,
 ) -> list[MeasuredBlocks]:
     """Measure micro steps of (rows, tokens of a row). `kind_indices`: each first block's index in `ModelShape.layers`;
-    `accumulates`: gradients are added to those of an earlier one; `real`: on real CPU tensors. Raises TraceUnavailable:
-    the libraries cannot run them."""
+    `is_accumulating`: gradients are added to those of an earlier one; `real`: on real CPU tensors. Raises
+    TraceUnavailable: the libraries cannot run them."""
     measured_batches = []
     with trace_context(settings, uses_real_tensors=uses_real_tensors, depth=len(kind_indices)) as (loop, skeleton):
         model = loop.load_model(skeleton)
@@ -145,7 +145,9 @@ class _BlockRecorder:
                 live, gradient, all_gradients = backward_start
                 held_bytes.append(live - gradient - self._static_bytes - (all_gradients - self._previous_gradients))
             else:
-                held_bytes.append(starts[layer + 1] - embedding_bytes - cast_bytes if layer + 1 < count else held_bytes[-1])
+                held_bytes.append(
+                    starts[layer + 1] - embedding_bytes - cast_bytes if layer + 1 < count else held_bytes[-1]
+                )
         return held_bytes
 
     def _layer_bytes(self, layer: int, held_bytes: Sequence[int], embedding_bytes: int) -> LayerBytes:
@@ -164,7 +166,9 @@ class _BlockRecorder:
         gradients = _total_gradient_bytes(self._blocks[layer].parameters())
         if self._block_mode == "kept":
             return LayerBytes(forward, kept_bytes, backward, gradients)
-        return LayerBytes(forward - sum(cast_bytes), kept_bytes, backward, gradients, cast=cast_bytes[-1], input=kept_bytes)
+        return LayerBytes(
+            forward - sum(cast_bytes), kept_bytes, backward, gradients, cast=cast_bytes[-1], input=kept_bytes
+        )
 
     def _cast_bytes(self, block: nn.Module) -> int:
         """Bytes of autocast's half-precision copies of a block's fp32 leaves with a gradient (cached_cast)."""

@@ -114,7 +114,8 @@ def step_settings(
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,
         eval_mask=row_mask(
-            has_padding=is_padded(config, step.layout, rows=step.eval_batch, uses_masks=step.masks), uses_masks=step.masks
+            has_padding=is_padded(config, step.layout, rows=step.eval_batch, uses_masks=step.masks),
+            uses_masks=step.masks,
         ),
         strategy=TRACED_STRATEGIES[layout.name],
         world=layout.ranks,

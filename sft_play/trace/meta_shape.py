@@ -26,7 +26,7 @@ from sft_play.facts.models.config_fields import FIELD_ALIASES, refuse_absurd_siz
 from sft_play.facts.models.families import MODEL_FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
 from sft_play.log import one_line
-from sft_play.trace.build import find_block_list, count_module_parameters, replaceable_functions
+from sft_play.trace.build import count_module_parameters, find_block_list, replaceable_functions
 from sft_play.training.class_checks.adapter_trial import (
     find_adapter_placement,
     has_custom_logits,

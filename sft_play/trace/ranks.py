@@ -65,7 +65,7 @@ def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def fake_device_mesh(world_size: int) -> Iterator[Any]:
-    """A device mesh over `world` ranks, this process the first; its collectives do nothing. Enter it outside a
+    """A device mesh over `world_size` ranks, this process the first; its collectives do nothing. Enter it outside a
     FakeTensorMode. Raises TraceUnavailable: this process already belongs to a group."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

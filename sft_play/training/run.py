@@ -53,7 +53,9 @@ def run_training(job: RunJob) -> dict[str, Any]:
     facts = data_facts(job.stage_jobs, prepared_stages)
     if prepared_stages[0].backend.name == "unsloth":
         with open_run_folder(job, prepared_stages, facts):
-            return bridge.train_with_unsloth(job, prepared_stages[0], build_eval_set(job, prepared_stages[0]), start_time=start_time)
+            return bridge.train_with_unsloth(
+                job, prepared_stages[0], build_eval_set(job, prepared_stages[0]), start_time=start_time
+            )
     if prepared_stages[0].backend.fallback_from:
         check_gpu(job.largest_stage.plan, job.largest_stage.loaded.config)
     with (

@@ -94,8 +94,8 @@ def build_splits(
     max_positions: int | None = None,
     today: date | None = None,
 ) -> DataSplits:
-    """Build every split of a run as token rows. `positions`: the most that the model has, if any; no longer max_seq_len
-    is proposed. `today`: the date that templates are given. Raises DataError where `judge_split` fails."""
+    """Build every split of a run as token rows. `max_positions`: the most that the model has, if any; no longer
+    max_seq_len is proposed. `today`: the date that templates are given. Raises DataError where `judge_split` fails."""
     require_known_columns(config.data)
     tokenizer_parts = TokenizerParts.from_tokenizer(tokenizer)
     return _SplitBuilder(config, tokenizer_parts, max_seq_len, max_positions, today or date.today()).build(paths)

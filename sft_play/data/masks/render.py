@@ -365,7 +365,9 @@ class Renderer:
         if locator.template.traits.answer_header:
             yield NOTE_NO_PROMPT.format(header=repr(locator.template.traits.answer_header))
         headers_after_results = [
-            text for index, text in located.unprompted_headers.items() if index and messages[index - 1]["role"] == "tool"
+            text
+            for index, text in located.unprompted_headers.items()
+            if index and messages[index - 1]["role"] == "tool"
         ]
         if headers_after_results:
             yield NOTE_NO_HEADER.format(header=one_line(headers_after_results[0].strip()))

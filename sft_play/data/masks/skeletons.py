@@ -13,9 +13,9 @@ from typing import Any
 from sft_play.data.masks.fitted_template import NEXT_QUESTION, PLAIN_ANSWER, FittedTemplate, map_message_texts
 from sft_play.data.masks.marked_copy import (
     MATCHES_NOTHING,
-    SENTINEL_PREFIX,
     SECOND_SENTINEL_PREFIX,
     SENTINEL_CHARS,
+    SENTINEL_PREFIX,
     GapPosition,
     MarkedPiece,
     MarkedText,
@@ -207,7 +207,9 @@ class _MarkedRow:
         begin, prompt_suffix, without_prompt = None, None, False
         # Without a question or a result before the turn, some templates write no prompt but do write the turn's header.
         if not (index and messages[index - 1]["role"] in ("user", "tool")):
-            begin = self._start_without_prompt(index, earliest=common_size if is_prefix else 0, first_piece_start=first_piece_start)
+            begin = self._start_without_prompt(
+                index, earliest=common_size if is_prefix else 0, first_piece_start=first_piece_start
+            )
             without_prompt = not is_prefix
         elif is_prefix:
             begin = common_size
@@ -216,7 +218,9 @@ class _MarkedRow:
             tail = text_after_piece(prompt, marked_text.text, previous_end) or ""
             size = self._header_size(prompt, messages[:index], tail, marked_text.text[previous_end:first_piece_start])
             # what is asked must stand before the turn, not another turn
-            is_prompted = owner_index >= 0 and all(message["role"] in ("user", "tool") for message in messages[owner_index:index])
+            is_prompted = owner_index >= 0 and all(
+                message["role"] in ("user", "tool") for message in messages[owner_index:index]
+            )
             if is_prompted and size is not None and not self._lacks_header(tail, size):
                 begin, prompt_suffix = previous_end + size, tail[size:]
         prompt_end = common_size if is_prefix else begin
@@ -297,7 +301,12 @@ class _MarkedRow:
         tail_start = len(prompt) - len(tail)
         gap = continued_text[tail_start:piece_start]
         size = self._header_size(prompt, prompted_messages, tail, gap)
-        if size is None or piece_start < 0 or SENTINEL_PREFIX in gap or not continued_text.startswith(prompt[: tail_start + size]):
+        if (
+            size is None
+            or piece_start < 0
+            or SENTINEL_PREFIX in gap
+            or not continued_text.startswith(prompt[: tail_start + size])
+        ):
             return None
         begin = first_piece_start - len(gap) + size
         return begin if begin >= earliest and text[begin:first_piece_start] == gap[size:] else None

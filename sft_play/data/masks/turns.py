@@ -19,7 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.data.masks.marked_copy import SENTINEL_PREFIX, SECOND_SENTINEL_PREFIX, TemplateLayout, Turn, searched_texts_pattern
+from sft_play.data.masks.marked_copy import (
+    SECOND_SENTINEL_PREFIX,
+    SENTINEL_PREFIX,
+    TemplateLayout,
+    Turn,
+    searched_texts_pattern,
+)
 from sft_play.data.masks.probes import probe_template
 from sft_play.data.masks.skeletons import TemplateLayoutBuilder
 from sft_play.data.masks.template import ChatTemplate, RenderError
@@ -62,7 +68,9 @@ class TurnLocator:
             chat_template, special_tokens=special_tokens, eos_token=eos_token, with_tools=with_tools
         )
         self._layout_builder = TemplateLayoutBuilder(self.template, self.ends)
-        self._special_text_pattern = searched_texts_pattern(chat_template.searched_texts | {SENTINEL_PREFIX, SECOND_SENTINEL_PREFIX})
+        self._special_text_pattern = searched_texts_pattern(
+            chat_template.searched_texts | {SENTINEL_PREFIX, SECOND_SENTINEL_PREFIX}
+        )
         self._layouts_by_shape: dict[Any, TemplateLayout | None] = {}
 
     def locate(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> LocatedTurns:

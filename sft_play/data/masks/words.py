@@ -49,8 +49,12 @@ _UNUSED_CHARACTER = r"\ue000"
 class WordTokenizer:
     """The tokens of texts by their words; made by `build_word_tokenizer`."""
 
-    def __init__(self, backend: Any, pattern: re.Pattern[str], added_ids: dict[str, int], *, is_ascii_only: bool) -> None:
-        self._find_unknown = re.compile(f"[^{_character_ranges(_ASCII_CODES if is_ascii_only else _KNOWN_CODES)}]").search
+    def __init__(
+        self, backend: Any, pattern: re.Pattern[str], added_ids: dict[str, int], *, is_ascii_only: bool
+    ) -> None:
+        self._find_unknown = re.compile(
+            f"[^{_character_ranges(_ASCII_CODES if is_ascii_only else _KNOWN_CODES)}]"
+        ).search
         self._pattern = pattern
         self._added_ids = added_ids
         longest_first = sorted(added_ids, key=lambda token: (-len(token), token))

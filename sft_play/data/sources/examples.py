@@ -59,7 +59,9 @@ class ExampleReader:
 
     def numbered_examples(self) -> Iterator[tuple[int, Example | BadRow]]:
         """The rows as examples, with their numbers from 1."""
-        with report_wait(f"Reading rows of {one_line(str(self.source))}", unit="rows", count_total=self._count_total) as progress:
+        with report_wait(
+            f"Reading rows of {one_line(str(self.source))}", unit="rows", count_total=self._count_total
+        ) as progress:
             for row, row_format in self.raw_rows():
                 progress.add()
                 yield self.rows, read_example(row, row_format, self.data)

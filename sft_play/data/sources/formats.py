@@ -303,7 +303,9 @@ def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
     answers = unpack_json(row.data.get(calls), "[{")
     call_list = answers if isinstance(answers, list) else [answers]
     if not call_list or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in call_list):
-        raise UnusableRowError(f"{calls} are no calls of tools", f"{quote_value(answers)}; map an answer with data.columns")
+        raise UnusableRowError(
+            f"{calls} are no calls of tools", f"{quote_value(answers)}; map an answer with data.columns"
+        )
     question_turns = [{"role": "user", "content": _read_text_column(row, question)}]
     call_turns = parse_turns([{"role": "assistant", "content": "", "tool_calls": call_list}], calls)
     chat = _build_chat(row, [*question_turns, *call_turns])
@@ -501,7 +503,9 @@ def _unused_columns(row: RawRow, row_format: RowFormat, example: Example, data: 
     """The columns of a row that are not in its example and hold something, by the names that its file gives them."""
     expected, is_text = _expected_columns(row_format), isinstance(example, Text)
     # of several columns for a system prompt, or for tools, the first is read
-    read_columns = () if is_text else (_first_filled_column(SYSTEM_KEYS, row.data), _first_filled_column(TOOL_KEYS, row.data))
+    read_columns = (
+        () if is_text else (_first_filled_column(SYSTEM_KEYS, row.data), _first_filled_column(TOOL_KEYS, row.data))
+    )
     names = [name for name in row.data if name not in expected and name not in read_columns]
     if not names:
         return ()

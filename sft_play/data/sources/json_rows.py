@@ -57,7 +57,9 @@ def _make_decoder(refuse: Callable[[str], None]) -> json.JSONDecoder:
     def refuse_constant(name: str) -> None:
         refuse(f"{name} is not JSON")
 
-    return json.JSONDecoder(object_pairs_hook=refuse_repeated_keys, parse_constant=refuse_constant, parse_float=parse_finite_float)
+    return json.JSONDecoder(
+        object_pairs_hook=refuse_repeated_keys, parse_constant=refuse_constant, parse_float=parse_finite_float
+    )
 
 
 def _raise_lossy(reason: str) -> None:

@@ -277,7 +277,9 @@ def _read_train_detail(value: Any, location: str) -> bool:
     parts = value if isinstance(value, list) else [value]
     flags = {part.get("train") if isinstance(part, dict) else None for part in parts}
     if len(flags) != 1 or not isinstance(next(iter(flags)), bool):
-        raise UnusableRowError("a part of a message is to be trained, and whole messages are", f"{location}.train_detail")
+        raise UnusableRowError(
+            "a part of a message is to be trained, and whole messages are", f"{location}.train_detail"
+        )
     return bool(flags.pop())
 
 

@@ -58,7 +58,9 @@ def refuse_other_kind(data: Mapping[str, Any], required_columns: Sequence[str], 
     rejected = next((key for key in REJECTED_COLUMNS if key in data and _is_answer(data[key])), None)
     if rejected is not None:
         remedy = "data.columns={prompt: prompt, completion: chosen}, or {messages: chosen} if it is a chat, trains it"
-        raise UnusableRowError(PREFERENCE_REASON, f"{rejected} is there; {remedy}; {_train_anyway_hint(required_columns)}")
+        raise UnusableRowError(
+            PREFERENCE_REASON, f"{rejected} is there; {remedy}; {_train_anyway_hint(required_columns)}"
+        )
     negative = next((key for key in NEGATIVE_COLUMNS if key in data and _is_passage(data[key])), None)
     if negative is not None:
         raise UnusableRowError(RETRIEVAL_REASON, f"{negative} is there; {_train_anyway_hint(required_columns)}")

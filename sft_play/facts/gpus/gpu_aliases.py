@@ -28,7 +28,9 @@ def normalize_machine_text(text: str) -> tuple[str, str]:
     head, comma, options = text.partition(",")
     match = re.fullmatch(_COUNT_PREFIX + r"(.+)", head.strip())
     is_gpu_name = (
-        match is not None and not re.search(r"[*×:]", match[2]) and (find_catalog_entries(match[2].strip()) or find_catalog_entries(head))
+        match is not None
+        and not re.search(r"[*×:]", match[2])
+        and (find_catalog_entries(match[2].strip()) or find_catalog_entries(head))
     )
     if match is None or is_gpu_name or "mem" in options:
         return text, ""

@@ -187,7 +187,9 @@ def find_model_folder(name: str) -> Path | None:
         is_path |= path.is_file()
     if is_path:
         problem = f"does not exist or is no folder (looked from {Path.cwd()})"
-        raise ModelError(f"model path {one_line(name)} {f'is {_GGUF_DESCRIPTION}' if path.suffix.lower() == '.gguf' else problem}")
+        raise ModelError(
+            f"model path {one_line(name)} {f'is {_GGUF_DESCRIPTION}' if path.suffix.lower() == '.gguf' else problem}"
+        )
     return None
 
 

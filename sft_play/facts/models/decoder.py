@@ -207,7 +207,9 @@ class _ShapeBuilder:
         if isinstance(layer_types, list) and rule != "all":
             return self._layer_type_kind(layer_types, index)
         return (
-            "sliding" if fields.read_optional_count("sliding_window") and self._uses_sliding_window(rule, index) else "full"
+            "sliding"
+            if fields.read_optional_count("sliding_window") and self._uses_sliding_window(rule, index)
+            else "full"
         )
 
     def _uses_sliding_window(self, rule: str, index: int) -> bool:

@@ -24,9 +24,9 @@ from sft_play.runs.files import write_text
 from sft_play.training.measure.exact_match import (
     GeneratedAnswer,
     Question,
+    collect_stop_ids,
     configured_eos_token_ids,
     generate_answers,
-    collect_stop_ids,
 )
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun
-from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, model_names_by_saved_name, is_duplicate_name
+from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, is_duplicate_name, model_names_by_saved_name
 from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from sft_play.training.prepare.model_spec import build_model_spec
@@ -129,7 +129,9 @@ class AdaptedModel:
     def _is_untied(self, name: str, source: str) -> bool:
         if (name in self.fully_trained_tensors) != (source in self.fully_trained_tensors):
             return True
-        return name in self.fully_trained_tensors and not torch.equal(self.fully_trained_tensors[name], self.fully_trained_tensors[source])
+        return name in self.fully_trained_tensors and not torch.equal(
+            self.fully_trained_tensors[name], self.fully_trained_tensors[source]
+        )
 
     def trained_shape(self, name: str, base_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor after training, given the base's: embeddings may have more rows."""

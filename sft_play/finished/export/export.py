@@ -227,7 +227,11 @@ def _resolve_quant(model_folder: Path, requested_quant: Quant | None) -> Quant:
         raise ConfigError(
             f"the weights in {model_folder} are {dtype}, which no GGUF holds as they are; give QUANT=bf16 or q8_0"
         )
-    if quant == "f16" and _lossless_quant(model_folder) != "f16" and (name := _find_f16_overflow(model_folder)) is not None:
+    if (
+        quant == "f16"
+        and _lossless_quant(model_folder) != "f16"
+        and (name := _find_f16_overflow(model_folder)) is not None
+    ):
         raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
     return quant
 

@@ -150,12 +150,23 @@ def unpack_converter(archive: Path, target: Path) -> None:
         raise ConfigError(f"{archive} holds no {CONVERTER_FILE} under {_VENDOR_PREFIX}")
 
 
-def convert_to_gguf(converter: Converter, model_folder: Path, target: Path, *, quant: str, name: str, vocabulary: str) -> None:
+def convert_to_gguf(
+    converter: Converter, model_folder: Path, target: Path, *, quant: str, name: str, vocabulary: str
+) -> None:
     """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of its own. `name`: the
     model's in the file. `vocabulary`: JSON for `run_converter.py`. Raises BackendError with its last lines where it
     failed."""
     runner = Path(__file__).with_name("run_converter.py")
-    arguments = [str(converter.folder), str(model_folder), "--outfile", str(target), "--outtype", quant, "--model-name", name]
+    arguments = [
+        str(converter.folder),
+        str(model_folder),
+        "--outfile",
+        str(target),
+        "--outtype",
+        quant,
+        "--model-name",
+        name,
+    ]
     process = run_python([str(runner), *arguments], environment={"SFT_PLAY_GGUF_VOCABULARY": vocabulary})
     if process.returncode or not target.is_file():
         hint = "a newer checkout may do better (LLAMA_CPP=)"

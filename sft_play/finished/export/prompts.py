@@ -50,7 +50,9 @@ class EnginePrompts:
 
     def __init__(self, run: FinishedRun, model_folder: Path) -> None:
         self._run, self._model_folder = run, model_folder
-        self.tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=run.config.model.trust_remote_code)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            model_folder, trust_remote_code=run.config.model.trust_remote_code
+        )
         self._training_tokenizer = load_tokenizer(run.config).tokenizer
         self._renderer = build_run_renderer(run, self._training_tokenizer)
         self.is_plain_text = run.config.task_mode == "cpt"

@@ -79,7 +79,9 @@ def _page_template() -> Any:
         return redact(escape_control(str(value)), secrets=context["secrets"])
 
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, finalize=redact_value, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=loader, autoescape=True, finalize=redact_value, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["svg"] = Markup  # drawn by vl-convert, which escapes what a chart names
     return environment.get_template("page.html.jinja")
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import SftPlayError
-from sft_play.finished.report.charts import Chart, ChartError, draw_charts, plot_as_text, build_run_charts
+from sft_play.finished.report.charts import Chart, ChartError, build_run_charts, draw_charts, plot_as_text
 from sft_play.finished.report.page import AnsweredQuestion, ReportSection, ReportTable, render_page, write_page
 from sft_play.finished.report.record import (
     RunPart,
     RunRecord,
     compare_peak_memory,
-    headline_metrics,
     format_percent_difference,
+    headline_metrics,
     read_record,
     settings_by_path,
 )

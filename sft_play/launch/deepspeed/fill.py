@@ -75,7 +75,7 @@ class PlanValues:
         mixed_precision, batch = config.distributed.mixed_precision, plan.trainer_batch
         return cls(
             layout=plan.layout,
-            micro_batch=batch.micro_batch,  # DeepSpeed takes a fixed number of passes a step
+            micro_batch=batch.micro_batch,  # DeepSpeed takes a fixed number of micro steps
             grad_accum=batch.grad_accum,
             data_parallel_ranks=plan.batch.ranks,
             hidden_size=hidden_size,

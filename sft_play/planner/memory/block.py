@@ -88,7 +88,13 @@ def _run_block(block: ForwardPass, x: TensorRef) -> TensorRef:
 
 @lru_cache(maxsize=8192)
 def block_bytes(
-    spec: BlockSpec, *, batch: int, length: int, itemsize: int, input_has_grad: bool = True, is_accumulating: bool = False
+    spec: BlockSpec,
+    *,
+    batch: int,
+    length: int,
+    itemsize: int,
+    input_has_grad: bool = True,
+    is_accumulating: bool = False,
 ) -> BlockBytes:
     """What one block takes for `batch` sequences of `length` tokens; its input's elements have `width` bytes."""
     tape = Tape()
@@ -163,7 +169,8 @@ def head_bytes(
     """Bytes of the tail for `batch` full rows of `length` tokens, all scored but the first token."""
     tape = Tape(grad_enabled=needs_gradient)
     tail = ForwardPass(tape, spec, batch, length, is_accumulating=is_accumulating)
-    x = norm(tail, tape.leaf(batch * length * spec.hidden, itemsize))  # the model's own forward keeps no other name for it
+    # the model's own forward keeps no other name for it
+    x = norm(tail, tape.leaf(batch * length * spec.hidden, itemsize))
     out = _chunked_loss(tail, x, head, on_gpu=on_gpu) if loss == "chunked" else LOSS_FUNCTIONS[loss](tail, x, head)
     forward_bytes = tape.meter.peak
     del x
@@ -223,7 +230,9 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
         out = tape.new(scored_tokens * hidden, e)
         if weight_gradient is not None:
             gradient = (
-                weight_gradient if head.weight_itemsize == 4 else tape.new(head.vocab_size * hidden, head.weight_itemsize)
+                weight_gradient
+                if head.weight_itemsize == 4
+                else tape.new(head.vocab_size * hidden, head.weight_itemsize)
             )
             if head.trainable:
                 tail.keep_gradient(gradient)

@@ -91,11 +91,19 @@ class GatherBuffers:
 
 
 def build_gather_buffers(
-    shape: ModelShape, *, itemsize: int, is_nf4: bool, lora: LoraConfig | None, tensor_parallel_ranks: int, **fields: Any
+    shape: ModelShape,
+    *,
+    itemsize: int,
+    is_nf4: bool,
+    lora: LoraConfig | None,
+    tensor_parallel_ranks: int,
+    **fields: Any,
 ) -> GatherBuffers:
-    """The units of a model, `width` bytes for what is gathered unpacked, with the adapters of `lora`, and the other
+    """The units of a model, `itemsize` bytes for what is gathered unpacked, with the adapters of `lora`, and the other
     fields. Of blocks that tensor-parallel ranks share, the gathered part is one rank's."""
-    unit_bytes = [_unit_bytes(kind, itemsize=itemsize, is_nf4=is_nf4, lora=lora) // tensor_parallel_ranks for kind in shape.layers]
+    unit_bytes = [
+        _unit_bytes(kind, itemsize=itemsize, is_nf4=is_nf4, lora=lora) // tensor_parallel_ranks for kind in shape.layers
+    ]
     table_bytes = itemsize * shape.embedding_table_params
     return GatherBuffers(
         tuple(unit_bytes[index] for index in shape.layer_order), 0 if shape.tied else table_bytes, table_bytes, **fields

@@ -72,7 +72,11 @@ def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef
     out_elements = x.elements // spec.inputs * spec.outputs
 
     def backward(
-        tape: Tape, grad: TensorRef, size: int = x.elements, e: int = x.itemsize, needs_gradient: bool = x.node is not None
+        tape: Tape,
+        grad: TensorRef,
+        size: int = x.elements,
+        e: int = x.itemsize,
+        needs_gradient: bool = x.node is not None,
     ) -> Grads:
         if not needs_gradient:
             return (None,)
@@ -159,7 +163,9 @@ def _dora_weights(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> list[Te
     compute_itemsize = element_bytes.autocast or e
     identity = block.tape.new(spec.inputs * spec.inputs, element_bytes.adapters)
     weights = [
-        identity if compute_itemsize == element_bytes.adapters else block.tape.new(spec.inputs * spec.inputs, compute_itemsize)
+        identity
+        if compute_itemsize == element_bytes.adapters
+        else block.tape.new(spec.inputs * spec.inputs, compute_itemsize)
     ]
     del identity
     delta = block.tape.new(spec.elements, compute_itemsize)

@@ -57,7 +57,9 @@ def interpolate(low: MeasuredBlocks, high: MeasuredBlocks, batch: int) -> Measur
             return round(low_value + fraction * (high_value - low_value))
         if isinstance(low_value, tuple):
             return tuple(map(blend, low_value, high_value))
-        return type(low_value)(*(blend(getattr(low_value, field.name), getattr(high_value, field.name)) for field in fields(low_value)))
+        return type(low_value)(
+            *(blend(getattr(low_value, field.name), getattr(high_value, field.name)) for field in fields(low_value))
+        )
 
     blended: MeasuredBlocks = blend(replace(low, ends=()), replace(high, ends=()))
     return replace(blended, ends=(low.batch, high.batch))
@@ -129,7 +131,9 @@ class MeasuredStepSimulation(StepMemorySimulation):
             )
             return int(getattr(estimated, peak) + round(low_difference + fraction * (high_difference - low_difference)))
 
-        return LayerBytes(interpolate_peak("forward"), estimated.saved, interpolate_peak("backward"), measured.tail.gradients)
+        return LayerBytes(
+            interpolate_peak("forward"), estimated.saved, interpolate_peak("backward"), measured.tail.gradients
+        )
 
     def _block_mode(self, layer: int) -> BlockMode:
         return "recomputed" if layer < self.recomputed_layers else "kept"

@@ -44,7 +44,11 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     weighted = _weight_rows(block, out, routing)
     del out, routing
     ordered = block.tape.op(
-        (weighted,), weighted.elements, weighted.itemsize, saved=(indices,), backward=block.index_backward(weighted, rows)
+        (weighted,),
+        weighted.elements,
+        weighted.itemsize,
+        saved=(indices,),
+        backward=block.index_backward(weighted, rows),
     )
     del weighted
     # .view(T, k, h).sum(dim=1); the gradient of a sum is expanded, and copied to be seen as rows
@@ -83,7 +87,9 @@ def _grouped_linear(
         block.tape.meter.add_transient(2 * 4 * math.ceil(elements / NF4_BLOCK))
     if adapter_params:
         # both factors in the weight's dtype, held by their product, which is added to the weight
-        factors = [] if weight_itemsize == spec.element_bytes.adapters else [block.tape.new(adapter_params, weight_itemsize)]
+        factors = (
+            [] if weight_itemsize == spec.element_bytes.adapters else [block.tape.new(adapter_params, weight_itemsize)]
+        )
         weight = block.tape.new(elements, weight_itemsize)
         saved += factors
         del factors

@@ -64,7 +64,7 @@ def largest_tensor_elements(shape: ModelShape) -> int:
 
 
 def weight_bytes(shape: ModelShape, *, itemsize: int, is_nf4: bool) -> int:
-    """The weights as loaded, `width` bytes each; in NF4 the linear layers and experts."""
+    """The weights as loaded, `itemsize` bytes each; in NF4 the linear layers and experts."""
     nf4_total = sum(count * nf4_bytes(elements) for elements, count in shape.packable_sizes)
     remainders = sum(
         count * segment_remainder(elements // 2 if is_nf4 and packs else itemsize * elements)
@@ -161,7 +161,8 @@ def trained_parameters(config: RunConfig, shape: ModelShape, element_bytes: Elem
     factors = list(_lora_factors(shape, lora))
     sizes = [(rows * columns, count) for rows, columns, count in factors]
     return TrainedParameters(
-        adapter_and_copy_params + new_token_params, element_bytes.adapters, trains_embedding, trains_head, element_bytes.adapters,
+        adapter_and_copy_params + new_token_params, element_bytes.adapters, trains_embedding, trains_head,
+        element_bytes.adapters,
         new_token_params,
         small_tensor_params=sum(size * count for size, count in sizes if size < PAGED_MIN_ELEMENTS),
         largest_elements=max(
@@ -186,7 +187,10 @@ def optimizer_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters
         else 0
     )
     single_state_params = sum(count * linear.weights for linear, count in shape.linears) if optim == "muon" else 0
-    return 2 * (parameters.state_itemsize * parameters.params + remainders) - parameters.state_itemsize * single_state_params
+    return (
+        2 * (parameters.state_itemsize * parameters.params + remainders)
+        - parameters.state_itemsize * single_state_params
+    )
 
 
 def bitsandbytes_state_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
@@ -224,7 +228,9 @@ def optimizer_temporary_bytes(optim: str, shape: ModelShape, parameters: Trained
     largest_elements = parameters.largest_elements
     copies = 8 * largest_elements if parameters.rounds_stochastically else 0
     if optim == "adamw_torch":
-        return copies + (4 * largest_elements if parameters.rounds_stochastically else parameters.itemsize * parameters.params)
+        return copies + (
+            4 * largest_elements if parameters.rounds_stochastically else parameters.itemsize * parameters.params
+        )
     if optim == "muon":
         matrices = [(linear.weights, min(linear.inputs, linear.outputs)) for linear, _ in shape.linears]
         return copies + max(
@@ -261,7 +267,9 @@ def _resident_parameter_bytes(
     is_full, is_nf4 = mode == "full", mode == "qlora"
     rank_parameters = trained_parameters(config, shape, element_bytes)
     frozen_bytes = (
-        element_bytes.weights * shape.untrained_params if is_full else weight_bytes(shape, itemsize=element_bytes.weights, is_nf4=is_nf4)
+        element_bytes.weights * shape.untrained_params
+        if is_full
+        else weight_bytes(shape, itemsize=element_bytes.weights, is_nf4=is_nf4)
     )
     if layout.is_zero:
         # ZeRO-3 keeps whole on every rank, offloaded or not: NF4's constants, and norms and biases, which are below
@@ -283,7 +291,13 @@ def _resident_parameter_bytes(
         frozen_bytes -= 0 if is_full else other_ranks_bytes  # in full training `rank_parameters` has them
     if layout.is_fsdp:
         return _fsdp_resident_bytes(
-            rank_parameters, frozen_bytes, shape, layout, optim, upcasts_trained=element_bytes.autocast is not None, mode=mode
+            rank_parameters,
+            frozen_bytes,
+            shape,
+            layout,
+            optim,
+            upcasts_trained=element_bytes.autocast is not None,
+            mode=mode,
         )
     remainders = _segment_remainders(shape, rank_parameters.itemsize) if is_full and layout.tensor_parallel == 1 else 0
     held_bytes = rank_parameters.params * rank_parameters.itemsize + remainders
@@ -318,11 +332,15 @@ def _fsdp_resident_bytes(
     is_full, is_nf4 = mode == "full", mode == "qlora"
     itemsize = 4 if upcasts_trained and not is_nf4 else parameters.itemsize
     # rounded up: fully_shard pads every parameter to equal parts
-    shard = replace(parameters, params=-(-parameters.params // layout.shard), itemsize=itemsize, state_itemsize=itemsize)
+    shard = replace(
+        parameters, params=-(-parameters.params // layout.shard), itemsize=itemsize, state_itemsize=itemsize
+    )
     constant_bytes = _nf4_constant_bytes(shape) if is_nf4 else 0
     frozen_shard = constant_bytes + (frozen_bytes - constant_bytes) // layout.shard
     state_bytes = (
-        2 * itemsize * shard.params if optim.startswith("adamw") else optimizer_bytes(optim, shape, shard, is_full=False)
+        2 * itemsize * shard.params
+        if optim.startswith("adamw")
+        else optimizer_bytes(optim, shape, shard, is_full=False)
     )
     held_bytes = shard.params * itemsize
     return ResidentBytes(

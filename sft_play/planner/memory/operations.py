@@ -145,7 +145,7 @@ class ForwardPass:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The next multiple of `step`."""
+    """The next multiple of `multiple`."""
     return -(-size // multiple) * multiple
 
 

@@ -234,7 +234,8 @@ def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef
     del scores, sink_scores
     token_probabilities = block.tape.view(probabilities, probabilities.elements * block.length // (block.length + 1))
     if token_probabilities.node is not None:
-        token_probabilities.node.backward = single_gradient(size, itemsize)  # zeros of the whole, into which it is copied
+        # zeros of the whole, into which it is copied
+        token_probabilities.node.backward = single_gradient(size, itemsize)
     return _weight_values(block, token_probabilities, v)
 
 

@@ -63,9 +63,9 @@ class _Storage:
 
 
 class TensorRef:
-    """A handle on a storage: `elements` of `width` bytes each, and the node that made it, if it has a gradient."""
+    """A handle on a storage: `elements` of `itemsize` bytes each, and the node that made it, if it has a gradient."""
 
-    __slots__ = ("elements", "is_view", "node", "storage", "itemsize")
+    __slots__ = ("elements", "is_view", "itemsize", "node", "storage")
 
     def __init__(self, storage: _Storage, elements: int, itemsize: int, node: Node | None = None) -> None:
         self.storage, self.elements, self.itemsize, self.node = storage, elements, itemsize, node

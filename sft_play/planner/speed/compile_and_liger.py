@@ -109,7 +109,9 @@ def liger_saved_starts_s(shape: ModelShape, operations: ReplacedOperations, *, r
     seconds = 0.0
     for kind in shape.layers:
         has_attention = kind.attention != "none"
-        norm_count = shape.norms_per_layer + (2 if has_attention and shape.has_qk_norm and operations.replaces_head_norms else 0)
+        norm_count = shape.norms_per_layer + (
+            2 if has_attention and shape.has_qk_norm and operations.replaces_head_norms else 0
+        )
         seconds += kind.count * (
             norm_count * NORM_START_S + (ROTATION_START_S if has_attention and operations.replaces_rotation else 0.0)
         )

@@ -162,7 +162,10 @@ def find_rates(hardware: Hardware, precision: Precision) -> Rates:
     matrix_share = min((MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors), default=OTHER_MATRIX_SHARE)
     attention_shares = (ATTENTION_SHARE.get(major, OTHER_ATTENTION_SHARE) for major in majors)
     # GPUs whose known link is no faster than the card's own slot communicate over PCIe
-    link, pcie_slots = hardware.link_bytes_per_s, [entry.pcie for entry in find_catalog_entries(gpus[0].name.split(" MIG ")[0])]
+    link, pcie_slots = (
+        hardware.link_bytes_per_s,
+        [entry.pcie for entry in find_catalog_entries(gpus[0].name.split(" MIG ")[0])],
+    )
     is_pcie = link is None or link <= max(pcie_slots, default=FASTEST_PCIE)
     return Rates(
         matrix_rate or NOMINAL_RATE,
@@ -294,8 +297,7 @@ class _Roofline:
             self._elementwise_bytes(micro_steps.padded_tokens, saved_bytes) * pass_count / tensor_parallel
         )
         moving_s = self._memory_seconds(
-            elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile else 1.0)
-            + weight_bytes * pass_count
+            elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile else 1.0) + weight_bytes * pass_count
         )
         # half a byte read and two written per weight
         dequantise_s = self._memory_seconds(2.5 * active_params(shape) * pass_count) if mode == "qlora" else 0.0
@@ -317,9 +319,7 @@ class _Roofline:
         shape, pass_count, seconds = self.shape, 2.0 + self.recomputed_share, {}
         experts = plan_experts(self.config, shape, self.precision)
         if experts is not None and experts.name == "eager" and not shape.uses_custom_experts:
-            start_s = (
-                sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_OVERHEAD_S * pass_count
-            )
+            start_s = sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_OVERHEAD_S * pass_count
             expert_params = sum(kind.count * kind.num_experts * kind.expert_params for kind in shape.layers)
             gradient_s = self._memory_seconds(
                 EXPERT_GRADIENT_ACCESSES * DTYPE_BYTES[self.precision.load] * expert_params
@@ -434,7 +434,13 @@ class _Roofline:
         ranks, recomputed_calls = self.step.layout.tensor_parallel, 2 if self.step.checkpointed_layers != 0 else 0
         calls = self.shape.num_layers * (4 + recomputed_calls) * grad_accum  # two a block forward, and two backward
         sent_bytes = (
-            2 * (ranks - 1) / ranks * micro_steps.padded_tokens * self.shape.hidden_size * self._compute_itemsize * calls
+            2
+            * (ranks - 1)
+            / ranks
+            * micro_steps.padded_tokens
+            * self.shape.hidden_size
+            * self._compute_itemsize
+            * calls
         )
         return sent_bytes, sent_bytes / _link_bytes_per_s(ranks, self.rates) + COLLECTIVE_START_S * math.log2(
             ranks

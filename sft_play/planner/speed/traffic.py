@@ -130,7 +130,11 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
     if ranks > layout.shard:  # HSDP: each part is reduced once more, over the groups that hold a copy of it
         gradient_collectives.append(
             Collective(
-                "all_reduce", gradient_bytes / layout.shard, ranks // layout.shard, calls, spanned_ranks=ranks * neighbour_ranks
+                "all_reduce",
+                gradient_bytes / layout.shard,
+                ranks // layout.shard,
+                calls,
+                spanned_ranks=ranks * neighbour_ranks,
             )
         )
     return Traffic(

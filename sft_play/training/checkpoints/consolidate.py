@@ -41,9 +41,9 @@ def consolidate(
     run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None, is_trusted: CodeTrust = trust_none
 ) -> Path:
     """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model into `out`, or
-    `consolidated-STEP` of the run; returns its path. Raises RunFolderError: its settings allow what `trusts` does not,
-    there is no complete checkpoint, or `out` exists or lies in a run that is being written; ModelError: the checkpoint
-    lacks tensors."""
+    `consolidated-STEP` of the run; returns its path. Raises RunFolderError: its settings allow what `is_trusted` does
+    not, there is no complete checkpoint, or `out` exists or lies in a run that is being written; ModelError: the
+    checkpoint lacks tensors."""
     run.read_manifest()  # raises where the folder is not a run's
     config = run.read_config(is_trusted=is_trusted)
     stages = [run.stage_folder(stage.name) for stage in config.curriculum]

@@ -65,7 +65,8 @@ def states_by_name(states: Mapping[str, Any], names_by_group: list[list[str]]) -
         raise TrainingError(f"the checkpoint's optimizer has groups of {sizes} tensors, but this one has "
                             f"{list(map(len, names_by_group))}: it was written for other trained weights")  # fmt: skip
     groups = [
-        {**group, "params": list(group_names)} for group, group_names in zip(states["param_groups"], names_by_group, strict=True)
+        {**group, "params": list(group_names)}
+        for group, group_names in zip(states["param_groups"], names_by_group, strict=True)
     ]
     return {"state": {all_names[index]: state for index, state in states["state"].items()}, "param_groups": groups}
 

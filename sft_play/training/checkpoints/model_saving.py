@@ -23,9 +23,9 @@ from sft_play.files import atomic
 from sft_play.planner.memory.loading_and_saving import MAX_WEIGHTS_FILE_BYTES
 from sft_play.training.checkpoints.full_state_dict import (
     ADAPTER_FILE,
-    model_names_by_saved_name,
     embedding_layers,
     has_adapter,
+    model_names_by_saved_name,
     tied_weight_names,
 )
 from sft_play.training.checkpoints.tensor_files import FileTensor, open_tensors
@@ -261,7 +261,11 @@ def saved_shapes(model: Any) -> dict[str, tuple[int, ...]]:
         name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()
     }
     if has_adapter(model):
-        return {saved_name: parameters[name] for saved_name, name in model_names_by_saved_name(model).items() if name in parameters}
+        return {
+            saved_name: parameters[name]
+            for saved_name, name in model_names_by_saved_name(model).items()
+            if name in parameters
+        }
     tied = tied_weight_names(model)
     tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return {name: shape for name, shape in (tensors | parameters).items() if name not in tied}
@@ -296,7 +300,9 @@ def check_saved_weights(
     return size
 
 
-def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected_shapes: dict[str, tuple[int, ...]]) -> None:
+def _compare_saved(
+    folder: Path, shapes: dict[str, tuple[int, ...]], expected_shapes: dict[str, tuple[int, ...]]
+) -> None:
     """Compare saved shapes with the model's; by the hub's names, one tensor per expert, only the number of values."""
     missing = sorted(set(expected_shapes) - set(shapes))
     wrong = [] if missing else [name for name, shape in expected_shapes.items() if shapes[name] != shape]
@@ -333,8 +339,8 @@ def write_tensors(
     max_file_bytes: int = MAX_WEIGHTS_FILE_BYTES,
 ) -> None:
     """Write tensors as transformers' safetensors files, with an index where there are several. `shapes`: of all tensors
-    to come; `file_bytes`: most bytes of a file of several tensors. Raises ModelError: a tensor is not in `shapes`, has
-    another shape, or is missing at the end."""
+    to come; `max_file_bytes`: most bytes of a file of several tensors. Raises ModelError: a tensor is not in `shapes`,
+    has another shape, or is missing at the end."""
     written_files: list[tuple[Path, list[str]]] = []
     pending: dict[str, torch.Tensor] = {}
     total_bytes = 0
@@ -353,7 +359,10 @@ def write_tensors(
             shape = None if tensor is None else tuple(tensor.shape)
             raise ModelError(f"{folder}: {name} was to be saved with shape {shapes.get(name)}, but has {shape}")
         tensor = tensor.to(dtype_rule(name, tensor)).contiguous()
-        if pending and sum(pending_tensor.nbytes for pending_tensor in pending.values()) + tensor.nbytes > max_file_bytes:
+        if (
+            pending
+            and sum(pending_tensor.nbytes for pending_tensor in pending.values()) + tensor.nbytes > max_file_bytes
+        ):
             write_file()
         pending[name] = tensor
     if pending:

@@ -94,7 +94,12 @@ def collect_shard(model: nn.Module, optimizer: Any) -> CheckpointShard:
 
 
 def save_shard(
-    shard: CheckpointShard, checkpoint: Path, *, group: Any, on_bytes: OnBytes, on_done: Callable[[], None] = lambda: None
+    shard: CheckpointShard,
+    checkpoint: Path,
+    *,
+    group: Any,
+    on_bytes: OnBytes,
+    on_done: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all see; all call it.
     No tensor is gathered. `group`: one that waits as long as a disk takes; `on_bytes` is called with the bytes that

@@ -112,7 +112,9 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
         return None
     blocks = compile_in_place(model)
     logger.debug(
-        "Compiled blocks: %d, at their first pass (on a small model of this class: %s)", blocks, class_check.figures_text
+        "Compiled blocks: %d, at their first pass (on a small model of this class: %s)",
+        blocks,
+        class_check.figures_text,
     )
     return CompileMonitor()
 

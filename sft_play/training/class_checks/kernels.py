@@ -92,7 +92,9 @@ def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch
     _replaced_modules.append(_snapshot_module(model))
     replaced = _apply_liger(model)
     assert class_check is not None
-    logger.debug("Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), class_check.figures_text)
+    logger.debug(
+        "Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), class_check.figures_text
+    )
     return ActiveKernels(replaced)
 
 

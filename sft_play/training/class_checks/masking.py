@@ -54,9 +54,9 @@ _WITHOUT_PACKING = "data.packing=none: rows of similar length then share a micro
 def require_packable(
     hf_config: Any, *, attention: str, max_row_tokens: int | None = None, trust_remote_code: bool = False
 ) -> str:
-    """A line that a model of this config keeps the chats of one row (of at most `longest_row` tokens) apart, with the
-    measured difference; flash attention is measured as sdpa or eager. Raises ConfigError: it does not, or it cannot be
-    measured."""
+    """A line that a model of this config keeps the chats of one row (of at most `max_row_tokens` tokens) apart, with
+    the measured difference; flash attention is measured as sdpa or eager. Raises ConfigError: it does not, or it cannot
+    be measured."""
     model_type = model_type_name(hf_config)
 
     def measure_up_to(tokens: int | None) -> tuple[tuple[float, float] | None, str]:
@@ -156,8 +156,8 @@ class MaskDifference:
 def check_padding(
     hf_config: Any, *, attention: str, max_row_tokens: int | None = None, trust_remote_code: bool = False
 ) -> MaskRequirement:
-    """Whether padded rows, of at most `longest_row` tokens, of a model of this config need their mask; what cannot be
-    measured keeps it."""
+    """Whether padded rows, of at most `max_row_tokens` tokens, of a model of this config need their mask; what cannot
+    be measured keeps it."""
     measurement = measure_small_model(
         hf_config, measure_padding, trust_remote_code=trust_remote_code, max_parameters=MAX_TRAINED_PARAMETERS,
         max_row_tokens=max_row_tokens, attention=attention,
@@ -171,7 +171,7 @@ def check_padding(
 def check_boundaries(
     hf_config: Any, *, max_row_tokens: int | None = None, trust_remote_code: bool = False
 ) -> MaskRequirement:
-    """Whether packs, of at most `longest_row` tokens, need a mask beside their boundaries (`varlen`); what cannot be
+    """Whether packs, of at most `max_row_tokens` tokens, need a mask beside their boundaries (`varlen`); what cannot be
     measured keeps it."""
     measurement = measure_small_model(
         hf_config,

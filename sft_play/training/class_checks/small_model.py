@@ -71,10 +71,18 @@ def measure_small_model(
 ) -> tuple[Measurement | None, str]:
     """What `measure` finds with the config of a small model of the class: few narrow layers of every kind, or full
     width where the class refuses; None where none of at most `max_parameters` computes, and why. Once a process.
-    `longest_row`: tokens of the longest row, where what the class does with longer ones is not asked."""
+    `max_row_tokens`: tokens of the longest row, where what the class does with longer ones is not asked."""
     options["trust_remote_code"] = trust_remote_code
     settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
-    key = measure, type(hf_config), settings, max_parameters, needs_all_layers, max_row_tokens, tuple(sorted(options.items()))
+    key = (
+        measure,
+        type(hf_config),
+        settings,
+        max_parameters,
+        needs_all_layers,
+        max_row_tokens,
+        tuple(sorted(options.items())),
+    )
     if key not in _measurements:
         _measurements[key] = _measure(hf_config, measure, max_parameters, options, needs_all_layers, max_row_tokens)
     measurement: tuple[Measurement | None, str] = _measurements[key]

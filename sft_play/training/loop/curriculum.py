@@ -45,7 +45,12 @@ class StageSequence:
         train_stage: Callable[..., dict[str, Any]],
     ) -> None:
         """`train_stage`: trains one stage, as `run.train_stage` does."""
-        self._job, self._prepared_stages, self._monitors, self._train_stage = job, prepared_stages, monitors, train_stage
+        self._job, self._prepared_stages, self._monitors, self._train_stage = (
+            job,
+            prepared_stages,
+            monitors,
+            train_stage,
+        )
         self._summaries: list[dict[str, Any]] = []
         self._steps_trained = 0
         """Optimizer steps since this process started."""
@@ -61,12 +66,16 @@ class StageSequence:
         )
         begins_from = self._prepared_stages[0].base_adapter_folder
         status = "finished"
-        for stage_number, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared_stages, strict=True), start=1):
+        for stage_number, (stage, prepared) in enumerate(
+            zip(self._job.stages, self._prepared_stages, strict=True), start=1
+        ):
             # rank 0 decides for all: another node may not see the files yet
             if distributed.broadcast_value(
                 stage.folder.has_finished(is_adapter=is_adapter) if distributed.is_first() else None
             ):
-                logger.info("Stage %d of %d, %s, is finished", stage_number, len(self._job.stages), stage.folder.stage_name)
+                logger.info(
+                    "Stage %d of %d, %s, is finished", stage_number, len(self._job.stages), stage.folder.stage_name
+                )
                 summary = read_summary(stage.folder.path) if distributed.is_first() else {}
                 self._summaries.append(
                     {"name": stage.folder.stage_name, **_EMPTY_SUMMARY, **distributed.broadcast_value(summary)}
@@ -119,7 +128,8 @@ class StageSequence:
         train_config = stage.loaded.config.train
         length = f"{train_config.max_steps:,} steps" if train_config.max_steps else f"{train_config.epochs:g} epochs"
         logger.info("Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d x accum %d",
-                    stage_number, len(self._job.stages), stage.folder.stage_name, length, stage.loaded.config.learning_rate,
+                    stage_number, len(self._job.stages), stage.folder.stage_name, length,
+                    stage.loaded.config.learning_rate,
                     stage.plan.max_seq_len, stage.plan.batch.micro_batch, stage.plan.batch.grad_accum)  # fmt: skip
 
     def _finish(self, status: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import DEFAULT_SOURCES
 from sft_play.training.loop.trainer import build_trainer, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
-from sft_play.training.measure.exact_match import configured_eos_token_ids, collect_stop_ids
+from sft_play.training.measure.exact_match import collect_stop_ids, configured_eos_token_ids
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.measure.peaks import RunMonitors
 from sft_play.training.model import adapter_start, context_parallel, fsdp_loading, sdpa, tensor_parallel

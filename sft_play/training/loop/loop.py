@@ -141,14 +141,23 @@ class PlannedLoop(CheckpointedLoop):
         lengths = row_lengths(rows) if packs is None else packs.tokens
         effective_batch = plan.batch.effective_batch
         self.epoch_order = EpochOrder(
-            len(lengths), seed=self.args.seed, lengths=lengths if sorts_by_length else None, effective_batch=effective_batch, mix=mix
+            len(lengths),
+            seed=self.args.seed,
+            lengths=lengths if sorts_by_length else None,
+            effective_batch=effective_batch,
+            mix=mix,
         )
         data_parallel_rank, context_parallel_rank = divmod(
             distributed.batch_rank(self._layout), self._layout.context_parallel
         )
         ranks = self._layout.data_parallel
         self._step_batches = StepBatches(
-            self.epoch_order, lengths, micro_batches, effective_batch=effective_batch, rank=data_parallel_rank, ranks=ranks
+            self.epoch_order,
+            lengths,
+            micro_batches,
+            effective_batch=effective_batch,
+            rank=data_parallel_rank,
+            ranks=ranks,
         )
         self.step_memory = StepMemory(self, micro_batches)
         self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not micro_batches.padded)

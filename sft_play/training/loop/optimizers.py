@@ -31,7 +31,9 @@ def muon_matrices(model: Any) -> frozenset[nn.Parameter]:
         getattr(head, "weight", None)
     }
     return frozenset(
-        parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() == 2 and parameter not in embedding_weights
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter.dim() == 2 and parameter not in embedding_weights
     )
 
 
@@ -83,7 +85,9 @@ def loraplus_parameter_ids(model: Any) -> frozenset[int]:
     """The parameters, by their `id`, that get the higher rate."""
     # whole under ZeRO-3
     shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()}
-    return frozenset(id(weight) for name, weight in model.named_parameters() if "lora_B" in name or len(shapes[name]) == 1)
+    return frozenset(
+        id(weight) for name, weight in model.named_parameters() if "lora_B" in name or len(shapes[name]) == 1
+    )
 
 
 def split_loraplus_group(group: dict[str, Any], fast_ids: frozenset[int], *, ratio: float) -> Iterator[dict[str, Any]]:

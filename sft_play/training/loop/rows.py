@@ -98,8 +98,8 @@ def balanced_batch_size(row_count: int, *, max_size: int, ranks: int) -> int:
 
 
 def longest_first_order(dataset: Dataset, *, batch_size: int = 1, repeats: int = 1) -> npt.NDArray[np.int64]:
-    """Row numbers by length, the longest first: a batch has rows of similar length. Every batch is there `copies` times
-    in a row: ranks take turns, and each of a context-parallel group needs it."""
+    """Row numbers by length, the longest first: a batch has rows of similar length. Every batch is there `repeats`
+    times in a row: ranks take turns, and each of a context-parallel group needs it."""
     order = np.argsort(-row_lengths(dataset), kind="stable")
     batches = np.split(order, range(batch_size, len(order), batch_size))
     return np.concatenate([np.tile(rows, repeats) for rows in batches])

@@ -76,9 +76,9 @@ class Monitor(TrainerCallback):
         sources: Sequence[str] = DEFAULT_SOURCES,
         peaks: MemoryPeaks | None = None,
     ) -> None:
-        """`plan`: what the measured figures are compared with; `copies`: consecutive ranks that see the same rows and
-        are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by phase, which
-        this starts and ends."""
+        """`plan`: what the measured figures are compared with; `tensor_parallel`: consecutive ranks that see the same
+        rows and are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by
+        phase, which this starts and ends."""
         self._peaks, self._tensor_parallel, self.sources = peaks or MemoryPeaks(), tensor_parallel, tuple(sources)
         self._plan, self._on_gpu = plan, self._peaks.on_gpu
         self._clock = _Clock(on_gpu=self._on_gpu)
@@ -96,7 +96,8 @@ class Monitor(TrainerCallback):
     def seen_counts(self) -> dict[str, float]:
         """Rows and tokens of all ranks until now, for a checkpoint; every rank calls it."""
         return {
-            "samples": self.samples_seen + distributed.sum_over_ranks(round(float(self._samples))) / self._tensor_parallel,
+            "samples": self.samples_seen
+            + distributed.sum_over_ranks(round(float(self._samples))) / self._tensor_parallel,
             "tokens": self.tokens_seen + distributed.sum_over_ranks(int(self._tokens)) / self._tensor_parallel,
         }
 

@@ -59,7 +59,7 @@ def _kernel_peak_bytes() -> int:
 @dataclass
 class MemoryPeaks:
     """The peak of each phase in this process: bytes of tensors, and of the allocator's reserved memory; on a CPU both
-    are resident memory. `level_bytes`: resident memory that is not the run's."""
+    are resident memory. `baseline_bytes`: resident memory that is not the run's."""
 
     on_gpu: bool = False
     baseline_bytes: int = 0

@@ -56,7 +56,11 @@ def build_summary(
     monitors: RunMonitors,
 ) -> dict[str, Any]:
     """`summary.json`; `finish_run` adds `model_path` once the weights are saved."""
-    stop_controller, predicted_speed, compile_monitor = training.stop_controller, job.plan.speed.tokens_per_s, trainer.compile_monitor
+    stop_controller, predicted_speed, compile_monitor = (
+        training.stop_controller,
+        job.plan.speed.tokens_per_s,
+        trainer.compile_monitor,
+    )
     was_signalled = stop_controller.signal is not None and stop_controller.has_stopped_early
     metrics_path = job.folder.metrics_path
     return {
@@ -76,14 +80,16 @@ def build_summary(
         "engine_proof": initial_evaluation.engine_check.as_json(),
         "updates": training.update_check.facts.as_json() if training.update_check.facts else None,
         "compile": compile_monitor.figures() if compile_monitor else None,
-        "evaluations": read_evaluations(metrics_path, stage_name=job.folder.stage_name) if distributed.is_first() else [],
+        "evaluations": read_evaluations(metrics_path, stage_name=job.folder.stage_name)
+        if distributed.is_first()
+        else [],
         "predicted_tokens_per_s": round(predicted_speed, 2) if job.plan.speed_known else None,
         **({"kernels": trainer.kernels.as_json(job.plan)} if job.plan.kernels else {}),
     }
 
 
 def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -> list[str]:
-    """The last lines of a run; `first_step`: steps of earlier starts."""
+    """The last lines of a run; `start_step`: steps of earlier starts."""
     predicted, steps = summary["predicted_tokens_per_s"], summary["steps"]
     steps_text = f"{steps - start_step} of {steps}, after a resume," if start_step else f"{steps}"
     steps_text += f" ({summary['skipped_steps']} skipped: not finite)" if summary["skipped_steps"] else ""

@@ -47,8 +47,9 @@ def load_for_sharding(
     quant_storage: DtypeName | None,
     read: Callable[[], Any],
 ) -> tuple[Any, SourceWeights]:
-    """The model without its weights, ready for adapters and `shard`, and the weights on the first rank, which alone
-    calls `read`; `storage`: of packed 4-bit weights. Raises ModelError on every rank: it could not read it."""
+    """The model without its weights, ready for adapters and `shard_model`, and the weights on the first rank, which
+    alone calls `read`; `quant_storage`: of packed 4-bit weights. Raises ModelError on every rank: it could not read
+    it."""
     sdpa.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
     weights: dict[str, torch.Tensor] = {}
     payload: list[Any] = [None]
@@ -136,7 +137,9 @@ def _put_non_parameter_tensors(model: nn.Module, other_tensors: Mapping[str, Map
                 module._buffers[name] = tensor
             else:
                 setattr(module, name, tensor)
-    missing = [path for path, module in model.named_modules() for _, tensor in _non_parameter_tensors(module) if tensor.is_meta]
+    missing = [
+        path for path, module in model.named_modules() for _, tensor in _non_parameter_tensors(module) if tensor.is_meta
+    ]
     if missing:
         raise ModelError(f"{missing[0]} keeps a tensor that its weights do not have; use STRATEGY=ddp or zero3 for it")
 

@@ -45,8 +45,8 @@ def load_model(
     quant_storage: DtypeName | None = None,
 ) -> Any:
     """The model with its weights, quantised where the mode says so, on `device`; None leaves the placement to ZeRO-3,
-    which divides plain weights while they are read, and NF4's when the engine starts. `storage`: the dtype of packed
-    4-bit weights (None: bytes); FSDP can divide only floating-point ones. Raises ModelError: as `read_model`."""
+    which divides plain weights while they are read, and NF4's when the engine starts. `quant_storage`: the dtype of
+    packed 4-bit weights (None: bytes); FSDP can divide only floating-point ones. Raises ModelError: as `read_model`."""
     options: dict[str, Any] = {}
     if config.tuning.mode == "qlora":
         options["quantization_config"] = quantization_config(

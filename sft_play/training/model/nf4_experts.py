@@ -104,9 +104,11 @@ class NF4State:
 
 
 def pack_nf4(weight: torch.Tensor, quant_storage: torch.dtype = torch.uint8) -> tuple[nn.Parameter, NF4State]:
-    """A weight in NF4 with double quantisation, kept in tensors of the `storage` dtype."""
+    """A weight in NF4 with double quantisation, kept in tensors of the `quant_storage` dtype."""
     parts = [
-        functional.quantize_4bit(part.reshape(1, -1), compress_statistics=True, quant_type="nf4", quant_storage=quant_storage)
+        functional.quantize_4bit(
+            part.reshape(1, -1), compress_statistics=True, quant_type="nf4", quant_storage=quant_storage
+        )
         for part in weight.split(max(1, MAX_PACKED_ELEMENTS // weight[0].numel()))
     ]
     data = parts[0][0] if len(parts) == 1 else torch.cat([packed for packed, _ in parts])

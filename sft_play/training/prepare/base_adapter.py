@@ -17,7 +17,7 @@ from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import base_weights_identity, find_model_folder
 from sft_play.log import one_line
 from sft_play.training.checkpoints.checkpoints import require_unchanged
-from sft_play.training.checkpoints.full_state_dict import model_names_by_saved_name, is_duplicate_name
+from sft_play.training.checkpoints.full_state_dict import is_duplicate_name, model_names_by_saved_name
 from sft_play.training.prepare.model_spec import ModelSpec, build_meta_model, resized_spec
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,10 @@ def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, record
     """Require the adapter's base to be the model: by digest where both are files here, else by name."""
     name, sha256 = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
     config_base = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    adapter_base, recorded_sha256 = str(recorded_weights.get("path") or config_base or ""), recorded_weights.get("sha256")
+    adapter_base, recorded_sha256 = (
+        str(recorded_weights.get("path") or config_base or ""),
+        recorded_weights.get("sha256"),
+    )
     is_local = find_model_folder(name) is not None
     if not recorded_weights and is_local and Path(adapter_base).is_dir():
         recorded_sha256 = base_weights_identity(adapter_base, None)["sha256"]

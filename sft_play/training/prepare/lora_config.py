@@ -31,7 +31,9 @@ def build_peft_config(
     """PEFT's config for a model of this class, with notes on where adapters are, and are not; `new_rows`: of added
     tokens. Raises ModelError: a module to save matches nothing, or gets adapters, or no layer could take one."""
     lora = config.tuning.lora
-    placement, layers_without_adapter = find_adapter_placement(skeleton, trust_remote_code=config.model.trust_remote_code)
+    placement, layers_without_adapter = find_adapter_placement(
+        skeleton, trust_remote_code=config.model.trust_remote_code
+    )
     layers = {name: layer for name, layer in linear_layers(skeleton).items() if name not in layers_without_adapter}
     targets = placement.resolve_targets(lora.target_modules)
     if not targets:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sft_play.config.load import resolved_config_without_paths
 from sft_play.data.build.splits import DataSplits, build_splits
-from sft_play.data.checks import judge_special_tokens, judge_roles, judge_split
+from sft_play.data.checks import judge_roles, judge_special_tokens, judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import source_digest
@@ -141,7 +141,9 @@ def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec
         raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
     for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
         report = replace(split.stats, split=name) if split else None
-        for finding in judge_split(report, config.data, max_seq_len=plan.max_seq_len, max_positions=None) if report else ():
+        for finding in (
+            judge_split(report, config.data, max_seq_len=plan.max_seq_len, max_positions=None) if report else ()
+        ):
             is_reported_for_train = name != "train" and finding.name.startswith("columns")
             level = logging.INFO if finding.verdict == "WARN" and not is_reported_for_train else logging.DEBUG
             logger.log(level, "Data %s: %s: %s", name, finding.name.partition(":")[0], finding.found.partition("\n")[0])

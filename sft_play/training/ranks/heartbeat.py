@@ -79,8 +79,8 @@ def laggards(beats: Sequence[Beat], silent_ranks: Collection[int]) -> list[Beat]
 def stall_report(
     beats: Sequence[Beat], silent_ranks: Collection[int], *, missing_ranks: Sequence[int], waited_s: float, now: float
 ) -> str:
-    """Which rank stopped where, and who waits for it. `silent`: ranks that published nothing between two looks;
-    `missing`: those that never did; `now`: in seconds since 1970."""
+    """Which rank stopped where, and who waits for it. `silent_ranks`: ranks that published nothing between two looks;
+    `missing_ranks`: those that never did; `now`: in seconds since 1970."""
     head = f"no progress for {waited_s:.0f} s (distributed.timeout_s)"
     parts = [f"rank {rank} has never given a sign of life" for rank in missing_ranks]
     stopped_beats = laggards(beats, silent_ranks)

@@ -89,7 +89,7 @@ def meet_nodes(nodes: NodeSetup, card: NodeCard, *, timeout_s: float, may_count_
     `may_count_ranks`: the numbers may be those of the nodes' first ranks: then all multiples of a node's ranks, and no
     other for a while, are all nodes. Raises ConfigError: the address is unknown here or is another machine's, two nodes
     have the same NODE_RANK, or their settings differ; HardwareError: the port is taken, or nodes did not come within
-    `limit_s`, or one was stopped."""
+    `timeout_s`, or one was stopped."""
     addresses = resolve_addresses(str(nodes.address), nodes.port or 0)
     # `start` tells two starts on one host apart
     own_card = {
@@ -102,7 +102,9 @@ def meet_nodes(nodes: NodeSetup, card: NodeCard, *, timeout_s: float, may_count_
     deadline = time.monotonic() + timeout_s
     first_ranks = range(0, nodes.count, card["alike"]["number of ranks"]) if may_count_ranks else range(nodes.count)
     try:
-        store = _serve_store(nodes, addresses, timeout_s) if nodes.rank == 0 else _connect_store(nodes, own_card, timeout_s)
+        store = (
+            _serve_store(nodes, addresses, timeout_s) if nodes.rank == 0 else _connect_store(nodes, own_card, timeout_s)
+        )
         with _hold_connection(nodes):
             cards = _exchange_cards(store, nodes, own_card, first_ranks, deadline, timeout_s)
     except DistError as error:

@@ -59,7 +59,8 @@ def train_handover(path: Path) -> None:
         log_handler = start_log_file(job.folder.log_path) if distributed.is_first() else None
         try:
             train_model(
-                job, _build_prepared(handover, job.loaded.config), RunMonitors(memory_meter, heartbeat, handover.started),
+                job, _build_prepared(handover, job.loaded.config), RunMonitors(memory_meter, heartbeat,
+                handover.started),
                 build_eval_set=functools.partial(_build_eval_set, handover),
                 load_trainer=functools.partial(_build_trainer, handover),
             )  # fmt: skip
