@@ -32,7 +32,7 @@ from sft_play import cli
 from sft_play.training.loop.callbacks import StopController, stop_signals
 
 def work(request):
-    with stop_signals(StopAfter(None)):
+    with stop_signals(StopController(None)):
         compiler = "sleep 600 & echo $! >> " + sys.argv[1] + "/compilers; wait"
         subprocess.run(["sh", "-c", f"sh -c '{compiler}' & wait"], check=True)
     return 0

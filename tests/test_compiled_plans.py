@@ -78,7 +78,7 @@ def _reads(plan: Any, rates: Any) -> float:
     layers = plan.choice.layers
     again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
     weights = active_params(shape_of_plan(plan))
-    return float(2 * weights * (2 + again) / (rates.bandwidth * BANDWIDTH_SHARE) * step.grad_accum)
+    return float(2 * weights * (2 + again) / (rates.memory_bytes_per_s * BANDWIDTH_SHARE) * step.grad_accum)
 
 
 def shape_of_plan(plan: Any) -> Any:

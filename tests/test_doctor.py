@@ -132,14 +132,20 @@ def test_the_versions_of_this_environment_are_read():
 
 def known(*, names: tuple[str, ...] = (), capability: tuple[int, int] = (8, 0), **given: Any) -> list[Finding]:
     """The findings on a machine of these GPUs; what is neither the run's nor the GPUs' was read of it."""
-    run = {name: given.pop(name) for name in ("ranks", "nodes", "layout", "packages") if name in given}
+    run = {name: given.pop(name) for name in ("rank_count", "node_count", "layout", "packages") if name in given}
     cards = tuple(Gpu(index, name, GIB, GIB, capability) for index, name in enumerate(names))
     return find_known_bad(SystemFacts(hardware=machine(*cards), **given), **run)
 
 
-TWO_4090 = {"names": ("NVIDIA GeForce RTX 4090",) * 2, "capability": (8, 9), "ranks": 2}
-TWO_5090 = {"names": ("NVIDIA GeForce RTX 5090",) * 2, "capability": (12, 0), "ranks": 2}
-GB200 = {"names": ("NVIDIA GB200",) * 4, "capability": (10, 0), "ranks": 8, "nodes": 2, "cpu_architecture": "aarch64"}
+TWO_4090 = {"names": ("NVIDIA GeForce RTX 4090",) * 2, "capability": (8, 9), "rank_count": 2}
+TWO_5090 = {"names": ("NVIDIA GeForce RTX 5090",) * 2, "capability": (12, 0), "rank_count": 2}
+GB200 = {
+    "names": ("NVIDIA GB200",) * 4,
+    "capability": (10, 0),
+    "rank_count": 8,
+    "node_count": 2,
+    "cpu_architecture": "aarch64",
+}
 V100 = {"names": ("Tesla V100-SXM2-16GB",), "capability": (7, 0)}
 A100 = {"names": ("NVIDIA A100-SXM4-80GB",)}
 FLA = "flash-linear-attention"
@@ -167,7 +173,7 @@ H100_FLA = {"names": ("NVIDIA H100 80GB HBM3",), "capability": (9, 0), "packages
             {"environment": {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}},
         ),
         ("seen to hang with P2P under 560", {**TWO_4090, "driver": "560.35.03"}, {"driver": "570.86.10"}),
-        ("seen to hang with P2P under 560", {**TWO_4090, "driver": "560.35.03"}, {"ranks": 1}),
+        ("seen to hang with P2P under 560", {**TWO_4090, "driver": "560.35.03"}, {"rank_count": 1}),
         ("every collective fails", {**TWO_5090, "nccl": "2.25.1"}, {"nccl": "2.29.3"}),
         ("512 KiB and more", {**TWO_5090, "nccl": "2.27.5"}, {"nccl": "2.28.9"}),
         ("proxy queue loses slots", {**GB200, "nccl": "2.28.9"}, {"nccl": "2.29.3"}),
@@ -196,7 +202,7 @@ H100_FLA = {"names": ("NVIDIA H100 80GB HBM3",), "capability": (9, 0), "packages
             {"versions": {"transformers": "5.25.1", "peft": "0.20.1"}},
             {"versions": {"transformers": "5.23.0", "peft": "0.20.1"}},
         ),
-        ("Linux 5.4.0-150-generic", {"ranks": 2, "kernel": "5.4.0-150-generic"}, {"kernel": "5.5.0"}),
+        ("Linux 5.4.0-150-generic", {"rank_count": 2, "kernel": "5.4.0-150-generic"}, {"kernel": "5.5.0"}),
     ],
 )
 def test_a_known_bad_pair_is_found_and_its_neighbour_is_not(words, bad, good):

@@ -54,7 +54,7 @@ def small_on_meta(kind: str):
     return None
 
 
-def some_bytes(config, shape, precision, step, numbers, way, batch, *, accumulates=False) -> MeasuredBlocks:
+def some_bytes(config, shape, precision, step, numbers, way, batch, *, is_accumulating=False) -> MeasuredBlocks:
     """A meter of blocks that measures nothing."""
     block = LayerBytes(3 << 20, saved=1 << 20, backward=3 << 20)
     return MeasuredBlocks(batch, 0, 0, block, (block,) * len(shape.layers), block)

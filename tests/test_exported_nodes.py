@@ -166,7 +166,7 @@ def test_the_gpus_of_a_node_are_its_ranks(config, monkeypatch, machine, world, r
     each = parse_hardware(machine).ranks if nodes < world else 1
     for rank, answer in zip(ranks, together(*(count(rank) for rank in ranks)), strict=True):
         assert answer == NodeSetup(nodes, rank // each, "127.0.0.1", port)
-        assert bool(answer.exported_rank)
+        assert bool(answer.exported_note)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------

@@ -311,7 +311,7 @@ from sft_play.runs.locking import lock_run
 folder, forks = sys.argv[1:3]
 if os.environ.get("RANK", "0") == "0":
     file = open(os.path.join(folder, "train.log"), "a")
-    held = lock_run(RunFolder(Path(folder)), part=json.loads(os.environ.get("PART", "null")))
+    held = lock_run(RunFolder(Path(folder)), role=json.loads(os.environ.get("PART", "null")))
 for _ in range(int(forks)):
     if os.fork() == 0:
         time.sleep(60)

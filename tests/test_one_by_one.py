@@ -130,7 +130,7 @@ def test_every_chat_of_a_pass_costs_its_starts():
     them: forwards once, and backwards counted twice."""
     request = PlanRequest(run_of(mode="full"), load_model_shape(LLAMA), parse_hardware("1xH200"), has_eval=False)
     job = build_plan_inputs(request)
-    rates = dataclasses.replace(job.rates, matrix_flops_per_s=1e30, bandwidth=1e30)
+    rates = dataclasses.replace(job.rates, matrix_flops_per_s=1e30, memory_bytes_per_s=1e30)
     step = candidates._build_step(
         dataclasses.replace(job, row_tokens=None),
         make_plan(request).choice.layout,

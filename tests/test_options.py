@@ -277,7 +277,7 @@ def kernels(config: RunConfig) -> Facts:
 
     model: Any = type("Model", (), {"config": type("Config", (), {"_attn_implementation": "sdpa"})})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_liger_obstacle", lambda plan: None)
+        patch.setattr(module, "_liger_problem", lambda plan: None)
         patch.setattr(module, "_unknown_class_problem", lambda model: None)
         patch.setattr(module, "check_liger_kernels", lambda *_, **__: module.ClassCheck(1e-7, 1.0))
         patch.setattr(module, "_apply_liger", lambda model: ("rms_norm",))

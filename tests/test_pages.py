@@ -97,7 +97,7 @@ def test_a_gpu_is_one_line(tmp_path, monkeypatch):
     table["gpus"].append({**table["gpus"][0], "name": "Example 9000", "aliases": []})
     (tmp_path / "gpu_catalog.json").write_text(json.dumps(table), encoding="utf-8")
     (tmp_path / "gpu_catalog.py").write_text((folder / "gpu_catalog.py").read_text(encoding="utf-8"), encoding="utf-8")
-    (entry,) = loaded(tmp_path / "gpu_catalog.py", monkeypatch).find_gpus("example9000")
+    (entry,) = loaded(tmp_path / "gpu_catalog.py", monkeypatch).find_catalog_entries("example9000")
     assert (entry.name, entry.bandwidth) == ("Example 9000", table["gpus"][0]["bandwidth_gb"] * 1e9)
 
 

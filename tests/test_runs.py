@@ -345,7 +345,7 @@ def writer(tmp_path):
         code = (
             "import sys; from pathlib import Path; "
             "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock_run; "
-            f"mark = lock_run(RunFolder(Path({str(folder.path)!r})), part={by}); "
+            f"mark = lock_run(RunFolder(Path({str(folder.path)!r})), role={by}); "
             "sys.stdout.write('locked'); sys.stdout.flush(); sys.stdin.read()"
         )
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}

@@ -127,7 +127,7 @@ def test_over_nodes_the_slower_of_link_and_network_counts():
     copies = Collective("all_reduce", 1e9, 2, 0, spanned_ranks=16)
     assert throughput._collective_seconds(whole, rates) == pytest.approx(15e9 / (50e9 * 0.75))
     assert throughput._collective_seconds(copies, rates) == pytest.approx(1e9 / (50e9 / 8 * 0.75))
-    fast = replace(rates, network=1e15)
+    fast = replace(rates, network_bytes_per_s=1e15)
     assert throughput._link_bytes_per_s(16, fast) == throughput._link_bytes_per_s(8, fast)
 
 

@@ -309,7 +309,7 @@ def test_weights_written_one_by_one_are_what_the_library_reads(tmp_path, tiny_ll
     assert keeps_tensor_names(model, shapes)
     given = {name: tensor for name, tensor in model.state_dict().items() if name in shapes}
     model.save_pretrained(tmp_path, state_dict={})
-    options = {"shapes": shapes, "dtype_rule": lambda _, tensor: tensor.dtype, "file_bytes": 100_000}
+    options = {"shapes": shapes, "dtype_rule": lambda _, tensor: tensor.dtype, "max_file_bytes": 100_000}
     write_tensors(tmp_path, given.items(), **options)
     sizes = [file.stat().st_size for file in tmp_path.glob("model-*.safetensors")]
     assert len(sizes) > 1

@@ -147,7 +147,7 @@ class MeasuredStepSimulation(StepMemorySimulation):
         if (mode, batch) not in self._measured_by_mode:
             self._measured_by_mode[mode, batch] = self.shape.block_meter(
                 self.config, self.shape, self.precision, self.step, self.element_bytes, mode, batch,
-                accumulates=self._is_accumulating(),
+                is_accumulating=self._is_accumulating(),
             )  # fmt: skip
         return self._measured_by_mode[mode, batch]
 
