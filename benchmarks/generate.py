@@ -14,7 +14,7 @@ from benchmarks import starter_language, what_fits
 from sft_play.config.options import all_options, format_yaml_value, sections
 from sft_play.config.schema import DTYPE_ALIASES, EXTERNAL_NAMES, OWNER, RunConfig
 from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, ClassDefaults
-from sft_play.process.variables import MAINTENANCE_TARGETS, VARIABLES
+from sft_play.variables import MAINTENANCE_TARGETS, VARIABLES
 
 _VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
 

@@ -55,7 +55,7 @@ def own_bytes():
 if "RANK" in os.environ:
     from sft_play.training.measure.evaluate import InitialEvaluation
     from sft_play.training.measure.peaks import MemoryPeaks
-    from sft_play.training.ranks.distributed import gather_values
+    from sft_play.training.distributed import gather_values
 
     folder, seen, done, start_moment = Path(__file__).parent, [], threading.Event(), MemoryPeaks.start
 

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sft_play.exit_codes import EXIT_USER, write_missing_answer
-from sft_play.process.variables import command_line_problem, target_help
+from sft_play.variables import command_line_problem, target_help
 
 
 def main(words):

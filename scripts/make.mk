@@ -11,7 +11,7 @@ override .SHELLFLAGS := -c
 
 # A variable that is misspelt, another target's, or empty is refused before anything runs: the answer would silently be
 # that of the defaults. So is a target that there is not: for `make tests` make would find a folder and nothing to do.
-# Python words it (sft_play/process/variables.py has the table); where nothing can be wrong none is started.
+# Python words it (sft_play/variables.py has the table); where nothing can be wrong none is started.
 override GIVEN := $(strip $(foreach .v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(.v)))),$(.v))))
 override TARGETS := $(if $(filter benchmarks/Makefile,$(MAKEFILE_LIST)),benchmarks/Makefile,Makefile)
 override EVERY := $(shell sed -n 's/^\([a-z][a-z-]*\):.*/\1/p' $(TARGETS))

@@ -16,12 +16,12 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
-from sft_play.launch.launch_options import mesh_hardware
-from sft_play.launch.machine import restrict_to_device
+from sft_play.launch.machine import mesh_hardware, restrict_to_device
+from sft_play.launch.request import LaunchRequest
+from sft_play.launch.run_plan import plan_run
+from sft_play.launch.start import start_run
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import allocator_variables, openmp_wait_variables
-from sft_play.starting.plan_run import plan_run
-from sft_play.starting.start import LaunchRequest, start_run
 
 __all__ = ["load_config", "plan", "train"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sft_play.cli import main
-from sft_play.process.variables import COMMANDS
+from sft_play.variables import COMMANDS
 from tests.conftest import ROOT, chat, clean_environment
 from tests.schemas import refuse_invalid
 

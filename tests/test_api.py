@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 import sft_play
-from sft_play import load_config, plan, train
+from sft_play import load_config, plan, train, variables
 from sft_play.config.load import split_overrides
 from sft_play.errors import DataError, HardwareError
-from sft_play.process import variables
 from tests.conftest import ROOT
 
 GEMMA = ROOT / "configs" / "run_gemma27b_distributed.yaml"

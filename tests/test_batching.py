@@ -15,7 +15,9 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.deepspeed.files import merge_deepspeed_batch
-from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.resume import resume_constraints
+from sft_play.launch.run_plan import build_stage_request, plan_stage
 from sft_play.planner.advice.suggestions import find_suggestions
 from sft_play.planner.advice.what_if import find_largest_fit
 from sft_play.planner.batching import BatchPlan, batch_splits, effective_batch, format_batch_product
@@ -25,8 +27,6 @@ from sft_play.planner.plan_details import batch_lines
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest
-from sft_play.starting.plan_run import resume_constraints
-from sft_play.starting.plan_stages import plan_ranks
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
 from tests.models import uneven_run
 from tests.test_distributed import start as call
@@ -225,7 +225,8 @@ def test_the_settings_of_a_resumed_run_keep_the_batch_that_the_user_gave(tmp_pat
         ranks = draw.choice([ranks for ranks in range(2, 9) if effective % ranks == 0] or [1])
         machine = Hardware((), "CPU", 8, 2**37, 2**37, cpu_ranks=ranks)
         strategy = "ddp" if ranks > 1 else "single"
-        plan, _ = plan_ranks(loaded, machine, LaunchOptions(strategy=strategy), resume_from=folder)
+        options = LaunchOptions(strategy=strategy)
+        plan, _ = plan_stage(build_stage_request(loaded, machine, options, resume_from=folder))
         assert plan.batch.effective_batch == effective
         assert plan.batch.ranks == ranks
         assert loaded.config.model_dump() == before

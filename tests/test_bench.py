@@ -331,8 +331,8 @@ def test_a_gpus_peak_is_shown_beside_the_plans():
 def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, monkeypatch):
     from sft_play.config.load import load_config
     from sft_play.facts.hardware import parse_hardware
+    from sft_play.launch.run_plan import plan_run
     from sft_play.planner.speed.throughput import find_rates
-    from sft_play.starting.plan_run import plan_run
 
     loaded = load_config(small / "padded.yaml")
     plan = plan_run(loaded.config, parse_hardware("1xH200"))

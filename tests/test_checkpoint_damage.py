@@ -14,7 +14,7 @@ import pytest
 from sft_play.errors import RunFolderError
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
-from sft_play.training.ranks.heartbeat import Heartbeat
+from sft_play.training.heartbeat import Heartbeat
 from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build

@@ -21,10 +21,10 @@ from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, RunFolderError, SftPlayError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.launch import start
 from sft_play.launch.machine import use_one_gpu
 from sft_play.planner import calibration
 from sft_play.runs.folder import MANIFEST_FORMAT
-from sft_play.starting import start
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 

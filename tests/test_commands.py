@@ -22,7 +22,7 @@ from sft_play.commands import COMMAND_FILES, command_function, help_line, load_m
 from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
 from sft_play.commands.request import REQUEST_VARIABLES, Request, read_request
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted
-from sft_play.process.variables import VARIABLES, flag_commands
+from sft_play.variables import VARIABLES, flag_commands
 from tests import warm
 from tests.conftest import ROOT, chat
 from tests.converter import converter
@@ -290,7 +290,7 @@ def test_a_plan_that_refuses_a_run_is_its_answer(tmp_path, tiny_llama, sums, cap
         f"output: {{dir: {tmp_path}/outputs}}\n"
     )
     small = _small_machine()
-    monkeypatch.setattr("sft_play.starting.start.detect_hardware", lambda: small)
+    monkeypatch.setattr("sft_play.launch.start.detect_hardware", lambda: small)
     capfd.readouterr()
     assert main(["train", "--config", str(config), "--json"]) == 3
     out, err = capfd.readouterr()

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sft_play.training.ranks import distributed
+from sft_play.training import distributed
 from tests.conftest import ROOT, clean_environment
 from tests.test_failures import Started, is_alive, start, two_ranks_of, wait_for  # noqa: F401
 
@@ -186,7 +186,7 @@ HOLDS = """
 import sys, time
 from torch.utils.file_baton import FileBaton
 if sys.argv[2] == "ours":
-    from sft_play.training.ranks.distributed import remove_abandoned_locks
+    from sft_play.training.distributed import remove_abandoned_locks
     remove_abandoned_locks()
 lock = FileBaton(sys.argv[1])
 assert lock.try_acquire()

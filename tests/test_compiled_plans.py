@@ -16,7 +16,7 @@ from sft_play.facts import compiler
 from sft_play.facts.compiler import Toolchain, require_inductor
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.launch.machine import require_usable_hardware
+from sft_play.launch.refusals import require_usable_hardware
 from sft_play.planner import calibration, plan_details
 from sft_play.planner.layout import DEEPSPEED_LAYOUTS, Layout, find_layouts
 from sft_play.planner.plan import PlanRequest, RunLength, make_plan, plan_from_json
@@ -153,7 +153,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(cache):
-    from sft_play.starting.train_here import record_measurements
+    from sft_play.launch.train_here import record_measurements
 
     plan = planned("cpu", MODELS[0], "tuning.mode=lora")
     summary = {

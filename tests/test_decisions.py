@@ -18,8 +18,7 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.network import NodeSetup
-from sft_play.launch.command import TORCHRUN_MODULE, nccl_variables, torchrun_command
-from sft_play.launch.exported import RankInfo, read_rank_info
+from sft_play.launch.torchrun import TORCHRUN_MODULE, RankInfo, nccl_variables, read_rank_info, torchrun_command
 from sft_play.planner.batching import BatchPlan, batch_splits
 from sft_play.planner.candidates import (
     Candidate,

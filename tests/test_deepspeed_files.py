@@ -23,10 +23,10 @@ from sft_play.launch.deepspeed.files import (
     shipped_deepspeed_config,
 )
 from sft_play.launch.deepspeed.fill import PlanValues, deepspeed_options, fill_auto_values
-from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
+from sft_play.launch.options import DeepspeedRequest, LaunchOptions
+from sft_play.launch.run_plan import build_stage_request, plan_stage
 from sft_play.planner.batching import batch_splits
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
-from sft_play.starting.plan_stages import plan_ranks
 from tests.conftest import ROOT
 from tests.test_distributed import losses, start
 
@@ -255,7 +255,7 @@ def test_weights_that_a_file_leaves_on_the_gpus_are_planned_there(mode):
     )
     shape, machine = load_model_shape(config.model.name), parse_hardware("4xA100-80GB")
     kept, gone = (
-        make_plan(PlanRequest(config, shape, machine, allowed_layouts=("zero3_offload",)), keeps_params=keeps)
+        make_plan(PlanRequest(config, shape, machine, allowed_layouts=("zero3_offload",), keeps_params=keeps))
         for keeps in (True, False)
     )
     whole = make_plan(PlanRequest(config, shape, machine, allowed_layouts=("zero3",)))
@@ -309,10 +309,11 @@ def test_an_optimizer_of_a_file_that_changes_the_training_is_refused_by_a_run(tm
     )
     asked = LaunchOptions(deepspeed=DeepspeedRequest(file))
     if not contradicts:
-        assert "optimizer" not in (plan_ranks(loaded, parse_hardware("2xH100"), asked)[1] or {})
+        request = build_stage_request(loaded, parse_hardware("2xH100"), asked)
+        assert "optimizer" not in (plan_stage(request)[1] or {})
         return
     with pytest.raises(ConfigError) as caught:
-        plan_ranks(loaded, parse_hardware("2xH100"), asked)
+        plan_stage(build_stage_request(loaded, parse_hardware("2xH100"), asked))
     for words in contradicts:
         assert words in str(caught.value)
 

@@ -18,9 +18,10 @@ from sft_play.facts.compiler import Toolchain, require_compiler, toolchain_obsta
 from sft_play.facts.gpus import unusable_accelerators
 from sft_play.facts.gpus.unusable_accelerators import MIN_VRAM, NvmlStatus, explain_unusable_torch
 from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.launch import machine as launched
-from sft_play.launch.command import visible_gpu_variables
-from sft_play.launch.machine import MAX_CPU_PARAMS, hide_gpus, require_usable_hardware, restrict_to_device
+from sft_play.launch import refusals
+from sft_play.launch.machine import hide_gpus, restrict_to_device
+from sft_play.launch.refusals import MAX_CPU_PARAMS, require_usable_hardware
+from sft_play.launch.torchrun import visible_gpu_variables
 
 GIB = 2**30
 CPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
@@ -122,7 +123,7 @@ def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, envi
 
 
 def start(config, hardware: Hardware, accelerator: str | None, monkeypatch, *, params: int = 1) -> None:
-    monkeypatch.setattr(launched, "find_unusable_accelerator", lambda _: accelerator)
+    monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda _: accelerator)
     require_usable_hardware(config, hardware, {}, count_params=lambda: params)
 
 
@@ -162,12 +163,12 @@ def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
 @pytest.mark.parametrize("what", ["train", "train-distributed"])
 def test_the_command_stops_before_anything_is_made(command, config, monkeypatch, tmp_path, tiny_llama, sums, what):
     from sft_play.launch import machine as of_ranks
-    from sft_play.starting import start
+    from sft_play.launch import start
 
     monkeypatch.chdir(tmp_path)
     for module in (of_ranks, start):
         monkeypatch.setattr(module, "detect_hardware", lambda: CPU)
-    monkeypatch.setattr(launched, "find_unusable_accelerator", lambda _: SHOWN)
+    monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda _: SHOWN)
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, said = command(what, "--config", str(path))
@@ -180,7 +181,7 @@ def test_a_plan_for_the_cpu_says_that_a_run_would_stop(command, monkeypatch, tmp
     from sft_play.commands import request
 
     monkeypatch.setattr(request, "detect_hardware", lambda: CPU)
-    monkeypatch.setattr(launched, "find_unusable_accelerator", lambda _: SHOWN)
+    monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda _: SHOWN)
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, said = command("plan", "--config", str(path))
@@ -210,7 +211,7 @@ def test_a_torch_that_cannot_use_the_gpu_says_what_it_is_built_for(torch, words)
 def test_an_accelerator_that_only_torch_sees_stops_a_run_on_the_cpu(config, monkeypatch, tiny_llama):
     import torch
 
-    from sft_play.starting.plan_run import plan_run
+    from sft_play.launch.run_plan import plan_run
     from sft_play.training.prepare.device_checks import check_device
 
     wanted = config(f"model.name={json.dumps(str(tiny_llama))}")
@@ -311,7 +312,7 @@ def test_the_doctor_finds_what_a_run_would_stop_for(monkeypatch):
     config = config_from_text("model: {name: m}", name="r")
 
     def found(machine: Hardware, there: str | None, params: int = 0, tools: Toolchain = THERE) -> str:
-        monkeypatch.setattr(launched, "find_unusable_accelerator", lambda environment: there)
+        monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda environment: there)
         monkeypatch.setattr(compiler, "find_toolchain", lambda environment: tools)
         return rules.check_run_starts(config, machine, {}, params=params).verdict
 

@@ -18,9 +18,8 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.network import NodeSetup
-from sft_play.launch.command import torchrun_command
-from sft_play.launch.exported import read_rank_info
-from sft_play.launch.launch_options import parse_launch_options
+from sft_play.launch.options import parse_launch_options
+from sft_play.launch.torchrun import read_rank_info, torchrun_command
 from sft_play.planner.memory.model_states import nf4_bytes, weight_bytes
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from tests import warm
@@ -322,7 +321,7 @@ def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):
     import torch
 
     from sft_play.config.load import load_config
-    from sft_play.training.ranks.engines import check_engine
+    from sft_play.training.engines import check_engine
 
     config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=2)

@@ -35,7 +35,7 @@ from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
-from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.options import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.plan import PlanRequest, RunLength
 from sft_play.planner.reasons import slow_code_reasons
@@ -507,7 +507,7 @@ def test_the_ranks_are_started_as_those_of_a_run():
         machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), reports_folder=Path("/x"), timeout_s=35.0
     )
     assert (
-        "--nproc-per-node 2 --module sft_play.training.ranks.collective_check --out /x --device cuda --timeout 35.0"
+        "--nproc-per-node 2 --module sft_play.diagnose.collective_check --out /x --device cuda --timeout 35.0"
         in made.shell_line
     )
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"

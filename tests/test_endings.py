@@ -277,7 +277,7 @@ ENDED_OTHERWISE = {
     "sft_play.commands.launching": "accelerate's questions, in the same terminal",
     "sft_play.finished.report.charts": "the charts of a report, with a time limit",
     "sft_play.process.signals": "run_beside, which sets the variable",
-    "sft_play.training.unsloth.unsloth_environment": "what Unsloth's environment says of itself, with a time limit",
+    "sft_play.facts.unsloth": "what Unsloth's environment says of itself, with a time limit",
 }
 
 
@@ -287,14 +287,12 @@ def test_every_process_that_the_package_starts_ends_with_it():
         ".".join(path.relative_to(ROOT).with_suffix("").parts): source
         for path, source in sources.items()
         if re.search(
-            r"\bsubprocess\.(Popen|run|call|check_)|ProcessPoolExecutor\(|\.Process\(target|os\.fork\(", source
+            r"\bsubprocess\.(Popen|run|call|check_\w+)\(|ProcessPoolExecutor\(|\.Process\(target|os\.fork\(", source
         )
     }
     careless = {name for name, source in starting.items() if "from sft_play.process.signals import" not in source}
-    whole = ("starting.launch_ranks", "training.unsloth.bridge", "finished.export.llama_cpp")
-    for name in (f"sft_play.{name}" for name in whole):  # they import it as a whole
-        careless.remove(name)
-        assert "signals.child_environment(" in starting[name]
+    careless.remove("sft_play.finished.export.llama_cpp")  # it imports it as a whole
+    assert "signals.child_environment(" in starting["sft_play.finished.export.llama_cpp"]
     assert careless == set(ENDED_OTHERWISE), careless ^ set(ENDED_OTHERWISE)
     assert len(starting) > 10
 

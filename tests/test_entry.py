@@ -302,7 +302,7 @@ def test_what_any_python_reads_is_old_syntax():
     import ast
 
     for name in ("sft_play/__main__.py", "sft_play/exit_codes.py", "sft_play/entry.py", "sft_play/spelling.py",
-                 "sft_play/process/variables.py",
+                 "sft_play/variables.py",
                  "scripts/check_variables.py",
                  "scripts/setup_env.py", "scripts/train.py", "scripts/resume.py", "scripts/train_distributed.py",
                  "scripts/train_deepspeed.py", "scripts/launch_command.py", "scripts/verify_layouts.py",

@@ -25,12 +25,13 @@ from sft_play.data.sources.raw import NotUtf8Error
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.network import NodeSetup, local_addresses
-from sft_play.launch.exported import RENDEZVOUS_VARIABLES
-from sft_play.launch.launch_options import LaunchOptions
-from sft_play.starting import launch_ranks
-from sft_play.starting.launch_ranks import LaunchPlan
-from sft_play.training.ranks import distributed, node_meeting
-from sft_play.training.ranks.node_meeting import NodeMeeting, meet_nodes, node_card
+from sft_play.launch import nodes as launch_nodes
+from sft_play.launch import rank as launch_rank
+from sft_play.launch.nodes import NodeMeeting, meet_nodes, node_card
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.rank import LaunchPlan
+from sft_play.launch.torchrun import RENDEZVOUS_VARIABLES
+from sft_play.training import distributed
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.test_nodes import free_port, together
@@ -138,7 +139,7 @@ def test_a_node_that_contradicts_after_the_count_ends_the_start_of_all(call, con
 
 def test_a_node_that_comes_after_the_ranks_have_begun_is_told_so(call, monkeypatch):
     """torchrun serves a store of its own at the port then."""
-    monkeypatch.setattr(node_meeting, "_LEAVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(launch_nodes, "_LEAVE_TIMEOUT_S", 0.5)
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     began = time.monotonic()
@@ -155,13 +156,13 @@ def test_a_node_that_comes_after_the_ranks_have_begun_is_told_so(call, monkeypat
 )
 def test_the_gpus_of_a_node_are_its_ranks(config, monkeypatch, machine, world, ranks, nodes):
     """Two machines with four GPUs export RANK=0 and RANK=4. One GPU, or three of four ranks, leave one reading."""
-    monkeypatch.setattr(launch_ranks, "detect_hardware", lambda: parse_hardware(machine))
+    monkeypatch.setattr(launch_nodes, "detect_hardware", lambda: parse_hardware(machine))
     settings = load_config(config, overrides=["distributed.timeout_s=30"]).config
     port = free_port()
 
     def count(rank: int) -> Callable[[], Any]:
         exported = NodeSetup(world, rank, "127.0.0.1", port, "RANK and WORLD_SIZE are there")
-        return lambda: launch_ranks.resolve_exported_nodes(LaunchOptions(nodes=exported), settings).nodes
+        return lambda: launch_nodes.resolve_exported_nodes(LaunchOptions(nodes=exported), settings).nodes
 
     each = parse_hardware(machine).ranks if nodes < world else 1
     for rank, answer in zip(ranks, together(*(count(rank) for rank in ranks)), strict=True):
@@ -445,7 +446,7 @@ def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, erro
     began, left = time.monotonic(), []
 
     def leave() -> None:
-        distributed.broadcast_text(launch_ranks.refusal_to_json(error))
+        distributed.broadcast_text(launch_rank.refusal_to_json(error))
         left.append(time.monotonic() - began)
 
     first = threading.Thread(target=leave)

@@ -25,8 +25,8 @@ from sft_play.facts.models.architecture import (
     load_model_shape,
     refuse_remote_code,
 )
+from sft_play.launch.run_plan import load_run_model_shape
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.trace.block_meter import load_planned_shape
 from tests.bundled import ORIGINS, OWN_CODE, PUBLISHED, model_config
 from tests.conftest import shared

@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sft_play.diagnose.processes import lock_holder_pid
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
 from sft_play.facts.network import NodeSetup, require_free_port
-from sft_play.launch.command import nccl_variables, torchrun_command
+from sft_play.launch.torchrun import nccl_variables, torchrun_command
 from sft_play.process import failures
 from sft_play.process.failures import Failure
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
+from sft_play.runs.locking import lock_holder_pid
 from tests import warm
 from tests.conftest import ROOT, Command, chat, clean_environment
 
@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from sft_play import cli
 from sft_play.errors import ConfigError, DoesNotFit
-from sft_play.training.ranks.heartbeat import Heartbeat
+from sft_play.training.heartbeat import Heartbeat
 
 mode, folder, timeout_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 rank = int(os.environ["RANK"])
@@ -101,7 +101,7 @@ class Started:
     def agent_process(self) -> psutil.Process:
         """The agent: the process itself, or its child."""
         for process in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children()]:
-            if "sft_play.training.ranks.elastic_agent" in process.cmdline():
+            if "sft_play.launch.agent" in process.cmdline():
                 self.agent = process.pid
                 return process
         pytest.fail(f"no agent; printed:\n{self.printed}")
@@ -159,7 +159,7 @@ def start(tmp_path) -> Iterator[Callable[..., Started]]:
 
 def two_ranks_of(module: str) -> list[str]:
     """The words that start two ranks of a module under the agent."""
-    agent = [sys.executable, "-m", "sft_play.training.ranks.elastic_agent"]
+    agent = [sys.executable, "-m", "sft_play.launch.agent"]
     return [*agent, "--standalone", "--nproc-per-node", "2", "--module", module]
 
 
@@ -440,7 +440,7 @@ def test_of_two_nodes_each_says_what_it_knows(start, tmp_path):
         words = [
             sys.executable,
             "-m",
-            "sft_play.training.ranks.elastic_agent",
+            "sft_play.launch.agent",
             "--nnodes",
             "2",
             "--node-rank",
@@ -489,13 +489,13 @@ def own(kind, *, rank=0, at=100.5, message="m", name="ValueError", code=1) -> Fa
 
 
 def ended(rank, code, *, at=100.0, **options):
-    from sft_play.training.ranks.elastic_agent import RankExit
+    from sft_play.launch.agent import RankExit
 
     return RankExit(rank, 10 + rank, code, at, **options)
 
 
 def test_the_root_is_the_first_failure_that_follows_from_no_other():
-    from sft_play.training.ranks.elastic_agent import root_exit
+    from sft_play.launch.agent import root_exit
 
     lost = ended(0, 1, failure=own("peer", at=100.1))
     killed = ended(1, -9, at=100.0)  # seen in second 100, after the connection broke
@@ -510,7 +510,7 @@ def test_the_root_is_the_first_failure_that_follows_from_no_other():
 
 
 def test_a_stop_that_fails_to_save_is_a_failure():
-    from sft_play.training.ranks.elastic_agent import failure_report
+    from sft_play.launch.agent import failure_report
 
     full = ended(0, 1, failure=own("fault", at=101.0, name="OSError", message="No space left on device"))
     text, code = failure_report([full, ended(1, -15, at=101.0)], 2, stopped=True)
@@ -521,7 +521,7 @@ def test_a_stop_that_fails_to_save_is_a_failure():
 
 
 def test_of_a_stop_the_first_rank_tells_what_was_saved():
-    from sft_play.training.ranks.elastic_agent import failure_report
+    from sft_play.launch.agent import failure_report
 
     early = ended(1, 130, failure=own("stopped", rank=1, at=100.1, message="stopped"))
     first = ended(0, 130, failure=own("stopped", rank=0, at=100.4, message="stopped, go on with"))
@@ -530,7 +530,7 @@ def test_of_a_stop_the_first_rank_tells_what_was_saved():
 
 
 def test_a_kill_says_where_and_that_memory_may_have_run_out():
-    from sft_play.training.ranks.elastic_agent import failure_report
+    from sft_play.launch.agent import failure_report
 
     text, code = failure_report([ended(1, -9, step="17 (training)")], 4, stopped=False)
     assert code == 1
@@ -538,7 +538,7 @@ def test_a_kill_says_where_and_that_memory_may_have_run_out():
 
 
 def test_a_mistake_that_one_rank_alone_sees_names_it_and_keeps_its_exit_code():
-    from sft_play.training.ranks.elastic_agent import failure_report
+    from sft_play.launch.agent import failure_report
 
     mine = ended(1, 3, failure=own("user", rank=1, code=3, message="CUDA out of memory"))
     text, code = failure_report([mine, ended(0, -15)], 2, stopped=False)
@@ -549,14 +549,14 @@ def test_a_mistake_that_one_rank_alone_sees_names_it_and_keeps_its_exit_code():
 
 
 def beat(rank, step, count, **options):
-    from sft_play.training.ranks.heartbeat import Beat
+    from sft_play.training.heartbeat import Beat
 
     given = {"activity": "training", "since_s": 30.0, "published": 100.0, "number": 1, "where": ""} | options
     return Beat(rank, "a" if rank < 2 else "b", 10 + rank, step, count=count, **given)
 
 
 def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
-    from sft_play.training.ranks.heartbeat import laggards, stall_report
+    from sft_play.training.heartbeat import laggards, stall_report
 
     beats = [beat(0, 18, 36), beat(1, 17, 34, where="collate (rows.py:3)"), beat(2, 18, 36), beat(3, 18, 36)]
     assert laggards(beats, set()) == [beats[1]]
@@ -645,7 +645,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts():
 def test_the_agent_is_run_where_torchs_launcher_is_shown():
     made = torchrun_command(["train"], processes_per_node=2, nodes=NodeSetup(), python="python")
     assert made.argv[:3] == ("python", "-m", "torch.distributed.run")
-    assert made.agent_argv == ("python", "-m", "sft_play.training.ranks.elastic_agent", *made.argv[3:])
+    assert made.agent_argv == ("python", "-m", "sft_play.launch.agent", *made.argv[3:])
 
 
 def test_nccl_is_told_the_timeout_where_the_user_has_not(monkeypatch):

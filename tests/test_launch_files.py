@@ -44,8 +44,9 @@ from sft_play.launch.deepspeed.fill import (
     deepspeed_options,
     fill_auto_values,
 )
-from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions, override_lines
 from sft_play.launch.machine import select_hardware
+from sft_play.launch.options import DeepspeedRequest, LaunchOptions
+from sft_play.launch.request import override_lines
 from tests.conftest import ROOT
 
 
@@ -539,21 +540,21 @@ def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built():
 @pytest.mark.parametrize("built", [False, True])
 @pytest.mark.parametrize("layout", ["zero2", "zero2_offload"])
 def test_only_a_run_that_compiles_cpu_adam_says_so(monkeypatch, caplog, obstacles, built, layout):
-    from sft_play.starting import plan_stages
+    from sft_play.launch import run_plan
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(plan_stages, "cpu_adam_obstacles", lambda: obstacles)
-    monkeypatch.setattr(plan_stages, "cpu_adam_compile_note", lambda: None if built else "compiles for minutes")
+    monkeypatch.setattr(run_plan, "cpu_adam_obstacles", lambda: obstacles)
+    monkeypatch.setattr(run_plan, "cpu_adam_compile_note", lambda: None if built else "compiles for minutes")
     config = load_config(ROOT / "configs" / "run_bnb.yaml", overrides=["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"])
     options = LaunchOptions(strategy=layout, deepspeed=DeepspeedRequest())
-    plan_stages.plan_ranks(config, parse_hardware("2xH100"), options)
+    run_plan.plan_stage(run_plan.build_stage_request(config, parse_hardware("2xH100"), options))
     wanted = layout == "zero2_offload" and not built and not obstacles
     assert ("compiles for minutes" in caplog.text) == wanted
 
 
 @pytest.mark.parametrize("file", ["zero2", "zero3", "zero3_offload"])
 def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, file, caplog, monkeypatch):
-    from sft_play.starting import plan_stages
+    from sft_play.launch import run_plan
 
     path = ROOT / "configs" / "deepspeed" / f"{file}.json"
     words = ["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"]
@@ -564,7 +565,8 @@ def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, file, caplog, mo
     assert code == 0, printed
     found = json.loads(printed)
     options = LaunchOptions(deepspeed=DeepspeedRequest(path))
-    run, _ = plan_stages.plan_ranks(load_config(config, overrides=words), parse_hardware("2xH100"), options)
+    loaded = load_config(config, overrides=words)
+    run, _ = run_plan.plan_stage(run_plan.build_stage_request(loaded, parse_hardware("2xH100"), options))
     planned = json.loads(json.dumps(run.as_json()))
     for key in set(planned) - {"deepspeed", "reasons", "ways_out"}:
         assert found[key] == planned[key], key

@@ -19,6 +19,7 @@ from sft_play.facts import compiler
 from sft_play.facts.gpus.gpu import Gpu, GpuSnapshot, GpuStatus
 from sft_play.facts.hardware import Hardware
 from sft_play.launch import machine as launched
+from sft_play.launch import refusals
 from sft_play.units import GIB
 
 ADA, AMPERE, PASCAL = "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090", "Tesla P100-PCIE-16GB"
@@ -143,10 +144,10 @@ def run_with(**sections: dict[str, object]) -> RunConfig:
     ],
 )
 def test_flash_attention_without_kernels_is_refused_before_anything_loads(monkeypatch, machine, refused):
-    monkeypatch.setattr(launched, "require_compiler", lambda *_: None)
+    monkeypatch.setattr(refusals, "require_compiler", lambda *_: None)
     config = run_with(model={"attn_implementation": "flash_attention_2"})
     with pytest.raises(HardwareError, match=refused) if refused else contextlib.nullcontext():
-        launched.require_usable_hardware(config, machine, {}, count_params=lambda: 0)
+        refusals.require_usable_hardware(config, machine, {}, count_params=lambda: 0)
     assert check_run_starts(config, machine, {}, params=0).verdict == ("FAIL" if refused else "PASS")
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.generate import with_variables
+from sft_play import variables
 from sft_play.cli import main
-from sft_play.process import variables
 
 ROOT = Path(__file__).resolve().parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -147,7 +147,7 @@ def copy(tmp_path):
         shutil.copy(ROOT / name, folder)
     for name in ("scripts", ".ci"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("sft_play/process", "tests", "benchmarks"):
+    for name in ("sft_play", "tests", "benchmarks"):
         (folder / name).mkdir(parents=True)
     shutil.copy(ROOT / "benchmarks" / "Makefile", folder / "benchmarks")
     for name in (
@@ -155,9 +155,8 @@ def copy(tmp_path):
         "_version.py",
         "exit_codes.py",
         "spelling.py",
-        "process/__init__.py",
-        "process/variables.py",
-        "process/variables.json",
+        "variables.py",
+        "variables.json",
     ):
         shutil.copy(ROOT / "sft_play" / name, folder / "sft_play" / name)
     return folder

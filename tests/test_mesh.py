@@ -21,10 +21,10 @@ from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
-from sft_play.launch import launch_options
 from sft_play.launch import machine as of_ranks
+from sft_play.launch import request
 from sft_play.launch.accelerate import _ACCELERATE_LAUNCH_VARIABLES, accelerate_launch_config, read_accelerate_file
-from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.options import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.advice.what_if import find_largest_fit
 from sft_play.planner.candidates import build_candidate
@@ -455,11 +455,11 @@ def test_plan_and_check_take_the_mesh_that_a_run_here_would_start(monkeypatch, t
         count, (fsdp, tp) = draw.choice([0, 1, 2, 4, 8]), (draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 4]))
         machine = cpu(1) if count == 0 else replace(parse_hardware(f"{count}xH100"), named=False)
         config = run([fsdp, tp], train__effective_batch_size=24)
-        for module in (launch_options, of_ranks):
+        for module in (request, of_ranks):
             monkeypatch.setattr(module, "detect_hardware", lambda machine=machine: machine)
-        planned = launch_options.mesh_hardware(config, machine)
+        planned = of_ranks.mesh_hardware(config, machine)
         try:
-            started = of_ranks.select_hardware(launch_options.apply_mesh(LaunchOptions(), config), machine)
+            started = of_ranks.select_hardware(request.apply_mesh(LaunchOptions(), config), machine)
         except HardwareError:
             with pytest.raises(ConfigError, match=rf"start {fsdp * tp}, one for each GPU"):
                 make_plan(PlanRequest(config, load_model_shape(LLAMA), planned))

@@ -15,8 +15,10 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch import machine as of_ranks
-from sft_play.launch.exported import RankInfo
-from sft_play.launch.launch_options import parse_launch_options
+from sft_play.launch import rank as launch_rank
+from sft_play.launch.options import parse_launch_options
+from sft_play.launch.rank import check_rank_gpu
+from sft_play.launch.torchrun import RankInfo
 from sft_play.planner.plan import PlanRequest, make_plan
 
 GIB = 2**30
@@ -98,11 +100,11 @@ def test_a_rank_with_another_gpu_than_the_plans_is_refused(monkeypatch):
     config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}\n", name="run.yaml")
     plan = make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), machine(a100, a100)))
     rank = RankInfo(1, 1, 2, 2)
-    monkeypatch.setattr(of_ranks, "detect_hardware", lambda: machine(a100, other, a100))
+    monkeypatch.setattr(launch_rank, "detect_hardware", lambda: machine(a100, other, a100))
     with pytest.raises(HardwareError, match=f"rank 1 has a {other}, and the plan is for {a100}: use GPUs of one kind"):
-        of_ranks.check_rank_gpu(plan, rank)
-    monkeypatch.setattr(of_ranks, "detect_hardware", lambda: machine(other, a100))
-    of_ranks.check_rank_gpu(plan, rank)
+        check_rank_gpu(plan, rank)
+    monkeypatch.setattr(launch_rank, "detect_hardware", lambda: machine(other, a100))
+    check_rank_gpu(plan, rank)
 
 
 def test_a_plan_of_a_mixed_machine_says_that_it_goes_by_the_smallest(monkeypatch):

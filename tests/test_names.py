@@ -28,7 +28,7 @@ PUBLIC_FIELDS = {
     "findings": {"found"},
     "finished.listing": {"kept"},
     "planner.precision": {"what"},
-    "training.ranks.heartbeat": {"where"},
+    "training.heartbeat": {"where"},
     "training.unsloth.bridge": {"asked"},
 }
 """Such names that are keys of YAML, JSON or recorded data, by module."""

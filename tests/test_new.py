@@ -32,7 +32,7 @@ from sft_play.errors import ConfigError, DataError, HardwareError, ModelError
 from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
 from sft_play.facts.hardware import detect_hardware, parse_hardware
 from sft_play.facts.models.architecture import load_config_json
-from sft_play.starting.plan_run import plan_run
+from sft_play.launch.run_plan import plan_run
 from tests.conftest import ROOT, shared
 from tests.models import make_llama
 
@@ -152,7 +152,7 @@ def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model,
     monkeypatch.chdir(tmp_path)
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
     monkeypatch.setattr("sft_play.commands.request.detect_hardware", lambda: machine)
-    monkeypatch.setattr("sft_play.launch.machine.find_unusable_accelerator", lambda devices: None)
+    monkeypatch.setattr("sft_play.launch.refusals.find_unusable_accelerator", lambda devices: None)
     row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"
     Path("my.jsonl").write_text(row * rows)
     text = written(model=model, data="my.jsonl").read_text()

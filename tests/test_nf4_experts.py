@@ -19,13 +19,13 @@ from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.finished.export.merge import merge_run
 from sft_play.finished.run import find_finished_run
+from sft_play.launch.run_plan import load_run_model_shape
 from sft_play.planner.memory.loading_and_saving import STACKING_COPIES, loading_terms
 from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
-from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.fsdp_loading import _build_empty_model

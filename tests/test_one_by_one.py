@@ -391,9 +391,9 @@ def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, 
 def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
     import torch
 
+    from sft_play.training import distributed
     from sft_play.training.class_checks import proof
     from sft_play.training.model import varlen
-    from sft_play.training.ranks import distributed
 
     told = []
     monkeypatch.setattr(varlen, "flash_attention", right)

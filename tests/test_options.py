@@ -384,14 +384,15 @@ def worker_count(config: RunConfig) -> Facts:
 
 def model_spec(config: RunConfig) -> Facts:
     """The backend, the attention and the adapter that are taken."""
+    from sft_play.facts.hardware import Hardware
+    from sft_play.planner.backend import choose_backend
     from sft_play.planner.precision import Precision
-    from sft_play.training.prepare.backend import choose_backend
     from sft_play.training.prepare.model_spec import build_model_spec
 
     drawn = build_model_spec(config, Precision("float32", "float32", ""), tokenizer_size=100)
     adapter = drawn.peft_config.to_dict() if drawn.peft_config else {}
     listed = {key: tuple(sorted(value)) if isinstance(value, (set, list)) else value for key, value in adapter.items()}
-    backend = choose_backend(config)
+    backend = choose_backend(config, Hardware((), "CPU", 8, 2**37, 2**37))
     return {
         "backend": backend.name,
         "fallback_from": backend.fallback_from,
@@ -527,7 +528,7 @@ def device(config: RunConfig) -> Facts:
 
 def timeout(config: RunConfig) -> Facts:
     """How long a rank waits for the others."""
-    from sft_play.launch.command import rank_timeout_s
+    from sft_play.launch.torchrun import rank_timeout_s
 
     return {"seconds": rank_timeout_s(config, {})}
 
@@ -548,8 +549,8 @@ def over_ranks(config: RunConfig) -> Facts:
     from sft_play.planner.gradients import gradient_sync
     from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
     from sft_play.planner.precision import choose_precision
+    from sft_play.training.engines import engine_arguments
     from sft_play.training.measure.profile import build_profile_window
-    from sft_play.training.ranks.engines import engine_arguments
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
     shape, precision = load_model_shape(config.model.name), choose_precision(config, machine)
@@ -569,7 +570,7 @@ def over_ranks(config: RunConfig) -> Facts:
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("skips", [False, True])
 def test_ddp_looks_for_unused_parameters_where_it_is_asked_to_or_short_rows_leave_some(asked, skips):
-    from sft_play.training.ranks.engines import engine_arguments
+    from sft_play.training.engines import engine_arguments
 
     text = f"model: {{name: Qwen/Qwen2.5-0.5B}}\ndistributed: {{find_unused_parameters: {str(asked).lower()}}}\n"
     config = config_from_text(text, name="x")

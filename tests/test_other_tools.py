@@ -14,7 +14,7 @@ from sft_play.config import other_tools
 from sft_play.config.load import config_from_text
 from sft_play.config.options import all_options, find_option, option_accepts, sections
 from sft_play.errors import ConfigError
-from sft_play.process.variables import FOREIGN_PREFIXES, VARIABLES, all_targets
+from sft_play.variables import FOREIGN_PREFIXES, VARIABLES, all_targets
 
 MINIMAL = "model: {name: gpt2}\n"
 

@@ -13,7 +13,8 @@ from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.gpus.gpu import Gpu, GpuSnapshot, GpuStatus
 from sft_play.facts.hardware import Hardware
 from sft_play.launch import machine
-from sft_play.launch.exported import RankInfo, read_rank_info, refuse_repeated_starts
+from sft_play.launch import rank as launch_rank
+from sft_play.launch.torchrun import RankInfo, read_rank_info, refuse_repeated_starts
 from sft_play.units import GIB
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -30,11 +31,11 @@ def test_a_rank_that_sees_one_gpu_takes_it_whatever_its_number(world):
         given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         ranks = read_rank_info(given)
         assert ranks is not None
-        own = machine.adjust_local_rank(ranks, node(0), given)
+        own = launch_rank.adjust_local_rank(ranks, node(0), given)
         assert (own.rank, own.local_rank, own.local_world_size, given["LOCAL_RANK"]) == (rank, 0, world, "0")
-        whole = machine.adjust_local_rank(ranks, node(*range(world)), given | {"LOCAL_RANK": str(rank)})
+        whole = launch_rank.adjust_local_rank(ranks, node(*range(world)), given | {"LOCAL_RANK": str(rank)})
         assert whole == ranks
-        assert machine.adjust_local_rank(ranks, node(), dict(given)) == ranks  # CPU ranks
+        assert launch_rank.adjust_local_rank(ranks, node(), dict(given)) == ranks  # CPU ranks
     planned = machine.spread_hardware(node(0), 2 * world, 2, sees_own_gpu_only=True)
     assert (planned.ranks, planned.ranks_per_node, planned.nodes) == (2 * world, world, 2)
     with pytest.raises(HardwareError, match=f"{world} ranks on this node and 1 GPUs"):
@@ -63,14 +64,14 @@ def test_a_gpu_is_named_by_host_and_uuid_and_by_its_slot_without_one(monkeypatch
     seen = GpuSnapshot(
         tuple(GpuStatus(n, H100, "NVIDIA", uuid=f"GPU-{n}" if n else None, bus_id="00:17") for n in range(3))
     )
-    monkeypatch.setattr(machine.nvml, "gpu_snapshot", lambda **_: seen)
+    monkeypatch.setattr(launch_rank.nvml, "gpu_snapshot", lambda **_: seen)
     place = RankInfo(5, 0, 8, 4)
     # hidden by CUDA_VISIBLE_DEVICES=2, the driver still lists them all
-    assert machine.rank_gpu_id(place, node(2)).endswith(" GPU-2")
-    assert machine.rank_gpu_id(place, node(0)).endswith(" 00:17")
-    assert machine.rank_gpu_id(place, node()) == ""
-    monkeypatch.setattr(machine.nvml, "gpu_snapshot", lambda **_: None)
-    assert machine.rank_gpu_id(place, node(2)) == ""
+    assert launch_rank.rank_gpu_id(place, node(2)).endswith(" GPU-2")
+    assert launch_rank.rank_gpu_id(place, node(0)).endswith(" 00:17")
+    assert launch_rank.rank_gpu_id(place, node()) == ""
+    monkeypatch.setattr(launch_rank.nvml, "gpu_snapshot", lambda **_: None)
+    assert launch_rank.rank_gpu_id(place, node(2)) == ""
 
 
 def test_two_ranks_with_one_gpu_are_refused_and_others_are_not():
@@ -80,10 +81,10 @@ def test_two_ranks_with_one_gpu_are_refused_and_others_are_not():
         names = [name if chance.random() < 0.9 else "" for name in names]
         told = [name for name in names if name]
         if len(set(told)) == len(told):
-            machine.require_distinct_gpus(names)
+            launch_rank.require_distinct_gpus(names)
         else:
             with pytest.raises(HardwareError, match="have the same GPU"):
-                machine.require_distinct_gpus(names)
+                launch_rank.require_distinct_gpus(names)
 
 
 @pytest.mark.build
@@ -91,7 +92,7 @@ def test_two_ranks_with_one_gpu_are_refused_and_others_are_not():
 def test_rank_0_hears_of_every_rank_in_their_order(monkeypatch, world):
     import torch.distributed as dist
 
-    from sft_play.training.ranks import distributed
+    from sft_play.training import distributed
 
     store = dist.HashStore()
     monkeypatch.setattr(distributed, "open_store", lambda name: dist.PrefixStore(name, store))
@@ -108,7 +109,7 @@ def test_the_random_state_of_this_ranks_gpu_alone_is_kept(monkeypatch):
     """`fork_rng()` without devices keeps those of all GPUs of the node, and warns of it on every rank."""
     import torch
 
-    from sft_play.training.ranks.distributed import rng_devices
+    from sft_play.training.distributed import rng_devices
 
     assert rng_devices() is None
     kept: list[int] = []

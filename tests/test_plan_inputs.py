@@ -22,6 +22,7 @@ from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
 from sft_play.facts.hardware import detect_hardware, parse_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS, load_model_shape
 from sft_play.facts.models.config_fields import UnknownArchitecture
+from sft_play.launch.run_plan import plan_run
 from sft_play.planner.advice import what_if
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.advice.what_if import find_largest_fit, parse_grid
@@ -38,7 +39,6 @@ from sft_play.planner.plan_details import (
 )
 from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.runs.lookup import output_dir
-from sft_play.starting.plan_run import plan_run
 from tests.conftest import ROOT, Command
 
 GIB = 2**30
@@ -464,15 +464,15 @@ def test_a_torch_without_cuda_beside_gpus_is_refused_before_ranks_are_started(
     machine = dataclasses.replace(parse_hardware("2xRTX3090"), named=False)
     for module in ("commands.request", "commands.sweep", "starting.start", "launch.launch_options", "launch.machine"):
         monkeypatch.setattr(f"sft_play.{module}.detect_hardware", lambda: machine)
-    monkeypatch.setattr("sft_play.launch.machine.require_compiler", lambda *_: None)
-    monkeypatch.setattr("sft_play.starting.launch_ranks.run_ranks", lambda *_: pytest.fail("ranks were started"))
-    monkeypatch.setattr("sft_play.starting.refusals.torch_cuda_version", lambda: None)
+    monkeypatch.setattr("sft_play.launch.refusals.require_compiler", lambda *_: None)
+    monkeypatch.setattr("sft_play.launch.ranks.run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("sft_play.launch.refusals.torch_cuda_version", lambda: None)
     more = ["train.learning_rate=1e-4,2e-4"] if verb == "sweep" else []
     code, said = command(verb, "--config", str(small_run), *more)
     assert (code, "the driver shows NVIDIA RTX 3090, but torch" in said) == (2, True), said
     code, said = command("plan", "--config", str(small_run))
     assert (code, "a run here would stop: the driver shows" in said, "make train" in said) == (0, True, False)
-    monkeypatch.setattr("sft_play.starting.refusals.torch_cuda_version", lambda: "13.0")
+    monkeypatch.setattr("sft_play.launch.refusals.torch_cuda_version", lambda: "13.0")
     code, said = command("plan", "--config", str(small_run))
     assert (code, "would stop" in said, "make train" in said) == (0, False, True), said
 
@@ -494,7 +494,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_weights_l
         code, said = command("plan", *words)
         assert (code, "there is no room for what the run writes" in said) == (0, refused), (free, said)
         assert ("make train" in said) is not refused
-        monkeypatch.setattr("sft_play.starting.start.train_in_process", lambda *_, **__: pytest.fail("it was started"))
+        monkeypatch.setattr("sft_play.launch.start.train_in_process", lambda *_, **__: pytest.fail("it was started"))
         if refused:
             code, said = command("train", *words)
             assert (code, f"{free:,} bytes" in said) == (2, True), said

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from sft_play.cli import main
-from sft_play.process.variables import VARIABLES
+from sft_play.variables import VARIABLES
 from tests.finished_runs import finished_run
 from tests.models import make_llama
 

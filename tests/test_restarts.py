@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import load_config
-from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch import ranks, request
+from sft_play.launch import start as starting
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.resume import RestartBudget
 from sft_play.process import signals
 from sft_play.process.failures import Failure, FailureKind
 from sft_play.runs.folder import CRASH_ENTRY, MANIFEST_FORMAT, RESTARTS_ENTRY, RunFolder
 from sft_play.runs.oom import OomEvent, write_oom_note
-from sft_play.starting import launch_ranks
-from sft_play.starting import start as starting
-from sft_play.starting.start import RestartBudget
 from sft_play.training.checkpoints import checkpoints
 from tests import warm
 from tests.conftest import ROOT, clean_environment
@@ -36,7 +36,7 @@ KINDS: tuple[FailureKind | None, ...] = ("user", "stopped", "fault", "peer", "hu
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_died_is_told_from_what_would_fail_again(seed):
-    from sft_play.training.ranks.elastic_agent import RankExit, describe_crash
+    from sft_play.launch.agent import RankExit, describe_crash
 
     draw = random.Random(seed)
     kind, code = draw.choice(KINDS), draw.choice([-9, -11, -6, -15, 7])
@@ -86,7 +86,7 @@ def test_a_command_starts_again_as_often_as_it_may(tmp_path, config, monkeypatch
     folder, began = RunFolder(tmp_path / "one"), []
     folder.path.mkdir()
 
-    def begin(asked: starting.LaunchRequest) -> starting.LaunchResult:
+    def begin(asked: request.LaunchRequest) -> starting.LaunchResult:
         began.append((asked.should_resume, asked.launches_ranks, os.environ[signals.START_TIME_VARIABLE]))
         dies = len(began) <= fails
         failed(folder, f"death {len(began)}" if dies else None, restarts=folder_restarts(folder))
@@ -94,7 +94,7 @@ def test_a_command_starts_again_as_often_as_it_may(tmp_path, config, monkeypatch
 
     monkeypatch.setattr(starting, "_start_once", begin)
     monkeypatch.setenv(signals.START_TIME_VARIABLE, "0.0")
-    asked = starting.LaunchRequest(load_config(config), LaunchOptions(max_restarts=most))
+    asked = request.LaunchRequest(load_config(config), LaunchOptions(max_restarts=most))
     assert starting.start_run(asked).exit_code == (1 if fails > most else 0)
     assert len(began) == 1 + min(most, fails)
     assert [resume for resume, _, _ in began] == [False] + [True] * min(most, fails)
@@ -157,9 +157,9 @@ def test_memory_that_ran_out_and_other_failures_count_for_nothing(tmp_path, conf
 def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path, stopped):
     folder = RunFolder(tmp_path / "one")
     failed(folder, None)
-    assert launch_ranks._command_exit_code(-signal.SIGKILL, folder, was_stopped=stopped) == (130 if stopped else 1)
+    assert ranks._command_exit_code(-signal.SIGKILL, folder, was_stopped=stopped) == (130 if stopped else 1)
     assert folder.read_manifest().get(CRASH_ENTRY) == (None if stopped else "the ranks' agent was killed by SIGKILL")
-    assert launch_ranks._command_exit_code(-signal.SIGKILL, None, was_stopped=stopped) == (130 if stopped else 1)
+    assert ranks._command_exit_code(-signal.SIGKILL, None, was_stopped=stopped) == (130 if stopped else 1)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import load_config
+from sft_play.launch import row_survey
 from sft_play.starter import BASE
-from sft_play.starting import row_survey
 from tests.conftest import ROOT, chat
 
 LONG, SHORT = "yes no " * 20, "yes"

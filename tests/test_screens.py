@@ -20,8 +20,8 @@ from sft_play.facts.models.architecture import load_model_shape
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.plan import Plan, PlanRequest, RunLength
 from sft_play.planner.plan_summary import FEW_STEPS, fit_line, plan_summary_lines, plan_warnings
-from sft_play.process.variables import VARIABLES, takes_variable
 from sft_play.units import format_duration
+from sft_play.variables import VARIABLES, takes_variable
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 
@@ -159,9 +159,9 @@ def test_a_plan_says_that_a_run_would_stop_where_it_does(command, monkeypatch):
     """A 3B on a CPU: the plan said that it fits, and named a command that is refused."""
     monkeypatch.chdir(ROOT)
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
-    for name in ("sft_play.commands.request.detect_hardware", "sft_play.starting.start.detect_hardware"):
+    for name in ("sft_play.commands.request.detect_hardware", "sft_play.launch.start.detect_hardware"):
         monkeypatch.setattr(name, lambda: machine)
-    monkeypatch.setattr("sft_play.launch.machine.find_unusable_accelerator", lambda devices: None)
+    monkeypatch.setattr("sft_play.launch.refusals.find_unusable_accelerator", lambda devices: None)
     code, refused = command("train", "--config", "configs/run_bnb.yaml")
     why = refused.partition("error: ")[2]
     assert (code, "no GPU was detected here" in why) == (2, True)
@@ -221,7 +221,7 @@ def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, comman
     assert not re.search(r"^ok ", said, re.MULTILINE)
     assert re.search(r"^Not ready: 1 problem", said, re.MULTILINE)
     with monkeypatch.context() as patch:  # what make train would refuse is a problem here too
-        patch.setattr("sft_play.launch.machine.MAX_CPU_PARAMS", 10)
+        patch.setattr("sft_play.launch.refusals.MAX_CPU_PARAMS", 10)
         code, said = command("check", "--config", str(config))
         assert (code, "PROBLEM  memory plan" in said, "no GPU was detected here" in said) == (2, True, True)
         assert "no GPU was detected here" in command("train", "--config", str(config))[1]
@@ -350,7 +350,7 @@ def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
     from types import SimpleNamespace
 
     from sft_play.config.load import load_config, split_overrides
-    from sft_play.launch.machine import require_usable_hardware
+    from sft_play.launch.refusals import require_usable_hardware
     from sft_play.training.measure.summary import _next_step_lines
 
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)

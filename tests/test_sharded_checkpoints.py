@@ -208,7 +208,7 @@ import datetime, os, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from sft_play.training.ranks import distributed
-from sft_play.training.ranks.heartbeat import Heartbeat
+from sft_play.training.heartbeat import Heartbeat
 
 kind, folder = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
@@ -246,7 +246,7 @@ def test_ranks_wait_for_one_that_writes_as_long_as_its_file_grows(tmp_path, laun
 
 
 def test_of_ranks_that_write_the_one_whose_bytes_stand_still_is_waited_for():
-    from sft_play.training.ranks.heartbeat import laggards
+    from sft_play.training.heartbeat import laggards
     from tests.test_failures import beat
 
     slow, stuck = beat(0, 4, 9, moved=10**9, since_s=0.4), beat(1, 4, 9, moved=10**6, since_s=30.0)

@@ -29,13 +29,13 @@ HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bits
 SEVERAL = f"""
 import contextlib, io, json, sys
 from sft_play.cli import main
-from sft_play.starting import launch_ranks
+from sft_play.launch import ranks
 
-def started(ranks, folder):
+def started(launch, folder):
     print("the ranks were started")
     return 0
 
-launch_ranks.run_ranks = started
+ranks.run_ranks = started
 found = []
 for words in json.load(sys.stdin):
     said = io.StringIO()

@@ -17,8 +17,8 @@ from sft_play.facts.models.config_fields import dequantised_config
 from sft_play.finished.export.merge import merge_run
 from sft_play.finished.load import load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run
+from sft_play.launch.run_plan import load_run_model_shape
 from sft_play.planner.precision import Precision
-from sft_play.starting.plan_run import load_run_model_shape
 from sft_play.training.checkpoints.tensor_files import open_tensors
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.model_spec import build_model_spec

@@ -55,9 +55,9 @@ def longer(monkeypatch):
 
 
 def test_the_trainer_and_unsloths_process_are_given_a_new_option(longer, monkeypatch, tmp_path):
+    from sft_play.planner import backend
     from sft_play.runs.folder import RunFolder
     from sft_play.training.loop.trainer import training_arguments
-    from sft_play.training.prepare import backend
 
     plan = SimpleNamespace(
         trainer_batch=SimpleNamespace(micro_batch=1, grad_accum=1), eval_batch=1,

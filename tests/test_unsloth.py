@@ -10,43 +10,50 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from safetensors.torch import load_file
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.options import all_options
 from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, RunFolderError
-from sft_play.facts.hardware import parse_hardware
+from sft_play.facts import unsloth
+from sft_play.facts.hardware import Hardware, parse_hardware
+from sft_play.facts.models.architecture import load_model_shape
+from sft_play.facts.models.model_shape import ModelShape
+from sft_play.facts.unsloth import UnslothInfo
+from sft_play.launch.run_plan import plan_run
+from sft_play.planner import backend
 from sft_play.planner.precision import Precision
-from sft_play.process.failures import Failure
+from sft_play.process.failures import Failure, read_failure
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest
-from sft_play.starting.plan_run import plan_run
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.model_saving import saved_shapes
 from sft_play.training.measure.exact_match import Question
-from sft_play.training.prepare import backend
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
-from sft_play.training.unsloth import bridge, unsloth_environment, unsloth_worker
-from sft_play.training.unsloth.unsloth_environment import UnslothInfo
+from sft_play.training.unsloth import bridge, unsloth_worker
+from sft_play.units import GIB
 from tests import warm
 from tests.conftest import ROOT
 from tests.models import uneven_run
 
 pytestmark = pytest.mark.build
 
-REAL = unsloth_environment.find_unsloth_python(os.environ)
+REAL = unsloth.find_unsloth_python(os.environ)
 needs_real = pytest.mark.skipif(
     REAL is None, reason="no environment with Unsloth here (make setup-unsloth, or UNSLOTH_VENV=)"
 )
@@ -84,7 +91,7 @@ def no_unsloth(monkeypatch, tmp_path):
     """No environment of Unsloth's anywhere."""
     monkeypatch.delenv("UNSLOTH_VENV", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(unsloth_environment, "ROOT", tmp_path)
+    monkeypatch.setattr(unsloth, "ROOT", tmp_path)
 
 
 def config(*overrides: str) -> Any:
@@ -124,28 +131,29 @@ def adapter_in_peft(folder: Path) -> dict[str, torch.Tensor]:
 # --- whether it can run -----------------------------------------------------------------------------------------------
 
 
-def problem(config: Any, **asked: Any) -> str | None:
+CPU = Hardware((), "CPU", 8, 64 * GIB, 64 * GIB)
+
+
+def problem(config: Any, machine: Hardware = CPU, **asked: Any) -> str | None:
     try:
-        backend.require_unsloth(config, **{"layout": "single", "nodes": 1, "is_rank": False, **asked})
+        backend.require_unsloth(config, machine, **{"layout": "single", "is_rank": False, **asked})
     except BackendError as error:
         return str(error)
     return None
 
 
-def test_without_a_gpu_and_an_environment_both_are_named_and_how_to_get_one(no_unsloth, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_without_a_gpu_and_an_environment_both_are_named_and_how_to_get_one(no_unsloth):
     said = problem(config())
     assert said is not None
     assert "CUDA GPU" in said
     assert "make setup-unsloth" in said
 
 
-def test_with_a_gpu_only_the_environment_is_missing(no_unsloth, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    said = problem(config())
+def test_with_a_gpu_only_the_environment_is_missing(no_unsloth):
+    said = problem(config(), parse_hardware("1xH100"))
     assert said is not None
     assert "make setup-unsloth" in said
-    assert "torch sees none" not in said
+    assert "there is none here" not in said
 
 
 def test_an_environment_that_is_named_and_not_there_is_said_by_its_name(monkeypatch, tmp_path):
@@ -156,13 +164,13 @@ def test_an_environment_that_is_named_and_not_there_is_said_by_its_name(monkeypa
 
 
 def test_the_environment_in_the_present_folder_is_found(no_unsloth, tmp_path):
-    assert unsloth_environment.find_unsloth_python({}) is None
+    assert unsloth.find_unsloth_python({}) is None
     python = tmp_path / ".venv-unsloth" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text("")
     python.chmod(0o755)
-    assert unsloth_environment.find_unsloth_python({}) == python
-    assert unsloth_environment.find_unsloth_python({"UNSLOTH_VENV": str(tmp_path / ".venv-unsloth")}) == python
+    assert unsloth.find_unsloth_python({}) == python
+    assert unsloth.find_unsloth_python({"UNSLOTH_VENV": str(tmp_path / ".venv-unsloth")}) == python
 
 
 UNSUPPORTED = {
@@ -212,7 +220,7 @@ def test_an_option_that_nobody_told_the_bridge_of_is_refused(monkeypatch):
     ("asked", "words"),
     [
         ({"layout": "fsdp"}, "STRATEGY=fsdp was asked for: STRATEGY=ddp"),
-        ({"layout": "ddp", "nodes": 2}, "2 nodes was asked for"),
+        ({"layout": "ddp", "machine": dataclasses.replace(CPU, nodes=2)}, "2 nodes was asked for"),
         ({"is_rank": True}, "make train-distributed"),
     ],
 )
@@ -225,23 +233,37 @@ def test_layouts_nodes_and_launchers_that_it_has_not_are_named(standin, asked, w
 @pytest.mark.parametrize(("gpu", "device", "fine"), [(True, "cuda", True), (True, "hip", True), (True, "cpu", False),
                                                      (False, "cpu", True), (False, "cuda", False)])  # fmt: skip
 def test_both_environments_have_to_see_the_same_device(standin, monkeypatch, gpu, device, fine):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(backend, "probe_unsloth", lambda _: UnslothInfo(device, {}))
-    assert (problem(config()) is None) == fine
+    assert (problem(config(), parse_hardware("1xH100") if gpu else CPU) is None) == fine
 
 
 def test_models_that_it_cannot_train_as_the_run_says_are_named():
-    def said(precision: Any = "bfloat16", **changes: Any) -> str | None:
-        plain = {"text_tower": None, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
-        return backend.unsloth_model_problem(
-            SimpleNamespace(**{**plain, **changes}), Precision("bfloat16", precision, "")
-        )
+    h100, llama = parse_hardware("1xH100"), load_model_shape("meta-llama/Llama-3.1-8B")
 
-    assert said() is None
-    assert "image-text" in str(said(text_tower=object()))
-    assert "Conv1D" in str(said(peft_config=SimpleNamespace(fan_in_fan_out=True)))
-    assert "embeddings" in str(said(resize_to=7))
-    assert "loads float32 and computes in bfloat16" in str(said("float32"))
+    def said(shape: ModelShape, *overrides: str) -> str | None:
+        try:
+            backend.require_unsloth_model(shape, config("tuning.mode=lora", *overrides), h100)
+        except BackendError as error:
+            return str(error)
+        return None
+
+    assert said(llama) is None
+    assert "image-text" in str(said(dataclasses.replace(llama, text_only_note="only the language model is trained")))
+    assert "Conv1D" in str(said(dataclasses.replace(llama, model_type="gpt2")))
+    stored = said(dataclasses.replace(llama, stored_dtype="float32"), "train.bf16=true")
+    assert stored is None or "loads float32 and computes in bfloat16" in stored
+
+
+def test_the_types_with_transposed_layers_are_those_whose_code_has_them():
+    """Of all causal language models of transformers."""
+    folder = Path(transformers.__file__).parent / "models"
+    transposed = set()
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        module = model_type_to_module_name(model_type)
+        path = folder / module / f"modeling_{module}.py"
+        if path.is_file() and re.search(r"pytorch_utils import .*\bConv1D\b", path.read_text(encoding="utf-8")):
+            transposed.add(model_type)
+    assert transposed == set(backend.TRANSPOSED_MODEL_TYPES)
 
 
 def test_an_unsloth_that_cannot_be_used_is_refused_in_its_own_words(standin, monkeypatch):
@@ -262,7 +284,7 @@ def test_an_environment_without_what_the_loop_imports_is_refused_by_the_packages
 
 def test_unsloth_is_asked_for_its_device_and_versions(standin):
     assert problem(config()) is None
-    python, answer = backend.require_unsloth(config(), layout="single", nodes=1, is_rank=False)
+    python, answer = backend.require_unsloth(config(), CPU, layout="single", is_rank=False)
     assert python == standin.parent / "env" / "bin" / "python"
     assert answer.device == "cpu"
     assert answer.versions["torch"] == torch.__version__
@@ -273,7 +295,7 @@ def test_the_worker_gets_no_packages_and_no_place_of_this_process():
         "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/ours", "RANK": "1", "WORLD_SIZE": "2", "HF_TOKEN": "kept",
         "UNSLOTH_COMPILE_LOCATION": "/mine",
     }  # fmt: skip
-    told = unsloth_environment.worker_environment(given)
+    told = unsloth.worker_environment(given)
     assert not {"PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE"} & set(told)
     assert (told["HF_TOKEN"], told["UNSLOTH_COMPILE_LOCATION"]) == ("kept", "/mine")
     assert told["UNSLOTH_DISABLE_STATISTICS"] == "1"
@@ -320,15 +342,15 @@ def test_rows_are_read_token_for_token_as_they_were_written(tmp_path, seed):
 
 def ended(tmp_path: Path, *words: tuple[int, tuple[str, str, str, int] | None]) -> list[Any]:
     """Workers that ended with a code and, where they wrote one, a failure (kind, class, message, time)."""
-    found = []
+    exits = []
     for rank, (code, own) in enumerate(words):
         file = tmp_path / f"{rank}.json"
         if own is not None:
             kind, name, message, time = own
             failure = Failure(kind, code, name, message, "", float(time), rank, "host", 1)  # type: ignore[arg-type]
             file.write_text(json.dumps({"sft_play": dataclasses.asdict(failure)}))
-        found.append(SimpleNamespace(process=SimpleNamespace(returncode=code), error_file=file))
-    return found
+        exits.append((code, read_failure(file)))
+    return exits
 
 
 @pytest.mark.parametrize(
@@ -623,7 +645,7 @@ def test_where_it_falls_back_the_plan_is_that_of_the_backend_that_runs(no_unslot
 @needs_real
 def test_unsloth_itself_has_what_the_worker_calls():
     assert REAL is not None
-    answer = unsloth_environment.probe_unsloth(REAL)
+    answer = unsloth.probe_unsloth(REAL)
     assert answer.versions["unsloth"]
     assert answer.device
 

@@ -15,6 +15,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
+from sft_play.launch import resume
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.layout import SINGLE, Layout
@@ -23,7 +24,6 @@ from sft_play.planner.memory.structure import element_bytes
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.planner.precision import Precision, apply_weight_updates
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
-from sft_play.starting import plan_run
 from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
 from sft_play.training.loop.optimizers import round_stochastically, stochastic_rounding_class
@@ -344,11 +344,11 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
     folder.write_json("manifest.json", {"format": MANIFEST_FORMAT, "batch": batch, "layout": layout, "processes": 1})
     folder.write_json("plan.json", {"precision": {"updates": updates}})
     checkpoint_path(folder.checkpoints_path, 1).mkdir(parents=True)  # without a step nothing is kept
-    stopped = plan_run.read_previous_run(folder)
+    stopped = resume.read_previous_run(folder)
     for wish in ("auto", "stochastic"):
         config = run("full", f"train: {{weight_updates: {wish}}}")
         is_kept = wish == "auto" and layout in ("single", "ddp")
-        kept = plan_run.resume_constraints(config, stopped, 1).updates
+        kept = resume.resume_constraints(config, stopped, 1).updates
         assert kept == (updates if is_kept else None)
         if layout in ("single", "ddp"):
             for masters in (True, False):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from sft_play import variables
 from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS
 from sft_play.commands.request import flag_commands_table, read_request, refuse_make_variables
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError
-from sft_play.process import variables
 from tests.conftest import ROOT, chat
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")

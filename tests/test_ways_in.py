@@ -26,8 +26,8 @@ from sft_play.commands.request import read_request
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.network import NodeSetup
-from sft_play.launch import exported
 from sft_play.launch import machine as of_ranks
+from sft_play.launch import torchrun
 from sft_play.launch.accelerate import (
     accelerate_launch_config,
     default_accelerate_path,
@@ -37,7 +37,9 @@ from sft_play.launch.accelerate import (
     refuse_too_few_processes,
     remove_accelerate_variables,
 )
-from sft_play.launch.exported import (
+from sft_play.launch.options import LaunchOptions, parse_launch_options
+from sft_play.launch.request import fill_from_accelerate
+from sft_play.launch.torchrun import (
     node_variables,
     rank_variables,
     read_rank_info,
@@ -45,7 +47,6 @@ from sft_play.launch.exported import (
     refuse_repeated_starts,
     rendezvous_variables,
 )
-from sft_play.launch.launch_options import LaunchOptions, fill_from_accelerate, parse_launch_options
 from sft_play.process.environment import independent_environment
 from tests import warm
 from tests.conftest import ROOT, Command, clean_environment
@@ -181,7 +182,7 @@ def test_an_address_of_another_machine_without_a_number_of_nodes_stops(caplog):
 
 
 def test_an_address_of_this_machine_without_a_number_of_nodes_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(exported, "can_bind", lambda address: address == "192.0.2.7")
+    monkeypatch.setattr(torchrun, "can_bind", lambda address: address == "192.0.2.7")
     with caplog.at_level("WARNING"):
         refuse_lone_node(NodeSetup(1, 0, "192.0.2.7", None))
     assert "MASTER_ADDR=192.0.2.7 is this machine, and neither NNODES= nor WORLD_SIZE=" in caplog.text

@@ -264,7 +264,7 @@ def engine_of(parts, *, device: str = "cpu"):
 
 @pytest.mark.build
 def test_frozen_bytes_are_counted_by_part_and_what_stays_whole_on_purpose():
-    from sft_play.training.ranks.engines import frozen_bytes
+    from sft_play.training.engines import frozen_bytes
 
     assert frozen_bytes(engine_of([(500, False), (500, True)])) == (2000, 1500, 1000)
 
@@ -273,7 +273,7 @@ def test_frozen_bytes_are_counted_by_part_and_what_stays_whole_on_purpose():
 @pytest.mark.parametrize(("sizes", "fine"), [([50_000, 50_000], True), ([50_000, 100_000], False)])
 def test_frozen_weights_that_were_not_divided_are_found_out(sizes, fine):
     from sft_play.errors import TrainingError
-    from sft_play.training.ranks.engines import _require_divided
+    from sft_play.training.engines import _require_divided
 
     if fine:
         _require_divided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, share=50_000)

@@ -45,7 +45,7 @@ TORCHRUN = "torch.distributed.run"
 MODULES = (
     "sft_play.cli",
     "sft_play.entry",
-    "sft_play.training.ranks.elastic_agent",
+    "sft_play.launch.agent",
     "sft_play.training.run",
     "peft.tuners.lora.bnb",
     TORCHRUN,

@@ -140,7 +140,7 @@ def run_worker(part: str, seed: int, start: int, stop: int) -> None:
 @contextlib.contextmanager
 def isolated_environment() -> Iterator[None]:
     """No network, no user's caches or tokens, no variables of make: what a case finds is what it made."""
-    from sft_play.process.variables import VARIABLES
+    from sft_play.variables import VARIABLES
 
     saved_environment = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="fuzz-home-") as home:

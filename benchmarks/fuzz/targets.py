@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.fuzz import mutate
 from benchmarks.fuzz.run import CaseRunner, FuzzFailure, isolated_environment
 from sft_play.files import ROOT
-from sft_play.process.variables import VARIABLES, all_targets, command_line_problem
+from sft_play.variables import VARIABLES, all_targets, command_line_problem
 
 _INJECTED = (
     *("$(shell touch {0})", "`touch {0}`", "; touch {0} #", "$$(touch {0})", "' ; touch {0} ; '", '" && touch {0} "'),

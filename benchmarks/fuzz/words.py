@@ -23,7 +23,7 @@ from benchmarks.fuzz.run import (
 )
 from sft_play.commands.request import flag_commands_table, read_request
 from sft_play.errors import SftPlayError
-from sft_play.process.variables import COMMANDS, VARIABLES
+from sft_play.variables import COMMANDS, VARIABLES
 
 _QUICK = ("plan", "gpu-info", "runs", "report", "compare", "prune", "process", "style", "tb-stop", "tb-clean", "check")
 """Commands that end soon by themselves, whatever the config."""

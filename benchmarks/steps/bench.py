@@ -26,15 +26,15 @@ from benchmarks.steps.order import ProcessOrder, trainer_arguments
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.facts.hardware import detect_hardware
+from sft_play.facts.unsloth import find_unsloth_python
 from sft_play.files import cache_dir
+from sft_play.launch.run_plan import load_run_model_shape
 from sft_play.log import one_line, redact
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.speed.throughput import find_rates, predict_speed
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
 from sft_play.runs.manifest import installed_versions
-from sft_play.starting.plan_run import load_run_model_shape
-from sft_play.training.unsloth.unsloth_environment import find_unsloth_python
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.steps.ours ORDER.json
 
-Plan, rows, model and trainer are those of `sft_play.starting.start`; only what is watched, and under `bare` the
+Plan, rows, model and trainer are those of `sft_play.launch.start`; only what is watched, and under `bare` the
 loop, is put in the place of the run's own.
 """
 
@@ -48,7 +48,8 @@ def main(path: Path) -> int:
 def measure(order: ProcessOrder) -> None:
     """Start the run of an order; it ends after its last measured step, and its folder is left as it is."""
     from benchmarks.steps.recording import MeasurementDone
-    from sft_play.starting.start import LaunchRequest, start_run
+    from sft_play.launch.request import LaunchRequest
+    from sft_play.launch.start import start_run
     from sft_play.training import run
 
     loaded = load_config(Path(order.config), overrides=order.overrides)

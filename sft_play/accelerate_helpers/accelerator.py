@@ -30,11 +30,11 @@ from sft_play.launch.deepspeed.fill import (
     cpu_adam_obstacles,
     drop_unresolved_autos,
 )
-from sft_play.launch.exported import rank_variables
 from sft_play.launch.machine import disable_broken_p2p
+from sft_play.launch.torchrun import rank_variables
 from sft_play.log import one_line
 from sft_play.process.environment import set_deepspeed_to_cpu
-from sft_play.training.ranks.distributed import init_deepspeed, remove_abandoned_locks, require_same_inputs
+from sft_play.training.distributed import init_deepspeed, remove_abandoned_locks, require_same_inputs
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.training.checkpoints.full_state_dict import adapter_parameters, gather_to_cpu
 from sft_play.training.checkpoints.model_saving import check_saved_weights, saved_shapes, write_weights
-from sft_play.training.ranks.distributed import gather_values
+from sft_play.training.distributed import gather_values
 
 logger = logging.getLogger(__name__)
 

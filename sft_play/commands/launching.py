@@ -28,7 +28,11 @@ from sft_play.launch.accelerate import (
     refuse_too_few_processes,
     write_accelerate_file,
 )
-from sft_play.launch.exported import (
+from sft_play.launch.machine import restrict_to_device, select_hardware
+from sft_play.launch.request import LaunchRequest
+from sft_play.launch.resume import resume_request
+from sft_play.launch.start import LaunchResult, start_run
+from sft_play.launch.torchrun import (
     RENDEZVOUS_VARIABLES,
     RESUMED_VARIABLE,
     RankInfo,
@@ -36,14 +40,12 @@ from sft_play.launch.exported import (
     refuse_repeated_starts,
     rendezvous_variables,
 )
-from sft_play.launch.machine import restrict_to_device, select_hardware
 from sft_play.log import escape_control, one_line, set_up_logging
 from sft_play.planner.mesh import parse_mesh
 from sft_play.planner.precision import choose_precision
 from sft_play.process.failures import format_ranks
 from sft_play.runs.files import read_summary
 from sft_play.runs.folder import check_remote_code
-from sft_play.starting.start import LaunchRequest, LaunchResult, resume_request, start_run
 
 logger = logging.getLogger(__name__)
 

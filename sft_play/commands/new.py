@@ -19,10 +19,10 @@ from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.models.architecture import find_model_folder
 from sft_play.files import atomic
 from sft_play.launch.machine import go_offline_without_hub
+from sft_play.launch.refusals import require_capable_machine
+from sft_play.launch.run_plan import load_run_model_shape, plan_run
 from sft_play.log import one_line, redact
 from sft_play.planner.plan_summary import long_cpu_warnings
-from sft_play.starting.plan_run import load_run_model_shape, plan_run
-from sft_play.starting.refusals import require_capable_machine
 
 _MODES_BY_PREFERENCE = ("lora", "qlora")
 _SUFFIXES = (".yaml", ".yml")

@@ -22,8 +22,21 @@ from sft_play.facts.installed import missing_kernel_packages
 from sft_play.facts.network import DEFAULT_PORT
 from sft_play.files import relative_to_cwd
 from sft_play.launch.deepspeed.files import keeps_params_on_gpu
-from sft_play.launch.launch_options import mesh_hardware
-from sft_play.launch.machine import MAX_CPU_PARAMS, restrict_to_device
+from sft_play.launch.machine import mesh_hardware, restrict_to_device
+from sft_play.launch.refusals import MAX_CPU_PARAMS, refusals
+from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens_if_quick
+from sft_play.launch.run_plan import (
+    apply_deepspeed_batch,
+    build_plan_request,
+    common_layout,
+    has_eval,
+    load_run_model_shape,
+    plan_request,
+    plan_run,
+    read_deepspeed_config,
+    refuse_impossible_strategy,
+    training_backend,
+)
 from sft_play.log import escape_control
 from sft_play.planner import calibration, plan_details
 from sft_play.planner.advice.budget import BudgetResult, build_offer, compare_machine_prices
@@ -32,15 +45,6 @@ from sft_play.planner.advice.what_if import FitQuestion, LargestFit, parse_grid,
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.planner.plan_summary import plan_summary_lines
-from sft_play.starting.plan_run import has_eval, load_run_model_shape, plan_run, training_backend
-from sft_play.starting.plan_stages import (
-    apply_deepspeed_batch,
-    common_layout,
-    read_deepspeed_config,
-    refuse_impossible_strategy,
-)
-from sft_play.starting.refusals import refusals
-from sft_play.starting.row_survey import cached_row_tokens, count_row_tokens_if_quick
 
 logger = logging.getLogger(__name__)
 
@@ -219,11 +223,13 @@ def _stage_plans(
     if not stages:
         return []
     layouts = (strategy,) if strategy else LAYOUT_NAMES
-    common_strategy = strategy or common_layout([stage.config for stage in stages], hardware, layouts=layouts)
-    make_plan = functools.partial(
-        plan_run, hardware=hardware, layouts=(common_strategy,), trace=trace, keeps_params=keeps_params
-    )
-    return [(stage.name, stage.config, make_plan(stage.config)) for stage in stages]
+    plan_requests = [build_plan_request(stage.config, hardware, layouts) for stage in stages]
+    layout = strategy or common_layout(plan_requests)
+    plans = [
+        plan_request(dataclasses.replace(request, allowed_layouts=(layout,), keeps_params=keeps_params), trace=trace)
+        for request in plan_requests
+    ]
+    return [(stage.name, stage.config, plan) for stage, plan in zip(stages, plans, strict=True)]
 
 
 def _plan_whatif_cell(

@@ -25,16 +25,22 @@ from sft_play.commands.launching import launcher_rank_info
 from sft_play.commands.request import Request, require_config_for_model_and_data
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
-from sft_play.diagnose.pages import build_table, gib_or_na, render_lines
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, error_prefix, stage_context
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.finished.report.compare import COMPARE_FILE, Comparison, compare_runs
 from sft_play.finished.run import find_changed_data
-from sft_play.launch.launch_options import LaunchOptions, apply_mesh, mesh_hardware
-from sft_play.launch.machine import restrict_to_device
+from sft_play.launch.machine import mesh_hardware, restrict_to_device
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.refusals import refusals, require_gpus_and_disk
+from sft_play.launch.request import apply_mesh
+from sft_play.launch.run_plan import (
+    build_stage_requests,
+    count_rows_before_planning,
+    finish_stage_requests,
+    plan_request,
+)
 from sft_play.log import one_line
 from sft_play.planner.advice.what_if import parse_grid
-from sft_play.planner.layout import LayoutName, layout_choices
 from sft_play.planner.plan import Plan, format_misfit
 from sft_play.process import signals
 from sft_play.process.environment import independent_environment
@@ -42,9 +48,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import lock_run
 from sft_play.runs.lookup import config_run_name, is_resume, new_run_folder
 from sft_play.runs.manifest import changed_settings, check_no_differences
-from sft_play.starting.plan_run import plan_run
-from sft_play.starting.plan_stages import common_layout, count_rows_before_planning
-from sft_play.starting.refusals import refusals, require_gpus_and_disk
+from sft_play.tables import build_table, gib_or_na, render_lines
 
 logger = logging.getLogger(__name__)
 
@@ -177,10 +181,7 @@ def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
     is_resumed = is_resume(folder, config.output)
     for error in refusals(loaded, hardware, makes_folder=not is_resumed):
         raise error
-    layouts: tuple[LayoutName, ...] = layout_choices(hardware.ranks) if hardware.ranks > 1 else ("single",)
-    options = LaunchOptions(strategy=layouts[0] if len(layouts) == 1 else None)
-    count_rows_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_in_process=False)
-    plans = _cell_plans(loaded, hardware, layouts)
+    plans = _cell_plans(loaded, hardware)
     state = _existing_state(folder, loaded, plans[0]) if is_resumed else "new"
     if state != "finished":
         require_gpus_and_disk(loaded, hardware, plans, folder)
@@ -210,14 +211,15 @@ def _sweep_hardware(loaded: LoadedConfig) -> Hardware:
     return machine if config.model.mesh_shape is not None or len(machine.gpus) < 2 else machine.limit_gpus(1)
 
 
-def _cell_plans(loaded: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutName, ...]) -> list[Plan]:
-    if loaded.stages and len(layouts) > 1:
-        layouts = (common_layout([stage.config for stage in loaded.stages], hardware, layouts=layouts),)
+def _cell_plans(loaded: LoadedConfig, hardware: Hardware) -> list[Plan]:
+    options = LaunchOptions(strategy=None if hardware.ranks > 1 else "single")
+    stage_requests = build_stage_requests(loaded, hardware, options)
+    count_rows_before_planning(stage_requests, trains_in_process=False)
     plans = []
-    for part in loaded.runs:
-        with stage_context(part.stage_name):
-            trace = part.config.plan.trace and bool(hardware.gpus)
-            plans.append(plan_run(part.config, hardware, layouts=layouts, trace=trace))
+    for request in finish_stage_requests(stage_requests):
+        with stage_context(request.run.stage_name):
+            trace = request.run.config.plan.trace and bool(hardware.gpus)
+            plans.append(plan_request(request.plan_request, trace=trace))
     return plans
 
 

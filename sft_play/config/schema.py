@@ -207,11 +207,11 @@ class TuningConfig(Section):
     """Routed experts in 4 bits with qlora, where a class keeps those of all experts as one tensor. auto does it;
     false leaves them in 16 bits; true refuses a run in which there are none."""
 
-    backend: Literal["bnb", "unsloth"] = option("bnb", owner="training.prepare.backend")
+    backend: Literal["bnb", "unsloth"] = option("bnb", owner="planner.backend")
     """bnb: transformers, PEFT and bitsandbytes; unsloth: Unsloth's kernels, in a separate environment (make
     setup-unsloth)."""
 
-    backend_fallback: Literal["bnb"] | None = option(None, owner="training.prepare.backend")
+    backend_fallback: Literal["bnb"] | None = option(None, owner="planner.backend")
     """Backend to fall back to if the requested one cannot run (logged and recorded); null stops the run instead."""
 
     trainable: Literal["all"] | Annotated[tuple[Name, ...], Field(min_length=1)] = option(
@@ -735,7 +735,7 @@ class MixedPrecisionConfig(Section):
 class DistributedConfig(Section):
     """How several ranks work together."""
 
-    timeout_s: float = option(1800.0, owner="launch.command", ge=5.0, le=86_400.0)
+    timeout_s: float = option(1800.0, owner="launch.torchrun", ge=5.0, le=86_400.0)
     """Seconds that ranks wait for one that does not respond; then the run ends and names it."""
 
     shard_ranks: Literal["auto"] | Annotated[int, Field(ge=2)] = option("auto", owner="planner.layout")
@@ -749,7 +749,7 @@ class DistributedConfig(Section):
     DDP and ZeRO-1, micro_batch for FSDP2 (step keeps full gradients on every rank meanwhile) and for ZeRO-2 and -3. A
     number, under DDP and FSDP2: after so many micro-batches, and at the end of the step."""
 
-    find_unused_parameters: bool = option(False, owner="training.ranks.engines")
+    find_unused_parameters: bool = option(False, owner="training.engines")
     """Under DDP, look after each forward pass for parameters that the loss does not use. Needed for models that skip
     some; costs a pass over the graph. FSDP2 and DeepSpeed do not need it."""
 

@@ -19,8 +19,8 @@ import yaml
 
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
-from sft_play.process.variables import DATA_SUFFIXES
 from sft_play.spelling import nearest_name
+from sft_play.variables import DATA_SUFFIXES
 
 # Plain data: what a YAML value becomes, JSON's types only.
 JsonValue = Union[None, bool, int, float, str, list["JsonValue"], dict[str, "JsonValue"]]  # noqa: UP007  (recursive)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose import known_bad, ranks, surroundings, system
 from sft_play.diagnose.disk import disk_findings
-from sft_play.diagnose.pages import DoctorReport, join_unique
+from sft_play.diagnose.pages import DoctorReport
 from sft_play.diagnose.surroundings import SystemFacts
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware, detect_hardware
@@ -18,10 +18,12 @@ from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding
-from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.machine import disable_broken_p2p, require_usable_hardware, select_hardware
+from sft_play.launch.machine import disable_broken_p2p, select_hardware
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.refusals import require_usable_hardware
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
+from sft_play.tables import join_unique
 
 # How long nodes wait for each other: time to start the command by hand on the next one.
 NODE_MEETING_S = 30.0
@@ -186,7 +188,7 @@ def check_node_meeting(
 ) -> tuple[Mapping[str, str] | None, Finding]:
     """Let all nodes meet before a rank is started: the variables that the ranks need to find each other (None: they did
     not meet), and the finding, with the nodes that are missing and what differs."""
-    from sft_play.training.ranks.node_meeting import meet_nodes
+    from sft_play.launch.nodes import meet_nodes
 
     try:
         meeting = meet_nodes(nodes, node_description(system_facts), timeout_s=limit_s)

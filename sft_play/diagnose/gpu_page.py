@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.diagnose.gpu_info import HostInfo, MachineInfo, cpu_capabilities
-from sft_play.diagnose.pages import NOT_KNOWN, build_table, gib_or_na, render_lines, value_or_na, yes_no_or_na
 from sft_play.facts.gpus.gpu import GpuSnapshot, GpuStatus, Topology
 from sft_play.facts.hardware import Hardware
 from sft_play.log import escape_control, one_line
 from sft_play.planner.plan import device_budget_bytes
+from sft_play.tables import NOT_KNOWN, build_table, gib_or_na, render_lines, value_or_na, yes_no_or_na
 
 
 def machine_lines(machine: MachineInfo) -> list[str]:

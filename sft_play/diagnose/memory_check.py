@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.diagnose.gpu_info import read_all_gpus
-from sft_play.diagnose.pages import gib_or_na, value_or_na
 from sft_play.diagnose.processes import RankGroup, RankProcess, find_run_processes, read_manifest_or_empty
 from sft_play.facts.gpus.gpu import GpuProcess, GpuStatus
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.runs.files import read_summary
 from sft_play.runs.folder import RunFolder
+from sft_play.tables import gib_or_na, value_or_na
 
 # Processes of others that a warning names.
 MAX_NAMED_PROCESSES = 3

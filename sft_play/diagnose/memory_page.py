@@ -9,8 +9,8 @@ from collections.abc import Callable
 from rich.table import Table
 
 from sft_play.diagnose.memory_check import MemoryPrediction, MemorySnapshot
-from sft_play.diagnose.pages import build_table, gib_or_na, render_lines
 from sft_play.log import escape_control, one_line
+from sft_play.tables import build_table, gib_or_na, render_lines
 from sft_play.units import format_size
 
 # Seconds between two looks.

@@ -9,24 +9,21 @@ read.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import struct
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
-from sft_play.diagnose.pages import value_or_na
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line
 from sft_play.process.failures import RUN_VARIABLE
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import LAUNCHER, LOCK_FILE, WRITER
+from sft_play.runs.locking import lock_holder_pid, lock_holder_pids
 from sft_play.runs.lookup import iter_runs, resolve_run
+from sft_play.tables import value_or_na
 
 _KEPT_VARIABLES = (RUN_VARIABLE, "RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
@@ -129,40 +126,6 @@ def _resident_bytes(process: psutil.Process) -> int:
     return 0
 
 
-# `struct flock` of 64-bit Linux (type, whence, start, length, pid) and of macOS (start, length, pid, type, whence).
-_LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
-
-
-def lock_holder_pid(folder: RunFolder) -> int | None:
-    """Return the pid of the process that writes a run, the rank's before its command's; 0 for a process of another
-    machine or container, None if nothing writes it."""
-    pid = next(iter(_lock_holder_pids(folder)), None)
-    return pid if pid is None or (pid > 0 and psutil.pid_exists(pid)) else 0
-
-
-def _lock_holder_pids(folder: RunFolder) -> tuple[int, ...]:
-    """The processes that have a run locked, the writer first; -1 is one of another machine. The lock is only asked
-    about: a run that starts at this moment must not find it held."""
-    try:
-        with (folder.path / LOCK_FILE).open("rb") as file:
-            # a run alone locks all of the file, and holds both parts
-            holder_pids = [_byte_lock_holder_pid(file, role) for role in (WRITER, LAUNCHER)]
-    except (OSError, struct.error):
-        return ()
-    return tuple(dict.fromkeys(filter(None, holder_pids)))
-
-
-def _byte_lock_holder_pid(file: IO[bytes], offset: int) -> int:
-    """The process that has a byte locked; 0 where none has, -1 on another machine."""
-    if sys.platform == "darwin":
-        request = struct.pack(_LOCK_BSD, offset, 1, 0, fcntl.F_WRLCK, os.SEEK_SET)
-        _, _, pid, lock_type, _ = struct.unpack(_LOCK_BSD, fcntl.fcntl(file, fcntl.F_GETLK, request))
-    else:
-        request = struct.pack(_LOCK_LINUX, fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
-        lock_type, _, _, _, pid = struct.unpack(_LOCK_LINUX, fcntl.fcntl(file, fcntl.F_GETLK, request))
-    return 0 if lock_type == fcntl.F_UNLCK else int(pid) or -1
-
-
 @dataclass(frozen=True)
 class RunProcesses:
     """The run that is shown: its folder and processes, as far as there are any, and lines about it (`notes`)."""
@@ -215,7 +178,7 @@ def _inspect_run(folder: RunFolder) -> RunProcesses:
         return RunProcesses(
             folder, notes=(f"Run {shown_path} is not running (status: {value_or_na(status)}){ended_note}",)
         )
-    group = find_rank_group(folder, _lock_holder_pids(folder))
+    group = find_rank_group(folder, lock_holder_pids(folder))
     if group is None:
         unseen_text = "by a process that cannot be seen from here (another user, container or machine)"
         return RunProcesses(folder, None, is_running=True, notes=(f"Run {shown_path} is being written, {unseen_text}",))

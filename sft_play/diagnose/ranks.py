@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,15 +18,15 @@ from sft_play.facts.gpus.gpu_catalog import find_catalog_entries
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
-from sft_play.launch.command import TORCHRUN_MODULE, LaunchCommand, torchrun_command
-from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.torchrun import TORCHRUN_MODULE, LaunchCommand, torchrun_command
 from sft_play.log import one_line, redact
 from sft_play.process.environment import LAUNCHER_VARIABLES
 from sft_play.process.failures import format_ranks, kill_process_tree
-from sft_play.process.signals import child_environment
+from sft_play.process.signals import raise_interrupt, start_child, supervise
 
 ALL_REDUCE_NAME, BANDWIDTH_NAME = "all-reduce", "bandwidth"
-CHECK_MODULE = "sft_play.training.ranks.collective_check"
+CHECK_MODULE = "sft_play.diagnose.collective_check"
 # The ranks' own limit is this much shorter, so that they can report what they were waiting for.
 REPORT_MARGIN_S = 5.0
 # Fraction of an NVLink's rate below which something is wrong; nccl-tests reach 0.75 to 0.95 of it.
@@ -91,26 +92,24 @@ def run_all_reduce(
         launch_environment = {name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES}
         with (reports_folder / "output").open("wb") as output_file:
             # so that it ends with the doctor
-            process = subprocess.Popen(
+            process = start_child(
                 [
                     *launch.argv[:launcher_index],
                     "sft_play.process.signals",
                     *launch.argv[launcher_index:],
                 ],
-                env=child_environment({**launch_environment, **launch.environment}),
+                environment={**launch_environment, **launch.environment},
+                death_signal=signal.SIGKILL,
                 stdin=subprocess.DEVNULL,
                 stdout=output_file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # ctrl-C goes to the doctor, which ends the ranks itself
             )
-            try:
-                code = process.wait(timeout=limit_s)
-            except subprocess.TimeoutExpired:
-                code, outcome = -1, replace(outcome, timed_out=True)
-            finally:
-                if process.poll() is None:  # a launcher that has ended took its ranks with it
-                    kill_process_tree(process.pid)
-                    process.wait()
+            # Ctrl-C ends the doctor at once, and the ranks with it: they have nothing to save
+            with supervise([process], on_stop=raise_interrupt, kill=lambda launcher: kill_process_tree(launcher.pid)):
+                try:
+                    code = process.wait(timeout=limit_s)
+                except subprocess.TimeoutExpired:
+                    code, outcome = -1, replace(outcome, timed_out=True)
         # The last lines with words: the launcher frames its report with lines of dashes.
         lines = (reports_folder / "output").read_text(encoding="utf-8", errors="replace").splitlines()
         last_lines = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-_TAIL_LINES:]

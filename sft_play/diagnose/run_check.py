@@ -31,8 +31,8 @@ from sft_play.facts.models.architecture import (
     require_available_model,
 )
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
-from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.machine import require_usable_hardware
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.refusals import require_usable_hardware
 from sft_play.log import one_line
 from sft_play.planner.micro_batches import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit
@@ -312,14 +312,14 @@ class _RunChecks:
         if self._tokenizer is None or self._planned_run is None:
             yield skip_finding("model", "not without a tokenizer and a plan; see there")
             return
-        from sft_play.training.prepare.backend import choose_backend
+        from sft_play.planner.backend import choose_backend
         from sft_play.training.prepare.base_adapter import read_base_adapter
         from sft_play.training.prepare.model_spec import build_model_spec
         from sft_play.training.prepare.tokenizer import added_token_rows
 
         try:
             if not self._hardware.named:  # a backend is chosen by the GPUs that are here
-                choose_backend(self._config)
+                choose_backend(self._config, self._hardware)
             size, new_rows = len(self._tokenizer), added_token_rows(self._tokenizer, self._config)
             precision = self._planned_run.plan.precision
             spec = build_model_spec(self._config, precision, tokenizer_size=size, new_rows=new_rows)

@@ -15,15 +15,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.diagnose.pages import align_columns
-from sft_play.diagnose.processes import lock_holder_pid
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import RunCommandResult, next_command_line
 from sft_play.log import one_line
 from sft_play.runs.files import read_evaluations, read_json, read_metric_lines, read_summary
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import lock_run
+from sft_play.runs.locking import lock_holder_pid, lock_run
 from sft_play.runs.lookup import iter_runs
+from sft_play.tables import align_columns
 from sft_play.units import format_duration, format_size
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup, is_host_address
 from sft_play.launch.deepspeed.files import ZERO_LAYOUTS
-from sft_play.launch.exported import rank_variables, read_nodes
+from sft_play.launch.torchrun import rank_variables, read_nodes
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName
 

@@ -1,6 +1,5 @@
 """The machine as a run uses it: the GPUs that were named, one of them, or ranks that share a CPU; or the CPU where it
-is asked for. What cannot run on it is refused before anything loads, and what libraries read when they are imported is
-set.
+is asked for. Beside it what libraries read of the machine when they are imported.
 """
 
 from __future__ import annotations
@@ -9,23 +8,19 @@ import dataclasses
 import logging
 import os
 import re
-import socket
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.compiler import require_compiler, require_inductor
+from sft_play.errors import HardwareError
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.unusable_accelerators import CPU_HINT, VISIBILITY_VARIABLES, find_unusable_accelerator
+from sft_play.facts.gpus.unusable_accelerators import VISIBILITY_VARIABLES
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.models.architecture import find_model_folder, is_hub_reachable
-from sft_play.facts.network import GLOO_VARIABLE, find_interface, route_address
-from sft_play.launch.command import visible_gpu_variables
-from sft_play.launch.exported import RankInfo
-from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.torchrun import visible_gpu_variables
 from sft_play.log import one_line
-from sft_play.planner.plan import Plan
+from sft_play.planner.mesh import parse_mesh
 from sft_play.process.environment import set_deepspeed_to_cpu
 
 logger = logging.getLogger(__name__)
@@ -33,13 +28,22 @@ logger = logging.getLogger(__name__)
 # What accelerate asks for on several RTX 40 with an older driver than `_WORKING_P2P_DRIVER`.
 P2P_OFF_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 _WORKING_P2P_DRIVER = [550, 40, 7]
-# Parameters above which a model is trained on a CPU only if that is asked for: a step takes minutes.
-MAX_CPU_PARAMS = 1_000_000_000
 
 
 def restrict_to_device(config: RunConfig, hardware: Hardware) -> Hardware:
     """This machine as `train.device` restricts it."""
     return hardware.without_gpus() if config.train.device == "cpu" else hardware
+
+
+def mesh_hardware(config: RunConfig, hardware: Hardware) -> Hardware:
+    """The machine as a run would use it for the mesh of its YAML: as many CPU processes, or of its GPUs. GPUs that are
+    only named are all used, and too few stay too few: the plan says what the mesh would take."""
+    mesh = parse_mesh(config.model.mesh_shape)
+    if mesh is None:
+        return hardware
+    if not hardware.gpus:
+        return dataclasses.replace(hardware, cpu_ranks=mesh.ranks)
+    return hardware if hardware.named or mesh.ranks >= hardware.ranks else hardware.limit_gpus(mesh.ranks)
 
 
 def select_hardware(options: LaunchOptions, hardware: Hardware) -> Hardware:
@@ -70,61 +74,6 @@ def select_hardware(options: LaunchOptions, hardware: Hardware) -> Hardware:
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     machine = dataclasses.replace(hardware, gpus=tuple(chosen_gpus))
     return spread_hardware(machine, len(chosen_gpus) * options.nodes.count, options.nodes.count)
-
-
-def adjust_local_rank(rank_info: RankInfo, hardware: Hardware, environment: MutableMapping[str, str]) -> RankInfo:
-    """This rank's place, where its launcher shows it one GPU alone (Slurm's `--gpus-per-task=1`): device 0, whatever
-    its number on the node, which torch and accelerate read from `LOCAL_RANK`."""
-    if len(hardware.gpus) != 1 or rank_info.local_world_size < 2:
-        return rank_info
-    environment["LOCAL_RANK"] = "0"
-    return dataclasses.replace(rank_info, local_rank=0)
-
-
-def choose_interface(rank_info: RankInfo, environment: MutableMapping[str, str]) -> None:
-    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`, where nobody
-    has. gloo would take the address of this host's own name, which may be the loopback (Debian's /etc/hosts), and on
-    the other nodes means themselves; NCCL finds interfaces by itself. Raises ConfigError where MASTER_ADDR does not
-    resolve here."""
-    host = environment.get("MASTER_ADDR")
-    if rank_info.world_size <= rank_info.local_world_size or not host:
-        return
-    port = environment.get("MASTER_PORT", "")
-    try:
-        address = route_address(host, int(port) if port.isdigit() else 0)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}; where torchrun runs with --rdzv-backend c10d it takes the name of node 0's host: give "
-            "--local-addr with this node's own address on every node"
-        ) from None
-    interface = find_interface(address) if address else None
-    if environment.get(GLOO_VARIABLE) or interface is None:
-        return
-    environment[GLOO_VARIABLE] = interface
-    logger.info("Network: gloo uses %s (%s), which leads to MASTER_ADDR=%s; %s= names another",
-                interface, address, one_line(host), GLOO_VARIABLE)  # fmt: skip
-
-
-def rank_gpu_id(rank_info: RankInfo, hardware: Hardware) -> str:
-    """Return an id of this rank's GPU that no other GPU has: host and UUID; empty where there is no GPU, or the
-    driver does not tell its UUID."""
-    index = hardware.gpus[rank_info.local_rank].index if rank_info.local_rank < len(hardware.gpus) else None
-    snapshot = nvml.gpu_snapshot(details=False, topology=False) if index is not None else None
-    uuid = next((gpu.uuid or gpu.bus_id for gpu in snapshot.gpus if gpu.index == index), None) if snapshot else None
-    return f"{socket.gethostname()} {uuid}" if uuid else ""
-
-
-def require_distinct_gpus(gpu_ids: Sequence[str]) -> None:
-    """Raises HardwareError where two ranks have the same GPU, which NCCL refuses; `names`: `rank_gpu_id` of each."""
-    first_rank_by_gpu: dict[str, int] = {}
-    for rank, gpu_id in enumerate(gpu_ids):
-        first_rank = first_rank_by_gpu.setdefault(gpu_id, rank) if gpu_id else rank
-        if first_rank != rank:
-            raise HardwareError(
-                f"ranks {first_rank} and {rank} have the same GPU ({one_line(gpu_id)}): start one rank per GPU, and "
-                f"give "
-                "each its own (srun --gpus-per-task=1, or all GPUs of the node to every rank)"
-            )
 
 
 def spread_hardware(
@@ -159,23 +108,6 @@ def use_one_gpu(hardware: Hardware) -> Hardware:
     return hardware.limit_gpus(1)
 
 
-def check_rank_gpu(plan: Plan, rank_info: RankInfo) -> None:
-    """Raises HardwareError where this rank's GPU is not the one that was planned for."""
-    if not plan.hardware.gpus:
-        return
-    visible_gpus, planned_gpu = detect_hardware().gpus, plan.hardware.gpus[0]
-    if rank_info.local_rank >= len(visible_gpus):
-        raise HardwareError(
-            f"rank {rank_info.rank} needs GPU {rank_info.local_rank}, and {len(visible_gpus)} can be seen"
-        )
-    if visible_gpus[rank_info.local_rank].name != planned_gpu.name:
-        raise HardwareError(
-            f"rank {rank_info.rank} has a {visible_gpus[rank_info.local_rank].name}, and the plan is for "
-            f"{planned_gpu.name}: use GPUs of one kind (CUDA_VISIBLE_DEVICES=, with CUDA_DEVICE_ORDER=PCI_BUS_ID, "
-            "names those of this machine)"
-        )
-
-
 def warn_idle_gpus(hardware: Hardware, options: LaunchOptions, accelerate_file: Path | None) -> None:
     """Warn where a number of processes leaves GPUs of this node idle, with what would use them all."""
     total, used = len(detect_hardware().gpus), hardware.ranks_per_node
@@ -190,7 +122,19 @@ def warn_idle_gpus(hardware: Hardware, options: LaunchOptions, accelerate_file: 
                    total - used, total, "stay" if total - used > 1 else "stays", total, file_hint)  # fmt: skip
 
 
-# --- what it can run --------------------------------------------------------------------------------------------------
+# --- what libraries read when they are imported -----------------------------------------------------------------------
+
+
+def prepare_libraries(model: str, hardware: Hardware) -> None:
+    """Set the environment variables that the libraries read when they are imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # the profiler's library writes `USDT:` lines to standard error whatever it is told, but from above its last level
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    if not hardware.gpus:
+        set_deepspeed_to_cpu()
+    allow_fp16(hardware, os.environ)
+    disable_broken_p2p(hardware, os.environ)
+    go_offline_without_hub(model)
 
 
 def hide_gpus(config: RunConfig, environment: MutableMapping[str, str]) -> None:
@@ -200,6 +144,13 @@ def hide_gpus(config: RunConfig, environment: MutableMapping[str, str]) -> None:
         if environment.get(VISIBILITY_VARIABLES[0]) != "-1":  # for a rank, the parent has logged it already
             logger.info("train.device=cpu: no GPU is used or looked for")
         environment.update(dict.fromkeys(VISIBILITY_VARIABLES, "-1"))
+
+
+def allow_fp16(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
+    """Let DeepSpeed train in fp16 on Pascal, the only 16 bits that it has: without the variable its engine refuses to
+    start on compute capability 6.x (accelerator/cuda_accelerator.py, `is_fp16_supported`)."""
+    if any(gpu.capability and gpu.capability[0] == 6 for gpu in hardware.gpus):
+        environment.setdefault("DS_ALLOW_DEPRECATED_FP16", "1")
 
 
 def disable_broken_p2p(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
@@ -227,67 +178,6 @@ def has_broken_p2p(names: Sequence[str], driver: str | None) -> bool:
 def _installed_gpus() -> tuple[list[str], str | None]:
     snapshot = nvml.gpu_snapshot(details=False, topology=False)
     return ([gpu.name or "" for gpu in snapshot.gpus], snapshot.driver) if snapshot else ([], None)
-
-
-def allow_fp16(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
-    """Let DeepSpeed train in fp16 on Pascal, the only 16 bits that it has: without the variable its engine refuses to
-    start on compute capability 6.x (accelerator/cuda_accelerator.py, `is_fp16_supported`)."""
-    if any(gpu.capability and gpu.capability[0] == 6 for gpu in hardware.gpus):
-        environment.setdefault("DS_ALLOW_DEPRECATED_FP16", "1")
-
-
-def require_usable_hardware(
-    config: RunConfig, hardware: Hardware, environment: Mapping[str, str], *, count_params: Callable[[], int]
-) -> None:
-    """Check, before anything loads, that a run here is what its user expects and can take a step; `count_params`: the
-    model's parameters, asked for on a CPU only. Raises HardwareError where an accelerator would not be used, the model
-    is too large for a CPU, Triton or inductor cannot build what is needed, or flash-attn 2 has no kernels."""
-    if config.train.compile:
-        require_inductor(hardware, environment)
-    obstacle = flash_obstacle(config, hardware)
-    if obstacle is not None:
-        raise HardwareError(f"model.attn_implementation: {obstacle[0]}; {obstacle[1]}")
-    if hardware.gpus:
-        return require_compiler(hardware, environment)
-    if config.train.device == "cpu":
-        return None
-    if accelerator := find_unusable_accelerator(environment):
-        raise HardwareError(accelerator)
-    param_count = count_params()  # asked last: for a model of the hub it fetches the config
-    if param_count > MAX_CPU_PARAMS:
-        raise HardwareError(
-            f"no GPU was detected here, and {one_line(config.model.name)} has {param_count / 1e9:.1f} billion "
-            f"parameters: make gpu-info shows what this machine has; or {CPU_HINT}"
-        )
-    return None
-
-
-def flash_obstacle(config: RunConfig, hardware: Hardware) -> tuple[str, str] | None:
-    """What keeps flash-attn 2 from this machine, and what to do; None where it runs, or is not asked for."""
-    if config.model.attn_implementation != "flash_attention_2":
-        return None
-    if not hardware.gpus:
-        return "flash_attention_2 has kernels for GPUs, and this run uses the CPU", "use auto"
-    old_gpus = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0)]
-    if not old_gpus:
-        return None
-    return (
-        f"flash_attention_2 needs GPUs from Ampere on (compute capability 8.0), and {old_gpus[0].name} has "
-        f"{'.'.join(map(str, old_gpus[0].capability or ()))}",
-        "use auto",
-    )
-
-
-def prepare_libraries(model: str, hardware: Hardware) -> None:
-    """Set the environment variables that the libraries read when they are imported."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    # the profiler's library writes `USDT:` lines to standard error whatever it is told, but from above its last level
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    if not hardware.gpus:
-        set_deepspeed_to_cpu()
-    allow_fp16(hardware, os.environ)
-    disable_broken_p2p(hardware, os.environ)
-    go_offline_without_hub(model)
 
 
 def go_offline_without_hub(name: str) -> None:

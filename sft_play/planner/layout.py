@@ -124,6 +124,12 @@ class PreviousRun:
         # 0: the run's manifest does not say, and then every rank had rows of its own
         object.__setattr__(self, "processes", self.processes or self.batch.ranks)
 
+    def kept_layout(self, processes: int) -> LayoutName | None:
+        """The layout that the run keeps over this many processes; None where any may be taken: DeepSpeed's checkpoints
+        are read by the same layout only, those of the others by any, over any number of ranks."""
+        has_same_ranks = self.processes == processes
+        return self.layout if has_same_ranks or self.layout in DEEPSPEED_LAYOUTS else None
+
     def resume_obstacle(self, layout: LayoutName) -> str | None:
         """Why the run's checkpoint cannot be resumed in another layout; None where it can, over any number of ranks:
         one process, DDP and FSDP read each other's checkpoints, DeepSpeed's shards are of its layout."""

@@ -255,6 +255,12 @@ class PlanRequest:
     """Packages with kernels that are not installed (`facts.installed.missing_kernel_packages`)."""
     libraries: CudaLibraries = PINNED_CUDA_LIBRARIES
     """Those by which PyTorch chooses kernels (`facts.installed.cuda_libraries`)."""
+    keeps_params: bool = False
+    """Whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say."""
+    resumed_batch: BatchPlan | None = None
+    """The batch that a resumed run keeps, whatever the config says."""
+    resumed_updates: WeightUpdates | None = None
+    """How updates reached the weights of a resumed run, which `weight_updates: auto` takes."""
 
     @property
     def named_layout(self) -> LayoutName | None:
@@ -273,9 +279,6 @@ def make_plan(
     *,
     trace_candidate: TraceCandidate | None = None,
     estimate_run_length: Callable[[int], RunLength | None] | None = None,
-    keeps_params: bool = False,
-    resumed_batch: BatchPlan | None = None,
-    resumed_updates: WeightUpdates | None = None,
 ) -> Plan:
     """Make the plan of a run. Where nothing fits it suggests nothing; `advice.suggestions.make_advised_plan` does.
 
@@ -283,18 +286,12 @@ def make_plan(
         trace_candidate: traces the choice; the larger of prediction and trace counts, and what then does not fit is
         given up.
         estimate_run_length: the optimizer steps and tokens of the run, given the effective batch.
-        keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
-        resumed_batch: the batch that a resumed run keeps, whatever the config says.
-        resumed_updates: how updates reached the weights of a resumed run, which `weight_updates: auto` takes.
 
     Raises ConfigError for batch sizes that do not divide, and for what this machine, job or model does not allow.
     """
     config, shape, hardware = request.config, request.shape, request.hardware
     _check_settings(request)  # first, so that the message names the setting and not a layout
-    inputs = dataclasses.replace(
-        build_plan_inputs(request), resumed_batch=resumed_batch, resumed_updates=resumed_updates
-    )
-    inputs, candidates, impossible = _evaluate_layouts(request, inputs, keeps_params=keeps_params)
+    inputs, candidates, impossible = _evaluate_layouts(request, build_plan_inputs(request))
     choice, candidates, notes = _choose_confirmed(inputs, candidates, trace_candidate)
     speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
     step, half_precision = choice.step, choice.precision.compute != "float32"
@@ -343,7 +340,7 @@ def make_plan(
 def check_plan_request(request: PlanRequest) -> None:
     """Run only the checks of `make_plan` that do not depend on row lengths, on a few candidates. Raises ConfigError."""
     _check_settings(request)
-    lowest_memory_candidates(build_plan_inputs(request), _requested_layouts(request, keeps_params=False)[0])
+    lowest_memory_candidates(build_plan_inputs(request), _requested_layouts(request)[0])
 
 
 def _check_settings(request: PlanRequest) -> None:
@@ -353,9 +350,9 @@ def _check_settings(request: PlanRequest) -> None:
 
 
 def _evaluate_layouts(
-    request: PlanRequest, inputs: PlanInputs, *, keeps_params: bool
+    request: PlanRequest, inputs: PlanInputs
 ) -> tuple[PlanInputs, list[Candidate], tuple[ImpossibleLayout, ...]]:
-    layouts, impossible = _requested_layouts(request, keeps_params=keeps_params)
+    layouts, impossible = _requested_layouts(request)
     inputs, candidates = evaluate_weight_updates(inputs, layouts)
     # context parallelism is slower wherever a whole row fits a GPU: evaluated only where nothing else fits
     can_divide_rows = "fsdp_cp" in request.allowed_layouts and request.config.model.mesh_shape is None
@@ -366,16 +363,14 @@ def _evaluate_layouts(
     return inputs, candidates, impossible
 
 
-def _requested_layouts(
-    request: PlanRequest, *, keeps_params: bool
-) -> tuple[list[Layout], tuple[ImpossibleLayout, ...]]:
+def _requested_layouts(request: PlanRequest) -> tuple[list[Layout], tuple[ImpossibleLayout, ...]]:
     hardware = request.hardware
     possible, impossible = find_layouts(request.config, request.shape, hardware, named=request.named_layout)
     layouts = [layout for layout in possible if layout.name in request.allowed_layouts] or list(possible[:1])
     if not layouts:
         reasons = "; ".join(f"{item.name}: {item.because}" for item in impossible)
         raise ConfigError(f"no layout over {hardware.ranks} ranks can run this job: {reasons}")
-    if keeps_params:
+    if request.keeps_params:
         layouts = [dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts]
     return layouts, impossible
 
@@ -433,6 +428,8 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
         fp32_master_weights=fp32_master_weights,
         row_tokens=row_tokens,
         libraries=request.libraries,
+        resumed_batch=request.resumed_batch,
+        resumed_updates=request.resumed_updates,
     )
 
 

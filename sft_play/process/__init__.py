@@ -1,2 +1,4 @@
-"""This process and those that it starts: variables that they are given (`variables`, `environment`), their memory
-(`imports`), how they end (`signals`), and how a failure is told across ranks (`failures`)."""
+"""What every process needs: how it ends, alone and with those that it starts (`signals`), how a rank's
+failure is told (`failures`), the variables that it is given (`environment`), its memory (`imports`), and what is said
+while something takes long (`waiting`).
+"""

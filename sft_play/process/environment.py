@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from sft_play.log import one_line
-from sft_play.process.variables import VARIABLES
+from sft_play.variables import VARIABLES
 
 MAKE_COMMAND_VARIABLES = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV", "UNSLOTH_VENV"))
 # Variables that a launcher sets for its ranks; OMP_NUM_THREADS too, but without a launcher that is the user's.

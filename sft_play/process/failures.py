@@ -1,7 +1,7 @@
 """How a rank of several ends: recorded by the rank itself, so that the agent that started it reports it once.
 
 A rank writes into the file that torch's launcher names in TORCHELASTIC_ERROR_FILE, in the form that the launcher reads
-(`message`, `extraInfo`), with our own part beside it. Under our agent (`sft_play.training.ranks.elastic_agent`) the
+(`message`, `extraInfo`), with our own part beside it. Under our agent (`sft_play.launch.agent`) the
 rank does not print it, so that a mistake that eight ranks find is reported once. Under another launcher it prints as a
 single process does.
 """

@@ -5,6 +5,7 @@ Standard library only, so that the smallest child process can use it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import runpy
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -214,6 +215,59 @@ def raise_interrupt(signal_number: int) -> None:
     raise KeyboardInterrupt
 
 
+def start_child(
+    argv: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    death_signal: signal.Signals = signal.SIGTERM,
+    **popen_options: Any,
+) -> subprocess.Popen[Any]:
+    """Start a program of this package, which calls `watch_parent` first: it ends with this process, by `death_signal`.
+    It has a session of its own, so that a terminal's Ctrl-C reaches this process alone, and the child hears of it once.
+    `popen_options`: further arguments of Popen."""
+    child_variables = child_environment(environment, signal_number=death_signal)
+    return subprocess.Popen(argv, env=child_variables, start_new_session=True, **popen_options)
+
+
+@contextlib.contextmanager
+def supervise(
+    processes: Sequence[subprocess.Popen[Any]],
+    *,
+    on_stop: Callable[[int], object] = lambda signal_number: None,
+    kill: Callable[[subprocess.Popen[Any]], object] = subprocess.Popen.kill,
+) -> Iterator[list[int]]:
+    """While open, pass a request to stop on to these processes as SIGTERM, so that they can save; another request kills
+    them. Those that still run when the block ends are killed: only an error ends it before them.
+
+    Args:
+        processes: read anew at each request, so that the block may start more.
+        on_stop: called with the first signal's number, before it is passed on.
+        kill: ends one of the processes at once, with what it has started.
+
+    Yields the list of the signals that have come.
+    """
+    received_signals: list[int] = []
+
+    def terminate_all(signal_number: int) -> None:
+        received_signals.append(signal_number)
+        on_stop(signal_number)
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+
+    def kill_all(signal_number: int) -> None:
+        received_signals.append(signal_number)
+        for process in processes:
+            kill(process)
+
+    with StopSignals(terminate_all, kill_all):
+        try:
+            yield received_signals
+        finally:
+            for process in [process for process in processes if process.poll() is None]:
+                kill(process)
+                process.wait()
+
+
 class ChildResult(NamedTuple):
     """How a process that ran beside this one ended."""
 
@@ -226,21 +280,15 @@ class ChildResult(NamedTuple):
 def run_child(
     module: str, arguments: Sequence[str], *, environment: Mapping[str, str], **popen_options: Any
 ) -> ChildResult:
-    """Run `python -m MODULE WORDS...` in a session of its own until it ends: a request to stop is passed on as SIGTERM,
-    so that it can save, and another one kills it. `popen_options`: further arguments of Popen."""
+    """Run `python -m MODULE WORDS...` until it ends, supervised. `popen_options`: further arguments of Popen."""
     # safe path: `-m` would put the working folder first, whose package of that name may be another one
-    environment = child_environment({**environment, "PYTHONSAFEPATH": "1"}, signal_number=signal.SIGTERM)
-    process = subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment, start_new_session=True,
-                               text=True, **popen_options)  # fmt: skip
-    stop_signals: list[int] = []
-
-    def stop(signal_number: int) -> None:
-        stop_signals.append(signal_number)
-        process.send_signal(signal.SIGTERM)
-
-    with StopSignals(stop, lambda number: process.kill()):
+    environment = {**environment, "PYTHONSAFEPATH": "1"}
+    process = start_child(
+        [sys.executable, "-m", module, *arguments], environment=environment, text=True, **popen_options
+    )
+    with supervise([process]) as received_signals:
         stdout, _ = process.communicate()
-    return ChildResult(process.returncode, stdout or "", bool(stop_signals))
+    return ChildResult(process.returncode, stdout or "", bool(received_signals))
 
 
 def detach_dead_terminal() -> None:

@@ -10,11 +10,15 @@ import json
 import logging
 import os
 import socket
+import struct
+import sys
 import weakref
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
+
+import psutil
 
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line
@@ -177,3 +181,39 @@ def _write_note(folder: RunFolder, descriptor: int) -> None:
         os.pwrite(descriptor, text + b"\n", 0)
     except OSError as error:
         raise RunFolderError(f"{folder.path} cannot be written: {error.strerror}") from None
+
+
+# --- who holds it ----------------------------------------------------------------------------------------------------
+
+# `struct flock` of 64-bit Linux (type, whence, start, length, pid) and of macOS (start, length, pid, type, whence).
+_LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
+
+
+def lock_holder_pid(folder: RunFolder) -> int | None:
+    """Return the pid of the process that writes a run, the rank's before its command's; 0 for a process of another
+    machine or container, None if nothing writes it."""
+    pid = next(iter(lock_holder_pids(folder)), None)
+    return pid if pid is None or (pid > 0 and psutil.pid_exists(pid)) else 0
+
+
+def lock_holder_pids(folder: RunFolder) -> tuple[int, ...]:
+    """The processes that have a run locked, the writer first; -1 is one of another machine. The lock is only asked
+    about: a run that starts at this moment must not find it held."""
+    try:
+        with (folder.path / LOCK_FILE).open("rb") as file:
+            # a run alone locks all of the file, and holds both parts
+            holder_pids = [_byte_lock_holder_pid(file, role) for role in (WRITER, LAUNCHER)]
+    except (OSError, struct.error):
+        return ()
+    return tuple(dict.fromkeys(filter(None, holder_pids)))
+
+
+def _byte_lock_holder_pid(file: IO[bytes], offset: int) -> int:
+    """The process that has a byte locked; 0 where none has, -1 on another machine."""
+    if sys.platform == "darwin":
+        request = struct.pack(_LOCK_BSD, offset, 1, 0, fcntl.F_WRLCK, os.SEEK_SET)
+        _, _, pid, lock_type, _ = struct.unpack(_LOCK_BSD, fcntl.fcntl(file, fcntl.F_GETLK, request))
+    else:
+        request = struct.pack(_LOCK_LINUX, fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
+        lock_type, _, _, _, pid = struct.unpack(_LOCK_LINUX, fcntl.fcntl(file, fcntl.F_GETLK, request))
+    return 0 if lock_type == fcntl.F_UNLCK else int(pid) or -1

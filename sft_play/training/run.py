@@ -14,8 +14,10 @@ from sft_play.planner import calibration
 from sft_play.planner.precision import DTYPE_SHORT_NAMES
 from sft_play.runs import oom
 from sft_play.runs.files import truncate_metrics
+from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
+from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import RunJob
 from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopController, stop_signals
 from sft_play.training.loop.curriculum import StageSequence
@@ -33,8 +35,6 @@ from sft_play.training.prepare.device_checks import check_device, check_gpu, exp
 from sft_play.training.prepare.prepare import Prepared, data_facts, input_digests, prepare
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.run_folder import open_run_folder
-from sft_play.training.ranks import distributed, engines
-from sft_play.training.ranks.heartbeat import Heartbeat
 from sft_play.training.unsloth import bridge
 
 logger = logging.getLogger(__name__)

@@ -19,13 +19,13 @@ import numpy as np
 import regex
 
 from sft_play.data.sources.messages import Message
-from sft_play.diagnose.pages import align_columns
 from sft_play.errors import ConfigError
 from sft_play.finished.evaluate.eval_rows import EvalRows
 from sft_play.finished.evaluate.score import RowScore
 from sft_play.finished.evaluate.statistics import Interval, paired_bootstrap
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
+from sft_play.tables import align_columns
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question
 
 logger = logging.getLogger(__name__)

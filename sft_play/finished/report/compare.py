@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose.pages import build_table, render_lines
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import find_best_checkpoint
 from sft_play.finished.report.charts import COLOURS, Chart, ChartError, Curve, draw_charts, plot_as_text
@@ -24,6 +23,7 @@ from sft_play.finished.report.record import (
 from sft_play.finished.run import RunCommandResult, next_command_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
+from sft_play.tables import build_table, render_lines
 from sft_play.units import format_duration, format_size
 
 # In the folder of the first run that is named.

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 
 from sft_play.errors import ModelError, TrainingError
+from sft_play.training.distributed import is_first
 from sft_play.training.model.language_model import PEFT_PREFIX, find_text_tower, names_lost_by_peft
-from sft_play.training.ranks.distributed import is_first
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)

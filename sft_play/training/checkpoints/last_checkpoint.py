@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from sft_play.errors import RunFolderError
+from sft_play.training import distributed
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.ranks import distributed
-from sft_play.training.ranks.heartbeat import Heartbeat
+from sft_play.training.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from sft_play.runs.files import free_disk_bytes, require_disk_space
+from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
 

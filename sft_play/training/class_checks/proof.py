@@ -20,9 +20,9 @@ import torch
 
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
+from sft_play.training import distributed
 from sft_play.training.model import context_parallel, varlen
 from sft_play.training.prepare.model_spec import ModelSpec
-from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
 

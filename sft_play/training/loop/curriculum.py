@@ -21,13 +21,13 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
 from sft_play.runs.files import read_summary
 from sft_play.runs.folder import DEEPSPEED_FILE
+from sft_play.training import distributed
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.job import RunJob, resume_command
 from sft_play.training.measure.peaks import RunMonitors
 from sft_play.training.prepare.prepare import Prepared, log_rows
 from sft_play.training.prepare.run_folder import layout_facts
-from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 
 from sft_play.errors import BackendError, TrainingError
 from sft_play.planner.precision import find_fp16_overflow, format_fp16_overflow
+from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
 

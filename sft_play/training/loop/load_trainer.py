@@ -12,6 +12,7 @@ import torch
 from sft_play.config.schema import RunConfig
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.precision import Precision
+from sft_play.training import distributed, engines
 from sft_play.training.checkpoints.full_state_dict import load_adapter_weights
 from sft_play.training.class_checks.adapter_trial import freeze_parameters
 from sft_play.training.class_checks.compiling import compile_blocks
@@ -31,7 +32,6 @@ from sft_play.training.model.model_loading import load_model, read_model
 from sft_play.training.prepare.lora_config import freeze_unmatched
 from sft_play.training.prepare.model_spec import ModelSpec, resized_spec
 from sft_play.training.prepare.prepare import Prepared
-from sft_play.training.ranks import distributed, engines
 
 
 def load_trainer(

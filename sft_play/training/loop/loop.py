@@ -28,10 +28,12 @@ from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import Plan
 from sft_play.process.signals import die_with_parent
 from sft_play.process.waiting import WaitProgress, report_wait
+from sft_play.training import distributed
 from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from sft_play.training.class_checks.compiling import CompileMonitor
 from sft_play.training.class_checks.kernels import ActiveKernels
+from sft_play.training.distributed import rng_devices
 from sft_play.training.loop.collate import COUNT_KEYS, Collator, split_batch
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, LoggingSumsCallback, read_early_stopping_counter
 from sft_play.training.loop.memory import TRAINING, StepMemory
@@ -51,8 +53,6 @@ from sft_play.training.loop.upstream import require_upstream_names
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question, generate_answers
 from sft_play.training.measure.monitor import count_tokens, head_metrics, scored_labels, source_losses
 from sft_play.training.model import context_parallel, sdpa, varlen
-from sft_play.training.ranks import distributed
-from sft_play.training.ranks.distributed import rng_devices
 
 logger = logging.getLogger(__name__)
 

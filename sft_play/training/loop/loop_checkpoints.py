@@ -23,13 +23,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from sft_play.errors import SftPlayError
 from sft_play.log import one_line
 from sft_play.runs.files import free_disk_bytes, require_disk_space, sync_folder
+from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints, full_state_dict, sharded_checkpoints, universal
 from sft_play.training.checkpoints.model_saving import embeddings_to_save
+from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.loop.finite import NonFiniteStepGuard, require_finite
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory
-from sft_play.training.ranks import distributed, engines
-from sft_play.training.ranks.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 

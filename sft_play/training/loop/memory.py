@@ -22,9 +22,9 @@ from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.runs.oom import OomEvent
+from sft_play.training import distributed
 from sft_play.training.loop.rows import FILLER_INDEX
 from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory, out_of_memory_message
-from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

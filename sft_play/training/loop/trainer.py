@@ -25,6 +25,7 @@ from sft_play.data.build.splits import DataSplit
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
+from sft_play.training import distributed, engines
 from sft_play.training.loop.collate import COUNT_KEYS, SOURCE
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices, stochastic_rounding_class
@@ -35,7 +36,6 @@ from sft_play.training.measure.profile import build_profile_window
 from sft_play.training.model.adapter_inputs import cast_outside_autocast
 from sft_play.training.model.fused_head import set_backbone_prefix, use_class_logits
 from sft_play.training.prepare.model_spec import decoder_layers
-from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
 

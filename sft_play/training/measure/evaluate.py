@@ -10,14 +10,14 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 
 from sft_play.data.build.splits import DataSplit
+from sft_play.training import distributed
+from sft_play.training.engines import EngineCheck, check_engine, single_process_check
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import to_dataset
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question, select_questions
 from sft_play.training.measure.peaks import MemoryPeaks
 from sft_play.training.prepare.prepare import Prepared
-from sft_play.training.ranks import distributed
-from sft_play.training.ranks.engines import EngineCheck, check_engine, single_process_check
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from transformers import TrainerCallback
 
 from sft_play.planner.memory.estimate import RunPhase
 from sft_play.planner.plan import Plan
+from sft_play.training import distributed
 from sft_play.training.loop.rows import DEFAULT_SOURCES
 from sft_play.training.measure.peaks import MemoryPeaks
-from sft_play.training.ranks import distributed
 from sft_play.units import GIB
 
 # Parts of a step: waiting for rows, the micro-steps with their communication, the optimizer's step.

@@ -22,7 +22,7 @@ import torch
 from sft_play.planner.memory.estimate import RunPhase
 from sft_play.planner.plan import Plan
 from sft_play.process.imports import release_free_memory
-from sft_play.training.ranks.heartbeat import Heartbeat
+from sft_play.training.heartbeat import Heartbeat
 
 # Seconds between two samples of resident memory; one takes 0.03 ms.
 SAMPLE_INTERVAL_S = 0.02

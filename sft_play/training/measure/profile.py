@@ -27,7 +27,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.planner.speed.traffic import sent_bytes
-from sft_play.training.ranks.distributed import gather_values, is_first
+from sft_play.training.distributed import gather_values, is_first
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from sft_play.errors import Interrupted
 from sft_play.log import one_line
 from sft_play.runs.files import free_disk_bytes, read_evaluations, require_disk_space
 from sft_play.starter import CONFIG
+from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.card import CardFacts, answer_stop_ids, result_figures, write_card
 from sft_play.training.checkpoints.checkpoints import record_digests
@@ -27,7 +28,6 @@ from sft_play.training.measure.evaluate import EvalMetrics, InitialEvaluation
 from sft_play.training.measure.peaks import MemoryMeter, RunMonitors
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.prepare.prepare import Prepared
-from sft_play.training.ranks import distributed, engines
 from sft_play.units import GIB, format_duration
 
 logger = logging.getLogger(__name__)

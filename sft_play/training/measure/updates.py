@@ -14,8 +14,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from sft_play.planner.precision import WeightUpdates
+from sft_play.training import distributed, engines
 from sft_play.training.prepare.experts import PACKED_ATTRIBUTE
-from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
 

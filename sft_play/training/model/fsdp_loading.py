@@ -23,10 +23,10 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.planner.precision import DtypeName, Precision
+from sft_play.training import distributed
 from sft_play.training.model import nf4_experts, sdpa
 from sft_play.training.model.model_loading import TORCH_DTYPES, keep_4bit_trainable, quantization_config
 from sft_play.training.prepare.model_spec import ModelSpec, model_location, resized_spec
-from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from sft_play.errors import BackendError, ConfigError, stage_context
 from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.models.architecture import base_weights_identity, require_available_model
 from sft_play.log import one_line
+from sft_play.planner.backend import Backend, check_trackers, choose_backend, fall_back
 from sft_play.runs.manifest import installed_versions
 from sft_play.training.class_checks.kernels import check_kernels
 from sft_play.training.job import RunJob
-from sft_play.training.prepare.backend import Backend, check_trackers, choose_backend, fall_back, unsloth_model_problem
 from sft_play.training.prepare.base_adapter import BaseAdapter, read_base_adapter
 from sft_play.training.prepare.device_checks import warn_about_memory
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
@@ -69,10 +69,10 @@ def prepare(job: RunJob) -> Prepared:
         config, layout = job.loaded.config, job.plan.choice.layout
         backend = choose_backend(
             config,
+            job.plan.hardware,
             layout=job.plan.layout,
-            nodes=job.plan.hardware.nodes,
             is_rank="RANK" in os.environ,
-            is_stage=job.folder.stage_name is not None,
+            has_stages=job.folder.stage_name is not None,
         )
         if backend.fallback_from:
             logger.warning("Backend: %s", backend.reason)
@@ -81,8 +81,8 @@ def prepare(job: RunJob) -> Prepared:
         tokenizer = load_tokenizer(config)
         _log(tokenizer.notes)
         model_spec = _build_model_spec(job, tokenizer)
-        problem = unsloth_model_problem(model_spec, job.plan.precision) if backend.name == "unsloth" else None
-        if problem is not None:
+        if backend.name == "unsloth" and model_spec.resize_to is not None:
+            problem = "the tokenizer is larger than the model's embeddings"
             if layout.ranks > 1:  # bnb would need this process to be one of the ranks
                 raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
             backend = fall_back(config, problem)

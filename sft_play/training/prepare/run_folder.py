@@ -19,9 +19,9 @@ from sft_play.runs.locking import RunLock, lock_run
 from sft_play.runs.lookup import create_run, discard_run, write_initial_files
 from sft_play.runs.manifest import check_same_run, new_manifest
 from sft_play.runs.oom import OOM_ENTRY
+from sft_play.training import distributed
 from sft_play.training.job import RunJob
 from sft_play.training.prepare.prepare import Prepared, choice_lines
-from sft_play.training.ranks import distributed
 
 logger = logging.getLogger(__name__)
 

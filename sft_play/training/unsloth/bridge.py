@@ -1,12 +1,11 @@
 """Runs on Unsloth, from this side: what is handed over, the processes, and the adapter read back.
 
 Unsloth's process trains rows that are built and masked here, in the loop of every other run, and writes into the run's
-own folder; both run the code of this checkout. `training.prepare.backend` decides whether Unsloth can.
+own folder; both run the code of this checkout. `planner.backend` decides whether Unsloth can.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict
@@ -27,8 +26,10 @@ from sft_play.config.load import resolved_config
 from sft_play.config.schema import LoraConfig
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.models.architecture import find_model_folder
+from sft_play.facts.unsloth import WORKER_SCRIPT, worker_environment
 from sft_play.planner.plan import Plan
 from sft_play.process import failures, signals
+from sft_play.process.failures import Failure
 from sft_play.runs.files import write_text
 from sft_play.training.checkpoints.checkpoints import record_digests
 from sft_play.training.checkpoints.model_saving import check_saved_weights, saved_shapes
@@ -38,7 +39,6 @@ from sft_play.training.measure.exact_match import Question, collect_stop_ids
 from sft_play.training.measure.summary import write_model_card
 from sft_play.training.prepare.model_spec import build_meta_model
 from sft_play.training.prepare.prepare import Prepared
-from sft_play.training.unsloth.unsloth_environment import WORKER_SCRIPT, worker_environment
 
 logger = logging.getLogger(__name__)
 
@@ -188,39 +188,33 @@ def check_adapter(path: Path, lora: LoraConfig, handover: Handover, *, tokenizer
 
 
 # --- the processes ----------------------------------------------------------------------------------------------------
-class _Worker(NamedTuple):
-    process: subprocess.Popen[bytes]
-    error_file: Path
-
-
 def _run_workers(python: Path, handover: Path, plan: Plan) -> None:
     """Run the workers to their end. The first signal is passed on (they save and stop); a second ends them at once."""
-    workers: list[_Worker] = []
-    received_signals: list[int] = []
+    processes: list[subprocess.Popen[Any]] = []
+    rank_environments = list(_rank_environments(plan))
+    error_files = [handover.parent / "ranks" / str(index) / "error.json" for index in range(len(rank_environments))]
 
-    def pass_on(signal_number: int) -> None:
-        received_signals.append(signal_number)
+    def log_stop(signal_number: int) -> None:
         logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(signal_number).name)
-        _send_signal(workers, signal.SIGTERM)
 
-    def kill(signal_number: int) -> None:
-        received_signals.append(signal_number)
-        _send_signal(workers, signal.SIGKILL)
-
-    with signals.StopSignals(pass_on, kill):
-        for index, rank_environment in enumerate(_rank_environments(plan)):
-            workers.append(_start_worker(python, handover, index, rank_environment))
+    with signals.supervise(processes, on_stop=log_stop) as received_signals:
+        for rank_environment, error_file in zip(rank_environments, error_files, strict=True):
+            processes.append(_start_worker(python, handover, error_file, rank_environment))
             if received_signals:
-                _send_signal(workers[-1:], signal.SIGTERM)
+                processes[-1].terminate()
         deadline: float | None = None
-        while any(worker.process.poll() is None for worker in workers):
-            failed = [worker for worker in workers if worker.process.poll() not in (None, 0, Interrupted.exit_code)]
+        while any(process.poll() is None for process in processes):
+            failed = [process for process in processes if process.poll() not in (None, 0, Interrupted.exit_code)]
             if deadline is None and failed:
                 deadline = time.monotonic() + PEER_TIMEOUT_S  # the others wait for it in a collective, and would hang
             if deadline is not None and time.monotonic() > deadline:
-                _send_signal(workers, signal.SIGKILL)
+                break  # which ends them
             time.sleep(0.05)
-    _raise_first_failure(workers, signal_count=len(received_signals))
+    exits = [
+        (process.returncode, failures.read_failure(error_file))
+        for process, error_file in zip(processes, error_files, strict=True)
+    ]
+    _raise_first_failure(exits, signal_count=len(received_signals))
 
 
 def _rank_environments(plan: Plan) -> Iterator[dict[str, str]]:
@@ -238,26 +232,18 @@ def _rank_environments(plan: Plan) -> Iterator[dict[str, str]]:
         yield {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
 
 
-def _start_worker(python: Path, handover: Path, index: int, rank_environment: dict[str, str]) -> _Worker:
-    error_file = handover.parent / "ranks" / str(index) / "error.json"
+def _start_worker(
+    python: Path, handover: Path, error_file: Path, rank_environment: dict[str, str]
+) -> subprocess.Popen[Any]:
     error_file.parent.mkdir(parents=True, exist_ok=True)
     variables = {**worker_environment(os.environ), **rank_environment, failures.ERROR_FILE_VARIABLE: str(error_file)}
-    environment = signals.child_environment(variables, signal_number=signal.SIGTERM)
-    command = [str(python), str(WORKER_SCRIPT), str(handover)]
-    # in a session of its own: a terminal's Ctrl-C reaches it once, through us
-    return _Worker(subprocess.Popen(command, env=environment, start_new_session=True), error_file)
+    return signals.start_child([str(python), str(WORKER_SCRIPT), str(handover)], environment=variables)
 
 
-def _send_signal(workers: Sequence[_Worker], signal_number: signal.Signals) -> None:
-    for worker in workers:
-        with contextlib.suppress(ProcessLookupError):
-            worker.process.send_signal(signal_number)
-
-
-def _raise_first_failure(workers: Sequence[_Worker], *, signal_count: int) -> None:
-    """Raise the first failure; a broken connection or a killed process counts only where there is no other."""
-    results = [(worker.process.returncode, failures.read_failure(worker.error_file)) for worker in workers]
-    failed = [(code, failure) for code, failure in results if code]
+def _raise_first_failure(exits: Sequence[tuple[int, Failure | None]], *, signal_count: int) -> None:
+    """Raise the first failure of processes that ended with these exit codes, and recorded this; a broken connection or
+    a killed process counts only where there is no other."""
+    failed = [(code, failure) for code, failure in exits if code]
     if not failed:
         return
     code, failure = min(

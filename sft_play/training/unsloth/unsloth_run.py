@@ -19,9 +19,12 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import DataSplit, DataSplits
 from sft_play.errors import BackendError
 from sft_play.log import one_line, start_log_file
+from sft_play.planner.backend import Backend, check_trackers
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.folder import RunFolder
+from sft_play.training import distributed, engines
 from sft_play.training.checkpoints.model_saving import saved_shapes
+from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import RunJob
 from sft_play.training.loop.load_trainer import build_run_trainer
 from sft_play.training.loop.loop import PlannedLoop
@@ -30,14 +33,11 @@ from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question, configured_eos_token_ids
 from sft_play.training.measure.peaks import MemoryMeter, RunMonitors
 from sft_play.training.model.model_loading import keep_4bit_trainable
-from sft_play.training.prepare.backend import Backend, check_trackers
 from sft_play.training.prepare.device_checks import check_device, check_gpu
 from sft_play.training.prepare.model_spec import ModelSpec
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import LoadedTokenizer
-from sft_play.training.ranks import distributed, engines
-from sft_play.training.ranks.heartbeat import Heartbeat
 from sft_play.training.run import train_stage as train_model
 from sft_play.training.unsloth.bridge import Handover
 

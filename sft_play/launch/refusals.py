@@ -5,27 +5,35 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.examples import check_first_rows
 from sft_play.data.sources.files import find_data_paths
-from sft_play.diagnose.disk import MORE_SPACE_REMEDY, planned_disk_usage
 from sft_play.errors import DataError, HardwareError, RunFolderError, SftPlayError, stage_context
-from sft_play.facts.gpus.unusable_accelerators import explain_unusable_torch
+from sft_play.facts.compiler import require_compiler, require_inductor
+from sft_play.facts.gpus.unusable_accelerators import (
+    CPU_HINT,
+    explain_unusable_torch,
+    find_unusable_accelerator,
+)
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import torch_cuda_version
-from sft_play.launch.machine import require_usable_hardware
+from sft_play.launch.run_plan import load_run_model_shape
+from sft_play.log import one_line
 from sft_play.planner.attention import require_attention_package
+from sft_play.planner.backend import check_trackers
+from sft_play.planner.disk import MORE_SPACE_REMEDY, planned_disk_usage
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import format_free_space, free_disk_bytes
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import check_run_name, is_resume, new_run_folder, output_dir, require_writable_output_dir
-from sft_play.starting.plan_run import load_run_model_shape
-from sft_play.training.prepare.backend import check_trackers
 from sft_play.units import format_size
+
+# Parameters above which a model is trained on a CPU only if that is asked for: a step takes minutes.
+MAX_CPU_PARAMS = 1_000_000_000
 
 
 def refusals(
@@ -67,6 +75,48 @@ def require_capable_machine(config: RunConfig, hardware: Hardware) -> None:
     if config.tuning.backend == "bnb":  # Unsloth's processes have packages of their own
         check_trackers(config)
         require_attention_package(config.model.attn_implementation)
+
+
+def require_usable_hardware(
+    config: RunConfig, hardware: Hardware, environment: Mapping[str, str], *, count_params: Callable[[], int]
+) -> None:
+    """Check, before anything loads, that a run here is what its user expects and can take a step; `count_params`: the
+    model's parameters, asked for on a CPU only. Raises HardwareError where an accelerator would not be used, the model
+    is too large for a CPU, Triton or inductor cannot build what is needed, or flash-attn 2 has no kernels."""
+    if config.train.compile:
+        require_inductor(hardware, environment)
+    obstacle = flash_obstacle(config, hardware)
+    if obstacle is not None:
+        raise HardwareError(f"model.attn_implementation: {obstacle[0]}; {obstacle[1]}")
+    if hardware.gpus:
+        return require_compiler(hardware, environment)
+    if config.train.device == "cpu":
+        return None
+    if accelerator := find_unusable_accelerator(environment):
+        raise HardwareError(accelerator)
+    param_count = count_params()  # asked last: for a model of the hub it fetches the config
+    if param_count > MAX_CPU_PARAMS:
+        raise HardwareError(
+            f"no GPU was detected here, and {one_line(config.model.name)} has {param_count / 1e9:.1f} billion "
+            f"parameters: make gpu-info shows what this machine has; or {CPU_HINT}"
+        )
+    return None
+
+
+def flash_obstacle(config: RunConfig, hardware: Hardware) -> tuple[str, str] | None:
+    """What keeps flash-attn 2 from this machine, and what to do; None where it runs, or is not asked for."""
+    if config.model.attn_implementation != "flash_attention_2":
+        return None
+    if not hardware.gpus:
+        return "flash_attention_2 has kernels for GPUs, and this run uses the CPU", "use auto"
+    old_gpus = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0)]
+    if not old_gpus:
+        return None
+    return (
+        f"flash_attention_2 needs GPUs from Ampere on (compute capability 8.0), and {old_gpus[0].name} has "
+        f"{'.'.join(map(str, old_gpus[0].capability or ()))}",
+        "use auto",
+    )
 
 
 def _require_writable_folder(loaded: LoadedConfig, hardware: Hardware) -> None:

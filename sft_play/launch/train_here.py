@@ -4,23 +4,33 @@ measured is kept beside what was predicted, for later plans on this machine."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.launch.command import rank_timeout_s, visible_gpu_variables
-from sft_play.launch.exported import RankInfo
-from sft_play.launch.machine import check_rank_gpu, prepare_libraries
+from sft_play.errors import OutOfMemory, SftPlayError
+from sft_play.launch.machine import prepare_libraries
+from sft_play.launch.rank import check_rank_gpu
+from sft_play.launch.run_plan import build_plan_request
+from sft_play.launch.torchrun import RankInfo, rank_timeout_s, visible_gpu_variables
 from sft_play.planner import calibration
+from sft_play.planner.advice.suggestions import find_suggestions
+from sft_play.planner.batching import BatchPlan
 from sft_play.planner.kernels import CountedKernels, KernelsName
-from sft_play.planner.plan import Plan, PlanWithDeepSpeed
+from sft_play.planner.plan import (
+    Plan,
+    PlanWithDeepSpeed,
+    Suggestion,
+    make_plan,
+)
 from sft_play.process import signals
 from sft_play.process.imports import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import WRITER
-from sft_play.starting.plan_run import add_oom_advice
+from sft_play.runs.manifest import FREE_TO_CHANGE_OPTIONS
 from sft_play.training.measure.recorded import measured_run
 
 
@@ -61,6 +71,53 @@ def train_in_process(
     if rank_info is None or rank_info.is_first:
         # the configs have the starter's name, as plans look it up
         record_measurements([(config, plan) for config, (plan, _) in zip(configs, stage_plans, strict=True)], summary)
+
+
+@contextlib.contextmanager
+def add_oom_advice(config: RunConfig, plan: Plan) -> Iterator[None]:
+    """Adds to an error of memory that ran out what is predicted to need less, and whether resume takes it."""
+    try:
+        yield
+    except OutOfMemory as error:
+        alternatives = _cheaper_alternatives(config, plan, error.batch) if error.batch is not None else []
+        if not alternatives:
+            raise
+        raise OutOfMemory(f"{error}. Predicted to need less: {'; '.join(alternatives)}") from error.__cause__
+
+
+def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
+    checkpointing = (
+        plan.choice.checkpointed_layers if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
+    )
+    train_settings: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
+    train_settings |= {} if plan.choice.step.offloads else {"gradient_checkpointing": checkpointing}
+    config = config.model_copy(update={"train": config.train.model_copy(update=train_settings)})
+    with contextlib.suppress(SftPlayError):
+        request = build_plan_request(config, plan.hardware, (plan.layout,))
+        failed_plan = make_plan(request)
+        measured_runs = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
+        alternatives = [
+            suggestion
+            for suggestion in find_suggestions(dataclasses.replace(request, measured_runs=measured_runs))
+            if suggestion.fits
+        ]
+        alternatives = [
+            suggestion
+            for suggestion in alternatives
+            if suggestion.hardware is None or suggestion.required < failed_plan.memory.required
+        ]
+        return [
+            f"{item.change} ({item.needs}; {'resume takes it' if _can_resume_with(item) else 'a new run'})"
+            for item in alternatives
+        ]
+    return []
+
+
+def _can_resume_with(suggestion: Suggestion) -> bool:
+    return (
+        suggestion.setting is not None
+        and {word.partition("=")[0] for word in suggestion.setting.split()} <= FREE_TO_CHANGE_OPTIONS
+    )
 
 
 def record_measurements(configs_and_plans: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:

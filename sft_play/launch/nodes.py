@@ -8,8 +8,11 @@ Where exported variables may number nodes or ranks, they meet once before, and t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -17,14 +20,16 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
-
-from torch.distributed import DistError, TCPStore
+from typing import TYPE_CHECKING, Any
 
 from sft_play.config.load import differing_options, resolved_config_without_paths
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.hardware import Hardware
+from sft_play.errors import (
+    ConfigError,
+    HardwareError,
+    error_prefix,
+)
+from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.network import (
     GLOO_VARIABLE,
@@ -39,10 +44,20 @@ from sft_play.facts.network import (
     resolve_addresses,
     route_address,
 )
+from sft_play.launch.machine import restrict_to_device, select_hardware
+from sft_play.launch.options import LaunchOptions
+from sft_play.launch.torchrun import (
+    rank_timeout_s,
+)
 from sft_play.log import one_line
+from sft_play.process.imports import importing
 from sft_play.runs.manifest import installed_versions
 
+if TYPE_CHECKING:  # it loads torch, which a plan does without
+    from torch.distributed import TCPStore
+
 logger = logging.getLogger(__name__)
+
 # Differences that a message lists.
 _MAX_LISTED_DIFFERENCES = 6
 # Between two looks into the store, where a wait hears Ctrl-C; a `wait` of the store itself would not.
@@ -50,8 +65,10 @@ _POLL_S = 0.1
 # How long node 0 serves the others that have not read yet why it leaves.
 _LEAVE_TIMEOUT_S = 10.0
 _CARD_KEY, _CAME_KEY, _LEFT_KEY, _REFUSED_KEY = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
+_CARD_KEY, _CAME_KEY, _LEFT_KEY, _REFUSED_KEY = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
+_CARD_KEY, _CAME_KEY, _LEFT_KEY, _REFUSED_KEY = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
+_CARD_KEY, _CAME_KEY, _LEFT_KEY, _REFUSED_KEY = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
 _ALL_CARDS_KEY = "sft_play_all"
-
 NodeCard = Mapping[str, Any]
 
 
@@ -66,6 +83,46 @@ class NodeMeeting:
         """`GLOO_SOCKET_IFNAME` of this node's ranks; nothing where it is set, or no interface has the address."""
         interface = find_interface(self.address) if self.address else None
         return {} if environment.get(GLOO_VARIABLE) or interface is None else {GLOO_VARIABLE: interface}
+
+
+def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
+    """Resolve what exported RANK and WORLD_SIZE count: nodes, or ranks (RANK is then this node's first). Where both
+    are possible, wait for the nodes: how many come decides. Returns the options with those nodes."""
+    nodes, node_hardware = (
+        options.nodes,
+        select_hardware(dataclasses.replace(options, nodes=NodeSetup()), restrict_to_device(config, detect_hardware())),
+    )
+    if node_hardware.ranks == 1 or nodes.count % node_hardware.ranks:
+        return options
+    rank_explanation = (
+        f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {node_hardware.ranks} on each "
+        "node"
+    )
+    if options.dry_run:  # asks nobody
+        logger.info("Nodes: or %s: NNODES=%d says so", rank_explanation, nodes.count // node_hardware.ranks)
+        return options
+    logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
+                rank_explanation, rank_timeout_s(config, os.environ) * SETTLE_SHARE)  # fmt: skip
+    with error_prefix(f"{nodes.exported_note}, or {rank_explanation}"):
+        count = len(meet_run_nodes(options, config, node_hardware, may_count_ranks=True).cards)
+    if count < nodes.count:
+        logger.info("Nodes: %s", rank_explanation)
+        nodes = dataclasses.replace(
+            nodes, count=count, rank=nodes.rank // node_hardware.ranks, exported_note=rank_explanation
+        )
+    return dataclasses.replace(options, nodes=nodes)
+
+
+def meet_run_nodes(
+    options: LaunchOptions, config: RunConfig, node_hardware: Hardware, *, may_count_ranks: bool = False
+) -> NodeMeeting:
+    """Meet the other nodes of a run, told by their cards; raises as `meet_nodes` does."""
+    with importing():
+        importlib.import_module("torch.distributed")
+    card = node_card(config, node_hardware, strategy=options.strategy, uses_deepspeed=options.deepspeed is not None)
+    return meet_nodes(
+        options.nodes, card, timeout_s=rank_timeout_s(config, os.environ), may_count_ranks=may_count_ranks
+    )
 
 
 def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, uses_deepspeed: bool) -> dict[str, Any]:
@@ -91,6 +148,8 @@ def meet_nodes(nodes: NodeSetup, card: NodeCard, *, timeout_s: float, may_count_
     have the same NODE_RANK, or their settings differ; HardwareError: the port is taken, or nodes did not come within
     `timeout_s`, or one was stopped."""
     addresses = resolve_addresses(str(nodes.address), nodes.port or 0)
+    from torch.distributed import DistError
+
     # `start` tells two starts on one host apart
     own_card = {
         **card,
@@ -139,6 +198,8 @@ def _serve_store(nodes: NodeSetup, addresses: list[str], timeout_s: float) -> TC
             f"NODE_RANK= "
             f"(1 to {nodes.count - 1}), or all nodes a MASTER_ADDR= of this machine"
         )
+    from torch.distributed import TCPStore
+
     require_free_port(nodes.port)
     logger.info("Nodes: node 0 waits at %s for %d more, %.0f s at most", nodes.endpoint, nodes.count - 1, timeout_s)
     return TCPStore(str(nodes.address), int(nodes.port or 0), is_master=True, wait_for_workers=False)
@@ -146,6 +207,8 @@ def _serve_store(nodes: NodeSetup, addresses: list[str], timeout_s: float) -> TC
 
 def _connect_store(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> TCPStore:
     """Connect on a thread: torch's own wait does not hear Ctrl-C, and never ends where another program listens."""
+    from torch.distributed import TCPStore
+
     stores: list[TCPStore] = []
     address, port, deadline = str(nodes.address), int(nodes.port or 0), time.monotonic() + timeout_s
     logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.endpoint, timeout_s)

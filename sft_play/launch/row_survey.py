@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,10 @@ def cached_row_tokens(config: RunConfig) -> RowTokens | None:
     return None
 
 
-def count_row_tokens(loaded: LoadedConfig) -> None:
+def count_row_tokens(runs: Iterable[LoadedConfig]) -> None:
     """Count the rows of a run, or of each of its stages, where that was not done before; raises SftPlayError where the
     tokenizer cannot be loaded, or the rows cannot be used, as training would say."""
-    for stage_run in loaded.runs:
+    for stage_run in runs:
         if has_variable_lengths(stage_run.config) and cached_row_tokens(stage_run.config) is None:
             with stage_context(stage_run.stage_name):
                 _count_tokens(stage_run.config)

@@ -22,7 +22,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import DTYPE_SHORT_NAMES, DtypeName
 from sft_play.process.environment import set_deepspeed_to_cpu
-from sft_play.training.ranks import distributed
+from sft_play.training import distributed
 
 
 def engine_arguments(

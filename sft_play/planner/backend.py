@@ -1,6 +1,6 @@
 """Which backend trains a run, with the reason: transformers, PEFT and bitsandbytes, or Unsloth in its own processes.
 
-The one seam for tuning backends: only `choose_backend` decides.
+The one seam for tuning backends: only `choose_backend` decides, from the config, the model's shapes and the machine.
 """
 
 from __future__ import annotations
@@ -8,26 +8,27 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sft_play.config.options import all_options, to_plain_data
 from sft_play.config.schema import RunConfig
 from sft_play.errors import BackendError, ConfigError
+from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.model_shape import ModelShape
+from sft_play.facts.unsloth import UnslothInfo, find_unsloth_python, probe_unsloth
 from sft_play.log import one_line
-from sft_play.planner.precision import Precision
-from sft_play.process.imports import importing
-from sft_play.training.unsloth.unsloth_environment import UnslothInfo, find_unsloth_python, probe_unsloth
-
-if TYPE_CHECKING:  # it imports torch, without which most of this is refused
-    from sft_play.training.prepare.model_spec import ModelSpec
+from sft_play.planner.precision import choose_precision
 
 SETUP_HINT = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names another"
 # What Unsloth's processes run: each holds the whole model (unslothai/unsloth#2425, #3248).
 UNSLOTH_LAYOUTS = ("single", "ddp")
+# Types whose linear layers keep their weights transposed (transformers' Conv1D).
+TRANSPOSED_MODEL_TYPES = ("gpt2", "openai-gpt")
 # Prefixes of owners whose options take effect before anything is handed over.
-_PARENT_OWNERS = ("data.", "runs", "launch.command", "planner.", "trace.", "training.prepare.tokenizer")
+_PARENT_OWNERS = ("data.", "runs", "launch.torchrun", "planner.", "trace.", "training.prepare.tokenizer")
 # Prefixes of owners that Unsloth's process runs too: the loop, its trainer's arguments (`optimizer_options`), and what
 # is measured.
 _WORKER_OWNERS = ("training.loop.", "training.measure.", "training.run")
@@ -63,16 +64,31 @@ class Backend:
 
 
 def choose_backend(
-    config: RunConfig, *, layout: str = "single", nodes: int = 1, is_rank: bool = False, is_stage: bool = False
+    config: RunConfig,
+    hardware: Hardware,
+    *,
+    layout: str = "single",
+    is_rank: bool = False,
+    has_stages: bool = False,
+    load_shape: Callable[[], ModelShape] | None = None,
 ) -> Backend:
-    """The backend that runs here. `is_rank`: a launcher started this process as a rank; `is_stage`: the config is a
-    stage's. Raises BackendError: the one that was asked for cannot, and no fallback was named."""
+    """Choose the backend that trains a run on this machine.
+
+    Args:
+        is_rank: a launcher started this process as a rank.
+        has_stages: the run, or this part of it, is trained in stages.
+        load_shape: the model's shapes; without it the model is not checked.
+
+    Raises BackendError where the backend that was asked for cannot run, and no fallback was named.
+    """
     if config.tuning.backend == "bnb":
         return Backend("bnb", "bnb: transformers, PEFT and bitsandbytes")
     try:
-        if is_stage:
+        if has_stages:
             raise BackendError("it does not support curriculum")
-        python, info = require_unsloth(config, layout=layout, nodes=nodes, is_rank=is_rank)
+        python, info = require_unsloth(config, hardware, layout=layout, is_rank=is_rank)
+        if load_shape is not None:
+            require_unsloth_model(load_shape(), config, hardware)
     except BackendError as error:
         return fall_back(config, str(error))
     return Backend("unsloth", f"unsloth: {info.versions_text}, in {python}", python=python, unsloth_info=info)
@@ -89,9 +105,9 @@ def fall_back(config: RunConfig, problem: str) -> Backend:
     return Backend(name, f"{name} instead of unsloth: {problem}", fallback_from="unsloth")
 
 
-def require_unsloth(config: RunConfig, *, layout: str, nodes: int, is_rank: bool) -> tuple[Path, UnslothInfo]:
-    """Unsloth's environment, and what Unsloth says about it; raises BackendError where it cannot run this. It is asked
-    last, which takes seconds. `is_rank`: a launcher started this process as a rank."""
+def require_unsloth(config: RunConfig, hardware: Hardware, *, layout: str, is_rank: bool) -> tuple[Path, UnslothInfo]:
+    """Find Unsloth's environment, and what Unsloth says about it. `is_rank`: a launcher started this process as a rank.
+    Raises BackendError where it cannot run this; Unsloth, which takes seconds, is asked last."""
     python = find_unsloth_python(os.environ)
     if python is None:
         requirement = "an environment of its own (and a CUDA GPU for its kernels)"
@@ -99,20 +115,28 @@ def require_unsloth(config: RunConfig, *, layout: str, nodes: int, is_rank: bool
     unsupported = unsupported_options(config)
     if unsupported:
         raise BackendError(f"it does not support {'; '.join(unsupported)}")
-    if layout not in UNSLOTH_LAYOUTS or nodes > 1:
-        requested = f"{nodes} nodes" if nodes > 1 else f"STRATEGY={layout}"
+    if layout not in UNSLOTH_LAYOUTS or hardware.nodes > 1:
+        requested = f"{hardware.nodes} nodes" if hardware.nodes > 1 else f"STRATEGY={layout}"
         raise BackendError(f"each of its processes holds the whole model; {requested} was asked for: STRATEGY=ddp")
     if is_rank:
         raise BackendError("a launcher started this process as a rank: use make train, or make train-distributed")
     info = probe_unsloth(python)
-    with importing():
-        import torch
-
-    has_gpu = torch.cuda.is_available()
+    has_gpu = bool(hardware.gpus)
     if has_gpu != (info.device != "cpu"):
         parent_gpu, worker_gpu = ("a GPU", "none") if has_gpu else ("none", "one")
-        raise BackendError(f"torch sees {parent_gpu} here and {worker_gpu} in {python} (Unsloth chose {info.device})")
+        raise BackendError(f"there is {parent_gpu} here and {worker_gpu} in {python} (Unsloth chose {info.device})")
     return python, info
+
+
+def require_unsloth_model(shape: ModelShape, config: RunConfig, hardware: Hardware) -> None:
+    """Raises BackendError where Unsloth cannot train a model of this class, or in the run's precision."""
+    if shape.text_only_note:
+        raise BackendError("the model is an image-text model, of which only the text tower is trained here")
+    if shape.model_type in TRANSPOSED_MODEL_TYPES:
+        raise BackendError("the model's linear layers are transposed (Conv1D), which Unsloth's are not")
+    precision = choose_precision(config, hardware, shape)
+    if precision.load != precision.compute:
+        raise BackendError(f"it has one dtype, and the run loads {precision.load} and computes in {precision.compute}")
 
 
 def check_trackers(config: RunConfig) -> None:
@@ -148,16 +172,3 @@ def _changed_options(config: RunConfig) -> dict[str, Any]:
         return to_plain_data(value)
 
     return {path: value for path, option in all_options().items() if (value := read_value(path)) != option.default}
-
-
-def unsloth_model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
-    """Why Unsloth cannot train a model of this class and precision; None where it can."""
-    if model_spec.text_tower is not None:
-        return "the model is an image-text model, of which only the text tower is trained here"
-    if model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out:
-        return "the model's linear layers are transposed (Conv1D), which Unsloth's are not"
-    if model_spec.resize_to is not None:
-        return "the tokenizer is larger than the model's embeddings"
-    if precision.load != precision.compute:
-        return f"it has one dtype, and the run loads {precision.load} and computes in {precision.compute}"
-    return None

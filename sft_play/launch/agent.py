@@ -1,4 +1,4 @@
-"""torch's launcher with readable endings: `python -m sft_play.training.ranks.elastic_agent` takes `torchrun`'s words.
+"""torch's launcher with readable endings: `python -m sft_play.launch.agent` takes `torchrun`'s words.
 
 The ranks are started, watched and ended by torch's own elastic agent, in this process. Only the report of a failed rank
 differs: the launcher prints a traceback of its own and exits with 1; here the first failure that is not the consequence
@@ -35,7 +35,7 @@ from sft_play.process.failures import Failure
 from sft_play.process.signals import STOP_SIGNALS, StopSignals, end_when_unresponsive, watch_parent
 from sft_play.runs.folder import CRASH_ENTRY, RunFolder
 from sft_play.runs.locking import WRITER, lock_run
-from sft_play.training.ranks.heartbeat import read_note
+from sft_play.training.heartbeat import read_note
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from sft_play.process import failures
 from sft_play.process.failures import format_ranks
-from sft_play.training.ranks.distributed import open_store
+from sft_play.training.distributed import open_store
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,520 @@
+"""The plan of a run with what this machine knows: its shapes, the size of its data, earlier runs, a trace.
+
+The plan of a run, or of each of its stages, is asked for once (`StageRequest`), and made once its rows are counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.data.build.size import estimate_size
+from sft_play.data.sources.files import has_held_out_file
+from sft_play.errors import ConfigError, SftPlayError, stage_context
+from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import cuda_libraries, missing_kernel_packages
+from sft_play.facts.models.architecture import (
+    load_config_json,
+    published_params_note,
+    quantised_storage_note,
+    refuse_quantised,
+    refuse_remote_code,
+    text_only_note,
+)
+from sft_play.facts.models.model_shape import ModelShape
+from sft_play.launch.deepspeed.files import (
+    DeepspeedConfig,
+    deepspeed_layout,
+    keeps_params_on_gpu,
+    merge_deepspeed_batch,
+    read_deepspeed_file,
+    shipped_deepspeed_config,
+    translate_deepspeed_keys,
+)
+from sft_play.launch.deepspeed.fill import PlanValues, cpu_adam_compile_note, cpu_adam_obstacles, fill_auto_values
+from sft_play.launch.machine import prepare_libraries, restrict_to_device
+from sft_play.launch.options import DeepspeedRequest, LaunchOptions
+from sft_play.launch.resume import (
+    count_data_parallel_ranks,
+    read_previous_run,
+    require_resumable_layout,
+    resume_constraints,
+)
+from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens, has_variable_lengths
+from sft_play.launch.torchrun import rank_variables
+from sft_play.log import one_line
+from sft_play.planner import calibration, plan_details
+from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.backend import Backend, choose_backend
+from sft_play.planner.candidates import Candidate
+from sft_play.planner.layout import (
+    DEEPSPEED_LAYOUTS,
+    LAYOUT_NAMES,
+    LayoutName,
+    find_layouts,
+    layout_choices,
+)
+from sft_play.planner.memory.structure import configured_shape
+from sft_play.planner.mesh import format_mesh
+from sft_play.planner.micro_batches import RowTokens
+from sft_play.planner.plan import (
+    Plan,
+    PlanRequest,
+    PlanWithDeepSpeed,
+    RunLength,
+    TraceCandidate,
+    TracePrediction,
+    check_plan_request,
+    make_plan,
+    require_fit,
+)
+from sft_play.planner.plan_summary import fit_line, plan_warnings
+from sft_play.process.imports import importing
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import requested_deepspeed
+from sft_play.trace.block_meter import load_planned_shape
+
+logger = logging.getLogger(__name__)
+
+
+# --- one plan ---------------------------------------------------------------------------------------------------------
+
+
+def plan_run(
+    config: RunConfig,
+    hardware: Hardware,
+    *,
+    layouts: tuple[LayoutName, ...] = LAYOUT_NAMES,
+    trace: bool = False,
+    include_suggestions: bool = True,
+    keeps_params: bool = False,
+    rows: RowTokens | None = None,
+) -> Plan:
+    """Plan a run with everything that is known here: earlier runs, the size of the data, with `trace` a trace.
+
+    Args:
+        include_suggestions: whether a plan that does not fit says what would make it fit.
+        keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
+        rows: the lengths of the rows, where the caller has counted them.
+    """
+    request = build_plan_request(config, hardware, layouts, rows=rows)
+    request = dataclasses.replace(request, keeps_params=keeps_params)
+    return plan_request(request, trace=trace, include_suggestions=include_suggestions)
+
+
+def build_plan_request(
+    config: RunConfig,
+    hardware: Hardware,
+    layouts: tuple[LayoutName, ...] = LAYOUT_NAMES,
+    *,
+    rows: RowTokens | None = None,
+) -> PlanRequest:
+    """Build the planner's request for a run: the shapes of its model, earlier runs here, and the lengths of its rows
+    where they are known. Raises as `select_local_backend` and `load_run_model_shape` do."""
+    hardware = restrict_to_device(config, hardware)
+    config = _apply_backend_fallback(config, training_backend(config, hardware, layouts))
+    return PlanRequest(
+        config,
+        load_run_model_shape(config),
+        hardware,
+        layouts,
+        has_eval(config),
+        # runs here say nothing about a machine that is named
+        measured_runs=[] if hardware.named else calibration.load_measured_runs(),
+        row_tokens=rows or cached_row_tokens(config),
+        missing_packages=missing_kernel_packages(),
+        libraries=cuda_libraries(),
+    )
+
+
+def plan_request(request: PlanRequest, *, trace: bool = False, include_suggestions: bool = True) -> Plan:
+    """Plan what a request asks for, with the length of the run and, where asked for, a trace."""
+    # a resumed run's batch is fixed: there is nothing to suggest
+    planner = make_advised_plan if include_suggestions and request.resumed_batch is None else make_plan
+    return planner(
+        request,
+        trace_candidate=_trace_confirmation(request.config, request.shape) if trace else None,
+        estimate_run_length=_length_estimator(request.config, request.row_tokens),
+    )
+
+
+def load_run_model_shape(config: RunConfig) -> ModelShape:
+    """The model's shapes; for a class that the tables lack they are measured on the meta device. Raises ModelError
+    where it is no model that a run with this config trains."""
+    model = config.model
+    fields = load_config_json(model.name, revision=model.revision)
+    refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
+    refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
+    shape = load_planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
+    published_note = published_params_note(model.name, model.revision, shape.params)
+    storage_note = quantised_storage_note(fields, config.tuning.mode)
+    shape = configured_shape(config, shape)
+    return dataclasses.replace(
+        shape, text_only_note=text_only_note(fields), storage_note=storage_note, published_note=published_note
+    )
+
+
+def has_eval(config: RunConfig) -> bool:
+    """Whether evaluation batches run beside the training."""
+    return config.data.val_fraction > 0 or has_held_out_file(config.data)
+
+
+def _trace_confirmation(config: RunConfig, shape: ModelShape) -> TraceCandidate:
+
+    def confirm(candidate: Candidate) -> TracePrediction:
+        from sft_play.trace.confirm import trace_candidate
+
+        model = load_config_json(config.model.name, revision=config.model.revision)
+        return trace_candidate(config, model, shape, candidate.precision, candidate)
+
+    return confirm
+
+
+def _length_estimator(config: RunConfig, row_tokens: RowTokens | None) -> Callable[[int], RunLength | None]:
+    def estimate_run_length(effective_batch: int) -> RunLength | None:
+        if row_tokens is not None:
+            steps_per_epoch = math.ceil(row_tokens.rows / effective_batch)
+            known_steps = config.train.max_steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))
+            return RunLength(known_steps, round(row_tokens.rows * row_tokens.mean * known_steps / steps_per_epoch))
+        is_plain_text = config.task_mode == "cpt"
+        size = estimate_size(config.data, wants_text=is_plain_text)
+        steps = config.train.max_steps
+        if size is None:
+            return RunLength(steps, None) if steps else None
+        # blocks and packs: every row has max_seq_len tokens
+        has_full_rows = is_plain_text or config.data.packing != "none"
+        rows = max(1, size.tokens // config.model.max_seq_len) if has_full_rows else size.rows
+        steps_per_epoch = math.ceil(rows / effective_batch)
+        steps = steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))
+        tokens = min(size.tokens, rows * config.model.max_seq_len)  # what longer rows have beyond that is cut
+        return RunLength(steps, int(tokens * steps / steps_per_epoch))
+
+    return estimate_run_length
+
+
+def log_plan(plan: Plan, config: RunConfig, *, stage_name: str | None = None) -> None:
+    """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons. Of a stage its
+    batch is said when it begins."""
+    visible_lines = plan_details.batch_size_lines(plan, config) if stage_name is None else []
+    stage_prefix = "" if stage_name is None else f"Stage {stage_name}: "
+    for line in [
+        plan_details.choice_line(plan),
+        *plan_details.parameter_lines(plan, config),
+        *plan_details.batch_lines(plan, config),
+    ]:
+        logger.log(logging.INFO if line in visible_lines else logging.DEBUG, "%s", line)
+    logger.info("%s%s", stage_prefix, fit_line(plan, config))
+    for warning in plan_warnings(plan, config):
+        logger.warning("%s%s", stage_prefix, warning)
+    if not plan.fits:
+        logger.warning("the given batch is predicted not to fit; it is tried because it was given")
+
+
+# --- the backend ------------------------------------------------------------------------------------------------------
+
+
+def select_local_backend(config: RunConfig, hardware: Hardware, *, layout: str, has_stages: bool = False) -> Backend:
+    """Choose the backend that trains a run on this machine; `has_stages`: in stages. Raises BackendError where Unsloth
+    was asked for and cannot run it, and no fallback was named."""
+    return choose_backend(
+        config,
+        hardware,
+        layout=layout,
+        is_rank=bool(rank_variables(os.environ)),
+        has_stages=has_stages,
+        load_shape=functools.partial(load_run_model_shape, config),
+    )
+
+
+def training_backend(
+    config: RunConfig, hardware: Hardware, layouts: tuple[LayoutName, ...] = LAYOUT_NAMES
+) -> Backend | None:
+    """The backend that trains a run here, where it had to be chosen: not for bnb, nor on a machine that was only named.
+    Raises as `select_local_backend` does."""
+    if config.tuning.backend == "bnb" or hardware.named:
+        return None
+    default_layout: LayoutName = "ddp" if hardware.ranks > 1 else "single"
+    return select_local_backend(
+        config, hardware, layout=default_layout if default_layout in layouts or not layouts else layouts[0]
+    )
+
+
+def find_unsloth_layout(loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> LayoutName | None:
+    """The layout in which Unsloth's processes train a run; None where they do not. Raises BackendError where Unsloth
+    was asked for and cannot run it, and no fallback was named."""
+    if loaded.config.tuning.backend != "unsloth":
+        return None
+    layout = options.strategy or ("zero2" if options.deepspeed else "ddp" if hardware.ranks > 1 else "single")
+    backend = select_local_backend(loaded.config, hardware, layout=layout, has_stages=bool(loaded.stages))
+    return layout if backend.name == "unsloth" else None
+
+
+def _apply_backend_fallback(config: RunConfig, backend: Backend | None) -> RunConfig:
+    if backend is None or backend.fallback_from is None:
+        return config
+    tuning = config.tuning.model_copy(update={"backend": backend.name, "backend_fallback": None})
+    return config.model_copy(update={"tuning": tuning})
+
+
+# --- a run, or each of its stages -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRequest:
+    """A run, or one of its stages, as its plan is asked for: all but the lengths of its rows."""
+
+    run: LoadedConfig
+    """With the batch of DeepSpeed's file where the run YAML leaves it open."""
+    plan_request: PlanRequest
+    deepspeed_config: DeepspeedConfig | None = None
+    """In current keys, where DeepSpeed is asked for or was the engine of the run that is resumed."""
+    deepspeed_name: str = "DeepSpeed"
+    """What messages call that config."""
+
+    def with_changes(self, **changes: Any) -> StageRequest:
+        """The same with other fields of the planner's request."""
+        return dataclasses.replace(self, plan_request=dataclasses.replace(self.plan_request, **changes))
+
+
+def build_stage_requests(
+    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, resume_from: RunFolder | None = None
+) -> list[StageRequest]:
+    """Build the requests for the plans of a run: one, or one for each stage. `resume_from`: the run that is resumed.
+    Raises as `build_stage_request` does."""
+    original_deepspeed = requested_deepspeed(resume_from) if resume_from is not None else None
+    if loaded.stages and resume_from is not None and options.strategy is None and options.deepspeed is None:
+        # all stages in one layout: that of the run, as long as it has as many ranks
+        previous = read_previous_run(resume_from)
+        options = dataclasses.replace(options, strategy=previous.kept_layout(hardware.ranks) if previous else None)
+    stage_requests = []
+    for stage_run, stage_folder in _match_stage_folders(loaded, resume_from):
+        if stage_run.stage_name is not None:
+            logger.debug("Stage %s:", stage_run.stage_name)
+        with stage_context(stage_run.stage_name):
+            stage_requests.append(
+                build_stage_request(
+                    stage_run, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed
+                )
+            )
+    return stage_requests
+
+
+def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
+    """The parts of a run that is resumed from a folder, or begins (None), each with its own folder: None for a stage
+    that has not begun, or is finished."""
+    if not loaded.stages or folder is None:
+        return [(stage_run, folder) for stage_run in loaded.runs]
+    stage_folders = [
+        folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]) for stage in loaded.stages
+    ]
+    return [
+        (
+            stage_run,
+            stage_folder
+            if stage_folder.has_begun
+            and not stage_folder.has_finished(is_adapter=stage_run.config.tuning.mode != "full")
+            else None,
+        )
+        for stage_run, stage_folder in zip(loaded.runs, stage_folders, strict=True)
+    ]
+
+
+def build_stage_request(
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    options: LaunchOptions,
+    *,
+    resume_from: RunFolder | None = None,
+    original_deepspeed: DeepspeedConfig | None = None,
+) -> StageRequest:
+    """Build the request for the plan of a run, or of one stage, over all ranks of `hardware`.
+
+    Args:
+        resume_from: the run, or the stage, that is resumed.
+        original_deepspeed: DeepSpeed's config as the run that is resumed was first given it.
+
+    Raises ConfigError where the strategy cannot run the job, or contradicts DeepSpeed's config; RunFolderError where
+    the run cannot be resumed in this layout or over these ranks.
+    """
+    previous = read_previous_run(resume_from) if resume_from else None
+    config, strategy = loaded.config, options.strategy
+    if previous is not None and strategy is None and options.deepspeed is None:
+        strategy = previous.kept_layout(hardware.ranks)
+    deepspeed_config, deepspeed_name = None, "DeepSpeed"
+    if options.deepspeed is not None:
+        deepspeed_config, strategy, deepspeed_name = read_deepspeed_config(options.deepspeed, strategy)
+    elif original_deepspeed is not None and _asks_for_layout(original_deepspeed, strategy):
+        deepspeed_config = original_deepspeed
+    if resume_from and strategy:
+        require_resumable_layout(resume_from, previous, strategy)
+    if deepspeed_config is not None:
+        config = apply_deepspeed_batch(config, deepspeed_config, ranks=hardware.ranks, name=deepspeed_name)
+    # after DeepSpeed's file, which may fix the batch
+    constraints = resume_constraints(config, previous, count_data_parallel_ranks(config, previous, hardware))
+    if previous is not None and constraints.batch not in (None, previous.batch):
+        message = "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept"
+        logger.info(
+            message, *dataclasses.astuple(constraints.batch), previous.batch.ranks, constraints.batch.effective_batch
+        )
+    refuse_impossible_strategy(config, hardware, strategy)
+    layouts = (strategy,) if strategy else layout_choices(hardware.ranks)
+    if previous is not None and strategy is None:
+        layouts = tuple(name for name in layouts if previous.resume_obstacle(name) is None)
+    plan_request = dataclasses.replace(
+        build_plan_request(config, hardware, layouts),
+        keeps_params=bool(deepspeed_config and strategy and keeps_params_on_gpu(deepspeed_config, strategy)),
+        resumed_batch=constraints.batch,
+        resumed_updates=constraints.updates,
+    )
+    run = dataclasses.replace(loaded, config=config)
+    return StageRequest(run, plan_request, deepspeed_config, deepspeed_name)
+
+
+def _asks_for_layout(deepspeed_config: DeepspeedConfig, layout: LayoutName | None) -> bool:
+    if layout is None or layout not in DEEPSPEED_LAYOUTS:
+        return False
+    return deepspeed_layout(deepspeed_config, default_layout=layout) == layout
+
+
+def count_rows_before_planning(stage_requests: Sequence[StageRequest], *, trains_in_process: bool) -> None:
+    """Count the tokens of a run's rows, so that its plan knows their lengths; what no length changes is refused before.
+    `trains_in_process`: this process needs all libraries anyway. Raises SftPlayError as planning or reading the rows
+    does."""
+    runs = [request.run for request in stage_requests]
+    if not any(has_variable_lengths(run.config) and cached_row_tokens(run.config) is None for run in runs):
+        return
+    for request in stage_requests:
+        with stage_context(request.run.stage_name):
+            check_plan_request(request.plan_request)
+    prepare_libraries(runs[0].config.model.name, stage_requests[0].plan_request.hardware)
+    if trains_in_process:
+        with importing():
+            importlib.import_module("sft_play.training.run")
+    count_row_tokens(runs)
+
+
+def plan_stages(stage_requests: Sequence[StageRequest]) -> list[PlanWithDeepSpeed]:
+    """Make the plans that were asked for, logged, all in one layout; raises as `plan_stage` does."""
+    stage_plans = []
+    for request in finish_stage_requests(stage_requests):
+        with stage_context(request.run.stage_name):
+            stage_plans.append(plan_stage(request))
+    return stage_plans
+
+
+def finish_stage_requests(stage_requests: Sequence[StageRequest]) -> list[StageRequest]:
+    """Add what is known once the rows are counted: their lengths, and the one layout of all stages."""
+    finished_requests = [
+        request.with_changes(row_tokens=cached_row_tokens(request.run.config)) for request in stage_requests
+    ]
+    plan_requests = [request.plan_request for request in finished_requests]
+    if len(plan_requests) == 1 or len(plan_requests[0].allowed_layouts) == 1:
+        return finished_requests
+    layout = common_layout(plan_requests)
+    return [request.with_changes(allowed_layouts=(layout,)) for request in finished_requests]
+
+
+def common_layout(plan_requests: Sequence[PlanRequest]) -> LayoutName:
+    """Choose the fastest layout that fits every stage, of those that some stage would use by itself; else that of the
+    stage with the longest rows, whose plan says what does not fit."""
+    separate_plans = [plan_request(request, include_suggestions=False) for request in plan_requests]
+    # the longest rows first: their stage's layout is the answer where none fits them all
+    names = dict.fromkeys(plan.layout for plan in sorted(separate_plans, key=lambda plan: -plan.max_seq_len))
+    if len(names) == 1:
+        return next(iter(names))
+    step_seconds: dict[LayoutName, float] = {}
+    for name in names:
+        with contextlib.suppress(SftPlayError):
+            joint_plans = [
+                plan_request(dataclasses.replace(request, allowed_layouts=(name,)), include_suggestions=False)
+                for request in plan_requests
+            ]
+            if all(plan.fits and plan.layout == name for plan in joint_plans):
+                # hours: data of known size
+                step_seconds[name] = sum(plan.hours or plan.speed.step_s for plan in joint_plans)
+    return min(step_seconds or names, key=lambda name: step_seconds.get(name, 0.0))
+
+
+def plan_stage(request: StageRequest) -> PlanWithDeepSpeed:
+    """Plan a run or a stage, logged, with DeepSpeed's config where that is the engine. Raises DoesNotFit where nothing
+    fits and the batch was left to the plan; ConfigError where a number of DeepSpeed's file contradicts the plan."""
+    config, hardware = request.run.config, request.plan_request.hardware
+    plan = plan_request(request.plan_request, trace=config.plan.trace and bool(hardware.gpus))
+    # a kept batch ran before: it is tried again where the prediction says that it does not fit
+    require_fit(plan, config, is_resumed=request.plan_request.resumed_batch is not None)
+    log_plan(plan, config, stage_name=request.run.stage_name)
+    if plan.layout not in DEEPSPEED_LAYOUTS:
+        return plan, None
+    # without a config the plan chose DeepSpeed by itself
+    deepspeed_config = request.deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))[0]
+    resolved_config = _resolve_deepspeed_config(plan, config, deepspeed_config, request.deepspeed_name)
+    return dataclasses.replace(plan, deepspeed=deepspeed_config), resolved_config
+
+
+def read_deepspeed_config(
+    request: DeepspeedRequest, strategy: LayoutName | None
+) -> tuple[dict[str, Any], LayoutName, str]:
+    """DeepSpeed's config in current keys, from the user's file or as shipped, the layout that it asks for, and its name
+    in messages."""
+    planned_layout = strategy or "zero2"
+    name = f"DEEPSPEED_CONFIG={one_line(str(request.file))}" if request.file else "DeepSpeed"
+    deepspeed_config, notes = translate_deepspeed_keys(
+        read_deepspeed_file(request.file) if request.file else shipped_deepspeed_config(planned_layout), name=name
+    )
+    layout = deepspeed_layout(deepspeed_config, name=name, default_layout=planned_layout)
+    _log_deepspeed(notes)
+    return deepspeed_config, layout, name
+
+
+def apply_deepspeed_batch(config: RunConfig, deepspeed_config: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
+    """The settings with the batch of DeepSpeed's config where the run YAML leaves it open."""
+    train, batch_notes = merge_deepspeed_batch(config.train, deepspeed_config, ranks=ranks, name=name)
+    _log_deepspeed(batch_notes)
+    return config.model_copy(update={"train": train})
+
+
+def _log_deepspeed(lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.debug("DeepSpeed: %s", line)
+
+
+def _resolve_deepspeed_config(
+    plan: Plan, config: RunConfig, deepspeed_config: dict[str, Any], name: str
+) -> dict[str, Any]:
+    plan_values = PlanValues.from_plan(plan, config, hidden_size=load_run_model_shape(config).hidden_size)
+    offloads = plan.choice.layout.offloads_states
+    obstacles = cpu_adam_obstacles() if offloads else ()
+    resolved, value_lines = fill_auto_values(
+        deepspeed_config, plan_values, name=name, adam_obstacle="; ".join(obstacles) or None
+    )
+    _log_deepspeed(value_lines)
+    if offloads and resolved.get("zero_force_ds_cpu_optimizer", True) and (compile_note := cpu_adam_compile_note()):
+        logger.info("DeepSpeed: %s", compile_note)  # a wait of minutes
+    return resolved
+
+
+def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
+    """Raises ConfigError for a named layout that cannot run."""
+    if strategy is None:
+        return
+    possible, refused = find_layouts(config, load_run_model_shape(config), hardware, named=strategy)
+    names = list(dict.fromkeys(layout.name for layout in possible))
+    if strategy in names:
+        return
+    reason = next(
+        (refused_layout.because for refused_layout in refused if refused_layout.name == strategy),
+        f"{hardware.ranks} rank(s)",
+    )
+    if config.model.mesh_shape is not None:
+        reason = f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"
+    others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
+    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; {others}")

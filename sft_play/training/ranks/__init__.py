@@ -1,1 +1,0 @@
-"""Several processes as one run: process group, engines, the agent that reports a failure once."""
