@@ -47,7 +47,7 @@ class Variable(NamedTuple):
 
     `commands`: those that take it. `help` and `example`: its line of `make help`, and the help of its flag.
     `kind`: how `Request` reads it: "text", "path", "names" (with commas), "count" (from 1) and "number" (from 0) may
-    not be empty; "list" may; "switch" is off where it is empty or 0; "launch" is read by `launch/launch_options.py`.
+    not be empty; "list" may; "switch" is off where it is empty or 0; "launch" is read by `launch/request.py`.
     `counted_noun`: what a count or a number counts, for error messages.
     `flag_only_commands`: commands that take the flag, although their target of make does not pass the variable.
     """

@@ -15,7 +15,7 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.deepspeed.files import merge_deepspeed_batch
-from sft_play.launch.options import LaunchOptions
+from sft_play.launch.request import LaunchOptions
 from sft_play.launch.resume import resume_constraints
 from sft_play.launch.run_plan import build_stage_request, plan_stage
 from sft_play.planner.advice.suggestions import find_suggestions

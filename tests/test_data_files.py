@@ -89,7 +89,7 @@ SCHEMAS = {
         }
     ),
     "commands/commands.json": mapping(record({"file": TEXT, "help": TEXT})),
-    "process/variables.json": record(
+    "variables.json": record(
         {
             "groups": mapping(TEXT),
             "targets": mapping(TEXT),

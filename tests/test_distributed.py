@@ -18,7 +18,7 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.network import NodeSetup
-from sft_play.launch.options import parse_launch_options
+from sft_play.launch.request import parse_launch_options
 from sft_play.launch.torchrun import read_rank_info, torchrun_command
 from sft_play.planner.memory.model_states import nf4_bytes, weight_bytes
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
@@ -349,7 +349,6 @@ def test_a_rank_that_nobody_launched_is_refused_and_help_names_none(command, wor
 
 
 def test_gpus_that_differ_or_are_too_few_are_said_before_launch(monkeypatch):
-    from sft_play.launch import machine as module
 
     def machine(*names: str) -> Hardware:
         gpus = tuple(Gpu(n, name, 24 * GIB, 24 * GIB, (8, 9)) for n, name in enumerate(names))
@@ -357,12 +356,12 @@ def test_gpus_that_differ_or_are_too_few_are_said_before_launch(monkeypatch):
 
     two = machine("A", "B")
     with pytest.raises(HardwareError, match="the GPUs differ"):
-        module.select_hardware(parse_launch_options({}), two)
+        parse_launch_options({}).select_hardware(two)
     with pytest.raises(HardwareError, match="NPROC=3 and 2 GPUs"):
-        module.select_hardware(parse_launch_options({"NPROC": "3"}), two)
+        parse_launch_options({"NPROC": "3"}).select_hardware(two)
     with pytest.raises(HardwareError, match="GPUS= names 5"):
-        module.select_hardware(parse_launch_options({"GPUS": "5"}), two)
-    assert module.select_hardware(parse_launch_options({"GPUS": "1"}), two).ranks == 1
+        parse_launch_options({"GPUS": "5"}).select_hardware(two)
+    assert parse_launch_options({"GPUS": "1"}).select_hardware(two).ranks == 1
 
 
 WRITTEN_ELSEWHERE = """// for the A100s

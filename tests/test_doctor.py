@@ -35,7 +35,7 @@ from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
-from sft_play.launch.options import LaunchOptions
+from sft_play.launch.request import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.plan import PlanRequest, RunLength
 from sft_play.planner.reasons import slow_code_reasons
@@ -733,7 +733,7 @@ def test_the_sum_is_compared_element_by_element(tmp_path):
     """One process alone: the pattern's sum is the pattern; a changed all-reduce is found out."""
     code = (
         "import torch, torch.distributed as dist\n"
-        "from sft_play.training.ranks import collective_check as check\n"
+        "from sft_play.diagnose import collective_check as check\n"
         "cpu = torch.device('cpu')\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
         "assert check.wrong_elements(4096, cpu) == 0\n"

@@ -28,8 +28,8 @@ from sft_play.facts.network import NodeSetup, local_addresses
 from sft_play.launch import nodes as launch_nodes
 from sft_play.launch import rank as launch_rank
 from sft_play.launch.nodes import NodeMeeting, meet_nodes, node_card
-from sft_play.launch.options import LaunchOptions
 from sft_play.launch.rank import LaunchPlan
+from sft_play.launch.request import LaunchOptions
 from sft_play.launch.torchrun import RENDEZVOUS_VARIABLES
 from sft_play.training import distributed
 from tests import warm

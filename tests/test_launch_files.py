@@ -44,9 +44,7 @@ from sft_play.launch.deepspeed.fill import (
     deepspeed_options,
     fill_auto_values,
 )
-from sft_play.launch.machine import select_hardware
-from sft_play.launch.options import DeepspeedRequest, LaunchOptions
-from sft_play.launch.request import override_lines
+from sft_play.launch.request import DeepspeedRequest, LaunchOptions, override_lines
 from tests.conftest import ROOT
 
 
@@ -73,7 +71,7 @@ def loaded_by_accelerate(path: Path):
 def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind, total):
     path = tmp_path / "sub" / "a.yaml"
     nodes = read_accelerate_nodes({"NUM_MACHINES": str(machines), "MAIN_IP": "10.0.0.1"} if machines > 1 else {})
-    used = select_hardware(LaunchOptions(nodes=nodes), machine(gpus))
+    used = LaunchOptions(nodes=nodes).select_hardware(machine(gpus))
     written = write_accelerate_file(path, used, mixed_precision="bf16", nodes=nodes)
     theirs = loaded_by_accelerate(path)
     assert (theirs.distributed_type.value, theirs.num_processes, theirs.num_machines) == (kind, total, machines)
@@ -87,7 +85,7 @@ def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind,
 def test_what_is_written_is_read_back(tmp_path):
     path = tmp_path / "a.yaml"
     nodes = NodeSetup(2, 1, "node0", 29700)
-    used = select_hardware(LaunchOptions(nodes=nodes, gpus=(1, 3)), machine(4))
+    used = LaunchOptions(nodes=nodes, gpus=(1, 3)).select_hardware(machine(4))
     write_accelerate_file(path, used, mixed_precision="no", nodes=nodes, gpu_ids=(1, 3))
     config = read_accelerate_file(path)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (4, 2, (1, 3))

@@ -273,7 +273,7 @@ def test_planning_loads_no_torch():
     assert answer.returncode == 0, answer.stderr
 
 
-@pytest.mark.parametrize("package", ["training", "trace"])
+@pytest.mark.parametrize("package", ["training", "trace", "launch"])
 def test_the_map_of_a_large_package_names_each_of_its_modules_once(package):
     """Its docstring: where a reader finds what."""
     named = re.findall(r"`(\w+)`", ast.get_docstring(tree_of(PACKAGE / package / "__init__.py")) or "")

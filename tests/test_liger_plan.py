@@ -18,7 +18,6 @@ from sft_play.facts.hardware import parse_hardware
 from sft_play.facts.installed import LIGER_PACKAGE
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.decoder import parse_model_shape
-from sft_play.launch.train_here import record_measurements
 from sft_play.planner import calibration
 from sft_play.planner.advice.suggestions import find_suggestions
 from sft_play.planner.kernels import LIGER_REPLACEMENTS, CountedKernels, PlannedKernels, plan_kernels
@@ -32,6 +31,7 @@ from sft_play.planner.precision import Precision
 from sft_play.planner.speed.compile_and_liger import MIN_TRAFFIC_SHARE, liger_saved_bytes, liger_saved_starts_s
 from sft_play.planner.speed.throughput import find_rates, predict_speed
 from sft_play.trace.settings import StepSettings
+from sft_play.training.measure.recorded import record_measurements
 from sft_play.units import GIB
 
 MIB = 2**20

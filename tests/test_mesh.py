@@ -24,7 +24,7 @@ from sft_play.facts.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
 from sft_play.launch import machine as of_ranks
 from sft_play.launch import request
 from sft_play.launch.accelerate import _ACCELERATE_LAUNCH_VARIABLES, accelerate_launch_config, read_accelerate_file
-from sft_play.launch.options import LaunchOptions
+from sft_play.launch.request import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.advice.what_if import find_largest_fit
 from sft_play.planner.candidates import build_candidate
@@ -459,7 +459,7 @@ def test_plan_and_check_take_the_mesh_that_a_run_here_would_start(monkeypatch, t
             monkeypatch.setattr(module, "detect_hardware", lambda machine=machine: machine)
         planned = of_ranks.mesh_hardware(config, machine)
         try:
-            started = of_ranks.select_hardware(request.apply_mesh(LaunchOptions(), config), machine)
+            started = request.apply_mesh(LaunchOptions(), config).select_hardware(machine)
         except HardwareError:
             with pytest.raises(ConfigError, match=rf"start {fsdp * tp}, one for each GPU"):
                 make_plan(PlanRequest(config, load_model_shape(LLAMA), planned))

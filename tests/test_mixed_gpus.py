@@ -16,8 +16,8 @@ from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch import machine as of_ranks
 from sft_play.launch import rank as launch_rank
-from sft_play.launch.options import parse_launch_options
 from sft_play.launch.rank import check_rank_gpu
+from sft_play.launch.request import parse_launch_options
 from sft_play.launch.torchrun import RankInfo
 from sft_play.planner.plan import PlanRequest, make_plan
 
@@ -37,7 +37,7 @@ def own_environment(monkeypatch):
 
 
 def machine_here(values: dict[str, str]) -> Hardware:
-    return of_ranks.select_hardware(parse_launch_options(values), of_ranks.detect_hardware())
+    return parse_launch_options(values).select_hardware(of_ranks.detect_hardware())
 
 
 def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypatch):

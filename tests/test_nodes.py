@@ -26,9 +26,8 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup
 from sft_play.launch.accelerate import read_accelerate_file
 from sft_play.launch.nodes import NodeMeeting, card_differences, meet_nodes, node_card
-from sft_play.launch.options import LaunchOptions, parse_launch_options
 from sft_play.launch.rank import choose_interface
-from sft_play.launch.request import fill_from_accelerate
+from sft_play.launch.request import LaunchOptions, fill_from_accelerate, parse_launch_options
 from sft_play.launch.torchrun import RankInfo
 from tests.conftest import ROOT, VARIABLES, clean_environment
 

@@ -17,7 +17,6 @@ from sft_play.errors import ConfigError, DoesNotFit, SftPlayError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
-from sft_play.launch.train_here import record_measurements
 from sft_play.planner import calibration
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.advice.what_if import QUESTIONS, find_largest_fit
@@ -26,6 +25,7 @@ from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
 from sft_play.planner.plan import Plan, PlanRequest, RunLength, TracePrediction, make_plan, plan_from_json, require_fit
 from sft_play.planner.plan_details import choice_line, grid_lines, hardware_lines, largest_fit_line, plan_lines
 from sft_play.planner.reasons import format_relative_speed
+from sft_play.training.measure.recorded import record_measurements
 from tests.conftest import Command
 
 GIB = 2**30

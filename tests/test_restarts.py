@@ -15,7 +15,7 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.launch import ranks, request
 from sft_play.launch import start as starting
-from sft_play.launch.options import LaunchOptions
+from sft_play.launch.request import LaunchOptions
 from sft_play.launch.resume import RestartBudget
 from sft_play.process import signals
 from sft_play.process.failures import Failure, FailureKind

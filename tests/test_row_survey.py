@@ -131,7 +131,7 @@ def refuse(*words, **_):
 socket.getaddrinfo = socket.create_connection = refuse
 from sft_play.config.load import load_config
 from sft_play.starter import BASE_NAME
-from sft_play.starting import row_survey
+from sft_play.launch import row_survey
 found = []
 for name in (BASE_NAME, base):
     loaded = load_config(run, overrides=[f"model.name={json.dumps(name)}"])

@@ -207,7 +207,7 @@ WAITS = """
 import datetime, os, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from sft_play.training.ranks import distributed
+from sft_play.training import distributed
 from sft_play.training.heartbeat import Heartbeat
 
 kind, folder = sys.argv[1], Path(sys.argv[2])

@@ -914,7 +914,7 @@ def test_a_kept_one_shows_the_finished_run_and_is_stopped_and_cleaned_by_command
 def test_a_run_whose_tensorboard_breaks_is_trained_all_the_same(world):
     (world.folder / "broken" / "sitecustomize.py").parent.mkdir()
     (world.folder / "broken" / "sitecustomize.py").write_text(
-        "import sys\nif 'sft_play.launch.own_board' in sys.orig_argv: raise SystemExit('broken here')\n"
+        "import sys\nif 'sft_play.launch.tensorboard' in sys.orig_argv: raise SystemExit('broken here')\n"
     )
     path = os.pathsep.join([str(ROOT), str(world.folder / "broken")])
     training = world.train("alone", PYTHONPATH=path)

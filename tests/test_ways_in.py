@@ -37,8 +37,7 @@ from sft_play.launch.accelerate import (
     refuse_too_few_processes,
     remove_accelerate_variables,
 )
-from sft_play.launch.options import LaunchOptions, parse_launch_options
-from sft_play.launch.request import fill_from_accelerate
+from sft_play.launch.request import LaunchOptions, fill_from_accelerate, parse_launch_options
 from sft_play.launch.torchrun import (
     node_variables,
     rank_variables,
@@ -328,8 +327,7 @@ def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used,
         patch.setattr(of_ranks, "detect_hardware", lambda: parse_hardware(f"{there}xH100"))
         patch.setattr(of_ranks.logger, "warning", lambda text, *values: said.append(text % values))
         hardware = of_ranks.spread_hardware(parse_hardware(f"{used}xH100"), used * nodes, nodes)
-        options = LaunchOptions(nodes=NodeSetup(nodes, 0, "a", 1), gpus=tuple(range(used)) if named_ones else ())
-        of_ranks.warn_idle_gpus(hardware, options, Path("acc.yaml") if file else None)
+        of_ranks.warn_idle_gpus(hardware, range(used) if named_ones else (), Path("acc.yaml") if file else None)
     if used == there or named_ones:
         assert said == []
         return
@@ -344,7 +342,7 @@ def test_cpu_ranks_leave_nothing_idle(monkeypatch):
     cpu = replace(parse_hardware("cpu"), cpu_ranks=2)
     monkeypatch.setattr(of_ranks, "detect_hardware", lambda: cpu)
     monkeypatch.setattr(of_ranks.logger, "warning", lambda *_: pytest.fail("nothing is idle"))
-    of_ranks.warn_idle_gpus(cpu, LaunchOptions(), None)
+    of_ranks.warn_idle_gpus(cpu, (), None)
 
 
 # --- the plan of several nodes ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from sft_play.config.load import load_config
 from sft_play.diagnose import ranks, surroundings
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup
-from sft_play.launch.options import LaunchOptions
+from sft_play.launch.request import LaunchOptions
 from sft_play.planner.precision import choose_precision
 from sft_play.planner.speed.throughput import find_rates
 

@@ -2,7 +2,7 @@
 
 `commands.json` has them in the order of the help, each with its file, which is imported when the command is run, and a
 line on what it does. A file has `run_FILE(request)`, which returns a `CommandResult`, or only the exit code.
-`process/variables.json` has the variables of make and the flags that each command takes.
+`variables.json` has the variables of make and the flags that each command takes.
 """
 
 from __future__ import annotations

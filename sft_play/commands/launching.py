@@ -28,7 +28,7 @@ from sft_play.launch.accelerate import (
     refuse_too_few_processes,
     write_accelerate_file,
 )
-from sft_play.launch.machine import restrict_to_device, select_hardware
+from sft_play.launch.machine import restrict_to_device
 from sft_play.launch.request import LaunchRequest
 from sft_play.launch.resume import resume_request
 from sft_play.launch.start import LaunchResult, start_run
@@ -220,7 +220,7 @@ def _setup_accelerate(request: Request) -> CommandResult:
         return CommandResult({"ok": exit_code == 0, "path": str(path)}, exit_code=exit_code)
     loaded = load_config(request.config, overrides=request.overrides)
     options = dataclasses.replace(request.options, nodes=read_accelerate_nodes(os.environ))
-    hardware = select_hardware(options, restrict_to_device(loaded.config, detect_hardware()))
+    hardware = options.select_hardware(restrict_to_device(loaded.config, detect_hardware()))
     precision = choose_precision(loaded.config, hardware).compute
     text = write_accelerate_file(
         path,

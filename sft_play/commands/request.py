@@ -25,7 +25,7 @@ from sft_play.errors import ConfigError, DataError, RunFolderError
 from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.files import relative_to_cwd
 from sft_play.finished.run import FinishedRun, find_finished_run
-from sft_play.launch.options import LaunchOptions, parse_launch_options
+from sft_play.launch.request import LaunchOptions, parse_launch_options
 from sft_play.launch.torchrun import NODE_VARIABLES, node_variables, rank_variables
 from sft_play.log import escape_control, one_line
 from sft_play.runs.lookup import output_dir, resolve_run

@@ -27,7 +27,6 @@ from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.network import NodeSetup
-from sft_play.launch.machine import select_hardware
 from sft_play.launch.torchrun import LaunchCommand, read_rank_info, torchrun_command
 from sft_play.log import one_line, set_up_logging
 from sft_play.process import failures
@@ -44,7 +43,7 @@ def run_notebook(request: Request) -> CommandResult | int:
     rank_info, result_fields = read_rank_info(os.environ), {"notebook": str(request.notebook), "cells": len(cells)}
     if rank_info is None:
         launch = notebook_launch(
-            request.notebook, select_hardware(request.options, detect_hardware()), gpus=request.options.gpus
+            request.notebook, request.options.select_hardware(detect_hardware()), gpus=request.options.gpus
         )
         logger.info("Launch: %s", launch.shell_line)
         # ranks run this command again: they know by the environment where their output goes

@@ -30,9 +30,8 @@ from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.finished.report.compare import COMPARE_FILE, Comparison, compare_runs
 from sft_play.finished.run import find_changed_data
 from sft_play.launch.machine import mesh_hardware, restrict_to_device
-from sft_play.launch.options import LaunchOptions
 from sft_play.launch.refusals import refusals, require_gpus_and_disk
-from sft_play.launch.request import apply_mesh
+from sft_play.launch.request import LaunchOptions, apply_mesh
 from sft_play.launch.run_plan import (
     build_stage_requests,
     count_rows_before_planning,

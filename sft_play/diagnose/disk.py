@@ -11,7 +11,7 @@ from sft_play.facts.host import DiskSpace, nearest_disk_space
 from sft_play.facts.models.architecture import find_model_folder
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
-from sft_play.launch.options import LaunchOptions
+from sft_play.launch.request import LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.disk import MORE_SPACE_REMEDY, DiskUsage, planned_disk_usage
 from sft_play.planner.plan import Plan

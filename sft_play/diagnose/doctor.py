@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose import known_bad, ranks, surroundings, system
@@ -18,9 +18,9 @@ from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding
-from sft_play.launch.machine import disable_broken_p2p, select_hardware
-from sft_play.launch.options import LaunchOptions
+from sft_play.launch.machine import disable_broken_p2p
 from sft_play.launch.refusals import require_usable_hardware
+from sft_play.launch.request import LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.tables import join_unique
@@ -82,11 +82,11 @@ def run_doctor(
 
 def _select_gpus(machine: Hardware, options: LaunchOptions) -> tuple[Hardware, Hardware, Finding]:
     try:
-        local_machine = select_hardware(replace(options, nodes=NodeSetup()), machine)
+        local_machine = options.select_hardware(machine, is_one_node=True)
     except SftPlayError as error:
         message, _, remedy = str(error).partition("; ")
         return machine, machine, fail_finding("GPUs", message, remedy or "GPUS= and NPROC= name GPUs that there are")
-    all_nodes = select_hardware(options, machine)
+    all_nodes = options.select_hardware(machine)
     if not local_machine.gpus:
         return (
             local_machine,

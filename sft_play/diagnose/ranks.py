@@ -18,7 +18,7 @@ from sft_play.facts.gpus.gpu_catalog import find_catalog_entries
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
-from sft_play.launch.options import LaunchOptions
+from sft_play.launch.request import LaunchOptions
 from sft_play.launch.torchrun import TORCHRUN_MODULE, LaunchCommand, torchrun_command
 from sft_play.log import one_line, redact
 from sft_play.process.environment import LAUNCHER_VARIABLES
@@ -165,7 +165,7 @@ def _sum_finding(outcome: AllReduceOutcome, reports: Sequence[Mapping[str, Any]]
     return pass_finding(ALL_REDUCE_NAME, f"right over {backend} on {len(reports)} ranks{part_text}: {placement}")
 
 
-# by the last report that a rank of `training.ranks.collective_check` wrote
+# by the last report that a rank of `diagnose.collective_check` wrote
 _CHECK_STAGE_TEXTS = {
     "absent": "never started",
     "started": "has not reached its device",

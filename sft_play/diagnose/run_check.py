@@ -31,8 +31,8 @@ from sft_play.facts.models.architecture import (
     require_available_model,
 )
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
-from sft_play.launch.options import LaunchOptions
 from sft_play.launch.refusals import require_usable_hardware
+from sft_play.launch.request import LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.micro_batches import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit

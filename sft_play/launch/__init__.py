@@ -1,14 +1,13 @@
 """From a request to its result: which processes train a run, started, and waited for. Knows processes, and no torch but
 its launcher's.
 
-`start` has the steps of every start in their order: a `LaunchRequest` becomes a `LaunchPlan`, and that a
-`LaunchResult`.
+`start` has the steps of every start in their order: a LaunchRequest becomes a LaunchPlan, and that a LaunchResult.
 
-- The request: `options` (make's variables), `request` (what a launcher, accelerate's file and a mesh add to them),
-  `resume` (a run that was stopped, or died), `machine` (the hardware as the run uses it).
+- The request: `request` (make's variables, and what a launcher, accelerate's file and a mesh add to them), `resume`
+  (a run that was stopped, or died), `machine` (the hardware as the run uses it).
 - The plan: `refusals` (what a run is refused for), `row_survey` (the lengths of the rows), `run_plan`.
-- The processes: `train_here` (this one), `ranks` (those that are launched), `rank` (this one as one of them), `agent`
-  (which starts and watches ranks in torchrun's place), `nodes` (several machines meet), `tensorboard` (beside them)
-  with `own_board`.
-- Other programs' words: `torchrun` (its command, and what launchers export), `accelerate`, `deepspeed/`.
+- The processes: `ranks` (those that are launched), `rank` (this process as one of them), `agent` (which starts and
+  watches ranks in torchrun's place), `nodes` (several machines meet), `tensorboard` (beside them).
+- Other programs' words: `torchrun` (its command, and what launchers export), `accelerate`, and of DeepSpeed the
+  configuration (`files`) with the plan's values (`fill`).
 """

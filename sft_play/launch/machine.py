@@ -17,7 +17,6 @@ from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.unusable_accelerators import VISIBILITY_VARIABLES
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.models.architecture import find_model_folder, is_hub_reachable
-from sft_play.launch.options import LaunchOptions
 from sft_play.launch.torchrun import visible_gpu_variables
 from sft_play.log import one_line
 from sft_play.planner.mesh import parse_mesh
@@ -46,34 +45,36 @@ def mesh_hardware(config: RunConfig, hardware: Hardware) -> Hardware:
     return hardware if hardware.named or mesh.ranks >= hardware.ranks else hardware.limit_gpus(mesh.ranks)
 
 
-def select_hardware(options: LaunchOptions, hardware: Hardware) -> Hardware:
-    """This machine as the ranks will use it: named GPUs of it, several nodes like it, or processes on its CPU; raises
-    HardwareError where it has not the GPUs that are asked for."""
+def select_hardware(
+    hardware: Hardware, *, gpus: Sequence[int] = (), processes_per_node: int | None = None, node_count: int = 1
+) -> Hardware:
+    """This machine as the ranks will use it: these `gpus` of it by their numbers, several nodes like it, or processes
+    on its CPU. Raises HardwareError where it has not the GPUs that are asked for."""
     if not hardware.gpus:
-        if options.gpus:
+        if gpus:
             raise HardwareError("GPUS= names GPUs, and this machine has none")
-        process_count = options.processes_per_node or 2  # the fewest that are several
-        return dataclasses.replace(hardware, cpu_ranks=process_count * options.nodes.count, nodes=options.nodes.count)
+        process_count = processes_per_node or 2  # the fewest that are several
+        return dataclasses.replace(hardware, cpu_ranks=process_count * node_count, nodes=node_count)
     by_index = {gpu.index: gpu for gpu in hardware.gpus}
-    missing_gpus = [index for index in options.gpus if index not in by_index]
+    missing_gpus = [index for index in gpus if index not in by_index]
     if missing_gpus:
         raise HardwareError(f"GPUS= names {missing_gpus[0]}, and there are {', '.join(map(str, by_index))}")
-    chosen_gpus = [by_index[index] for index in options.gpus] or list(hardware.gpus)
-    if options.processes_per_node is not None and options.processes_per_node > len(chosen_gpus):
-        raise HardwareError(f"NPROC={options.processes_per_node} and {len(chosen_gpus)} GPUs: one process uses one GPU")
-    chosen_gpus = chosen_gpus[: options.processes_per_node]
+    chosen_gpus = [by_index[index] for index in gpus] or list(hardware.gpus)
+    if processes_per_node is not None and processes_per_node > len(chosen_gpus):
+        raise HardwareError(f"NPROC={processes_per_node} and {len(chosen_gpus)} GPUs: one process uses one GPU")
+    chosen_gpus = chosen_gpus[:processes_per_node]
     # Every rank waits for the slowest, and one plan cannot hold for two sizes of memory.
     if len({gpu.name for gpu in chosen_gpus}) > 1:
-        source_text = f"GPUS={','.join(map(str, options.gpus))} are" if options.gpus else "there are"
+        source_text = f"GPUS={','.join(map(str, gpus))} are" if gpus else "there are"
         kinds = ", ".join(f"GPU {gpu.index} a {gpu.name}" for gpu in chosen_gpus)
         raise HardwareError(
             f"the GPUs differ, and a run takes GPUs of one kind ({source_text}: {kinds}); name GPUs that are alike: "
-            f"{hardware.format_gpu_choices(processes=options.processes_per_node)}"
+            f"{hardware.format_gpu_choices(processes=processes_per_node)}"
         )
     if len(hardware.gpu_groups) > 1:  # CUDA's default order is fastest first, which are not the GPUs of the plan
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     machine = dataclasses.replace(hardware, gpus=tuple(chosen_gpus))
-    return spread_hardware(machine, len(chosen_gpus) * options.nodes.count, options.nodes.count)
+    return spread_hardware(machine, len(chosen_gpus) * node_count, node_count)
 
 
 def spread_hardware(
@@ -108,15 +109,13 @@ def use_one_gpu(hardware: Hardware) -> Hardware:
     return hardware.limit_gpus(1)
 
 
-def warn_idle_gpus(hardware: Hardware, options: LaunchOptions, accelerate_file: Path | None) -> None:
+def warn_idle_gpus(hardware: Hardware, named_gpus: Sequence[int], accelerate_file: Path | None) -> None:
     """Warn where a number of processes leaves GPUs of this node idle, with what would use them all."""
     total, used = len(detect_hardware().gpus), hardware.ranks_per_node
-    if not hardware.gpus or options.gpus or used >= total:
+    if not hardware.gpus or named_gpus or used >= total:
         return
     file_hint = (
-        f", or num_processes: {total * options.nodes.count} in {one_line(str(accelerate_file))},"
-        if accelerate_file
-        else ""
+        f", or num_processes: {total * hardware.nodes} in {one_line(str(accelerate_file))}," if accelerate_file else ""
     )
     logger.warning("%d of this node's %d GPUs %s idle: NPROC=%d%s uses them all",
                    total - used, total, "stay" if total - used > 1 else "stays", total, file_hint)  # fmt: skip

@@ -8,7 +8,6 @@ Where exported variables may number nodes or ranks, they meet once before, and t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import json
 import logging
@@ -27,9 +26,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import (
     ConfigError,
     HardwareError,
-    error_prefix,
 )
-from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.network import (
     GLOO_VARIABLE,
@@ -44,8 +42,6 @@ from sft_play.facts.network import (
     resolve_addresses,
     route_address,
 )
-from sft_play.launch.machine import restrict_to_device, select_hardware
-from sft_play.launch.options import LaunchOptions
 from sft_play.launch.torchrun import (
     rank_timeout_s,
 )
@@ -85,44 +81,21 @@ class NodeMeeting:
         return {} if environment.get(GLOO_VARIABLE) or interface is None else {GLOO_VARIABLE: interface}
 
 
-def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
-    """Resolve what exported RANK and WORLD_SIZE count: nodes, or ranks (RANK is then this node's first). Where both
-    are possible, wait for the nodes: how many come decides. Returns the options with those nodes."""
-    nodes, node_hardware = (
-        options.nodes,
-        select_hardware(dataclasses.replace(options, nodes=NodeSetup()), restrict_to_device(config, detect_hardware())),
-    )
-    if node_hardware.ranks == 1 or nodes.count % node_hardware.ranks:
-        return options
-    rank_explanation = (
-        f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {node_hardware.ranks} on each "
-        "node"
-    )
-    if options.dry_run:  # asks nobody
-        logger.info("Nodes: or %s: NNODES=%d says so", rank_explanation, nodes.count // node_hardware.ranks)
-        return options
-    logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
-                rank_explanation, rank_timeout_s(config, os.environ) * SETTLE_SHARE)  # fmt: skip
-    with error_prefix(f"{nodes.exported_note}, or {rank_explanation}"):
-        count = len(meet_run_nodes(options, config, node_hardware, may_count_ranks=True).cards)
-    if count < nodes.count:
-        logger.info("Nodes: %s", rank_explanation)
-        nodes = dataclasses.replace(
-            nodes, count=count, rank=nodes.rank // node_hardware.ranks, exported_note=rank_explanation
-        )
-    return dataclasses.replace(options, nodes=nodes)
-
-
 def meet_run_nodes(
-    options: LaunchOptions, config: RunConfig, node_hardware: Hardware, *, may_count_ranks: bool = False
+    nodes: NodeSetup,
+    config: RunConfig,
+    node_hardware: Hardware,
+    *,
+    strategy: str | None,
+    uses_deepspeed: bool,
+    may_count_ranks: bool = False,
 ) -> NodeMeeting:
     """Meet the other nodes of a run, told by their cards; raises as `meet_nodes` does."""
     with importing():
         importlib.import_module("torch.distributed")
-    card = node_card(config, node_hardware, strategy=options.strategy, uses_deepspeed=options.deepspeed is not None)
-    return meet_nodes(
-        options.nodes, card, timeout_s=rank_timeout_s(config, os.environ), may_count_ranks=may_count_ranks
-    )
+    card = node_card(config, node_hardware, strategy=strategy, uses_deepspeed=uses_deepspeed)
+    timeout_s = rank_timeout_s(config, os.environ)
+    return meet_nodes(nodes, card, timeout_s=timeout_s, may_count_ranks=may_count_ranks)
 
 
 def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, uses_deepspeed: bool) -> dict[str, Any]:

@@ -39,29 +39,42 @@ LAUNCH_FILE = "launch.json"
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
-    """A launch as planned, before anything is made. `folder` is None on several nodes, where rank 0 names it."""
+    """A launch as planned, before anything is made."""
 
     folder: RunFolder | None
+    """The run's; None on several nodes, where rank 0 names it."""
     is_resumed: bool
     stage_plans: Sequence[PlanWithDeepSpeed] = ()
+    """The plan of the run, or of each stage; none where the run to resume is finished."""
     trains_in_process: bool = True
     """Whether this process trains, or starts Unsloth's processes, which do."""
-    has_folder: bool = False
+    folder_exists: bool = False
     """Whether the parent that launched this rank has created the folder, so that rank 0 must not."""
     lock: RunLock | None = None
     """The folder's lock, where this process has that of the whole run."""
     today: date = dataclasses.field(default_factory=date.today)
     """The day of the run's first start, for chat templates that write one."""
 
-    def to_json(self, *, has_folder: bool) -> str:
-        """As JSON, for the ranks; `has_folder`: whether their parent creates the folder."""
+    @property
+    def plan(self) -> Plan:
+        """The plan of the run, or of its first stage."""
+        return self.stage_plans[0][0]
+
+    def to_json(self) -> str:
+        """As JSON, for the ranks. Needs a folder."""
         assert self.folder is not None, "rank 0 names it"
         stage_fields = [
             {"plan": plan.as_json(), "deepspeed": deepspeed_config} for plan, deepspeed_config in self.stage_plans
         ]
         folder, today = str(self.folder.path.absolute()), str(self.today)
         return json.dumps(
-            {"folder": folder, "parts": stage_fields, "resume": self.is_resumed, "made": has_folder, "today": today}
+            {
+                "folder": folder,
+                "parts": stage_fields,
+                "resume": self.is_resumed,
+                "made": self.folder_exists,
+                "today": today,
+            }
         )
 
     @staticmethod
@@ -72,7 +85,7 @@ class LaunchPlan:
             raise (DoesNotFit if fields["exit_code"] == DoesNotFit.exit_code else ConfigError)(fields["refused"])
         stage_plans = [(plan_from_json(part["plan"]), part["deepspeed"]) for part in fields["parts"]]
         folder, today = RunFolder(Path(fields["folder"])), date.fromisoformat(fields["today"])
-        return LaunchPlan(folder, fields["resume"], stage_plans, has_folder=fields["made"], today=today)
+        return LaunchPlan(folder, fields["resume"], stage_plans, folder_exists=fields["made"], today=today)
 
 
 def refusal_to_json(error: SftPlayError) -> str:

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
 from logging.handlers import MemoryHandler
 from typing import Any
 
@@ -20,8 +19,8 @@ from sft_play.errors import Interrupted, RunFolderError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import require_free_port
 from sft_play.launch.nodes import meet_run_nodes
-from sft_play.launch.options import LaunchOptions
 from sft_play.launch.rank import LAUNCH_FILE, LaunchPlan
+from sft_play.launch.request import LaunchOptions, LaunchRequest
 from sft_play.launch.torchrun import (
     RESUMED_VARIABLE,
     LaunchCommand,
@@ -29,7 +28,7 @@ from sft_play.launch.torchrun import (
     torchrun_command,
 )
 from sft_play.log import start_log_file
-from sft_play.planner.plan import Plan, PlanWithDeepSpeed
+from sft_play.planner.plan import Plan
 from sft_play.process import failures, signals
 from sft_play.process.environment import THREADS_VARIABLE
 from sft_play.process.failures import RUN_VARIABLE
@@ -44,25 +43,21 @@ logger = logging.getLogger(__name__)
 
 
 def launch_ranks(
-    loaded: LoadedConfig,
-    options: LaunchOptions,
-    stage_plans: Sequence[PlanWithDeepSpeed],
-    folder: RunFolder | None,
+    request: LaunchRequest,
+    launch_plan: LaunchPlan,
     *,
-    is_resumed: bool,
-    resumed_run: str | None,
     sidecar: contextlib.AbstractContextManager[object],
     log_buffer: MemoryHandler | None = None,
 ) -> tuple[int, LaunchCommand]:
-    """Start the ranks of a planned run and wait for them; the exit code and the command, which may only be shown.
+    """Start the ranks of a planned run and wait for them; returns the exit code and the command, which may only be
+    shown. Makes the run folder, but on several nodes, where rank 0 makes it.
 
     Args:
-        folder: the run's, which is made here; None on several nodes, where rank 0 makes it.
-        resumed_run: the name of the run that `make resume` resumes.
         sidecar: what runs beside the ranks.
         log_buffer: what was logged until now, for the run's log, which rank 0 continues.
     """
-    plan = stage_plans[0][0]
+    loaded, options, plan, folder = request.loaded, request.options, launch_plan.plan, launch_plan.folder
+    resumed_run = str(folder.path) if request.should_resume and folder is not None else None
     launch = _torchrun_command(loaded, options, plan, resumed_run=resumed_run)
     logger.log(logging.INFO if options.dry_run else logging.DEBUG, "Launch: %s", launch.shell_line)
     if options.dry_run:
@@ -72,7 +67,7 @@ def launch_ranks(
         return _run_on_all_nodes(loaded, plan.hardware, options, launch), launch
     # Not in the command that is shown and logged: typed by itself it starts a run of its own, whose rank 0 plans.
     environment = {**launch.environment, RUN_VARIABLE: str(folder.path.absolute())}
-    with sidecar, _write_launch_files(folder, loaded, stage_plans, is_resumed=is_resumed):
+    with sidecar, _write_launch_files(folder, loaded, launch_plan):
         log_file = start_log_file(folder.log_path, buffer=log_buffer)
         logging.getLogger().removeHandler(log_file)  # closed before the ranks write to it, or it is removed
         log_file.close()
@@ -86,17 +81,20 @@ def launch_ranks(
 
 
 def _write_launch_files(
-    folder: RunFolder, loaded: LoadedConfig, stage_plans: Sequence[PlanWithDeepSpeed], *, is_resumed: bool
+    folder: RunFolder, loaded: LoadedConfig, launch_plan: LaunchPlan
 ) -> contextlib.AbstractContextManager[object]:
+    """Create the run folder, or update that of a resumed run, with what its ranks read; returns the run's lock."""
     run_lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    plan, deepspeed_config = stage_plans[0]
-    if not is_resumed:
+    plan, deepspeed_config = launch_plan.stage_plans[0]
+    if not launch_plan.is_resumed:
         manifest = new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
         run_lock = create_run(folder, loaded, manifest=manifest, plan=plan.as_json(), lock_role=LAUNCHER)
     else:  # over other ranks the split of the batch is another; the manifest is updated by rank 0
         folder.write_json("plan.json", plan.as_json())
-    launch_plan = LaunchPlan(folder, is_resumed, stage_plans, today=first_start_date(folder))
-    write_text(folder.path / LAUNCH_FILE, launch_plan.to_json(has_folder=not is_resumed))
+    launch_plan = dataclasses.replace(
+        launch_plan, folder_exists=not launch_plan.is_resumed, today=first_start_date(folder)
+    )
+    write_text(folder.path / LAUNCH_FILE, launch_plan.to_json())
     if deepspeed_config is not None:
         write_json(folder.path / DEEPSPEED_FILE, deepspeed_config)
     return run_lock
@@ -141,7 +139,14 @@ def _require_fitting_adapter(loaded: LoadedConfig, plan: Plan) -> None:
 def _run_on_all_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: LaunchCommand) -> int:
     """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
     # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
-    meeting_environment = meet_run_nodes(options, loaded.config, hardware).gloo_variables(os.environ)
+    meeting = meet_run_nodes(
+        options.nodes,
+        loaded.config,
+        hardware,
+        strategy=options.strategy,
+        uses_deepspeed=options.deepspeed is not None,
+    )
+    meeting_environment = meeting.gloo_variables(os.environ)
     exit_code = run_ranks(dataclasses.replace(launch, environment={**launch.environment, **meeting_environment}), None)
     if exit_code not in (0, Interrupted.exit_code) and options.nodes.exported_note:  # the agent has told why
         logger.warning("Nodes: %s", options.nodes.exported_note)

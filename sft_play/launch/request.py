@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from sft_play.config.load import LoadedConfig
+from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import (
     ConfigError,
     HardwareError,
+    error_prefix,
 )
-from sft_play.facts.hardware import detect_hardware
-from sft_play.facts.network import DEFAULT_PORT, NodeSetup
-from sft_play.launch import tensorboard
+from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.facts.network import DEFAULT_PORT, SETTLE_SHARE, NodeSetup
 from sft_play.launch.accelerate import (
     AccelerateConfig,
     accelerate_launch_config,
@@ -26,23 +29,61 @@ from sft_play.launch.accelerate import (
 from sft_play.launch.deepspeed.fill import are_numbers_equal
 from sft_play.launch.machine import (
     hide_gpus,
+    restrict_to_device,
+    select_hardware,
 )
-from sft_play.launch.nodes import resolve_exported_nodes
-from sft_play.launch.options import DeepspeedRequest, LaunchOptions
+from sft_play.launch.nodes import meet_run_nodes
 from sft_play.launch.rank import (
     setup_rank_environment,
 )
 from sft_play.launch.torchrun import (
     RENDEZVOUS_VARIABLES,
     RankInfo,
+    rank_timeout_s,
+    read_nodes,
+    read_whole_number,
     refuse_lone_node,
 )
 from sft_play.log import one_line
-from sft_play.planner.layout import LAYOUT_NAMES
+from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.mesh import Mesh, format_mesh, parse_mesh
 from sft_play.runs.folder import RunFolder
+from sft_play.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeepspeedRequest:
+    """A request for DeepSpeed as the engine; `file` is the user's configuration, None the layout's shipped one."""
+
+    file: Path | None = None
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How a run is launched: what the user gave, None where the plan or the machine decides. `processes` are those of
+    one node."""
+
+    strategy: LayoutName | None = None
+    processes_per_node: int | None = None
+    gpus: tuple[int, ...] = ()
+    nodes: NodeSetup = field(default_factory=NodeSetup)
+    deepspeed: DeepspeedRequest | None = None
+    uses_tensorboard: bool = False
+    dry_run: bool = False
+    max_restarts: int = 0
+    notes: tuple[str, ...] = ()
+
+    def select_hardware(self, hardware: Hardware, *, is_one_node: bool = False) -> Hardware:
+        """This machine as the ranks will use it; with `is_one_node` the part of a single node. Raises HardwareError
+        where it has not the GPUs that are asked for."""
+        return select_hardware(
+            hardware,
+            gpus=self.gpus,
+            processes_per_node=self.processes_per_node,
+            node_count=1 if is_one_node else self.nodes.count,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +108,65 @@ class LaunchRequest:
     def is_reporting_rank(self) -> bool:
         """True for the one process that prints: not a rank, or rank 0 under a foreign launcher."""
         return self.rank_info is None or (self.rank_info.is_first and self.rank_info.run_folder is None)
+
+
+# --- make's variables ------------------------------------------------------------------------------------------------
+
+
+def parse_launch_options(
+    values: Mapping[str, str],
+    *,
+    uses_deepspeed: bool = False,
+    uses_tensorboard: bool = False,
+    notes: tuple[str, ...] = (),
+) -> LaunchOptions:
+    """Parse make's launch variables; `notes` name the sources of values that the user did not type. Raises
+    ConfigError where one of them is not a number, out of range, or an unknown strategy."""
+    file = values.get("DEEPSPEED_CONFIG")
+    try:
+        nodes = read_nodes(values)
+        if nodes.count == 1 and values.get("NNODES", "").strip():
+            # without NNODES a file of accelerate may name several: address and port are kept for it
+            nodes = NodeSetup()
+        return LaunchOptions(
+            strategy=_parse_strategy(values.get("STRATEGY")),
+            processes_per_node=read_whole_number(values, "NPROC", minimum=1),
+            gpus=_parse_gpus(values.get("GPUS")),
+            nodes=nodes,
+            deepspeed=DeepspeedRequest(Path(file).expanduser() if file else None) if uses_deepspeed or file else None,
+            uses_tensorboard=uses_tensorboard,
+            max_restarts=read_whole_number(values, "MAX_RESTARTS", minimum=0) or 0,
+            notes=notes,
+        )
+    except ConfigError as error:
+        if not notes:
+            raise
+        # a value that nobody typed is wrong: the message says where it comes from
+        raise ConfigError(f"{error} ({'; '.join(notes)})") from None
+
+
+def _parse_strategy(text: str | None) -> LayoutName | None:
+    if not text:
+        return None
+    for name in LAYOUT_NAMES:
+        if text.strip().lower() == name:
+            return name
+    suggestion = did_you_mean(text, LAYOUT_NAMES, min_similarity=0.6)
+    hint = f"{suggestion} " if suggestion else ""
+    raise ConfigError(f"STRATEGY={one_line(text)} is not a layout; {hint}there are: {', '.join(LAYOUT_NAMES)}")
+
+
+def _parse_gpus(text: str | None) -> tuple[int, ...]:
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if any(not (part.isascii() and part.isdigit() and len(part) < 6) for part in parts):
+        raise ConfigError(f"GPUS={one_line(text or '')} is not a list of GPU numbers, such as GPUS=0,1")
+    gpu_indices = tuple(int(part) for part in parts)
+    if len(set(gpu_indices)) != len(gpu_indices):
+        raise ConfigError(f"GPUS={one_line(text or '')} names a GPU twice")
+    return gpu_indices
+
+
+# --- what the command line leaves open -------------------------------------------------------------------------------
 
 
 def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
@@ -94,7 +194,7 @@ def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
         elif accelerate_config is not None and rank_info.run_folder is None:
             options = fill_from_accelerate(options, accelerate_config, parse_mesh(loaded.config.model.mesh_shape))
     refuse_restarts(loaded, options, rank_info)
-    loaded = tensorboard.add_tensorboard_tracker(loaded) if options.uses_tensorboard else loaded
+    loaded = add_tensorboard_tracker(loaded) if options.uses_tensorboard else loaded
     return dataclasses.replace(
         request, loaded=loaded, options=options, rank_info=rank_info, accelerate_config=accelerate_config
     )
@@ -170,6 +270,54 @@ def apply_mesh(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
             f"{mesh_text} needs {ranks_per_node} processes on each node, and there are {gpu_count} GPUs: one each"
         )
     return dataclasses.replace(options, processes_per_node=ranks_per_node)
+
+
+def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
+    """Resolve what exported RANK and WORLD_SIZE count: nodes, or ranks (RANK is then this node's first). Where both
+    are possible, wait for the nodes: how many come decides. Returns the options with those nodes."""
+    nodes, node_hardware = (
+        options.nodes,
+        options.select_hardware(restrict_to_device(config, detect_hardware()), is_one_node=True),
+    )
+    if node_hardware.ranks == 1 or nodes.count % node_hardware.ranks:
+        return options
+    rank_explanation = (
+        f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {node_hardware.ranks} on each "
+        "node"
+    )
+    if options.dry_run:  # asks nobody
+        logger.info("Nodes: or %s: NNODES=%d says so", rank_explanation, nodes.count // node_hardware.ranks)
+        return options
+    logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
+                rank_explanation, rank_timeout_s(config, os.environ) * SETTLE_SHARE)  # fmt: skip
+    with error_prefix(f"{nodes.exported_note}, or {rank_explanation}"):
+        count = len(
+            meet_run_nodes(
+                options.nodes,
+                config,
+                node_hardware,
+                strategy=options.strategy,
+                uses_deepspeed=options.deepspeed is not None,
+                may_count_ranks=True,
+            ).cards
+        )
+    if count < nodes.count:
+        logger.info("Nodes: %s", rank_explanation)
+        nodes = dataclasses.replace(
+            nodes, count=count, rank=nodes.rank // node_hardware.ranks, exported_note=rank_explanation
+        )
+    return dataclasses.replace(options, nodes=nodes)
+
+
+def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
+    """The config with TensorBoard among its trackers, logged where it was added: the page would stay empty without."""
+    trackers = loaded.config.train.report_to
+    if "tensorboard" in trackers:
+        return loaded
+    setting = f"train.report_to={json.dumps(['tensorboard', *trackers])}"
+    logger.info("TensorBoard was asked for: %s, in place of %s", setting, json.dumps(list(trackers)))
+    other_overrides = [word for word in loaded.overrides if not word.startswith("train.report_to=")]
+    return load_config(loaded.path, overrides=[*other_overrides, setting])
 
 
 def refuse_restarts(loaded: LoadedConfig, options: LaunchOptions, rank_info: RankInfo | None) -> None:

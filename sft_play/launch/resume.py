@@ -15,8 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.launch.machine import restrict_to_device
-from sft_play.launch.options import LaunchOptions
-from sft_play.launch.request import LaunchRequest
+from sft_play.launch.request import LaunchOptions, LaunchRequest
 from sft_play.log import start_log_file
 from sft_play.planner.batching import BatchPlan, divisors
 from sft_play.planner.layout import DEEPSPEED_LAYOUTS, LAYOUT_NAMES, LayoutName, PreviousRun

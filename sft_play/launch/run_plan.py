@@ -42,7 +42,7 @@ from sft_play.launch.deepspeed.files import (
 )
 from sft_play.launch.deepspeed.fill import PlanValues, cpu_adam_compile_note, cpu_adam_obstacles, fill_auto_values
 from sft_play.launch.machine import prepare_libraries, restrict_to_device
-from sft_play.launch.options import DeepspeedRequest, LaunchOptions
+from sft_play.launch.request import DeepspeedRequest, LaunchOptions
 from sft_play.launch.resume import (
     count_data_parallel_ranks,
     read_previous_run,

@@ -7,38 +7,50 @@ import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Iterator
 from datetime import date
+from logging.handlers import MemoryHandler
+from typing import Any
 
 from sft_play.config.load import LoadedConfig
-from sft_play.errors import SftPlayError, error_prefix
+from sft_play.config.schema import RunConfig
+from sft_play.errors import OutOfMemory, SftPlayError, error_prefix
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.finished.report.report import report_on_exit, write_final_report
 from sft_play.launch import tensorboard
 from sft_play.launch.accelerate import MIXED_PRECISION
-from sft_play.launch.machine import restrict_to_device, select_hardware, use_one_gpu, warn_idle_gpus
-from sft_play.launch.rank import LaunchPlan, gather_rank_hardware, receive_launch_plan, refusal_to_json
+from sft_play.launch.machine import prepare_libraries, restrict_to_device, use_one_gpu, warn_idle_gpus
+from sft_play.launch.rank import LaunchPlan, check_rank_gpu, gather_rank_hardware, receive_launch_plan, refusal_to_json
 from sft_play.launch.ranks import launch_ranks
 from sft_play.launch.refusals import refusals, require_gpus_and_disk
 from sft_play.launch.request import LaunchRequest, override_lines, resolve_launch_request
 from sft_play.launch.resume import RestartBudget, pop_crash_record
 from sft_play.launch.run_plan import (
+    build_plan_request,
     build_stage_requests,
     count_rows_before_planning,
     find_unsloth_layout,
     plan_stages,
 )
-from sft_play.launch.torchrun import LaunchCommand, RankInfo
-from sft_play.launch.train_here import train_in_process
+from sft_play.launch.torchrun import LaunchCommand, RankInfo, rank_timeout_s, visible_gpu_variables
 from sft_play.log import one_line, start_log_buffer
 from sft_play.planner import plan_details
-from sft_play.planner.plan import Plan
+from sft_play.planner.advice.suggestions import find_suggestions
+from sft_play.planner.batching import BatchPlan
+from sft_play.planner.plan import (
+    Plan,
+    Suggestion,
+    make_plan,
+)
 from sft_play.process import signals
+from sft_play.process.imports import importing
 from sft_play.runs import oom
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import LAUNCHER, lock_run
+from sft_play.runs.locking import LAUNCHER, WRITER, lock_run
 from sft_play.runs.lookup import find_resumable, is_finished, is_resume, new_run_folder
-from sft_play.runs.manifest import changed_settings, check_no_differences, first_start_date
+from sft_play.runs.manifest import FREE_TO_CHANGE_OPTIONS, changed_settings, check_no_differences, first_start_date
 from sft_play.starter import BASE_NAME
+from sft_play.training.measure.recorded import measured_run, record_measurements
 
 logger = logging.getLogger(__name__)
 
@@ -85,36 +97,24 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
             if request.rank_info is None
             else _plan_launch_as_rank(request, request.rank_info, exit_stack)
         )
-        folder, stage_plans = launch_plan.folder, launch_plan.stage_plans
-        if not stage_plans:
+        folder = launch_plan.folder
+        if not launch_plan.stage_plans:
             return LaunchResult(0, folder)
-        plan = stage_plans[0][0]
-        if request.accelerate_config is not None and request.is_reporting_rank:
-            for line in override_lines(
-                request.accelerate_config, mixed_precision=MIXED_PRECISION.get(plan.precision.compute, "no"),
-                grad_accum=plan.batch.grad_accum, max_grad_norm=request.loaded.config.train.max_grad_norm,
-            ):  # fmt: skip
-                logger.info("%s", line)
+        _log_overrides(request, launch_plan.plan)
+        sidecar = _tensorboard_sidecar(request, folder)
         if folder is None or not launch_plan.trains_in_process:
-            resumed_run = str(folder.path) if request.should_resume and folder is not None else None
-            exit_code, launch = launch_ranks(
-                request.loaded, request.options, stage_plans, folder,
-                is_resumed=launch_plan.is_resumed, resumed_run=resumed_run,
-                sidecar=_tensorboard_sidecar(request, folder), log_buffer=buffer,
-            )  # fmt: skip
-            return LaunchResult(exit_code, request.folder if request.options.nodes.count > 1 else folder, plan, launch)
+            exit_code, launch = launch_ranks(request, launch_plan, sidecar=sidecar, log_buffer=buffer)
+            # on several nodes rank 0 makes the folder of a new run
+            known_folder = request.folder if request.options.nodes.count > 1 else folder
+            return LaunchResult(exit_code, known_folder, launch_plan.plan, launch)
         if request.launches_ranks:
-            ranks = plan.choice.layout.ranks
+            ranks = launch_plan.plan.choice.layout.ranks
             logger.debug("Launch: %d process%s of Unsloth's environment", ranks, "es" if ranks > 1 else "")
         if not request.options.dry_run:
-            train_in_process(
-                request.loaded, stage_plans, folder, rank_info=request.rank_info, gpus=request.options.gpus,
-                sidecar=_tensorboard_sidecar(request, folder), resume=launch_plan.is_resumed, log_buffer=buffer,
-                has_folder=launch_plan.has_folder, lock=launch_plan.lock, today=launch_plan.today,
-            )  # fmt: skip
+            train_in_process(request, launch_plan, sidecar=sidecar, log_buffer=buffer)
         if request.rank_info is not None and request.is_reporting_rank:
             write_final_report(folder)
-        return LaunchResult(0, folder, plan)
+        return LaunchResult(0, folder, launch_plan.plan)
 
 
 def _log_base_model(loaded: LoadedConfig) -> None:
@@ -123,6 +123,20 @@ def _log_base_model(loaded: LoadedConfig) -> None:
     if name == BASE_NAME:
         description = f"{name}, the starter's two million parameters ({loaded.path}; a run of yours: CONFIG=my.yaml)"
     logger.info("Base model: %s", one_line(description, limit=400))
+
+
+def _log_overrides(request: LaunchRequest, plan: Plan) -> None:
+    """Log where the run YAML or the plan overrides accelerate's choices."""
+    if request.accelerate_config is None or not request.is_reporting_rank:
+        return
+    precision, max_grad_norm = plan.precision.compute, request.loaded.config.train.max_grad_norm
+    for line in override_lines(
+        request.accelerate_config,
+        mixed_precision=MIXED_PRECISION.get(precision, "no"),
+        grad_accum=plan.batch.grad_accum,
+        max_grad_norm=max_grad_norm,
+    ):
+        logger.info("%s", line)
 
 
 def _tensorboard_sidecar(request: LaunchRequest, folder: RunFolder | None) -> contextlib.AbstractContextManager[object]:
@@ -140,16 +154,18 @@ def _plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> La
     loaded, options, starts_run = request.loaded, request.options, not request.options.dry_run
     hardware = _launch_hardware(request)
     if request.launches_ranks:
-        warn_idle_gpus(hardware, options, request.accelerate_config.path if request.accelerate_config else None)
+        accelerate_file = request.accelerate_config.path if request.accelerate_config else None
+        warn_idle_gpus(hardware, options.gpus, accelerate_file)
     folder, is_resumed = _run_folder(request)
     resumed_folder = folder if is_resumed else None
-    if resumed_folder is not None and starts_run:
-        oom.pop_oom_note(resumed_folder)  # of a run whose launcher did not start it again
-        pop_crash_record(resumed_folder)
-    if resumed_folder is not None and is_finished(resumed_folder):
-        return LaunchPlan(folder, is_resumed)
-    if resumed_folder is not None and resumed_folder.has_trained:
-        check_no_differences(resumed_folder, list(changed_settings(resumed_folder, loaded.config).values()))
+    if resumed_folder is not None:
+        if starts_run:  # left by a run whose launcher did not start it again
+            oom.pop_oom_note(resumed_folder)
+            pop_crash_record(resumed_folder)
+        if is_finished(resumed_folder):
+            return LaunchPlan(folder, is_resumed)
+        if resumed_folder.has_trained:
+            check_no_differences(resumed_folder, list(changed_settings(resumed_folder, loaded.config).values()))
     # a command that is only shown may be typed on another machine
     machine = hardware if starts_run else dataclasses.replace(hardware, named=True)
     # the folder is rank 0's where there are several nodes, which would wait for a node that ends before they meet
@@ -185,7 +201,7 @@ def _launch_hardware(request: LaunchRequest) -> Hardware:
         return gather_rank_hardware(detected, request.rank_info)
     for line in plan_details.hardware_lines(detected):
         logger.info("%s", line)
-    return select_hardware(request.options, detected) if request.launches_ranks else use_one_gpu(detected)
+    return request.options.select_hardware(detected) if request.launches_ranks else use_one_gpu(detected)
 
 
 def _run_folder(request: LaunchRequest) -> tuple[RunFolder | None, bool]:
@@ -211,5 +227,102 @@ def _plan_launch_as_rank(request: LaunchRequest, rank_info: RankInfo, exit_stack
     except SftPlayError as error:
         broadcast_text(refusal_to_json(error))
         raise
-    broadcast_text(launch_plan.to_json(has_folder=False))  # the others wait; without a plan there is nothing left to do
+    broadcast_text(launch_plan.to_json())  # the others wait; without a plan there is nothing left to do
     return launch_plan
+
+
+# --- the training in this process -------------------------------------------------------------------------------------
+
+
+def train_in_process(
+    request: LaunchRequest,
+    launch_plan: LaunchPlan,
+    *,
+    sidecar: contextlib.AbstractContextManager[object],
+    log_buffer: MemoryHandler | None = None,
+) -> None:
+    """Import the libraries, train, and record the measured memory and speed for later plans.
+
+    Args:
+        sidecar: what runs beside the training.
+        log_buffer: what was logged until now, for the run's log.
+    """
+    loaded, rank_info, plan = request.loaded, request.rank_info, launch_plan.plan
+    assert launch_plan.folder is not None, "only a launcher of several nodes leaves it to rank 0"
+    if request.options.gpus and rank_info is None:  # they were named for Unsloth's processes
+        os.environ.update(visible_gpu_variables(",".join(str(gpu) for gpu in request.options.gpus)))
+    prepare_libraries(loaded.config.model.name, plan.hardware)
+    if rank_info is not None:
+        check_rank_gpu(plan, rank_info)  # asks the driver, so that nothing is loaded for a GPU that is refused
+    with importing():
+        from sft_play.training.job import build_run_job
+        from sft_play.training.run import run_training
+
+    is_single_process = rank_info is None and plan.choice.layout.ranks == 1
+    timeout_s = loaded.config.distributed.timeout_s if is_single_process else rank_timeout_s(loaded.config, os.environ)
+    lock_role = WRITER if rank_info is not None and rank_info.run_folder is not None else None
+    job = build_run_job(
+        loaded,
+        launch_plan.stage_plans,
+        launch_plan.folder,
+        resume=launch_plan.is_resumed,
+        log_buffer=log_buffer,
+        has_folder=launch_plan.folder_exists,
+        lock=launch_plan.lock,
+        lock_role=lock_role,
+        timeout_s=timeout_s,
+        today=launch_plan.today,
+    )
+    with signals.StopSignals(signals.raise_interrupt), sidecar, add_oom_advice(loaded.config, plan):
+        summary = run_training(job)
+    if rank_info is None or rank_info.is_first:
+        # the configs have the starter's name, as plans look it up
+        configs, plans = [part.config for part in loaded.runs], [plan for plan, _ in launch_plan.stage_plans]
+        record_measurements(list(zip(configs, plans, strict=True)), summary)
+
+
+@contextlib.contextmanager
+def add_oom_advice(config: RunConfig, plan: Plan) -> Iterator[None]:
+    """Adds to an error of memory that ran out what is predicted to need less, and whether resume takes it."""
+    try:
+        yield
+    except OutOfMemory as error:
+        alternatives = _cheaper_alternatives(config, plan, error.batch) if error.batch is not None else []
+        if not alternatives:
+            raise
+        raise OutOfMemory(f"{error}. Predicted to need less: {'; '.join(alternatives)}") from error.__cause__
+
+
+def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
+    checkpointing = (
+        plan.choice.checkpointed_layers if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
+    )
+    train_settings: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
+    train_settings |= {} if plan.choice.step.offloads else {"gradient_checkpointing": checkpointing}
+    config = config.model_copy(update={"train": config.train.model_copy(update=train_settings)})
+    with contextlib.suppress(SftPlayError):
+        request = build_plan_request(config, plan.hardware, (plan.layout,))
+        failed_plan = make_plan(request)
+        measured_runs = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
+        alternatives = [
+            suggestion
+            for suggestion in find_suggestions(dataclasses.replace(request, measured_runs=measured_runs))
+            if suggestion.fits
+        ]
+        alternatives = [
+            suggestion
+            for suggestion in alternatives
+            if suggestion.hardware is None or suggestion.required < failed_plan.memory.required
+        ]
+        return [
+            f"{item.change} ({item.needs}; {'resume takes it' if _can_resume_with(item) else 'a new run'})"
+            for item in alternatives
+        ]
+    return []
+
+
+def _can_resume_with(suggestion: Suggestion) -> bool:
+    return (
+        suggestion.setting is not None
+        and {word.partition("=")[0] for word in suggestion.setting.split()} <= FREE_TO_CHANGE_OPTIONS
+    )

@@ -3,7 +3,8 @@
 A TensorBoard is a process in a session of its own, so Ctrl-C in the terminal reaches only the training. Nothing is
 recorded on disk: a TensorBoard of this project carries `OWNER_VARIABLE` in its environment, which only its user can
 read, and the rest is in its command line. One that belongs to a run is started through `sft_play.process.signals`, so
-that it ends after a kill -9 too. Flags and the route `/data/environment` are those of
+that it ends after a kill -9 too. The process is `python -m sft_play.launch.tensorboard --logdir=…`: TensorBoard's own
+program, with a check of each request's Host. Flags and the route `/data/environment` are those of
 https://github.com/tensorflow/tensorboard: `tensorboard/program.py`, `tensorboard/plugins/core/core_plugin.py`.
 """
 
@@ -22,16 +23,15 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
-from sft_play.facts.network import is_local
+from sft_play.facts.network import allowed_host_names, is_local, is_local_request
 from sft_play.files import cache_dir, hold_lock
 from sft_play.log import one_line, redact
 from sft_play.process.environment import independent_environment
@@ -47,7 +47,7 @@ PORTS_TRIED = 100
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
-_TENSORBOARD_MODULE, _GUARD_MODULE = "sft_play.launch.own_board", "sft_play.process.signals"
+_TENSORBOARD_MODULE, _GUARD_MODULE = "sft_play.launch.tensorboard", "sft_play.process.signals"
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,6 @@ class TensorBoardServer:
 def _server_url(host: str, port: int) -> str:
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{address}]:{port}/" if ":" in address else f"http://{address}:{port}/"
-
-
-def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
-    """The config with TensorBoard among its trackers, logged where it was added: the page would stay empty without."""
-    trackers = loaded.config.train.report_to
-    if "tensorboard" in trackers:
-        return loaded
-    setting = f"train.report_to={json.dumps(['tensorboard', *trackers])}"
-    logger.info("TensorBoard was asked for: %s, in place of %s", setting, json.dumps(list(trackers)))
-    other_overrides = [word for word in loaded.overrides if not word.startswith("train.report_to=")]
-    return load_config(loaded.path, overrides=[*other_overrides, setting])
 
 
 def server_options(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -331,3 +320,39 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def refuse_foreign_requests(tensorboard_app: Any, host: str) -> Any:
+    """Build a WSGI application that answers 403 to requests under a name, or from a page, that is not this machine's.
+    TensorBoard itself answers under any host name, also to pages of other origins."""
+    names = allowed_host_names(host)
+
+    def filtered_app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if is_local_request(names, environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")):
+            return tensorboard_app(environ, start_response)  # type: ignore[no-any-return]
+        body = b"This TensorBoard answers this machine alone, and the request names another in Host or Origin.\n"
+        headers = [("Content-Type", "text/plain"), ("X-Content-Type-Options", "nosniff")]
+        start_response("403 Forbidden", [*headers, ("Content-Length", str(len(body)))])
+        return [body]
+
+    return filtered_app
+
+
+def main() -> None:
+    """Serve the folder that TensorBoard's own flags name, until it is stopped."""
+    from absl import app
+    from tensorboard import default, main_lib, program
+
+    def create_server(tensorboard_app: Any, flags: Any) -> Any:
+        return program.create_port_scanning_werkzeug_server(refuse_foreign_requests(tensorboard_app, flags.host), flags)
+
+    main_lib.global_init()
+    tensorboard = program.TensorBoard(plugins=default.get_plugins(), server_class=create_server)
+    app.run(tensorboard.main, flags_parser=tensorboard.configure)
+
+
+if __name__ == "__main__":
+    main()
