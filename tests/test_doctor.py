@@ -37,6 +37,7 @@ from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.disk import OTHER_BYTES
 from sft_play.planner.plan import PlanRequest, RunLength
 from sft_play.planner.reasons import slow_code_reasons
 from tests import warm
@@ -347,14 +348,14 @@ def written(world: Path, *overrides: str, **options: Any) -> disk.DiskUsage:
 def test_a_checkpoint_holds_weights_and_states(world, tiny_llama):
     params = load_model_shape(str(tiny_llama)).params
     full = written(world, "tuning.mode=full", hardware=CPU)
-    rests = full.checkpoint_bytes - disk.OTHER_BYTES - 12 * params  # fp32 on a CPU: weights and two states of 4 bytes
+    rests = full.checkpoint_bytes - OTHER_BYTES - 12 * params  # fp32 on a CPU: weights and two states of 4 bytes
     assert 0 <= rests < MIB
     zero = written(world, "tuning.mode=full", hardware=machine(gpu(0), gpu(1)), only="zero2")
     # bf16 weights of DeepSpeed's and of the trainer's, fp32 masters, two fp32 states
-    assert zero.checkpoint_bytes - disk.OTHER_BYTES == (2 + 2 + 4 + 8) * params
-    assert zero.weights_bytes - disk.OTHER_BYTES == 2 * params
+    assert zero.checkpoint_bytes - OTHER_BYTES == (2 + 2 + 4 + 8) * params
+    assert zero.weights_bytes - OTHER_BYTES == 2 * params
     sharded = written(world, "tuning.mode=full", hardware=machine(gpu(0), gpu(1)), only="fsdp")
-    assert abs(sharded.checkpoint_bytes - disk.OTHER_BYTES - 12 * params) < 64  # uneven parts are padded
+    assert abs(sharded.checkpoint_bytes - OTHER_BYTES - 12 * params) < 64  # uneven parts are padded
 
 
 def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(world):
@@ -756,9 +757,9 @@ def test_a_written_checkpoint_is_as_large_as_was_said(world):
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (checkpoint,) = (path for path in (world / "outputs/size/checkpoints").iterdir() if path.name == "checkpoint-1")
     sizes = {path.name: path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()}
-    predicted = written(world, "tuning.mode=full", hardware=CPU).checkpoint_bytes - disk.OTHER_BYTES
+    predicted = written(world, "tuning.mode=full", hardware=CPU).checkpoint_bytes - OTHER_BYTES
     assert sizes["model.safetensors"] + sizes["optimizer.pt"] == pytest.approx(predicted, rel=0.1)
-    assert sum(sizes.values()) < predicted + disk.OTHER_BYTES
+    assert sum(sizes.values()) < predicted + OTHER_BYTES
 
 
 def test_what_the_config_cannot_be_is_a_finding(world):

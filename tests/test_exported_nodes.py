@@ -27,6 +27,7 @@ from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.network import NodeSetup, local_addresses
 from sft_play.launch import nodes as launch_nodes
 from sft_play.launch import rank as launch_rank
+from sft_play.launch import request as launch_request
 from sft_play.launch.nodes import NodeMeeting, meet_nodes, node_card
 from sft_play.launch.rank import LaunchPlan
 from sft_play.launch.request import LaunchOptions
@@ -156,13 +157,13 @@ def test_a_node_that_comes_after_the_ranks_have_begun_is_told_so(call, monkeypat
 )
 def test_the_gpus_of_a_node_are_its_ranks(config, monkeypatch, machine, world, ranks, nodes):
     """Two machines with four GPUs export RANK=0 and RANK=4. One GPU, or three of four ranks, leave one reading."""
-    monkeypatch.setattr(launch_nodes, "detect_hardware", lambda: parse_hardware(machine))
+    monkeypatch.setattr(launch_request, "detect_hardware", lambda: parse_hardware(machine))
     settings = load_config(config, overrides=["distributed.timeout_s=30"]).config
     port = free_port()
 
     def count(rank: int) -> Callable[[], Any]:
         exported = NodeSetup(world, rank, "127.0.0.1", port, "RANK and WORLD_SIZE are there")
-        return lambda: launch_nodes.resolve_exported_nodes(LaunchOptions(nodes=exported), settings).nodes
+        return lambda: launch_request.resolve_exported_nodes(LaunchOptions(nodes=exported), settings).nodes
 
     each = parse_hardware(machine).ranks if nodes < world else 1
     for rank, answer in zip(ranks, together(*(count(rank) for rank in ranks)), strict=True):

@@ -363,7 +363,7 @@ def test_stages_share_the_layout_that_fits_them_all():
     """LoRA of a 3B over two 24 GiB cards: short rows alone would take DDP, which rows of 32,768 tokens do not fit."""
     from sft_play.config.load import config_from_text
     from sft_play.facts.hardware import parse_hardware
-    from sft_play.launch.run_plan import common_layout, plan_run
+    from sft_play.launch.run_plan import build_plan_request, common_layout, plan_run
     from sft_play.planner.layout import LAYOUT_NAMES
 
     machine, only = parse_hardware("2xRTX4090"), tuple(name for name in LAYOUT_NAMES if name != "single")
@@ -374,11 +374,12 @@ def test_stages_share_the_layout_that_fits_them_all():
         for length in (256, 32_768)
     )
     alone = [plan_run(config, machine, layouts=only, include_suggestions=False).layout for config in (short, long)]
-    found = common_layout([short, long], machine, layouts=only)
+    requests = [build_plan_request(config, machine, only) for config in (short, long)]
+    found = common_layout(requests)
     assert alone[0] != alone[1] == found
     assert not plan_run(long, machine, layouts=(alone[0],), include_suggestions=False).fits
     assert plan_run(short, machine, layouts=(found,), include_suggestions=False).fits
-    assert common_layout([short, short], machine, layouts=only) == alone[0]
+    assert common_layout(requests[:1] * 2) == alone[0]
 
 
 @pytest.mark.build

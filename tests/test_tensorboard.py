@@ -27,6 +27,7 @@ import pytest
 from sft_play.commands import boards as commands
 from sft_play.config.load import load_config
 from sft_play.launch import tensorboard as board
+from sft_play.launch.request import add_tensorboard_tracker
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from tests import warm
 from tests.conftest import ROOT, clean_environment
@@ -601,11 +602,11 @@ def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, fake, o
 def test_a_command_with_tensorboard_reports_to_it(tmp_path, tiny_llama, caplog):
     caplog.set_level(logging.INFO)
     path = uneven_run(tmp_path, tiny_llama)  # report_to: []
-    loaded = board.add_tensorboard_tracker(load_config(path, overrides=["output.name=one", "train.report_to=[]"]))
+    loaded = add_tensorboard_tracker(load_config(path, overrides=["output.name=one", "train.report_to=[]"]))
     assert loaded.config.train.report_to == ("tensorboard",)
     assert loaded.config.output.name == "one"
     assert 'train.report_to=["tensorboard"], in place of []' in caplog.text
-    assert board.add_tensorboard_tracker(loaded) is loaded
+    assert add_tensorboard_tracker(loaded) is loaded
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------

@@ -413,13 +413,16 @@ def plan_stages(stage_requests: Sequence[StageRequest]) -> list[PlanWithDeepSpee
 
 def finish_stage_requests(stage_requests: Sequence[StageRequest]) -> list[StageRequest]:
     """Add what is known once the rows are counted: their lengths, and the one layout of all stages."""
+    first, *others = [request.plan_request.allowed_layouts for request in stage_requests]
+    # a stage that is resumed cannot take every layout
+    layouts = tuple(name for name in first if all(name in allowed for allowed in others))
     finished_requests = [
-        request.with_changes(row_tokens=cached_row_tokens(request.run.config)) for request in stage_requests
+        request.with_changes(row_tokens=cached_row_tokens(request.run.config), allowed_layouts=layouts)
+        for request in stage_requests
     ]
-    plan_requests = [request.plan_request for request in finished_requests]
-    if len(plan_requests) == 1 or len(plan_requests[0].allowed_layouts) == 1:
+    if not others or len(layouts) == 1:
         return finished_requests
-    layout = common_layout(plan_requests)
+    layout = common_layout([request.plan_request for request in finished_requests])
     return [request.with_changes(allowed_layouts=(layout,)) for request in finished_requests]
 
 
