@@ -37,7 +37,8 @@ def resume_request(
     before unless another number is given. Raises RunFolderError where there is none, or its settings allow code that
     `is_trusted` does not."""
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run_name)
-    loaded, previous = load_resumed_config(loaded, folder, is_trusted=is_trusted), read_previous_run(folder)
+    loaded = load_resumed_config(loaded, folder, is_trusted=is_trusted, keeps_mesh=options.strategy is None)
+    previous = read_previous_run(folder)
     if not (options.processes_per_node or options.gpus or options.nodes.count > 1):
         gpu_count, rank_count = (
             len(restrict_to_device(loaded.config, detect_hardware()).gpus),
