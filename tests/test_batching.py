@@ -15,9 +15,9 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.deepspeed.files import merge_deepspeed_batch
+from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.resume import resume_constraints
-from sft_play.launch.run_plan import build_stage_request, plan_stage
 from sft_play.planner.advice.suggestions import find_suggestions
 from sft_play.planner.advice.what_if import find_largest_fit
 from sft_play.planner.batching import BatchPlan, batch_splits, effective_batch, format_batch_product

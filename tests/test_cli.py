@@ -21,7 +21,7 @@ from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, RunFolderError, SftPlayError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.launch import start
+from sft_play.launch import planning
 from sft_play.launch.machine import use_one_gpu
 from sft_play.planner import calibration
 from sft_play.runs.folder import MANIFEST_FORMAT
@@ -228,7 +228,7 @@ def test_a_run_is_remembered_and_later_plans_say_so(tmp_path, tiny_llama, sums, 
 def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_llama, sums, command, monkeypatch):
     """The GPU is only said to be there: torch, which cannot use it, ends the run after the plan."""
     machine = dataclasses.replace(parse_hardware("1xRTX4090"), named=False)
-    monkeypatch.setattr(start, "detect_hardware", lambda: machine)
+    monkeypatch.setattr(planning, "detect_hardware", lambda: machine)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = tiny_run(tmp_path, tiny_llama, sums)
     code, printed = command("train", "--config", str(config))
@@ -243,7 +243,7 @@ def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_
 
 def test_one_of_several_gpus_is_used_and_the_others_are_named(tmp_path, tiny_llama, sums, command, monkeypatch):
     machine = dataclasses.replace(parse_hardware("2xRTX4090"), named=False)
-    monkeypatch.setattr(start, "detect_hardware", lambda: machine)
+    monkeypatch.setattr(planning, "detect_hardware", lambda: machine)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

@@ -290,7 +290,7 @@ def test_a_plan_that_refuses_a_run_is_its_answer(tmp_path, tiny_llama, sums, cap
         f"output: {{dir: {tmp_path}/outputs}}\n"
     )
     small = _small_machine()
-    monkeypatch.setattr("sft_play.launch.start.detect_hardware", lambda: small)
+    monkeypatch.setattr("sft_play.launch.planning.detect_hardware", lambda: small)
     capfd.readouterr()
     assert main(["train", "--config", str(config), "--json"]) == 3
     out, err = capfd.readouterr()

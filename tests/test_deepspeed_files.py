@@ -23,8 +23,8 @@ from sft_play.launch.deepspeed.files import (
     shipped_deepspeed_config,
 )
 from sft_play.launch.deepspeed.fill import PlanValues, deepspeed_options, fill_auto_values
+from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import DeepspeedRequest, LaunchOptions
-from sft_play.launch.run_plan import build_stage_request, plan_stage
 from sft_play.planner.batching import batch_splits
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from tests.conftest import ROOT

@@ -163,10 +163,10 @@ def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
 @pytest.mark.parametrize("what", ["train", "train-distributed"])
 def test_the_command_stops_before_anything_is_made(command, config, monkeypatch, tmp_path, tiny_llama, sums, what):
     from sft_play.launch import machine as of_ranks
-    from sft_play.launch import start
+    from sft_play.launch import planning
 
     monkeypatch.chdir(tmp_path)
-    for module in (of_ranks, start):
+    for module in (of_ranks, planning):
         monkeypatch.setattr(module, "detect_hardware", lambda: CPU)
     monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda _: SHOWN)
     path = tmp_path / "own.yaml"

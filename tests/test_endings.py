@@ -273,7 +273,7 @@ ENDED_OTHERWISE = {
     "sft_play.facts.compiler": "a compiler's trial of a few lines, with a time limit",
     "sft_play.runs.manifest": "git, with a time limit",
     "sft_play.diagnose.gpu_info": "torch's report of itself, with a time limit",
-    "sft_play.commands.launching": "accelerate's questions, in the same terminal",
+    "sft_play.commands.accelerate": "accelerate's questions, in the same terminal",
     "sft_play.finished.report.charts": "the charts of a report, with a time limit",
     "sft_play.process.signals": "run_beside, which sets the variable",
     "sft_play.facts.unsloth": "what Unsloth's environment says of itself, with a time limit",

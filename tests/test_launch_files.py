@@ -538,21 +538,21 @@ def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built():
 @pytest.mark.parametrize("built", [False, True])
 @pytest.mark.parametrize("layout", ["zero2", "zero2_offload"])
 def test_only_a_run_that_compiles_cpu_adam_says_so(monkeypatch, caplog, obstacles, built, layout):
-    from sft_play.launch import run_plan
+    from sft_play.launch import planning
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(run_plan, "cpu_adam_obstacles", lambda: obstacles)
-    monkeypatch.setattr(run_plan, "cpu_adam_compile_note", lambda: None if built else "compiles for minutes")
+    monkeypatch.setattr(planning, "cpu_adam_obstacles", lambda: obstacles)
+    monkeypatch.setattr(planning, "cpu_adam_compile_note", lambda: None if built else "compiles for minutes")
     config = load_config(ROOT / "configs" / "run_bnb.yaml", overrides=["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"])
     options = LaunchOptions(strategy=layout, deepspeed=DeepspeedRequest())
-    run_plan.plan_stage(run_plan.build_stage_request(config, parse_hardware("2xH100"), options))
+    planning.plan_stage(planning.build_stage_request(config, parse_hardware("2xH100"), options))
     wanted = layout == "zero2_offload" and not built and not obstacles
     assert ("compiles for minutes" in caplog.text) == wanted
 
 
 @pytest.mark.parametrize("file", ["zero2", "zero3", "zero3_offload"])
 def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, file, caplog, monkeypatch):
-    from sft_play.launch import run_plan
+    from sft_play.launch import planning
 
     path = ROOT / "configs" / "deepspeed" / f"{file}.json"
     words = ["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"]
@@ -564,7 +564,7 @@ def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, file, caplog, mo
     found = json.loads(printed)
     options = LaunchOptions(deepspeed=DeepspeedRequest(path))
     loaded = load_config(config, overrides=words)
-    run, _ = run_plan.plan_stage(run_plan.build_stage_request(loaded, parse_hardware("2xH100"), options))
+    run, _ = planning.plan_stage(planning.build_stage_request(loaded, parse_hardware("2xH100"), options))
     planned = json.loads(json.dumps(run.as_json()))
     for key in set(planned) - {"deepspeed", "reasons", "ways_out"}:
         assert found[key] == planned[key], key

@@ -24,10 +24,11 @@ from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, fail_finding
 from sft_play.launch.accelerate import find_accelerate_file, read_accelerate_file_with_notes
 from sft_play.launch.machine import mesh_hardware, restrict_to_device
+from sft_play.launch.planning import refuse_impossible_strategy
 from sft_play.launch.refusals import refusals
 from sft_play.launch.request import apply_mesh, fill_from_accelerate
 from sft_play.launch.row_survey import has_variable_lengths
-from sft_play.launch.run_plan import load_run_model_shape, plan_run, refuse_impossible_strategy
+from sft_play.launch.run_plan import load_run_model_shape, plan_run
 from sft_play.log import is_output_lost
 from sft_play.planner.layout import layout_choices
 

@@ -23,18 +23,20 @@ from sft_play.facts.network import DEFAULT_PORT
 from sft_play.files import relative_to_cwd
 from sft_play.launch.deepspeed.files import keeps_params_on_gpu
 from sft_play.launch.machine import mesh_hardware, restrict_to_device
+from sft_play.launch.planning import (
+    apply_deepspeed_batch,
+    common_layout,
+    read_deepspeed_config,
+    refuse_impossible_strategy,
+)
 from sft_play.launch.refusals import MAX_CPU_PARAMS, refusals
 from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens_if_quick
 from sft_play.launch.run_plan import (
-    apply_deepspeed_batch,
     build_plan_request,
-    common_layout,
     has_eval,
     load_run_model_shape,
     plan_request,
     plan_run,
-    read_deepspeed_config,
-    refuse_impossible_strategy,
     training_backend,
 )
 from sft_play.log import escape_control

@@ -20,6 +20,7 @@ from sft_play.errors import (
 from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.facts.network import DEFAULT_PORT, SETTLE_SHARE, NodeSetup
 from sft_play.launch.accelerate import (
+    MIXED_PRECISION,
     AccelerateConfig,
     accelerate_launch_config,
     find_accelerate_file,
@@ -47,6 +48,7 @@ from sft_play.launch.torchrun import (
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.mesh import Mesh, format_mesh, parse_mesh
+from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.spelling import did_you_mean
 
@@ -332,6 +334,20 @@ def refuse_restarts(loaded: LoadedConfig, options: LaunchOptions, rank_info: Ran
         )
     if loaded.config.tuning.backend == "unsloth":
         raise ConfigError(f"{request_text} does not watch the processes of tuning.backend=unsloth; leave it out")
+
+
+def log_overrides(request: LaunchRequest, plan: Plan) -> None:
+    """Log where the run YAML or the plan overrides accelerate's choices."""
+    if request.accelerate_config is None or not request.is_reporting_rank:
+        return
+    precision, max_grad_norm = plan.precision.compute, request.loaded.config.train.max_grad_norm
+    for line in override_lines(
+        request.accelerate_config,
+        mixed_precision=MIXED_PRECISION.get(precision, "no"),
+        grad_accum=plan.batch.grad_accum,
+        max_grad_norm=max_grad_norm,
+    ):
+        logger.info("%s", line)
 
 
 def override_lines(

@@ -1,25 +1,21 @@
-"""The plan of a run with what this machine knows: its shapes, the size of its data, earlier runs, a trace.
-
-The plan of a run, or of each of its stages, is asked for once (`StageRequest`), and made once its rows are counted.
-"""
+"""The plan of a run with what this machine knows: its shapes, the size of its data, earlier runs, a trace."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import importlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.size import estimate_size
 from sft_play.data.sources.files import has_held_out_file
-from sft_play.errors import ConfigError, SftPlayError, stage_context
+from sft_play.errors import OutOfMemory, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import cuda_libraries, missing_kernel_packages
 from sft_play.facts.models.architecture import (
@@ -31,62 +27,38 @@ from sft_play.facts.models.architecture import (
     text_only_note,
 )
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.launch.deepspeed.files import (
-    DeepspeedConfig,
-    deepspeed_layout,
-    keeps_params_on_gpu,
-    merge_deepspeed_batch,
-    read_deepspeed_file,
-    shipped_deepspeed_config,
-    translate_deepspeed_keys,
+from sft_play.launch.machine import restrict_to_device
+from sft_play.launch.request import (
+    LaunchOptions,
 )
-from sft_play.launch.deepspeed.fill import PlanValues, cpu_adam_compile_note, cpu_adam_obstacles, fill_auto_values
-from sft_play.launch.machine import prepare_libraries, restrict_to_device
-from sft_play.launch.request import DeepspeedRequest, LaunchOptions
-from sft_play.launch.resume import (
-    count_data_parallel_ranks,
-    read_previous_run,
-    require_resumable_layout,
-    resume_constraints,
-)
-from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens, has_variable_lengths
+from sft_play.launch.row_survey import cached_row_tokens
 from sft_play.launch.torchrun import rank_variables
-from sft_play.log import one_line
 from sft_play.planner import calibration, plan_details
-from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.advice.suggestions import find_suggestions, make_advised_plan
 from sft_play.planner.backend import Backend, choose_backend
+from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.layout import (
-    DEEPSPEED_LAYOUTS,
     LAYOUT_NAMES,
     LayoutName,
-    find_layouts,
-    layout_choices,
 )
 from sft_play.planner.memory.structure import configured_shape
-from sft_play.planner.mesh import format_mesh
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import (
     Plan,
     PlanRequest,
-    PlanWithDeepSpeed,
     RunLength,
+    Suggestion,
     TraceCandidate,
     TracePrediction,
-    check_plan_request,
     make_plan,
-    require_fit,
 )
 from sft_play.planner.plan_summary import fit_line, plan_warnings
-from sft_play.process.imports import importing
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import requested_deepspeed
+from sft_play.runs.manifest import FREE_TO_CHANGE_OPTIONS
 from sft_play.trace.block_meter import load_planned_shape
+from sft_play.training.measure.recorded import measured_run
 
 logger = logging.getLogger(__name__)
-
-
-# --- one plan ---------------------------------------------------------------------------------------------------------
 
 
 def plan_run(
@@ -265,259 +237,51 @@ def _apply_backend_fallback(config: RunConfig, backend: Backend | None) -> RunCo
     return config.model_copy(update={"tuning": tuning})
 
 
-# --- a run, or each of its stages -------------------------------------------------------------------------------------
+# --- where memory ran out ---------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class StageRequest:
-    """A run, or one of its stages, as its plan is asked for: all but the lengths of its rows."""
-
-    run: LoadedConfig
-    """With the batch of DeepSpeed's file where the run YAML leaves it open."""
-    plan_request: PlanRequest
-    deepspeed_config: DeepspeedConfig | None = None
-    """In current keys, where DeepSpeed is asked for or was the engine of the run that is resumed."""
-    deepspeed_name: str = "DeepSpeed"
-    """What messages call that config."""
-
-    def with_changes(self, **changes: Any) -> StageRequest:
-        """The same with other fields of the planner's request."""
-        return dataclasses.replace(self, plan_request=dataclasses.replace(self.plan_request, **changes))
+@contextlib.contextmanager
+def add_oom_advice(config: RunConfig, plan: Plan) -> Iterator[None]:
+    """Adds to an error of memory that ran out what is predicted to need less, and whether resume takes it."""
+    try:
+        yield
+    except OutOfMemory as error:
+        alternatives = _cheaper_alternatives(config, plan, error.batch) if error.batch is not None else []
+        if not alternatives:
+            raise
+        raise OutOfMemory(f"{error}. Predicted to need less: {'; '.join(alternatives)}") from error.__cause__
 
 
-def build_stage_requests(
-    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, resume_from: RunFolder | None = None
-) -> list[StageRequest]:
-    """Build the requests for the plans of a run: one, or one for each stage. `resume_from`: the run that is resumed.
-    Raises as `build_stage_request` does."""
-    original_deepspeed = requested_deepspeed(resume_from) if resume_from is not None else None
-    if loaded.stages and resume_from is not None and options.strategy is None and options.deepspeed is None:
-        # all stages in one layout: that of the run, as long as it has as many ranks
-        previous = read_previous_run(resume_from)
-        options = dataclasses.replace(options, strategy=previous.kept_layout(hardware.ranks) if previous else None)
-    stage_requests = []
-    for stage_run, stage_folder in _match_stage_folders(loaded, resume_from):
-        if stage_run.stage_name is not None:
-            logger.debug("Stage %s:", stage_run.stage_name)
-        with stage_context(stage_run.stage_name):
-            stage_requests.append(
-                build_stage_request(
-                    stage_run, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed
-                )
-            )
-    return stage_requests
-
-
-def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
-    """The parts of a run that is resumed from a folder, or begins (None), each with its own folder: None for a stage
-    that has not begun, or is finished."""
-    if not loaded.stages or folder is None:
-        return [(stage_run, folder) for stage_run in loaded.runs]
-    stage_folders = [
-        folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]) for stage in loaded.stages
-    ]
-    return [
-        (
-            stage_run,
-            stage_folder
-            if stage_folder.has_begun
-            and not stage_folder.has_finished(is_adapter=stage_run.config.tuning.mode != "full")
-            else None,
-        )
-        for stage_run, stage_folder in zip(loaded.runs, stage_folders, strict=True)
-    ]
-
-
-def build_stage_request(
-    loaded: LoadedConfig,
-    hardware: Hardware,
-    options: LaunchOptions,
-    *,
-    resume_from: RunFolder | None = None,
-    original_deepspeed: DeepspeedConfig | None = None,
-) -> StageRequest:
-    """Build the request for the plan of a run, or of one stage, over all ranks of `hardware`.
-
-    Args:
-        resume_from: the run, or the stage, that is resumed.
-        original_deepspeed: DeepSpeed's config as the run that is resumed was first given it.
-
-    Raises ConfigError where the strategy cannot run the job, or contradicts DeepSpeed's config; RunFolderError where
-    the run cannot be resumed in this layout or over these ranks.
-    """
-    previous = read_previous_run(resume_from) if resume_from else None
-    config, strategy = loaded.config, options.strategy
-    if previous is not None and strategy is None and options.deepspeed is None:
-        strategy = previous.kept_layout(hardware.ranks)
-    deepspeed_config, deepspeed_name = None, "DeepSpeed"
-    if options.deepspeed is not None:
-        deepspeed_config, strategy, deepspeed_name = read_deepspeed_config(options.deepspeed, strategy)
-    elif original_deepspeed is not None and _asks_for_layout(original_deepspeed, strategy):
-        deepspeed_config = original_deepspeed
-    if resume_from and strategy:
-        require_resumable_layout(resume_from, previous, strategy)
-    if deepspeed_config is not None:
-        config = apply_deepspeed_batch(config, deepspeed_config, ranks=hardware.ranks, name=deepspeed_name)
-    # after DeepSpeed's file, which may fix the batch
-    constraints = resume_constraints(config, previous, count_data_parallel_ranks(config, previous, hardware))
-    if previous is not None and constraints.batch not in (None, previous.batch):
-        message = "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept"
-        logger.info(
-            message, *dataclasses.astuple(constraints.batch), previous.batch.ranks, constraints.batch.effective_batch
-        )
-    refuse_impossible_strategy(config, hardware, strategy)
-    layouts = (strategy,) if strategy else layout_choices(hardware.ranks)
-    if previous is not None and strategy is None:
-        layouts = tuple(name for name in layouts if previous.resume_obstacle(name) is None)
-    plan_request = dataclasses.replace(
-        build_plan_request(config, hardware, layouts),
-        keeps_params=bool(deepspeed_config and strategy and keeps_params_on_gpu(deepspeed_config, strategy)),
-        resumed_batch=constraints.batch,
-        resumed_updates=constraints.updates,
+def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
+    checkpointing = (
+        plan.choice.checkpointed_layers if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
     )
-    run = dataclasses.replace(loaded, config=config)
-    return StageRequest(run, plan_request, deepspeed_config, deepspeed_name)
+    train_settings: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
+    train_settings |= {} if plan.choice.step.offloads else {"gradient_checkpointing": checkpointing}
+    config = config.model_copy(update={"train": config.train.model_copy(update=train_settings)})
+    with contextlib.suppress(SftPlayError):
+        request = build_plan_request(config, plan.hardware, (plan.layout,))
+        failed_plan = make_plan(request)
+        measured_runs = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
+        alternatives = [
+            suggestion
+            for suggestion in find_suggestions(dataclasses.replace(request, measured_runs=measured_runs))
+            if suggestion.fits
+        ]
+        alternatives = [
+            suggestion
+            for suggestion in alternatives
+            if suggestion.hardware is None or suggestion.required < failed_plan.memory.required
+        ]
+        return [
+            f"{item.change} ({item.needs}; {'resume takes it' if _can_resume_with(item) else 'a new run'})"
+            for item in alternatives
+        ]
+    return []
 
 
-def _asks_for_layout(deepspeed_config: DeepspeedConfig, layout: LayoutName | None) -> bool:
-    if layout is None or layout not in DEEPSPEED_LAYOUTS:
-        return False
-    return deepspeed_layout(deepspeed_config, default_layout=layout) == layout
-
-
-def count_rows_before_planning(stage_requests: Sequence[StageRequest], *, trains_in_process: bool) -> None:
-    """Count the tokens of a run's rows, so that its plan knows their lengths; what no length changes is refused before.
-    `trains_in_process`: this process needs all libraries anyway. Raises SftPlayError as planning or reading the rows
-    does."""
-    runs = [request.run for request in stage_requests]
-    if not any(has_variable_lengths(run.config) and cached_row_tokens(run.config) is None for run in runs):
-        return
-    for request in stage_requests:
-        with stage_context(request.run.stage_name):
-            check_plan_request(request.plan_request)
-    prepare_libraries(runs[0].config.model.name, stage_requests[0].plan_request.hardware)
-    if trains_in_process:
-        with importing():
-            importlib.import_module("sft_play.training.run")
-    count_row_tokens(runs)
-
-
-def plan_stages(stage_requests: Sequence[StageRequest]) -> list[PlanWithDeepSpeed]:
-    """Make the plans that were asked for, logged, all in one layout; raises as `plan_stage` does."""
-    stage_plans = []
-    for request in finish_stage_requests(stage_requests):
-        with stage_context(request.run.stage_name):
-            stage_plans.append(plan_stage(request))
-    return stage_plans
-
-
-def finish_stage_requests(stage_requests: Sequence[StageRequest]) -> list[StageRequest]:
-    """Add what is known once the rows are counted: their lengths, and the one layout of all stages."""
-    first, *others = [request.plan_request.allowed_layouts for request in stage_requests]
-    # a stage that is resumed cannot take every layout
-    layouts = tuple(name for name in first if all(name in allowed for allowed in others))
-    finished_requests = [
-        request.with_changes(row_tokens=cached_row_tokens(request.run.config), allowed_layouts=layouts)
-        for request in stage_requests
-    ]
-    if not others or len(layouts) == 1:
-        return finished_requests
-    layout = common_layout([request.plan_request for request in finished_requests])
-    return [request.with_changes(allowed_layouts=(layout,)) for request in finished_requests]
-
-
-def common_layout(plan_requests: Sequence[PlanRequest]) -> LayoutName:
-    """Choose the fastest layout that fits every stage, of those that some stage would use by itself; else that of the
-    stage with the longest rows, whose plan says what does not fit."""
-    separate_plans = [plan_request(request, include_suggestions=False) for request in plan_requests]
-    # the longest rows first: their stage's layout is the answer where none fits them all
-    names = dict.fromkeys(plan.layout for plan in sorted(separate_plans, key=lambda plan: -plan.max_seq_len))
-    if len(names) == 1:
-        return next(iter(names))
-    step_seconds: dict[LayoutName, float] = {}
-    for name in names:
-        with contextlib.suppress(SftPlayError):
-            joint_plans = [
-                plan_request(dataclasses.replace(request, allowed_layouts=(name,)), include_suggestions=False)
-                for request in plan_requests
-            ]
-            if all(plan.fits and plan.layout == name for plan in joint_plans):
-                # hours: data of known size
-                step_seconds[name] = sum(plan.hours or plan.speed.step_s for plan in joint_plans)
-    return min(step_seconds or names, key=lambda name: step_seconds.get(name, 0.0))
-
-
-def plan_stage(request: StageRequest) -> PlanWithDeepSpeed:
-    """Plan a run or a stage, logged, with DeepSpeed's config where that is the engine. Raises DoesNotFit where nothing
-    fits and the batch was left to the plan; ConfigError where a number of DeepSpeed's file contradicts the plan."""
-    config, hardware = request.run.config, request.plan_request.hardware
-    plan = plan_request(request.plan_request, trace=config.plan.trace and bool(hardware.gpus))
-    # a kept batch ran before: it is tried again where the prediction says that it does not fit
-    require_fit(plan, config, is_resumed=request.plan_request.resumed_batch is not None)
-    log_plan(plan, config, stage_name=request.run.stage_name)
-    if plan.layout not in DEEPSPEED_LAYOUTS:
-        return plan, None
-    # without a config the plan chose DeepSpeed by itself
-    deepspeed_config = request.deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))[0]
-    resolved_config = _resolve_deepspeed_config(plan, config, deepspeed_config, request.deepspeed_name)
-    return dataclasses.replace(plan, deepspeed=deepspeed_config), resolved_config
-
-
-def read_deepspeed_config(
-    request: DeepspeedRequest, strategy: LayoutName | None
-) -> tuple[dict[str, Any], LayoutName, str]:
-    """DeepSpeed's config in current keys, from the user's file or as shipped, the layout that it asks for, and its name
-    in messages."""
-    planned_layout = strategy or "zero2"
-    name = f"DEEPSPEED_CONFIG={one_line(str(request.file))}" if request.file else "DeepSpeed"
-    deepspeed_config, notes = translate_deepspeed_keys(
-        read_deepspeed_file(request.file) if request.file else shipped_deepspeed_config(planned_layout), name=name
+def _can_resume_with(suggestion: Suggestion) -> bool:
+    return (
+        suggestion.setting is not None
+        and {word.partition("=")[0] for word in suggestion.setting.split()} <= FREE_TO_CHANGE_OPTIONS
     )
-    layout = deepspeed_layout(deepspeed_config, name=name, default_layout=planned_layout)
-    _log_deepspeed(notes)
-    return deepspeed_config, layout, name
-
-
-def apply_deepspeed_batch(config: RunConfig, deepspeed_config: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
-    """The settings with the batch of DeepSpeed's config where the run YAML leaves it open."""
-    train, batch_notes = merge_deepspeed_batch(config.train, deepspeed_config, ranks=ranks, name=name)
-    _log_deepspeed(batch_notes)
-    return config.model_copy(update={"train": train})
-
-
-def _log_deepspeed(lines: Iterable[str]) -> None:
-    for line in lines:
-        logger.debug("DeepSpeed: %s", line)
-
-
-def _resolve_deepspeed_config(
-    plan: Plan, config: RunConfig, deepspeed_config: dict[str, Any], name: str
-) -> dict[str, Any]:
-    plan_values = PlanValues.from_plan(plan, config, hidden_size=load_run_model_shape(config).hidden_size)
-    offloads = plan.choice.layout.offloads_states
-    obstacles = cpu_adam_obstacles() if offloads else ()
-    resolved, value_lines = fill_auto_values(
-        deepspeed_config, plan_values, name=name, adam_obstacle="; ".join(obstacles) or None
-    )
-    _log_deepspeed(value_lines)
-    if offloads and resolved.get("zero_force_ds_cpu_optimizer", True) and (compile_note := cpu_adam_compile_note()):
-        logger.info("DeepSpeed: %s", compile_note)  # a wait of minutes
-    return resolved
-
-
-def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
-    """Raises ConfigError for a named layout that cannot run."""
-    if strategy is None:
-        return
-    possible, refused = find_layouts(config, load_run_model_shape(config), hardware, named=strategy)
-    names = list(dict.fromkeys(layout.name for layout in possible))
-    if strategy in names:
-        return
-    reason = next(
-        (refused_layout.because for refused_layout in refused if refused_layout.name == strategy),
-        f"{hardware.ranks} rank(s)",
-    )
-    if config.model.mesh_shape is not None:
-        reason = f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"
-    others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
-    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; {others}")

@@ -7,50 +7,32 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator
-from datetime import date
 from logging.handlers import MemoryHandler
-from typing import Any
 
 from sft_play.config.load import LoadedConfig
-from sft_play.config.schema import RunConfig
-from sft_play.errors import OutOfMemory, SftPlayError, error_prefix
-from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.finished.report.report import report_on_exit, write_final_report
+from sft_play.errors import error_prefix
+from sft_play.finished.report.report import write_final_report
 from sft_play.launch import tensorboard
-from sft_play.launch.accelerate import MIXED_PRECISION
-from sft_play.launch.machine import prepare_libraries, restrict_to_device, use_one_gpu, warn_idle_gpus
-from sft_play.launch.rank import LaunchPlan, check_rank_gpu, gather_rank_hardware, receive_launch_plan, refusal_to_json
+from sft_play.launch.machine import prepare_libraries
+from sft_play.launch.planning import plan_launch
+from sft_play.launch.rank import LaunchPlan, check_rank_gpu
 from sft_play.launch.ranks import launch_ranks
-from sft_play.launch.refusals import refusals, require_gpus_and_disk
-from sft_play.launch.request import LaunchRequest, override_lines, resolve_launch_request
-from sft_play.launch.resume import RestartBudget, pop_crash_record
+from sft_play.launch.request import LaunchRequest, log_overrides, resolve_launch_request
+from sft_play.launch.resume import RestartBudget
 from sft_play.launch.run_plan import (
-    build_plan_request,
-    build_stage_requests,
-    count_rows_before_planning,
-    find_unsloth_layout,
-    plan_stages,
+    add_oom_advice,
 )
-from sft_play.launch.torchrun import LaunchCommand, RankInfo, rank_timeout_s, visible_gpu_variables
+from sft_play.launch.torchrun import LaunchCommand, rank_timeout_s, visible_gpu_variables
 from sft_play.log import one_line, start_log_buffer
-from sft_play.planner import plan_details
-from sft_play.planner.advice.suggestions import find_suggestions
-from sft_play.planner.batching import BatchPlan
 from sft_play.planner.plan import (
     Plan,
-    Suggestion,
-    make_plan,
 )
 from sft_play.process import signals
 from sft_play.process.imports import importing
-from sft_play.runs import oom
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import LAUNCHER, WRITER, lock_run
-from sft_play.runs.lookup import find_resumable, is_finished, is_resume, new_run_folder
-from sft_play.runs.manifest import FREE_TO_CHANGE_OPTIONS, changed_settings, check_no_differences, first_start_date
+from sft_play.runs.locking import WRITER
 from sft_play.starter import BASE_NAME
-from sft_play.training.measure.recorded import measured_run, record_measurements
+from sft_play.training.measure.recorded import record_measurements
 
 logger = logging.getLogger(__name__)
 
@@ -92,15 +74,11 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
             _log_base_model(request.loaded)
         request = resolve_launch_request(request)
         exit_stack.enter_context(error_prefix(request.options.nodes.exported_note or None))
-        launch_plan = (
-            _plan_launch(request, exit_stack)
-            if request.rank_info is None
-            else _plan_launch_as_rank(request, request.rank_info, exit_stack)
-        )
+        launch_plan = plan_launch(request, exit_stack)
         folder = launch_plan.folder
         if not launch_plan.stage_plans:
             return LaunchResult(0, folder)
-        _log_overrides(request, launch_plan.plan)
+        log_overrides(request, launch_plan.plan)
         sidecar = _tensorboard_sidecar(request, folder)
         if folder is None or not launch_plan.trains_in_process:
             exit_code, launch = launch_ranks(request, launch_plan, sidecar=sidecar, log_buffer=buffer)
@@ -125,110 +103,10 @@ def _log_base_model(loaded: LoadedConfig) -> None:
     logger.info("Base model: %s", one_line(description, limit=400))
 
 
-def _log_overrides(request: LaunchRequest, plan: Plan) -> None:
-    """Log where the run YAML or the plan overrides accelerate's choices."""
-    if request.accelerate_config is None or not request.is_reporting_rank:
-        return
-    precision, max_grad_norm = plan.precision.compute, request.loaded.config.train.max_grad_norm
-    for line in override_lines(
-        request.accelerate_config,
-        mixed_precision=MIXED_PRECISION.get(precision, "no"),
-        grad_accum=plan.batch.grad_accum,
-        max_grad_norm=max_grad_norm,
-    ):
-        logger.info("%s", line)
-
-
 def _tensorboard_sidecar(request: LaunchRequest, folder: RunFolder | None) -> contextlib.AbstractContextManager[object]:
     if folder is None or not request.options.uses_tensorboard or not request.is_reporting_rank:
         return contextlib.nullcontext()
     return tensorboard.sidecar(folder.tensorboard_path, environment=os.environ, title=folder.path.absolute().name)
-
-
-# --- the plan, before anything is made --------------------------------------------------------------------------------
-
-
-def _plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> LaunchPlan:
-    """Plan a launch, once; what is cheap to refuse comes before the rows are counted, and nothing is made yet but the
-    lock of a run that is resumed."""
-    loaded, options, starts_run = request.loaded, request.options, not request.options.dry_run
-    hardware = _launch_hardware(request)
-    if request.launches_ranks:
-        accelerate_file = request.accelerate_config.path if request.accelerate_config else None
-        warn_idle_gpus(hardware, options.gpus, accelerate_file)
-    folder, is_resumed = _run_folder(request)
-    resumed_folder = folder if is_resumed else None
-    if resumed_folder is not None:
-        if starts_run:  # left by a run whose launcher did not start it again
-            oom.pop_oom_note(resumed_folder)
-            pop_crash_record(resumed_folder)
-        if is_finished(resumed_folder):
-            return LaunchPlan(folder, is_resumed)
-        if resumed_folder.has_trained:
-            check_no_differences(resumed_folder, list(changed_settings(resumed_folder, loaded.config).values()))
-    # a command that is only shown may be typed on another machine
-    machine = hardware if starts_run else dataclasses.replace(hardware, named=True)
-    # the folder is rank 0's where there are several nodes, which would wait for a node that ends before they meet
-    for error in refusals(loaded, machine, makes_folder=not is_resumed and options.nodes.count == 1):
-        raise error
-
-    unsloth_layout = find_unsloth_layout(loaded, options, hardware)
-    if unsloth_layout is not None:
-        options = dataclasses.replace(options, strategy=unsloth_layout)
-    trains_in_process, run_lock = unsloth_layout is not None or not request.launches_ranks, None
-    if starts_run and folder is not None and request.rank_info is None:
-        exit_stack.enter_context(report_on_exit(folder))
-        if is_resumed and options.nodes.count == 1:  # before minutes go into rows and plan
-            run_lock = exit_stack.enter_context(lock_run(folder, role=None if trains_in_process else LAUNCHER))
-
-    stage_requests = build_stage_requests(loaded, hardware, options, resume_from=resumed_folder)
-    if starts_run:
-        count_rows_before_planning(stage_requests, trains_in_process=trains_in_process)
-    stage_plans = plan_stages(stage_requests)
-    if starts_run:  # the folder is rank 0's where there are several nodes
-        require_gpus_and_disk(loaded, hardware, [plan for plan, _ in stage_plans] if folder is not None else [], folder)
-    today = first_start_date(folder) if folder is not None else date.today()
-    return LaunchPlan(
-        folder, is_resumed, stage_plans, trains_in_process, lock=run_lock if trains_in_process else None, today=today
-    )
-
-
-def _launch_hardware(request: LaunchRequest) -> Hardware:
-    detected = (
-        detect_hardware() if request.launches_ranks else restrict_to_device(request.loaded.config, detect_hardware())
-    )
-    if request.rank_info is not None and not request.launches_ranks:
-        return gather_rank_hardware(detected, request.rank_info)
-    for line in plan_details.hardware_lines(detected):
-        logger.info("%s", line)
-    return request.options.select_hardware(detected) if request.launches_ranks else use_one_gpu(detected)
-
-
-def _run_folder(request: LaunchRequest) -> tuple[RunFolder | None, bool]:
-    output, path = request.loaded.config.output, request.loaded.path
-    if request.folder is not None:
-        return request.folder, True
-    if request.launches_ranks and request.options.nodes.count > 1:
-        return None, False
-    if request.should_resume:
-        return find_resumable(output, config_path=path, name=request.run_name), True
-    folder = new_run_folder(output, config_path=path)
-    return folder, is_resume(folder, output)
-
-
-def _plan_launch_as_rank(request: LaunchRequest, rank_info: RankInfo, exit_stack: contextlib.ExitStack) -> LaunchPlan:
-    received_plan = receive_launch_plan(request.loaded.config, rank_info)
-    if received_plan is not None:
-        return received_plan
-    from sft_play.training.distributed import broadcast_text
-
-    try:
-        launch_plan = _plan_launch(request, exit_stack)
-    except SftPlayError as error:
-        broadcast_text(refusal_to_json(error))
-        raise
-    broadcast_text(launch_plan.to_json())  # the others wait; without a plan there is nothing left to do
-    return launch_plan
 
 
 # --- the training in this process -------------------------------------------------------------------------------------
@@ -279,50 +157,3 @@ def train_in_process(
         # the configs have the starter's name, as plans look it up
         configs, plans = [part.config for part in loaded.runs], [plan for plan, _ in launch_plan.stage_plans]
         record_measurements(list(zip(configs, plans, strict=True)), summary)
-
-
-@contextlib.contextmanager
-def add_oom_advice(config: RunConfig, plan: Plan) -> Iterator[None]:
-    """Adds to an error of memory that ran out what is predicted to need less, and whether resume takes it."""
-    try:
-        yield
-    except OutOfMemory as error:
-        alternatives = _cheaper_alternatives(config, plan, error.batch) if error.batch is not None else []
-        if not alternatives:
-            raise
-        raise OutOfMemory(f"{error}. Predicted to need less: {'; '.join(alternatives)}") from error.__cause__
-
-
-def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
-    checkpointing = (
-        plan.choice.checkpointed_layers if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
-    )
-    train_settings: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
-    train_settings |= {} if plan.choice.step.offloads else {"gradient_checkpointing": checkpointing}
-    config = config.model_copy(update={"train": config.train.model_copy(update=train_settings)})
-    with contextlib.suppress(SftPlayError):
-        request = build_plan_request(config, plan.hardware, (plan.layout,))
-        failed_plan = make_plan(request)
-        measured_runs = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
-        alternatives = [
-            suggestion
-            for suggestion in find_suggestions(dataclasses.replace(request, measured_runs=measured_runs))
-            if suggestion.fits
-        ]
-        alternatives = [
-            suggestion
-            for suggestion in alternatives
-            if suggestion.hardware is None or suggestion.required < failed_plan.memory.required
-        ]
-        return [
-            f"{item.change} ({item.needs}; {'resume takes it' if _can_resume_with(item) else 'a new run'})"
-            for item in alternatives
-        ]
-    return []
-
-
-def _can_resume_with(suggestion: Suggestion) -> bool:
-    return (
-        suggestion.setting is not None
-        and {word.partition("=")[0] for word in suggestion.setting.split()} <= FREE_TO_CHANGE_OPTIONS
-    )

@@ -1,0 +1,435 @@
+"""The plan of a launch: refused early, asked for once, completed with the counted rows, and made.
+
+A run, or each of its stages, has a `StageRequest`; their plans make the `LaunchPlan` that ranks receive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import logging
+from collections.abc import Iterable, Sequence
+from datetime import date
+from typing import Any
+
+from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, SftPlayError, stage_context
+from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.finished.report.report import report_on_exit
+from sft_play.launch.deepspeed.files import (
+    DeepspeedConfig,
+    deepspeed_layout,
+    keeps_params_on_gpu,
+    merge_deepspeed_batch,
+    read_deepspeed_file,
+    shipped_deepspeed_config,
+    translate_deepspeed_keys,
+)
+from sft_play.launch.deepspeed.fill import PlanValues, cpu_adam_compile_note, cpu_adam_obstacles, fill_auto_values
+from sft_play.launch.machine import prepare_libraries, restrict_to_device, use_one_gpu, warn_idle_gpus
+from sft_play.launch.rank import LaunchPlan, gather_rank_hardware, receive_launch_plan, refusal_to_json
+from sft_play.launch.refusals import refusals, require_gpus_and_disk
+from sft_play.launch.request import (
+    DeepspeedRequest,
+    LaunchOptions,
+    LaunchRequest,
+)
+from sft_play.launch.resume import (
+    count_data_parallel_ranks,
+    pop_crash_record,
+    read_previous_run,
+    require_resumable_layout,
+    resume_constraints,
+)
+from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens, has_variable_lengths
+from sft_play.launch.run_plan import (
+    build_plan_request,
+    find_unsloth_layout,
+    load_run_model_shape,
+    log_plan,
+    plan_request,
+)
+from sft_play.launch.torchrun import RankInfo
+from sft_play.log import one_line
+from sft_play.planner import plan_details
+from sft_play.planner.layout import (
+    DEEPSPEED_LAYOUTS,
+    LayoutName,
+    find_layouts,
+    layout_choices,
+)
+from sft_play.planner.mesh import format_mesh
+from sft_play.planner.plan import (
+    Plan,
+    PlanRequest,
+    PlanWithDeepSpeed,
+    check_plan_request,
+    require_fit,
+)
+from sft_play.process.imports import importing
+from sft_play.runs import oom
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import LAUNCHER, lock_run
+from sft_play.runs.lookup import find_resumable, is_finished, is_resume, new_run_folder
+from sft_play.runs.manifest import (
+    changed_settings,
+    check_no_differences,
+    first_start_date,
+    requested_deepspeed,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> LaunchPlan:
+    """Plan a launch, or receive the plan, as one of a launcher's ranks. What has to be closed at the end, such as the
+    lock of a run that is resumed, goes onto `exit_stack`. Raises SftPlayError where the run is refused."""
+    if request.rank_info is None:
+        return _make_launch_plan(request, exit_stack)
+    return _plan_launch_as_rank(request, request.rank_info, exit_stack)
+
+
+def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> LaunchPlan:
+    """Plan a launch, once; what is cheap to refuse comes before the rows are counted, and nothing is made yet but the
+    lock of a run that is resumed."""
+    loaded, options, starts_run = request.loaded, request.options, not request.options.dry_run
+    hardware = _launch_hardware(request)
+    if request.launches_ranks:
+        accelerate_file = request.accelerate_config.path if request.accelerate_config else None
+        warn_idle_gpus(hardware, options.gpus, accelerate_file)
+    folder, is_resumed = _run_folder(request)
+    resumed_folder = folder if is_resumed else None
+    if resumed_folder is not None:
+        if starts_run:  # left by a run whose launcher did not start it again
+            oom.pop_oom_note(resumed_folder)
+            pop_crash_record(resumed_folder)
+        if is_finished(resumed_folder):
+            return LaunchPlan(folder, is_resumed)
+        if resumed_folder.has_trained:
+            check_no_differences(resumed_folder, list(changed_settings(resumed_folder, loaded.config).values()))
+    # a command that is only shown may be typed on another machine
+    machine = hardware if starts_run else dataclasses.replace(hardware, named=True)
+    # the folder is rank 0's where there are several nodes, which would wait for a node that ends before they meet
+    for error in refusals(loaded, machine, makes_folder=not is_resumed and options.nodes.count == 1):
+        raise error
+
+    unsloth_layout = find_unsloth_layout(loaded, options, hardware)
+    if unsloth_layout is not None:
+        options = dataclasses.replace(options, strategy=unsloth_layout)
+    trains_in_process, run_lock = unsloth_layout is not None or not request.launches_ranks, None
+    if starts_run and folder is not None and request.rank_info is None:
+        exit_stack.enter_context(report_on_exit(folder))
+        if is_resumed and options.nodes.count == 1:  # before minutes go into rows and plan
+            run_lock = exit_stack.enter_context(lock_run(folder, role=None if trains_in_process else LAUNCHER))
+
+    stage_requests = build_stage_requests(loaded, hardware, options, resume_from=resumed_folder)
+    if starts_run:
+        count_rows_before_planning(stage_requests, trains_in_process=trains_in_process)
+    stage_plans = plan_stages(stage_requests)
+    if starts_run:  # the folder is rank 0's where there are several nodes
+        require_gpus_and_disk(loaded, hardware, [plan for plan, _ in stage_plans] if folder is not None else [], folder)
+    today = first_start_date(folder) if folder is not None else date.today()
+    return LaunchPlan(
+        folder, is_resumed, stage_plans, trains_in_process, lock=run_lock if trains_in_process else None, today=today
+    )
+
+
+def _launch_hardware(request: LaunchRequest) -> Hardware:
+    detected = (
+        detect_hardware() if request.launches_ranks else restrict_to_device(request.loaded.config, detect_hardware())
+    )
+    if request.rank_info is not None and not request.launches_ranks:
+        return gather_rank_hardware(detected, request.rank_info)
+    for line in plan_details.hardware_lines(detected):
+        logger.info("%s", line)
+    return request.options.select_hardware(detected) if request.launches_ranks else use_one_gpu(detected)
+
+
+def _run_folder(request: LaunchRequest) -> tuple[RunFolder | None, bool]:
+    output, path = request.loaded.config.output, request.loaded.path
+    if request.folder is not None:
+        return request.folder, True
+    if request.launches_ranks and request.options.nodes.count > 1:
+        return None, False
+    if request.should_resume:
+        return find_resumable(output, config_path=path, name=request.run_name), True
+    folder = new_run_folder(output, config_path=path)
+    return folder, is_resume(folder, output)
+
+
+def _plan_launch_as_rank(request: LaunchRequest, rank_info: RankInfo, exit_stack: contextlib.ExitStack) -> LaunchPlan:
+    received_plan = receive_launch_plan(request.loaded.config, rank_info)
+    if received_plan is not None:
+        return received_plan
+    from sft_play.training.distributed import broadcast_text
+
+    try:
+        launch_plan = _make_launch_plan(request, exit_stack)
+    except SftPlayError as error:
+        broadcast_text(refusal_to_json(error))
+        raise
+    broadcast_text(launch_plan.to_json())  # the others wait; without a plan there is nothing left to do
+    return launch_plan
+
+
+# --- a run, or each of its stages -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRequest:
+    """A run, or one of its stages, as its plan is asked for: all but the lengths of its rows."""
+
+    run: LoadedConfig
+    """With the batch of DeepSpeed's file where the run YAML leaves it open."""
+    plan_request: PlanRequest
+    deepspeed_config: DeepspeedConfig | None = None
+    """In current keys, where DeepSpeed is asked for or was the engine of the run that is resumed."""
+    deepspeed_name: str = "DeepSpeed"
+    """What messages call that config."""
+
+    def with_changes(self, **changes: Any) -> StageRequest:
+        """The same with other fields of the planner's request."""
+        return dataclasses.replace(self, plan_request=dataclasses.replace(self.plan_request, **changes))
+
+
+def build_stage_requests(
+    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, resume_from: RunFolder | None = None
+) -> list[StageRequest]:
+    """Build the requests for the plans of a run: one, or one for each stage. `resume_from`: the run that is resumed.
+    Raises as `build_stage_request` does."""
+    original_deepspeed = requested_deepspeed(resume_from) if resume_from is not None else None
+    if loaded.stages and resume_from is not None and options.strategy is None and options.deepspeed is None:
+        # all stages in one layout: that of the run, as long as it has as many ranks
+        previous = read_previous_run(resume_from)
+        options = dataclasses.replace(options, strategy=previous.kept_layout(hardware.ranks) if previous else None)
+    stage_requests = []
+    for stage_run, stage_folder in _match_stage_folders(loaded, resume_from):
+        if stage_run.stage_name is not None:
+            logger.debug("Stage %s:", stage_run.stage_name)
+        with stage_context(stage_run.stage_name):
+            stage_requests.append(
+                build_stage_request(
+                    stage_run, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed
+                )
+            )
+    return stage_requests
+
+
+def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
+    """The parts of a run that is resumed from a folder, or begins (None), each with its own folder: None for a stage
+    that has not begun, or is finished."""
+    if not loaded.stages or folder is None:
+        return [(stage_run, folder) for stage_run in loaded.runs]
+    stage_folders = [
+        folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]) for stage in loaded.stages
+    ]
+    return [
+        (
+            stage_run,
+            stage_folder
+            if stage_folder.has_begun
+            and not stage_folder.has_finished(is_adapter=stage_run.config.tuning.mode != "full")
+            else None,
+        )
+        for stage_run, stage_folder in zip(loaded.runs, stage_folders, strict=True)
+    ]
+
+
+def build_stage_request(
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    options: LaunchOptions,
+    *,
+    resume_from: RunFolder | None = None,
+    original_deepspeed: DeepspeedConfig | None = None,
+) -> StageRequest:
+    """Build the request for the plan of a run, or of one stage, over all ranks of `hardware`.
+
+    Args:
+        resume_from: the run, or the stage, that is resumed.
+        original_deepspeed: DeepSpeed's config as the run that is resumed was first given it.
+
+    Raises ConfigError where the strategy cannot run the job, or contradicts DeepSpeed's config; RunFolderError where
+    the run cannot be resumed in this layout or over these ranks.
+    """
+    previous = read_previous_run(resume_from) if resume_from else None
+    config, strategy = loaded.config, options.strategy
+    if previous is not None and strategy is None and options.deepspeed is None:
+        strategy = previous.kept_layout(hardware.ranks)
+    deepspeed_config, deepspeed_name = None, "DeepSpeed"
+    if options.deepspeed is not None:
+        deepspeed_config, strategy, deepspeed_name = read_deepspeed_config(options.deepspeed, strategy)
+    elif original_deepspeed is not None and _asks_for_layout(original_deepspeed, strategy):
+        deepspeed_config = original_deepspeed
+    if resume_from and strategy:
+        require_resumable_layout(resume_from, previous, strategy)
+    if deepspeed_config is not None:
+        config = apply_deepspeed_batch(config, deepspeed_config, ranks=hardware.ranks, name=deepspeed_name)
+    # after DeepSpeed's file, which may fix the batch
+    constraints = resume_constraints(config, previous, count_data_parallel_ranks(config, previous, hardware))
+    if previous is not None and constraints.batch not in (None, previous.batch):
+        message = "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept"
+        logger.info(
+            message, *dataclasses.astuple(constraints.batch), previous.batch.ranks, constraints.batch.effective_batch
+        )
+    refuse_impossible_strategy(config, hardware, strategy)
+    layouts = (strategy,) if strategy else layout_choices(hardware.ranks)
+    if previous is not None and strategy is None:
+        layouts = tuple(name for name in layouts if previous.resume_obstacle(name) is None)
+    plan_request = dataclasses.replace(
+        build_plan_request(config, hardware, layouts),
+        keeps_params=bool(deepspeed_config and strategy and keeps_params_on_gpu(deepspeed_config, strategy)),
+        resumed_batch=constraints.batch,
+        resumed_updates=constraints.updates,
+    )
+    run = dataclasses.replace(loaded, config=config)
+    return StageRequest(run, plan_request, deepspeed_config, deepspeed_name)
+
+
+def _asks_for_layout(deepspeed_config: DeepspeedConfig, layout: LayoutName | None) -> bool:
+    if layout is None or layout not in DEEPSPEED_LAYOUTS:
+        return False
+    return deepspeed_layout(deepspeed_config, default_layout=layout) == layout
+
+
+def count_rows_before_planning(stage_requests: Sequence[StageRequest], *, trains_in_process: bool) -> None:
+    """Count the tokens of a run's rows, so that its plan knows their lengths; what no length changes is refused before.
+    `trains_in_process`: this process needs all libraries anyway. Raises SftPlayError as planning or reading the rows
+    does."""
+    runs = [request.run for request in stage_requests]
+    if not any(has_variable_lengths(run.config) and cached_row_tokens(run.config) is None for run in runs):
+        return
+    for request in stage_requests:
+        with stage_context(request.run.stage_name):
+            check_plan_request(request.plan_request)
+    prepare_libraries(runs[0].config.model.name, stage_requests[0].plan_request.hardware)
+    if trains_in_process:
+        with importing():
+            importlib.import_module("sft_play.training.run")
+    count_row_tokens(runs)
+
+
+def plan_stages(stage_requests: Sequence[StageRequest]) -> list[PlanWithDeepSpeed]:
+    """Make the plans that were asked for, logged, all in one layout; raises as `plan_stage` does."""
+    stage_plans = []
+    for request in finish_stage_requests(stage_requests):
+        with stage_context(request.run.stage_name):
+            stage_plans.append(plan_stage(request))
+    return stage_plans
+
+
+def finish_stage_requests(stage_requests: Sequence[StageRequest]) -> list[StageRequest]:
+    """Add what is known once the rows are counted: their lengths, and the one layout of all stages."""
+    first, *others = [request.plan_request.allowed_layouts for request in stage_requests]
+    # a stage that is resumed cannot take every layout
+    layouts = tuple(name for name in first if all(name in allowed for allowed in others))
+    finished_requests = [
+        request.with_changes(row_tokens=cached_row_tokens(request.run.config), allowed_layouts=layouts)
+        for request in stage_requests
+    ]
+    if not others or len(layouts) == 1:
+        return finished_requests
+    layout = common_layout([request.plan_request for request in finished_requests])
+    return [request.with_changes(allowed_layouts=(layout,)) for request in finished_requests]
+
+
+def common_layout(plan_requests: Sequence[PlanRequest]) -> LayoutName:
+    """Choose the fastest layout that fits every stage, of those that some stage would use by itself; else that of the
+    stage with the longest rows, whose plan says what does not fit."""
+    separate_plans = [plan_request(request, include_suggestions=False) for request in plan_requests]
+    # the longest rows first: their stage's layout is the answer where none fits them all
+    names = dict.fromkeys(plan.layout for plan in sorted(separate_plans, key=lambda plan: -plan.max_seq_len))
+    if len(names) == 1:
+        return next(iter(names))
+    step_seconds: dict[LayoutName, float] = {}
+    for name in names:
+        with contextlib.suppress(SftPlayError):
+            joint_plans = [
+                plan_request(dataclasses.replace(request, allowed_layouts=(name,)), include_suggestions=False)
+                for request in plan_requests
+            ]
+            if all(plan.fits and plan.layout == name for plan in joint_plans):
+                # hours: data of known size
+                step_seconds[name] = sum(plan.hours or plan.speed.step_s for plan in joint_plans)
+    return min(step_seconds or names, key=lambda name: step_seconds.get(name, 0.0))
+
+
+def plan_stage(request: StageRequest) -> PlanWithDeepSpeed:
+    """Plan a run or a stage, logged, with DeepSpeed's config where that is the engine. Raises DoesNotFit where nothing
+    fits and the batch was left to the plan; ConfigError where a number of DeepSpeed's file contradicts the plan."""
+    config, hardware = request.run.config, request.plan_request.hardware
+    plan = plan_request(request.plan_request, trace=config.plan.trace and bool(hardware.gpus))
+    # a kept batch ran before: it is tried again where the prediction says that it does not fit
+    require_fit(plan, config, is_resumed=request.plan_request.resumed_batch is not None)
+    log_plan(plan, config, stage_name=request.run.stage_name)
+    if plan.layout not in DEEPSPEED_LAYOUTS:
+        return plan, None
+    # without a config the plan chose DeepSpeed by itself
+    deepspeed_config = request.deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))[0]
+    resolved_config = _resolve_deepspeed_config(plan, config, deepspeed_config, request.deepspeed_name)
+    return dataclasses.replace(plan, deepspeed=deepspeed_config), resolved_config
+
+
+# --- DeepSpeed's configuration ----------------------------------------------------------------------------------------
+
+
+def read_deepspeed_config(
+    request: DeepspeedRequest, strategy: LayoutName | None
+) -> tuple[dict[str, Any], LayoutName, str]:
+    """DeepSpeed's config in current keys, from the user's file or as shipped, the layout that it asks for, and its name
+    in messages."""
+    planned_layout = strategy or "zero2"
+    name = f"DEEPSPEED_CONFIG={one_line(str(request.file))}" if request.file else "DeepSpeed"
+    deepspeed_config, notes = translate_deepspeed_keys(
+        read_deepspeed_file(request.file) if request.file else shipped_deepspeed_config(planned_layout), name=name
+    )
+    layout = deepspeed_layout(deepspeed_config, name=name, default_layout=planned_layout)
+    _log_deepspeed(notes)
+    return deepspeed_config, layout, name
+
+
+def apply_deepspeed_batch(config: RunConfig, deepspeed_config: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
+    """The settings with the batch of DeepSpeed's config where the run YAML leaves it open."""
+    train, batch_notes = merge_deepspeed_batch(config.train, deepspeed_config, ranks=ranks, name=name)
+    _log_deepspeed(batch_notes)
+    return config.model_copy(update={"train": train})
+
+
+def _log_deepspeed(lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.debug("DeepSpeed: %s", line)
+
+
+def _resolve_deepspeed_config(
+    plan: Plan, config: RunConfig, deepspeed_config: dict[str, Any], name: str
+) -> dict[str, Any]:
+    plan_values = PlanValues.from_plan(plan, config, hidden_size=load_run_model_shape(config).hidden_size)
+    offloads = plan.choice.layout.offloads_states
+    obstacles = cpu_adam_obstacles() if offloads else ()
+    resolved, value_lines = fill_auto_values(
+        deepspeed_config, plan_values, name=name, adam_obstacle="; ".join(obstacles) or None
+    )
+    _log_deepspeed(value_lines)
+    if offloads and resolved.get("zero_force_ds_cpu_optimizer", True) and (compile_note := cpu_adam_compile_note()):
+        logger.info("DeepSpeed: %s", compile_note)  # a wait of minutes
+    return resolved
+
+
+def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
+    """Raises ConfigError for a named layout that cannot run."""
+    if strategy is None:
+        return
+    possible, refused = find_layouts(config, load_run_model_shape(config), hardware, named=strategy)
+    names = list(dict.fromkeys(layout.name for layout in possible))
+    if strategy in names:
+        return
+    reason = next(
+        (refused_layout.because for refused_layout in refused if refused_layout.name == strategy),
+        f"{hardware.ranks} rank(s)",
+    )
+    if config.model.mesh_shape is not None:
+        reason = f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"
+    others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
+    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; {others}")
