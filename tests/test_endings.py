@@ -324,3 +324,77 @@ def test_a_process_beside_this_one_is_asked_to_stop_and_waited_for(tmp_path, ask
         "saves_here", [str(ready), "300" if asked else "0"], environment=environment, stdout=subprocess.PIPE
     )
     assert ended == signals.ChildResult(code, written, was_stopped=asked)
+
+
+# --- processes that are supervised ------------------------------------------------------------------------------------
+
+STUBBORN = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: print("saving", flush=True))
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@contextlib.contextmanager
+def stubborn_children(count: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Children that hear of a SIGTERM, and go on; killed at the end, whatever happens."""
+    children: list[subprocess.Popen[str]] = []
+    try:
+        for _ in range(count):
+            child = signals.start_child(
+                [sys.executable, "-c", STUBBORN], environment=clean_environment(), stdout=subprocess.PIPE, text=True
+            )
+            children.append(child)
+            assert child.stdout is not None
+            assert child.stdout.readline() == "up\n"
+        yield children
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_first_request_reaches_every_child_and_the_second_kills_them(monkeypatch, count):
+    told: list[int] = []
+    with stubborn_children(count) as children, signals.supervise(children, on_stop=told.append) as received:
+        assert {os.getsid(child.pid) for child in children} == {child.pid for child in children}  # no Ctrl-C by itself
+        signal.raise_signal(signal.SIGINT)
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "saving\n"
+        assert (told, received) == ([signal.SIGINT], [signal.SIGINT])
+        monkeypatch.setattr(signals, "ECHO_S", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+        assert [child.wait(timeout=10) for child in children] == [-signal.SIGKILL] * count
+    assert (told, received) == ([signal.SIGINT], [signal.SIGINT, signal.SIGTERM])
+
+
+def test_an_error_leaves_no_supervised_child_behind_and_kills_as_it_was_told():
+    killed: list[int] = []
+
+    def kill(child: subprocess.Popen[str]) -> None:
+        killed.append(child.pid)
+        child.kill()
+
+    with stubborn_children(2) as children:
+        first, second = children
+        first.kill()
+        first.wait()
+        with pytest.raises(KeyError), signals.supervise(children, kill=kill):
+            raise KeyError
+        assert killed == [second.pid]  # the other has ended by itself
+        assert second.returncode == -signal.SIGKILL
+
+
+def test_a_child_that_is_started_under_supervision_is_told_as_well():
+    processes: list[subprocess.Popen[str]] = []
+    with stubborn_children(1) as children, signals.supervise(processes) as received:
+        processes.extend(children)
+        signal.raise_signal(signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+        assert children[0].stdout is not None
+        assert children[0].stdout.readline() == "saving\n"
+        children[0].kill()

@@ -160,10 +160,8 @@ def require_gpus_and_disk(
     folder = folder or RunFolder(output_dir(loaded.config.output))
     for stage_run, plan in zip(loaded.runs, plans, strict=False):
         stage_folder = folder if stage_run.stage_name is None else folder.stage_folder(stage_run.stage_name)
-        disk, free_disk = (
-            planned_disk_usage(stage_run.config, load_run_model_shape(stage_run.config), plan),
-            free_disk_bytes(folder.path),
-        )
+        disk = planned_disk_usage(stage_run.config, load_run_model_shape(stage_run.config), plan)
+        free_disk = free_disk_bytes(folder.path)
         needed_bytes = disk.min_bytes(
             existing_checkpoints=len(list(stage_folder.checkpoints_path.glob("checkpoint-*")))
         )

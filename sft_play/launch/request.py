@@ -172,34 +172,51 @@ def _parse_gpus(text: str | None) -> tuple[int, ...]:
 
 
 def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
-    """Fill what the command line leaves open from the launcher, accelerate's file and the mesh, and set this process's
-    environment for its rank."""
-    loaded, options, rank_info = request.loaded, request.options, request.rank_info
-    hide_gpus(loaded.config, os.environ)  # before torch is imported, which reads the variable once
+    """Fill what the command line leaves open, and set this process's environment for what it is: the launcher of ranks,
+    one of them, or the only process. Raises ConfigError or HardwareError where what was asked for contradicts itself or
+    the machine."""
+    hide_gpus(request.loaded.config, os.environ)  # before torch is imported, which reads the variable once
     if request.launches_ranks and not request.is_supervised:
-        # what the command line leaves open, accelerate's file fills in, then the mesh
-        options, accelerate_config = apply_accelerate_config(options, loaded.config)
-        if options.nodes.exported_note:
-            options = resolve_exported_nodes(options, loaded.config)
-        options = apply_mesh(options, loaded.config)
-        refuse_lone_node(options.nodes)
+        request = _resolve_launcher(request)
+    elif request.rank_info is not None:
+        request = _resolve_rank(request, request.rank_info)
     else:
-        rank_info = setup_rank_environment(loaded.config, rank_info) if rank_info is not None else None
-        # now: the plan decides, and accelerate would act on the same variables later
-        accelerate_config = pop_accelerate_launch_config()
-        if rank_info is None:
-            options = dataclasses.replace(options, strategy="single")
-            # torch and accelerate would wait for others, as a notebook or a guide asked
-            for name in RENDEZVOUS_VARIABLES:
-                os.environ.pop(name, None)
-        # under a parent of ours: left from another launch
-        elif accelerate_config is not None and rank_info.run_folder is None:
-            options = fill_from_accelerate(options, accelerate_config, parse_mesh(loaded.config.model.mesh_shape))
-    refuse_restarts(loaded, options, rank_info)
-    loaded = add_tensorboard_tracker(loaded) if options.uses_tensorboard else loaded
-    return dataclasses.replace(
-        request, loaded=loaded, options=options, rank_info=rank_info, accelerate_config=accelerate_config
-    )
+        request = _resolve_single_process(request)
+    refuse_restarts(request.loaded, request.options, request.rank_info)
+    if request.options.uses_tensorboard:
+        request = dataclasses.replace(request, loaded=add_tensorboard_tracker(request.loaded))
+    return request
+
+
+def _resolve_launcher(request: LaunchRequest) -> LaunchRequest:
+    """What the command line leaves open, accelerate's file fills in, then the mesh."""
+    config = request.loaded.config
+    options, accelerate_config = apply_accelerate_config(request.options, config)
+    if options.nodes.exported_note:
+        options = resolve_exported_nodes(options, config)
+    options = apply_mesh(options, config)
+    refuse_lone_node(options.nodes)
+    return dataclasses.replace(request, options=options, accelerate_config=accelerate_config)
+
+
+def _resolve_rank(request: LaunchRequest, rank_info: RankInfo) -> LaunchRequest:
+    config, options = request.loaded.config, request.options
+    rank_info = setup_rank_environment(config, rank_info)
+    # now: the plan decides, and accelerate would act on the same variables later
+    accelerate_config = pop_accelerate_launch_config()
+    # under a parent of ours they are left from another launch
+    if accelerate_config is not None and rank_info.run_folder is None:
+        options = fill_from_accelerate(options, accelerate_config, parse_mesh(config.model.mesh_shape))
+    return dataclasses.replace(request, options=options, rank_info=rank_info, accelerate_config=accelerate_config)
+
+
+def _resolve_single_process(request: LaunchRequest) -> LaunchRequest:
+    accelerate_config = pop_accelerate_launch_config()
+    # torch and accelerate would wait for others, as a notebook or a guide asked
+    for name in RENDEZVOUS_VARIABLES:
+        os.environ.pop(name, None)
+    options = dataclasses.replace(request.options, strategy="single")
+    return dataclasses.replace(request, options=options, accelerate_config=accelerate_config)
 
 
 def apply_accelerate_config(options: LaunchOptions, config: RunConfig) -> tuple[LaunchOptions, AccelerateConfig | None]:
@@ -277,10 +294,8 @@ def apply_mesh(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
 def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
     """Resolve what exported RANK and WORLD_SIZE count: nodes, or ranks (RANK is then this node's first). Where both
     are possible, wait for the nodes: how many come decides. Returns the options with those nodes."""
-    nodes, node_hardware = (
-        options.nodes,
-        options.select_hardware(restrict_to_device(config, detect_hardware()), is_one_node=True),
-    )
+    nodes = options.nodes
+    node_hardware = options.select_hardware(restrict_to_device(config, detect_hardware()), is_one_node=True)
     if node_hardware.ranks == 1 or nodes.count % node_hardware.ranks:
         return options
     rank_explanation = (

@@ -40,10 +40,8 @@ def resume_request(
     loaded = load_resumed_config(loaded, folder, is_trusted=is_trusted, keeps_mesh=options.strategy is None)
     previous = read_previous_run(folder)
     if not (options.processes_per_node or options.gpus or options.nodes.count > 1):
-        gpu_count, rank_count = (
-            len(restrict_to_device(loaded.config, detect_hardware()).gpus),
-            previous.processes if previous else 1,
-        )
+        gpu_count = len(restrict_to_device(loaded.config, detect_hardware()).gpus)
+        rank_count = previous.processes if previous else 1
         options = dataclasses.replace(
             options, processes_per_node=min(rank_count, gpu_count) if gpu_count else rank_count
         )
@@ -196,10 +194,8 @@ def _resume_point(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
         if (stage_folder := folder.stage_folder(stage_config.name)).has_begun
     ]
     last_folder = begun_stages[-1] if begun_stages else folder
-    checkpoint, stage_suffix = (
-        last_complete_checkpoint(last_folder.checkpoints_path),
-        f" of stage {last_folder.stage_name}" if last_folder.stage_name else "",
-    )
+    checkpoint = last_complete_checkpoint(last_folder.checkpoints_path)
+    stage_suffix = f" of stage {last_folder.stage_name}" if last_folder.stage_name else ""
     if checkpoint is None:
         return 0, f"the beginning{stage_suffix}: there is no checkpoint"
     return checkpoint_step(checkpoint), f"the checkpoint of step {checkpoint_step(checkpoint)}{stage_suffix}"
