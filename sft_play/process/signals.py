@@ -259,7 +259,9 @@ def supervise(
         for process in processes:
             kill(process)
 
-    with StopSignals(terminate_all, kill_all):
+    # in another thread than the main one, whose caller then has the signals, none can be handled
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    with StopSignals(terminate_all, kill_all) if is_main_thread else contextlib.nullcontext():
         try:
             yield received_signals
         finally:
