@@ -275,7 +275,7 @@ ENDED_OTHERWISE = {
     "sft_play.diagnose.gpu_info": "torch's report of itself, with a time limit",
     "sft_play.commands.accelerate": "accelerate's questions, in the same terminal",
     "sft_play.finished.report.charts": "the charts of a report, with a time limit",
-    "sft_play.process.signals": "run_beside, which sets the variable",
+    "sft_play.process.signals": "start_child, which sets the variable",
     "sft_play.facts.unsloth": "what Unsloth's environment says of itself, with a time limit",
 }
 

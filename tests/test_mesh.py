@@ -21,14 +21,16 @@ from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.facts.models.architecture import load_model_shape
 from sft_play.facts.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
+from sft_play.facts.network import NodeSetup
 from sft_play.launch import machine as of_ranks
-from sft_play.launch import request
+from sft_play.launch import request, resume
 from sft_play.launch.accelerate import _ACCELERATE_LAUNCH_VARIABLES, accelerate_launch_config, read_accelerate_file
 from sft_play.launch.request import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.advice.what_if import find_largest_fit
+from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
-from sft_play.planner.layout import LAYOUT_NAMES, Layout, find_layouts
+from sft_play.planner.layout import LAYOUT_NAMES, Layout, PreviousRun, find_layouts
 from sft_play.planner.mesh import MESH_AXES, Mesh, parse_mesh
 from sft_play.planner.plan import PlanRequest, build_plan_inputs, make_plan, plan_from_json
 from tests.conftest import chosen
@@ -446,6 +448,27 @@ def test_a_mesh_in_bf16_is_resumed_by_one_process(world, mode, mesh):
     assert whole.returncode == 0, whole.stdout + whole.stderr
     found, wanted = (losses(world / "outputs" / folder) for folder in (name, f"{name}-fsdp"))
     assert found == pytest.approx(wanted, rel=2**-6)
+
+
+def test_a_resumed_run_keeps_its_mesh_only_over_as_many_processes_and_in_its_layout():
+    """On random meshes: a second rule, by what the launch would be told."""
+    draw, kinds = random.Random(43), set()
+    for _ in range(300):
+        fsdp, tp = draw.choice([(2, 1), (4, 1), (2, 2), (1, 2), (1, 4)])
+        layout = {True: "fsdp", False: "fsdp_tp" if fsdp > 1 else "tp"}[tp == 1]
+        ranks, nodes = fsdp * tp, draw.choice([1, 1, 2])
+        strategy, before = draw.choice([None, None, layout, "ddp"]), draw.choice([layout, "ddp", None])
+        processes, gpus = draw.choice([None, 1, 2, 4]), draw.choice([(), (), (0, 1)])
+        options = LaunchOptions(strategy=strategy, processes_per_node=processes, gpus=gpus,  # type: ignore[arg-type]
+                                nodes=NodeSetup(nodes, 0, "a", 1))  # fmt: skip
+        previous = PreviousRun(before, BatchPlan(1, 1, 1)) if before else None  # type: ignore[arg-type]
+        keeps = resume._keeps_mesh(run([fsdp, tp]), options, previous)
+        asked_layout = strategy or before or layout
+        asked_processes = (processes or len(gpus)) * nodes or ranks
+        assert keeps == (asked_layout == layout and asked_processes == ranks), (options, previous)
+        kinds.add(keeps)
+    assert kinds == {True, False}
+    assert resume._keeps_mesh(run(None), LaunchOptions(strategy="ddp"), None)
 
 
 def test_plan_and_check_take_the_mesh_that_a_run_here_would_start(monkeypatch, tmp_path, command):

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ from sft_play.runs.manifest import check_same_run, new_manifest
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.model_saving import saved_shapes
 from sft_play.training.measure.exact_match import Question
+from sft_play.training.prepare import prepare
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
 from sft_play.training.unsloth import bridge, unsloth_worker
 from sft_play.units import GIB
@@ -252,6 +254,19 @@ def test_models_that_it_cannot_train_as_the_run_says_are_named():
     assert "Conv1D" in str(said(dataclasses.replace(llama, model_type="gpt2")))
     stored = said(dataclasses.replace(llama, stored_dtype="float32"), "train.bf16=true")
     assert stored is None or "loads float32 and computes in bfloat16" in stored
+
+
+def test_a_model_that_its_shapes_belie_is_found_before_its_weights_are_loaded():
+    def said(precision: Any = "bfloat16", **changes: Any) -> str | None:
+        plain = {"text_tower": None, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
+        spec = SimpleNamespace(**{**plain, **changes})
+        return prepare._unsloth_problem(spec, Precision("bfloat16", precision, ""))  # type: ignore[arg-type]
+
+    assert said() is None
+    assert "image-text" in str(said(text_tower=object()))
+    assert "Conv1D" in str(said(peft_config=SimpleNamespace(fan_in_fan_out=True)))
+    assert "embeddings" in str(said(resize_to=7))
+    assert "loads float32 and computes in bfloat16" in str(said("float32"))
 
 
 def test_the_types_with_transposed_layers_are_those_whose_code_has_them():

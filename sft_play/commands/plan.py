@@ -225,7 +225,7 @@ def _stage_plans(
     if not stages:
         return []
     layouts = (strategy,) if strategy else LAYOUT_NAMES
-    plan_requests = [build_plan_request(stage.config, hardware, layouts) for stage in stages]
+    plan_requests = [build_plan_request(stage.config, hardware, layouts, is_stage=True) for stage in stages]
     layout = strategy or common_layout(plan_requests)
     plans = [
         plan_request(dataclasses.replace(request, allowed_layouts=(layout,), keeps_params=keeps_params), trace=trace)

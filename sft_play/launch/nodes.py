@@ -61,9 +61,6 @@ _POLL_S = 0.1
 # How long node 0 serves the others that have not read yet why it leaves.
 _LEAVE_TIMEOUT_S = 10.0
 _CARD_KEY, _CAME_KEY, _LEFT_KEY, _REFUSED_KEY = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
-_CARD_KEY, _CAME_KEY, _LEFT_KEY, _REFUSED_KEY = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
-_CARD_KEY, _CAME_KEY, _LEFT_KEY, _REFUSED_KEY = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
-_CARD_KEY, _CAME_KEY, _LEFT_KEY, _REFUSED_KEY = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
 _ALL_CARDS_KEY = "sft_play_all"
 NodeCard = Mapping[str, Any]
 

@@ -206,8 +206,6 @@ def build_stage_requests(
         options = dataclasses.replace(options, strategy=previous.kept_layout(hardware.ranks) if previous else None)
     stage_requests = []
     for stage_run, stage_folder in _match_stage_folders(loaded, resume_from):
-        if stage_run.stage_name is not None:
-            logger.debug("Stage %s:", stage_run.stage_name)
         with stage_context(stage_run.stage_name):
             stage_requests.append(
                 build_stage_request(
@@ -279,7 +277,7 @@ def build_stage_request(
     if previous is not None and strategy is None:
         layouts = tuple(name for name in layouts if previous.resume_obstacle(name) is None)
     plan_request = dataclasses.replace(
-        build_plan_request(config, hardware, layouts),
+        build_plan_request(config, hardware, layouts, is_stage=loaded.stage_name is not None),
         keeps_params=bool(deepspeed_config and strategy and keeps_params_on_gpu(deepspeed_config, strategy)),
         resumed_batch=constraints.batch,
         resumed_updates=constraints.updates,
@@ -315,6 +313,8 @@ def plan_stages(stage_requests: Sequence[StageRequest]) -> list[PlanWithDeepSpee
     """Make the plans that were asked for, logged, all in one layout; raises as `plan_stage` does."""
     stage_plans = []
     for request in finish_stage_requests(stage_requests):
+        if request.run.stage_name is not None:
+            logger.debug("Stage %s:", request.run.stage_name)
         with stage_context(request.run.stage_name):
             stage_plans.append(plan_stage(request))
     return stage_plans

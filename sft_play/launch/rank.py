@@ -181,7 +181,7 @@ def rank_gpu_id(rank_info: RankInfo, hardware: Hardware) -> str:
 
 
 def require_distinct_gpus(gpu_ids: Sequence[str]) -> None:
-    """Raises HardwareError where two ranks have the same GPU, which NCCL refuses; `names`: `rank_gpu_id` of each."""
+    """Raises HardwareError where two ranks have the same GPU, which NCCL refuses; `gpu_ids`: `rank_gpu_id` of each."""
     first_rank_by_gpu: dict[str, int] = {}
     for rank, gpu_id in enumerate(gpu_ids):
         first_rank = first_rank_by_gpu.setdefault(gpu_id, rank) if gpu_id else rank

@@ -18,8 +18,8 @@ from sft_play.launch.machine import restrict_to_device
 from sft_play.launch.request import LaunchOptions, LaunchRequest
 from sft_play.log import start_log_file
 from sft_play.planner.batching import BatchPlan, divisors
-from sft_play.planner.layout import DEEPSPEED_LAYOUTS, LAYOUT_NAMES, LayoutName, PreviousRun
-from sft_play.planner.mesh import parse_mesh
+from sft_play.planner.layout import DEEPSPEED_LAYOUTS, LAYOUT_NAMES, LayoutName, PreviousRun, mesh_layout
+from sft_play.planner.mesh import format_mesh, parse_mesh
 from sft_play.planner.precision import UNSHARDED_LAYOUTS, WeightUpdates
 from sft_play.runs import oom
 from sft_play.runs.files import read_json
@@ -37,19 +37,35 @@ def resume_request(
     before unless another number is given. Raises RunFolderError where there is none, or its settings allow code that
     `is_trusted` does not."""
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run_name)
-    loaded = load_resumed_config(loaded, folder, is_trusted=is_trusted, keeps_mesh=options.strategy is None)
-    previous = read_previous_run(folder)
+    new_config, previous = loaded, read_previous_run(folder)
+    loaded = load_resumed_config(new_config, folder, is_trusted=is_trusted)
     if not (options.processes_per_node or options.gpus or options.nodes.count > 1):
         gpu_count = len(restrict_to_device(loaded.config, detect_hardware()).gpus)
         rank_count = previous.processes if previous else 1
         options = dataclasses.replace(
             options, processes_per_node=min(rank_count, gpu_count) if gpu_count else rank_count
         )
+    if not _keeps_mesh(loaded.config, options, previous):
+        mesh_text = format_mesh(loaded.config.model.mesh_shape)
+        logger.info("Mesh: model.mesh_shape=%s is of other processes, or another layout: left out", mesh_text)
+        loaded = load_resumed_config(new_config, folder, is_trusted=is_trusted, keeps_mesh=False)
     # a single rank's too
     has_engine = options.deepspeed or (previous is not None and previous.layout in DEEPSPEED_LAYOUTS)
     is_one_rank = options.processes_per_node == 1 and options.nodes.count == 1 and not has_engine
     launches_ranks = not (is_one_rank and options.strategy in (None, "single"))
     return LaunchRequest(loaded, options, launches_ranks=launches_ranks, should_resume=True, folder=folder)
+
+
+def _keeps_mesh(config: RunConfig, options: LaunchOptions, previous: PreviousRun | None) -> bool:
+    """Whether a resumed run keeps its mesh: over as many processes, and in the layout that the mesh is."""
+    mesh = parse_mesh(config.model.mesh_shape)
+    if mesh is None:
+        return True
+    layout = options.strategy or (previous.layout if previous else None)
+    if layout not in (None, mesh_layout(mesh).name):
+        return False
+    processes_per_node = options.processes_per_node or len(options.gpus)
+    return not processes_per_node or processes_per_node * options.nodes.count == mesh.ranks
 
 
 def read_previous_run(folder: RunFolder) -> PreviousRun | None:

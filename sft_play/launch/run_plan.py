@@ -89,11 +89,12 @@ def build_plan_request(
     layouts: tuple[LayoutName, ...] = LAYOUT_NAMES,
     *,
     rows: RowTokens | None = None,
+    is_stage: bool = False,
 ) -> PlanRequest:
-    """Build the planner's request for a run: the shapes of its model, earlier runs here, and the lengths of its rows
-    where they are known. Raises as `select_local_backend` and `load_run_model_shape` do."""
+    """Build the planner's request for a run, or a stage of one: the shapes of its model, earlier runs here, and the
+    lengths of its rows where they are known. Raises as `select_local_backend` and `load_run_model_shape` do."""
     hardware = restrict_to_device(config, hardware)
-    config = _apply_backend_fallback(config, training_backend(config, hardware, layouts))
+    config = _apply_backend_fallback(config, training_backend(config, hardware, layouts, has_stages=is_stage))
     return PlanRequest(
         config,
         load_run_model_shape(config),
@@ -208,16 +209,19 @@ def select_local_backend(config: RunConfig, hardware: Hardware, *, layout: str, 
 
 
 def training_backend(
-    config: RunConfig, hardware: Hardware, layouts: tuple[LayoutName, ...] = LAYOUT_NAMES
+    config: RunConfig,
+    hardware: Hardware,
+    layouts: tuple[LayoutName, ...] = LAYOUT_NAMES,
+    *,
+    has_stages: bool = False,
 ) -> Backend | None:
     """The backend that trains a run here, where it had to be chosen: not for bnb, nor on a machine that was only named.
     Raises as `select_local_backend` does."""
     if config.tuning.backend == "bnb" or hardware.named:
         return None
     default_layout: LayoutName = "ddp" if hardware.ranks > 1 else "single"
-    return select_local_backend(
-        config, hardware, layout=default_layout if default_layout in layouts or not layouts else layouts[0]
-    )
+    layout = default_layout if default_layout in layouts or not layouts else layouts[0]
+    return select_local_backend(config, hardware, layout=layout, has_stages=has_stages)
 
 
 def find_unsloth_layout(loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> LayoutName | None:

@@ -72,7 +72,7 @@ class LaunchCommand:
 
     def merged_environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """The environment that the command runs in: the given one with its variables, without `PET_NNODES` and the
-        like, which torchrun takes as defaults of its flags (`exported.node_variables` has read them)."""
+        like, which torchrun takes as defaults of its flags (`node_variables` has read them)."""
         return {**{name: text for name, text in base.items() if not name.startswith("PET_")}, **self.environment}
 
     @property
@@ -101,8 +101,8 @@ def torchrun_command(
     """`torchrun` with as many processes as this node has ranks, running `sft-play` with `program_arguments`.
 
     Args:
-        threads: OMP_NUM_THREADS of CPU ranks, which would otherwise spin on the cores that they share.
-        gpus: CUDA_VISIBLE_DEVICES, where some of the GPUs were named.
+        threads_per_rank: OMP_NUM_THREADS of CPU ranks, which would otherwise spin on the cores that they share.
+        visible_gpus: CUDA_VISIBLE_DEVICES, where some of the GPUs were named.
         nccl_timeout_s: how long GPU ranks wait for each other.
         present_environment: whose own NCCL settings win.
     """

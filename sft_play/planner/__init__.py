@@ -1,4 +1,5 @@
-"""Pure decisions before anything loads: layout, batch, precision, memory, speed. No torch.
+"""Decisions before anything loads: layout, batch, precision, memory, speed. No torch. Pure but for `backend`, which
+asks Unsloth's environment where Unsloth is wanted.
 
 Read in this order: `plan.make_plan` is the whole decision; `candidates` lists the ways to run a job and chooses one;
 `layout`, `batching` and `precision` are what differs between them; `memory.estimate` and `speed.throughput` predict

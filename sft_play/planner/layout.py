@@ -190,7 +190,7 @@ def _check_mesh_layout(mesh: Mesh, config: RunConfig, shape: ModelShape, hardwar
             "GPU "
             f"(make train-distributed, NPROC= of each node), or give a mesh of {hardware.ranks}"
         )
-    layout = _mesh_layout(mesh)
+    layout = mesh_layout(mesh)
     obstacle = _layout_obstacle(layout, config, shape, hardware)
     if obstacle is not None:
         alternative = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
@@ -200,7 +200,8 @@ def _check_mesh_layout(mesh: Mesh, config: RunConfig, shape: ModelShape, hardwar
     return layout
 
 
-def _mesh_layout(mesh: Mesh) -> Layout:
+def mesh_layout(mesh: Mesh) -> Layout:
+    """The layout that a mesh is."""
     if mesh.ranks == 1:
         return SINGLE
     if mesh.cp > 1:

@@ -237,11 +237,11 @@ def supervise(
     kill: Callable[[subprocess.Popen[Any]], object] = subprocess.Popen.kill,
 ) -> Iterator[list[int]]:
     """While open, pass a request to stop on to these processes as SIGTERM, so that they can save; another request kills
-    them. Those that still run when the block ends are killed: only an error ends it before them.
+    them. Those that still run when the block ends are killed.
 
     Args:
         processes: read anew at each request, so that the block may start more.
-        on_stop: called with the first signal's number, before it is passed on.
+        on_stop: called with the first signal's number, after it was passed on. What it raises ends the block.
         kill: ends one of the processes at once, with what it has started.
 
     Yields the list of the signals that have come.
@@ -250,9 +250,9 @@ def supervise(
 
     def terminate_all(signal_number: int) -> None:
         received_signals.append(signal_number)
-        on_stop(signal_number)
         for process in processes:
             process.send_signal(signal.SIGTERM)
+        on_stop(signal_number)
 
     def kill_all(signal_number: int) -> None:
         received_signals.append(signal_number)

@@ -145,15 +145,13 @@ def load_resumed_config(
     loaded: LoadedConfig, folder: RunFolder, *, is_trusted: CodeTrust, keeps_mesh: bool = True
 ) -> LoadedConfig:
     """Load the config of a resumed run: the settings that its first start was given beside its config, and over them
-    those that are given now. `keeps_mesh` False: without the mesh of its first start, as another layout is asked for.
-    Raises ConfigError where they cannot be read, RunFolderError where they allow code that the user does not."""
-    recorded_overrides, model = (
-        folder.read_manifest().get("overrides"),
-        read_json(folder.path / "resolved.json").get("model"),
-    )
+    those that are given now. `keeps_mesh` False: without the mesh of its first start, unless one is given now. Raises
+    ConfigError where they cannot be read, RunFolderError where they allow code that the user does not."""
+    recorded_overrides = folder.read_manifest().get("overrides")
+    model = read_json(folder.path / "resolved.json").get("model")
     overrides = kept_overrides(list(map(str, recorded_overrides))) if isinstance(recorded_overrides, list) else []
     if not keeps_mesh:
-        overrides = [override for override in overrides if not override.startswith("model.mesh_shape=")]
+        overrides.append("model.mesh_shape=null")
     adapter = model.get("adapter") if isinstance(model, dict) else None
     if adapter:  # by its path: `last` may be another one by now
         overrides.append(f"model.adapter={json.dumps(adapter)}")

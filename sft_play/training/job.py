@@ -34,7 +34,7 @@ class RunJob:
     lock: RunLock | None = None
     """The folder's lock, if this process has it already."""
     lock_role: int | None = None
-    """Else the part of the lock to take (`part` of `lock_run`): the parent that launched this rank holds one too."""
+    """Else the part of the lock to take (`role` of `lock_run`): the parent that launched this rank holds one too."""
     deepspeed: Mapping[str, Any] | None = None
     """DeepSpeed's config, every value resolved."""
     timeout_s: float = 1800.0

@@ -22,6 +22,7 @@ from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.models.architecture import base_weights_identity, require_available_model
 from sft_play.log import one_line
 from sft_play.planner.backend import Backend, check_trackers, choose_backend, fall_back
+from sft_play.planner.precision import Precision
 from sft_play.runs.manifest import installed_versions
 from sft_play.training.class_checks.kernels import check_kernels
 from sft_play.training.job import RunJob
@@ -81,8 +82,8 @@ def prepare(job: RunJob) -> Prepared:
         tokenizer = load_tokenizer(config)
         _log(tokenizer.notes)
         model_spec = _build_model_spec(job, tokenizer)
-        if backend.name == "unsloth" and model_spec.resize_to is not None:
-            problem = "the tokenizer is larger than the model's embeddings"
+        problem = _unsloth_problem(model_spec, job.plan.precision) if backend.name == "unsloth" else None
+        if problem is not None:
             if layout.ranks > 1:  # bnb would need this process to be one of the ranks
                 raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
             backend = fall_back(config, problem)
@@ -102,6 +103,20 @@ def prepare(job: RunJob) -> Prepared:
         if job.folder.stage_name is None:
             log_rows(job, prepared)
         return prepared
+
+
+def _unsloth_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
+    """Why Unsloth cannot train this very model; None where it can. The plan has judged its class by the shapes
+    (`planner.backend.require_unsloth_model`), which code of a model's own may belie."""
+    if model_spec.text_tower is not None:
+        return "the model is an image-text model, of which only the text tower is trained here"
+    if model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out:
+        return "the model's linear layers are transposed (Conv1D), which Unsloth's are not"
+    if model_spec.resize_to is not None:
+        return "the tokenizer is larger than the model's embeddings"
+    if precision.load != precision.compute:
+        return f"it has one dtype, and the run loads {precision.load} and computes in {precision.compute}"
+    return None
 
 
 def _build_model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
