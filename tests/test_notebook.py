@@ -151,7 +151,9 @@ def test_an_error_of_ours_in_a_cell_is_its_message_with_the_cell(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_with_json_a_rank_that_fails_is_one_object(rank, tmp_path):
     """Rank 0 has done all its cells, or is ended by the agent: either way the agent answers, once."""
-    path = book(tmp_path, f"import os\nprint('hello')\nif os.environ['RANK'] == '{rank}':\n    1 / 0")
+    # rank 1 fails when rank 0, whose cells are shown, has printed: the agent then ends it
+    cell = f"import os, time\nprint('hello')\nif os.environ['RANK'] == '{rank}':\n    time.sleep({3 * rank})\n    1 / 0"
+    path = book(tmp_path, cell)
     words = [sys.executable, "-m", "sft_play", "run-notebook", "--notebook", str(path), "--nproc", "2", "--json"]
     ended = subprocess.run(words, cwd=ROOT, env=clean(), text=True, timeout=600, capture_output=True)
     answer = json.loads(ended.stdout)
