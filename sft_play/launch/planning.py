@@ -378,14 +378,16 @@ def plan_stage(request: StageRequest) -> PlanWithDeepSpeed:
 def read_deepspeed_config(
     request: DeepspeedRequest, strategy: LayoutName | None
 ) -> tuple[dict[str, Any], LayoutName, str]:
-    """DeepSpeed's config in current keys, from the user's file or as shipped, the layout that it asks for, and its name
-    in messages."""
+    """Read DeepSpeed's config in current keys, from the user's file or as shipped, the layout that it asks for, and its
+    name in messages. Raises ConfigError where the file asks for another layout than `strategy`."""
     planned_layout = strategy or "zero2"
     name = f"DEEPSPEED_CONFIG={one_line(str(request.file))}" if request.file else "DeepSpeed"
     deepspeed_config, notes = translate_deepspeed_keys(
         read_deepspeed_file(request.file) if request.file else shipped_deepspeed_config(planned_layout), name=name
     )
     layout = deepspeed_layout(deepspeed_config, name=name, default_layout=planned_layout)
+    if strategy not in (None, layout):
+        raise ConfigError(f"STRATEGY={strategy} contradicts {name}, which asks for {layout}: leave one of them out")
     _log_deepspeed(notes)
     return deepspeed_config, layout, name
 

@@ -67,6 +67,8 @@ def launch_ranks(
         return _run_on_all_nodes(loaded, plan.hardware, options, launch), launch
     # Not in the command that is shown and logged: typed by itself it starts a run of its own, whose rank 0 plans.
     environment = {**launch.environment, RUN_VARIABLE: str(folder.path.absolute())}
+    if request.is_supervised:  # what the agent says is said by the command that was typed
+        environment[failures.COMMAND_VARIABLE] = "train"
     with sidecar, _write_launch_files(folder, loaded, launch_plan):
         log_file = start_log_file(folder.log_path, buffer=log_buffer)
         logging.getLogger().removeHandler(log_file)  # closed before the ranks write to it, or it is removed

@@ -150,6 +150,8 @@ def load_resumed_config(
     recorded_overrides = folder.read_manifest().get("overrides")
     model = read_json(folder.path / "resolved.json").get("model")
     overrides = kept_overrides(list(map(str, recorded_overrides))) if isinstance(recorded_overrides, list) else []
+    given_keys = {override.partition("=")[0] for override in loaded.overrides}
+    overrides = [override for override in overrides if override.partition("=")[0] not in given_keys]
     if not keeps_mesh:
         overrides.append("model.mesh_shape=null")
     adapter = model.get("adapter") if isinstance(model, dict) else None

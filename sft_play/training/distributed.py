@@ -107,6 +107,8 @@ def process_group(plan: Plan, *, timeout_s: float, uses_deepspeed: bool = False)
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     if uses_deepspeed:
         init_deepspeed(on_cpu=plan.hardware.device == "cpu")
+    # now, and not with the first save: the launcher, whose store it takes to make a group, may be gone by then
+    long_timeout_group()
     try:
         yield
     finally:
