@@ -26,6 +26,7 @@ from sft_play.launch.deepspeed.fill import PlanValues, deepspeed_options, fill_a
 from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import DeepspeedRequest, LaunchOptions
 from sft_play.planner.batching import batch_splits
+from sft_play.planner.layout import LAYOUT_NAMES
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from tests.conftest import ROOT
 from tests.test_distributed import losses, start
@@ -316,6 +317,20 @@ def test_an_optimizer_of_a_file_that_changes_the_training_is_refused_by_a_run(tm
         plan_stage(build_stage_request(loaded, parse_hardware("2xH100"), asked))
     for words in contradicts:
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", LAYOUT_NAMES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_strategy_that_contradicts_the_file_is_refused(tmp_path, strategy, stage):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    loaded = load_config(ROOT / "configs" / "run_lora.yaml", overrides=["train.effective_batch_size=8"])
+    asked = LaunchOptions(strategy=strategy, deepspeed=DeepspeedRequest(file))
+    if strategy == f"zero{stage}":
+        assert build_stage_request(loaded, parse_hardware("2xH100"), asked).plan_request.allowed_layouts == (strategy,)
+        return
+    with pytest.raises(ConfigError, match=f"STRATEGY={strategy} contradicts .*own.json, which asks for zero{stage}"):
+        build_stage_request(loaded, parse_hardware("2xH100"), asked)
 
 
 @pytest.mark.parametrize("seed", range(25))

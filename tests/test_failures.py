@@ -246,6 +246,19 @@ def check_memory_of_ranks(run: Path, config: Path, command: Command) -> None:
     assert lock_holder_pid(RunFolder(run)) == found["ranks"][0]["pid"]
 
 
+def test_ranks_whose_agent_is_killed_before_any_checkpoint_save_one(training):
+    """The agent serves the store by which ranks make groups: what a save needs is made before the first step."""
+    started, run = training("orphaned")
+    started.agent_process().kill()
+    assert started.end() == 1
+    assert "the ranks' agent was killed by SIGKILL; what the ranks saved until then is kept" in started.printed
+    require_no_noise(started)
+    started.require_nobody_left()
+    step = json.loads((run / "summary.json").read_text())["steps"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"checkpoint-{step}"]
+    assert json.loads((run / "manifest.json").read_text())["status"] == "stopped"
+
+
 def test_a_run_shows_the_memory_of_its_ranks_and_one_that_is_killed_ends_it_and_is_named(training, long_run, command):
     started, run = training("killed")
     check_memory_of_ranks(run, long_run / "run.yaml", command)
