@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.load import LoadedConfig, config_from_text
+from sft_play.config.load import LoadedConfig, config_from_text, load_config
 from sft_play.errors import RunFolderError
 from sft_play.files import relative_to_cwd
 from sft_play.log import escape_control, one_line, redact
 from sft_play.runs import lookup as creation
 from sft_play.runs.files import truncate_metrics, write_json
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import LAUNCHER, LOCK_FILE, WRITER, lock_run
 from sft_play.runs.lookup import create_run, find_resumable, new_run_folder
-from sft_play.runs.manifest import check_same_run, git_state, new_manifest
+from sft_play.runs.manifest import check_same_run, git_state, load_resumed_config, new_manifest
 from tests.conftest import ROOT
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -416,7 +417,7 @@ def test_the_command_that_starts_ranks_and_the_rank_that_writes_have_a_part_each
 TAKE_TURNS = """
 import os, random, sys, time
 from pathlib import Path
-from sft_play.config.load import LoadedConfig, config_from_text
+from sft_play.config.load import LoadedConfig, config_from_text, load_config
 from sft_play.errors import RunFolderError
 from sft_play.runs.lookup import create_run, new_run_folder
 from sft_play.runs.folder import MANIFEST_FORMAT
@@ -517,3 +518,21 @@ def test_a_path_is_named_from_the_current_folder_on_by_whatever_links(tmp_path, 
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert relative_to_cwd(real / "my.yaml") == real / "my.yaml"
+
+
+def test_a_resume_takes_each_recorded_setting_once_and_what_is_given_now_over_it(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {name: a}\n")
+    first = load_config(path, overrides=["train.epochs=2", "train.seed=7", "model.mesh_shape=[2]", "output.name=one"])
+    folder = RunFolder(tmp_path / "one")
+    folder.path.mkdir()
+    folder.write_json("manifest.json", new_manifest(first, hardware={}, data={}))
+
+    def resumed(*given: str, keeps_mesh: bool = True) -> tuple[str, ...]:
+        now = load_config(path, overrides=list(given))
+        return load_resumed_config(now, folder, is_trusted=lambda *_: True, keeps_mesh=keeps_mesh).overrides
+
+    assert resumed() == ("train.epochs=2", "train.seed=7", "model.mesh_shape=[2]")
+    assert resumed("train.seed=8") == ("train.epochs=2", "model.mesh_shape=[2]", "train.seed=8")
+    assert resumed(keeps_mesh=False)[-1] == "model.mesh_shape=null"
+    assert resumed("model.mesh_shape=[4]", keeps_mesh=False)[-1] == "model.mesh_shape=[4]"
