@@ -189,12 +189,15 @@ def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:
         agent_code = agent.wait()
         if agent_code < 0:  # the agent is gone, on which its ranks save and stop by themselves
             failures.kill_leftovers(agent.pid, grace_s=0 if len(received_signals) > 1 else failures.ORPHAN_GRACE_S)
-    return _command_exit_code(agent_code, folder, was_stopped=bool(received_signals))
+    return _command_exit_code(agent_code, folder, stop_count=len(received_signals))
 
 
-def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped: bool) -> int:
-    if agent_code < 0 and was_stopped:
-        logger.warning("ended at once; what was saved until then is kept")
+def _command_exit_code(agent_code: int, folder: RunFolder | None, *, stop_count: int) -> int:
+    """sft-play's exit code for that of the agent; `stop_count`: how often a stop was asked for."""
+    if agent_code < 0 and stop_count:
+        # a single request that ends the agent has met it before it listened, and so before the ranks were started
+        message = "ended at once" if stop_count > 1 else "stopped before the ranks were started"
+        logger.warning("%s; what was saved until then is kept", message)
         return Interrupted.exit_code
     if agent_code < 0:
         signal_name = (
