@@ -22,6 +22,7 @@ from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
 from sft_play.facts.hardware import detect_hardware, parse_hardware
 from sft_play.facts.models.architecture import KNOWN_MODELS, load_model_shape
 from sft_play.facts.models.config_fields import UnknownArchitecture
+from sft_play.launch import planning
 from sft_play.launch.run_plan import plan_run
 from sft_play.planner.advice import what_if
 from sft_play.planner.advice.suggestions import make_advised_plan
@@ -522,3 +523,31 @@ def test_checkpoints_after_each_epoch_are_counted_by_the_steps_that_are_given(sm
         config = load_config(small_run, overrides=[f"train.max_steps={steps}", "train.save_steps=null"]).config
         plan = plan_run(config, detect_hardware(), rows=rows)
         assert planned_disk_usage(config, load_model_shape(config.model.name), plan).max_checkpoints == count
+
+
+@pytest.mark.parametrize("target", ["train", "train-distributed"])
+def test_a_start_asks_for_its_plan_once_and_makes_it_once(command, monkeypatch, tmp_path, tiny_llama, sums, target):
+    """The rows are counted between the two: what no length changes is checked in the request that is then completed."""
+    calls: list[str] = []
+
+    def count_calls(name: str) -> None:
+        function = getattr(planning, name)
+        monkeypatch.setattr(
+            planning, name, lambda *words, **options: (calls.append(name), function(*words, **options))[1]
+        )
+
+    def stop(*_: object, **__: object) -> None:
+        raise ConfigError("planned")
+
+    steps = ["build_plan_request", "check_plan_request", "count_row_tokens", "plan_request"]
+    for name in steps:
+        count_calls(name)
+    monkeypatch.setattr("sft_play.launch.start.train_in_process", stop)
+    monkeypatch.setattr("sft_play.launch.ranks.run_ranks", stop)
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sft_play.launch.row_survey._counted_rows", {})
+    path = tmp_path / "own.yaml"
+    path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
+    code, printed = command(target, "--config", str(path), f"output.dir={tmp_path}/outputs")
+    assert (code, "error: planned" in printed) == (2, True), printed
+    assert calls == steps

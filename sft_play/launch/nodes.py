@@ -8,10 +8,8 @@ Where exported variables may number nodes or ranks, they meet once before, and t
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
-import os
 import socket
 import threading
 import time
@@ -41,9 +39,6 @@ from sft_play.facts.network import (
     require_free_port,
     resolve_addresses,
     route_address,
-)
-from sft_play.launch.torchrun import (
-    rank_timeout_s,
 )
 from sft_play.log import one_line
 from sft_play.process.imports import importing
@@ -78,23 +73,6 @@ class NodeMeeting:
         return {} if environment.get(GLOO_VARIABLE) or interface is None else {GLOO_VARIABLE: interface}
 
 
-def meet_run_nodes(
-    nodes: NodeSetup,
-    config: RunConfig,
-    node_hardware: Hardware,
-    *,
-    strategy: str | None,
-    uses_deepspeed: bool,
-    may_count_ranks: bool = False,
-) -> NodeMeeting:
-    """Meet the other nodes of a run, told by their cards; raises as `meet_nodes` does."""
-    with importing():
-        importlib.import_module("torch.distributed")
-    card = node_card(config, node_hardware, strategy=strategy, uses_deepspeed=uses_deepspeed)
-    timeout_s = rank_timeout_s(config, os.environ)
-    return meet_nodes(nodes, card, timeout_s=timeout_s, may_count_ranks=may_count_ranks)
-
-
 def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, uses_deepspeed: bool) -> dict[str, Any]:
     """A node's description, without paths, which may differ; the ranks compare the files' content."""
     packages = installed_versions()
@@ -117,9 +95,10 @@ def meet_nodes(nodes: NodeSetup, card: NodeCard, *, timeout_s: float, may_count_
     other for a while, are all nodes. Raises ConfigError: the address is unknown here or is another machine's, two nodes
     have the same NODE_RANK, or their settings differ; HardwareError: the port is taken, or nodes did not come within
     `timeout_s`, or one was stopped."""
-    addresses = resolve_addresses(str(nodes.address), nodes.port or 0)
-    from torch.distributed import DistError
+    with importing():
+        from torch.distributed import DistError
 
+    addresses = resolve_addresses(str(nodes.address), nodes.port or 0)
     # `start` tells two starts on one host apart
     own_card = {
         **card,

@@ -118,7 +118,8 @@ def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) 
     unsloth_layout = find_unsloth_layout(loaded, options, hardware)
     if unsloth_layout is not None:
         options = dataclasses.replace(options, strategy=unsloth_layout)
-    trains_in_process, run_lock = unsloth_layout is not None or not request.launches_ranks, None
+    trains_in_process = unsloth_layout is not None or not request.launches_ranks
+    run_lock = None
     if starts_run and folder is not None and request.rank_info is None:
         exit_stack.enter_context(report_on_exit(folder))
         if is_resumed and options.nodes.count == 1:  # before minutes go into rows and plan

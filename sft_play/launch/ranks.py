@@ -18,9 +18,8 @@ from sft_play.config.load import LoadedConfig
 from sft_play.errors import Interrupted, RunFolderError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import require_free_port
-from sft_play.launch.nodes import meet_run_nodes
 from sft_play.launch.rank import LAUNCH_FILE, LaunchPlan
-from sft_play.launch.request import LaunchOptions, LaunchRequest
+from sft_play.launch.request import LaunchOptions, LaunchRequest, meet_run_nodes
 from sft_play.launch.torchrun import (
     RESUMED_VARIABLE,
     LaunchCommand,
@@ -141,14 +140,7 @@ def _require_fitting_adapter(loaded: LoadedConfig, plan: Plan) -> None:
 def _run_on_all_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: LaunchCommand) -> int:
     """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
     # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
-    meeting = meet_run_nodes(
-        options.nodes,
-        loaded.config,
-        hardware,
-        strategy=options.strategy,
-        uses_deepspeed=options.deepspeed is not None,
-    )
-    meeting_environment = meeting.gloo_variables(os.environ)
+    meeting_environment = meet_run_nodes(options, loaded.config, hardware).gloo_variables(os.environ)
     exit_code = run_ranks(dataclasses.replace(launch, environment={**launch.environment, **meeting_environment}), None)
     if exit_code not in (0, Interrupted.exit_code) and options.nodes.exported_note:  # the agent has told why
         logger.warning("Nodes: %s", options.nodes.exported_note)
@@ -189,14 +181,14 @@ def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:
         agent_code = agent.wait()
         if agent_code < 0:  # the agent is gone, on which its ranks save and stop by themselves
             failures.kill_leftovers(agent.pid, grace_s=0 if len(received_signals) > 1 else failures.ORPHAN_GRACE_S)
-    return _command_exit_code(agent_code, folder, stop_count=len(received_signals))
+    return _command_exit_code(agent_code, folder, was_stopped=bool(received_signals))
 
 
-def _command_exit_code(agent_code: int, folder: RunFolder | None, *, stop_count: int) -> int:
-    """sft-play's exit code for that of the agent; `stop_count`: how often a stop was asked for."""
-    if agent_code < 0 and stop_count:
-        # a single request that ends the agent has met it before it listened, and so before the ranks were started
-        message = "ended at once" if stop_count > 1 else "stopped before the ranks were started"
+def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped: bool) -> int:
+    """sft-play's exit code for that of the agent. A request to stop that ends the agent itself has met it before it
+    listened, and so before the ranks were started."""
+    if agent_code < 0 and was_stopped:
+        message = "stopped before the ranks were started" if agent_code == -signal.SIGTERM else "ended at once"
         logger.warning("%s; what was saved until then is kept", message)
         return Interrupted.exit_code
     if agent_code < 0:

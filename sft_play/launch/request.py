@@ -33,7 +33,7 @@ from sft_play.launch.machine import (
     restrict_to_device,
     select_hardware,
 )
-from sft_play.launch.nodes import meet_run_nodes
+from sft_play.launch.nodes import NodeMeeting, meet_nodes, node_card
 from sft_play.launch.rank import (
     setup_rank_environment,
 )
@@ -308,22 +308,22 @@ def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchO
     logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
                 rank_explanation, rank_timeout_s(config, os.environ) * SETTLE_SHARE)  # fmt: skip
     with error_prefix(f"{nodes.exported_note}, or {rank_explanation}"):
-        count = len(
-            meet_run_nodes(
-                options.nodes,
-                config,
-                node_hardware,
-                strategy=options.strategy,
-                uses_deepspeed=options.deepspeed is not None,
-                may_count_ranks=True,
-            ).cards
-        )
+        count = len(meet_run_nodes(options, config, node_hardware, may_count_ranks=True).cards)
     if count < nodes.count:
         logger.info("Nodes: %s", rank_explanation)
         nodes = dataclasses.replace(
             nodes, count=count, rank=nodes.rank // node_hardware.ranks, exported_note=rank_explanation
         )
     return dataclasses.replace(options, nodes=nodes)
+
+
+def meet_run_nodes(
+    options: LaunchOptions, config: RunConfig, hardware: Hardware, *, may_count_ranks: bool = False
+) -> NodeMeeting:
+    """Meet the other nodes of a run, each known by its card; `hardware`: this node's. Raises as `meet_nodes` does."""
+    card = node_card(config, hardware, strategy=options.strategy, uses_deepspeed=options.deepspeed is not None)
+    timeout_s = rank_timeout_s(config, os.environ)
+    return meet_nodes(options.nodes, card, timeout_s=timeout_s, may_count_ranks=may_count_ranks)
 
 
 def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:

@@ -99,16 +99,13 @@ class ResumeConstraints:
     updates: WeightUpdates | None = None
 
 
-NO_RESUME_CONSTRAINTS = ResumeConstraints()
-
-
 def resume_constraints(config: RunConfig, previous: PreviousRun | None, ranks: int) -> ResumeConstraints:
     """What a resumed run keeps over `ranks` data-parallel ranks: its batch, and how updates reach its weights. Free GPU
     memory may have changed; the rows of a step must not. Over another number of ranks the accumulation follows, and a
     micro-batch that does not divide a rank's share, or ran out of memory, becomes the largest that does. Raises
     RunFolderError where the effective batch does not split over the ranks."""
     if previous is None or not (previous.has_trained or previous.oom_micro_batch):
-        return NO_RESUME_CONSTRAINTS
+        return ResumeConstraints()
     train = config.train
     requested_micro_batch = None if train.batch_size == "auto" else train.batch_size
     if requested_micro_batch and previous.oom_micro_batch and requested_micro_batch >= previous.oom_micro_batch:

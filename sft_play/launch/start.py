@@ -145,7 +145,7 @@ def train_in_process(
         launch_plan.folder,
         resume=launch_plan.is_resumed,
         log_buffer=log_buffer,
-        has_folder=launch_plan.folder_exists,
+        folder_exists=launch_plan.folder_exists,
         lock=launch_plan.lock,
         lock_role=lock_role,
         timeout_s=timeout_s,

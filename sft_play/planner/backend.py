@@ -20,7 +20,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.unsloth import UnslothInfo, find_unsloth_python, probe_unsloth
 from sft_play.log import one_line
-from sft_play.planner.precision import choose_precision
+from sft_play.planner.precision import Precision, choose_precision
 
 SETUP_HINT = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names another"
 # What Unsloth's processes run: each holds the whole model (unslothai/unsloth#2425, #3248).
@@ -130,13 +130,25 @@ def require_unsloth(config: RunConfig, hardware: Hardware, *, layout: str, is_ra
 
 def require_unsloth_model(shape: ModelShape, config: RunConfig, hardware: Hardware) -> None:
     """Raises BackendError where Unsloth cannot train a model of this class, or in the run's precision."""
-    if shape.text_only_note:
-        raise BackendError("the model is an image-text model, of which only the text tower is trained here")
-    if shape.model_type in TRANSPOSED_MODEL_TYPES:
-        raise BackendError("the model's linear layers are transposed (Conv1D), which Unsloth's are not")
-    precision = choose_precision(config, hardware, shape)
+    problem = unsloth_model_problem(
+        choose_precision(config, hardware, shape),
+        is_text_tower=bool(shape.text_only_note),
+        is_transposed=shape.model_type in TRANSPOSED_MODEL_TYPES,
+    )
+    if problem is not None:
+        raise BackendError(problem)
+
+
+def unsloth_model_problem(precision: Precision, *, is_text_tower: bool, is_transposed: bool) -> str | None:
+    """Why Unsloth cannot train a model in this precision; None where it can. `is_text_tower`: the model is a part of an
+    image-text model. `is_transposed`: its linear layers keep their weights transposed."""
+    if is_text_tower:
+        return "the model is an image-text model, of which only the text tower is trained here"
+    if is_transposed:
+        return "the model's linear layers are transposed (Conv1D), which Unsloth's are not"
     if precision.load != precision.compute:
-        raise BackendError(f"it has one dtype, and the run loads {precision.load} and computes in {precision.compute}")
+        return f"it has one dtype, and the run loads {precision.load} and computes in {precision.compute}"
+    return None
 
 
 def check_trackers(config: RunConfig) -> None:

@@ -32,10 +32,8 @@ class DiskUsage:
     def min_bytes(self, existing_checkpoints: int = 0) -> int:
         """Of `total_bytes` what weights and states take for certain beside `existing_checkpoints`; before the final
         weights are written the oldest one goes."""
-        new_checkpoints, checkpoint_bytes = (
-            max(0, (self.max_checkpoints or 1) - existing_checkpoints),
-            self.checkpoint_bytes - OTHER_BYTES,
-        )
+        new_checkpoints = max(0, (self.max_checkpoints or 1) - existing_checkpoints)
+        checkpoint_bytes = self.checkpoint_bytes - OTHER_BYTES
         return max(
             new_checkpoints * checkpoint_bytes,
             (new_checkpoints - 1) * checkpoint_bytes + self.weights_bytes - OTHER_BYTES,

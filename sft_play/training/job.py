@@ -29,7 +29,7 @@ class RunJob:
     folder: RunFolder
     resume: bool
     log_buffer: MemoryHandler | None = None
-    has_folder: bool = False
+    folder_exists: bool = False
     """Whether the parent that launched this rank has created the folder."""
     lock: RunLock | None = None
     """The folder's lock, if this process has it already."""

@@ -21,7 +21,7 @@ from sft_play.errors import BackendError, ConfigError, stage_context
 from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.facts.models.architecture import base_weights_identity, require_available_model
 from sft_play.log import one_line
-from sft_play.planner.backend import Backend, check_trackers, choose_backend, fall_back
+from sft_play.planner.backend import Backend, check_trackers, choose_backend, fall_back, unsloth_model_problem
 from sft_play.planner.precision import Precision
 from sft_play.runs.manifest import installed_versions
 from sft_play.training.class_checks.kernels import check_kernels
@@ -108,15 +108,13 @@ def prepare(job: RunJob) -> Prepared:
 def _unsloth_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
     """Why Unsloth cannot train this very model; None where it can. The plan has judged its class by the shapes
     (`planner.backend.require_unsloth_model`), which code of a model's own may belie."""
-    if model_spec.text_tower is not None:
-        return "the model is an image-text model, of which only the text tower is trained here"
-    if model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out:
-        return "the model's linear layers are transposed (Conv1D), which Unsloth's are not"
     if model_spec.resize_to is not None:
         return "the tokenizer is larger than the model's embeddings"
-    if precision.load != precision.compute:
-        return f"it has one dtype, and the run loads {precision.load} and computes in {precision.compute}"
-    return None
+    return unsloth_model_problem(
+        precision,
+        is_text_tower=model_spec.text_tower is not None,
+        is_transposed=model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out,
+    )
 
 
 def _build_model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:

@@ -92,7 +92,7 @@ def _resume_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapp
 
 def _create_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
     manifest = _build_manifest(job, prepared_stages, facts)
-    if job.has_folder:
+    if job.folder_exists:
         run_lock = lock_run(job.folder, role=job.lock_role)
         job.folder.update_manifest(**manifest)
         return run_lock

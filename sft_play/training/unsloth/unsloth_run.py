@@ -76,7 +76,7 @@ def _build_job(handover: Handover) -> RunJob:
     folder = RunFolder(Path(handover.folder))
     plan = plan_from_json(handover.plan)
     return RunJob(
-        loaded, plan, _NOT_HANDED_OVER, folder, resume=handover.resume, has_folder=True, timeout_s=handover.timeout_s
+        loaded, plan, _NOT_HANDED_OVER, folder, resume=handover.resume, folder_exists=True, timeout_s=handover.timeout_s
     )
 
 
