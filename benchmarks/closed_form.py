@@ -21,15 +21,14 @@ from typing import Any, Literal
 import benchmarks.memory_model.closed  # noqa: F401  (which adds the loss of other scripts)
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import detect_hardware
-from sft_play.facts.models.decoder import parse_model_shape
-from sft_play.planner.gradients import adapter_dtype, gradient_sync
+from sft_play.machine.hardware import detect_hardware
+from sft_play.models.config_json import parse_model_shape
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate_memory
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.precision import Precision
+from sft_play.planner.precision import Precision, adapter_dtype, gradient_sync
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import StepSettings, TracedPeak
 

@@ -38,10 +38,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.resident import Sampler
-from sft_play.facts.hardware import detect_hardware
+from sft_play.machine.hardware import detect_hardware
 from sft_play.process.signals import child_environment, watch_parent
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.resident import Sampler
-from sft_play.facts.hardware import detect_hardware
+from sft_play.machine.hardware import detect_hardware
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -125,7 +125,7 @@ STAGES = {  # of `make train` the preparation of rows alone, which is all that r
         "from sft_play.data.process import process_files; process_files(load_config('run.yaml').config, force=True)"
     ),
     "check": (
-        "from sft_play.commands.diagnosing import check_run; from sft_play.facts.hardware import detect_hardware; "
+        "from sft_play.commands.diagnosing import check_run; from sft_play.machine.hardware import detect_hardware; "
         "from sft_play.diagnose.pages import format_findings; "
         "from pathlib import Path; "
         "report = check_run(Path('run.yaml'), (), detect_hardware()); "

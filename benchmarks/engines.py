@@ -24,11 +24,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_play.facts.hardware import detect_hardware
-from sft_play.facts.models.architecture import KNOWN_MODELS
+from sft_play.machine.hardware import detect_hardware
+from sft_play.models.config_json import KNOWN_MODELS
 from sft_play.process.signals import child_environment
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 
 LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B")
 SMALL = ("sft-play/starter-base",)

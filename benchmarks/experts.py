@@ -20,10 +20,10 @@ from typing import Any
 
 from benchmarks import starter_language as language
 from benchmarks.steps import material
-from sft_play.facts.hardware import detect_hardware
-from sft_play.facts.models.architecture import KNOWN_MODELS
+from sft_play.machine.hardware import detect_hardware
+from sft_play.models.config_json import KNOWN_MODELS
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 
 QWEN, OSS = "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"
 SHORT = 3

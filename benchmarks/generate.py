@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import starter_language, what_fits
 from sft_play.config.options import all_options, format_yaml_value, sections
 from sft_play.config.schema import DTYPE_ALIASES, EXTERNAL_NAMES, OWNER, RunConfig
-from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, ClassDefaults
+from sft_play.models.families import CLASS_DEFAULTS, DEFAULTS_FILE, ClassDefaults
 from sft_play.variables import MAINTENANCE_TARGETS, VARIABLES
 
 _VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
@@ -30,7 +30,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield REFERENCE, reference_yaml()
     yield SCHEMA, json_schema()
     yield from starter_language.bundled_files().items()
-    table = Path("sft_play/facts/models") / DEFAULTS_FILE.name
+    table = Path("sft_play/models") / DEFAULTS_FILE.name
     if table.is_file():
         yield table, defaults_text(class_defaults(CLASS_DEFAULTS))
     fits = Path("docs/what-fits.md")
@@ -43,7 +43,7 @@ def generated() -> Iterator[tuple[Path, str]]:
 
 
 def class_defaults(table: Mapping[str, ClassDefaults]) -> dict[str, ClassDefaults]:
-    """`facts.models.config_fields` with the installed transformers' values; what no class has as a field stays."""
+    """`models.families` with the installed transformers' values; what no class has as a field stays."""
     from transformers import CONFIG_MAPPING
 
     renewed: dict[str, ClassDefaults] = {}

@@ -28,13 +28,13 @@ from typing import Any
 from benchmarks.steps import material
 from benchmarks.steps.bench import compare
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
-from sft_play.facts.hardware import detect_hardware
-from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.log import one_line
+from sft_play.machine.hardware import detect_hardware
+from sft_play.models.config_json import KNOWN_MODELS
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 from sft_play.spelling import did_you_mean
-from sft_play.units import GIB
+from sft_play.text import GIB
 
 MODELS = {"8b": "Qwen/Qwen3-8B", "4b": "Qwen/Qwen3-4B"}
 MODES, LENGTHS, KINDS = ("qlora", "lora", "full"), (2048, 8192), ("mixed", "blocks")

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.verify.small import make_small_run
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,7 +54,7 @@ def own_bytes():
 
 if "RANK" in os.environ:
     from sft_play.training.measure.evaluate import InitialEvaluation
-    from sft_play.training.measure.peaks import MemoryPeaks
+    from sft_play.training.measure.monitor import MemoryPeaks
     from sft_play.training.distributed import gather_values
 
     folder, seen, done, start_moment = Path(__file__).parent, [], threading.Event(), MemoryPeaks.start

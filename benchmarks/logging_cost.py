@@ -26,16 +26,14 @@ from sft_play.config.load import config_from_text
 from sft_play.data.build.splits import DataSplit
 from sft_play.data.build.stats import RowStats
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.facts.hardware import detect_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.machine.hardware import detect_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import RunFolder, installed_versions
 from sft_play.training.loop.callbacks import MetricsFile
 from sft_play.training.loop.trainer import PlannedTrainer, build_plan_callbacks, build_trainer
-from sft_play.training.measure.monitor import Monitor
-from sft_play.training.measure.peaks import MemoryPeaks
+from sft_play.training.measure.monitor import MemoryPeaks, Monitor
 
 SEQ_LEN, ROWS, STEPS = 256, 16, 12
 

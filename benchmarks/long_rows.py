@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.plan import Plan, PlanRequest, make_plan
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.plan import Plan
 
 MILLION = 2**20
 FIRST_SOURCE = "https://github.com/huggingface/trl/pull/6845 (2026-08-21)"

@@ -425,7 +425,7 @@ def score(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:
 
 def report(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:
     """The score with its date, versions and every verdict, in the order of the code."""
-    from sft_play.runs.manifest import installed_versions
+    from sft_play.runs.folder import installed_versions
 
     def as_json(verdict: MutantVerdict) -> dict[str, Any]:
         mutant = asdict(verdict.mutant)

@@ -32,13 +32,13 @@ import psutil
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.facts.models.architecture import KNOWN_MODELS, load_model_shape
-from sft_play.planner.plan import Plan, PlanRequest, make_plan
+from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.models.config_json import KNOWN_MODELS, load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.plan import Plan
 from sft_play.process.signals import die_with_parent
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import RunFolder, installed_versions
 
 LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "google/gemma-3-27b-it")
 SMALL = ("sft-play/starter-base",)
@@ -118,7 +118,7 @@ def planned(row: Row, scratch: Path, hardware: Hardware) -> tuple[RunConfig, Pla
 
 def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """What estimate and trace say of the row, in bytes."""
-    from sft_play.facts.models.architecture import load_config_json
+    from sft_play.models.config_json import load_config_json
     from sft_play.trace.confirm import cached_trace, step_settings
     from sft_play.trace.settings import TraceUnavailable
 

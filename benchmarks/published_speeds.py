@@ -20,13 +20,13 @@ from typing import Any
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.models.architecture import load_config_json
-from sft_play.facts.models.model_shape import ModelShape
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.models.config_json import load_config_json
+from sft_play.models.shape import ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.throughput import Speed, SpeedError, find_rates, find_speed_error, predict_speed
+from sft_play.planner.speed import Speed, SpeedError, find_rates, find_speed_error, predict_speed
 from sft_play.trace.block_meter import load_planned_shape
 
 SPEEDS_FILE = Path(__file__).with_name("published_speeds.csv")

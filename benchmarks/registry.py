@@ -41,16 +41,16 @@ from transformers.models.auto.modeling_auto import (
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, SftPlayError
-from sft_play.facts.hardware import detect_hardware
-from sft_play.facts.models.config_fields import require_causal_lm_config
-from sft_play.facts.models.model_shape import ModelShape
 from sft_play.finished.load import load_trained_model
 from sft_play.finished.run import find_finished_run
+from sft_play.machine.hardware import detect_hardware
+from sft_play.models.families import require_causal_lm_config
+from sft_play.models.shape import ModelShape
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.files import read_json, write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import TraceUnavailable

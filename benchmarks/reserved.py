@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.closed_form import SampleSetting, parse_setting, predict_memory, trace_settings
 from benchmarks.memory_model.script_settings import to_script_settings
 from benchmarks.memory_model.streams import SimulatedOutOfMemory, replay
-from sft_play.facts.hardware import detect_hardware
+from sft_play.machine.hardware import detect_hardware
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 from sft_play.trace.storages import Event
 
 LENGTHS = (0.45, 1.0, 0.6, 1.0)

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_config_json
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_config_json
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.throughput import find_rates, predict_speed
+from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.trace.block_meter import load_planned_shape
 
 FMS = (

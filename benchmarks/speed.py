@@ -24,14 +24,14 @@ from benchmarks.long_rows import long_rows
 from benchmarks.scaling import compare_scaling_points
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
-from sft_play.facts.hardware import detect_hardware, parse_hardware
-from sft_play.facts.models.architecture import KNOWN_MODELS, load_config_json
+from sft_play.machine.hardware import detect_hardware, parse_hardware
+from sft_play.models.config_json import KNOWN_MODELS, load_config_json
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.throughput import find_rates, predict_speed
+from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 from sft_play.trace.block_meter import load_planned_shape
 
 MODES = {"full", "lora", "qlora"}

@@ -28,10 +28,10 @@ import yaml
 
 from benchmarks.starter_base import digest
 from benchmarks.starter_language import FOLDER
-from sft_play.facts.hardware import detect_hardware
+from sft_play.machine.hardware import detect_hardware
 from sft_play.process.environment import independent_environment, openmp_wait_variables
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 from sft_play.starter import BASE, CONFIG
 
 ROOT = Path(__file__).resolve().parent.parent

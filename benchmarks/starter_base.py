@@ -28,11 +28,11 @@ from typing import Any
 import yaml
 
 from benchmarks import starter_language as language
-from sft_play.facts.hardware import detect_hardware
-from sft_play.facts.models.architecture import KNOWN_MODELS
+from sft_play.machine.hardware import detect_hardware
+from sft_play.models.config_json import KNOWN_MODELS
 from sft_play.process.environment import independent_environment
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 from sft_play.starter import BASE, BASE_NAME
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -24,10 +24,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sft_play.facts.hardware import detect_hardware
+from sft_play.machine.hardware import detect_hardware
 from sft_play.process.environment import independent_environment
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import psutil
 
-from sft_play.facts.hardware import detect_hardware
+from sft_play.machine.hardware import detect_hardware
 from sft_play.process.environment import NO_SPIN, SHORT_SPIN
 from sft_play.runs.files import write_json
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 
 NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SETTINGS: dict[str, dict[str, str]] = {

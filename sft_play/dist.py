@@ -1,7 +1,6 @@
 """Small helpers for people's own training scripts and notebooks, over accelerate and DeepSpeed (docs/dist.md)."""
 
-from sft_play.accelerate_helpers.accelerator import get_accelerator, wrap_model_optimizer
-from sft_play.accelerate_helpers.one_process import NoOpAccelerator
+from sft_play.accelerate_helpers.accelerator import NoOpAccelerator, get_accelerator, wrap_model_optimizer
 from sft_play.accelerate_helpers.saving import save_sharded
 from sft_play.accelerate_helpers.settings import DistConfig
 

@@ -102,7 +102,7 @@ OWN_CODE = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM":
 
 def model_config(name: str) -> dict[str, Any]:
     """The sizes of a published model, by its name without the organisation, as the package knows them."""
-    from sft_play.facts.models.architecture import KNOWN_MODELS
+    from sft_play.models.config_json import KNOWN_MODELS
 
     [full] = (one for one in PUBLISHED if one.rpartition("/")[2] == name)
     config: dict[str, Any] = json.loads(json.dumps(KNOWN_MODELS[full].config))

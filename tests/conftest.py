@@ -139,7 +139,7 @@ DRAWING = ("test_report", "test_compare", "test_trained_story")
 def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run ends with a report, whose charts take a second to draw: elsewhere it is written without them."""
     if request.path.stem not in DRAWING:
-        monkeypatch.setattr("sft_play.finished.report.report.draw_charts", lambda charts: [])
+        monkeypatch.setattr("sft_play.finished.report.draw_charts", lambda charts: [])
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +174,7 @@ def chat(question: str, answer: str) -> dict[str, object]:
 
 def need_documents_extra() -> None:
     """Skips a test that reads documents where the extra is not installed."""
-    from sft_play.documents.documents import DOCUMENT_PACKAGES
+    from sft_play.documents import DOCUMENT_PACKAGES
 
     for module in DOCUMENT_PACKAGES.values():
         pytest.importorskip(module, reason="the documents extra is not installed; make test adds it")

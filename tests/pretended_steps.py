@@ -26,16 +26,16 @@ from transformers.trainer_utils import SaveStrategy
 from sft_play.config.load import config_from_text
 from sft_play.data.build.splits import DataSplit
 from sft_play.data.build.stats import RowStats
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import load_model_shape
+from sft_play.machine.hardware import Hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.micro_batches import MicroBatches
-from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training.loop.callbacks import GradientCheck
 from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, training_arguments
 from sft_play.training.measure.exact_match import Question
 from sft_play.training.measure.updates import UpdateCheck
-from sft_play.training.model import varlen
+from sft_play.training.model import attention_functions
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.model_spec import build_model_spec
 from tests import pretended
@@ -148,10 +148,10 @@ def story(made: Any) -> dict[str, Any]:
 
 # --- what a GPU's own kernel does -------------------------------------------------------------------------------------
 def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, lengths: Any = None, **options: Any) -> Any:
-    """`varlen.packed_attention` by calls for each chat, after it has read the boundaries on the device as the GPU's
+    """`packed_attention` by calls for each chat, after it has read the boundaries on the device as the GPU's
     kernel does: that one is CUDA's alone."""
     assert lengths is None or list(lengths) == (ends - torch.zeros_like(ends, device=query.device)).diff().tolist()
-    return varlen.attention_per_chat(query, key, value, ends.diff().tolist(), **options)
+    return attention_functions.attention_per_chat(query, key, value, ends.diff().tolist(), **options)
 
 
 # --- tensors that are left behind -------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def on_a_gpu() -> Iterator[None]:
     with (
         pretended.Pretending(),
         mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True),
-        mock.patch.object(varlen, "packed_attention", kernel),
+        mock.patch.object(attention_functions, "packed_attention", kernel),
         mock.patch.object(PlannedTrainer, "compute_loss", without_copies(PlannedTrainer.compute_loss)),
     ):
         yield

@@ -19,9 +19,9 @@ from sft_play.config.load import config_from_text
 from sft_play.data.build.splits import DataSplit
 from sft_play.data.build.stats import RowStats
 from sft_play.data.masks.token_row import IGNORED
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.machine.hardware import Hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training.loop.trainer import build_trainer
 from tests.ranks import write_found

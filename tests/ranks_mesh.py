@@ -22,8 +22,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from sft_play.errors import ModelError
 from sft_play.planner.layout import Layout
 from sft_play.training.class_checks.adapter_trial import linear_layers
-from sft_play.training.loop.collate import Collator
-from sft_play.training.model import context_parallel, tensor_parallel
+from sft_play.training.loop.rows import Collator
+from sft_play.training.model import attention_functions, tensor_parallel
 from tests.ranks import write_found
 
 RANKS = 2
@@ -128,8 +128,8 @@ def shared(kind: str, **changes: Any) -> dict[str, float]:
     alone = loss_of(model(input_ids=ids).logits[:, :-1], labels[:, 1:])
     alone.backward()
     wanted = gradients(model)
-    model.set_attn_implementation(context_parallel.ULYSSES_ATTENTION)
-    context_parallel.join_context_parallel_group(Layout("fsdp_cp", 1, RANKS, context_parallel=RANKS), CPU)
+    model.set_attn_implementation(attention_functions.ULYSSES_ATTENTION)
+    attention_functions.join_context_parallel_group(Layout("fsdp_cp", 1, RANKS, context_parallel=RANKS), CPU)
     collate = Collator(0, context_parallel_rank=dist.get_rank(), context_parallel_size=RANKS)
     lengths = (13, 9)
     table = [{"input_ids": ids[n, :size].numpy(), "labels": labels[n, :size].numpy()} for n, size in enumerate(lengths)]
@@ -143,7 +143,7 @@ def shared(kind: str, **changes: Any) -> dict[str, float]:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     found = {"loss": abs(total.item() / alone.item() - 1), "gradients": apart(wanted, gradients(model))}
-    with context_parallel.full_rows_attention(model), torch.no_grad():
+    with attention_functions.full_rows_attention(model), torch.no_grad():
         whole = model(input_ids=ids).logits
     model.set_attn_implementation("sdpa")
     with torch.no_grad():

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sft_play.config.load import config_from_text
 from sft_play.data.build.splits import DataSplit
 from sft_play.data.build.stats import RowStats
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import load_model_shape
+from sft_play.machine.hardware import Hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.micro_batches import MicroBatches
-from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training.loop.trainer import build_trainer
-from sft_play.training.model import varlen
+from sft_play.training.model import attention_functions
 from tests.ranks import write_found
 from tests.ranks_evaluation import rows_of
 
@@ -58,7 +58,8 @@ def trainer_of(model: Path, folder: Path, cut: MicroBatches, *, ranks: int, bf16
     return build_trainer(
         config, plan, RunFolder(folder), peft_config=None,
         model=AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="sdpa" if cut.padded else varlen.VARLEN_ATTENTION
+            model, dtype=torch.float32,
+            attn_implementation="sdpa" if cut.padded else attention_functions.VARLEN_ATTENTION,
         ),
         tokenizer=AutoTokenizer.from_pretrained(model), train_split=DataSplit(rows_of(), RowStats("rows", "rows")),
         eval_split=None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
-from sft_play.units import GIB
+from sft_play.text import GIB
 
 MANIFEST = {
     "format": MANIFEST_FORMAT,

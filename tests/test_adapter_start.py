@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sft_play.config.schema import LoraConfig
-from sft_play.training.model.adapter_start import freeze_pissa_half, initialize_adapters, low_rank_factors
+from sft_play.training.model.adapters import freeze_pissa_half, initialize_adapters, low_rank_factors
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from tests.models import make_llama, uneven_run
 from tests.test_distributed import start

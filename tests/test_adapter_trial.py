@@ -18,12 +18,12 @@ from torch import nn
 from benchmarks.registry import REQUIRED_FIELDS
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.models.families import MODEL_FAMILIES
-from sft_play.facts.models.model_shape import AdapterPlacement
 from sft_play.files import cache_dir
-from sft_play.launch.run_plan import load_run_model_shape
+from sft_play.models.families import MODEL_FAMILIES
+from sft_play.models.shape import AdapterPlacement
 from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
+from sft_play.trace.block_meter import load_run_model_shape
 from sft_play.trace.confirm import _peft_config
 from sft_play.training.class_checks import adapter_trial, small_model
 from tests.conftest import ROOT, Command, chat

@@ -207,7 +207,7 @@ def test_the_plan_agrees_with_a_trace(mode, name, micro, length, passes, checkpo
 
 def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", more="", within, wide=False):
     """The estimate of a step beside the trace of it, two blocks deep."""
-    from sft_play.facts.models.decoder import parse_model_shape
+    from sft_play.models.config_json import parse_model_shape
     from sft_play.planner.memory.estimate import estimate_memory
     from sft_play.planner.memory.step_memory import Step
     from sft_play.trace.confirm import step_settings

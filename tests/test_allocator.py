@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.memory_model.streams import USED, WAIT, ScriptAllocator, SimulatedOutOfMemory, replay
 from sft_play.trace import storages
-from sft_play.trace.allocator import CachingAllocator, round_size
-from sft_play.trace.storages import ALLOC, EMPTY_CACHE, FREE, PHASE_START
+from sft_play.trace.storages import ALLOC, EMPTY_CACHE, FREE, PHASE_START, CachingAllocator, round_size
 
 KIB, MIB = 1 << 10, 1 << 20
 

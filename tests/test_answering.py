@@ -11,9 +11,9 @@ import torch
 
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError
-from sft_play.finished.answer import infer as infer_module
-from sft_play.finished.answer.infer import infer, read_prompts
-from sft_play.finished.answer.respond import Conversation, Responder
+from sft_play.finished import infer as infer_module
+from sft_play.finished.infer import infer, read_prompts
+from sft_play.finished.respond import Conversation, Responder
 from sft_play.finished.run import find_finished_run
 from tests.finished_runs import finished_run, make_base
 from tests.test_merge import llama
@@ -281,7 +281,7 @@ def test_a_chat_shows_control_characters_of_the_model_escaped(run, responder, co
         return "".join(pieces)
 
     monkeypatch.setattr(responder, "stream", stream)
-    monkeypatch.setattr("sft_play.finished.answer.respond.Responder", lambda _: responder)
+    monkeypatch.setattr("sft_play.finished.respond.Responder", lambda _: responder)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     code, said = command("chat", "--run", str(run.folder.path), *words)
     assert code == 0, said

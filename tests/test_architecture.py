@@ -13,11 +13,17 @@ import yaml
 
 from benchmarks.generate import defaults_text
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import KNOWN_MODELS, load_max_positions, load_model_shape
-from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, FIELD_ALIASES, UnknownArchitecture
-from sft_play.facts.models.decoder import parse_model_shape
-from sft_play.facts.models.families import MODEL_FAMILIES, NON_DECODER_TYPES, WRAPPED_TYPES
-from sft_play.facts.models.model_shape import LayerKind, ModelShape
+from sft_play.models.config_json import KNOWN_MODELS, load_max_positions, load_model_shape, parse_model_shape
+from sft_play.models.families import (
+    CLASS_DEFAULTS,
+    DEFAULTS_FILE,
+    FIELD_ALIASES,
+    MODEL_FAMILIES,
+    NON_DECODER_TYPES,
+    WRAPPED_TYPES,
+    UnknownArchitecture,
+)
+from sft_play.models.shape import LayerKind, ModelShape
 from tests.bundled import SHARED_SLOWLY, model_configs
 from tests.conftest import ROOT
 
@@ -255,7 +261,7 @@ def test_known_models_have_sources_and_published_counts():
 
 
 def test_every_shipped_config_plans_without_a_network(monkeypatch):
-    monkeypatch.setattr("sft_play.facts.models.architecture._fetch_config", lambda *_: pytest.fail("asked the network"))
+    monkeypatch.setattr("sft_play.models.config_json._fetch_config", lambda *_: pytest.fail("asked the network"))
     names = {
         yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["name"]
         for path in sorted((ROOT / "configs").glob("run_*.yaml"))

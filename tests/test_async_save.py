@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.models.decoder import parse_model_shape
+from sft_play.models.config_json import parse_model_shape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step

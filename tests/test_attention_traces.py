@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import load_model_shape
+from sft_play.models.config_json import load_model_shape
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.trace import confirm

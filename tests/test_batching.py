@@ -12,21 +12,20 @@ import yaml
 
 from sft_play.config.load import LoadedConfig, config_from_text, resolved_config
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.launch.deepspeed.files import merge_deepspeed_batch
+from sft_play.launch.deepspeed import merge_deepspeed_batch
 from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.resume import resume_constraints
-from sft_play.planner.advice.suggestions import find_suggestions
-from sft_play.planner.advice.what_if import find_largest_fit
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.advice import find_suggestions
 from sft_play.planner.batching import BatchPlan, batch_splits, effective_batch, format_batch_product
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.explain import batch_lines
 from sft_play.planner.layout import PreviousRun
-from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.planner.plan_details import batch_lines
-from sft_play.runs.folder import RunFolder
+from sft_play.planner.what_if import find_largest_fit
+from sft_play.runs.folder import RunFolder, check_same_run, new_manifest
 from sft_play.runs.lookup import create_run
-from sft_play.runs.manifest import check_same_run, new_manifest
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
 from tests.models import uneven_run
 from tests.test_distributed import start as call

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.steps import bench, material
 from benchmarks.steps.order import ProcessOrder
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
-from sft_play.units import GIB
+from sft_play.text import GIB
 from tests import warm
 from tests.conftest import ROOT
 
@@ -123,7 +123,7 @@ def test_trl_trains_the_same_rows_and_takes_its_fastest_micro_batch(small):
 @pytest.mark.parametrize("kind", ["packed", "joined"])
 def test_peers_of_a_run_with_boundaries_take_sdpa(kind, small, tmp_path, monkeypatch):
     """The attention that takes boundaries is registered by this toolkit: a peer's transformers does not have it."""
-    from sft_play.training.model import varlen
+    from sft_play.training.model import attention_functions
 
     ours = importlib.import_module("benchmarks.steps.ours")
     used, write_facts = [], ours.write_facts
@@ -134,7 +134,7 @@ def test_peers_of_a_run_with_boundaries_take_sdpa(kind, small, tmp_path, monkeyp
 
     monkeypatch.setattr(ours, "write_facts", watched)
     facts = facts_of(small / f"{kind}.yaml", tmp_path)
-    assert used == [varlen.VARLEN_ATTENTION]
+    assert used == [attention_functions.VARLEN_ATTENTION]
     assert facts["attention"] == "sdpa"
     assert settings_of("llamafactory", **facts)["flash_attn"] == "sdpa"
     assert settings_of("axolotl", **facts)["attn_implementation"] == "sdpa"
@@ -330,9 +330,9 @@ def test_a_gpus_peak_is_shown_beside_the_plans():
 
 def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, monkeypatch):
     from sft_play.config.load import load_config
-    from sft_play.facts.hardware import parse_hardware
-    from sft_play.launch.run_plan import plan_run
-    from sft_play.planner.speed.throughput import find_rates
+    from sft_play.launch.planning import plan_run
+    from sft_play.machine.hardware import parse_hardware
+    from sft_play.planner.speed import find_rates
 
     loaded = load_config(small / "padded.yaml")
     plan = plan_run(loaded.config, parse_hardware("1xH200"))
@@ -439,7 +439,7 @@ def test_trials_of_a_gpu_script_are_chosen_by_name():
 
 
 def test_a_gpu_script_begins_no_trial_that_its_time_does_not_reach(tmp_path, monkeypatch):
-    from sft_play.facts.hardware import parse_hardware
+    from sft_play.machine.hardware import parse_hardware
 
     gpu = importlib.import_module("benchmarks.gpu_bench")
     now, measured = [0.0], []

@@ -13,11 +13,12 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES, Price, PriceList, load_prices, lowest_prices
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.advice.budget import BudgetResult, Offer, compare_machine_prices
-from sft_play.planner.plan import PlanRequest, RunLength, make_plan
+from sft_play.machine.gpu_catalog import CATALOG_ENTRIES, Price, PriceList, load_prices, lowest_prices
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.advice import BudgetResult, Offer, compare_machine_prices
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.plan import RunLength
 from tests.conftest import Command
 
 TODAY = date(2026, 11, 23)

@@ -24,8 +24,8 @@ from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.diagnose.pages import CHECK_STATES, CheckReport, format_findings
 from sft_play.errors import DataError
-from sft_play.facts.hardware import detect_hardware, parse_hardware
 from sft_play.findings import Finding
+from sft_play.machine.hardware import detect_hardware, parse_hardware
 from tests.bundled import SHARED_SLOWLY, bad_inputs, there, tokenizer_folder
 from tests.conftest import ROOT, chat
 

@@ -19,10 +19,10 @@ import pytest
 from sft_play import cli, commands
 from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, RunFolderError, SftPlayError
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.launch import planning
 from sft_play.launch.machine import use_one_gpu
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.planner import calibration
 from sft_play.runs.folder import MANIFEST_FORMAT
 from tests import warm

@@ -244,7 +244,7 @@ def test_the_answer_stands_alone_on_standard_output_and_parses(name, world, tiny
     if name == "push":
         Hub().take_the_place(monkeypatch)
     if name == "serve":  # it stays until it is ended
-        monkeypatch.setattr("sft_play.finished.answer.serve.TransformersService.wait", ended_at_once)
+        monkeypatch.setattr("sft_play.finished.serve.TransformersService.wait", ended_at_once)
     if name == "infer":
         monkeypatch.setenv("OUTPUT", str(tmp_path / "answers.jsonl"))
     monkeypatch.setenv("BROWSER", "")
@@ -306,7 +306,7 @@ def test_a_plan_that_refuses_a_run_is_its_answer(tmp_path, tiny_llama, sums, cap
 def _small_machine() -> Any:
     from dataclasses import replace
 
-    from sft_play.facts.hardware import parse_hardware
+    from sft_play.machine.hardware import parse_hardware
 
     return replace(parse_hardware("cpu,ram=1GiB,cores=2"), ram_bytes=2**26, ram_free_bytes=2**26, named=False)
 

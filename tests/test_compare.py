@@ -11,10 +11,10 @@ import pytest
 
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.report import compare as compare_module
-from sft_play.finished.report.charts import build_run_charts
-from sft_play.finished.report.compare import compare_runs, find_differences
-from sft_play.finished.report.record import read_record
+from sft_play.finished import compare as compare_module
+from sft_play.finished.compare import compare_runs, find_differences
+from sft_play.finished.page import build_run_charts
+from sft_play.finished.record import read_record
 from sft_play.finished.run import find_run_folder
 from tests.recorded_runs import MANIFEST, SUMMARY, planned_folder, recorded_run, steps
 from tests.test_report import HOSTILE, _Reader

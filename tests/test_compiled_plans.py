@@ -12,16 +12,17 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts import compiler
-from sft_play.facts.compiler import Toolchain, require_inductor
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch.refusals import require_usable_hardware
-from sft_play.planner import calibration, plan_details
-from sft_play.planner.layout import DEEPSPEED_LAYOUTS, Layout, find_layouts
-from sft_play.planner.plan import PlanRequest, RunLength, make_plan, plan_from_json
-from sft_play.planner.speed.compile_and_liger import COMPILED_TRAFFIC_SHARE
-from sft_play.planner.speed.throughput import find_rates, predict_speed
+from sft_play.machine import compiler
+from sft_play.machine.compiler import Toolchain, require_inductor
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner import calibration, explain
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.layout import DEEPSPEED_LAYOUTS, Layout
+from sft_play.planner.plan import RunLength, plan_from_json
+from sft_play.planner.possible_layouts import find_layouts
+from sft_play.planner.speed import COMPILED_TRAFFIC_SHARE, find_rates, predict_speed
 from tests.test_plan_truth import measured
 
 GIB = 2**30
@@ -72,7 +73,7 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
 
 def _reads(plan: Any, rates: Any) -> float:
     """Seconds of a step in which weights are read, which no compiler spares."""
-    from sft_play.planner.speed.throughput import BANDWIDTH_SHARE, active_params
+    from sft_play.planner.speed import BANDWIDTH_SHARE, active_params
 
     step = plan.choice.step
     layers = plan.choice.layers
@@ -92,10 +93,10 @@ def test_hours_have_the_time_of_compiling_and_the_plan_says_so():
     assert fast.hours * 3600 == pytest.approx(1000 * fast.speed.step_s + 103)
     assert plain.hours * 3600 == pytest.approx(1000 * plain.speed.step_s)
     assert plan_from_json(fast.as_json()).compile_s == 103.0
-    (line,) = [line for line in plan_details.speed_lines(fast) if line.startswith("Run: ")]
+    (line,) = [line for line in explain.speed_lines(fast) if line.startswith("Run: ")]
     assert " with 103 s of compiling" in line
     assert any("train.compile: elementwise operations move 50%" in reason for reason in fast.reasons)
-    assert not any("compil" in text for text in (*plain.reasons, *plan_details.speed_lines(plain)))
+    assert not any("compil" in text for text in (*plain.reasons, *explain.speed_lines(plain)))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path)
 
 
 def test_a_layout_with_an_engine_of_its_own_says_why():
-    from sft_play.planner.layout import compile_obstacle
+    from sft_play.planner.possible_layouts import compile_obstacle
 
     assert "fsdp shards the same" in str(compile_obstacle(Layout("zero3", 2, 2)))
     assert compile_obstacle(Layout("fsdp", 2, 2)) is None

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sft_play.config.load import config_from_text
-from sft_play.training.class_checks import compiling, proof
-from sft_play.training.model import adapter_inputs, varlen
+from sft_play.training.class_checks import replaced_code
+from sft_play.training.model import adapters, attention_functions
 from sft_play.training.prepare import model_spec
 from tests.test_adapter_inputs import adapted
 
@@ -33,7 +33,7 @@ LENGTHS = (23, 31, 40, 57, 5)
 @pytest.fixture(autouse=True)
 def _cheap(monkeypatch):
     """No C++ compiler, unless a test says so, and nothing that another test has compiled."""
-    monkeypatch.setattr(compiling, "COMPILE_BACKEND", WITHOUT_INDUCTOR)
+    monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", WITHOUT_INDUCTOR)
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -51,7 +51,7 @@ def model_of(folder: Path, kind: str, *, checkpointing: bool) -> Any:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     else:
         model = adapted(folder, kind)
-        adapter_inputs.cast_outside_autocast(model)
+        adapters.cast_outside_autocast(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
@@ -80,7 +80,7 @@ def plan(compute: str = "float32") -> Any:
 
 
 def graphs() -> int:
-    return compiling._dynamo_counts()[0]
+    return replaced_code._dynamo_counts()[0]
 
 
 ALL = [(kind, checkpointing) for kind in ("full", "lora", "qlora") for checkpointing in (False, True)]
@@ -96,7 +96,7 @@ def test_passes_of_every_length_are_those_of_the_plain_code_from_one_graph(tiny_
     names = list(model.state_dict())
     plain = [passed(model, length=length, half=half) for length in LENGTHS]
     before = graphs()
-    assert compiling.compile_in_place(model) == 2
+    assert replaced_code.compile_in_place(model) == 2
     found = []
     for place, length in enumerate(LENGTHS):
         found.append(passed(model, length=length, half=half))
@@ -120,24 +120,24 @@ def test_rows_one_behind_the_other_compile_once_whatever_their_number_and_length
     def between(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int, scale: float
     ) -> torch.Tensor:
-        return varlen.attention_per_chat(query, key, value, ends.diff().tolist(), scale=scale, window=None)
+        return attention_functions.attention_per_chat(query, key, value, ends.diff().tolist(), scale=scale, window=None)
 
     between.register_fake(lambda query, key, value, ends, longest, scale: torch.empty_like(query))
-    kernel = varlen.packed_attention
+    kernel = attention_functions.packed_attention
 
     def standing_in(query, key, value, ends, longest, *, scale, window, lengths):
         return between(query, key, value, ends, longest, scale) if torch.compiler.is_compiling() else kernel(
             query, key, value, ends, longest, scale=scale, window=window, lengths=lengths
         )  # fmt: skip
 
-    monkeypatch.setattr(varlen, "packed_attention", standing_in)
+    monkeypatch.setattr(attention_functions, "packed_attention", standing_in)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(llama(attn_implementation=varlen.VARLEN_ATTENTION)).eval()
+    model = AutoModelForCausalLM.from_config(llama(attn_implementation=attention_functions.VARLEN_ATTENTION)).eval()
     rows = [(17, 9), (3, 5, 8), (21,), (11, 2), (4, 4, 4, 4), (1, 2, 3, 4, 5)]
     with torch.no_grad():
         plain = [packed(model, lengths) for lengths in rows]
         before = graphs()
-        compiling.compile_in_place(model)
+        replaced_code.compile_in_place(model)
         found = [packed(model, lengths) for lengths in rows]
     assert graphs() - before == 1
     assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 0
@@ -169,7 +169,7 @@ def test_a_compiled_block_keeps_no_more_for_its_backward_pass_than_a_plain_one(t
     kept = []
     for is_compiled in (False, True):
         if is_compiled:
-            block.compile(backend=compiling.COMPILE_BACKEND, dynamic=True)
+            block.compile(backend=replaced_code.COMPILE_BACKEND, dynamic=True)
         held: dict[int, int] = {}
 
         def note(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
@@ -189,12 +189,12 @@ def test_a_compiled_block_keeps_no_more_for_its_backward_pass_than_a_plain_one(t
 
 
 def test_generation_and_evaluation_run_the_plain_code(monkeypatch):
-    monkeypatch.setattr(compiling, "COMPILE_BACKEND", "eager")
+    monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", "eager")
     model = AutoModelForCausalLM.from_config(llama())
     ids = torch.arange(3, 20)[None]
     model.eval()
     answer = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False).tolist()
-    compiling.compile_in_place(model)
+    replaced_code.compile_in_place(model)
     before = graphs()
     with torch.compiler.set_stance("force_eager"):
         assert model.generate(input_ids=ids, max_new_tokens=6, do_sample=False).tolist() == answer
@@ -229,9 +229,9 @@ def failing(graph: Any, inputs: Any) -> Any:
      (failing, "not proven: BackendCompilerFailed: ")],
 )  # fmt: skip
 def test_what_is_not_proven_stays_plain_with_one_warning(monkeypatch, caplog, backend, words):
-    monkeypatch.setattr(compiling, "COMPILE_BACKEND", backend)
+    monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", backend)
     model = AutoModelForCausalLM.from_config(llama())
-    assert compiling.compile_blocks(model, config(), plan("bfloat16"), device=CPU) is None
+    assert replaced_code.compile_blocks(model, config(), plan("bfloat16"), device=CPU) is None
     (record,) = [one for one in caplog.records if "Compiled blocks" in one.message]
     assert record.levelno == logging.WARNING
     assert words in record.message
@@ -241,18 +241,18 @@ def test_what_is_not_proven_stays_plain_with_one_warning(monkeypatch, caplog, ba
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_computes_the_same_is_proven_and_leaves_nothing_behind(dtype):
     state = torch.get_rng_state()
-    found = compiling.check_compiled_blocks(llama(), attention="sdpa", device=CPU, dtype=dtype)
+    found = replaced_code.check_compiled_blocks(llama(), attention="sdpa", device=CPU, dtype=dtype)
     assert torch.equal(torch.get_rng_state(), state)
     assert found.is_rounding
     assert found.fp32_difference < 1e-5
     assert (found.half_precision_ratio == 0) == (dtype == torch.float32)
-    assert found.half_precision_ratio < proof.MAX_HALF_ERROR_RATIO
+    assert found.half_precision_ratio < replaced_code.MAX_HALF_ERROR_RATIO
 
 
 def test_all_ranks_stay_plain_where_one_cannot(monkeypatch, caplog):
-    monkeypatch.setattr(proof.distributed, "any_rank", lambda mine: True)
+    monkeypatch.setattr(replaced_code.distributed, "any_rank", lambda mine: True)
     model = AutoModelForCausalLM.from_config(llama())
-    assert compiling.compile_blocks(model, config(), plan(), device=CPU) is None
+    assert replaced_code.compile_blocks(model, config(), plan(), device=CPU) is None
     assert "the plain code runs: another rank cannot" in caplog.text
 
 
@@ -260,10 +260,10 @@ def test_a_class_without_known_blocks_and_one_that_does_not_compile_stay_plain(m
     model = AutoModelForCausalLM.from_config(llama())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_spec, "GradientCheckpointingLayer", nn.Bilinear)
-        assert compiling.compile_blocks(model, config(), plan(), device=CPU) is None
+        assert replaced_code.compile_blocks(model, config(), plan(), device=CPU) is None
     layer = type(model.model.layers[0])
     monkeypatch.setattr(layer, "forward", torch.compiler.disable(layer.forward))
-    assert compiling.compile_blocks(model, config(), plan(), device=CPU) is None
+    assert replaced_code.compile_blocks(model, config(), plan(), device=CPU) is None
     assert caplog.text.count("not proven: ValueError: none of its blocks compiles") == 2
 
 
@@ -275,9 +275,9 @@ def watched():
     """A function that compiles a model and watches it; closed at the end."""
     open_ones = []
 
-    def watch(model: Any) -> compiling.CompileMonitor:
-        compiling.compile_in_place(model)
-        compiler = compiling.CompileMonitor()
+    def watch(model: Any) -> replaced_code.CompileMonitor:
+        replaced_code.compile_in_place(model)
+        compiler = replaced_code.CompileMonitor()
         open_ones.append(compiler)
         return compiler
 
@@ -287,7 +287,7 @@ def watched():
 
 
 def test_seconds_and_graphs_are_told_and_said_once(watched, caplog, monkeypatch):
-    monkeypatch.setattr(compiling, "COMPILE_BACKEND", "eager")
+    monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", "eager")
     caplog.set_level(logging.DEBUG)
     handler = torch._dynamo.callback.callback_handler
     listening = len(handler.start_callbacks), len(handler.end_callbacks), torch._dynamo.config.optimize_ddp
@@ -314,7 +314,7 @@ def test_seconds_and_graphs_are_told_and_said_once(watched, caplog, monkeypatch)
 
 
 def test_what_is_not_compiled_is_said_once(watched, caplog, monkeypatch):
-    monkeypatch.setattr(compiling, "COMPILE_BACKEND", "eager")
+    monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", "eager")
     model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=4))
     forward = type(model.model.layers[0].mlp).forward
 
@@ -408,12 +408,12 @@ def test_a_stopped_run_with_adapters_goes_on_compiled_and_not_otherwise(command,
 
 @pytest.mark.slow
 def test_inductor_itself_is_proven_and_trains_the_same(monkeypatch, tiny_llama):
-    monkeypatch.setattr(compiling, "COMPILE_BACKEND", "inductor")
-    assert compiling.check_compiled_blocks(llama(), attention="sdpa", device=CPU, dtype=torch.bfloat16).is_rounding
+    monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", "inductor")
+    assert replaced_code.check_compiled_blocks(llama(), attention="sdpa", device=CPU, dtype=torch.bfloat16).is_rounding
     model = model_of(tiny_llama, "lora", checkpointing=True)
     names = list(get_peft_model_state_dict(model))
     plain = [passed(model, length=length) for length in LENGTHS]
-    compiling.compile_in_place(model)
+    replaced_code.compile_in_place(model)
     before = graphs()
     for length, (loss, grads) in zip(LENGTHS, plain, strict=True):
         found, found_grads = passed(model, length=length)

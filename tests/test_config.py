@@ -15,11 +15,11 @@ from sft_play.config.load import config_from_text, differing_options, load_confi
 from sft_play.config.options import all_options, sections
 from sft_play.config.yaml_io import parse_yaml
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.spelling import nearest_name, normalize_name
-from sft_play.units import GIB
+from sft_play.text import GIB
 from tests.bundled import ORIGINS, bad_inputs
 from tests.conftest import ROOT
 

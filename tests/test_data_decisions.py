@@ -17,7 +17,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.splits import MIN_HASHED_DOCUMENTS, build_splits
 from sft_play.data.build.stats import RowStats, length_remedy
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.template_limits import MAX_CHARS, LimitExceededError, _check_product
+from sft_play.data.masks.template import MAX_CHARS, LimitExceededError, _check_product
 from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.preview import choose_row_indices, split_signs

@@ -105,7 +105,7 @@ SCHEMAS = {
             "others": TEXT,
         }
     ),
-    "launch/deepspeed/keys.json": record(
+    "launch/deepspeed_keys.json": record(
         {
             "sources": listed(TEXT),
             "sections": mapping(record({"keys": TEXT}, file=TEXT, with_and_without_stage3_=TEXT, **{"class": TEXT})),
@@ -114,7 +114,7 @@ SCHEMAS = {
             "auto_is_a_value": listed(TEXT),
         }
     ),
-    "facts/gpus/gpu_catalog.json": record(
+    "machine/gpu_catalog.json": record(
         {
             "sources": mapping(TEXT),
             "families": mapping(
@@ -140,19 +140,19 @@ SCHEMAS = {
             ),
         }
     ),
-    "facts/gpus/cloud_machines.json": record({"source": TEXT, "machines": listed(listed(TEXT))}),
-    "facts/gpus/gpu_prices.json": record(
+    "machine/cloud_machines.json": record({"source": TEXT, "machines": listed(listed(TEXT))}),
+    "machine/gpu_prices.json": record(
         {
             "lists": mapping(record({"provider": TEXT, "read": TEXT, "address": TEXT}, kept_at=TEXT)),
             "prices": listed(record({"of": TEXT, "gpu": TEXT, "usd": NUMBER}, counts=listed(WHOLE))),
         }
     ),
-    "facts/models/class_defaults.json": mapping(mapping(ANYTHING)),  # by `make generate`, from transformers
-    "facts/models/fp16.json": listed(
+    "models/class_defaults.json": mapping(mapping(ANYTHING)),  # by `make generate`, from transformers
+    "models/fp16.json": listed(
         record({"models": TEXT, "what": TEXT, "source": TEXT}, note=TEXT, only_with=TEXT, in_backward=YES)
     ),
-    "facts/models/other_kinds.json": mapping(TEXT),
-    "facts/models/known_models.json": listed(
+    "models/other_kinds.json": mapping(TEXT),
+    "models/known_models.json": listed(
         record({"names": listed(TEXT), "source": TEXT, "config": mapping(ANYTHING)}, params=ANYTHING)
     ),
     "diagnose/known_bad.json": record(

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.facts.network import NodeSetup
 from sft_play.launch.torchrun import TORCHRUN_MODULE, RankInfo, nccl_variables, read_rank_info, torchrun_command
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.hardware import Hardware
+from sft_play.machine.network import NodeSetup
+from sft_play.models.config_json import load_model_shape
 from sft_play.planner.batching import BatchPlan, batch_splits
 from sft_play.planner.candidates import (
     Candidate,
@@ -29,10 +29,12 @@ from sft_play.planner.candidates import (
     fastest_speed,
     lowest_memory_candidates,
 )
-from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, Layout, PreviousRun, find_layouts
+from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
+from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, Layout, PreviousRun
 from sft_play.planner.memory.estimate import max_evaluation_rows
 from sft_play.planner.memory.step_memory import StepMemorySimulation
-from sft_play.planner.plan import PlanRequest, TracePrediction, build_plan_inputs, device_budget_bytes, make_plan
+from sft_play.planner.plan import TracePrediction, device_budget_bytes
+from sft_play.planner.possible_layouts import find_layouts
 
 GIB = 2**30
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -13,21 +13,24 @@ import pytest
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.launch.deepspeed.files import (
+from sft_play.launch.deepspeed import (
+    PlanValues,
     deepspeed_layout,
+    deepspeed_options,
+    fill_auto_values,
     keeps_params_on_gpu,
     merge_deepspeed_batch,
     read_deepspeed_file,
     shipped_deepspeed_config,
 )
-from sft_play.launch.deepspeed.fill import PlanValues, deepspeed_options, fill_auto_values
 from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import DeepspeedRequest, LaunchOptions
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
 from sft_play.planner.batching import batch_splits
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import LAYOUT_NAMES
-from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.planner.plan import plan_from_json
 from tests.conftest import ROOT
 from tests.test_distributed import losses, start
 

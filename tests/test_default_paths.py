@@ -16,8 +16,8 @@ from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import DataError
-from sft_play.facts.hardware import detect_hardware
-from sft_play.launch.run_plan import has_eval
+from sft_play.launch.planning import has_eval
+from sft_play.machine.hardware import detect_hardware
 from tests.conftest import chat
 
 STALE = "data/processed"

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
-from sft_play.facts.models.decoder import parse_model_shape
+from sft_play.machine.hardware import parse_hardware
+from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE
+from sft_play.models.config_json import parse_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.memory.estimate import estimate_memory
-from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.trace.confirm import step_settings
-from sft_play.trace.delta_rule import CHUNK, chunk_gated_delta_rule
+from sft_play.trace.kernels import CHUNK, chunk_gated_delta_rule
 from sft_play.trace.step import record_step
 from sft_play.trace.storages import StorageLog
 from tests.test_measured_blocks import BF16, WIDE, measured_shape, run, step_of, wide

@@ -11,17 +11,16 @@ import pytest
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.diagnose import doctor as rules
-from sft_play.diagnose.surroundings import SystemFacts
+from sft_play.diagnose.this_machine import SystemFacts
 from sft_play.errors import HardwareError
-from sft_play.facts import compiler
-from sft_play.facts.compiler import Toolchain, require_compiler, toolchain_obstacle
-from sft_play.facts.gpus import unusable_accelerators
-from sft_play.facts.gpus.unusable_accelerators import MIN_VRAM, NvmlStatus, explain_unusable_torch
-from sft_play.facts.hardware import Hardware, parse_hardware
 from sft_play.launch import refusals
 from sft_play.launch.machine import hide_gpus, restrict_to_device
 from sft_play.launch.refusals import MAX_CPU_PARAMS, require_usable_hardware
 from sft_play.launch.torchrun import visible_gpu_variables
+from sft_play.machine import compiler, visible_gpus
+from sft_play.machine.compiler import Toolchain, require_compiler, toolchain_obstacle
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.visible_gpus import MIN_VRAM, NvmlStatus, explain_unusable_torch
 
 GIB = 2**30
 CPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
@@ -87,10 +86,10 @@ CASES: dict[str, tuple[dict[str, str], NvmlStatus, dict[str, str], tuple[str, ..
 @pytest.mark.parametrize("name", CASES)
 def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, tmp_path):
     files, nvml, environment, words = CASES[name]
-    said = unusable_accelerators.find_unusable_accelerator(environment, root=build(tmp_path, files), nvml=nvml)
+    said = visible_gpus.find_unusable_accelerator(environment, root=build(tmp_path, files), nvml=nvml)
     assert said is not None
     assert all(word in said for word in words), said
-    assert f"({unusable_accelerators.torch_build_text()}): " in said
+    assert f"({visible_gpus.torch_build_text()}): " in said
     assert said.endswith("or train.device=cpu trains on the CPU")
 
 
@@ -113,10 +112,7 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, 
     ],
 )
 def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, environment, tmp_path):
-    assert (
-        unusable_accelerators.find_unusable_accelerator(environment, root=build(tmp_path, files), nvml=NvmlStatus())
-        is None
-    )
+    assert visible_gpus.find_unusable_accelerator(environment, root=build(tmp_path, files), nvml=NvmlStatus()) is None
 
 
 # --- the start of a run -----------------------------------------------------------------------------------------------
@@ -211,7 +207,7 @@ def test_a_torch_that_cannot_use_the_gpu_says_what_it_is_built_for(torch, words)
 def test_an_accelerator_that_only_torch_sees_stops_a_run_on_the_cpu(config, monkeypatch, tiny_llama):
     import torch
 
-    from sft_play.launch.run_plan import plan_run
+    from sft_play.launch.planning import plan_run
     from sft_play.training.prepare.device_checks import check_device
 
     wanted = config(f"model.name={json.dumps(str(tiny_llama))}")

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 from sft_play.errors import ConfigError, HardwareError, TrainingError
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.facts.network import NodeSetup
 from sft_play.launch.request import parse_launch_options
 from sft_play.launch.torchrun import read_rank_info, torchrun_command
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.hardware import Hardware
+from sft_play.machine.network import NodeSetup
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.memory.model_states import nf4_bytes, weight_bytes
-from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.planner.plan import plan_from_json
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run

@@ -23,23 +23,23 @@ import psutil
 import pytest
 
 from sft_play.config.load import config_from_text, load_config
-from sft_play.diagnose import disk, ranks, surroundings, system
+from sft_play.diagnose import ranks, this_machine
 from sft_play.diagnose.doctor import PlannedRun, _select_gpus, check_node_meeting, run_doctor
-from sft_play.diagnose.known_bad import KNOWN_BAD_TABLE, find_known_bad, matches_conditions
 from sft_play.diagnose.pages import DoctorReport
 from sft_play.diagnose.ranks import AllReduceOutcome, bus_bandwidth, judge_all_reduce
-from sft_play.diagnose.surroundings import DiskSpace, SystemFacts
+from sft_play.diagnose.this_machine import KNOWN_BAD_TABLE, DiskSpace, SystemFacts, find_known_bad, matches_conditions
 from sft_play.errors import ConfigError
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
-from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.network import NodeSetup
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.advice import make_advised_plan
+from sft_play.planner.decide import PlanRequest
 from sft_play.planner.disk import OTHER_BYTES
-from sft_play.planner.plan import PlanRequest, RunLength
-from sft_play.planner.reasons import slow_code_reasons
+from sft_play.planner.explain import slow_code_reasons
+from sft_play.planner.plan import RunLength
 from tests import warm
 from tests.conftest import ROOT
 
@@ -104,7 +104,7 @@ def test_a_failure_without_a_remedy_cannot_be_made():
 
 
 def check(versions: Mapping[str, str], *wanted: str) -> Finding:
-    return system.check_packages(versions, wanted)
+    return this_machine.check_packages(versions, wanted)
 
 
 def test_a_package_outside_the_projects_range_fails():
@@ -119,7 +119,7 @@ def test_a_missing_package_fails():
 
 
 def test_the_versions_of_this_environment_are_read():
-    around = surroundings.read_system_facts(CPU, {"NCCL_DEBUG": "INFO", "HOME": "/"})
+    around = this_machine.read_system_facts(CPU, {"NCCL_DEBUG": "INFO", "HOME": "/"})
     assert around.versions["pytest"] == pytest.__version__
     assert any(text.startswith("torch") for text in around.requirements)
     assert around.environment == {"NCCL_DEBUG": "INFO"}
@@ -237,7 +237,7 @@ def test_unknown_versions_are_no_accusation():
 
 
 def shm(free: int, **changes: Any) -> Finding:
-    return system.check_shared_memory(DiskSpace(free, free), **{"gpus_per_node": 0, **changes})
+    return this_machine.check_shared_memory(DiskSpace(free, free), **{"gpus_per_node": 0, **changes})
 
 
 def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
@@ -248,7 +248,7 @@ def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
     assert shm(64 * MIB).verdict == "PASS"
     assert shm(512 * MIB, gpus_per_node=2).verdict == "WARN"
     assert shm(8 * GIB, gpus_per_node=8).verdict == "PASS"
-    assert system.check_shared_memory(None, gpus_per_node=2).verdict == "SKIP"
+    assert this_machine.check_shared_memory(None, gpus_per_node=2).verdict == "SKIP"
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
@@ -302,13 +302,13 @@ class FakeNvml:
 
 def test_the_driver_is_read_from_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    around = surroundings.read_system_facts(machine(gpu(0), gpu(1)), {})
+    around = this_machine.read_system_facts(machine(gpu(0), gpu(1)), {})
     assert (around.driver, around.driver_cuda) == ("580.82.07", (13, 1))
 
 
 def test_without_nvml_the_driver_is_unknown_and_nothing_breaks(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    around = surroundings.read_system_facts(machine(gpu(0)), {})
+    around = this_machine.read_system_facts(machine(gpu(0)), {})
     assert (around.driver, around.driver_cuda) == (None, None)
 
 
@@ -340,9 +340,9 @@ def planned(
     return PlannedRun(config, shape, plan)
 
 
-def written(world: Path, *overrides: str, **options: Any) -> disk.DiskUsage:
+def written(world: Path, *overrides: str, **options: Any) -> this_machine.DiskUsage:
     found = planned(world, options.pop("hardware", machine(gpu())), *overrides, **options)
-    return disk.planned_disk_usage(found.config, found.shape, found.plan)
+    return this_machine.planned_disk_usage(found.config, found.shape, found.plan)
 
 
 def test_a_checkpoint_holds_weights_and_states(world, tiny_llama):
@@ -369,26 +369,26 @@ def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(world):
     assert written(world, lora, steps=None).max_checkpoints == 3
 
 
-def look_at(written: disk.DiskUsage, free: int, **changes: Any) -> Finding:
+def look_at(written: this_machine.DiskUsage, free: int, **changes: Any) -> Finding:
     settings: dict[str, Any] = {
         "disk_folder": Path("/data"),
         "space": DiskSpace(free, free),
         "is_writable": True,
         **changes,
     }
-    return disk.check_disk(written, folder=Path("/data/outputs"), **settings)
+    return this_machine.check_disk(written, folder=Path("/data/outputs"), **settings)
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers():
-    three = disk.DiskUsage(10 * GIB, 2 * GIB, 3)
+    three = this_machine.DiskUsage(10 * GIB, 2 * GIB, 3)
     assert look_at(three, 32 * GIB).verdict == "PASS"
     found = look_at(three, 31 * GIB)
     assert found.verdict == "FAIL"
     assert "3 checkpoints of 10.0 GiB at once" in found.found
     assert "32.0 GiB; 31.0 GiB are free at /data" in found.found
     assert "save_total_limit" in str(found.remedy)
-    assert look_at(disk.DiskUsage(GIB, GIB, None), 100 * GIB).verdict == "WARN"
-    assert look_at(disk.DiskUsage(GIB, GIB, None), GIB).verdict == "FAIL"
+    assert look_at(this_machine.DiskUsage(GIB, GIB, None), 100 * GIB).verdict == "WARN"
+    assert look_at(this_machine.DiskUsage(GIB, GIB, None), GIB).verdict == "FAIL"
     assert look_at(three, 99 * GIB, is_writable=False).verdict == "FAIL"
     assert look_at(three, 0, space=None).verdict == "SKIP"
 
@@ -396,9 +396,9 @@ def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers():
 def test_weights_that_must_be_fetched_need_room(tiny_llama):
     shape = load_model_shape(str(tiny_llama))
     space = DiskSpace(shape.params, shape.params)
-    found = disk.check_download(shape, is_cached=False, disk_folder=Path("/cache"), space=space)
+    found = this_machine.check_download(shape, is_cached=False, disk_folder=Path("/cache"), space=space)
     assert (found.verdict, found.remedy) == ("FAIL", "free space, or export HF_HOME=/a/larger/disk")
-    assert disk.check_download(shape, is_cached=True, disk_folder=Path("/cache"), space=space).verdict == "SKIP"
+    assert this_machine.check_download(shape, is_cached=True, disk_folder=Path("/cache"), space=space).verdict == "SKIP"
 
 
 # --- what ranks say ---------------------------------------------------------------------------------------------------
@@ -591,7 +591,7 @@ def test_an_address_that_means_nothing_fails_at_once():
 
 def of_model(fields: dict[str, Any], machine_name: str, *overrides: str) -> tuple[PlannedRun, Hardware]:
     """A plan of a model on a machine, with its shapes from a config.json."""
-    from sft_play.facts.models.decoder import parse_model_shape
+    from sft_play.models.config_json import parse_model_shape
 
     config = config_from_text("model: {name: m}\ntuning: {mode: lora}", name="r", overrides=overrides)
     shape, hardware = parse_model_shape(fields, name="m"), parse_hardware(machine_name)

@@ -13,15 +13,15 @@ from pathlib import Path
 import docx
 import pytest
 
+from sft_play import documents
 from sft_play.config.load import load_config
 from sft_play.config.schema import DocumentsConfig, RunConfig
 from sft_play.data.sources.files import find_data_paths, has_held_out_file
-from sft_play.documents import reader
-from sft_play.documents.documents import convert_documents
-from sft_play.documents.reader import (
+from sft_play.documents import (
     ReaderProcess,
     UnreadableDocumentError,
     clean_text,
+    convert_documents,
     read_document,
     split_chunks,
     split_paragraphs,
@@ -522,14 +522,14 @@ def test_files_with_bytes_changed_end_in_a_reason(tmp_path):
 
 
 def test_an_archive_that_unpacks_to_gigabytes_is_not_opened(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "MAX_DOCUMENT_UNPACKED_BYTES", 30 << 20)
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_UNPACKED_BYTES", 30 << 20)
     with zipfile.ZipFile(tmp_path / "a.docx", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("word/document.xml", b" " * (31 << 20))
     assert "unpacks to more than the 30 MiB" in refusal(tmp_path / "a.docx")
 
 
 def test_a_document_over_the_size_limit_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "MAX_DOCUMENT_BYTES", 10)
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 10)
     (tmp_path / "a.txt").write_text("x" * 20)
     assert "that are read; split it" in refusal(tmp_path / "a.txt")
 

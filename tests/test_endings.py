@@ -269,14 +269,14 @@ def test_the_processes_of_a_data_loader_end_when_the_trainer_is_killed(config, t
 
 
 ENDED_OTHERWISE = {
-    "sft_play.facts.host": "programs of the driver's, with a time limit",
-    "sft_play.facts.compiler": "a compiler's trial of a few lines, with a time limit",
-    "sft_play.runs.manifest": "git, with a time limit",
-    "sft_play.diagnose.gpu_info": "torch's report of itself, with a time limit",
-    "sft_play.commands.accelerate": "accelerate's questions, in the same terminal",
-    "sft_play.finished.report.charts": "the charts of a report, with a time limit",
+    "sft_play.machine.host": "programs of the driver's, with a time limit",
+    "sft_play.machine.compiler": "a compiler's trial of a few lines, with a time limit",
+    "sft_play.runs.folder": "git, with a time limit",
+    "sft_play.diagnose.this_machine": "torch's report of itself, with a time limit",
+    "sft_play.commands.launching": "accelerate's questions, in the same terminal",
+    "sft_play.finished.page": "the charts of a report, with a time limit",
     "sft_play.process.signals": "start_child, which sets the variable",
-    "sft_play.facts.unsloth": "what Unsloth's environment says of itself, with a time limit",
+    "sft_play.machine.software": "what Unsloth's environment says of itself, with a time limit",
 }
 
 

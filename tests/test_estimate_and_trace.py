@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
-from sft_play.facts.models.families import MODEL_FAMILIES
+from sft_play.models.families import MODEL_FAMILIES
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.model_states import resident_bytes

@@ -21,13 +21,11 @@ import pytest
 import torch
 
 from sft_play.errors import ConfigError, DataError
-from sft_play.finished.answer import respond
-from sft_play.finished.evaluate import score
-from sft_play.finished.evaluate.evaluation import evaluate_run
-from sft_play.finished.evaluate.figures import MetricComparison, rouge_l, select_metrics, split_words
-from sft_play.finished.evaluate.score import RowScore, eval_batch_tokens, score_rows
-from sft_play.finished.evaluate.statistics import Interval
+from sft_play.finished import eval_rows, respond
+from sft_play.finished.eval_rows import RowScore, eval_batch_tokens, score_rows
+from sft_play.finished.evaluation import evaluate_run
 from sft_play.finished.load import load_held_out_rows, load_trained_model
+from sft_play.finished.metrics import Interval, MetricComparison, rouge_l, select_metrics, split_words
 from sft_play.finished.run import FinishedRun, find_finished_run
 from tests.conftest import chat
 from tests.finished_runs import SMALL, finished_run, make_base
@@ -42,7 +40,7 @@ pytestmark = [
 
 def mean_loss(scores: list[RowScore]) -> float:
     """Mean over all trained tokens, in nats, without a balance loss."""
-    return sum(score.nll for score in scores) / sum(score.tokens for score in scores)
+    return sum(eval_rows.nll for eval_rows in scores) / sum(eval_rows.tokens for eval_rows in scores)
 
 
 def mixtral() -> Any:
@@ -162,7 +160,7 @@ def test_a_batch_has_the_tokens_that_the_plan_evaluates_at_a_time():
 def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monkeypatch, caplog):
     model, rows = load_trained_model(lora), random_rows(16, seed=2)
     expected = score_rows(model, rows, max_batch_tokens=1_000)
-    seen, whole = [], score._score_batch
+    seen, whole = [], eval_rows._score_batch
 
     def small(model, tables, compute):
         if sum(len(table["input_ids"]) for table in tables) > 60:
@@ -170,7 +168,7 @@ def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monke
         seen.append(len(tables))
         return whole(model, tables, compute)
 
-    monkeypatch.setattr(score, "_score_batch", small)
+    monkeypatch.setattr(eval_rows, "_score_batch", small)
     halved = score_rows(model, rows, max_batch_tokens=1_000)
     assert [one.nll for one in halved] == pytest.approx([one.nll for one in expected], abs=1e-5)
     assert "Out of memory: continuing with at most" in caplog.text
@@ -181,7 +179,7 @@ def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monke
     def broken(model, tables, compute):
         raise RuntimeError("another fault")
 
-    monkeypatch.setattr(score, "_score_batch", broken)
+    monkeypatch.setattr(eval_rows, "_score_batch", broken)
     with pytest.raises(RuntimeError, match="another fault"):
         score_rows(model, rows, max_batch_tokens=1_000)
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MAX_EVALUATION_ROWS, RESIDENT_TERMS, max_evaluation_rows
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation, is_padded
-from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
 from tests.ranks import found_by_ranks
 from tests.test_decisions import QUICK
@@ -264,7 +264,7 @@ def test_a_traced_evaluation_has_a_mask_of_its_own():
 @pytest.mark.build
 @pytest.mark.slow
 def test_the_trace_finds_the_evaluation_within_the_training_step():
-    from sft_play.facts.models.architecture import load_config_json
+    from sft_play.models.config_json import load_config_json
     from sft_play.trace.confirm import step_settings
     from sft_play.trace.step import trace_step
 

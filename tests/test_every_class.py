@@ -13,12 +13,12 @@ import torch
 from benchmarks.registry import REGISTRY_FILE, REQUIRED_FIELDS
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.families import NON_DECODER_TYPES
-from sft_play.facts.models.model_shape import AdapterPlacement
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.families import NON_DECODER_TYPES
+from sft_play.models.shape import AdapterPlacement
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.memory.block import LayerBytes
-from sft_play.planner.memory.measured_walk import MeasuredBlocks
-from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.planner.memory.step_memory import MeasuredBlocks
 from sft_play.runs.files import read_json
 from sft_play.trace.meta_shape import measure_shape
 from sft_play.training.class_checks.masking import _PADDED_LENGTHS

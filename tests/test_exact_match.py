@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.masks.fitted_template import control_tokens
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.turn_ends import control_tokens
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import TokenizerError
 from sft_play.training.measure import exact_match
@@ -264,9 +264,9 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
     so is every figure's count of generated answers."""
     from transformers import AutoTokenizer
 
-    from sft_play.finished.evaluate.evaluation import evaluate_run
-    from sft_play.finished.report.compare import compare_results
-    from sft_play.finished.report.record import read_record
+    from sft_play.finished.compare import compare_results
+    from sft_play.finished.evaluation import evaluate_run
+    from sft_play.finished.record import read_record
     from sft_play.finished.run import find_finished_run
     from sft_play.runs.folder import RunFolder
 

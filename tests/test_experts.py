@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.models.architecture import load_config_json
-from sft_play.facts.models.families import MODEL_FAMILIES, PEFT_MOVED_NAMES, PEFT_MOVED_TYPES
+from sft_play.models.config_json import load_config_json
+from sft_play.models.families import MODEL_FAMILIES, PEFT_MOVED_NAMES, PEFT_MOVED_TYPES
 from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
 from sft_play.trace.block_meter import load_planned_shape
@@ -273,15 +273,15 @@ def test_a_target_that_would_be_moved_is_refused(tmp_path):
 
 # --- plan -------------------------------------------------------------------------------------------------------------
 def plan_of(run: RunConfig, shape: Any, machine: str = "8xH100", without: frozenset[str] = frozenset()) -> Any:
-    from sft_play.facts.hardware import parse_hardware
-    from sft_play.planner.plan import PlanRequest, make_plan
+    from sft_play.machine.hardware import parse_hardware
+    from sft_play.planner.decide import PlanRequest, make_plan
 
     return make_plan(PlanRequest(run, shape, parse_hardware(machine), missing_packages=without))
 
 
 def test_eager_experts_cost_what_was_published():
     """Qwen1.5-MoE-A2.7B, 24 blocks of 60 experts: 523 - 80 ms more in each pass."""
-    from sft_play.planner.speed.throughput import EXPERTS_PART
+    from sft_play.planner.speed import EXPERTS_PART
     from sft_play.trace.meta_shape import measure_shape_on_meta
 
     fields = {
@@ -313,8 +313,8 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     flash-linear-attention."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
-    from sft_play.planner.speed.throughput import LINEAR_ATTENTION_PART
+    from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE
+    from sft_play.planner.speed import LINEAR_ATTENTION_PART
     from sft_play.trace.meta_shape import measure_shape_on_meta
 
     fields = CONFIG_MAPPING["qwen3_5_text"]().to_dict()
@@ -348,7 +348,7 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
 def test_qwen3_next_has_both(monkeypatch):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from sft_play.facts import installed
+    from sft_play.machine import software
     from sft_play.trace.meta_shape import measure_shape_on_meta
 
     fields = CONFIG_MAPPING["qwen3_next"](num_hidden_layers=4, num_experts=16).to_dict()
@@ -358,8 +358,8 @@ def test_qwen3_next_has_both(monkeypatch):
         (1, 0, 16),
     ]
     assert not shape.uses_custom_experts
-    monkeypatch.setattr(installed, "installed_version", lambda name: "1.0" if name == "causal-conv1d" else None)
-    assert installed.missing_kernel_packages() == {"flash-linear-attention", "mamba-ssm", "liger-kernel"}
+    monkeypatch.setattr(software, "installed_version", lambda name: "1.0" if name == "causal-conv1d" else None)
+    assert software.missing_kernel_packages() == {"flash-linear-attention", "mamba-ssm", "liger-kernel"}
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ def test_the_balance_loss_is_the_classes_own(kind, dtype):
     from transformers import AutoConfig
 
     from sft_play.training.class_checks.small_model import small_config
-    from sft_play.training.model.fused_head import fused_head
+    from sft_play.training.model.language_model import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
 
     small = small_config(AutoConfig.for_model(kind))
@@ -448,7 +448,7 @@ def test_a_model_without_router_logits_has_no_balance_loss(kind, is_in_config):
     from transformers import AutoConfig
 
     from sft_play.training.class_checks.small_model import small_config
-    from sft_play.training.model.fused_head import fused_head
+    from sft_play.training.model.language_model import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
 
     changes = {**WITHOUT_ROUTERS[kind], "output_router_logits": is_in_config}
@@ -489,7 +489,7 @@ LAYOUTS = {
 def test_the_balance_loss_is_left_out_where_the_model_itself_gives_no_router_logits(kind, seed):
     """Random layouts of one to five blocks: the rule against the model of just these blocks."""
     from sft_play.training.class_checks.small_model import small_config
-    from sft_play.training.model.fused_head import fused_head
+    from sft_play.training.model.language_model import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
 
     rng = random.Random(f"{kind} {seed}")
@@ -519,7 +519,7 @@ def test_router_logits_that_a_config_asks_for_without_a_weight_are_not_computed(
     """TRL's head would compute a balance loss of them: no class's name for the number of experts, or of no router."""
     from benchmarks.registry import REQUIRED_FIELDS
     from sft_play.training.class_checks.small_model import small_config
-    from sft_play.training.model.fused_head import fused_head
+    from sft_play.training.model.language_model import fused_head
     from sft_play.training.prepare.experts import fit_balance_loss
 
     config = small_config(AutoConfig.for_model(kind, **REQUIRED_FIELDS.get(kind, {})))
@@ -542,7 +542,7 @@ def test_no_class_ends_in_a_balance_loss_of_nothing(layers):
 
     from benchmarks.registry import REQUIRED_FIELDS, model_types
     from sft_play.training.class_checks.small_model import measure_small_model, small_model
-    from sft_play.training.model.fused_head import fused_head
+    from sft_play.training.model.language_model import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
 
     def computes(small, *, trust_remote_code):
@@ -584,7 +584,7 @@ def test_llama_4_is_saved_and_read_again_after_its_head_was_fused(tmp_path):
     from transformers import AutoConfig
 
     from sft_play.training.class_checks.small_model import small_config
-    from sft_play.training.model.fused_head import set_backbone_prefix
+    from sft_play.training.model.language_model import set_backbone_prefix
 
     model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama4_text"))).eval()
     assert model.base_model is model

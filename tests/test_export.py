@@ -22,16 +22,19 @@ from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderErro
 from sft_play.finished.export.check_export import AnswerComparison, export_test, weight_bits
 from sft_play.finished.export.check_merge import divergence_limit
 from sft_play.finished.export.export import export_run
-from sft_play.finished.export.gguf_tokenizer import (
+from sft_play.finished.export.gguf_checks import (
+    EnginePrompts,
     GgufTokenizer,
+    PreTokenizer,
     adds_space_prefix,
+    matching_names,
+    probe_texts,
     read_fields,
+    read_pre_tokenizers,
     write_sentencepiece_model,
 )
 from sft_play.finished.export.llama_cpp import LLAMA_CPP_VERSION, find_converter, unpack_converter
 from sft_play.finished.export.merge import merge_run
-from sft_play.finished.export.pre_tokenizers import PreTokenizer, matching_names, probe_texts, read_pre_tokenizers
-from sft_play.finished.export.prompts import EnginePrompts
 from sft_play.finished.load import load_held_out_rows
 from sft_play.finished.run import find_finished_run
 from tests import warm

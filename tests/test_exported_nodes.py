@@ -23,8 +23,6 @@ import torch.distributed as dist
 from sft_play.config.load import load_config
 from sft_play.data.sources.raw import NotUtf8Error
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.network import NodeSetup, local_addresses
 from sft_play.launch import nodes as launch_nodes
 from sft_play.launch import rank as launch_rank
 from sft_play.launch import request as launch_request
@@ -32,6 +30,8 @@ from sft_play.launch.nodes import NodeMeeting, meet_nodes, node_card
 from sft_play.launch.rank import LaunchPlan
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.torchrun import RENDEZVOUS_VARIABLES
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.network import NodeSetup, local_addresses
 from sft_play.training import distributed
 from tests import warm
 from tests.conftest import ROOT, clean_environment

@@ -16,18 +16,17 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models import architecture
-from sft_play.facts.models.architecture import (
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models import config_json
+from sft_play.models.config_json import (
     find_model_folder,
     is_hub_reachable,
     load_config_json,
     load_model_shape,
     refuse_remote_code,
 )
-from sft_play.launch.run_plan import load_run_model_shape
-from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.trace.block_meter import load_planned_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.trace.block_meter import load_planned_shape, load_run_model_shape
 from tests.bundled import ORIGINS, OWN_CODE, PUBLISHED, model_config
 from tests.conftest import shared
 
@@ -78,7 +77,7 @@ def test_a_path_whose_first_part_exists_is_a_path(tmp_path, monkeypatch):
 
 
 def test_a_hub_model_without_network_says_that_it_is_neither_here_nor_cached(monkeypatch):
-    monkeypatch.setattr("sft_play.facts.models.architecture.is_hub_reachable", lambda: False)
+    monkeypatch.setattr("sft_play.models.config_json.is_hub_reachable", lambda: False)
     with pytest.raises(ModelError, match=r"not a folder here .* not in the local cache, .* cannot be reached"):
         load_config_json("nobody/no-such-model")
 
@@ -114,9 +113,9 @@ def test_a_plan_says_where_published_files_have_other_parameters(monkeypatch, pa
         return SimpleNamespace(safetensors=parameters and SimpleNamespace(parameters=parameters))
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
-    monkeypatch.setattr(architecture, "is_hub_reachable", lambda: True)
-    monkeypatch.setattr(architecture, "_fetch_config", lambda *_: model_config("Qwen2.5-0.5B"))
-    architecture._fetch_published_params.cache_clear()
+    monkeypatch.setattr(config_json, "is_hub_reachable", lambda: True)
+    monkeypatch.setattr(config_json, "_fetch_config", lambda *_: model_config("Qwen2.5-0.5B"))
+    config_json._fetch_published_params.cache_clear()
     run = config_from_text("model: {name: someone/else, revision: v1}\ndata: {train_path: x.jsonl}", name="r")
     shape, _ = load_run_model_shape(run), load_run_model_shape(run)
     assert shape.published_note == said
@@ -128,7 +127,7 @@ def test_a_plan_says_where_published_files_have_other_parameters(monkeypatch, pa
 def test_what_the_files_of_folders_and_known_models_hold_is_not_asked(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: pytest.fail("asked the network"))
     for name in (str(tmp_path), "Qwen/Qwen2.5-0.5B"):
-        assert architecture.published_params_note(name, None, 1) == ""
+        assert config_json.published_params_note(name, None, 1) == ""
 
 
 @pytest.mark.parametrize(
@@ -144,7 +143,7 @@ def test_what_the_files_of_folders_and_known_models_hold_is_not_asked(monkeypatc
 def test_the_hub_is_offline_where_huggingface_hub_is(monkeypatch, environment, answers):
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(architecture, "_can_connect", lambda host, port: True)
+    monkeypatch.setattr(config_json, "_can_connect", lambda host, port: True)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert is_hub_reachable() == answers
@@ -161,7 +160,7 @@ def test_of_a_proxy_it_is_asked_whether_it_answers(monkeypatch):
         hub, proxy, port = f"https://hub{number}.example", f"proxy{number}", chance.randint(1, 65535)
         is_bypassed, answers = chance.random() < 0.3, chance.random() < 0.5
         with monkeypatch.context() as patch:
-            patch.setattr(architecture, "_can_connect", lambda *place, answers=answers: asked.append(place) or answers)
+            patch.setattr(config_json, "_can_connect", lambda *place, answers=answers: asked.append(place) or answers)
             patch.setenv("HF_ENDPOINT", hub)
             patch.setenv(variable, f"{scheme}{proxy}:{port}")
             if is_bypassed:
@@ -171,10 +170,10 @@ def test_of_a_proxy_it_is_asked_whether_it_answers(monkeypatch):
 
 
 def test_a_name_that_is_looked_up_for_long_is_no_answer(monkeypatch):
-    monkeypatch.setattr(architecture, "_CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(config_json, "_CONNECT_TIMEOUT_S", 0.05)
     waits = threading.Event()
-    monkeypatch.setattr(architecture.socket, "create_connection", lambda *_: nullcontext(waits.wait(10)))
-    assert not architecture._can_connect("hub.example", 443)
+    monkeypatch.setattr(config_json.socket, "create_connection", lambda *_: nullcontext(waits.wait(10)))
+    assert not config_json._can_connect("hub.example", 443)
     waits.set()
 
 

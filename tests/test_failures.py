@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
-from sft_play.facts.network import NodeSetup, require_free_port
 from sft_play.launch.torchrun import nccl_variables, torchrun_command
+from sft_play.machine.network import NodeSetup, require_free_port
 from sft_play.process import failures
 from sft_play.process.failures import Failure
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
-from sft_play.runs.locking import lock_holder_pid
+from sft_play.runs.lookup import lock_holder_pid
 from tests import warm
 from tests.conftest import ROOT, Command, chat, clean_environment
 

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data.build.size import estimate_size
+from sft_play.data.build.survey import estimate_size
 from sft_play.data.sources import json_rows, raw, tables
-from sft_play.data.sources.file_kinds import data_suffix, file_kind
 from sft_play.data.sources.files import (
     DataSource,
+    data_suffix,
+    file_kind,
     find_data_paths,
     list_parts,
     read_part,

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.run import staged_folder, translate_write_errors
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import LOCK_FILE, lock_run
+from sft_play.runs.lookup import LOCK_FILE, lock_run
 from tests.finished_runs import finished_run
 
 pytestmark = pytest.mark.build
@@ -137,7 +137,7 @@ def test_answers_that_were_written_stay_and_are_gone_on_with(outputs, tmp_path, 
     whole = target.read_text()
     target.write_text(whole.splitlines(keepends=True)[0])
     with monkeypatch.context() as patch:
-        patch.setattr("sft_play.finished.answer.infer.os.fsync", lambda _: _raise())
+        patch.setattr("sft_play.finished.infer.os.fsync", lambda _: _raise())
         code, said = command(*words)
     assert (code, f"answers.jsonl cannot be written: {FULL}" in said) == (2, True), said
     assert target.read_text().startswith(whole.splitlines(keepends=True)[0])

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.memory.estimate import kv_cache_bytes_per_token
-from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.training.measure import exact_match
 from sft_play.training.measure.exact_match import batch_by_tokens
 

@@ -14,24 +14,26 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.launch.deepspeed.files import translate_deepspeed_keys
+from sft_play.launch.deepspeed import translate_deepspeed_keys
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
-from sft_play.planner.gradients import (
+from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
+from sft_play.planner.layout import LAYOUT_NAMES, Layout
+from sft_play.planner.memory.estimate import estimate_memory
+from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
+from sft_play.planner.plan import plan_from_json
+from sft_play.planner.possible_layouts import find_layouts
+from sft_play.planner.precision import (
+    DTYPE_BYTES,
     GRADIENT_SHARDING_LAYOUTS,
+    Precision,
     gradient_sync,
     gradient_sync_obstacle,
     ineffective_distributed_options,
 )
-from sft_play.planner.layout import LAYOUT_NAMES, Layout, find_layouts
-from sft_play.planner.memory.estimate import estimate_memory
-from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
-from sft_play.planner.plan import PlanRequest, build_plan_inputs, make_plan, plan_from_json
-from sft_play.planner.precision import DTYPE_BYTES, Precision
-from sft_play.planner.speed.throughput import find_rates, predict_speed
-from sft_play.planner.speed.traffic import sent_bytes, step_traffic
+from sft_play.planner.speed import find_rates, predict_speed, sent_bytes, step_traffic
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run

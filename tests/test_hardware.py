@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.errors import HardwareError
-from sft_play.facts import host
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.gpus.gpu_catalog import (
+from sft_play.machine import host
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.gpu_catalog import (
     CATALOG_BY_KEY,
     CATALOG_ENTRIES,
     GPU_GENERATIONS,
@@ -24,8 +24,8 @@ from sft_play.facts.gpus.gpu_catalog import (
     nearest_gpu_names,
     suggested_gpus,
 )
-from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
-from sft_play.units import GIB, MIB
+from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
+from sft_play.text import GIB, MIB
 from tests.conftest import ROOT
 
 # --- found: NVML -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
-from sft_play.facts.models.decoder import parse_model_shape
+from sft_play.models.config_json import parse_model_shape
 from sft_play.planner.memory.block import VOCAB_TILE
 from sft_play.planner.memory.estimate import (
     MAX_EVALUATION_ROWS,
@@ -26,7 +26,7 @@ from sft_play.planner.memory.estimate import (
 )
 from sft_play.planner.memory.step_memory import LossName, Step, StepMemorySimulation
 from sft_play.planner.precision import Precision
-from sft_play.units import MIB
+from sft_play.text import MIB
 from tests.conftest import chat, clean_environment
 from tests.models import make_llama
 
@@ -147,7 +147,7 @@ ALONE = """
 import json, sys
 import psutil, torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from sft_play.training.model.fused_head import fused_head
+from sft_play.training.model.language_model import fused_head
 
 fields, rows, length, dtype = json.loads(sys.argv[1])
 level = psutil.Process().memory_info().rss

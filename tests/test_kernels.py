@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.training.class_checks import kernels
-from sft_play.training.class_checks.proof import FP32_TOLERANCE, MAX_HALF_ERROR_RATIO
+from sft_play.training.class_checks import replaced_code
+from sft_play.training.class_checks.replaced_code import FP32_TOLERANCE, MAX_HALF_ERROR_RATIO
 
 pytestmark = pytest.mark.build
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def stand_in(monkeypatch, formula: str) -> list[dict[str, bool]]:
     for name, module in (("liger_kernel", package), ("liger_kernel.transformers", ModuleType("transformers")),
                          ("liger_kernel.transformers.monkey_patch", inner)):  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(kernels, "_replaced_modules", [])
+    monkeypatch.setattr(replaced_code, "_replaced_modules", [])
     return asked
 
 
@@ -118,7 +118,7 @@ def plan(device: str = "cuda", layout: Layout = SINGLE) -> Any:
 
 
 def config(kernels: str) -> Any:
-    return config_from_text(f"model: {{name: x}}\ntrain: {{kernels: {kernels}}}\n", name="run.yaml")
+    return config_from_text(f"model: {{name: x}}\ntrain: {{kernels: {replaced_code}}}\n", name="run.yaml")
 
 
 def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
@@ -127,14 +127,14 @@ def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
     model = AutoModelForCausalLM.from_config(llama())
     module = sys.modules[type(model).__module__]
     names, forwards = dict(vars(module)), [one.forward for one in model.modules()]
-    taken = kernels.activate_kernels(model, config("auto"), plan(), device=CPU)
+    taken = replaced_code.activate_kernels(model, config("auto"), plan(), device=CPU)
     assert all(one == {"loss": False, "norm": True, "mlp": True} for one in asked)
     if formula == "right":
-        assert taken == kernels.ActiveKernels(("rms_norm", "swiglu", "rope"))
+        assert taken == replaced_code.ActiveKernels(("rms_norm", "swiglu", "rope"))
         assert len(asked) == 3  # two small models, and this one
         assert "Kernels: Liger's rms_norm, swiglu, rope (on small models of this class: " in caplog.text
         assert module.apply_rotary_pos_emb is not names["apply_rotary_pos_emb"]
-        kernels.activate_kernels(model, config("none"), plan(), device=CPU)  # of the next stage
+        replaced_code.activate_kernels(model, config("none"), plan(), device=CPU)  # of the next stage
     else:
         assert taken.replaced == ()
         assert taken.reason.startswith("they differ on a small model of this class")
@@ -146,7 +146,7 @@ def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
 def test_a_measurement_tells_rounding_from_another_formula(monkeypatch, formula):
     stand_in(monkeypatch, formula)
     state = torch.get_rng_state()
-    proof = kernels.check_liger_kernels(llama(), attention="sdpa", device=CPU, dtype=torch.bfloat16)
+    proof = replaced_code.check_liger_kernels(llama(), attention="sdpa", device=CPU, dtype=torch.bfloat16)
     assert torch.equal(torch.get_rng_state(), state)
     assert proof.is_rounding == (formula == "right")
     if formula == "right":
@@ -162,11 +162,13 @@ def test_a_measurement_tells_rounding_from_another_formula(monkeypatch, formula)
 def test_the_small_models_are_as_wide_as_the_real_rows(monkeypatch):
     stand_in(monkeypatch, "right")
     seen = []
-    real = kernels.small_model
+    real = replaced_code.small_model
     monkeypatch.setattr(
-        kernels, "small_model", lambda small, *rest, **options: (seen.append(small), real(small, *rest, **options))[1]
+        replaced_code,
+        "small_model",
+        lambda small, *rest, **options: (seen.append(small), real(small, *rest, **options))[1],
     )
-    kernels.check_liger_kernels(llama(), attention="sdpa", device=CPU, dtype=torch.float32)
+    replaced_code.check_liger_kernels(llama(), attention="sdpa", device=CPU, dtype=torch.float32)
     assert [(one.hidden_size, one.intermediate_size) for one in seen] == [(96, 64), (64, 320)]
 
 
@@ -181,14 +183,14 @@ def test_the_small_models_are_as_wide_as_the_real_rows(monkeypatch):
 def test_what_cannot_run_is_refused_if_it_is_asked_for_by_name(monkeypatch, caplog, given, words):
     caplog.set_level(logging.DEBUG)
     asked = stand_in(monkeypatch, "right")
-    kernels.check_kernels(config("auto"), plan(**given))
+    replaced_code.check_kernels(config("auto"), plan(**given))
     if words is None:
-        kernels.check_kernels(config("liger"), plan(**given))
+        replaced_code.check_kernels(config("liger"), plan(**given))
         return
     with pytest.raises(ConfigError, match=rf"train.kernels: liger: .*{words}.*; use train.kernels=auto, or none"):
-        kernels.check_kernels(config("liger"), plan(**given))
+        replaced_code.check_kernels(config("liger"), plan(**given))
     model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=1))
-    taken = kernels.activate_kernels(model, config("auto"), plan(**given), device=CPU)
+    taken = replaced_code.activate_kernels(model, config("auto"), plan(**given), device=CPU)
     assert not taken.replaced
     assert words in taken.reason
     assert words in caplog.text
@@ -196,9 +198,9 @@ def test_what_cannot_run_is_refused_if_it_is_asked_for_by_name(monkeypatch, capl
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_install_line(monkeypatch):
-    monkeypatch.setattr(kernels, "LIGER_MODULE", "liger_kernel_that_is_not_there")
+    monkeypatch.setattr(replaced_code, "LIGER_MODULE", "liger_kernel_that_is_not_there")
     with pytest.raises(ConfigError, match=r"liger-kernel is not installed here \(pip install liger-kernel==0\.8\.5\)"):
-        kernels.check_kernels(config("liger"), plan())
+        replaced_code.check_kernels(config("liger"), plan())
 
 
 def test_a_class_without_kernels_and_kernels_that_fail_leave_the_plain_ones_or_stop_the_run(monkeypatch, caplog):
@@ -212,7 +214,7 @@ def test_a_class_without_kernels_and_kernels_that_fail_leave_the_plain_ones_or_s
         model.config.model_type = kind
         if formula is not None:
             monkeypatch.setitem(FORMULAS, "right", formula)
-        assert not kernels.activate_kernels(model, config("auto"), plan(), device=CPU).replaced
+        assert not replaced_code.activate_kernels(model, config("auto"), plan(), device=CPU).replaced
         assert why in caplog.text
         with pytest.raises(ConfigError, match=f"train.kernels: liger: .*{why}.*use train.kernels=auto, or none"):
-            kernels.activate_kernels(model, config("liger"), plan(), device=CPU)
+            replaced_code.activate_kernels(model, config("liger"), plan(), device=CPU)

@@ -16,9 +16,6 @@ import pytest
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError, DataError
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.network import NodeSetup
 from sft_play.files import relative_to_cwd
 from sft_play.launch.accelerate import (
     PROJECT_ACCELERATE_FILE,
@@ -29,22 +26,23 @@ from sft_play.launch.accelerate import (
     read_accelerate_nodes,
     write_accelerate_file,
 )
-from sft_play.launch.deepspeed.files import (
+from sft_play.launch.deepspeed import (
     KNOWN_DEEPSPEED_KEYS,
     ZERO_STAGES,
+    PlanValues,
+    cpu_adam_compile_note,
+    cpu_adam_obstacles,
     deepspeed_layout,
+    deepspeed_options,
+    fill_auto_values,
     read_deepspeed_file,
     shipped_deepspeed_config,
     translate_deepspeed_keys,
 )
-from sft_play.launch.deepspeed.fill import (
-    PlanValues,
-    cpu_adam_compile_note,
-    cpu_adam_obstacles,
-    deepspeed_options,
-    fill_auto_values,
-)
 from sft_play.launch.request import DeepspeedRequest, LaunchOptions, override_lines
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.network import NodeSetup
 from tests.conftest import ROOT
 
 

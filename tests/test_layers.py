@@ -23,13 +23,13 @@ LAYERS = {
     "log": 0,
     "spelling": 0,
     "findings": 0,
-    "tables": 1,
-    "units": 0,
+    "text": 1,
     "variables": 1,
     "files": 1,
     "process": 2,
     "config": 3,
-    "facts": 3,
+    "machine": 3,
+    "models": 3,
     "starter": 2,
     "runs": 4,
     "planner": 4,
@@ -63,14 +63,14 @@ LIGHT_PACKAGES = {
     "log",
     "spelling",
     "findings",
-    "tables",
-    "units",
+    "text",
     "variables",
     "entry",
     "files",
     "process",
     "config",
-    "facts",
+    "machine",
+    "models",
     "starter",
     "runs",
     "planner",
@@ -252,7 +252,7 @@ def test_the_data_package_imports_heavy_libraries_only_inside_functions():
 def test_only_the_trainer_its_templates_and_traces_know_trl():
     """By an import, or by a module's name in a string, as importlib takes it."""
     importing = {name for name, path in modules().items() if any(item.split(".")[0] == "trl" for item in imports(path))}
-    assert importing == {"training.loop.trainer", "training.prepare.tokenizer", "training.model.fused_head"}
+    assert importing == {"training.loop.trainer", "training.prepare.tokenizer", "training.model.language_model"}
     naming = {
         name
         for name, path in modules().items()

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 
 
 def run(mode="lora", rows=32, r=16, alpha=32, rslora=False, more=""):

@@ -12,15 +12,14 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose.doctor import check_run_starts
-from sft_play.diagnose.known_bad import find_known_bad
-from sft_play.diagnose.surroundings import SystemFacts
+from sft_play.diagnose.this_machine import SystemFacts, find_known_bad
 from sft_play.errors import HardwareError
-from sft_play.facts import compiler
-from sft_play.facts.gpus.gpu import Gpu, GpuSnapshot, GpuStatus
-from sft_play.facts.hardware import Hardware
 from sft_play.launch import machine as launched
 from sft_play.launch import refusals
-from sft_play.units import GIB
+from sft_play.machine import compiler
+from sft_play.machine.gpu import Gpu, GpuSnapshot, GpuStatus
+from sft_play.machine.hardware import Hardware
+from sft_play.text import GIB
 
 ADA, AMPERE, PASCAL = "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090", "Tesla P100-PCIE-16GB"
 OLD, NEW = "535.183.01", "550.40.07"

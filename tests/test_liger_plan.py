@@ -14,25 +14,24 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.installed import LIGER_PACKAGE
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.facts.models.decoder import parse_model_shape
+from sft_play.machine.hardware import parse_hardware
+from sft_play.machine.software import LIGER_PACKAGE
+from sft_play.models.config_json import load_model_shape, parse_model_shape
 from sft_play.planner import calibration
-from sft_play.planner.advice.suggestions import find_suggestions
+from sft_play.planner.advice import find_suggestions
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.kernels import LIGER_REPLACEMENTS, CountedKernels, PlannedKernels, plan_kernels
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import estimate_memory
-from sft_play.planner.memory.operations import liger_gate, liger_norm, liger_rotation
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.memory.tape import OWN_SEGMENT_BYTES, Tape
-from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.planner.memory.structure import OWN_SEGMENT_BYTES
+from sft_play.planner.memory.tape import Tape, liger_gate, liger_norm, liger_rotation
+from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.compile_and_liger import MIN_TRAFFIC_SHARE, liger_saved_bytes, liger_saved_starts_s
-from sft_play.planner.speed.throughput import find_rates, predict_speed
+from sft_play.planner.speed import MIN_TRAFFIC_SHARE, find_rates, liger_saved_bytes, liger_saved_starts_s, predict_speed
+from sft_play.text import GIB
 from sft_play.trace.settings import StepSettings
 from sft_play.training.measure.recorded import record_measurements
-from sft_play.units import GIB
 
 MIB = 2**20
 SIZES = {
@@ -206,7 +205,7 @@ def test_what_is_not_arranged_as_the_table_says_is_not_traced() -> None:
 def test_a_plan_with_the_kernels_says_that_no_trace_runs_them(monkeypatch: Any) -> None:
     from sft_play.planner.batching import BatchPlan
     from sft_play.planner.candidates import build_candidate
-    from sft_play.planner.plan import build_plan_inputs
+    from sft_play.planner.decide import build_plan_inputs
     from sft_play.trace import build
     from sft_play.trace.confirm import trace_candidate
 
@@ -401,7 +400,7 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
 
 @pytest.mark.build
 def test_a_summary_says_what_was_used_and_counted() -> None:
-    from sft_play.training.class_checks.kernels import ActiveKernels
+    from sft_play.training.class_checks.replaced_code import ActiveKernels
 
     plan = plan_of("auto")
     assert ActiveKernels(reason="they differ").as_json(plan) == {
@@ -413,19 +412,21 @@ def test_a_summary_says_what_was_used_and_counted() -> None:
 def test_experts_keep_their_gates(monkeypatch: Any) -> None:
     from torch import nn
 
-    from sft_play.training.class_checks import kernels
+    from sft_play.training.class_checks import replaced_code
 
     asked: list[dict[str, bool]] = []
 
     def swap(model: Any, rms_norm: bool = True, swiglu: bool = True, rope: bool = True, loss: bool = True) -> None:
         asked.append({"rms_norm": rms_norm, "swiglu": swiglu, "rope": rope, "loss": loss})
 
-    monkeypatch.setattr(kernels, "_liger_functions", lambda: {"kind": swap})
+    monkeypatch.setattr(replaced_code, "_liger_functions", lambda: {"kind": swap})
     for name in ("experts", "expertise"):
         model: Any = nn.ModuleDict({"mlp": nn.ModuleDict({name: nn.Identity()})})
         model.config = SimpleNamespace(model_type="kind")
         has_experts = name == "experts"
-        assert kernels._apply_liger(model) == (("rms_norm", "rope") if has_experts else ("rms_norm", "swiglu", "rope"))
+        assert replaced_code._apply_liger(model) == (
+            ("rms_norm", "rope") if has_experts else ("rms_norm", "swiglu", "rope")
+        )
         assert asked[-1] == {"rms_norm": True, "swiglu": not has_experts, "rope": True, "loss": False}
 
 

@@ -128,7 +128,7 @@ def _locked_elsewhere(folder: RunFolder):
 
     code = (
         "import sys, time; from pathlib import Path; "
-        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock_run; "
+        "from sft_play.runs.folder import RunFolder; from sft_play.runs.lookup import lock_run; "
         "mark = lock_run(RunFolder(Path(sys.argv[1]))); print('locked', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, text=True)

@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.decoder import parse_model_shape
-from sft_play.facts.models.families import MODEL_FAMILIES, NON_DECODER_TYPES
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import parse_model_shape
+from sft_play.models.families import MODEL_FAMILIES, NON_DECODER_TYPES
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.estimate import estimate_memory
-from sft_play.planner.memory.measured_walk import MeasuredBlocks, create_step_simulation, interpolate
-from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.planner.memory.step_memory import MeasuredBlocks, Step, create_step_simulation, interpolate
+from sft_play.planner.plan import plan_from_json
 from sft_play.trace import block_meter, blocks, build
 from sft_play.trace.block_meter import BlockMeter, leading_blocks, load_planned_shape
 from sft_play.trace.confirm import step_settings

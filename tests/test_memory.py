@@ -9,14 +9,14 @@ import pytest
 
 from benchmarks.closed_form import parse_setting, predict_memory, sample_settings, trace_settings
 from sft_play.config.load import config_from_text
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.facts.models.decoder import parse_model_shape
+from sft_play.models.config_json import load_model_shape, parse_model_shape
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import block_bytes, forward_peak
 from sft_play.planner.memory.estimate import CPU_LIBRARIES_BYTES, MARGIN_BYTES, MARGINS, estimate_memory, select_margin
 from sft_play.planner.memory.model_states import adapter_params, weight_bytes
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
-from sft_play.planner.memory.tape import Tape, segment_remainder, shared_gradient
+from sft_play.planner.memory.structure import segment_remainder
+from sft_play.planner.memory.tape import Tape, shared_gradient
 from sft_play.planner.precision import Precision
 from tests.bundled import model_config
 from tests.conftest import ROOT

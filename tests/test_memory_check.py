@@ -15,15 +15,22 @@ from typing import Any
 import psutil
 import pytest
 
-from sft_play.diagnose import memory_check, memory_page, processes
-from sft_play.diagnose.memory_check import MemorySnapshot, PeakMemory, read_memory_snapshot
-from sft_play.diagnose.memory_page import format_memory_snapshot, watch_memory
-from sft_play.diagnose.processes import RankGroup, RankProcess, find_run_processes, lock_holder_pid
+from sft_play.diagnose import memory_check, pages
+from sft_play.diagnose.memory_check import (
+    MemorySnapshot,
+    PeakMemory,
+    RankGroup,
+    RankProcess,
+    find_run_processes,
+    lock_holder_pid,
+    read_memory_snapshot,
+)
+from sft_play.diagnose.pages import format_memory_snapshot, watch_memory
 from sft_play.errors import RunFolderError
-from sft_play.facts.gpus.gpu import Gpu, GpuProcess, GpuSnapshot, GpuStatus
-from sft_play.facts.hardware import Hardware
+from sft_play.machine.gpu import Gpu, GpuProcess, GpuSnapshot, GpuStatus
+from sft_play.machine.hardware import Hardware
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
-from sft_play.runs.locking import LAUNCHER, LOCK_FILE, WRITER, lock_run
+from sft_play.runs.lookup import LAUNCHER, LOCK_FILE, WRITER, lock_run
 from tests.conftest import ROOT, clean_environment
 
 GIB = 2**30
@@ -84,8 +91,8 @@ def machine(monkeypatch, tmp_path):
         )  # fmt: skip
         monkeypatch.setattr(memory_check, "detect_hardware", lambda environment: found)
         monkeypatch.setattr(memory_check, "read_all_gpus", lambda **_: GpuSnapshot(gpus, "NVML"))
-        monkeypatch.setattr(processes, "find_rank_group", lambda folder, holders: group)
-        monkeypatch.setattr(processes, "lock_holder_pid", lambda folder: OTHER if group else None)
+        monkeypatch.setattr(memory_check, "find_rank_group", lambda folder, holders: group)
+        monkeypatch.setattr(memory_check, "lock_holder_pid", lambda folder: OTHER if group else None)
         return tmp_path
 
     return install
@@ -307,7 +314,7 @@ PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import lock_run
+from sft_play.runs.lookup import lock_run
 folder, forks = sys.argv[1:3]
 if os.environ.get("RANK", "0") == "0":
     file = open(os.path.join(folder, "train.log"), "a")
@@ -408,7 +415,7 @@ def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
 def test_a_writer_that_is_not_of_this_machine_is_said(machine, monkeypatch, tmp_path):
     folder = run_folder(tmp_path, "far")
     output = machine(hardware=CPU)
-    monkeypatch.setattr(processes, "lock_holder_pid", lambda folder: 0)
+    monkeypatch.setattr(memory_check, "lock_holder_pid", lambda folder: 0)
     check = read_memory_snapshot(output, {})
     assert check.running
     assert f"Run {folder.path} is being written, by a process that cannot be seen from here" in check.said[0]
@@ -455,7 +462,7 @@ def test_watching_writes_a_block_at_a_time_and_ctrl_c_ends_it(machine, tmp_path)
     last = watch_memory(lambda: read_memory_snapshot(output, {}), show_snapshot=written.append, pause=pause)
     assert len(written) == 3
     assert isinstance(last, MemorySnapshot)
-    assert pauses == [memory_page.REFRESH_S] * 3
+    assert pauses == [pages.REFRESH_S] * 3
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

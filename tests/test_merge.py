@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.registry import small_base
 from sft_play.errors import ConfigError, ModelError, RunFolderError
-from sft_play.finished.export import merged_weights, push
+from sft_play.finished.export import merge, push
 from sft_play.finished.export.check_merge import divergence_limit, merge_test
 from sft_play.finished.export.export import export_run
 from sft_play.finished.export.merge import ensure_whole_model_folder, merge_run, record_merge_test
@@ -323,9 +323,9 @@ def test_trained_embeddings_are_saved_once(tmp_path, kind):
 )
 def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, kind, monkeypatch, caplog):
     """As transformers reads HrmText, whose files hold several layers in one tensor; here every tensor counts so."""
-    names = merged_weights._map_to_model
+    names = merge._map_to_model
     converted = lambda adapted, keys: ({key: (name, True) for key, (name, _) in names(adapted, keys)[0].items()}, {})  # noqa: E731
-    monkeypatch.setattr(merged_weights, "_map_to_model", converted)
+    monkeypatch.setattr(merge, "_map_to_model", converted)
     build, lora = BASES[kind]
     base = make_base(tmp_path / "base", build(), dtype=torch.bfloat16)
     if "expert" in kind:
@@ -337,7 +337,7 @@ def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, k
     whole = load_model_folder(merged.path)
     assert whole.dtype == torch.float32
     torch.testing.assert_close(logits(whole), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(merged_weights, "_map_to_model", names)
+    monkeypatch.setattr(merge, "_map_to_model", names)
     streamed = merge_run(run, dtype="fp32", out=tmp_path / "streamed")
     assert streamed.streamed
     torch.testing.assert_close(logits(load_model_folder(streamed.path)), logits(whole), rtol=0, atol=0)
@@ -348,7 +348,7 @@ def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypa
     """As a layout of experts would be for which there is no rule: merged in RAM, where transformers names them."""
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
     one_name = lambda self, key: key.replace(".experts.3.", ".experts.2.").replace(".1.mlp.gate.", ".1.router.")  # noqa: E731
-    monkeypatch.setattr(merged_weights.MergedWeights, "_output_name", one_name)
+    monkeypatch.setattr(merge.MergedWeights, "_output_name", one_name)
     merged = merge_run(run)
     assert not merged.streamed
     assert "whole model is loaded into RAM" in caplog.text
@@ -367,7 +367,7 @@ def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypa
 )
 def test_a_merge_whose_files_are_not_the_classes_is_refused(tmp_path, monkeypatch, lost, message):
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
-    write = merged_weights.write_tensors
+    write = merge.write_tensors
 
     def spoilt(folder, *args, **options):
         write(folder, *args, **options)
@@ -375,7 +375,7 @@ def test_a_merge_whose_files_are_not_the_classes_is_refused(tmp_path, monkeypatc
         kept = {name: lost(name, tensor) for name, tensor in load_file(file).items()}
         save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, file, {"format": "pt"})
 
-    monkeypatch.setattr(merged_weights, "write_tensors", spoilt)
+    monkeypatch.setattr(merge, "write_tensors", spoilt)
     with pytest.raises(ModelError, match=message):
         merge_run(run)
     assert not (run.folder.path / "merged").exists()

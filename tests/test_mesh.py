@@ -18,21 +18,22 @@ from hypothesis import strategies as st
 from benchmarks.long_rows import LONG_ROWS, long_rows
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.facts.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
-from sft_play.facts.network import NodeSetup
 from sft_play.launch import machine as of_ranks
 from sft_play.launch import request, resume
 from sft_play.launch.accelerate import _ACCELERATE_LAUNCH_VARIABLES, accelerate_launch_config, read_accelerate_file
 from sft_play.launch.request import LaunchOptions
-from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.advice.what_if import find_largest_fit
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.network import NodeSetup
+from sft_play.models.config_json import load_model_shape
+from sft_play.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
+from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
-from sft_play.planner.layout import LAYOUT_NAMES, Layout, PreviousRun, find_layouts
-from sft_play.planner.mesh import MESH_AXES, Mesh, parse_mesh
-from sft_play.planner.plan import PlanRequest, build_plan_inputs, make_plan, plan_from_json
+from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
+from sft_play.planner.layout import LAYOUT_NAMES, MESH_AXES, Layout, Mesh, PreviousRun, parse_mesh
+from sft_play.planner.plan import plan_from_json
+from sft_play.planner.possible_layouts import find_layouts
+from sft_play.planner.what_if import find_largest_fit
 from tests.conftest import chosen
 from tests.models import uneven_run
 from tests.ranks import found_by_ranks

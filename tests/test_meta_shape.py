@@ -9,9 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import load_config_json
-from sft_play.facts.models.config_fields import UnknownArchitecture
-from sft_play.facts.models.decoder import parse_model_shape
+from sft_play.models.config_json import load_config_json, parse_model_shape
+from sft_play.models.families import UnknownArchitecture
 from sft_play.trace import meta_shape
 from sft_play.trace.build import language_model_config as trace_config_of
 from sft_play.trace.confirm import cached_shape
@@ -70,7 +69,7 @@ def test_a_measured_shape_is_remembered_by_config_and_versions(kind, tmp_path, m
     file.write_text('{"name": "m"}')
     assert cached_shape(config, name="m") == first
     monkeypatch.setattr(meta_shape, "measure_shape_on_meta", again)
-    monkeypatch.setattr("sft_play.facts.installed.installed_version", lambda library: "99")
+    monkeypatch.setattr("sft_play.machine.software.installed_version", lambda library: "99")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         cached_shape(config, name="m")
 

@@ -10,16 +10,16 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import HardwareError
-from sft_play.facts.gpus import visible_gpus
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch import machine as of_ranks
 from sft_play.launch import rank as launch_rank
 from sft_play.launch.rank import check_rank_gpu
 from sft_play.launch.request import parse_launch_options
 from sft_play.launch.torchrun import RankInfo
-from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.machine import visible_gpus
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 
 GIB = 2**30
 KINDS = {"NVIDIA A100 80GB PCIe": 80, "NVIDIA GeForce RTX 4090": 24, "NVIDIA L4": 23, "NVIDIA GeForce RTX 3060": 12}

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.starter_base import CHAT_TEMPLATE
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
+from sft_play.finished.export.gguf_checks import probe_conversations
 from sft_play.finished.export.ollama import (
     TemplateParts,
     UnsupportedTemplateError,
@@ -20,7 +21,6 @@ from sft_play.finished.export.ollama import (
     learn_template_parts,
     render_as_ollama,
 )
-from sft_play.finished.export.prompts import probe_conversations
 from sft_play.training.prepare.tokenizer import BUILT_IN_TEMPLATES
 from tests.conftest import shared
 from tests.go_templates import evaluate

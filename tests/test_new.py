@@ -29,10 +29,10 @@ from sft_play.data.sources.columns import guess_columns
 from sft_play.data.sources.examples import check_first_rows
 from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import ConfigError, DataError, HardwareError, ModelError
-from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
-from sft_play.facts.hardware import detect_hardware, parse_hardware
-from sft_play.facts.models.architecture import load_config_json
-from sft_play.launch.run_plan import plan_run
+from sft_play.launch.planning import plan_run
+from sft_play.machine.gpu_catalog import CATALOG_ENTRIES
+from sft_play.machine.hardware import detect_hardware, parse_hardware
+from sft_play.models.config_json import load_config_json
 from tests.conftest import ROOT, shared
 from tests.models import make_llama
 
@@ -512,7 +512,7 @@ def test_what_needs_no_library_is_refused_before_one_is_imported(words, environm
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
-    from sft_play.facts.models import architecture
+    from sft_play.models import config_json
 
     asked = []
 
@@ -520,11 +520,11 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
         asked.append(address)
         raise TimeoutError
 
-    monkeypatch.setattr(architecture.socket, "create_connection", silent)
-    monkeypatch.setattr(architecture, "_failure_times", {})
+    monkeypatch.setattr(config_json.socket, "create_connection", silent)
+    monkeypatch.setattr(config_json, "_failure_times", {})
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    assert [architecture.is_hub_reachable() for _ in range(4)] == [False] * 4
+    assert [config_json.is_hub_reachable() for _ in range(4)] == [False] * 4
     assert len(asked) == 1
 
 

@@ -20,26 +20,26 @@ OTHER = Path("/my outputs/else where")
 
 
 def infer() -> Any:
-    from sft_play.finished.answer.infer import InferResult
+    from sft_play.finished.infer import InferResult
 
     return InferResult(RUN, OTHER, 3, 0)
 
 
 def serve() -> Any:
-    from sft_play.finished.answer.serve import ServedEndpoint
+    from sft_play.finished.serve import ServedEndpoint
 
     return ServedEndpoint(RUN, "transformers", "first", RUN / "adapter", "127.0.0.1", 8000, 1)
 
 
 def evaluate() -> Any:
-    from sft_play.finished.evaluate.evaluation import Evaluation
+    from sft_play.finished.evaluation import Evaluation
 
     return Evaluation(RUN, None, 0, (), (), {"before": None}, None, OTHER)
 
 
 def ship(*, reason: str = "") -> Any:
-    from sft_play.finished.evaluate.ship import ShipResult
-    from sft_play.finished.evaluate.ship_rule import (
+    from sft_play.finished.ship import ShipResult
+    from sft_play.finished.ship_rule import (
         Evidence,
         GeneralEvidence,
         MergeEvidence,
@@ -88,20 +88,20 @@ def push() -> Any:
 
 
 def record() -> Any:
-    from sft_play.finished.report.record import RunPart, RunRecord
+    from sft_play.finished.record import RunPart, RunRecord
     from sft_play.runs.folder import RunFolder
 
     return RunRecord(RunFolder(RUN), "finished", {}, {}, {}, (RunPart(None, {}, {}, {}, {}, {}),), ())
 
 
 def report() -> Any:
-    from sft_play.finished.report.report import RunReport
+    from sft_play.finished.report import RunReport
 
     return RunReport(record(), OTHER, (), 0, None)
 
 
 def compare() -> Any:
-    from sft_play.finished.report.compare import Comparison
+    from sft_play.finished.compare import Comparison
 
     return Comparison(("first", "other"), (record(), record()), {}, (), OTHER, None)
 

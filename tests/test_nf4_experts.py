@@ -15,18 +15,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
 from sft_play.finished.export.merge import merge_run
 from sft_play.finished.run import find_finished_run
-from sft_play.launch.run_plan import load_run_model_shape
-from sft_play.planner.memory.loading_and_saving import STACKING_COPIES, loading_terms
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.memory.estimate import STACKING_COPIES, loading_terms
 from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.memory.structure import check_adapter_targets
-from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
-from sft_play.trace.block_meter import load_planned_shape
+from sft_play.trace.block_meter import load_planned_shape, load_run_model_shape
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.fsdp_loading import _build_empty_model
 from sft_play.training.model.model_loading import load_model
@@ -368,7 +367,7 @@ def test_a_merge_leaves_experts_that_stayed_as_they_were(world):
 
 def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
     """In 4 bits a mixture of 30 billion parameters fits where it does not in 16."""
-    from sft_play.planner.advice.what_if import find_largest_fit
+    from sft_play.planner.what_if import find_largest_fit
 
     found = {}
     for quantize in ("auto", False):

@@ -22,13 +22,13 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.network import NodeSetup
 from sft_play.launch.accelerate import read_accelerate_file
 from sft_play.launch.nodes import NodeMeeting, card_differences, meet_nodes, node_card
 from sft_play.launch.rank import choose_interface
 from sft_play.launch.request import LaunchOptions, fill_from_accelerate, parse_launch_options
 from sft_play.launch.torchrun import RankInfo
+from sft_play.machine.hardware import Hardware
+from sft_play.machine.network import NodeSetup
 from tests.conftest import ROOT, VARIABLES, clean_environment
 
 pytestmark = pytest.mark.build

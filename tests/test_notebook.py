@@ -16,7 +16,7 @@ import pytest
 
 from sft_play.commands import run_notebook as notebook
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import Hardware, detect_hardware, parse_hardware
+from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
 from tests import warm
 from tests.conftest import ROOT
 

@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.facts.models.model_shape import LinearShape
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.gpu_catalog import CATALOG_ENTRIES
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.models.shape import LinearShape
 from sft_play.planner import candidates
-from sft_play.planner.attention import RowAttention
 from sft_play.planner.candidates import plan_micro_batches
+from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
+from sft_play.planner.kernels import RowAttention
 from sft_play.planner.micro_batches import MicroBatches, average_micro_steps, summarize_row_tokens
-from sft_play.planner.plan import PlanRequest, build_plan_inputs, make_plan, plan_from_json
+from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.throughput import CHAT_START_SHARE, LAYER_OVERHEAD_S, predict_speed
+from sft_play.planner.speed import CHAT_START_SHARE, LAYER_OVERHEAD_S, predict_speed
 
 GIB = 2**30
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -174,8 +175,8 @@ def test_no_number_is_read_from_the_device(monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM, MistralConfig
 
-    from sft_play.training.loop.collate import CHAT_LENGTHS, COUNT_KEYS, Collator
-    from sft_play.training.model import varlen
+    from sft_play.training.loop.rows import CHAT_LENGTHS, COUNT_KEYS, Collator
+    from sft_play.training.model import attention_functions
 
     config = MistralConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=8,
                            num_attention_heads=2, num_key_value_heads=1, sliding_window=6)  # fmt: skip
@@ -186,7 +187,7 @@ def test_no_number_is_read_from_the_device(monkeypatch):
     assert batch[CHAT_LENGTHS] == (9, 4)
     assert CHAT_LENGTHS not in Collator(pad_id=0, flat=True)(rows)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=varlen.VARLEN_ATTENTION)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_functions.VARLEN_ATTENTION)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)  # torch knows none of this device
@@ -210,8 +211,8 @@ def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama
     which needs none, is not given any."""
     from torch.nn.parallel.scatter_gather import scatter_kwargs
 
-    from sft_play.training.loop.collate import CHAT_LENGTHS
-    from sft_play.training.model import varlen
+    from sft_play.training.loop.rows import CHAT_LENGTHS
+    from sft_play.training.model import attention_functions
     from tests.ranks_micro_batches import trainer_of
 
     trainer = trainer_of(tiny_llama, tmp_path, MicroBatches(1, tokens=48, padded=False), ranks=1, bf16=False)
@@ -223,7 +224,7 @@ def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama
         assert all(type(length) is int for length in prepared[CHAT_LENGTHS])
     _, (given,) = scatter_kwargs((), {CHAT_LENGTHS: (3, 4)}, [0])
     assert tuple(given[CHAT_LENGTHS]) == (3, 4)
-    varlen.enable_flash(enabled=True)
+    attention_functions.enable_flash(enabled=True)
     trainer = trainer_of(tiny_llama, tmp_path, MicroBatches(1, tokens=48, padded=False), ranks=1, bf16=False)
     batches = [batch for batch in trainer.get_train_dataloader() if batch]
     assert batches
@@ -236,13 +237,13 @@ def test_values_may_have_another_width_than_keys(dtype):
     """Latent attention; against softmax by hand in fp64."""
     import torch
 
-    from sft_play.training.model import varlen
+    from sft_play.training.model import attention_functions
 
     torch.manual_seed(2)
     lengths, kind = (5, 1, 12), getattr(torch, dtype)
     query, key = (torch.randn(18, 4, 24).to(kind).requires_grad_() for _ in range(2))
     value = torch.randn(18, 4, 10).to(kind).requires_grad_()
-    found = varlen.attention_per_chat(query, key, value, lengths, scale=0.2, window=None)
+    found = attention_functions.attention_per_chat(query, key, value, lengths, scale=0.2, window=None)
     parts = []
     for q, k, v in zip(*(one.double().split(lengths) for one in (query, key, value)), strict=True):
         scores = torch.einsum("qhd,khd->hqk", q, k) * 0.2
@@ -263,11 +264,11 @@ def prepared(**changes: Any) -> tuple[Any, Any]:
     """A model's spec and a plan, as far as `verify_varlen_kernel` reads them."""
     from transformers import MistralConfig
 
-    from sft_play.training.model import varlen
+    from sft_play.training.model import attention_functions
 
     hf_config = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=4096)
     spec = SimpleNamespace(
-        hf_config=hf_config, attention=SimpleNamespace(name=changes.pop("name", varlen.VARLEN_ATTENTION))
+        hf_config=hf_config, attention=SimpleNamespace(name=changes.pop("name", attention_functions.VARLEN_ATTENTION))
     )
     step = SimpleNamespace(one_by_one=changes.pop("one_by_one", False))
     compute = changes.pop("compute", "bfloat16")
@@ -278,10 +279,10 @@ def prepared(**changes: Any) -> tuple[Any, Any]:
 
 
 def right(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
-    from sft_play.training.model import varlen
+    from sft_play.training.model import attention_functions
 
     assert longest == max(ends.diff().tolist())
-    return varlen.attention_per_chat(query, key, value, ends.diff().tolist(), scale=scale, window=window)
+    return attention_functions.attention_per_chat(query, key, value, ends.diff().tolist(), scale=scale, window=window)
 
 
 def wrong(**changes: Any) -> Any:
@@ -290,14 +291,14 @@ def wrong(**changes: Any) -> Any:
     def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
         import torch
 
-        from sft_play.training.model import varlen
+        from sft_play.training.model import attention_functions
 
         lengths = ends.diff().tolist()
         if "joins" in changes:
             lengths = [lengths[0] + lengths[1], *lengths[2:]]
         if "window" in changes and window is not None:
             window += changes["window"]
-        found = varlen.attention_per_chat(
+        found = attention_functions.attention_per_chat(
             query, key, value, lengths, scale=scale * changes.get("scale", 1), window=window
         )
         if "nan" in changes:
@@ -315,10 +316,10 @@ def refused(*_: Any, **__: Any) -> Any:
 
 @pytest.fixture
 def reset():
-    from sft_play.training.model import varlen
+    from sft_play.training.model import attention_functions
 
     yield
-    varlen.enable_flash(enabled=False)
+    attention_functions.enable_flash(enabled=False)
 
 
 @pytest.mark.build
@@ -327,8 +328,8 @@ def reset():
 def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
     import torch
 
-    from sft_play.training.class_checks import proof
-    from sft_play.training.model import varlen
+    from sft_play.training.class_checks import replaced_code
+    from sft_play.training.model import attention_functions
 
     asked = []
 
@@ -336,26 +337,28 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
         asked.append((given[0].dtype, given[0].shape[1:], given[1].shape[1:], options["window"]))
         return right(*given, **options)
 
-    monkeypatch.setattr(varlen, "flash_attention", watched)
+    monkeypatch.setattr(attention_functions, "flash_attention", watched)
     caplog.set_level(logging.DEBUG)
     state = torch.get_rng_state()
-    proof.verify_varlen_kernel(*prepared(compute=compute), device=torch.device("cpu"))
-    assert varlen._uses_flash
-    assert not varlen.needs_chat_lengths(varlen.VARLEN_ATTENTION)
+    replaced_code.verify_varlen_kernel(*prepared(compute=compute), device=torch.device("cpu"))
+    assert attention_functions._uses_flash
+    assert not attention_functions.needs_chat_lengths(attention_functions.VARLEN_ATTENTION)
     assert torch.equal(torch.get_rng_state(), state)
-    assert asked == [(getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, proof.LONGEST_WINDOW)]
+    assert asked == [
+        (getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, replaced_code.LONGEST_WINDOW)
+    ]
     assert "PyTorch's varlen kernel is within" in caplog.text
     # ranks that share a layer's heads have a part of them; and nothing is tried where the plan does not count on it
     asked.clear()
-    proof.verify_varlen_kernel(*prepared(parts=2), device=torch.device("cpu"))
+    replaced_code.verify_varlen_kernel(*prepared(parts=2), device=torch.device("cpu"))
     assert {shape for _, *shapes, _ in asked for shape in shapes} == {(2, 32), (1, 32)}
     asked.clear()
     for changes in ({"name": "sdpa"}, {"one_by_one": True}):
-        varlen.enable_flash(enabled=True)
-        proof.verify_varlen_kernel(*prepared(**changes), device=torch.device("cpu"))
-        assert not varlen._uses_flash
-        assert varlen.needs_chat_lengths(varlen.VARLEN_ATTENTION)
-        assert not varlen.needs_chat_lengths("sdpa")
+        attention_functions.enable_flash(enabled=True)
+        replaced_code.verify_varlen_kernel(*prepared(**changes), device=torch.device("cpu"))
+        assert not attention_functions._uses_flash
+        assert attention_functions.needs_chat_lengths(attention_functions.VARLEN_ATTENTION)
+        assert not attention_functions.needs_chat_lengths("sdpa")
     assert not asked
 
 
@@ -372,12 +375,12 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
 def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, caplog, kernel, says):
     import torch
 
-    from sft_play.training.class_checks import proof
-    from sft_play.training.model import varlen
+    from sft_play.training.class_checks import replaced_code
+    from sft_play.training.model import attention_functions
 
-    monkeypatch.setattr(varlen, "flash_attention", kernel)
-    proof.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
-    assert not varlen._uses_flash
+    monkeypatch.setattr(attention_functions, "flash_attention", kernel)
+    replaced_code.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
+    assert not attention_functions._uses_flash
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert line.startswith(
         "Attention: falls back to one call of sdpa for each chat, with the same numbers, but slower and with more "
@@ -392,18 +395,18 @@ def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
     import torch
 
     from sft_play.training import distributed
-    from sft_play.training.class_checks import proof
-    from sft_play.training.model import varlen
+    from sft_play.training.class_checks import replaced_code
+    from sft_play.training.model import attention_functions
 
     told = []
-    monkeypatch.setattr(varlen, "flash_attention", right)
+    monkeypatch.setattr(attention_functions, "flash_attention", right)
     monkeypatch.setattr(distributed, "any_rank", lambda flag: told.append(flag) or True)
-    proof.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
+    replaced_code.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
     assert told == [False]
-    assert not varlen._uses_flash
+    assert not attention_functions._uses_flash
     assert "another rank cannot" in caplog.text
-    monkeypatch.setattr(varlen, "flash_attention", None)
-    proof.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
+    monkeypatch.setattr(attention_functions, "flash_attention", None)
+    replaced_code.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
     assert told == [False, True]
     assert "not proven: TypeError" in caplog.text
 
@@ -414,15 +417,17 @@ def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
     import torch
     from torch._subclasses import FakeTensorMode
 
-    from sft_play.training.model import varlen
+    from sft_play.training.model import attention_functions
 
-    monkeypatch.setattr(varlen, "flash_attention", lambda *_, **__: "one call")
-    monkeypatch.setattr(varlen, "attention_per_chat", lambda *_, **__: "each chat")
+    monkeypatch.setattr(attention_functions, "flash_attention", lambda *_, **__: "one call")
+    monkeypatch.setattr(attention_functions, "attention_per_chat", lambda *_, **__: "each chat")
     for device, used in itertools.product(("cuda", "cpu"), (True, False)):
-        varlen.enable_flash(enabled=used)
+        attention_functions.enable_flash(enabled=used)
         with FakeTensorMode():
             heads = torch.empty(7, 2, 8, device=device)
-            found = varlen.packed_attention(heads, heads, heads, heads, 7, lengths=(3, 4), scale=1.0, window=None)
+            found = attention_functions.packed_attention(
+                heads, heads, heads, heads, 7, lengths=(3, 4), scale=1.0, window=None
+            )
         assert found == ("one call" if used and device == "cuda" else "each chat")
 
 
@@ -430,7 +435,7 @@ def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
 def test_the_heads_that_are_tried_are_the_models():
     from transformers import GPT2Config, LlamaConfig, MistralConfig
 
-    from sft_play.training.class_checks.proof import _kernel_cases
+    from sft_play.training.class_checks.replaced_code import _kernel_cases
 
     assert _kernel_cases(GPT2Config(n_head=12, n_embd=768), 1) == [((12, 12, 64), None)]
     llama = LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)

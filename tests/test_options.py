@@ -22,12 +22,11 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import SftPlayError
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.gradients import adapter_dtype
-from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.planner.precision import Precision
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.hardware import Hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.precision import Precision, adapter_dtype
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.runs.lookup import is_resume, new_run_folder
 from tests.conftest import chat, need_documents_extra
@@ -273,7 +272,7 @@ def trainer(config: RunConfig) -> Facts:
 
 def kernels(config: RunConfig) -> Facts:
     """Which kernels replace the model's own, on a machine that can run them."""
-    from sft_play.training.class_checks import kernels as module
+    from sft_play.training.class_checks import replaced_code as module
 
     model: Any = type("Model", (), {"config": type("Config", (), {"_attn_implementation": "sdpa"})})
     with pytest.MonkeyPatch.context() as patch:
@@ -341,7 +340,7 @@ def styled(config: RunConfig) -> Facts:
 
 def texts(config: RunConfig) -> Facts:
     """What `make dapt-docx` writes, and where."""
-    from sft_play.documents.documents import convert_documents
+    from sft_play.documents import convert_documents
 
     need_documents_extra()
     convert_documents(config, force=True)
@@ -384,7 +383,7 @@ def worker_count(config: RunConfig) -> Facts:
 
 def model_spec(config: RunConfig) -> Facts:
     """The backend, the attention and the adapter that are taken."""
-    from sft_play.facts.hardware import Hardware
+    from sft_play.machine.hardware import Hardware
     from sft_play.planner.backend import choose_backend
     from sft_play.planner.precision import Precision
     from sft_play.training.prepare.model_spec import build_model_spec
@@ -435,8 +434,8 @@ def origin(config: RunConfig) -> Facts:
     """The adapter that training begins with."""
     from peft import get_peft_model
 
+    from sft_play.training.model.adapters import read_base_adapter
     from sft_play.training.model.model_loading import read_model
-    from sft_play.training.prepare.base_adapter import read_base_adapter
     from sft_play.training.prepare.model_spec import build_model_spec
 
     precision = Precision("float32", "float32", "")
@@ -535,7 +534,7 @@ def timeout(config: RunConfig) -> Facts:
 
 def hybrid(config: RunConfig) -> Facts:
     """The layouts of four ranks on one node, with the ranks that each divides its states over."""
-    from sft_play.planner.layout import find_layouts
+    from sft_play.planner.possible_layouts import find_layouts
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=4)
     return {
@@ -546,9 +545,9 @@ def hybrid(config: RunConfig) -> Facts:
 def over_ranks(config: RunConfig) -> Facts:
     """What two CPU ranks do with gradients in each layout: how often, gathered, reduced and buffer dtypes; or why a
     layout cannot. What DDP is told, how many steps are profiled, how checkpoints are written."""
-    from sft_play.planner.gradients import gradient_sync
-    from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
-    from sft_play.planner.precision import choose_precision
+    from sft_play.planner.layout import LAYOUT_NAMES
+    from sft_play.planner.possible_layouts import find_layouts
+    from sft_play.planner.precision import choose_precision, gradient_sync
     from sft_play.training.engines import engine_arguments
     from sft_play.training.measure.profile import build_profile_window
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.sources.columns import NEGATIVE_COLUMNS, PREFERENCE_TAGS, REJECTED_COLUMNS
 from sft_play.data.sources.formats import (
     FORMATS,
     TEXT_COLUMNS,
@@ -18,7 +19,6 @@ from sft_play.data.sources.formats import (
     rename_columns,
     to_example,
 )
-from sft_play.data.sources.other_kinds import NEGATIVE_COLUMNS, PREFERENCE_TAGS, REJECTED_COLUMNS
 from sft_play.data.sources.raw import BadRow, RawRow
 from tests.conftest import chat
 

@@ -12,12 +12,11 @@ from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.launch.resume import resume_constraints
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.layout import PreviousRun
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, check_same_run, new_manifest
 from sft_play.runs.lookup import create_run
-from sft_play.runs.manifest import check_same_run, new_manifest
+from sft_play.text import GIB
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
 from sft_play.training.prepare.device_checks import out_of_memory_message
-from sft_play.units import GIB
 
 
 def loaded_config(*settings: str) -> LoadedConfig:

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.gpus.gpu import Gpu, GpuSnapshot, GpuStatus
-from sft_play.facts.hardware import Hardware
 from sft_play.launch import machine
 from sft_play.launch import rank as launch_rank
 from sft_play.launch.torchrun import RankInfo, read_rank_info, refuse_repeated_starts
-from sft_play.units import GIB
+from sft_play.machine.gpu import Gpu, GpuSnapshot, GpuStatus
+from sft_play.machine.hardware import Hardware
+from sft_play.text import GIB
 
 H100 = "NVIDIA H100 80GB HBM3"
 

@@ -138,8 +138,7 @@ def test_rows_stay_in_the_data_set_until_they_are_asked_for(tmp_path):
 
 
 def test_a_batch_of_packs_begins_its_positions_anew_with_every_chat():
-    from sft_play.training.loop.collate import Collator
-    from sft_play.training.loop.rows import TrainingRows
+    from sft_play.training.loop.rows import Collator, TrainingRows
 
     rows = TrainingRows(dataset([3, 2, 4], [0, 1, 0]), packs=pack_best_fit([3, 2, 4], 6))
     batch = Collator(pad_id=7, adds_sources=True)([rows[0], rows[1]])
@@ -160,7 +159,7 @@ def test_a_batch_of_single_rows_is_the_one_that_trl_makes():
     import torch
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    from sft_play.training.loop.collate import Collator
+    from sft_play.training.loop.rows import Collator
 
     rows = dataset([3, 2, 5])
     ours = Collator(pad_id=7)([rows[n] for n in range(3)])
@@ -211,8 +210,7 @@ def packed(rows: list[list[list[int]]], *, flat: bool = False) -> dict[str, Any]
     from datasets import Dataset
 
     from sft_play.data.build.packing import Packs
-    from sft_play.training.loop.collate import COUNT_KEYS, Collator
-    from sft_play.training.loop.rows import TrainingRows
+    from sft_play.training.loop.rows import COUNT_KEYS, Collator, TrainingRows
 
     chats = [ids for row in rows for ids in row]
     data = Dataset.from_dict({"input_ids": chats, "labels": chats})
@@ -259,7 +257,7 @@ def test_a_chat_in_a_pack_is_computed_as_if_it_were_alone(kind, attention):
 def test_loss_and_gradients_of_packs_are_those_of_the_rows(kind, attention, checkpointing):
     import torch
 
-    from sft_play.training.loop.collate import Collator
+    from sft_play.training.loop.rows import Collator
 
     model = tiny(kind, attention).train()
     for module in model.modules():
@@ -419,10 +417,10 @@ def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypat
 # --- the plan ---------------------------------------------------------------------------------------------------------
 def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one():
     from sft_play.config.load import config_from_text
-    from sft_play.facts.gpus.gpu import Gpu
-    from sft_play.facts.hardware import Hardware
-    from sft_play.facts.models.architecture import load_model_shape
-    from sft_play.planner.plan import PlanRequest, make_plan
+    from sft_play.machine.gpu import Gpu
+    from sft_play.machine.hardware import Hardware
+    from sft_play.models.config_json import load_model_shape
+    from sft_play.planner.decide import PlanRequest, make_plan
 
     machine = Hardware((Gpu(0, "GPU", 40 * 2**30, None, (9, 0)),), "CPU", 2, 24 * 2**30, 24 * 2**30)
 

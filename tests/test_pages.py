@@ -92,7 +92,7 @@ def loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_gpu_is_one_line(tmp_path, monkeypatch):
-    folder = ROOT / "sft_play" / "facts" / "gpus"
+    folder = ROOT / "sft_play" / "machine"
     table = json.loads((folder / "gpu_catalog.json").read_text(encoding="utf-8"))
     table["gpus"].append({**table["gpus"][0], "name": "Example 9000", "aliases": []})
     (tmp_path / "gpu_catalog.json").write_text(json.dumps(table), encoding="utf-8")

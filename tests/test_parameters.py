@@ -14,12 +14,12 @@ from pydantic import TypeAdapter
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.explain import plan_lines
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.parameters import ParameterCounts, count_parameters, format_parameters
-from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
-from sft_play.planner.plan_details import plan_lines
+from sft_play.planner.plan import ParameterCounts, count_parameters, format_parameters, plan_from_json
 from sft_play.planner.precision import Precision
 
 FP32, BF16 = Precision("float32", "float32", ""), Precision("bfloat16", "bfloat16", "")

@@ -18,10 +18,10 @@ import pytest
 
 from sft_play.planner import calibration
 from sft_play.planner.memory.estimate import MemoryEstimate, RunPhase
-from sft_play.training.measure import peaks as peaks_module
-from sft_play.training.measure.peaks import SAMPLE_INTERVAL_S, MemoryMeter, MemoryPeaks
+from sft_play.text import GIB
+from sft_play.training.measure import monitor as peaks_module
+from sft_play.training.measure.monitor import SAMPLE_INTERVAL_S, MemoryMeter, MemoryPeaks
 from sft_play.training.measure.summary import _memory_line
-from sft_play.units import GIB
 from tests.conftest import chat
 
 pytestmark = pytest.mark.build
@@ -147,7 +147,7 @@ ALONE = """
 import json, random, resource, sys, time
 import numpy as np
 import psutil
-from sft_play.training.measure.peaks import MemoryPeaks
+from sft_play.training.measure.monitor import MemoryPeaks
 
 draw, wanted = random.Random(int(sys.argv[1])), {}
 level = psutil.Process().memory_info().rss

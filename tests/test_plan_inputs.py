@@ -16,28 +16,23 @@ from sft_play.commands import plan as plan_command
 from sft_play.commands.request import read_request
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose.disk import planned_disk_usage
+from sft_play.diagnose.this_machine import planned_disk_usage
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.gpus.gpu_catalog import CATALOG_ENTRIES
-from sft_play.facts.hardware import detect_hardware, parse_hardware
-from sft_play.facts.models.architecture import KNOWN_MODELS, load_model_shape
-from sft_play.facts.models.config_fields import UnknownArchitecture
 from sft_play.launch import planning
-from sft_play.launch.run_plan import plan_run
-from sft_play.planner.advice import what_if
-from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.advice.what_if import find_largest_fit, parse_grid
+from sft_play.launch.planning import plan_run
+from sft_play.machine.gpu_catalog import CATALOG_ENTRIES
+from sft_play.machine.hardware import detect_hardware, parse_hardware
+from sft_play.models.config_json import KNOWN_MODELS, load_model_shape
+from sft_play.models.families import UnknownArchitecture
+from sft_play.planner import what_if
+from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.candidates import evaluate_candidates, lowest_memory_candidates
-from sft_play.planner.layout import find_layouts
+from sft_play.planner.decide import PlanRequest, build_plan_inputs
+from sft_play.planner.explain import candidate_table_lines, choice_line, hardware_lines, speed_lines, suggestion_lines
 from sft_play.planner.micro_batches import RowTokens
-from sft_play.planner.plan import Plan, PlanRequest, build_plan_inputs
-from sft_play.planner.plan_details import (
-    candidate_table_lines,
-    choice_line,
-    hardware_lines,
-    speed_lines,
-    suggestion_lines,
-)
+from sft_play.planner.plan import Plan
+from sft_play.planner.possible_layouts import find_layouts
+from sft_play.planner.what_if import find_largest_fit, parse_grid
 from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.runs.lookup import output_dir
 from tests.conftest import ROOT, Command

@@ -14,17 +14,18 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.models.config_json import load_model_shape
 from sft_play.planner import calibration
-from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.advice.what_if import QUESTIONS, find_largest_fit
+from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.candidates import choose_candidate
-from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
-from sft_play.planner.plan import Plan, PlanRequest, RunLength, TracePrediction, make_plan, plan_from_json, require_fit
-from sft_play.planner.plan_details import choice_line, grid_lines, hardware_lines, largest_fit_line, plan_lines
-from sft_play.planner.reasons import format_relative_speed
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.explain import choice_line, format_relative_speed, grid_lines, hardware_lines, plan_lines
+from sft_play.planner.layout import LAYOUT_NAMES
+from sft_play.planner.plan import Plan, RunLength, TracePrediction, plan_from_json, require_fit
+from sft_play.planner.possible_layouts import find_layouts
+from sft_play.planner.what_if import QUESTIONS, find_largest_fit, largest_fit_line
 from sft_play.training.measure.recorded import record_measurements
 from tests.conftest import Command
 

@@ -26,11 +26,11 @@ from sft_play.data.preview import (
     format_plain_lines,
     format_terminal_text,
     kept_token_flags,
+    render_html_page,
     shorten_pieces,
     split_signs,
     split_token_pieces,
 )
-from sft_play.data.preview_page import render_html_page
 from sft_play.errors import DataError
 from tests.bundled import there, tokenizer_folder
 from tests.conftest import chat

@@ -248,7 +248,7 @@ def processed(seed: int) -> dict[str, Any]:
 
 def documents(seed: int) -> dict[str, Any]:
     """What `dapt-docx` makes of text; that of other kinds is what their libraries read."""
-    from sft_play.documents.documents import convert_documents as read
+    from sft_play.documents import convert_documents as read
 
     need_documents_extra()
     draw = random.Random(seed)

@@ -17,13 +17,13 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.candidates import evaluate_candidates
-from sft_play.planner.layout import find_layouts
-from sft_play.planner.plan import PlanRequest, build_plan_inputs
-from sft_play.planner.plan_details import bar_lines, candidate_table_lines, plan_lines, suggestion_lines
+from sft_play.planner.decide import PlanRequest, build_plan_inputs
+from sft_play.planner.explain import bar_lines, candidate_table_lines, plan_lines, suggestion_lines
+from sft_play.planner.possible_layouts import find_layouts
 from tests.conftest import digest
 
 RECORD = Path(__file__).with_name("recorded_plans.json")

@@ -14,7 +14,7 @@ import pytest
 
 from sft_play.commands import COMMAND_FILES
 from sft_play.config.load import load_config, resolved_config
-from sft_play.facts.models.architecture import base_weights_identity
+from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.starter import BASE
 from tests.conftest import ROOT, clean_environment

@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.facts.models.decoder import parse_model_shape
-from sft_play.planner.attention import sdpa_kernel
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape, parse_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.kernels import sdpa_kernel
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import needs_repeated_kv, sdpa_call, select_attention_kernel
-from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.training.model import sdpa
+from sft_play.training.model import attention_functions
 from tests.test_decisions import QUICK
 
 pytestmark = pytest.mark.build
@@ -34,7 +34,7 @@ FP16, FP32 = Precision("float16", "float16", ""), Precision("float32", "float32"
 
 @pytest.fixture(autouse=True)
 def _own_sdpa():
-    with sdpa.kv_repetition(enabled=False):
+    with attention_functions.kv_repetition(enabled=False):
         yield
 
 
@@ -70,7 +70,7 @@ def test_repeated_keys_give_what_grouped_ones_give_forwards_and_backwards(groups
             mask[1, :, :, :4] = False
             mask[1, :, range(13), range(13)] = True
         stock = answer(sdpa_attention.sdpa_attention_forward, tensors, mask, scaling=0.3)
-        mine = answer(sdpa.sdpa_attention, tensors, mask, scaling=0.3)
+        mine = answer(attention_functions.sdpa_attention, tensors, mask, scaling=0.3)
         for one, other in zip(stock, mine, strict=True):
             options = one.float().abs().max().item()
             assert (one.float() - other.float()).abs().max().item() <= 4 * eps * max(1.0, options)
@@ -88,7 +88,7 @@ def test_pytorch_never_sees_grouped_heads(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     tensors = heads(0, groups=2, dtype=torch.float32)
     answer(sdpa_attention.sdpa_attention_forward, tensors, None)
-    answer(sdpa.sdpa_attention, tensors, None)
+    answer(attention_functions.sdpa_attention, tensors, None)
     assert seen == [(False, True), (True, False)]
 
 
@@ -111,7 +111,7 @@ def test_a_model_has_the_loss_and_gradients_of_the_stock_one(tiny_llama, rows, d
         inputs["position_ids"] = torch.cat([torch.arange(8), torch.arange(12)]).repeat(2, 1)
     found = []
     for repeated in (False, True):
-        with sdpa.kv_repetition(enabled=repeated):
+        with attention_functions.kv_repetition(enabled=repeated):
             model = model_of(tiny_llama, dtype)
             loss = model(**inputs, use_cache=False).loss
             loss.backward()
@@ -126,14 +126,14 @@ def test_answers_are_generated_and_nothing_of_it_is_saved(tiny_llama, tmp_path):
     ids = torch.arange(5)[None] + 3
     made = []
     for repeated in (False, True):
-        with sdpa.kv_repetition(enabled=repeated):
-            assert sdpa.repeats_kv() == repeated
+        with attention_functions.kv_repetition(enabled=repeated):
+            assert attention_functions.repeats_kv() == repeated
             model = model_of(tiny_llama, torch.float32)
             made.append(model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist())
             assert model.config._attn_implementation == "sdpa"
             model.save_pretrained(tmp_path / str(repeated))
     assert made[0] == made[1]
-    assert not sdpa.repeats_kv()
+    assert not attention_functions.repeats_kv()
     one, other = (json.loads((tmp_path / str(name) / "config.json").read_text()) for name in (False, True))
     assert one == other
 
@@ -195,7 +195,7 @@ def test_the_model_spec_says_why_and_loading_puts_it_to_use(tiny_llama):
         (said,) = [note for note in drawn.notes if note.startswith("Attention: sdpa")]
         assert ("keys and values are repeated to all heads" in said) == repeats
         model = load_model(config, FP32, drawn, device="cpu", quant_storage=None)
-        assert sdpa.repeats_kv() == repeats
+        assert attention_functions.repeats_kv() == repeats
         assert model.config._attn_implementation == "sdpa"
 
 

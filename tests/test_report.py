@@ -16,31 +16,23 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished import page as charts_module
+from sft_play.finished import report as report_module
+from sft_play.finished.compare import compare_results
 from sft_play.finished.export.places import describe_merge
 from sft_play.finished.listing import list_runs
-from sft_play.finished.report import charts as charts_module
-from sft_play.finished.report import report as report_module
-from sft_play.finished.report.charts import (
-    PLOT_HEIGHT,
-    Chart,
-    Curve,
-    build_run_charts,
-    draw_charts,
-    plot_as_text,
-    thin_points,
-)
-from sft_play.finished.report.compare import compare_results
-from sft_play.finished.report.record import headline_metrics, read_record
-from sft_play.finished.report.report import report_on_exit, report_sections, write_final_report, write_report
+from sft_play.finished.page import PLOT_HEIGHT, Chart, Curve, build_run_charts, draw_charts, plot_as_text, thin_points
+from sft_play.finished.record import headline_metrics, read_record
+from sft_play.finished.report import report_on_exit, report_sections, write_final_report, write_report
 from sft_play.finished.run import find_run_folder
 from sft_play.runs.files import read_evaluations, read_summary
 from sft_play.runs.folder import RunFolder
+from sft_play.text import GIB
 from sft_play.training.checkpoints.card import result_figures
 from sft_play.training.loop.curriculum import _merge_summaries
 from sft_play.training.measure.evaluate import EvalMetrics
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question
 from sft_play.training.measure.summary import MAX_KEPT_SAMPLES, sample_answers
-from sft_play.units import GIB
 from tests.recorded_runs import SUMMARY, planned_folder, recorded_run, steps
 
 HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)>'

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.errors import RunFolderError
 from sft_play.finished.reproduce import compare_weights, describe_code
-from sft_play.runs.manifest import code_state
+from sft_play.runs.folder import code_state
 from tests import warm
 from tests.conftest import ROOT, chat
 

@@ -21,8 +21,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data import process as process_module
 from sft_play.data.build import survey
-from sft_play.data.build.size import estimate_size
-from sft_play.data.build.survey import RowRenderer, split_batches
+from sft_play.data.build.survey import RowRenderer, estimate_size, split_batches
 from sft_play.data.build.workers import RENDER_BATCH_CHARS
 from sft_play.data.masks.render import Renderer
 from sft_play.data.process import process_files
@@ -31,7 +30,7 @@ from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import Text
 from sft_play.data.sources.raw import NOTE_PIECE, BadRow, RawRow, find_piece_end, read_line_blocks, read_text_pieces
 from sft_play.errors import DataError
-from sft_play.process import imports
+from sft_play.process import waiting
 from tests.bundled import data_file, there, tokenizer_folder
 from tests.conftest import chat
 
@@ -271,9 +270,9 @@ def test_rows_are_rendered_a_few_characters_at_a_time():
 def test_memory_is_given_back_behind_long_texts_alone(monkeypatch):
     """Without it the memory of check grew by 25 bytes a byte of plain text."""
     trimmed: list[int] = []
-    monkeypatch.setattr(imports, "release_free_memory", lambda: trimmed.append(0))
-    for longest in (0, imports.LONG_TEXT_CHARS, imports.LONG_TEXT_CHARS + 1, 10 * imports.LONG_TEXT_CHARS):
-        imports.release_after_long_text(longest)
+    monkeypatch.setattr(waiting, "release_free_memory", lambda: trimmed.append(0))
+    for longest in (0, waiting.LONG_TEXT_CHARS, waiting.LONG_TEXT_CHARS + 1, 10 * waiting.LONG_TEXT_CHARS):
+        waiting.release_after_long_text(longest)
     assert trimmed == [0, 0]
 
 

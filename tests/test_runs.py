@@ -19,10 +19,8 @@ from sft_play.files import relative_to_cwd
 from sft_play.log import escape_control, one_line, redact
 from sft_play.runs import lookup as creation
 from sft_play.runs.files import truncate_metrics, write_json
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import LAUNCHER, LOCK_FILE, WRITER, lock_run
-from sft_play.runs.lookup import create_run, find_resumable, new_run_folder
-from sft_play.runs.manifest import check_same_run, git_state, load_resumed_config, new_manifest
+from sft_play.runs.folder import RunFolder, check_same_run, git_state, load_resumed_config, new_manifest
+from sft_play.runs.lookup import LAUNCHER, LOCK_FILE, WRITER, create_run, find_resumable, lock_run, new_run_folder
 from tests.conftest import ROOT
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -252,7 +250,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path):
     folder = make(tmp_path)
     code = (
         "import sys; from pathlib import Path; "
-        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock_run; "
+        "from sft_play.runs.folder import RunFolder; from sft_play.runs.lookup import lock_run; "
         f"mark = lock_run(RunFolder(Path({str(folder.path)!r}))); "
         "sys.stdout.write('locked'); sys.stdout.flush(); sys.stdin.read()"
     )
@@ -345,7 +343,7 @@ def writer(tmp_path):
     def begin(folder, by=None):
         code = (
             "import sys; from pathlib import Path; "
-            "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock_run; "
+            "from sft_play.runs.folder import RunFolder; from sft_play.runs.lookup import lock_run; "
             f"mark = lock_run(RunFolder(Path({str(folder.path)!r})), role={by}); "
             "sys.stdout.write('locked'); sys.stdout.flush(); sys.stdin.read()"
         )
@@ -421,7 +419,7 @@ from sft_play.config.load import LoadedConfig, config_from_text, load_config
 from sft_play.errors import RunFolderError
 from sft_play.runs.lookup import create_run, new_run_folder
 from sft_play.runs.folder import MANIFEST_FORMAT
-from sft_play.runs.locking import lock_run
+from sft_play.runs.lookup import lock_run
 base, seed = Path(sys.argv[1]), int(sys.argv[2])
 draw, made, until = random.Random(seed), 0, time.monotonic() + float(sys.argv[3])
 text = f"model: {{name: gpt2}}\\noutput: {{dir: {base}, name: one, if_exists: replace}}"
@@ -489,7 +487,7 @@ def test_a_lock_that_an_error_keeps_is_released_in_silence_at_the_end(tmp_path, 
     (tmp_path / "run").mkdir()
     code = (
         "import sys; from pathlib import Path\n"
-        "from sft_play.runs.folder import RunFolder\nfrom sft_play.runs.locking import lock_run\n"
+        "from sft_play.runs.folder import RunFolder\nfrom sft_play.runs.lookup import lock_run\n"
         f"mark = lock_run(RunFolder(Path(sys.argv[1])))\n{kept}\n"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "run")]

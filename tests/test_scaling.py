@@ -10,15 +10,14 @@ import pytest
 
 from benchmarks.scaling import SCALING_POINTS, compare_scaling
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner import speed
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed import throughput
-from sft_play.planner.speed.throughput import find_rates, predict_speed, straggler_wait_share
-from sft_play.planner.speed.traffic import Collective
+from sft_play.planner.speed import Collective, find_rates, predict_speed, straggler_wait_share
 
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")
 CARDS = ("RTX 4090", "RTX 3090", "A100-80GB", "H100", "L40S", "MyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS")
@@ -47,11 +46,13 @@ def test_nothing_of_it_comes_out_without_a_term(monkeypatch):
     now = error()
     for name, value in (("OVERLAP_SHARE", 1.0), ("WAIT_SPREAD", 0.0), ("BUCKET_COPIES", 0), ("PCIE_SHARE", 0.75)):
         with monkeypatch.context() as patch:
-            patch.setattr(throughput, name, value)
+            patch.setattr(speed, name, value)
             assert error() > now, name
 
 
-def speed(card: str, gpus: int, *, model: str, mode: str, layout: str, rows: int, accum: int, dtype: str = "bfloat16"):
+def predicted(
+    card: str, gpus: int, *, model: str, mode: str, layout: str, rows: int, accum: int, dtype: str = "bfloat16"
+):
     head, _, rest = card.partition(",")
     hardware = parse_hardware(f"{gpus}x{head}{',' + rest if rest else ''}")
     config = config_from_text(f"model: {{name: {model}}}\ntuning: {{mode: {mode}}}", name="run.yaml")
@@ -74,11 +75,11 @@ def test_more_gpus_are_never_as_many_times_faster_as_they_are_many():
             "dtype": draw.choice(["bfloat16", "float32"]),
         }  # fmt: skip
         card = draw.choice(CARDS)
-        alone, _ = speed(card, 1, **chosen)
+        alone, _ = predicted(card, 1, **chosen)
         last = alone.step_s - alone.parts["optimizer"]
         assert alone.parts["communication"] == alone.parts["waiting"] == alone.moved_bytes == 0
         for gpus in (2, 4, 8):
-            found, _ = speed(card, gpus, **chosen)
+            found, _ = predicted(card, gpus, **chosen)
             assert found.step_s == pytest.approx(sum(found.parts.values()))
             assert found.parts["communication"] > 0
             assert found.parts["waiting"] > 0
@@ -104,13 +105,13 @@ def test_adapters_scale_well_over_pcie_and_not_wholly(card, mode):
 
 def test_a_link_and_what_it_is_made_of_count():
     chosen = {"model": "meta-llama/Llama-3.1-8B", "mode": "full", "rows": 1, "accum": 1, "layout": "fsdp"}
-    slower = [speed(f"H100,link={link}GB/s", 8, **chosen)[0].tokens_per_s for link in (900, 300, 128, 64, 32)]
+    slower = [predicted(f"H100,link={link}GB/s", 8, **chosen)[0].tokens_per_s for link in (900, 300, 128, 64, 32)]
     assert slower == sorted(slower, reverse=True)
     assert len(set(slower)) == len(slower)
     for text, share in (
-        ("2xH100", throughput.LINK_SHARE), ("2xRTX4090", throughput.PCIE_SHARE), ("2xH100-PCIe", throughput.PCIE_SHARE),
-        ("2xRTX3090,link=112.5GB/s", throughput.LINK_SHARE), ("2xH100,link=128GB/s", throughput.PCIE_SHARE),
-        ("2xMyGPU,mem=24GiB", throughput.PCIE_SHARE), ("2xMyGPU,mem=24GiB,link=600GB/s", throughput.LINK_SHARE),
+        ("2xH100", speed.LINK_SHARE), ("2xRTX4090", speed.PCIE_SHARE), ("2xH100-PCIe", speed.PCIE_SHARE),
+        ("2xRTX3090,link=112.5GB/s", speed.LINK_SHARE), ("2xH100,link=128GB/s", speed.PCIE_SHARE),
+        ("2xMyGPU,mem=24GiB", speed.PCIE_SHARE), ("2xMyGPU,mem=24GiB,link=600GB/s", speed.LINK_SHARE),
     ):  # fmt: skip
         assert find_rates(parse_hardware(text), Precision("bfloat16", "bfloat16", "")).link_share == share, text
 
@@ -120,20 +121,20 @@ def test_over_nodes_the_slower_of_link_and_network_counts():
     bus bandwidth is the network's (https://github.com/NVIDIA/nccl-tests/issues/196). Eight groups of two ranks, one
     on either node, share it."""
     rates = find_rates(parse_hardware("2x8xH100,network=400Gbps"), Precision("bfloat16", "bfloat16", ""))
-    assert throughput._link_bytes_per_s(8, rates) == pytest.approx(450e9 * 0.75)
-    assert throughput._link_bytes_per_s(16, rates) == pytest.approx(50e9 * 0.75)
-    assert throughput._link_bytes_per_s(16, rates, per_node=1) == pytest.approx(50e9 / 8 * 0.75)
+    assert speed._link_bytes_per_s(8, rates) == pytest.approx(450e9 * 0.75)
+    assert speed._link_bytes_per_s(16, rates) == pytest.approx(50e9 * 0.75)
+    assert speed._link_bytes_per_s(16, rates, per_node=1) == pytest.approx(50e9 / 8 * 0.75)
     whole = Collective("all_gather", 16e9, 16, 0)
     copies = Collective("all_reduce", 1e9, 2, 0, spanned_ranks=16)
-    assert throughput._collective_seconds(whole, rates) == pytest.approx(15e9 / (50e9 * 0.75))
-    assert throughput._collective_seconds(copies, rates) == pytest.approx(1e9 / (50e9 / 8 * 0.75))
+    assert speed._collective_seconds(whole, rates) == pytest.approx(15e9 / (50e9 * 0.75))
+    assert speed._collective_seconds(copies, rates) == pytest.approx(1e9 / (50e9 / 8 * 0.75))
     fast = replace(rates, network_bytes_per_s=1e15)
-    assert throughput._link_bytes_per_s(16, fast) == throughput._link_bytes_per_s(8, fast)
+    assert speed._link_bytes_per_s(16, fast) == speed._link_bytes_per_s(8, fast)
 
 
 def test_the_slowest_of_more_ranks_is_waited_for_longer():
     """Expected largest of n standard normals: 0.564, 1.029, 1.424 (Harter 1961, table 1) for 2, 4, 8."""
     assert straggler_wait_share(1) == 0
     for ranks, expected in ((2, 0.564), (4, 1.029), (8, 1.424)):
-        assert straggler_wait_share(ranks) == pytest.approx(throughput.WAIT_SPREAD * expected, rel=0.05)
+        assert straggler_wait_share(ranks) == pytest.approx(speed.WAIT_SPREAD * expected, rel=0.05)
     assert [straggler_wait_share(n) for n in range(1, 200)] == sorted({straggler_wait_share(n) for n in range(1, 200)})

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.plan import Plan, PlanRequest, RunLength
-from sft_play.planner.plan_summary import FEW_STEPS, fit_line, plan_summary_lines, plan_warnings
-from sft_play.units import format_duration
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.advice import make_advised_plan
+from sft_play.planner.decide import PlanRequest
+from sft_play.planner.explain import FEW_STEPS, fit_line, plan_summary_lines, plan_warnings
+from sft_play.planner.plan import Plan, RunLength
+from sft_play.text import format_duration
 from sft_play.variables import VARIABLES, takes_variable
 from tests import warm
 from tests.conftest import ROOT, clean_environment

@@ -19,24 +19,24 @@ from torch._subclasses import FakeTensorMode
 from benchmarks.gpu_selftest import environment
 from benchmarks.gpu_selftest.checks import attention_problems
 from sft_play.config.load import config_from_text
-from sft_play.facts import installed
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.installed import CudaLibraries
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.facts.models.decoder import parse_model_shape
-from sft_play.planner.attention import SdpaCall, prefers_cudnn, sdpa_kernel
+from sft_play.machine import software
+from sft_play.machine.hardware import parse_hardware
+from sft_play.machine.software import CudaLibraries
+from sft_play.models.config_json import load_model_shape, parse_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.kernels import SdpaCall, prefers_cudnn, sdpa_kernel
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.trace import kernels
 from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import trace_step
 from sft_play.trace.storages import StorageLog
-from sft_play.training.loop.collate import CHAT_LENGTHS, Collator
+from sft_play.training.loop.rows import CHAT_LENGTHS, Collator
 from sft_play.training.loop.trainer import PlannedTrainer
-from sft_play.training.model import sdpa
+from sft_play.training.model import attention_functions
 
 pytestmark = pytest.mark.build
 
@@ -151,9 +151,9 @@ def test_an_unknown_gpu_has_no_kernel_of_cudnn_and_counts_as_a_current_one():
     ],
 )
 def test_the_libraries_are_those_of_the_installed_torch(monkeypatch, built, packages, found):
-    monkeypatch.setattr(installed, "torch_cuda_version", lambda: built)
-    monkeypatch.setattr(installed, "installed_version", packages.get)
-    assert installed.cuda_libraries() == CudaLibraries(*found)
+    monkeypatch.setattr(software, "torch_cuda_version", lambda: built)
+    monkeypatch.setattr(software, "installed_version", packages.get)
+    assert software.cuda_libraries() == CudaLibraries(*found)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
 # --- the self-test ----------------------------------------------------------------------------------------------------
 def seen_by(machine: Machine) -> dict[str, str]:
     """What the self-test's probe would see on this machine: the cases of `environment.kernels_of`, called as
-    transformers and `sdpa.sdpa_attention` call sdpa."""
+    transformers and `sdpa_attention` call sdpa."""
     found = {}
     for dtype in ("bf16", "fp16", "fp32"):
         half = dtype != "fp32"
@@ -337,7 +337,7 @@ def test_attention_by_boundaries_never_asks_cudnn():
 def test_before_a_plan_decides_and_with_unsloth_it_is_off(monkeypatch, switched):
     from sft_play.training import run
 
-    sdpa.enable_cudnn(enabled=True)
+    attention_functions.enable_cudnn(enabled=True)
     monkeypatch.setattr(run, "explain_out_of_memory", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.train_stage(SimpleNamespace(plan=None), None, None)
@@ -346,8 +346,8 @@ def test_before_a_plan_decides_and_with_unsloth_it_is_off(monkeypatch, switched)
 
 def test_the_switch_is_put_back_whatever_happens(switched):
     for before in (True, False):
-        sdpa.enable_cudnn(enabled=before)
-        with contextlib.suppress(KeyError), sdpa.without_cudnn():
+        attention_functions.enable_cudnn(enabled=before)
+        with contextlib.suppress(KeyError), attention_functions.without_cudnn():
             assert not torch.backends.cuda.cudnn_sdp_enabled()
             raise KeyError
         assert torch.backends.cuda.cudnn_sdp_enabled() == before

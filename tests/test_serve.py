@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import BackendError, ConfigError, DataError
-from sft_play.finished.answer import serve
+from sft_play.finished import serve
 from sft_play.finished.run import find_finished_run
 from tests.bundled import template_of
 from tests.conftest import ROOT
@@ -88,7 +88,7 @@ def serving(run: Path, *words: str, **variables: str) -> Iterator[tuple[subproce
 
 
 def answer_of_infer(run: Path, folder: Path) -> str:
-    from sft_play.finished.answer.infer import infer
+    from sft_play.finished.infer import infer
 
     prompts, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
     prompts.write_text(json.dumps({"messages": ASKED}) + "\n")
@@ -263,7 +263,7 @@ def test_the_stop_text_is_not_part_of_the_answer(world):
 def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
     import random
 
-    from sft_play.finished.answer.openai_requests import StopTextFilter, cut_at_stop
+    from sft_play.finished.openai import StopTextFilter, cut_at_stop
 
     draw = random.Random(1)
     for _ in range(3000):
@@ -371,8 +371,8 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
     from sft_play.data.masks.token_row import IGNORED
     from sft_play.data.sources.formats import Chat, detect_format, to_example
     from sft_play.data.sources.raw import RawRow
-    from sft_play.finished.answer.openai_app import request_prompt_ids
-    from sft_play.finished.answer.respond import Responder
+    from sft_play.finished.openai import request_prompt_ids
+    from sft_play.finished.respond import Responder
 
     run = find_finished_run(world, "lora")
     data = run.config.data.model_copy(update=settings)
@@ -409,7 +409,7 @@ def test_the_positions_of_the_model_are_said_beside_shorter_rows_of_training(wor
 
 
 def test_wrong_addresses_are_refused_before_anything_is_loaded(world, command, monkeypatch):
-    monkeypatch.setattr("sft_play.finished.answer.respond.Responder", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("sft_play.finished.respond.Responder", lambda *_: pytest.fail("a model was loaded"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -436,7 +436,7 @@ def test_only_addresses_of_this_machine_come_without_a_warning():
 
 
 def test_a_transformers_with_another_server_is_named(world, monkeypatch):
-    monkeypatch.delitem(sys.modules, "sft_play.finished.answer.openai_app", raising=False)
+    monkeypatch.delitem(sys.modules, "sft_play.finished.openai", raising=False)
     monkeypatch.setitem(sys.modules, "transformers.cli.serving.server", None)
     service = of_run(world / "lora")
     with (

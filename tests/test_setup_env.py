@@ -20,7 +20,7 @@ import lock
 import setup_env
 import torch_build
 from setup_env import STAMP, Python, SetupError
-from sft_play.documents.documents import DOCUMENT_PACKAGES
+from sft_play.documents import DOCUMENT_PACKAGES
 from torch_build import Machine
 
 ROOT = Path(__file__).resolve().parent.parent

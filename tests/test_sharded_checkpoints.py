@@ -15,9 +15,9 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, TrainingError
-from sft_play.facts.models.decoder import parse_model_shape
+from sft_play.models.config_json import parse_model_shape
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory import loading_and_saving
+from sft_play.planner.memory import estimate
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.precision import Precision
@@ -33,8 +33,8 @@ from tests.test_going_on import logits
 pytestmark = pytest.mark.build
 
 SMALL = """
-from sft_play.planner.memory import loading_and_saving
-loading_and_saving.MAX_WHOLE_BYTES = 0
+from sft_play.planner.memory import estimate
+estimate.MAX_WHOLE_BYTES = 0
 from sft_play.entry import main
 raise SystemExit(main())
 """
@@ -271,7 +271,7 @@ def test_full_states_that_fsdp_divides_are_in_parts_above_the_limit(seed):
     trained = StepMemorySimulation(config, shape, precision, step).trained_parameters.params
     if layout.is_fsdp and mode == "full":
         assert found.checkpoint_bytes == pytest.approx(12 * trained, rel=0.01)  # fp32: weights and two states
-        assert (found.checkpoint == "sharded") == (found.checkpoint_bytes > loading_and_saving.MAX_WHOLE_BYTES)
+        assert (found.checkpoint == "sharded") == (found.checkpoint_bytes > estimate.MAX_WHOLE_BYTES)
         assert found.host_gather_bytes == pytest.approx(8 * trained, rel=0.01)  # both states of every parameter
     else:
         assert found.checkpoint == ("deepspeed" if layout.is_zero else "whole")

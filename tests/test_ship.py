@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft_play.facts.models.architecture import base_weights_identity
-from sft_play.finished.evaluate.ship import GENERAL_SAMPLE_VERSION, general_sample
-from sft_play.finished.evaluate.ship_rule import (
+from sft_play.finished.metrics import paired_bootstrap
+from sft_play.finished.ship import GENERAL_SAMPLE_VERSION, general_sample
+from sft_play.finished.ship_rule import (
     Evidence,
     GeneralEvidence,
     Losses,
@@ -27,7 +27,7 @@ from sft_play.finished.evaluate.ship_rule import (
     judge_evidence,
     loss_gain,
 )
-from sft_play.finished.evaluate.statistics import paired_bootstrap
+from sft_play.models.config_json import base_weights_identity
 from tests.conftest import chat
 
 QUICK = Thresholds(resamples=1000)
@@ -302,7 +302,7 @@ def world(tmp_path_factory) -> Path:
 
     from sft_play.cli import main
     from sft_play.data.masks.render import Renderer
-    from sft_play.finished.evaluate.ship import chat_rows, text_rows
+    from sft_play.finished.ship import chat_rows, text_rows
     from tests.models import make_llama
 
     folder = tmp_path_factory.mktemp("ship")
@@ -484,9 +484,9 @@ def test_a_merge_that_is_not_numbers_is_not_the_adapters(world):
 
 @pytest.mark.build
 def test_repeated_rows_and_training_rows_are_no_evidence(world, tmp_path):
-    from sft_play.finished.evaluate.ship import distinct_rows
     from sft_play.finished.load import load_held_out_rows
     from sft_play.finished.run import find_finished_run
+    from sft_play.finished.ship import distinct_rows
 
     run = find_finished_run(world / "outputs", "good")
     held = load_held_out_rows(run)
@@ -535,7 +535,7 @@ def test_rows_that_cannot_be_enough_refuse_the_run_before_a_model_loads(tmp_path
 
 @pytest.mark.build
 def test_damaged_weights_refuse_the_run_before_the_base_is_measured(tmp_path, command, monkeypatch):
-    from sft_play.finished.evaluate import ship as module
+    from sft_play.finished import ship as module
     from sft_play.training.checkpoints.checkpoints import record_digests
 
     folder = random_run(tmp_path, "full", rows=120)
@@ -570,7 +570,7 @@ def random_run(folder: Path, mode: str, *, rows: int) -> Path:
 @pytest.fixture
 def recorded(tmp_path) -> dict:
     """What ship.json holds of evidence that ships."""
-    from sft_play.finished.evaluate.ship import ShipResult
+    from sft_play.finished.ship import ShipResult
 
     given = evidence()
     whole = ShipResult(tmp_path, given, Thresholds(), judge_evidence(given, Thresholds()), {})
@@ -578,7 +578,7 @@ def recorded(tmp_path) -> dict:
 
 
 def replayed(tmp_path: Path, data) -> object:
-    from sft_play.finished.evaluate.ship_rule import replay_verdict
+    from sft_play.finished.ship_rule import replay_verdict
 
     path = tmp_path / "ship.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
@@ -612,7 +612,7 @@ def test_an_edited_file_does_not_replay(tmp_path, recorded, at):
 
 
 def test_a_refusal_that_was_turned_into_a_verdict_to_ship_does_not_replay(tmp_path):
-    from sft_play.finished.evaluate.ship import ShipResult
+    from sft_play.finished.ship import ShipResult
 
     given = evidence(text=half([1.0] * 40, [3.0] * 40))
     data = ShipResult(tmp_path, given, Thresholds(), judge_evidence(given, Thresholds()), {}).as_json()
@@ -624,7 +624,7 @@ def test_a_refusal_that_was_turned_into_a_verdict_to_ship_does_not_replay(tmp_pa
 
 
 def test_looser_thresholds_are_said(tmp_path):
-    from sft_play.finished.evaluate.ship import ShipResult
+    from sft_play.finished.ship import ShipResult
 
     loose = Thresholds(max_text_rise=5.0)
     given = evidence(text=half([1.0] * 40, [3.0] * 40))

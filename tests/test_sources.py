@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.build.mixing import MixedSources, SourceMix, draw_rows, format_mix_table, share_counts
+from sft_play.data.build.splits import MixedSources, SourceMix, draw_rows, format_mix_table, share_counts
 from sft_play.errors import ConfigError, DataError
 from tests.conftest import chat
 
@@ -219,9 +219,9 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     from sft_play.config.load import load_config
     from sft_play.data.build.splits import build_splits
     from sft_play.data.sources.files import find_data_paths
-    from sft_play.facts.hardware import Hardware
-    from sft_play.facts.models.architecture import load_model_shape
-    from sft_play.planner.plan import PlanRequest, make_plan
+    from sft_play.machine.hardware import Hardware
+    from sft_play.models.config_json import load_model_shape
+    from sft_play.planner.decide import PlanRequest, make_plan
     from sft_play.runs.folder import RunFolder
     from sft_play.training.loop.trainer import build_trainer
     from sft_play.training.measure.monitor import Monitor

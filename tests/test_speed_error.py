@@ -11,16 +11,16 @@ import pytest
 
 from benchmarks import published_speeds
 from sft_play.config.load import config_from_text
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner import speed
+from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
+from sft_play.planner.explain import format_relative_speed, rejection_reason, speed_lines
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.plan import PlanRequest, build_plan_inputs, make_plan, plan_from_json
-from sft_play.planner.plan_details import speed_lines
+from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.reasons import format_relative_speed, rejection_reason
-from sft_play.planner.speed import throughput
-from sft_play.planner.speed.throughput import (
+from sft_play.planner.speed import (
     DATA_CENTRE_ERROR,
     LONG_ROW_ERROR,
     SMALL_MODEL_ERROR,
@@ -93,20 +93,20 @@ def test_starting_kernels_is_neither_added_nor_hidden(monkeypatch, published):
 
     now = off("14b"), off("1.8b")
     assert now[0] < 0.10
-    monkeypatch.setattr(throughput, "VISIBLE_START_SHARE", 1.0)
+    monkeypatch.setattr(speed, "VISIBLE_START_SHARE", 1.0)
     assert off("14b") > now[0] + 0.03
-    monkeypatch.setattr(throughput, "VISIBLE_START_SHARE", 0.0)
+    monkeypatch.setattr(speed, "VISIBLE_START_SHARE", 0.0)
     assert off("1.8b") > now[1] + 0.03
 
 
 def test_a_pass_takes_the_longer_of_starting_and_computing_and_half_of_the_shorter():
     config = config_from_text("model: {name: x}\ntuning: {mode: full}", name="x")
     shape = load_model_shape("meta-llama/Llama-3.1-8B")
-    rates = throughput.find_rates(parse_hardware("1xH100"), BF16)
-    starting = throughput.LAYER_OVERHEAD_S * 32 * 4
+    rates = speed.find_rates(parse_hardware("1xH100"), BF16)
+    starting = speed.LAYER_OVERHEAD_S * 32 * 4
     for tokens in (1, 64, 512, 4096, 65_536):
         step = Step(micro_batch=1, grad_accum=1, seq_len=tokens)
-        parts = throughput.predict_speed(config, shape, BF16, step, rates).parts
+        parts = speed.predict_speed(config, shape, BF16, step, rates).parts
         busy = parts["matrix"] + parts["memory"]
         longer, shorter = max(busy, starting), min(busy, starting)
         assert busy + parts["kernel_starts"] == pytest.approx(longer + 0.5 * shorter)

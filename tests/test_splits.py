@@ -17,8 +17,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build import build as build_module
 from sft_play.data.build import workers as workers_module
-from sft_play.data.build.arrow_rows import RowWriter
-from sft_play.data.build.build import KEPT_SIDE, BuildRecipe, build_rows
+from sft_play.data.build.build import KEPT_SIDE, BuildRecipe, RowWriter, build_rows
 from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_split

@@ -362,9 +362,8 @@ def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, com
 def test_stages_share_the_layout_that_fits_them_all():
     """LoRA of a 3B over two 24 GiB cards: short rows alone would take DDP, which rows of 32,768 tokens do not fit."""
     from sft_play.config.load import config_from_text
-    from sft_play.facts.hardware import parse_hardware
-    from sft_play.launch.planning import common_layout
-    from sft_play.launch.run_plan import build_plan_request, plan_run
+    from sft_play.launch.planning import build_plan_request, common_layout, plan_run
+    from sft_play.machine.hardware import parse_hardware
     from sft_play.planner.layout import LAYOUT_NAMES
 
     machine, only = parse_hardware("2xRTX4090"), tuple(name for name in LAYOUT_NAMES if name != "single")

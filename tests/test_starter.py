@@ -25,8 +25,7 @@ from benchmarks.starter_language import (
     corpus_documents,
     normalised,
 )
-from sft_play.facts.models.architecture import KNOWN_MODELS, find_model_folder
-from sft_play.facts.models.decoder import parse_model_shape
+from sft_play.models.config_json import KNOWN_MODELS, find_model_folder, parse_model_shape
 from sft_play.starter import BASE, BASE_NAME
 from tests import warm
 from tests.conftest import ROOT, shared

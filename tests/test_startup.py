@@ -17,11 +17,10 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.sources import examples
 from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import DataError, RunFolderError
-from sft_play.process import imports
+from sft_play.process import waiting
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
-from sft_play.runs.locking import lock_run
-from sft_play.runs.lookup import require_writable_output_dir
+from sft_play.runs.lookup import lock_run, require_writable_output_dir
 from tests.conftest import ROOT, chat
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "pandas")
@@ -238,7 +237,7 @@ def test_a_process_that_has_torch_is_left_as_it_is(caplog, monkeypatch):
     import torch  # noqa: F401
 
     monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))  # frozen objects that die are counted no more
-    with caplog.at_level("INFO"), imports.importing():
+    with caplog.at_level("INFO"), waiting.importing():
         assert gc.isenabled()
     assert (gc.isenabled(), caplog.text) == (True, "")
 
@@ -249,7 +248,7 @@ def test_collections_are_on_again_however_imports_end(is_interrupted, monkeypatc
     frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
     try:
-        with imports.importing():
+        with waiting.importing():
             assert not gc.isenabled()
             if is_interrupted:
                 raise KeyboardInterrupt
@@ -265,7 +264,7 @@ def test_a_caller_without_collections_keeps_none(monkeypatch):
     monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))
     gc.disable()
     try:
-        with imports.importing():
+        with waiting.importing():
             pass
         assert not gc.isenabled()
     finally:
@@ -310,8 +309,8 @@ def test_weights_are_read_once_each(mode, tiny_llama, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sft_play.config.schema import RunConfig
-    from sft_play.facts.hardware import detect_hardware
-    from sft_play.facts.models.architecture import load_model_shape
+    from sft_play.machine.hardware import detect_hardware
+    from sft_play.models.config_json import load_model_shape
     from sft_play.planner.precision import choose_precision
     from sft_play.training.model.model_loading import load_model
     from sft_play.training.prepare.model_spec import build_model_spec

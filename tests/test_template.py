@@ -203,7 +203,7 @@ def test_a_template_without_end_is_stopped(name):
 )  # fmt: skip
 def test_what_takes_long_is_stopped_where_it_is(source, monkeypatch):
     """In any thread: the server renders in one of its own."""
-    monkeypatch.setattr("sft_play.data.masks.template_limits.MAX_RENDER_SECONDS", 0.05)
+    monkeypatch.setattr("sft_play.data.masks.template.MAX_RENDER_SECONDS", 0.05)
     made, found = template(source), []
 
     def render():
@@ -223,7 +223,7 @@ def test_what_takes_long_is_stopped_where_it_is(source, monkeypatch):
 
 
 def test_a_slow_template_is_stopped_by_the_clock(monkeypatch):
-    monkeypatch.setattr("sft_play.data.masks.template_limits.MAX_RENDER_SECONDS", 0.2)
+    monkeypatch.setattr("sft_play.data.masks.template.MAX_RENDER_SECONDS", 0.2)
     made = template("{% for i in range(1400) %}{% for j in range(1400) %}{% set y = 'x' ~ i %}{% endfor %}{% endfor %}")
     with pytest.raises(EndlessTemplateError, match="more than 0 seconds"):
         made.render(CHAT)

@@ -521,7 +521,7 @@ def test_clean_asks_at_a_terminal_and_takes_only_a_yes(several, on, monkeypatch)
 def test_clean_leaves_a_finished_run_that_is_still_being_written(several, on, monkeypatch):
     hold = (
         "import sys; from pathlib import Path; "
-        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock_run; "
+        "from sft_play.runs.folder import RunFolder; from sft_play.runs.lookup import lock_run; "
         "held = lock_run(RunFolder(Path(sys.argv[1]))); print(1, flush=True); input()"
     )
     words = [sys.executable, "-c", hold, str(several / "finished")]

@@ -17,13 +17,13 @@ from benchmarks.memory_model import old_scripts  # which lets the tracer run the
 from benchmarks.memory_model.script_settings import to_script_settings
 from benchmarks.memory_model.streams import USED, WAIT, replay
 from sft_play.errors import ModelError
-from sft_play.facts.installed import installed_version
-from sft_play.facts.models.decoder import parse_model_shape
+from sft_play.machine.software import installed_version
+from sft_play.models.config_json import parse_model_shape
 from sft_play.planner.layout import SINGLE
 from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace_bytes
 from sft_play.planner.micro_batches import MicroBatches
-from sft_play.trace import build, fakes, kernels, patches, ranks, replacements, step
+from sft_play.trace import build, fakes, kernels, patches, ranks, step
 from sft_play.trace.confirm import cached_trace
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import ALLOC, FREE, PHASE_START, StorageLog
@@ -189,7 +189,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         dataset_kwargs={"skip_prepare_dataset": True},
         **_checkpointing_arguments(settings.checkpointing, offload=False),
     )  # fmt: skip
-    with log, patches.install_patches(replacements.TraceState(settings, log)):
+    with log, patches.install_patches(patches.TraceState(settings, log)):
         trainer = PlannedTrainer(
             plan=SimpleNamespace(
                 choice=SimpleNamespace(layout=SINGLE, step=SimpleNamespace(cudnn=False)),
@@ -317,7 +317,7 @@ def test_the_engine_sums_gradients_in_place_and_the_log_knows():
 def test_dropout_keeps_a_mask_of_one_byte():
     settings = dataclasses.replace(SMALL, mode="lora", peft={**LORA, "lora_dropout": 0.5}, checkpointing=False)
     log = StorageLog()
-    with patches.install_patches(replacements.TraceState(settings, log)), FakeTensorMode(), log:
+    with patches.install_patches(patches.TraceState(settings, log)), FakeTensorMode(), log:
         x = torch.zeros(1000, requires_grad=True)
         before = log.current
         out = F.dropout(x, 0.5)
@@ -331,7 +331,7 @@ def test_dropout_keeps_a_mask_of_one_byte():
 def test_autocast_takes_layer_norm_and_powers_in_fp32_as_cuda_does(dtype):
     half, norm = torch.randn(4, 8, dtype=dtype), torch.nn.LayerNorm(8).to(dtype)
     expected = torch.nn.functional.layer_norm(half.float(), (8,), norm.weight.float(), norm.bias.float())
-    with patches.install_patches(replacements.TraceState(SMALL, StorageLog())):
+    with patches.install_patches(patches.TraceState(SMALL, StorageLog())):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             inside = norm(half), torch.pow(half, 3.0)
         outside = norm(half), torch.pow(half, 3.0)
@@ -343,7 +343,7 @@ def test_autocast_takes_layer_norm_and_powers_in_fp32_as_cuda_does(dtype):
 
 def test_fp16_softmax_in_fp32_keeps_its_result_alone():
     log = StorageLog()
-    with patches.install_patches(replacements.TraceState(SMALL, log)), FakeTensorMode(), log:
+    with patches.install_patches(patches.TraceState(SMALL, log)), FakeTensorMode(), log:
         x = torch.zeros(10, 100, dtype=torch.float16, requires_grad=True)
         before, log.peak = log.current, log.current
         out = F.softmax(x, dim=-1, dtype=torch.float32)
@@ -405,7 +405,7 @@ def test_masks_are_those_that_transformers_makes_of_real_values(mask, is_square)
         return None if found is None else (tuple(found.shape), found.dtype)
 
     expected = made()
-    with patches.install_patches(replacements.TraceState(dataclasses.replace(SMALL, mask=mask), StorageLog())):
+    with patches.install_patches(patches.TraceState(dataclasses.replace(SMALL, mask=mask), StorageLog())):
         assert made() == expected
     assert (expected is not None) == is_square
 
@@ -591,7 +591,7 @@ def test_a_trace_is_remembered_by_settings_and_versions(tmp_path, monkeypatch):
     assert cached_trace(SMALL).allocated == 1
     monkeypatch.setattr(step, "trace_step", lambda settings: first)
     assert cached_trace(SMALL).allocated == 1
-    monkeypatch.setattr("sft_play.facts.installed.installed_version", lambda library: "99")
+    monkeypatch.setattr("sft_play.machine.software.installed_version", lambda library: "99")
     assert cached_trace(SMALL).allocated == first.allocated != 1
 
 

@@ -536,9 +536,9 @@ def in_fp16(monkeypatch, scale: float) -> None:
     the loss begins at `scale`."""
     from accelerate import Accelerator
 
-    from sft_play.training.loop import load_trainer
+    from sft_play.training.loop import trainer
 
-    begin, arguments = Accelerator.__init__, load_trainer.training_arguments
+    begin, arguments = Accelerator.__init__, trainer.training_arguments
 
     def begin_in_fp16(self, *args, **options):
         begin(self, *args, **options)
@@ -551,7 +551,7 @@ def in_fp16(monkeypatch, scale: float) -> None:
         return made
 
     monkeypatch.setattr(Accelerator, "__init__", begin_in_fp16)
-    monkeypatch.setattr(load_trainer, "training_arguments", told_so)
+    monkeypatch.setattr(trainer, "training_arguments", told_so)
 
 
 def test_an_fp16_run_whose_first_steps_are_skipped_trains(train, monkeypatch):
@@ -893,7 +893,7 @@ def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):
 def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp_path, monkeypatch):
     from datetime import date
 
-    from sft_play.runs.manifest import first_start_date
+    from sft_play.runs.folder import first_start_date
 
     template = tmp_path / "dated.jinja"
     template.write_text(

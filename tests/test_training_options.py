@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.config import options as config_options
-from sft_play.config import other_tools, schema, unknown_keys
+from sft_play.config import other_tools, schema
 from sft_play.config.load import config_from_text
 from sft_play.config.options import find_option, optimizer_options
 from sft_play.config.schema import ADAMW_OPTIMIZERS, ExternalNames, RunConfig, TrainConfig, optimizer_option
 from sft_play.config.validation import find_conflicts
 from sft_play.config.yaml_io import YamlDocument
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed.fill import PlanValues, deepspeed_options, fill_auto_values
+from sft_play.launch.deepspeed import PlanValues, deepspeed_options, fill_auto_values
 
 EPSILON = ExternalNames(
     "adam_epsilon", deepspeed="optimizer.params.eps", other_tools="adam_eps epsilon", optimizers=ADAMW_OPTIMIZERS
@@ -94,7 +94,7 @@ def test_the_bench_and_tensorboard_show_a_new_option(longer, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("name", ["adam_eps", "epsilon", "eps"])
 def test_other_tools_names_lead_to_a_new_option(longer, name):
-    assert unknown_keys.flag_hint(f"--{name}", "1e-6") == "here it is train.adam_epsilon=1e-6"
+    assert other_tools.flag_hint(f"--{name}", "1e-6") == "here it is train.adam_epsilon=1e-6"
 
 
 def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
@@ -109,7 +109,7 @@ def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
 def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspeed():
     from transformers import TrainingArguments
 
-    from sft_play.launch.deepspeed.files import KNOWN_DEEPSPEED_KEYS
+    from sft_play.launch.deepspeed import KNOWN_DEEPSPEED_KEYS
 
     assert len(optimizer_options()) == 8
     for option in optimizer_options():
@@ -126,9 +126,7 @@ def test_a_key_in_a_wrong_place_is_never_told_to_be_removed():
     """Whatever the table of other tools says of a name: what exists here is moved to its place."""
     own = {path.rpartition(".")[2]: path for path in config_options.all_options() if not path.startswith("plan.")}
     own = {
-        name: path
-        for name, path in own.items()
-        if len(find_option(name)) == 1 and name not in unknown_keys._VAGUE_NAMES
+        name: path for name, path in own.items() if len(find_option(name)) == 1 and name not in other_tools._VAGUE_NAMES
     }
     assert len(own) > 80
     for name in own:
@@ -145,4 +143,4 @@ def test_no_row_of_words_holds_a_name_that_the_table_answers():
     assert len(listed) > 800
     assert not {key: ours[key] for key, row in listed.items() if key in ours and row.path != ours[key]}
     answered = [key for key, row in listed.items() if row.has_fixed_answer and "remove it" in row.explanation]
-    assert not [key for key in answered if find_option(key) and key not in unknown_keys._VAGUE_NAMES]
+    assert not [key for key in answered if find_option(key) and key not in other_tools._VAGUE_NAMES]

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from sft_play.facts.network import allowed_host_names, is_local_request
 from sft_play.log import set_up_logging
+from sft_play.machine.network import allowed_host_names, is_local_request
 from tests.conftest import ROOT, chat, clean_environment
 
 PAGES = ("docs/trust.md", "docs/reliability.md")
@@ -325,7 +325,7 @@ def test_what_listens_listens_on_this_machine_unless_asked():
     """Every default of an address in the package is the loopback's."""
     import inspect
 
-    from sft_play.finished.answer import serve
+    from sft_play.finished import serve
     from sft_play.launch import tensorboard
 
     assert inspect.signature(tensorboard.start_server).parameters["host"].default == "127.0.0.1" == serve.DEFAULT_HOST

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sft_play.errors import RunFolderError
-from sft_play.training.checkpoints import checkpoints, universal
+from sft_play.training.checkpoints import checkpoints, last_checkpoint
 from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from tests import warm
 from tests.conftest import ROOT, clean_environment
@@ -54,9 +54,9 @@ def trainer(*, is_deepspeed: bool = True) -> Any:
 def test_what_as_many_ranks_wrote_is_read_as_it_is(tmp_path):
     checkpoint = written(tmp_path, 1)
     for one in (trainer(), trainer(is_deepspeed=False)):
-        with universal.readable_checkpoint(one, checkpoint) as path:
+        with last_checkpoint.readable_checkpoint(one, checkpoint) as path:
             assert path == checkpoint
-    with universal.readable_checkpoint(trainer(is_deepspeed=False), written(tmp_path / "two", 2)) as path:
+    with last_checkpoint.readable_checkpoint(trainer(is_deepspeed=False), written(tmp_path / "two", 2)) as path:
         assert path.parent == tmp_path / "two"
 
 
@@ -64,14 +64,14 @@ def test_what_as_many_ranks_wrote_is_read_as_it_is(tmp_path):
 def test_a_conversion_that_finds_no_room_says_what_it_takes_and_leaves_nothing(tmp_path, monkeypatch, free, fits):
     checkpoint, made = written(tmp_path, 2), []
     before = {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
-    monkeypatch.setattr(universal, "free_disk_bytes", lambda _: free)
-    monkeypatch.setattr(universal, "_convert_to_universal", lambda _, path, __: made.append(path) or path.mkdir())
+    monkeypatch.setattr(last_checkpoint, "free_disk_bytes", lambda _: free)
+    monkeypatch.setattr(last_checkpoint, "_convert_to_universal", lambda _, path, __: made.append(path) or path.mkdir())
     if fits:
-        with universal.readable_checkpoint(trainer(), checkpoint) as path:
+        with last_checkpoint.readable_checkpoint(trainer(), checkpoint) as path:
             assert path == made[0] == checkpoints.checkpoint_path(tmp_path / checkpoints.STAGING_NAME, 3)
     else:
         with pytest.raises(RunFolderError, match=r"checkpoint-3 for another number of ranks .* about 5,300 bytes"):
-            universal.readable_checkpoint(trainer(), checkpoint).__enter__()
+            last_checkpoint.readable_checkpoint(trainer(), checkpoint).__enter__()
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3"}
     assert before == {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
 
@@ -82,9 +82,9 @@ import os
 
 
 def keep():
-    from sft_play.training.checkpoints import universal
+    from sft_play.training.checkpoints import last_checkpoint
 
-    read = universal.finish_loading
+    read = last_checkpoint.finish_loading
 
     def loaded(trainer, path):
         is_copy = (path / "latest_universal").is_file()
@@ -92,7 +92,7 @@ def keep():
         if is_copy:
             trainer.model_wrapped.save_checkpoint(os.environ["KEPT"], exclude_frozen_parameters=True)
 
-    universal.finish_loading = loaded
+    last_checkpoint.finish_loading = loaded
 
 
 def die():
@@ -114,7 +114,7 @@ def states(checkpoint: Path, aside: Path) -> tuple[dict[str, torch.Tensor], list
     """Of a checkpoint of DeepSpeed: each whole weight and moment, the optimizer's groups, its counts of steps."""
     (parts,) = checkpoint.glob("global_step*")
     with forbid_pickled_code(checkpoint):
-        universal._convert_to_universal(checkpoint, aside, parts)
+        last_checkpoint._convert_to_universal(checkpoint, aside, parts)
     (zero,) = aside.glob("*/zero")
     tensors, steps = {}, set()
     for path in zero.glob("*/*.pt"):

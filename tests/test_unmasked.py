@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.attention import RowAttention
-from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.hardware import Hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.kernels import RowAttention
+from sft_play.planner.plan import plan_from_json
 from tests.conftest import chat
 
 GIB = 2**30
@@ -194,7 +195,7 @@ def test_what_cannot_be_measured_keeps_its_mask(monkeypatch):
 # --- batches and runs -------------------------------------------------------------------------------------------------
 @pytest.mark.build
 def test_a_batch_without_a_mask_has_positions_and_its_counts():
-    from sft_play.training.loop.collate import Collator
+    from sft_play.training.loop.rows import Collator
     from sft_play.training.measure.monitor import count_tokens
 
     draw = np.random.default_rng(5)
@@ -230,18 +231,18 @@ def run_yaml(folder: Any, model: Any) -> Any:
 @pytest.mark.build
 def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, command, monkeypatch):
     from sft_play.training.class_checks import masking
-    from sft_play.training.loop import collate
+    from sft_play.training.loop import rows
     from sft_play.training.prepare import model_spec
 
     given: list[set[str]] = []
-    real = collate.Collator.__call__
+    real = rows.Collator.__call__
 
-    def watched(self: Any, rows: Any) -> Any:
-        batch = real(self, rows)
+    def watched(self: Any, micro_rows: Any) -> Any:
+        batch = real(self, micro_rows)
         given.append({"attention_mask", "position_ids"} & set(batch))
         return batch
 
-    monkeypatch.setattr(collate.Collator, "__call__", watched)
+    monkeypatch.setattr(rows.Collator, "__call__", watched)
     path, figures = run_yaml(tmp_path, tiny_llama), {}
     for name in ("plain", "masked"):
         given.clear()

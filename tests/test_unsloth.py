@@ -30,32 +30,31 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.options import all_options
 from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, RunFolderError
-from sft_play.facts import unsloth
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.facts.models.model_shape import ModelShape
-from sft_play.facts.unsloth import UnslothInfo
-from sft_play.launch.run_plan import plan_run
+from sft_play.launch.planning import plan_run
+from sft_play.machine import software
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.software import UnslothInfo
+from sft_play.models.config_json import load_model_shape
+from sft_play.models.shape import ModelShape
 from sft_play.planner import backend
 from sft_play.planner.precision import Precision
 from sft_play.process.failures import Failure, read_failure
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, check_same_run, new_manifest
 from sft_play.runs.lookup import create_run
-from sft_play.runs.manifest import check_same_run, new_manifest
+from sft_play.text import GIB
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.model_saving import saved_shapes
 from sft_play.training.measure.exact_match import Question
 from sft_play.training.prepare import prepare
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
 from sft_play.training.unsloth import bridge, unsloth_worker
-from sft_play.units import GIB
 from tests import warm
 from tests.conftest import ROOT
 from tests.models import uneven_run
 
 pytestmark = pytest.mark.build
 
-REAL = unsloth.find_unsloth_python(os.environ)
+REAL = software.find_unsloth_python(os.environ)
 needs_real = pytest.mark.skipif(
     REAL is None, reason="no environment with Unsloth here (make setup-unsloth, or UNSLOTH_VENV=)"
 )
@@ -93,7 +92,7 @@ def no_unsloth(monkeypatch, tmp_path):
     """No environment of Unsloth's anywhere."""
     monkeypatch.delenv("UNSLOTH_VENV", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(unsloth, "ROOT", tmp_path)
+    monkeypatch.setattr(software, "ROOT", tmp_path)
 
 
 def config(*overrides: str) -> Any:
@@ -166,13 +165,13 @@ def test_an_environment_that_is_named_and_not_there_is_said_by_its_name(monkeypa
 
 
 def test_the_environment_in_the_present_folder_is_found(no_unsloth, tmp_path):
-    assert unsloth.find_unsloth_python({}) is None
+    assert software.find_unsloth_python({}) is None
     python = tmp_path / ".venv-unsloth" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text("")
     python.chmod(0o755)
-    assert unsloth.find_unsloth_python({}) == python
-    assert unsloth.find_unsloth_python({"UNSLOTH_VENV": str(tmp_path / ".venv-unsloth")}) == python
+    assert software.find_unsloth_python({}) == python
+    assert software.find_unsloth_python({"UNSLOTH_VENV": str(tmp_path / ".venv-unsloth")}) == python
 
 
 UNSUPPORTED = {
@@ -310,7 +309,7 @@ def test_the_worker_gets_no_packages_and_no_place_of_this_process():
         "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/ours", "RANK": "1", "WORLD_SIZE": "2", "HF_TOKEN": "kept",
         "UNSLOTH_COMPILE_LOCATION": "/mine",
     }  # fmt: skip
-    told = unsloth.worker_environment(given)
+    told = software.worker_environment(given)
     assert not {"PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE"} & set(told)
     assert (told["HF_TOKEN"], told["UNSLOTH_COMPILE_LOCATION"]) == ("kept", "/mine")
     assert told["UNSLOTH_DISABLE_STATISTICS"] == "1"
@@ -660,7 +659,7 @@ def test_where_it_falls_back_the_plan_is_that_of_the_backend_that_runs(no_unslot
 @needs_real
 def test_unsloth_itself_has_what_the_worker_calls():
     assert REAL is not None
-    answer = unsloth.probe_unsloth(REAL)
+    answer = software.probe_unsloth(REAL)
     assert answer.versions["unsloth"]
     assert answer.device
 

@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.hardware import parse_hardware
-from sft_play.facts.models.architecture import load_model_shape
 from sft_play.launch import resume
-from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.gradients import adapter_dtype
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.advice import make_advised_plan
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.model_states import resident_bytes
 from sft_play.planner.memory.structure import element_bytes
-from sft_play.planner.plan import Plan, PlanRequest, make_plan
-from sft_play.planner.precision import Precision, apply_weight_updates
+from sft_play.planner.plan import Plan
+from sft_play.planner.precision import Precision, adapter_dtype, apply_weight_updates
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.checkpoints import checkpoint_path

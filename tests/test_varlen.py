@@ -44,12 +44,12 @@ def alone(q: Any, k: Any, v: Any, lengths: list[int], *, window: int | None, sca
 def attended(q: Any, k: Any, v: Any, lengths: list[int], **options: Any) -> Any:
     import torch
 
-    from sft_play.training.model import varlen
+    from sft_play.training.model import attention_functions
 
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     module = SimpleNamespace(is_causal=True, training=True, num_key_value_groups=q.shape[1] // k.shape[1])
     boundaries = {"cu_seq_lens_q": ends, "max_length_q": max(lengths), "chat_lengths": tuple(lengths)}
-    return varlen.varlen_attention(module, q, k, v, None, **boundaries, **options)[0]
+    return attention_functions.varlen_attention(module, q, k, v, None, **boundaries, **options)[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -88,7 +88,7 @@ def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width, is_to
     import torch
     from torch.nn.attention import varlen as torchs
 
-    from sft_play.training.model import varlen
+    from sft_play.training.model import attention_functions
 
     draw, lengths, asked = np.random.default_rng(3), [5, 9, 1], []
 
@@ -107,13 +107,15 @@ def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width, is_to
         return alone(*given, cu_seq_q.diff().tolist(), window=seen, scale=scale)[0].float()
 
     monkeypatch.setattr(torchs, "varlen_attn", documented)
-    monkeypatch.setattr(varlen, "_HAS_GQA_ARGUMENT", is_told)
+    monkeypatch.setattr(attention_functions, "_HAS_GQA_ARGUMENT", is_told)
     q, k, v = heads(draw, sum(lengths), width=width)
     expected = attended(q, k, v, lengths, sliding_window=window)
-    monkeypatch.setattr(varlen, "attention_per_chat", None)
+    monkeypatch.setattr(attention_functions, "attention_per_chat", None)
     monkeypatch.setattr(
-        varlen, "packed_attention",
-        lambda q, k, v, ends, longest, *, lengths, **options: varlen.flash_attention(q, k, v, ends, longest, **options),
+        attention_functions, "packed_attention",
+        lambda q, k, v, ends, longest, *, lengths, **options: attention_functions.flash_attention(
+            q, k, v, ends, longest, **options
+        ),
     )  # fmt: skip
     torch.testing.assert_close(attended(q, k, v, lengths, sliding_window=window), expected, rtol=1e-5, atol=1e-5)
     assert asked == [-1 if window is None else window - 1]
@@ -123,20 +125,20 @@ def test_rows_that_are_not_packed_are_sdpas_and_windows_need_no_mask():
     import torch
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from sft_play.training.model import varlen
+    from sft_play.training.model import attention_functions
 
     draw = np.random.default_rng(4)
     module = SimpleNamespace(is_causal=True, training=False, num_key_value_groups=2)
     q, k, v = (torch.cat([one, one.flip(2)]) for one in heads(draw, 12))
     expected = sdpa_attention_forward(module, q, k, v, None)[0]
-    assert torch.equal(varlen.varlen_attention(module, q, k, v, None)[0], expected)
-    assert torch.equal(varlen.varlen_attention(module, q, k, v, None, sliding_window=12)[0], expected)
-    slid = varlen.varlen_attention(module, q, k, v, None, sliding_window=5)[0]
+    assert torch.equal(attention_functions.varlen_attention(module, q, k, v, None)[0], expected)
+    assert torch.equal(attention_functions.varlen_attention(module, q, k, v, None, sliding_window=12)[0], expected)
+    slid = attention_functions.varlen_attention(module, q, k, v, None, sliding_window=5)[0]
     for row in (0, 1):
         theirs = alone(*(one[row : row + 1] for one in (q, k, v)), [12], window=5)
         torch.testing.assert_close(slid[row : row + 1], theirs.float(), rtol=1e-5, atol=1e-5)
     # one token after others, as in generation: the cache has only what the window sees
-    last = varlen.varlen_attention(module, q[:, :, -1:], k, v, None, sliding_window=5)[0]
+    last = attention_functions.varlen_attention(module, q[:, :, -1:], k, v, None, sliding_window=5)[0]
     assert torch.equal(last, sdpa_attention_forward(module, q[:, :, -1:], k, v, None)[0])
 
 
@@ -201,20 +203,20 @@ def test_a_trace_of_packs_by_boundaries_is_that_of_flash_attention():
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, command, monkeypatch):
-    from sft_play.training.loop import load_trainer
-    from sft_play.training.model import varlen
+    from sft_play.training.loop import trainer
+    from sft_play.training.model import attention_functions
 
     calls: list[int] = []
-    real = varlen.packed_attention
+    real = attention_functions.packed_attention
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(len(args[3]) - 1)
         return real(*args, **options)
 
-    monkeypatch.setattr(varlen, "packed_attention", counted)
+    monkeypatch.setattr(attention_functions, "packed_attention", counted)
     tried: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        load_trainer,
+        trainer,
         "verify_varlen_kernel",
         lambda spec, plan, *, device: tried.append((spec.attention.name, device.type)),
     )
@@ -232,7 +234,7 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
         assert plan["step"]["varlen"] == (name == "apart")
         assert plan["step"]["padded"] == (name == "masked")
         assert plan["step"]["one_by_one"] == (name == "apart")
-    assert tried == [("sdpa", "cpu"), (varlen.VARLEN_ATTENTION, "cpu")]
+    assert tried == [("sdpa", "cpu"), (attention_functions.VARLEN_ATTENTION, "cpu")]
     for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen"):
         apart, masked = ([line[key] for line in metrics(tmp_path, name) if key in line] for name in ("apart", "masked"))
         assert apart
@@ -244,11 +246,11 @@ def test_a_model_generates_with_its_usual_attention(tiny_llama):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.model import varlen
-    from sft_play.training.model.context_parallel import full_rows_attention
+    from sft_play.training.model import attention_functions
+    from sft_play.training.model.attention_functions import full_rows_attention
 
     own = AutoModelForCausalLM.from_pretrained(
-        tiny_llama, attn_implementation=varlen.VARLEN_ATTENTION, dtype=torch.float32
+        tiny_llama, attn_implementation=attention_functions.VARLEN_ATTENTION, dtype=torch.float32
     )
     usual = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation="sdpa", dtype=torch.float32)
     ids = torch.tensor([[0, 0, 0, 7, 9], [5, 6, 8, 7, 9]])
@@ -256,7 +258,7 @@ def test_a_model_generates_with_its_usual_attention(tiny_llama):
     asked = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     with full_rows_attention(own):
         assert torch.equal(own.generate(**asked), usual.generate(**asked))
-    assert own.config._attn_implementation == varlen.VARLEN_ATTENTION
+    assert own.config._attn_implementation == attention_functions.VARLEN_ATTENTION
 
 
 # --- kernels of the hub -----------------------------------------------------------------------------------------------
@@ -282,10 +284,10 @@ def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
 
     from sft_play.config.load import config_from_text
     from sft_play.errors import ModelError
-    from sft_play.facts.hardware import parse_hardware
-    from sft_play.facts.models.architecture import load_model_shape
-    from sft_play.planner import attention
-    from sft_play.planner.plan import PlanRequest, make_plan
+    from sft_play.machine.hardware import parse_hardware
+    from sft_play.models.config_json import load_model_shape
+    from sft_play.planner import kernels
+    from sft_play.planner.decide import PlanRequest, make_plan
     from sft_play.training.prepare import model_spec
 
     def config(wanted: str) -> Any:
@@ -300,7 +302,7 @@ def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
     assert plans[0].choice.step.attention == "flash_attention_2"
     with pytest.raises(ModelError, match="needs the package kernels, which is not installed; pip install kernels"):
         model_spec.choose_attention(config(HUB), LlamaForCausalLM)
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name == "kernels")
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name == "kernels")
     assert model_spec.choose_attention(config(HUB), LlamaForCausalLM).name == HUB
     with pytest.raises(ModelError, match="GptOssForCausalLM"):
         model_spec.choose_attention(config(HUB), GptOssForCausalLM)

@@ -11,10 +11,10 @@ from typing import Any
 import pynvml
 import pytest
 
-from sft_play.diagnose import gpu_info, gpu_page, memory_check, memory_page, surroundings
-from sft_play.facts.gpus import unusable_accelerators, visible_gpus
-from sft_play.facts.hardware import detect_hardware
-from sft_play.units import GIB, MIB
+from sft_play.diagnose import memory_check, pages, this_machine
+from sft_play.machine import visible_gpus
+from sft_play.machine.hardware import detect_hardware
+from sft_play.text import GIB, MIB
 
 A100 = "NVIDIA A100-SXM4-80GB"
 INSTANCES = (("MIG-one", "3g.40gb", 40_192), ("MIG-two", "1g.10gb", 9_728))
@@ -145,15 +145,15 @@ WITHHELD = [
 """Each call, refused in two ways; in the other four too by `-m slow`."""
 
 
-def pages() -> str:
+def machine_pages() -> str:
     """What the commands that look at a machine print of it; nothing in them may raise."""
     seen, memory = (
-        gpu_info.read_machine_info(Path("outputs"), {}),
+        this_machine.read_machine_info(Path("outputs"), {}),
         memory_check.read_memory_snapshot(Path("outputs"), {}),
     )
     json.dumps([seen.as_json(), memory.as_json()])
-    surroundings.read_system_facts(detect_hardware({}), {})
-    return "\n".join([*gpu_page.machine_lines(seen), *memory_page.format_memory_snapshot(memory)])
+    this_machine.read_system_facts(detect_hardware({}), {})
+    return "\n".join([*pages.machine_lines(seen), *pages.format_memory_snapshot(memory)])
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_every_call_that_is_asked_is_one_that_is_refused(machine, monkeypatch):
     monkeypatch.setattr(Machine, "__getattribute__", count)
     for split in (False, True):
         machine(split=split)
-        assert pages()
+        assert machine_pages()
     assert len(CALLS) == 24
     assert set(CALLS) <= asked
 
@@ -186,7 +186,7 @@ def test_every_call_that_is_asked_is_one_that_is_refused(machine, monkeypatch):
 @pytest.mark.parametrize(("refused", "how"), WITHHELD)
 def test_whole_gpus_are_planned_by_what_the_driver_still_tells(machine, refused, how):
     machine(refused, how)
-    found, text = detect_hardware({}), pages()
+    found, text = detect_hardware({}), machine_pages()
     if refused == "nvmlDeviceGetHandleByIndex" or (refused == "nvmlInit" and REFUSALS[how]):  # nothing can be asked
         assert not found.gpus
         return
@@ -211,13 +211,13 @@ def test_whole_gpus_are_planned_by_what_the_driver_still_tells(machine, refused,
 def test_instances_are_planned_by_what_the_driver_still_tells(machine, refused, how, parent):
     machine(refused, how, split=True, parent=parent)
     found = detect_hardware({})
-    assert pages()
+    assert machine_pages()
     if refused == "nvmlInit" and REFUSALS[how] is not None:
         assert not found.gpus
         return
     if refused in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMigDeviceHandleByIndex"):
         assert not found.gpus
-        words = unusable_accelerators.find_unusable_accelerator({"CUDA_VISIBLE_DEVICES": "MIG-one"})
+        words = visible_gpus.find_unusable_accelerator({"CUDA_VISIBLE_DEVICES": "MIG-one"})
         assert "names none of them" not in words
         if REFUSALS[how] in (pynvml.NVMLError_NoPermission, pynvml.NVMLError_Unknown):
             assert str(REFUSALS[how]()) in words
@@ -243,7 +243,7 @@ def test_a_container_trains_on_the_instance_that_it_was_given(machine, tmp_path)
     assert (found.device, found.is_mig_instance, found.gpus[0].name) == ("cuda", True, f"{A100} MIG 1g.10gb")
     assert found.notes[0].startswith("GPU 1 is in MIG mode and has no instance")
     assert found.gpus[0].bf16_flops == pytest.approx(312e12 / 7)
-    assert "GPU 0: NVML does not tell its memory (Insufficient Permissions)" in pages()
+    assert "GPU 0: NVML does not tell its memory (Insufficient Permissions)" in machine_pages()
 
 
 @pytest.mark.parametrize("variable", ["MIG-one", "GPU-0", "0"])

@@ -13,14 +13,15 @@ from pydantic import TypeAdapter
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import DoesNotFit
-from sft_play.facts import hardware as facts
-from sft_play.facts import host
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.host import is_wsl
-from sft_play.facts.models.architecture import load_model_shape
+from sft_play.machine import hardware as facts
+from sft_play.machine import host
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.host import is_wsl
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.memory.estimate import DESKTOP_BYTES
-from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
-from sft_play.units import GIB
+from sft_play.planner.plan import plan_from_json
+from sft_play.text import GIB
 
 MODEL = "meta-llama/Llama-3.1-8B"
 WSL = "6.6.87.2-microsoft-standard-WSL2\n"

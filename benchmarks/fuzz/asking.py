@@ -40,7 +40,7 @@ def case_runner() -> Iterator[CaseRunner]:
     """Cases of requests to one server with a tiny model."""
     from transformers import LlamaForCausalLM
 
-    from sft_play.finished.answer import serve
+    from sft_play.finished import serve
     from sft_play.finished.run import find_finished_run
     from tests.finished_runs import finished_run, make_base
     from tests.models import make_llama

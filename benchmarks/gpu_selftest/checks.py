@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.units import GIB
+from sft_play.text import GIB
 
 SPEED_FACTOR = 2.0
 """How far a speed may be from its prediction, either way. The roofline is within it on the published runs of

@@ -9,21 +9,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu_selftest.checks import (
-    attention_problems,
-    memory_counter_problems,
-    nf4_problems,
-    varlen_problems,
-)
+from benchmarks.gpu_selftest.checks import attention_problems, memory_counter_problems, nf4_problems, varlen_problems
 from benchmarks.gpu_selftest.material import LARGE_MODEL
 from benchmarks.gpu_selftest.part import Part
 from benchmarks.gpu_selftest.trials import TrialBench, run_module
-from sft_play.facts import compiler
-from sft_play.facts.gpus import unusable_accelerators
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import cuda_libraries
-from sft_play.facts.models.architecture import load_model_shape
-from sft_play.planner.attention import prefers_cudnn
+from sft_play.machine import compiler, visible_gpus
+from sft_play.machine.hardware import Hardware
+from sft_play.machine.software import cuda_libraries
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.kernels import prefers_cudnn
 from sft_play.planner.memory.estimate import CUDA_CONTEXT_BYTES
 from sft_play.planner.memory.structure import select_attention_kernel
 
@@ -41,7 +35,7 @@ def device(hardware: Hardware) -> Part:
     if hardware.gpus:
         kinds = [f"{len(group)} x {group[0].name}" for group in hardware.gpu_groups]
         return Part(name, "pass", ", ".join(kinds), measured={"gpus": [gpu.name for gpu in hardware.gpus]})
-    if there := unusable_accelerators.find_unusable_accelerator(os.environ):
+    if there := visible_gpus.find_unusable_accelerator(os.environ):
         return Part(name, "fail", f"{there}; what follows ran on the CPU")
     return Part(
         name, "skipped", f"there is no GPU: all of it runs on the CPU ({hardware.cpu_name}), with a small model"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import starter_language as language
-from sft_play.facts.models.architecture import KNOWN_MODELS
+from sft_play.models.config_json import KNOWN_MODELS
 
 LARGE_MODEL = "Qwen/Qwen2.5-0.5B"
 """The model's shape on a GPU."""

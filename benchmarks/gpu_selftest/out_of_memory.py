@@ -10,7 +10,7 @@ from benchmarks.gpu_selftest.checks import FREE_APART, out_of_memory_problems
 from benchmarks.gpu_selftest.material import write_trial_rows
 from benchmarks.gpu_selftest.part import Part
 from benchmarks.gpu_selftest.trials import TrialBench, find_oversized_micro_batch, plan_run, train_run
-from sft_play.facts.hardware import Hardware, detect_hardware
+from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.planner.plan import Plan
 
 NAME = "out-of-memory"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from sft_play.errors import ConfigError
 from sft_play.log import escape_control, one_line
 from sft_play.runs.files import write_json, write_text
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 
 PartStatus = Literal["pass", "fail", "skipped"]
 DEFERRED_REASON = "out of time; make gpu-selftest with the same OUT continues it"

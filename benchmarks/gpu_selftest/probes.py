@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sft_play.facts.hardware import detect_hardware
+from sft_play.machine.hardware import detect_hardware
 from sft_play.process.signals import watch_parent
 
 MASKS = ("causal", "padding mask")
@@ -81,9 +81,9 @@ def attention() -> dict[str, Any]:
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from sft_play.planner.attention import can_run_flash
-    from sft_play.training.model import sdpa
-    from sft_play.training.model.sdpa import sdpa_attention
+    from sft_play.planner.kernels import can_run_flash
+    from sft_play.training.model import attention_functions
+    from sft_play.training.model.attention_functions import sdpa_attention
 
     capability = torch.cuda.get_device_capability() if device() == "cuda" else None
 
@@ -97,7 +97,7 @@ def attention() -> dict[str, Any]:
         for heads, count in HEADS.items():
             for mask, (rows, repeat) in itertools.product(MASKS, ROWS.items()):
                 case = f"{short}, {heads}, {mask}{rows}"
-                sdpa.enable_cudnn(enabled=repeat)
+                attention_functions.enable_cudnn(enabled=repeat)
                 names[case] = _profiled(forward, dtype, count, masked=mask != "causal")
                 kernels[case] = kind_of(names[case])
     return {"kernels": kernels, "names": {case: _telling(found) for case, found in names.items()}}
@@ -109,12 +109,12 @@ def varlen() -> dict[str, Any]:
     `errors` has the relative error (2-norm) of each case, the largest of output and gradients; `lacking` why
     there is none.
     """
-    from sft_play.planner.attention import FLASH_MIN_CAPABILITY
-    from sft_play.training.class_checks.proof import kernel_error
-    from sft_play.training.model import sdpa
-    from sft_play.training.model import varlen as ours
+    from sft_play.planner.kernels import FLASH_MIN_CAPABILITY
+    from sft_play.training.class_checks.replaced_code import kernel_error
+    from sft_play.training.model import attention_functions
+    from sft_play.training.model import attention_functions as ours
 
-    sdpa.enable_cudnn(enabled=False)
+    attention_functions.enable_cudnn(enabled=False)
     on_gpu = device() == "cuda"
     lacking = None
     if on_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < FLASH_MIN_CAPABILITY:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.gpu_selftest.part import DEFERRED_REASON, Part, SelftestRecord
-from sft_play.facts.installed import COMPUTE_PACKAGES
 from sft_play.log import one_line
+from sft_play.machine.software import COMPUTE_PACKAGES
 
 WORDS = {"pass": "PASS", "fail": "FAIL", "skipped": "SKIP"}
 

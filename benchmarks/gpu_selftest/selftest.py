@@ -24,8 +24,8 @@ from benchmarks.gpu_selftest.material import write_trial_rows
 from benchmarks.gpu_selftest.part import DEFERRED_REASON, Part, SelftestRecord, open_record
 from benchmarks.gpu_selftest.report import line_of, page_lines
 from benchmarks.gpu_selftest.trials import MODES, Trial, TrialBench
-from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.log import one_line, redact
+from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.planner import calibration
 from sft_play.planner.memory.estimate import LOAD_MARGIN, MARGIN_BYTES
 from sft_play.process import signals

@@ -19,14 +19,16 @@ from benchmarks.gpu_selftest.checks import Peak, moment_problems, peak_problems,
 from benchmarks.gpu_selftest.material import CPU_SIZE, GPU_SIZE, ROW_KINDS, TrialSize
 from benchmarks.gpu_selftest.part import Part
 from sft_play.config.load import load_config
-from sft_play.facts.gpus.unusable_accelerators import VISIBILITY_VARIABLES
-from sft_play.facts.hardware import detect_hardware
-from sft_play.launch.run_plan import has_eval, load_run_model_shape
+from sft_play.launch.planning import has_eval
 from sft_play.log import one_line, redact
+from sft_play.machine.hardware import detect_hardware
+from sft_play.machine.visible_gpus import VISIBILITY_VARIABLES
 from sft_play.planner.calibration import RECORD_FILE as RECORD
-from sft_play.planner.plan import Plan, PlanRequest, make_plan
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.plan import Plan
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
+from sft_play.trace.block_meter import load_run_model_shape
 
 MODES = ("qlora", "lora", "full")
 EVALUATIONS = ("evaluate", "generate")

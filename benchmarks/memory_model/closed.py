@@ -14,14 +14,13 @@ from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
-from sft_play.planner.attention import sdpa_kernel
+from sft_play.planner.kernels import sdpa_kernel
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import LOSS_FUNCTIONS, OutputHead
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate_memory
-from sft_play.planner.memory.operations import ForwardPass
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import sdpa_call
-from sft_play.planner.memory.tape import TensorRef, single_gradient
+from sft_play.planner.memory.tape import ForwardPass, TensorRef, single_gradient
 from sft_play.planner.precision import Precision
 from sft_play.trace.block_meter import load_planned_shape
 from sft_play.trace.settings import VARLEN_ATTENTIONS

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.memory_model.published_models import Config, ConfigOf
 from sft_play.errors import ModelError
 from sft_play.planner.precision import DtypeName
-from sft_play.units import GIB, MIB
+from sft_play.text import GIB, MIB
 
 CsvRow = Mapping[str, str]
 """A line of the CSV by column, texts stripped; an empty text: not known."""

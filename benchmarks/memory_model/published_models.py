@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import KNOWN_MODELS, is_hub_reachable, load_config_json
+from sft_play.models.config_json import KNOWN_MODELS, is_hub_reachable, load_config_json
 
 Config = Mapping[str, Any]
 ConfigOf = Callable[[str], Config]

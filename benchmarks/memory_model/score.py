@@ -26,12 +26,12 @@ from benchmarks.memory_model.published import PublishedRun, read_runs
 from benchmarks.memory_model.published_models import ConfigOf
 from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import detect_hardware
+from sft_play.machine.hardware import detect_hardware
 from sft_play.planner.memory.estimate import MemoryEstimate
 from sft_play.process.signals import die_with_parent
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
+from sft_play.text import GIB
 from sft_play.trace.settings import TracedPeak, TraceUnavailable
-from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 

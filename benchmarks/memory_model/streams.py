@@ -11,8 +11,18 @@ from typing import Literal
 
 import torch
 
-from sft_play.trace.allocator import CachingAllocator, _Block, _BlockPool
-from sft_play.trace.storages import ALLOC, EMPTY_CACHE, FREE, Event, ReplayPeaks, StorageLog, record_phase_end
+from sft_play.trace.storages import (
+    ALLOC,
+    EMPTY_CACHE,
+    FREE,
+    CachingAllocator,
+    Event,
+    ReplayPeaks,
+    StorageLog,
+    _Block,
+    _BlockPool,
+    record_phase_end,
+)
 
 USED, WAIT = 4, 5
 """Two more kinds of events: another stream uses a storage (key, stream), the host waits until the work submitted by

@@ -25,17 +25,17 @@ from typing import Any
 from benchmarks.steps.order import ProcessOrder, trainer_arguments
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
-from sft_play.facts.hardware import detect_hardware
-from sft_play.facts.unsloth import find_unsloth_python
 from sft_play.files import cache_dir
-from sft_play.launch.run_plan import load_run_model_shape
 from sft_play.log import one_line, redact
+from sft_play.machine.hardware import detect_hardware
+from sft_play.machine.software import find_unsloth_python
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.planner.speed.throughput import find_rates, predict_speed
+from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
-from sft_play.runs.manifest import installed_versions
-from sft_play.units import GIB
+from sft_play.runs.folder import installed_versions
+from sft_play.text import GIB
+from sft_play.trace.block_meter import load_run_model_shape
 
 logger = logging.getLogger(__name__)
 
@@ -475,7 +475,7 @@ def predicted(plan: Plan) -> dict[str, Any]:
 def utilisation(run: Run, plan: Plan, loaded: LoadedConfig) -> float | None:
     """Model FLOP utilisation; None where the device's rate is not known, as on a CPU.
 
-    The operations are those of `planner.speed.throughput`, for rows as long as the measured ones: attention's grow with
+    The operations are those of `planner.speed`, for rows as long as the measured ones: attention's grow with
     the square of the length, so the length that stands for all is the mean over tokens.
     """
     rates = find_rates(plan.hardware, plan.precision)

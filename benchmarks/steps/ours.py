@@ -65,7 +65,7 @@ def measure(order: ProcessOrder) -> None:
 def _train(order: ProcessOrder, train: Callable[..., Any], job: Any, prepared: Any, watch: Any, **options: Any) -> Any:
     """The run's `train`, with a recorder at its trainer, and what a peer needs to know of the run written first."""
     from benchmarks.steps.recording import MeasurementDone
-    from sft_play.training.loop.load_trainer import load_trainer
+    from sft_play.training.loop.trainer import load_trainer
 
     if order.facts:
         write_facts(Path(order.facts), job, prepared)
@@ -142,7 +142,7 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     import torch
 
     from benchmarks.steps.recording import MeasurementDone
-    from sft_play.training.loop.collate import COUNT_KEYS, SOURCE
+    from sft_play.training.loop.rows import COUNT_KEYS, SOURCE
     from sft_play.training.loop.trainer import checkpoint_first_layers
 
     args, model = trainer.args, trainer.model
@@ -206,7 +206,7 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
     Columns: input_ids, labels, attention_mask (ones). No row's first token has a label.
     """
     from sft_play.training.loop.rows import to_dataset
-    from sft_play.training.model import varlen
+    from sft_play.training.model import attention_functions
 
     config, plan, spec = job.loaded.config, job.plan, prepared.model_spec
     rows = to_dataset(prepared.splits.train.rows).select_columns(["input_ids", "labels"])
@@ -220,7 +220,7 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
     prepared.tokenizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
     lora = spec.peft_config
     # peers do not have this toolkit's own attention
-    attention = "sdpa" if spec.attention.name == varlen.VARLEN_ATTENTION else spec.attention.name
+    attention = "sdpa" if spec.attention.name == attention_functions.VARLEN_ATTENTION else spec.attention.name
     facts = {
         "model": config.model.name, "revision": config.model.revision, "attention": attention,
         "trust_remote_code": config.model.trust_remote_code, "mode": config.tuning.mode,

@@ -24,11 +24,11 @@ from typing import Any
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
-from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.facts.models.architecture import find_model_folder, load_config_json, load_model_shape
-from sft_play.facts.models.config_fields import UnknownArchitecture
-from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
+from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.models.config_json import find_model_folder, load_config_json, load_model_shape
+from sft_play.models.families import UnknownArchitecture
+from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import LayoutName
 from sft_play.planner.precision import UNSHARDED_LAYOUTS

@@ -16,7 +16,7 @@ from sft_play.config.schema import Name, Section
 from sft_play.config.validation import value_hint
 from sft_play.config.yaml_io import Problem, YamlDocument, format_value, parse_yaml, read_text
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_deepspeed_config, translate_deepspeed_keys
+from sft_play.launch.deepspeed import read_deepspeed_file, shipped_deepspeed_config, translate_deepspeed_keys
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
 

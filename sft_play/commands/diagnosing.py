@@ -12,25 +12,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sft_play.commands.answer import CommandResult, command_result, write_out_file
-from sft_play.commands.request import Request, refuse_hardware, request_output_dir, requested_hardware
+from sft_play.commands.lookups import refuse_hardware, request_output_dir, requested_hardware
+from sft_play.commands.request import Request
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose import engines, gpu_info, gpu_page, memory_check, memory_page, run_check
+from sft_play.diagnose import engines, memory_check, pages, run_check, this_machine
 from sft_play.diagnose.doctor import PlannedRun, run_doctor
 from sft_play.diagnose.pages import CheckReport
 from sft_play.errors import ConfigError, DataError, SftPlayError
 from sft_play.exit_codes import add_exit_status, write_json_line
-from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, fail_finding
 from sft_play.launch.accelerate import find_accelerate_file, read_accelerate_file_with_notes
 from sft_play.launch.machine import mesh_hardware, restrict_to_device
-from sft_play.launch.planning import refuse_impossible_strategy
+from sft_play.launch.planning import plan_run, refuse_impossible_strategy
 from sft_play.launch.refusals import refusals
 from sft_play.launch.request import apply_mesh, fill_from_accelerate
 from sft_play.launch.row_survey import has_variable_lengths
-from sft_play.launch.run_plan import load_run_model_shape, plan_run
 from sft_play.log import is_output_lost
+from sft_play.machine.hardware import Hardware
 from sft_play.planner.layout import layout_choices
+from sft_play.trace.block_meter import load_run_model_shape
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +119,10 @@ def _doctor(request: Request) -> CommandResult:
 def _gpu_info(request: Request) -> CommandResult:
     if request.hardware:
         assumed = requested_hardware(request)
-        data, lines = gpu_page.assumed_machine_json(assumed), gpu_page.assumed_machine_lines(assumed, request.hardware)
+        data, lines = pages.assumed_machine_json(assumed), pages.assumed_machine_lines(assumed, request.hardware)
     else:
-        machine = gpu_info.read_machine_info(request_output_dir(request), os.environ, includes_torch=request.full)
-        data, lines = machine.as_json(), gpu_page.machine_lines(machine)
+        machine = this_machine.read_machine_info(request_output_dir(request), os.environ, includes_torch=request.full)
+        data, lines = machine.as_json(), pages.machine_lines(machine)
     return CommandResult(data, ["\n".join(lines)])
 
 
@@ -139,15 +140,15 @@ def _memory_check(request: Request) -> CommandResult | int:
             if sys.stdout.isatty():
                 sys.stdout.write("\033[H\033[2J")  # in the place of the look before
             logger.info(
-                "%s", "\n".join([*memory_page.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"])
+                "%s", "\n".join([*pages.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"])
             )
         if is_output_lost():
             raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
 
     if not request.watch:
         snapshot = take_snapshot()
-        return CommandResult(snapshot.as_json(), ["\n".join(memory_page.format_memory_snapshot(snapshot))])
-    last_snapshot = memory_page.watch_memory(take_snapshot, show_snapshot=show_snapshot)
+        return CommandResult(snapshot.as_json(), ["\n".join(pages.format_memory_snapshot(snapshot))])
+    last_snapshot = pages.watch_memory(take_snapshot, show_snapshot=show_snapshot)
     if request.out is not None and last_snapshot is not None:
         write_out_file(request.out, last_snapshot.as_json())
     return 0

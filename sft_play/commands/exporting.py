@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from sft_play.commands.answer import CommandResult, command_result, confirm_with_user, redirect_stdout_to_stderr
-from sft_play.commands.request import Request, find_request_run, request_output_dir, trusts_code
+from sft_play.commands.lookups import find_request_run, request_output_dir, trusts_code
+from sft_play.commands.request import Request
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.facts.hardware import detect_hardware
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.places import (
     EXPORT_FOLDER,
@@ -26,12 +26,12 @@ from sft_play.finished.export.places import (
 from sft_play.finished.export.push import plan_upload, push, require_repo_name
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
+from sft_play.machine.hardware import detect_hardware
 from sft_play.process.environment import set_deepspeed_to_cpu
-from sft_play.runs.locking import lock_run
-from sft_play.runs.lookup import resolve_run
+from sft_play.runs.lookup import lock_run, resolve_run
 
 if TYPE_CHECKING:
-    from sft_play.finished.export.adapted_model import MergeBase
+    from sft_play.finished.export.merge import MergeBase
 
 _DTYPES = ("bf16", "fp16", "fp32")
 _BASES = ("dequantized", "original")

@@ -16,17 +16,18 @@ from sft_play.commands.answer import (
     require_writable_out,
     write_result,
 )
-from sft_play.commands.request import Request, find_request_run, request_output_dir, require_source
+from sft_play.commands.lookups import find_request_run, request_output_dir, require_source
+from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
+from sft_play.finished.compare import COMPARE_FILE, Comparison, compare_runs
 from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable
-from sft_play.finished.report.compare import COMPARE_FILE, Comparison, compare_runs
-from sft_play.finished.report.record import read_record
-from sft_play.finished.report.report import RunReport, write_report
+from sft_play.finished.record import read_record
+from sft_play.finished.report import RunReport, write_report
 from sft_play.finished.run import find_run_folder, next_command_line, require_split
 from sft_play.log import escape_control, one_line
 from sft_play.runs.lookup import check_run_name, open_run
-from sft_play.training.prepare.quiet import quiet_libraries
-from sft_play.units import format_gib
+from sft_play.text import format_gib
+from sft_play.training.prepare.library_messages import quiet_libraries
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def run_finished_runs(request: Request) -> CommandResult | int:
     if request.command in ("report", "compare"):
         return _write_report(request)
     if request.command == "ship" and request.replay is not None:
-        from sft_play.finished.evaluate.ship_rule import replay_verdict
+        from sft_play.finished.ship_rule import replay_verdict
 
         return command_result(replay_verdict(request.replay))
     with redirect_stdout_to_stderr(enabled=request.json):
@@ -56,11 +57,11 @@ def _run_model_command(request: Request) -> CommandResult:
 
         return command_result(reproduce(finished))
     if request.command == "ship":
-        from sft_play.finished.evaluate.ship import SHIP_ROWS, judge_run
+        from sft_play.finished.ship import SHIP_ROWS, judge_run
 
         return command_result(judge_run(finished, max_rows=request.limit or SHIP_ROWS, tolerance=request.tolerance))
     require_split(request.split, request.data)
-    from sft_play.finished.evaluate.evaluation import evaluate_run
+    from sft_play.finished.evaluation import evaluate_run
 
     evaluation = evaluate_run(
         finished,
@@ -121,7 +122,7 @@ def _infer(request: Request) -> CommandResult:
         raise ConfigError(f"OUTPUT={one_line(str(request.output))} is a folder; name a file")
     finished = find_request_run(request)
     quiet_libraries()
-    from sft_play.finished.answer.infer import infer
+    from sft_play.finished.infer import infer
 
     with redirect_stdout_to_stderr(enabled=request.json):
         max_new_tokens = request.max_new_tokens or _INFER_TOKENS
@@ -131,7 +132,7 @@ def _infer(request: Request) -> CommandResult:
 def _chat(request: Request) -> CommandResult:
     finished = find_request_run(request)
     quiet_libraries()
-    from sft_play.finished.answer.respond import CHAT_HELP, Conversation, Responder
+    from sft_play.finished.respond import CHAT_HELP, Conversation, Responder
 
     with redirect_stdout_to_stderr(enabled=request.json):
         responder = Responder(finished)
@@ -168,7 +169,7 @@ def _chat(request: Request) -> CommandResult:
 
 def _serve(request: Request) -> int:
     """Serve. With JSON=1 (and OUT) its one object is written once the endpoint answers, and the command stays."""
-    from sft_play.finished.answer import serve
+    from sft_play.finished import serve
 
     host, port = request.host or serve.DEFAULT_HOST, serve.parse_port(request.port)
     service = serve.create_service(request.engine or serve.SERVING_ENGINES[0], find_request_run(request), host, port)

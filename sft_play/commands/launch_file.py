@@ -25,9 +25,9 @@ from sft_play.commands.answer import CommandResult
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
-from sft_play.facts.gpus.gpu_catalog import find_catalog_entries
 from sft_play.files import ROOT, atomic
 from sft_play.log import one_line
+from sft_play.machine.gpu_catalog import find_catalog_entries
 
 SCHEDULERS = {
     "slurm": ("slurm.sbatch.jinja", ".sbatch", "sbatch"),

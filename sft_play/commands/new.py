@@ -9,20 +9,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sft_play.commands.answer import CommandResult
-from sft_play.commands.request import Request, requested_hardware
+from sft_play.commands.lookups import requested_hardware
+from sft_play.commands.request import Request
 from sft_play.config.load import config_from_text
 from sft_play.config.translated import format_run_yaml, translate_file
 from sft_play.config.yaml_io import JsonValue, read_text
 from sft_play.data.checks import missed_column_lines
 from sft_play.data.infer_dataset import CountTokens, estimate_tokens, infer_dataset
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
-from sft_play.facts.models.architecture import find_model_folder
 from sft_play.files import atomic
 from sft_play.launch.machine import go_offline_without_hub
+from sft_play.launch.planning import plan_run
 from sft_play.launch.refusals import require_capable_machine
-from sft_play.launch.run_plan import load_run_model_shape, plan_run
 from sft_play.log import one_line, redact
-from sft_play.planner.plan_summary import long_cpu_warnings
+from sft_play.models.config_json import find_model_folder
+from sft_play.planner.explain import long_cpu_warnings
+from sft_play.trace.block_meter import load_run_model_shape
 
 _MODES_BY_PREFERENCE = ("lora", "qlora")
 _SUFFIXES = (".yaml", ".yml")

@@ -12,41 +12,40 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from sft_play.commands.answer import CommandResult
-from sft_play.commands.request import Request, refuse_make_variables, requested_hardware
+from sft_play.commands.lookups import requested_hardware
+from sft_play.commands.request import Request, refuse_make_variables
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, error_prefix, stage_context
-from sft_play.facts.gpus.gpu_catalog import Price, find_catalog_entries, load_prices, lowest_prices
-from sft_play.facts.hardware import Hardware, parse_hardware
-from sft_play.facts.installed import missing_kernel_packages
-from sft_play.facts.network import DEFAULT_PORT
 from sft_play.files import relative_to_cwd
-from sft_play.launch.deepspeed.files import keeps_params_on_gpu
+from sft_play.launch.deepspeed import keeps_params_on_gpu
 from sft_play.launch.machine import mesh_hardware, restrict_to_device
 from sft_play.launch.planning import (
     apply_deepspeed_batch,
+    build_plan_request,
     common_layout,
+    has_eval,
+    plan_request,
+    plan_run,
     read_deepspeed_config,
     refuse_impossible_strategy,
+    training_backend,
 )
 from sft_play.launch.refusals import MAX_CPU_PARAMS, refusals
 from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens_if_quick
-from sft_play.launch.run_plan import (
-    build_plan_request,
-    has_eval,
-    load_run_model_shape,
-    plan_request,
-    plan_run,
-    training_backend,
-)
 from sft_play.log import escape_control
-from sft_play.planner import calibration, plan_details
-from sft_play.planner.advice.budget import BudgetResult, build_offer, compare_machine_prices
-from sft_play.planner.advice.suggestions import lowest_memory_candidate
-from sft_play.planner.advice.what_if import FitQuestion, LargestFit, parse_grid, parse_question
+from sft_play.machine.gpu_catalog import Price, find_catalog_entries, load_prices, lowest_prices
+from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.network import DEFAULT_PORT
+from sft_play.machine.software import missing_kernel_packages
+from sft_play.planner import calibration, explain, what_if
+from sft_play.planner.advice import BudgetResult, build_offer, compare_machine_prices, lowest_memory_candidate
+from sft_play.planner.decide import PlanRequest
+from sft_play.planner.explain import plan_summary_lines
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
-from sft_play.planner.plan import Plan, PlanRequest, require_fit
-from sft_play.planner.plan_summary import plan_summary_lines
+from sft_play.planner.plan import Plan, require_fit
+from sft_play.planner.what_if import FitQuestion, LargestFit, parse_grid, parse_question
+from sft_play.trace.block_meter import load_run_model_shape
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +122,9 @@ def run_plan(request: Request) -> CommandResult:
             data["launch"],
             _node_launch_lines(plan, loaded, deepspeed_file),
         ),
-        *plan_details.stage_lines(stages),
-        *plan_details.grid_lines(cells),
-        *([plan_details.largest_fit_line(largest)] if largest else []),
+        *explain.stage_lines(stages),
+        *explain.grid_lines(cells),
+        *([what_if.largest_fit_line(largest)] if largest else []),
     ]
     if stages:
         stage_note = "the one with the longest rows" if plan.fits else "which does not fit"
@@ -186,7 +185,7 @@ def _plan_page(
     if request.why:
         return [
             *missing_data_lines,
-            *plan_details.plan_lines(plan, config, command=command, node_commands=node_launch_lines),
+            *explain.plan_lines(plan, config, command=command, node_commands=node_launch_lines),
         ]
     start_lines = (node_launch_lines or [f"Start: {command}"]) if command is not None and plan.fits else []
     backend_lines = [line for line in missing_data_lines if line.startswith("Backend")]
@@ -252,7 +251,7 @@ def _plan_whatif_cell(
 def _answer_fit_question(
     fit_question: FitQuestion, config: RunConfig, hardware: Hardware, layouts: Sequence[LayoutName]
 ) -> LargestFit:
-    from sft_play.planner.advice.what_if import find_largest_fit
+    from sft_play.planner.what_if import find_largest_fit
 
     measured_runs = [] if hardware.named else calibration.load_measured_runs()
     has_evaluation, missing_packages = has_eval(config), missing_kernel_packages()

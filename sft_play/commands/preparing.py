@@ -12,14 +12,15 @@ from pathlib import Path
 
 from sft_play.commands.answer import CommandResult, command_result
 from sft_play.commands.diagnosing import check_result, check_run
-from sft_play.commands.request import Request, make_argv, requested_hardware
+from sft_play.commands.lookups import requested_hardware
+from sft_play.commands.request import Request, make_argv
 from sft_play.commands.rows import render
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, pass_finding, warn_finding
 from sft_play.log import escape_control, one_line
+from sft_play.machine.hardware import Hardware
 
 
 def run_preparing(request: Request) -> CommandResult:
@@ -40,7 +41,7 @@ def run_preparing(request: Request) -> CommandResult:
         return _add_next_command(
             command_result(style_rows(config, request.style, force=request.force)), request, config
         )
-    from sft_play.documents.documents import convert_documents
+    from sft_play.documents import convert_documents
 
     return _add_next_command(command_result(convert_documents(config, force=request.force)), request, config)
 

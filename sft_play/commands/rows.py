@@ -19,6 +19,7 @@ from sft_play.data.build.survey import RowRenderer
 from sft_play.data.checks import missed_column_lines
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.preview import (
+    MAX_PAGE_PIECES,
     MAX_TERMINAL_PIECES,
     PreviewRow,
     TokenBytes,
@@ -26,14 +27,14 @@ from sft_play.data.preview import (
     format_terminal_text,
     make_visible,
     preview_rows,
+    render_html_page,
     select_row,
     select_spread_rows,
 )
-from sft_play.data.preview_page import MAX_PAGE_PIECES, render_html_page
 from sft_play.data.sources.examples import ExampleReader, check_first_rows
 from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
-from sft_play.diagnose.row_tools import ROW_SPLITS, check_not_source, configure_hub, first_stage_run, load_row_tools
+from sft_play.diagnose.run_check import ROW_SPLITS, check_not_source, configure_hub, first_stage_run, load_row_tools
 from sft_play.errors import DataError
 from sft_play.log import one_line
 

@@ -21,29 +21,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.commands.answer import CommandResult, command_result, redirect_stdout_to_stderr
-from sft_play.commands.launchers import launcher_rank_info
+from sft_play.commands.launching import launcher_rank_info
 from sft_play.commands.request import Request, require_config_for_model_and_data
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, error_prefix, stage_context
-from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.finished.report.compare import COMPARE_FILE, Comparison, compare_runs
+from sft_play.finished.compare import COMPARE_FILE, Comparison, compare_runs
 from sft_play.finished.run import find_changed_data
 from sft_play.launch.machine import mesh_hardware, restrict_to_device
-from sft_play.launch.planning import build_stage_requests, count_rows_before_planning, finish_stage_requests
+from sft_play.launch.planning import (
+    build_stage_requests,
+    count_rows_before_planning,
+    finish_stage_requests,
+    plan_request,
+)
 from sft_play.launch.refusals import refusals, require_gpus_and_disk
 from sft_play.launch.request import LaunchOptions, apply_mesh
-from sft_play.launch.run_plan import plan_request
 from sft_play.log import one_line
-from sft_play.planner.advice.what_if import parse_grid
+from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.planner.plan import Plan, format_misfit
+from sft_play.planner.what_if import parse_grid
 from sft_play.process import signals
 from sft_play.process.environment import independent_environment
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import lock_run
-from sft_play.runs.lookup import config_run_name, is_resume, new_run_folder
-from sft_play.runs.manifest import changed_settings, check_no_differences
-from sft_play.tables import build_table, gib_or_na, render_lines
+from sft_play.runs.folder import RunFolder, changed_settings, check_no_differences
+from sft_play.runs.lookup import config_run_name, is_resume, lock_run, new_run_folder
+from sft_play.text import build_table, gib_or_na, render_lines
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,14 @@
-"""`RunConfig`: everything that a user can set. Each key has one docstring, one owner and one default.
+"""`RunConfig`: everything that a user can set. Each key has one docstring, one owner and one
+default.
 
-The owner is the module that reads the key; a test proves that it does and that changing the key changes something
-downstream. `configs/reference.yaml` and `configs/run.schema.json` are generated from this file.
+The owner is the module that reads the key; a test proves that it does and that changing the key
+changes something downstream. `configs/reference.yaml` and `configs/run.schema.json` are generated
+from this file.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +17,51 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from sft_play.config.learning_rate import auto_learning_rate
+# The learning rate where `train.learning_rate` is auto: one rule, from published sweeps.
+#
+# Adapters: Thinking Machines' sweep (tulu3, 780 steps of 128 rows, alpha 32; get_lr and
+# sft_sweep.md of tinker-cookbook, 2026) finds 3e-4 to 1e-3 best for all models but one, and at
+# ranks 1 to 64 hardly a difference between 2e-4 and 4e-4. Its authors withdrew their formula by
+# model size, so size is not in the rule. "LoRA Without Regret" (Schulman et al., 2025): at first
+# the product of alpha, A's scale and B's learning rate decides how fast the weights move, so a
+# larger scale x rank takes a smaller rate. A smaller one gets no larger rate: it only learns more
+# slowly.
+#
+# Full: 2e-5 at 128 rows (Stanford Alpaca; the alignment handbook). Rows: the square root, as for
+# Adam (Malladi et al., 2022, https://arxiv.org/abs/2205.10287), within what was published: QLoRA's
+# 16 rows to the sweep's 128.
+
+# At 128 rows a step; of adapters at alpha 32 (by alpha / r).
+ADAPTER_RATE, FULL_RATE = 4e-4, 2e-5
+REFERENCE_ALPHA = 32
+# Lion steps by signs: its rate is 3 to 10 times smaller than AdamW's (https://arxiv.org/abs/2302.06675).
+LION_DIVISOR = 5
+# Fewer, or more, rows than these change nothing any more.
+BATCH_ROWS_RANGE = (16, 128)
+
+
+def auto_learning_rate(*, alpha: float | None, rows: int, is_lion: bool = False) -> tuple[float, str]:
+    """The peak learning rate and the reason for it. `alpha`: the adapters' scale times their rank (alpha, or with
+    rsLoRA alpha x sqrt(r)) and the ratio of lora_B's rate to this one; None: all weights train. `rows`: the effective
+    batch."""
+    min_rows, max_rows = BATCH_ROWS_RANGE
+    counted_rows = min(max(rows, min_rows), max_rows)
+    base = FULL_RATE if alpha is None else ADAPTER_RATE
+    rate, derivation = (
+        base * math.sqrt(counted_rows / max_rows),
+        f"{base:g} at {max_rows} rows a step x sqrt({counted_rows}/{max_rows})",
+    )
+    if alpha is not None and alpha > REFERENCE_ALPHA:
+        rate, derivation = (
+            rate * REFERENCE_ALPHA / alpha,
+            f"{derivation} x {REFERENCE_ALPHA}/{alpha:.4g}, since the adapters' scale x rank x lora_B's ratio is that "
+            "large",
+        )
+    if is_lion:
+        rate, derivation = rate / LION_DIVISOR, f"{derivation} / {LION_DIVISOR} for Lion"
+    rounded = float(f"{rate:.3g}")
+    return rounded, f"learning rate {rounded:g} (auto): {derivation} (docs/tuning.md)"
+
 
 # The name of the owner's entry in a key's JSON schema.
 OWNER = "owner"
@@ -98,7 +145,7 @@ class ModelConfig(Section):
     revision: Name | None = option(None, owner="training.prepare.model_spec")
     """Branch, tag or commit on the hub; null uses the default branch."""
 
-    adapter: Name | None = option(None, owner="training.prepare.base_adapter")
+    adapter: Name | None = option(None, owner="training.model.adapters")
     """Adapter that training continues: a run's name in the output folder, its path, `last`, or an adapter's folder. Its
     rank, alpha, target modules and the like are taken from it. null starts a new one."""
 
@@ -106,7 +153,7 @@ class ModelConfig(Section):
     """Tokens that the tokenizer gets, such as `[<think>, </think>]`. Their rows begin as the mean of the pieces that
     each was split into; with adapters only these rows of the embeddings train, and are saved with the adapter."""
 
-    max_seq_len: int = option(2048, owner="planner.plan", ge=8)
+    max_seq_len: int = option(2048, owner="planner.decide", ge=8)
     """Longest training row in tokens; longer rows are cut or left out (data.truncate), and counted."""
 
     dtype: Dtype = option("auto", owner="planner.precision")
@@ -124,7 +171,7 @@ class ModelConfig(Section):
     several times slower. auto uses grouped_mm if the model's class and sizes allow it."""
 
     mesh_shape: int | tuple[int, ...] | tuple[tuple[int, ...], tuple[str, ...]] | None = option(
-        None, owner="planner.plan"
+        None, owner="planner.decide"
     )
     """Device mesh, such as `[[2, 4], [fsdp, tp]]`: fsdp shards weights, tp splits tensors, cp splits rows, dp
     replicates. The product is the number of processes. null lets the plan choose."""
@@ -161,7 +208,7 @@ class LoraConfig(Section):
     modules_to_save: tuple[Name, ...] = option((), owner="training.prepare.lora_config")
     """Modules that are fully trained and saved with the adapter."""
 
-    init: Literal["default", "pissa", "loftq"] = option("default", owner="training.model.adapter_start")
+    init: Literal["default", "pissa", "loftq"] = option("default", owner="training.model.adapters")
     """Where adapters start. default: B is zero. pissa: at the base's principal directions
     (https://huggingface.co/papers/2404.02948), which a frozen half of the adapter takes off again, so that it has twice
     the rank in memory and files. loftq, for qlora: at what NF4 lost of the base
@@ -177,7 +224,7 @@ class LoraConfig(Section):
     """LoRA+: the learning rate of every lora_B, and of DoRA's magnitudes, over train.learning_rate, which the rest has;
     its paper takes 16 (https://huggingface.co/papers/2402.12354). 1 trains all alike."""
 
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], TorchDtypeName] = option("auto", owner="planner.gradients")
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], TorchDtypeName] = option("auto", owner="planner.precision")
     """Dtype of the adapters and their optimizer states; auto is float32. bfloat16 halves both, but loses updates that
     are smaller than 1/256 of a weight. Runs that do not compute in bf16 keep float32."""
 
@@ -285,24 +332,22 @@ class StyleConfig(Section):
 class DocumentsConfig(Section):
     """`make dapt-docx`: turns documents into clean plain text."""
 
-    path: Name | Annotated[tuple[Name, ...], Field(min_length=1)] = option(
-        "data/documents", owner="documents.documents"
-    )
+    path: Name | Annotated[tuple[Name, ...], Field(min_length=1)] = option("data/documents", owner="documents")
     """Documents: a file, a folder, a glob, or a list of these; .docx, .pdf, .pptx, .xlsx, .epub, .html, .md, .txt."""
 
-    out_dir: Name = option("data/processed_text", owner="documents.documents")
+    out_dir: Name = option("data/processed_text", owner="documents")
     """Folder that train.jsonl, val.jsonl and report.json are written to."""
 
-    val_fraction: float = option(0.05, owner="documents.documents", ge=0.0, le=0.5)
+    val_fraction: float = option(0.05, owner="documents", ge=0.0, le=0.5)
     """Share of the documents for validation, by content hash."""
 
-    chunk_chars: int = option(20_000, owner="documents.documents", ge=200)
+    chunk_chars: int = option(20_000, owner="documents", ge=200)
     """Longest text row in characters; longer documents are split between paragraphs."""
 
-    headers: bool = option(False, owner="documents.reader")
+    headers: bool = option(False, owner="documents")
     """Include page headers and footers of .docx files."""
 
-    drop_repeated: bool = option(True, owner="documents.documents")
+    drop_repeated: bool = option(True, owner="documents")
     """Leave out boilerplate and paragraphs that an earlier document already has; they are counted either way."""
 
 
@@ -611,13 +656,13 @@ class TrainConfig(Section):
     in that many layers, from the first on. offload: in all layers, with what recomputation needs kept in RAM, for very
     long rows. auto uses what the plan predicts to be fastest among what fits, without offload."""
 
-    kernels: Literal["none", "auto", "liger"] = option("none", owner="training.class_checks.kernels")
+    kernels: Literal["none", "auto", "liger"] = option("none", owner="training.class_checks.replaced_code")
     """Kernels of norms, gated activations and rotary embeddings. liger: those of the package liger-kernel, on a CUDA
     GPU, if a comparison before the first step shows that they compute the same; else the plain ones, with a warning.
     auto: the same if the package is installed, else the plain ones. The plan counts Liger's memory and speed for liger;
     for auto it counts the memory of the plain ones, which take more."""
 
-    compile: bool = option(False, owner="training.class_checks.compiling")
+    compile: bool = option(False, owner="training.class_checks.replaced_code")
     """Compile each block of the model with torch.compile, for training passes of any length, if a comparison before the
     first step shows that it computes the same; else the plain code runs, with a warning. Evaluation and generation run
     the plain code. Compiling takes a minute or two at every start, which the plan counts. Not with DeepSpeed, tensor
@@ -700,7 +745,7 @@ class EvalConfig(Section):
     """Number of held-out rows for which an answer is generated and compared with what the row trains behind the same
     prompt (exact match); 0 for none."""
 
-    max_new_tokens: int = option(128, owner="training.loop.load_trainer", ge=1)
+    max_new_tokens: int = option(128, owner="training.loop.trainer", ge=1)
     """Maximum length of a generated answer in tokens."""
 
     before_training: bool = option(True, owner="training.measure.evaluate")
@@ -718,16 +763,16 @@ class PlanConfig(Section):
 class MixedPrecisionConfig(Section):
     """Dtypes of communication between ranks; auto is the layout's default (compute dtype: train.bf16, train.fp16)."""
 
-    param: Dtype = option("auto", owner="planner.gradients")
+    param: Dtype = option("auto", owner="planner.precision")
     """Weights as FSDP2 gathers them (MixedPrecisionPolicy's param_dtype): auto is the compute dtype, float32 gathers
     twice the bytes. DDP gathers none, and DeepSpeed holds them in the compute dtype."""
 
-    reduce: Dtype = option("auto", owner="planner.gradients")
+    reduce: Dtype = option("auto", owner="planner.precision")
     """Gradients as they are reduced: FSDP2's reduce_dtype, DeepSpeed's communication_data_type, DDP's bf16 or fp16
     compression hook. auto keeps the dtype that they are computed in; float32 sums more exactly, bfloat16 sends half of
     float32's bytes."""
 
-    buffer: Dtype = option("auto", owner="planner.gradients")
+    buffer: Dtype = option("auto", owner="planner.precision")
     """The model's buffers, under DeepSpeed only (data_types.buffer_dtype); auto leaves them as they are, which keeps
     rotary frequencies exact."""
 
@@ -738,12 +783,12 @@ class DistributedConfig(Section):
     timeout_s: float = option(1800.0, owner="launch.torchrun", ge=5.0, le=86_400.0)
     """Seconds that ranks wait for one that does not respond; then the run ends and names it."""
 
-    shard_ranks: Literal["auto"] | Annotated[int, Field(ge=2)] = option("auto", owner="planner.layout")
+    shard_ranks: Literal["auto"] | Annotated[int, Field(ge=2)] = option("auto", owner="planner.possible_layouts")
     """Number of ranks that fsdp_hybrid shards the states over; the other ranks hold copies. auto uses the ranks of one
     node."""
 
     sync_gradients_every: Literal["auto", "step", "micro_batch"] | Annotated[int, Field(ge=1)] = option(
-        "auto", owner="planner.gradients"
+        "auto", owner="planner.precision"
     )
     """When ranks reduce their gradients: at the end of an optimizer step, or after every micro-batch. auto: step for
     DDP and ZeRO-1, micro_batch for FSDP2 (step keeps full gradients on every rank meanwhile) and for ZeRO-2 and -3. A

@@ -14,8 +14,7 @@ import yaml
 
 from sft_play.config import other_tools
 from sft_play.config.options import all_options, find_option, option_accepts, sections
-from sft_play.config.other_tools import KeyTranslation, KnownKey, OtherTool
-from sft_play.config.unknown_keys import ForeignKey, format_key_value, merge_keys
+from sft_play.config.other_tools import ForeignKey, KeyTranslation, KnownKey, OtherTool, format_key_value, merge_keys
 from sft_play.config.validation import find_conflicts, find_unknown_keys, validate
 from sft_play.config.yaml_io import (
     JsonValue,

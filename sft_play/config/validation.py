@@ -13,14 +13,14 @@ from pydantic import ValidationError
 
 from sft_play.config import other_tools
 from sft_play.config.options import all_options, list_item_option, list_item_sections, optimizer_options, sections
-from sft_play.config.schema import RunConfig
-from sft_play.config.unknown_keys import (
+from sft_play.config.other_tools import (
     ForeignKey,
     find_foreign_keys,
     format_translation,
     merge_keys,
     unknown_key_problem,
 )
+from sft_play.config.schema import RunConfig
 from sft_play.config.yaml_io import (
     OVERRIDE_LOCATION,
     TYPOGRAPHIC_QUOTES,

@@ -3,10 +3,9 @@
 `sources` reads rows, `masks` makes them tokens with labels. The modules here use both:
 
 - a run reads rows by `build/splits.py` (train, val, test), which has `build.py` make them once in several processes
-  (`workers.py`) and write them as Arrow files (`arrow_rows.py`), counts them in `stats.py`, mixes sources (`mixing.py`)
-  and packs rows (`packing.py`);
+  (`workers.py`) and write them as Arrow files, counts them in `stats.py`, mixes sources and packs rows (`packing.py`);
 - `make check` reads the same counts (without a tokenizer those of `build/survey.py`) and judges them (`checks.py`);
-- `make preview` picks rows and shows their tokens (`preview.py`, `preview_page.py`);
+- `make preview` picks rows and shows their tokens (`preview.py`);
 - `make process` and `style` write files (`process.py`, `process_report.py`, `style.py`, through `managed_outputs.py`);
-- a plan asks for the rough size of the data (`build/size.py`), before anything is tokenised.
+- a plan asks for the rough size of the data (`build/survey.py`), before anything is tokenised.
 """

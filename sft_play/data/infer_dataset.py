@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sft_play.config.schema import DataConfig, Encoding
 from sft_play.config.yaml_io import JsonValue
-from sft_play.data.build.size import SAMPLE_CHARACTERS, estimate_size
+from sft_play.data.build.survey import SAMPLE_CHARACTERS, estimate_size
 from sft_play.data.sources.columns import find_rendered_mark, guess_columns
 from sft_play.data.sources.examples import ExampleReader, character_count
 from sft_play.data.sources.files import AnySource, find_source, list_parts, read_rows

@@ -46,7 +46,7 @@ from sft_play.data.sources.tables import list_split_names, split_from_name
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.process.waiting import WaitProgress, report_wait
-from sft_play.units import GIB
+from sft_play.text import GIB
 
 SPLIT_NAMES = ("train", "val", "test")
 # Of memory that counting near-duplicates takes; leaving them out takes what it needs.

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sft_play.config.schema import ProcessConfig
-from sft_play.data.build.size import CHARACTERS_PER_TOKEN
 from sft_play.data.build.stats import RowStats, format_row_count
+from sft_play.data.build.survey import CHARACTERS_PER_TOKEN
 from sft_play.data.masks.render import is_trained_turn
 from sft_play.data.sources.formats import Example, Text
 from sft_play.data.sources.messages import TEXT_KEYS, Message

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from sft_play.files import atomic
 from sft_play.process.signals import die_with_parent
-from sft_play.units import MIB
+from sft_play.text import MIB
 
 # Bytes that are reduced: DDP's buckets and FSDP's layers are in this range.
 SIZES = {"cpu": (MIB, 16 * MIB, 64 * MIB), "cuda": (MIB, 16 * MIB, 64 * MIB, 256 * MIB)}

@@ -8,22 +8,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose import known_bad, ranks, surroundings, system
-from sft_play.diagnose.disk import disk_findings
+from sft_play.diagnose import ranks, this_machine
 from sft_play.diagnose.pages import DoctorReport
-from sft_play.diagnose.surroundings import SystemFacts
+from sft_play.diagnose.this_machine import SystemFacts, disk_findings
 from sft_play.errors import SftPlayError
-from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.facts.installed import COMPUTE_PACKAGES
-from sft_play.facts.models.model_shape import ModelShape
-from sft_play.facts.network import NodeSetup
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding
 from sft_play.launch.machine import disable_broken_p2p
 from sft_play.launch.refusals import require_usable_hardware
 from sft_play.launch.request import LaunchOptions
 from sft_play.log import one_line
+from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.machine.network import NodeSetup
+from sft_play.machine.software import COMPUTE_PACKAGES
+from sft_play.models.shape import ModelShape
 from sft_play.planner.plan import Plan
-from sft_play.tables import join_unique
+from sft_play.text import join_unique
 
 # How long nodes wait for each other: time to start the command by hand on the next one.
 NODE_MEETING_S = 30.0
@@ -63,7 +62,7 @@ def run_doctor(
     machine = detect_hardware(environment).without_gpus() if uses_cpu else detect_hardware(environment)
     local_machine, all_nodes, gpu_finding = _select_gpus(machine, options)
     planned_run, plan_findings = _plan_run(planner, all_nodes, gpu_finding)
-    system_facts = surroundings.read_system_facts(local_machine, environment)
+    system_facts = this_machine.read_system_facts(local_machine, environment)
     findings = [
         *_machine_findings(system_facts, options, planned_run, gpu_finding),
         *plan_findings,
@@ -115,17 +114,17 @@ def _machine_findings(
     machine, nodes = system_facts.hardware, options.nodes.count
     layout = planned_run.plan.layout if planned_run else str(options.strategy or "")
     return [
-        system.check_packages(system_facts.versions, system_facts.requirements),
+        this_machine.check_packages(system_facts.versions, system_facts.requirements),
         gpu_finding,
         *check_torch_build(system_facts),
-        *known_bad.find_known_bad(
+        *this_machine.find_known_bad(
             system_facts,
             rank_count=machine.ranks * nodes,
             node_count=nodes,
             layout=layout,
             packages=planned_run.shape.kernel_packages if planned_run else (),
         ),
-        system.check_shared_memory(system_facts.shared_memory, gpus_per_node=len(machine.gpus)),
+        this_machine.check_shared_memory(system_facts.shared_memory, gpus_per_node=len(machine.gpus)),
     ]
 
 

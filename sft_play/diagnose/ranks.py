@@ -12,15 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose.known_bad import error_remedies
-from sft_play.diagnose.surroundings import SystemFacts
-from sft_play.facts.gpus.gpu_catalog import find_catalog_entries
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.network import NodeSetup
+from sft_play.diagnose.this_machine import SystemFacts, error_remedies
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.torchrun import TORCHRUN_MODULE, LaunchCommand, torchrun_command
 from sft_play.log import one_line, redact
+from sft_play.machine.gpu_catalog import find_catalog_entries
+from sft_play.machine.hardware import Hardware
+from sft_play.machine.network import NodeSetup
 from sft_play.process.environment import LAUNCHER_VARIABLES
 from sft_play.process.failures import format_ranks, kill_process_tree
 from sft_play.process.signals import raise_interrupt, start_child, supervise

@@ -1,12 +1,16 @@
-"""Everything that can be checked before training, in the order of the page; one part that fails hides no other."""
+"""Everything that can be checked before training, in the order of the page; one part that fails
+hides no other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +21,85 @@ from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowRenderer, count_readable_rows
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
-from sft_play.diagnose import disk, engines
+from sft_play.diagnose import engines, this_machine
 from sft_play.diagnose.doctor import PlannedRun
 from sft_play.diagnose.pages import CheckReport
-from sft_play.diagnose.row_tools import build_row_renderer, configure_hub
-from sft_play.errors import SftPlayError
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import (
+from sft_play.errors import DataError, ModelError, SftPlayError
+from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
+from sft_play.launch.machine import go_offline_without_hub
+from sft_play.launch.refusals import require_usable_hardware
+from sft_play.launch.request import LaunchOptions
+from sft_play.log import one_line
+from sft_play.machine.hardware import Hardware
+from sft_play.models.config_json import (
     find_model_folder,
     is_hub_reachable,
     load_config_json,
     load_max_positions,
     require_available_model,
 )
-from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
-from sft_play.launch.refusals import require_usable_hardware
-from sft_play.launch.request import LaunchOptions
-from sft_play.log import one_line
 from sft_play.planner.micro_batches import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit
-from sft_play.process.imports import importing
-from sft_play.process.waiting import report_wait
+from sft_play.process.waiting import importing, report_wait
+
+# Helpers of commands that look at rows before anything trains: load a run's tokenizer and row
+# renderer, choose the stage whose rows are shown, and refuse to overwrite a source.
+
+ROW_SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class RowTools:
+    """A run's tokenizer, notes on what was chosen for it, and the renderer of its rows."""
+
+    tokenizer: Any
+    notes: tuple[str, ...]
+    row_renderer: RowRenderer
+
+
+def load_row_tools(config: RunConfig) -> RowTools:
+    """The run's tokenizer and renderer; raises TokenizerError or ModelError where they cannot be used."""
+    from sft_play.training.prepare.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(config)
+    return RowTools(loaded.tokenizer, loaded.notes, build_row_renderer(config, loaded.tokenizer))
+
+
+def build_row_renderer(config: RunConfig, tokenizer: Any) -> RowRenderer:
+    """Build the renderer that turns a run's conversations into token rows, cut at the plan's longest row."""
+    from sft_play.data.masks.render import Renderer
+
+    max_seq_len = config.model.max_seq_len
+    positions = load_max_positions(config.model.name, revision=config.model.revision)
+    return RowRenderer(
+        Renderer(tokenizer, config.data, max_seq_len=min(max_seq_len, positions or max_seq_len)),
+        task_mode=config.task_mode,
+    )
+
+
+def configure_hub(config: RunConfig) -> None:
+    """Set, before the hub's libraries are imported: no telemetry, and offline where the hub does not answer."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    with contextlib.suppress(ModelError):  # a missing folder is reported where its files are read
+        go_offline_without_hub(config.model.name)
+
+
+def first_stage_run(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:
+    """The first stage's run of a run with stages, and a line about that."""
+    if not loaded.stages:
+        return loaded, ()
+    first = loaded.stages[0]
+    return loaded.for_stage(first), (f"The rows of stage {first.name}, the first of {len(loaded.stages)}",)
+
+
+def check_not_source(target: Path, files: Sequence[tuple[str, AnySource]]) -> None:
+    """Raise DataError if a command would overwrite a file that it reads, with FORCE=1 too."""
+    for split, source in files:
+        with contextlib.suppress(OSError):
+            if Path(str(source)).expanduser().samefile(target):
+                description = f"the {split}" if split.startswith("source ") else f"data.{split}_path"
+                raise DataError(f"OUT={target} is {description}, which is read; name another file")
+
 
 # The lengths of the rows as training would have them; None where they could not be counted.
 RowLengths = Callable[[], RowTokens | None]
@@ -234,7 +296,7 @@ class _RunChecks:
         yield pass_finding("example", f"{header}\n{one_line(format_row(token_row, self._tokenizer), limit=1_300)}")
 
     def _check_memory(self) -> Iterator[Finding]:
-        from sft_play.planner.plan_details import choice_line, memory_line, parameter_lines
+        from sft_play.planner.explain import choice_line, memory_line, parameter_lines
 
         machine_name = "the named machine" if self._hardware.named else "this machine"
         try:
@@ -313,7 +375,7 @@ class _RunChecks:
             yield skip_finding("model", "not without a tokenizer and a plan; see there")
             return
         from sft_play.planner.backend import choose_backend
-        from sft_play.training.prepare.base_adapter import read_base_adapter
+        from sft_play.training.model.adapters import read_base_adapter
         from sft_play.training.prepare.model_spec import build_model_spec
         from sft_play.training.prepare.tokenizer import added_token_rows
 
@@ -352,7 +414,7 @@ class _RunChecks:
             yield skip_finding("disk", "not without a memory plan; see there")
             return
         planned_run = self._planned_run
-        yield from disk.disk_findings(planned_run.config, planned_run.shape, planned_run.plan, LaunchOptions())
+        yield from this_machine.disk_findings(planned_run.config, planned_run.shape, planned_run.plan, LaunchOptions())
 
 
 def _catch_user_errors(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -368,7 +430,7 @@ def _find_weights_problem(config: RunConfig) -> str:
     folder = find_model_folder(name)
     if folder is None:
         require_available_model(name, revision=config.model.revision)
-        if disk.has_local_weights(config) or is_hub_reachable():
+        if this_machine.has_local_weights(config) or is_hub_reachable():
             return ""
         return f"the weights of {name} are not in the local cache, and the hub cannot be reached"
     load_config_json(name)

@@ -1,5 +1,9 @@
 """What is done with a finished run: it answers, is evaluated, exported, reported, listed and removed.
 
-`run` opens a run folder and writes beside it, `load` loads its model; `listing` lists and removes runs; `reproduce`
-trains one again. The rest is in a folder each: `answer`, `evaluate`, `export`, `report`.
+`run` opens a run folder and writes beside it, `load` loads its model.
+
+- Answers: `respond` (in the terminal, and for the others), `infer` (over files), `serve` and `openai` (over HTTP).
+- Is it better? `evaluation` on `eval_rows`, by `metrics` and `harness`; `ship` measures and `ship_rule` decides.
+- Pages: `report` and `compare`, of what `record` reads, written by `page`.
+- `listing` lists and removes runs, `reproduce` trains one again. `export/` makes the model ready for others.
 """

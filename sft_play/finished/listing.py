@@ -20,10 +20,8 @@ from sft_play.finished.run import RunCommandResult, next_command_line
 from sft_play.log import one_line
 from sft_play.runs.files import read_evaluations, read_json, read_metric_lines, read_summary
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import lock_holder_pid, lock_run
-from sft_play.runs.lookup import iter_runs
-from sft_play.tables import align_columns
-from sft_play.units import format_duration, format_size
+from sft_play.runs.lookup import iter_runs, lock_holder_pid, lock_run
+from sft_play.text import align_columns, format_duration, format_size
 
 logger = logging.getLogger(__name__)
 

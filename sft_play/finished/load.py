@@ -17,10 +17,10 @@ from sft_play.data.sources.files import file_digest, find_data_paths
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_model_folder
 from sft_play.log import one_line
-from sft_play.runs.manifest import first_start_date
+from sft_play.runs.folder import first_start_date
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_adapter
-from sft_play.training.checkpoints.tensor_files import open_tensors
-from sft_play.training.model import sdpa
+from sft_play.training.checkpoints.model_saving import open_tensors
+from sft_play.training.model import attention_functions
 from sft_play.training.model.language_model import fit_tied_embeddings, locate_text_tower, prepare_text_config
 from sft_play.training.model.model_loading import (
     NO_ADAPTER_KWARGS,
@@ -34,7 +34,6 @@ from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 
@@ -59,7 +58,7 @@ def load_base_model(run: FinishedRun) -> Any:
     base_model_folder(run)  # refuses a base that has changed since
     loaded = load_tokenizer(config)
     spec = build_model_spec(config, precision, tokenizer_size=len(loaded.tokenizer), new_rows=loaded.new_rows)
-    sdpa.enable_cudnn(enabled=False)  # answers have a new length for every token
+    attention_functions.enable_cudnn(enabled=False)  # answers have a new length for every token
     model = load_model(config, precision, spec, device=default_device())
     model.config.use_cache = True  # training switches it off; without it each new token reads the whole prompt again
     return model.eval()
@@ -127,7 +126,7 @@ def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
     ModelError where it cannot be loaded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sdpa.enable_cudnn(enabled=False)
+    attention_functions.enable_cudnn(enabled=False)
     try:
         # a device by name: device_map="auto" would spread a large model over devices, or offload it without a word
         full_config = AutoConfig.from_pretrained(str(folder))

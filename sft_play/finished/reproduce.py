@@ -25,17 +25,16 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import source_digest
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
-from sft_play.facts.hardware import detect_hardware
-from sft_play.facts.models.architecture import find_model_folder
 from sft_play.finished.run import FinishedRun, RunCommandResult, base_model_folder, find_changed_data, next_command_line
 from sft_play.log import one_line
+from sft_play.machine.hardware import detect_hardware
+from sft_play.models.config_json import find_model_folder
 from sft_play.process import signals
 from sft_play.process.environment import THREADS_VARIABLE, independent_environment
 from sft_play.runs.files import read_json, read_summary
-from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
+from sft_play.runs.folder import DEEPSPEED_FILE, PACKAGE_FOLDER, RunFolder, code_state, requested_deepspeed
 from sft_play.runs.lookup import check_run_name
-from sft_play.runs.manifest import PACKAGE_FOLDER, code_state, requested_deepspeed
-from sft_play.training.checkpoints.tensor_files import weight_files
+from sft_play.training.checkpoints.model_saving import weight_files
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

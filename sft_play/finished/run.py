@@ -20,21 +20,21 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import find_data_paths, source_digest
 from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError
-from sft_play.facts.models.architecture import (
+from sft_play.files import atomic
+from sft_play.log import one_line
+from sft_play.models.config_json import (
     base_weights_identity,
     find_model_folder,
     load_config_json,
     load_max_positions,
     text_only_note,
 )
-from sft_play.files import atomic
-from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.files import disk_refusal_reason
 from sft_play.runs.folder import CodeTrust, RunFolder, trust_none
 from sft_play.runs.lookup import iter_runs, resolve_run
+from sft_play.text import format_gib
 from sft_play.training.checkpoints.checkpoints import require_unchanged
-from sft_play.units import format_gib
 
 
 def next_command_line(command: str, *arguments: str, **variables: str | Path) -> str:
@@ -153,7 +153,7 @@ def base_model_folder(run: FinishedRun) -> Path:
         return folder
     if name.startswith((".", "/", "~")):  # a path and no hub id, for which the hub need not be asked
         raise ModelError(f"the base {one_line(name)}, from which {run.weights} was trained, is gone")
-    from sft_play.training.checkpoints.tensor_files import fetch_base_folder
+    from sft_play.training.checkpoints.model_saving import fetch_base_folder
 
     return fetch_base_folder(name, revision=recorded.get("sha256") or run.config.model.revision)
 

@@ -5,10 +5,10 @@ its launcher's.
 
 - The request: `request` (make's variables, and what a launcher, accelerate's file and a mesh add to them), `resume`
   (a run that was stopped, or died), `machine` (the hardware as the run uses it).
-- The plan: `refusals` (what a run is refused for), `row_survey` (the lengths of the rows), `run_plan` (of one config,
-  with what this machine knows), `planning` (of a launch: asked for once, completed, made).
+- The plan: `refusals` (what a run is refused for), `row_survey` (the lengths of the rows), `planning` (asked for once,
+  completed with what this machine knows, made).
 - The processes: `ranks` (those that are launched), `rank` (this process as one of them), `agent` (which starts and
   watches ranks in torchrun's place), `nodes` (several machines meet), `tensorboard` (beside them).
-- Other programs' words: `torchrun` (its command, and what launchers export), `accelerate`, and of DeepSpeed the
-  configuration (`files`) with the plan's values (`fill`).
+- Other programs' words: `torchrun` (its command, and what launchers export), `accelerate`, and `deepspeed` (its
+  configuration with the plan's values).
 """

@@ -21,11 +21,11 @@ from sft_play.config.options import describe_values
 from sft_play.config.yaml_io import format_value, parse_yaml_value, read_text
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.network import NodeSetup, is_host_address
-from sft_play.launch.deepspeed.files import ZERO_LAYOUTS
+from sft_play.launch.deepspeed import ZERO_LAYOUTS
 from sft_play.launch.torchrun import rank_variables, read_nodes
 from sft_play.log import one_line
+from sft_play.machine.hardware import Hardware
+from sft_play.machine.network import NodeSetup, is_host_address
 from sft_play.planner.layout import LayoutName
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]

@@ -34,7 +34,7 @@ from sft_play.process import failures
 from sft_play.process.failures import Failure
 from sft_play.process.signals import STOP_SIGNALS, StopSignals, end_when_unresponsive, watch_parent
 from sft_play.runs.folder import CRASH_ENTRY, RunFolder
-from sft_play.runs.locking import WRITER, lock_run
+from sft_play.runs.lookup import WRITER, lock_run
 from sft_play.training.heartbeat import read_note
 
 logger = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import HardwareError
-from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.unusable_accelerators import VISIBILITY_VARIABLES
-from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.facts.models.architecture import find_model_folder, is_hub_reachable
 from sft_play.launch.torchrun import visible_gpu_variables
 from sft_play.log import one_line
-from sft_play.planner.mesh import parse_mesh
+from sft_play.machine import nvml
+from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.machine.visible_gpus import VISIBILITY_VARIABLES
+from sft_play.models.config_json import find_model_folder, is_hub_reachable
+from sft_play.planner.layout import parse_mesh
 from sft_play.process.environment import set_deepspeed_to_cpu
 
 logger = logging.getLogger(__name__)

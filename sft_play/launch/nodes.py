@@ -21,13 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.load import differing_options, resolved_config_without_paths
 from sft_play.config.schema import RunConfig
-from sft_play.errors import (
-    ConfigError,
-    HardwareError,
-)
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import COMPUTE_PACKAGES
-from sft_play.facts.network import (
+from sft_play.errors import ConfigError, HardwareError
+from sft_play.log import one_line
+from sft_play.machine.hardware import Hardware
+from sft_play.machine.network import (
     GLOO_VARIABLE,
     SETTLE_SHARE,
     NodeSetup,
@@ -40,9 +37,9 @@ from sft_play.facts.network import (
     resolve_addresses,
     route_address,
 )
-from sft_play.log import one_line
-from sft_play.process.imports import importing
-from sft_play.runs.manifest import installed_versions
+from sft_play.machine.software import COMPUTE_PACKAGES
+from sft_play.process.waiting import importing
+from sft_play.runs.folder import installed_versions
 
 if TYPE_CHECKING:  # it loads torch, which a plan does without
     from torch.distributed import TCPStore

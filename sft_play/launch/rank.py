@@ -16,20 +16,16 @@ from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
-from sft_play.facts.gpus import nvml
-from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.facts.network import GLOO_VARIABLE, find_interface, route_address
 from sft_play.launch.machine import restrict_to_device, spread_hardware
-from sft_play.launch.torchrun import (
-    RankInfo,
-    rank_variables,
-    rendezvous_variables,
-)
+from sft_play.launch.torchrun import RankInfo, rank_variables, rendezvous_variables
 from sft_play.log import one_line
+from sft_play.machine import nvml
+from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.machine.network import GLOO_VARIABLE, find_interface, route_address
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed, plan_from_json
-from sft_play.process.imports import importing
+from sft_play.process.waiting import importing
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.locking import RunLock
+from sft_play.runs.lookup import RunLock
 
 logger = logging.getLogger(__name__)
 

@@ -16,26 +16,19 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import Interrupted, RunFolderError
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.network import require_free_port
 from sft_play.launch.rank import LAUNCH_FILE, LaunchPlan
 from sft_play.launch.request import LaunchOptions, LaunchRequest, meet_run_nodes
-from sft_play.launch.torchrun import (
-    RESUMED_VARIABLE,
-    LaunchCommand,
-    rank_timeout_s,
-    torchrun_command,
-)
+from sft_play.launch.torchrun import RESUMED_VARIABLE, LaunchCommand, rank_timeout_s, torchrun_command
 from sft_play.log import start_log_file
+from sft_play.machine.hardware import Hardware
+from sft_play.machine.network import require_free_port
 from sft_play.planner.plan import Plan
 from sft_play.process import failures, signals
 from sft_play.process.environment import THREADS_VARIABLE
 from sft_play.process.failures import RUN_VARIABLE
 from sft_play.runs.files import write_json, write_text
-from sft_play.runs.folder import CRASH_ENTRY, DEEPSPEED_FILE, RunFolder
-from sft_play.runs.locking import LAUNCHER
-from sft_play.runs.lookup import create_run, discard_run
-from sft_play.runs.manifest import first_start_date, new_manifest
+from sft_play.runs.folder import CRASH_ENTRY, DEEPSPEED_FILE, RunFolder, first_start_date, new_manifest
+from sft_play.runs.lookup import LAUNCHER, create_run, discard_run
 from sft_play.runs.oom import OOM_NOTE_FILE
 
 logger = logging.getLogger(__name__)
@@ -125,7 +118,7 @@ def _require_fitting_adapter(loaded: LoadedConfig, plan: Plan) -> None:
     """Raises ModelError where the adapter that the run continues does not fit, before ranks are started."""
     if loaded.config.model.adapter is None:
         return
-    from sft_play.training.prepare.base_adapter import read_base_adapter
+    from sft_play.training.model.adapters import read_base_adapter
     from sft_play.training.prepare.model_spec import build_model_spec
     from sft_play.training.prepare.tokenizer import load_tokenizer
 

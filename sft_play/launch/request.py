@@ -12,13 +12,7 @@ from pathlib import Path
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.errors import (
-    ConfigError,
-    HardwareError,
-    error_prefix,
-)
-from sft_play.facts.hardware import Hardware, detect_hardware
-from sft_play.facts.network import DEFAULT_PORT, SETTLE_SHARE, NodeSetup
+from sft_play.errors import ConfigError, HardwareError, error_prefix
 from sft_play.launch.accelerate import (
     MIXED_PRECISION,
     AccelerateConfig,
@@ -27,16 +21,10 @@ from sft_play.launch.accelerate import (
     read_accelerate_file_with_notes,
     remove_accelerate_variables,
 )
-from sft_play.launch.deepspeed.fill import are_numbers_equal
-from sft_play.launch.machine import (
-    hide_gpus,
-    restrict_to_device,
-    select_hardware,
-)
+from sft_play.launch.deepspeed import are_numbers_equal
+from sft_play.launch.machine import hide_gpus, restrict_to_device, select_hardware
 from sft_play.launch.nodes import NodeMeeting, meet_nodes, node_card
-from sft_play.launch.rank import (
-    setup_rank_environment,
-)
+from sft_play.launch.rank import setup_rank_environment
 from sft_play.launch.torchrun import (
     RENDEZVOUS_VARIABLES,
     RankInfo,
@@ -46,8 +34,9 @@ from sft_play.launch.torchrun import (
     refuse_lone_node,
 )
 from sft_play.log import one_line
-from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
-from sft_play.planner.mesh import Mesh, format_mesh, parse_mesh
+from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.machine.network import DEFAULT_PORT, SETTLE_SHARE, NodeSetup
+from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Mesh, format_mesh, parse_mesh
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.spelling import did_you_mean

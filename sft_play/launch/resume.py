@@ -13,19 +13,25 @@ from dataclasses import dataclass
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
-from sft_play.facts.hardware import Hardware, detect_hardware
 from sft_play.launch.machine import restrict_to_device
 from sft_play.launch.request import LaunchOptions, LaunchRequest
 from sft_play.log import start_log_file
+from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.planner.batching import BatchPlan, divisors
-from sft_play.planner.layout import DEEPSPEED_LAYOUTS, LAYOUT_NAMES, LayoutName, PreviousRun, mesh_layout
-from sft_play.planner.mesh import format_mesh, parse_mesh
+from sft_play.planner.layout import (
+    DEEPSPEED_LAYOUTS,
+    LAYOUT_NAMES,
+    LayoutName,
+    PreviousRun,
+    format_mesh,
+    mesh_layout,
+    parse_mesh,
+)
 from sft_play.planner.precision import UNSHARDED_LAYOUTS, WeightUpdates
 from sft_play.runs import oom
 from sft_play.runs.files import read_json
-from sft_play.runs.folder import CRASH_ENTRY, RESTARTS_ENTRY, CodeTrust, RunFolder
+from sft_play.runs.folder import CRASH_ENTRY, RESTARTS_ENTRY, CodeTrust, RunFolder, load_resumed_config
 from sft_play.runs.lookup import find_resumable
-from sft_play.runs.manifest import load_resumed_config
 
 logger = logging.getLogger(__name__)
 

@@ -31,9 +31,9 @@ from typing import Any
 import psutil
 
 from sft_play.errors import ConfigError
-from sft_play.facts.network import allowed_host_names, is_local, is_local_request
 from sft_play.files import cache_dir, hold_lock
 from sft_play.log import one_line, redact
+from sft_play.machine.network import allowed_host_names, is_local, is_local_request
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
 

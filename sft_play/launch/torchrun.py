@@ -23,8 +23,8 @@ from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.network import DEFAULT_PORT, NodeSetup, can_bind, is_host_address, is_loopback, resolve_addresses
 from sft_play.log import one_line
+from sft_play.machine.network import DEFAULT_PORT, NodeSetup, can_bind, is_host_address, is_loopback, resolve_addresses
 from sft_play.process.failures import RUN_VARIABLE
 
 logger = logging.getLogger(__name__)

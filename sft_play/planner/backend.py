@@ -16,10 +16,10 @@ from typing import Any
 from sft_play.config.options import all_options, to_plain_data
 from sft_play.config.schema import RunConfig
 from sft_play.errors import BackendError, ConfigError
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.model_shape import ModelShape
-from sft_play.facts.unsloth import UnslothInfo, find_unsloth_python, probe_unsloth
 from sft_play.log import one_line
+from sft_play.machine.hardware import Hardware
+from sft_play.machine.software import UnslothInfo, find_unsloth_python, probe_unsloth
+from sft_play.models.shape import ModelShape
 from sft_play.planner.precision import Precision, choose_precision
 
 SETUP_HINT = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names another"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sft_play.files import atomic, cache_dir, hold_lock
 from sft_play.planner.kernels import CountedKernels, KernelsName
-from sft_play.units import GIB
+from sft_play.text import GIB
 
 RECORD_FILE = "measured.jsonl"
 # Of a line. Lines without it come from a version that recorded corrected predictions, and are ignored.

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.models.model_shape import ModelShape
-from sft_play.planner.memory.measured_walk import create_step_simulation
+from sft_play.models.shape import ModelShape
+from sft_play.planner.memory.step_memory import create_step_simulation
 from sft_play.planner.plan import Plan
 
 # Tokenizer (33 MiB for vocabularies of 256,000), trainer and random states, metrics.

@@ -1,62 +1,144 @@
-"""The plan of a run: layout, precision, batch, predicted peak and speed, and the reasons, before anything loads."""
+"""A plan: what is decided of a run, with its reasons, as data and as JSON; and the message where
+nothing fits.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, DoesNotFit
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import PINNED_CUDA_LIBRARIES, CudaLibraries
-from sft_play.facts.models.model_shape import ModelShape
-from sft_play.planner import calibration
-from sft_play.planner.attention import select_attention
+from sft_play.errors import DoesNotFit
+from sft_play.machine.hardware import Hardware
+from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import BatchPlan
-from sft_play.planner.candidate_json import candidate_fields, candidate_json
-from sft_play.planner.candidates import (
-    Candidate,
-    PlanInputs,
-    build_candidate,
-    choose_candidate,
-    choose_eval_batch,
-    closest_to_fitting,
-    evaluate_candidates,
-    evaluate_weight_updates,
-    format_needs,
-    lowest_memory_candidates,
-    plan_micro_batches,
-)
-from sft_play.planner.kernels import CountedKernels, plan_experts, plan_kernels
-from sft_play.planner.layout import (
-    LAYOUT_NAMES,
-    ImpossibleLayout,
-    Layout,
-    LayoutName,
-    context_parallel_layouts,
-    find_layouts,
-)
-from sft_play.planner.memory.estimate import RUN_PHASES, MemoryEstimate, generation_token_budget
-from sft_play.planner.memory.measured_walk import create_step_simulation
-from sft_play.planner.memory.step_memory import is_padded
-from sft_play.planner.memory.structure import check_adapter_targets, needs_repeated_kv
+from sft_play.planner.candidates import Candidate, candidate_fields, candidate_json, format_needs
+from sft_play.planner.kernels import CountedKernels
+from sft_play.planner.layout import Layout, LayoutName
+from sft_play.planner.memory.estimate import MemoryEstimate
+from sft_play.planner.memory.model_states import adapter_params, trained_parameters
+from sft_play.planner.memory.structure import element_bytes, stacked_adapter_params
 from sft_play.planner.micro_batches import MicroBatches, RowTokens
-from sft_play.planner.parameters import ParameterCounts, count_parameters
-from sft_play.planner.precision import Precision, WeightUpdates, choose_precision
-from sft_play.planner.reasons import candidates_to_show, plan_reasons
-from sft_play.planner.speed.compile_and_liger import check_compile_options, estimate_compile_s
-from sft_play.planner.speed.throughput import Speed, SpeedError, find_rates, find_speed_error, model_flop_utilisation
-from sft_play.units import GIB
+from sft_play.planner.possible_layouts import ImpossibleLayout
+from sft_play.planner.precision import DtypeName, Precision, adapter_dtype
+from sft_play.planner.speed import Speed, SpeedError
+from sft_play.text import format_count
 
-# Tokens of a row that a plan counts at least, as the shortest model.max_seq_len.
-MIN_ROW_TOKENS = 8
-# Relative difference between estimate and trace above which the plan says that the larger one is used.
-TRACE_TOLERANCE = 0.03
+# How many of a model's parameters are quantised, adapted, trained and frozen, in which dtypes; the
+# same in words.
+
+
+@dataclass(frozen=True)
+class ExpertParameters:
+    """Of the experts whose weights are one tensor for all of a block: numbers of parameters, without biases."""
+
+    total: int
+    adapters: int
+    """Of the adapters, those on them."""
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters of the language model and of what is added to it, as one rank without shards holds them.
+    `trained` and `frozen` are together `total`, and adapters and copies of `modules_to_save`, which the mode adds."""
+
+    total: int
+    """The model's own."""
+    quantised: int
+    """Of those: what is kept in `quantised_dtype`; all others are in `rest_dtype`."""
+    quantised_dtype: Literal["nf4"] | None
+    adapters: int
+    adapter_dtype: DtypeName | None
+    """None where there are no adapters."""
+    trained: int
+    """What the mode trains; `tuning.trainable` may choose of it."""
+    frozen: int
+    rest_dtype: DtypeName
+    experts: ExpertParameters | None = None
+    """None without experts in one tensor."""
+
+    def shares(self) -> dict[str, dict[str, Any]]:
+        """`precision_of` of `plan --json`: numbers of parameters, shares of the model's own, and dtypes."""
+        groups: dict[str, tuple[int, str | None]] = {
+            "quantised": (self.quantised, self.quantised_dtype),
+            "adapted": (self.adapters, self.adapter_dtype),
+            "frozen": (self.frozen, self.rest_dtype if self.frozen else None),
+            "trained": (self.trained, self.adapter_dtype or self.rest_dtype),
+        }
+        return {
+            name: {"params": count, "share": count / self.total, "dtype": dtype}
+            for name, (count, dtype) in groups.items()
+        }
+
+
+def count_parameters(config: RunConfig, shape: ModelShape, precision: Precision, layout: Layout) -> ParameterCounts:
+    """The parameters of a run under its layout."""
+    mode, lora = config.tuning.mode, config.tuning.lora
+    is_full, is_nf4 = mode == "full", mode == "qlora"
+    trained_count = trained_parameters(config, shape, element_bytes(config, precision, layout)).params
+    stacked_tensors = [(stacked, kind.count) for kind in shape.layers for stacked in kind.expert_weights]
+    experts = ExpertParameters(
+        total=sum(count * stacked.weights for stacked, count in stacked_tensors),
+        adapters=0
+        if is_full
+        else sum(count * stacked_adapter_params(stacked, lora) for stacked, count in stacked_tensors),
+    )
+    return ParameterCounts(
+        total=shape.params,
+        quantised=shape.packable_params if is_nf4 else 0,
+        quantised_dtype="nf4" if is_nf4 else None,
+        adapters=0 if is_full else adapter_params(shape, lora),
+        adapter_dtype=None if is_full else _trained_dtype(adapter_dtype(config, precision), config, precision, layout),
+        trained=trained_count,
+        frozen=shape.untrained_params if is_full else shape.params,
+        rest_dtype=_trained_dtype(precision.load, config, precision, layout) if is_full else precision.load,
+        experts=experts if stacked_tensors else None,
+    )
+
+
+def _trained_dtype(dtype: DtypeName, config: RunConfig, precision: Precision, layout: Layout) -> DtypeName:
+    """The dtype of what trains under a layout: DeepSpeed casts it to the dtype of the computation, and accelerate to
+    fp32 for FSDP's mixed precision, except beside NF4 weights."""
+    if precision.compute == "float32":
+        return dtype
+    if layout.is_zero:
+        return precision.compute
+    return "float32" if layout.is_fsdp and config.tuning.mode != "qlora" else dtype
+
+
+def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
+    """One line: the shares of the parameters, their dtypes, and the options that would change them."""
+    counts, lora = parameters, config.tuning.lora
+    selection_note = "" if config.tuning.trainable == "all" else "; tuning.trainable chooses of what is trained"
+    if counts.adapter_dtype is None:
+        share_text = f"{format_count(counts.trained)} of" if counts.frozen else "all of"
+        frozen_note = ", the others get no gradient by their class" * bool(counts.frozen)
+        return (
+            f"Parameters: {share_text} {format_count(counts.total)} are trained in "
+            f"{counts.rest_dtype}{frozen_note}{selection_note}"
+        )
+    experts_note = copies_note = ""
+    if counts.experts is not None and counts.experts.adapters:
+        experts_note = f", {format_count(counts.experts.adapters)} of them on experts (tuning.lora.target_parameters)"
+    elif counts.experts is not None:
+        experts_note = ", none on experts (tuning.lora.target_parameters=auto)"
+    if copied_params := counts.trained - counts.adapters:
+        copies = [f"copies of {', '.join(lora.modules_to_save)}"] if lora.modules_to_save else []
+        rows = ["rows of new tokens"] if config.model.add_tokens else []
+        keys = ", ".join(["tuning.lora.modules_to_save"] * len(copies) + ["model.add_tokens"] * len(rows))
+        copies_note = f"; {' and '.join(copies + rows)} that train: {format_count(copied_params)} ({keys})"
+    base_text = f"all {counts.rest_dtype}, frozen"
+    if counts.quantised_dtype is not None:
+        base_text = f"{counts.quantised / counts.total:.1%} in NF4, the rest {counts.rest_dtype}, all frozen"
+    return (
+        f"Parameters: {format_count(counts.total)}: {base_text}; adapters: {format_count(counts.adapters)} "
+        f"{counts.adapter_dtype} ({counts.adapters / counts.total:.2%}){experts_note}{copies_note}{selection_note}"
+    )
 
 
 @dataclass(frozen=True)
@@ -236,145 +318,6 @@ def _plain_data(value: Any) -> Any:
 PlanWithDeepSpeed = tuple[Plan, dict[str, Any] | None]
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """What is to be planned: a config, the shapes of its model, and a machine, all of whose GPUs are used (or its RAM).
-    `measured_runs` are those of this machine."""
-
-    config: RunConfig
-    shape: ModelShape
-    hardware: Hardware
-    allowed_layouts: Sequence[LayoutName] = LAYOUT_NAMES
-    """Layouts that may be taken; every one is evaluated where none is left out."""
-    has_eval: bool = True
-    """Whether evaluation batches run beside the training."""
-    measured_runs: Sequence[calibration.MeasuredRun] = ()
-    row_tokens: RowTokens | None = None
-    """The lengths of the rows, where they are known."""
-    missing_packages: frozenset[str] = frozenset()
-    """Packages with kernels that are not installed (`facts.installed.missing_kernel_packages`)."""
-    libraries: CudaLibraries = PINNED_CUDA_LIBRARIES
-    """Those by which PyTorch chooses kernels (`facts.installed.cuda_libraries`)."""
-    keeps_params: bool = False
-    """Whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say."""
-    resumed_batch: BatchPlan | None = None
-    """The batch that a resumed run keeps, whatever the config says."""
-    resumed_updates: WeightUpdates | None = None
-    """How updates reached the weights of a resumed run, which `weight_updates: auto` takes."""
-
-    @property
-    def named_layout(self) -> LayoutName | None:
-        """The layout that the user named, if it is only one."""
-        return self.allowed_layouts[0] if len(self.allowed_layouts) == 1 else None
-
-    @property
-    def max_seq_len(self) -> int:
-        """Tokens of a row at most: model.max_seq_len, or the model's positions where those are fewer."""
-        option = self.config.model.max_seq_len
-        return min(option, self.shape.max_positions or option)
-
-
-def make_plan(
-    request: PlanRequest,
-    *,
-    trace_candidate: TraceCandidate | None = None,
-    estimate_run_length: Callable[[int], RunLength | None] | None = None,
-) -> Plan:
-    """Make the plan of a run. Where nothing fits it suggests nothing; `advice.suggestions.make_advised_plan` does.
-
-    Args:
-        trace_candidate: traces the choice; the larger of prediction and trace counts, and what then does not fit is
-        given up.
-        estimate_run_length: the optimizer steps and tokens of the run, given the effective batch.
-
-    Raises ConfigError for batch sizes that do not divide, and for what this machine, job or model does not allow.
-    """
-    config, shape, hardware = request.config, request.shape, request.hardware
-    _check_settings(request)  # first, so that the message names the setting and not a layout
-    inputs, candidates, impossible = _evaluate_layouts(request, build_plan_inputs(request))
-    choice, candidates, notes = _choose_confirmed(inputs, candidates, trace_candidate)
-    speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
-    step, half_precision = choice.step, choice.precision.compute != "float32"
-    repeats_kv = step.on_gpu and needs_repeated_kv(
-        shape, attention=step.attention, half_precision=half_precision, capability=step.capability
-    )
-    kernels = plan_kernels(
-        config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=inputs.rates.missing_packages
-    )
-    simulation = create_step_simulation(config, shape, choice.precision, step)
-    return Plan(
-        choice=choice,
-        precision=choice.precision,
-        max_seq_len=request.max_seq_len,
-        repeats_kv=repeats_kv,
-        eval_batch=step.eval_batch or choose_eval_batch(simulation),
-        masked_bytes=_masked_required_bytes(inputs, choice),
-        answer_tokens=generation_token_budget(simulation, choice.memory),
-        budget_bytes=inputs.device_budget,
-        model_params=shape.params,
-        hardware=hardware,
-        reasons=plan_reasons(
-            inputs,
-            candidates,
-            choice,
-            max_seq_len=request.max_seq_len,
-            repeats_kv=repeats_kv,
-            kernels=kernels,
-            notes=notes,
-        ),
-        candidates=tuple(candidates_to_show(inputs, candidates, choice)),
-        not_possible=impossible,
-        speed_known=speed_known,
-        speed_error=find_speed_error(shape, choice.precision, hardware, step) if speed_known else None,
-        mfu=model_flop_utilisation(choice.speed, inputs.rates),
-        run_length=estimate_run_length(choice.batch.effective_batch) if estimate_run_length else None,
-        micro_batches=plan_micro_batches(inputs, choice.precision, step),
-        row_tokens=inputs.row_tokens,
-        kernels=None if config.train.kernels == "none" else kernels.counted_kernels,
-        compile_s=estimate_compile_s(config, shape),
-        activations_from="trace" if choice.is_traced else "blocks" if shape.block_meter is None else "measured",
-        parameters=count_parameters(config, shape, choice.precision, choice.layout),
-    )
-
-
-def check_plan_request(request: PlanRequest) -> None:
-    """Run only the checks of `make_plan` that do not depend on row lengths, on a few candidates. Raises ConfigError."""
-    _check_settings(request)
-    lowest_memory_candidates(build_plan_inputs(request), _requested_layouts(request)[0])
-
-
-def _check_settings(request: PlanRequest) -> None:
-    check_adapter_targets(request.config, request.shape)
-    check_compile_options(request.config)
-    plan_experts(request.config, request.shape, choose_precision(request.config, request.hardware, request.shape))
-
-
-def _evaluate_layouts(
-    request: PlanRequest, inputs: PlanInputs
-) -> tuple[PlanInputs, list[Candidate], tuple[ImpossibleLayout, ...]]:
-    layouts, impossible = _requested_layouts(request)
-    inputs, candidates = evaluate_weight_updates(inputs, layouts)
-    # context parallelism is slower wherever a whole row fits a GPU: evaluated only where nothing else fits
-    can_divide_rows = "fsdp_cp" in request.allowed_layouts and request.config.model.mesh_shape is None
-    if can_divide_rows and not any(candidate.fits for candidate in candidates):
-        candidates += evaluate_candidates(
-            inputs, context_parallel_layouts(request.config, request.shape, request.hardware)
-        )
-    return inputs, candidates, impossible
-
-
-def _requested_layouts(request: PlanRequest) -> tuple[list[Layout], tuple[ImpossibleLayout, ...]]:
-    hardware = request.hardware
-    possible, impossible = find_layouts(request.config, request.shape, hardware, named=request.named_layout)
-    layouts = [layout for layout in possible if layout.name in request.allowed_layouts] or list(possible[:1])
-    if not layouts:
-        reasons = "; ".join(f"{item.name}: {item.because}" for item in impossible)
-        raise ConfigError(f"no layout over {hardware.ranks} ranks can run this job: {reasons}")
-    if request.keeps_params:
-        layouts = [dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts]
-    return layouts, impossible
-
-
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
     """Read the plan that `as_json` wrote, for a rank that receives it: equal in every field, without deciding again."""
     renamed_fields = {
@@ -390,110 +333,6 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
 @functools.cache
 def _plan_reader() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)
-
-
-def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True) -> PlanInputs:
-    """Build what the candidates of a plan share. `fp32_master_weights` False: weights that train are bf16 wherever that
-    is possible."""
-    config, shape, hardware = request.config, request.shape, request.hardware
-    precision = choose_precision(config, hardware, shape)
-    device = hardware.gpus[0].name if hardware.gpus else "cpu"  # runs are recorded by this name
-    max_seq_len = request.max_seq_len
-    row_tokens = request.row_tokens.limited_to(max_seq_len) if request.row_tokens is not None else None
-
-    @functools.cache
-    def find_correction(layout: Layout) -> calibration.Correction:
-        kernels = plan_kernels(
-            config, shape, layout, on_gpu=bool(hardware.gpus), missing_packages=request.missing_packages
-        )
-        return calibration.compute_correction(
-            request.measured_runs, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
-            kernels=kernels.counted_kernels, is_compiled=config.train.compile,
-            budget_bytes=device_budget_bytes(hardware),
-        )  # fmt: skip
-
-    return PlanInputs(
-        config=config,
-        shape=shape,
-        precision=precision,
-        hardware=hardware,
-        rates=dataclasses.replace(find_rates(hardware, precision), missing_packages=request.missing_packages),
-        seq_len=max_seq_len if row_tokens is None else max(MIN_ROW_TOKENS, row_tokens.longest_row),
-        attention=select_attention(config.model.attn_implementation, has_sdpa=shape.has_sdpa),
-        has_eval=request.has_eval,
-        device_budget=device_budget_bytes(hardware),
-        # a named machine's RAM is only this machine's, which says nothing of it
-        host_budget=hardware.ram_free_bytes if hardware.ram_given else None,
-        find_correction=find_correction,
-        fp32_master_weights=fp32_master_weights,
-        row_tokens=row_tokens,
-        libraries=request.libraries,
-        resumed_batch=request.resumed_batch,
-        resumed_updates=request.resumed_updates,
-    )
-
-
-def _choose_confirmed(
-    inputs: PlanInputs, candidates: list[Candidate], trace_candidate: TraceCandidate | None
-) -> tuple[Candidate, list[Candidate], list[str]]:
-    notes: list[str] = []
-    while True:
-        choice = choose_candidate(candidates)
-        if choice is None:
-            return closest_to_fitting(candidates), candidates, notes
-        if trace_candidate is None or choice.is_traced:
-            return choice, candidates, notes
-        trace = trace_candidate(choice)
-        if trace.unavailable_reason is not None:
-            return choice, candidates, [*notes, f"not confirmed by a trace: {trace.unavailable_reason}"]
-        notes.append(_format_trace(choice, trace))
-        # If the traced choice no longer fits, the next round takes, and traces, the next best. This ends: a candidate
-        # is traced once, and one that fits by its trace is returned.
-        updated = _apply_trace(inputs, choice, trace)
-        candidates = [updated if candidate.key == choice.key else candidate for candidate in candidates]
-
-
-def _apply_trace(inputs: PlanInputs, candidate: Candidate, trace: TracePrediction) -> Candidate:
-    """Use the larger of estimate and trace, then apply the calibration. The excess is shown as its own term."""
-    memory = candidate.memory
-    excess = max(0, trace.allocated - memory.allocated)
-    # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
-    uncorrected = dataclasses.replace(
-        candidate.uncorrected, reserved=max(candidate.uncorrected.reserved, trace.reserved)
-    )
-    reserved = inputs.find_correction(candidate.layout).corrected_reserved(uncorrected.reserved, inputs.device_budget)
-    peak_phase = RUN_PHASES.get(memory.moment, "training")
-    memory = dataclasses.replace(
-        memory,
-        terms=memory.terms | ({"trace_says_more": excess} if excess else {}),
-        reserved=reserved,
-        by_moment=memory.by_moment
-        | {peak_phase: (memory.allocated + excess, max(memory.by_moment[peak_phase][1], trace.reserved))},
-        margin=int(memory.margin * reserved / max(1, memory.reserved)),  # it keeps its share of what is reserved
-    )
-    return dataclasses.replace(candidate, memory=memory, uncorrected=uncorrected, is_traced=True)
-
-
-def _format_trace(candidate: Candidate, trace: TracePrediction) -> str:
-    estimated = candidate.memory.allocated
-    text = (
-        f"traced: {trace.allocated / GIB:.2f} GiB allocated and {trace.reserved / GIB:.2f} reserved; the estimate "
-        f"says {estimated / GIB:.2f} and {candidate.memory.reserved / GIB:.2f}"
-    )
-    difference = trace.allocated / max(1, estimated) - 1
-    return text + (f", {difference:+.1%} apart: the larger one is used" if abs(difference) > TRACE_TOLERANCE else "")
-
-
-def _masked_required_bytes(inputs: PlanInputs, choice: Candidate) -> int | None:
-    step = choice.step
-    # by tokens, several short rows share a micro-batch of one full row; a packed row is not padded to others
-    batch_rows = max(2 if inputs.cuts_by_tokens else 1 if inputs.packed else step.micro_batch, step.eval_batch)
-    if not step.varlen and (step.masks or not is_padded(inputs.config, choice.layout, rows=batch_rows)):
-        return None
-    masked_candidate = build_candidate(inputs, choice.layout, choice.batch, choice.checkpointed_layers, loss=step.loss,
-                         eval_rows=step.eval_batch, keeps_masks=True)  # fmt: skip
-    # a trace may have raised it above its own estimate
-    return max(masked_candidate.memory.required, choice.memory.required)
 
 
 def require_fit(plan: Plan, config: RunConfig, *, is_resumed: bool = False) -> None:

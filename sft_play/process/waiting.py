@@ -1,15 +1,24 @@
-"""What takes long says so: a line after three seconds, then ever more rarely, with how much is done and of how much."""
+"""What takes long says so, also while libraries are imported; and memory that is freed is given back
+to the system.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import gc
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
+
+
+# What takes long says so: a line after three seconds, then ever more rarely, with how much is done
+# and of how much.
 
 # Seconds of silence before the first line, and at most before another.
 FIRST_LINE_S, MAX_PAUSE_S = 3.0, 60.0
@@ -64,3 +73,42 @@ def report_wait(
         is_finished.set()
         _open_waits.remove(progress)
         reporter.join()
+
+
+# What keeps the heap small and quick: freed memory given back to the system, imports left out of
+# collections.
+
+# Characters of one text whose tokens leave holes in the heap that no later text fills: 25 bytes for each byte read.
+LONG_TEXT_CHARS = 1 << 18
+
+
+def release_free_memory() -> None:
+    """Give all freed memory back; nothing where the C library is not glibc. Takes milliseconds for every GiB kept."""
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # Windows opens none, others have no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def release_after_long_text(longest_chars: int) -> None:
+    """Give freed memory back where the longest text of a batch, in characters, was a long one."""
+    if longest_chars > LONG_TEXT_CHARS:
+        release_free_memory()
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import torch and what is built on it inside the block: log it (if it takes long, on the terminal too), collect no
+    garbage meanwhile, and freeze the million objects that the imports make: every later collection would walk through
+    them for a quarter of a second (benchmarks/LOG.md, 2026-11-23). It happens once in a
+    process, at the first import of torch, after a collection: no garbage of the program's own is kept."""
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    logger.debug("Loading libraries: torch, transformers and what is built on them")
+    gc.collect()
+    gc.disable()
+    try:
+        with report_wait("Loading torch, transformers and what is built on them"):
+            yield
+    finally:
+        gc.freeze()
+        gc.enable()

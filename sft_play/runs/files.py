@@ -19,10 +19,10 @@ from typing import Any
 
 from sft_play.config.options import sections
 from sft_play.errors import RunFolderError, SftPlayError
-from sft_play.facts.host import nearest_disk_space
 from sft_play.files import atomic
 from sft_play.log import one_line, redact, secret_values
-from sft_play.units import format_size
+from sft_play.machine.host import nearest_disk_space
+from sft_play.text import format_size
 
 logger = logging.getLogger(__name__)
 

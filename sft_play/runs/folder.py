@@ -1,21 +1,41 @@
-"""A run's folder: the names in it, its manifest, and the folders of its stages."""
+"""A run's folder: the names in it, its manifest, and the folders of its stages; and what makes the
+run reproducible.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import math
+import platform
 import re
 import shlex
-from collections.abc import Callable, Mapping
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.load import config_from_text, resolved_config
+from sft_play._version import __version__
+from sft_play.config.load import (
+    LoadedConfig,
+    config_from_text,
+    differing_options,
+    is_derived_default,
+    load_config,
+    resolved_config,
+)
+from sft_play.config.options import all_options
 from sft_play.config.schema import HUB_KERNEL_PATTERN, ModelConfig, RunConfig
 from sft_play.errors import RunFolderError
-from sft_play.files import relative_to_cwd
+from sft_play.files import ROOT, relative_to_cwd
 from sft_play.log import one_line
-from sft_play.runs.files import read_json, read_metric_lines, write_json
+from sft_play.machine.software import installed_version
+from sft_play.runs.files import read_json, read_metric_lines, redact_values, write_json
+
+# A run's folder: the names in it, its manifest, and the folders of its stages.
 
 # True if the user allows the value that a model's settings have for a key by which code of others would run.
 CodeTrust = Callable[[ModelConfig, str], bool]
@@ -192,3 +212,191 @@ class RunFolder:
     def write_json(self, name: str, value: Any) -> None:
         """Write one of the folder's JSON files."""
         write_json(self.path / name, value)
+
+
+# What makes a run reproducible, for its manifest: versions, the git state, the program's own code;
+# and what a resumed run has to have in common with its first start.
+
+# Packages whose versions can change what a run computes.
+MANIFEST_PACKAGES = (
+    "torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "deepspeed", "datasets", "tokenizers",
+    "safetensors", "tensorboard", "numpy", "pydantic", "PyYAML",
+)  # fmt: skip
+# Keys that may differ when a run is resumed: they do not change the training's numbers. The effective batch is compared
+# apart.
+FREE_TO_CHANGE_OPTIONS = frozenset({
+    "output.dir", "output.name", "output.if_exists", "train.batch_size", "train.grad_accum",
+    "train.gradient_checkpointing", "train.stop_after_steps", "train.max_hours", "train.logging_steps",
+    "train.on_nan", "train.save_total_limit", "train.async_save", "train.report_to", "train.profile_steps",
+    "train.dataloader_pin_memory", "tuning.backend_fallback", "model.mesh_shape",
+    "distributed.profile_communication", "distributed.timeout_s", "distributed.shard_ranks",
+})  # fmt: skip
+
+
+def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """What makes a run reproducible: versions, git state, hardware, data hashes, seeds, command."""
+    return {
+        "format": MANIFEST_FORMAT,
+        "status": "running",
+        "config_path": str(loaded.path.absolute()),
+        "overrides": list(loaded.overrides),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": loaded.config.train.seed,
+        "versions": installed_versions(),
+        "git": git_state(Path.cwd()),
+        "code": own_code_state(),
+        "cwd": str(Path.cwd()),
+        "hardware": hardware,
+        "data": data,
+        "choices": [],
+    }
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Versions of this package, Python and what can change a run's numbers; None where not installed."""
+    own_versions = {"sft_play": __version__, "python": platform.python_version()}
+    package_versions = {package: installed_version(package) for package in MANIFEST_PACKAGES}
+    return own_versions | package_versions | {"platform": f"{platform.system()} {platform.machine()}"}
+
+
+PACKAGE_FOLDER = ROOT / "sft_play"
+
+
+@functools.cache  # what this process has imported: a file that changes later is not what runs
+def own_code_state() -> dict[str, Any]:
+    """`code_state` of this program, as it was when a run first asked."""
+    return code_state(PACKAGE_FOLDER)
+
+
+def code_state(package: Path) -> dict[str, Any]:
+    """A digest of the program's own files, and the git state of its checkout: None where it is installed, or not
+    tracked."""
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*")):
+        if file.suffix in (".py", ".yaml") and file.is_file():
+            # with ends marked, so that no byte can move between a name and a content unseen
+            digest.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    # A package in site-packages may lie inside a repository of the user's, which says nothing about its code.
+    is_tracked = run_git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    return {"sha256": digest.hexdigest(), "git": git_state(package) if is_tracked else None}
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit, branch and whether the working tree differs; None outside a repository. Remotes are not read."""
+    commit = run_git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = run_git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "branch": run_git(folder, "rev-parse", "--abbrev-ref", "HEAD"), "dirty": bool(changed)}
+
+
+def run_git(folder: Path, *arguments: str) -> str | None:
+    """What git prints; None where there is no git, or it refuses."""
+    try:
+        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+# --- a resumed run ----------------------------------------------------------------------------------------------------
+def check_same_run(
+    folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, Any], batch: dict[str, Any], backend: str = "bnb"
+) -> None:
+    """Raises RunFolderError, listing every difference, if a run was started with settings that change its numbers; of
+    the batch only the effective one counts."""
+    differing = changed_settings(folder, loaded.config, effective_batch=math.prod(batch.values()))
+    lines = list(differing.values())
+    manifest = folder.read_manifest()
+    recorded_data = manifest.get("data")
+    for name, facts in data.items():
+        recorded_facts = recorded_data.get(name) if isinstance(recorded_data, dict) else None
+        if not isinstance(recorded_facts, dict):
+            lines.append(f"data {name}: the run's manifest does not record what it was")
+        elif recorded_facts.get("sha256") != facts.get("sha256"):
+            lines.append(f"data {name}: the content of {facts.get('path')} has changed since the run started")
+    recorded_backend = manifest.get("backend", "bnb")  # the only backend before the manifest named it
+    if recorded_backend != backend and "tuning.backend" not in differing:
+        lines.append(f"tuning backend: the run was trained by {recorded_backend}, and {backend} would continue it here")
+    recorded_batch = manifest.get("batch")
+    if recorded_batch and math.prod(recorded_batch.values()) != math.prod(batch.values()):
+        lines.append(f"batch: the run has {json.dumps(recorded_batch)}, now {json.dumps(batch)}")
+    check_no_differences(folder, lines)
+
+
+def kept_overrides(overrides: Sequence[str]) -> list[str]:
+    """The settings of a start that hold for a resume of its run too."""
+    one_time_prefixes = ("output.name=", "output.if_exists=", "train.stop_after_steps=")
+    return [override for override in overrides if not override.startswith(one_time_prefixes)]
+
+
+def load_resumed_config(
+    loaded: LoadedConfig, folder: RunFolder, *, is_trusted: CodeTrust, keeps_mesh: bool = True
+) -> LoadedConfig:
+    """Load the config of a resumed run: the settings that its first start was given beside its config, and over them
+    those that are given now. `keeps_mesh` False: without the mesh of its first start, unless one is given now. Raises
+    ConfigError where they cannot be read, RunFolderError where they allow code that the user does not."""
+    recorded_overrides = folder.read_manifest().get("overrides")
+    model = read_json(folder.path / "resolved.json").get("model")
+    overrides = kept_overrides(list(map(str, recorded_overrides))) if isinstance(recorded_overrides, list) else []
+    given_keys = {override.partition("=")[0] for override in loaded.overrides}
+    overrides = [override for override in overrides if override.partition("=")[0] not in given_keys]
+    if not keeps_mesh:
+        overrides.append("model.mesh_shape=null")
+    adapter = model.get("adapter") if isinstance(model, dict) else None
+    if adapter:  # by its path: `last` may be another one by now
+        overrides.append(f"model.adapter={json.dumps(adapter)}")
+    resumed = load_config(loaded.path, overrides=(*overrides, *loaded.overrides))
+    check_remote_code(folder.path, *(run.config.model for run in resumed.runs), is_trusted=is_trusted)
+    return resumed
+
+
+def changed_settings(folder: RunFolder, config: RunConfig, *, effective_batch: int | None = None) -> dict[str, str]:
+    """The settings that change a run's numbers and are not those it was started with, each in words; raises
+    RunFolderError where the run's own cannot be read. `effective_batch` None: before there is a plan."""
+    try:
+        recorded_settings = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json cannot be read ({error})") from None
+    if not isinstance(recorded_settings, dict) or not isinstance(recorded_settings.get("train"), dict):
+        raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json is damaged")
+    effective_batch = effective_batch or recorded_settings["train"].get("effective_batch_size")
+    # Through JSON and redacted, as the old one was written: tuples are lists there, and secrets are stars.
+    current_settings = json.loads(json.dumps(redact_values(resolved_config(config, effective_batch=effective_batch))))
+    return {
+        key: f"{key}: the run has {json.dumps(recorded)}, now {json.dumps(current)}"
+        for key, (recorded, current) in differing_options(recorded_settings, current_settings).items()
+        if key not in FREE_TO_CHANGE_OPTIONS
+        and not _is_newer_option(recorded_settings, key, current)
+        and not (is_derived_default(config, key) and recorded == functools.reduce(getattr, key.split("."), config))
+    }
+
+
+def check_no_differences(folder: RunFolder, differences: Sequence[str]) -> None:
+    """Raise RunFolderError if there are `differences` from the settings that a run was started with."""
+    if differences:
+        listed_lines = "\n".join(f"  {one_line(line, limit=300)}" for line in differences)
+        raise RunFolderError(
+            f"{folder.path} was started with other settings, and continuing would mix two runs:\n{listed_lines}\n"
+            "set these back, or start a new run"
+        )
+
+
+def _is_newer_option(recorded_settings: Mapping[str, Any], key: str, value: Any) -> bool:
+    """True for an option that did not exist in the version of an old run, and has its default here."""
+    *sections, name = key.split(".")
+    for section in sections:
+        recorded_settings = recorded_settings.get(section) if isinstance(recorded_settings.get(section), dict) else {}  # type: ignore[assignment]
+    return name not in recorded_settings and key in all_options() and value == all_options()[key].default
+
+
+def requested_deepspeed(folder: RunFolder) -> dict[str, Any] | None:
+    """DeepSpeed's config as the run was given it, its "auto" left open; None where another engine runs it. The file in
+    the folder, which has the plan's numbers, counts where an older version wrote the plan."""
+    return read_json(folder.path / "plan.json").get("deepspeed") or read_json(folder.path / DEEPSPEED_FILE) or None
+
+
+def first_start_date(folder: RunFolder) -> date:
+    """The day of the run's first start, for chat templates that write the date."""
+    template_date = folder.read_manifest().get("template_date") if folder.manifest_path.is_file() else None
+    return date.fromisoformat(template_date) if isinstance(template_date, str) else date.today()

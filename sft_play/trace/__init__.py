@@ -1,10 +1,10 @@
 """The plan's second opinion: the real step on fake tensors, replayed through a simulated CUDA caching allocator.
 
-`confirm` turns a plan's candidate into `settings`, or answers from the cache; `step` runs it: `build` makes the model,
-`patches` puts `replacements` and `fakes` where the libraries would need a GPU, `kernels` adds what CUDA's kernels
-allocate, `delta_rule` and `ranks` (DDP, FSDP) the rest. `storages` logs every allocation, and plays the log through
-`allocator`.
+`confirm` turns a plan's candidate into `settings`, or answers from the cache. `step` runs it: `build` makes the model,
+`patches` puts stand-ins (some of them in `fakes`) where the libraries would need a GPU, `kernels` adds what CUDA's
+kernels allocate, and `ranks` what DDP and FSDP do. `storages` logs every allocation, and plays the log through the
+allocator.
 
-Two are for models that the table of families does not know: `meta_shape` measures their shapes, and `block_meter` what
-their blocks need, which `blocks` runs.
+Three are for models that the table of families does not know: `meta_shape` measures their shapes, and `block_meter`
+what their blocks need, which `blocks` runs.
 """

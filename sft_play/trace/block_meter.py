@@ -1,12 +1,14 @@
-"""Bytes of the blocks of a class that the table of families does not have, as a plan asks for them, remembered.
+"""Bytes of the blocks of a class that the table of families does not have, as a plan asks for them,
+remembered.
 
-Steps are run at the plan's own length, for a few batches; others lie between. A class whose operators grow with the
-length takes as many tokens in short rows, twice; one that cannot run on tensors without bytes, few real tokens on the
-CPU: both would take minutes at full length.
+Steps are run at the plan's own length, for a few batches; others lie between. A class whose
+operators grow with the length takes as many tokens in short rows, twice; one that cannot run on
+tensors without bytes, few real tokens on the CPU: both would take minutes at full length.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,21 +20,28 @@ from pydantic import TypeAdapter
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
-from sft_play.facts.host import total_and_free_ram
-from sft_play.facts.installed import load_or_measure
-from sft_play.facts.models.config_fields import UnknownArchitecture
-from sft_play.facts.models.decoder import parse_model_shape
-from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
+from sft_play.machine.host import total_and_free_ram
+from sft_play.machine.software import load_or_measure
+from sft_play.models.config_json import (
+    load_config_json,
+    parse_model_shape,
+    published_params_note,
+    quantised_storage_note,
+    refuse_quantised,
+    refuse_remote_code,
+    text_only_note,
+)
+from sft_play.models.families import UnknownArchitecture
+from sft_play.models.shape import ModelShape
 from sft_play.planner.layout import SINGLE
-from sft_play.planner.memory.measured_walk import BlockMode, MeasuredBlocks, interpolate
-from sft_play.planner.memory.step_memory import Step, is_padded
-from sft_play.planner.memory.structure import ElementBytes
+from sft_play.planner.memory.step_memory import BlockMode, MeasuredBlocks, Step, interpolate, is_padded
+from sft_play.planner.memory.structure import ElementBytes, configured_shape
 from sft_play.planner.precision import DtypeName, Precision
-from sft_play.process.imports import importing
+from sft_play.process.waiting import importing
+from sft_play.text import GIB
 from sft_play.trace.confirm import cached_shape, row_mask, step_settings
 from sft_play.trace.settings import StepSettings, TraceUnavailable
-from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -294,3 +303,19 @@ def _add_mask_bytes(measured: MeasuredBlocks, mask_bytes: int) -> MeasuredBlocks
 
 
 _blocks_by_key: dict[str, list[MeasuredBlocks]] = {}
+
+
+def load_run_model_shape(config: RunConfig) -> ModelShape:
+    """The model's shapes; for a class that the tables lack they are measured on the meta device. Raises ModelError
+    where it is no model that a run with this config trains."""
+    model = config.model
+    fields = load_config_json(model.name, revision=model.revision)
+    refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
+    refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
+    shape = load_planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
+    published_note = published_params_note(model.name, model.revision, shape.params)
+    storage_note = quantised_storage_note(fields, config.tuning.mode)
+    shape = configured_shape(config, shape)
+    return dataclasses.replace(
+        shape, text_only_note=text_only_note(fields), storage_note=storage_note, published_note=published_note
+    )

@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.trace import fakes, kernels
-from sft_play.trace.delta_rule import chunk_gated_delta_rule
+from sft_play.trace.kernels import chunk_gated_delta_rule
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TraceUnavailable
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.language_model import drop_kernel_choices, prepare_text_config
@@ -43,9 +43,9 @@ def build_skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
     model_class = _model_class(config, settings)
     _require_attention(model_class, attention)
     if attention in VARLEN_ATTENTIONS:
-        from sft_play.training.model import varlen
+        from sft_play.training.model import attention_functions
 
-        attention = varlen.VARLEN_ATTENTION
+        attention = attention_functions.VARLEN_ATTENTION
     if attention == "flash_attention_2":  # transformers' own path to it, under a name that requires no package
         attention = kernels.FLASH_NAME
         AttentionInterface.register(attention, flash_attention_forward)
@@ -283,7 +283,7 @@ def _add_adapters(model: Any, settings: StepSettings) -> Any:
     except ValueError as error:  # no run with these adapters starts
         raise ModelError(f"PEFT refuses the adapters: {one_line(str(error), limit=300)}") from error
     if not settings.casts_inputs:
-        importlib.import_module("sft_play.training.model.adapter_inputs").cast_outside_autocast(model)
+        importlib.import_module("sft_play.training.model.adapters").cast_outside_autocast(model)
     dtype = trained_tensor_dtype(settings)
     if dtype is not None:
         for name, parameter in model.named_parameters():
@@ -357,14 +357,14 @@ def _prepare_step(model: Any, settings: StepSettings) -> None:
 
 
 def _fuse_head(base: Any) -> None:
-    importlib.import_module("sft_play.training.model.fused_head").set_backbone_prefix(base)
+    importlib.import_module("sft_play.training.model.language_model").set_backbone_prefix(base)
     importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
 
 
 # What gives a model the loss of this name; benchmarks add those of older versions of transformers.
 LOSS_SETUPS: dict[str, Callable[[Any], object]] = {
     "chunked": _fuse_head,
-    "logits": lambda base: importlib.import_module("sft_play.training.model.fused_head").use_class_logits(base),
+    "logits": lambda base: importlib.import_module("sft_play.training.model.language_model").use_class_logits(base),
     "model": lambda base: None,
 }
 # What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's do.

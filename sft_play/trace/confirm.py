@@ -14,16 +14,15 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.installed import load_or_measure
-from sft_play.facts.models.model_shape import ModelShape
+from sft_play.machine.software import load_or_measure
+from sft_play.models.shape import ModelShape
 from sft_play.planner.candidates import Candidate
-from sft_play.planner.gradients import adapter_dtype, gradient_sync
 from sft_play.planner.kernels import plan_experts, plan_kernels
 from sft_play.planner.memory.step_memory import Step, is_padded
 from sft_play.planner.memory.structure import needs_repeated_kv, stacked_adapter_params
 from sft_play.planner.plan import TracePrediction
-from sft_play.planner.precision import Precision
-from sft_play.process.imports import importing
+from sft_play.planner.precision import Precision, adapter_dtype, gradient_sync
+from sft_play.process.waiting import importing
 from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_play.planner.memory.model_states import ABSMAX_BLOCK, NF4_BLOCK
+from sft_play.planner.memory.model_states import ABSMAX_BLOCK
+from sft_play.planner.memory.structure import NF4_BLOCK
 from sft_play.trace.settings import StepSettings
 from sft_play.trace.storages import StorageLog
 from sft_play.training.model import nf4_experts

@@ -20,12 +20,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ModelError
-from sft_play.facts.installed import LINEAR_ATTENTION_PACKAGE
-from sft_play.facts.models.architecture import refuse_remote_code
-from sft_play.facts.models.config_fields import FIELD_ALIASES, refuse_absurd_sizes, require_causal_lm_config
-from sft_play.facts.models.families import MODEL_FAMILIES
-from sft_play.facts.models.model_shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
 from sft_play.log import one_line
+from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE
+from sft_play.models.config_json import refuse_remote_code
+from sft_play.models.families import FIELD_ALIASES, MODEL_FAMILIES, refuse_absurd_sizes, require_causal_lm_config
+from sft_play.models.shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
 from sft_play.trace.build import count_module_parameters, find_block_list, replaceable_functions
 from sft_play.training.class_checks.adapter_trial import (
     find_adapter_placement,

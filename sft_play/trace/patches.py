@@ -1,5 +1,7 @@
-"""Every place where a trace differs from what the libraries would run, with its reason and its guard: the parameters
-that a target must have, so that a library that has changed is reported instead of giving a wrong number."""
+"""Every place where a trace differs from what the libraries would run, with its reason and its
+guard: the parameters that a target must have, so that a library that has changed is reported
+instead of giving a wrong number.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,167 @@ from typing import Any
 
 import torch
 
-from sft_play.facts.installed import installed_version
+from sft_play.machine.software import installed_version
 from sft_play.planner.kernels import GROUPED_MM_MIN_CAPABILITY
-from sft_play.trace import fakes, kernels, replacements
-from sft_play.trace.replacements import TraceState
+from sft_play.trace import fakes, kernels
 from sft_play.trace.settings import StepSettings, TraceUnavailable
+from sft_play.trace.storages import StorageLog
+
+# What runs in a library's place while a step is traced; `patches` says where each goes, and why.
+#
+# A function here takes the original and the state and gives the replacement, or is the replacement
+# itself.
+
+
+@dataclass
+class TraceState:
+    """What a patch may depend on."""
+
+    settings: StepSettings
+    log: StorageLog
+    is_evaluating: bool = False
+
+    @property
+    def active_mask(self) -> str:
+        """How rows are separated now (`StepSettings.mask`)."""
+        return (self.is_evaluating and self.settings.eval_mask) or self.settings.mask
+
+    @property
+    def uses_cudnn(self) -> bool:
+        """Whether cuDNN's attention is switched on now."""
+        return self.settings.cudnn == "always" or (self.settings.cudnn == "training" and not self.is_evaluating)
+
+
+def cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """CUDA's dropout: keeps a mask of one byte an element for backward."""
+    return torch.ops.aten.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+class GroupedProduct(torch.autograd.Function):
+    """CUDA's grouped product in other dtypes than bf16: rows of inputs, experts x inputs x outputs; rows of outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any, weight: Any) -> Any:
+        """Each is held for the other's gradient, as by the derivative of `_grouped_mm`."""
+        needs_row_gradient, needs_weight_gradient = ctx.needs_input_grad
+        ctx.save_for_backward(rows if needs_weight_gradient else None, weight if needs_row_gradient else None)
+        ctx.like = (rows.shape, weight.shape, rows.dtype)
+        return rows.new_empty(rows.shape[0], weight.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradients that are asked for."""
+        *shapes, dtype = ctx.like
+        pairs = zip(shapes, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty(shape, dtype=dtype) if is_needed else None for shape, is_needed in pairs)
+
+
+def make_flash_mask(original: Any, state: TraceState) -> Any:
+    """The mask that flash attention gets: None unless rows are padded."""
+
+    def mask(*sizes: Any, kv_length: int, attention_mask: Any = None, **options: Any) -> Any:
+        is_read = attention_mask is not None and state.active_mask == "padded"
+        return attention_mask[:, -kv_length:] if is_read else None
+
+    return mask
+
+
+def make_flash_imports(original: Any, _: TraceState) -> Any:
+    """The functions of the package flash-attn, by PyTorch's operators of the same kernels."""
+    utils = importlib.import_module("transformers.modeling_flash_attention_utils")
+
+    def imports(implementation: Any, *more: Any, **options: Any) -> Any:
+        if implementation != kernels.FLASH_NAME:
+            return original(implementation, *more, **options)
+        return kernels.flash_attn_func, kernels.flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+
+    return imports
+
+
+def full_row_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """transformers' `_get_unpad_data` where every position counts as a token, as the plan assumes."""
+    lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
+    indices = torch.empty((attention_mask.numel(), 1), dtype=torch.int64).flatten()
+    ends = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+    return indices, ends, int(attention_mask.shape[-1])
+
+
+def make_pack_boundaries(original: Any, state: TraceState) -> Any:
+    """Boundaries and longest lengths of packs, of the right shapes without reading position ids."""
+
+    def borders(position_ids: torch.Tensor) -> Any:
+        rows, longest = state.settings.micro_batch, state.settings.seq_len
+        ends = torch.zeros(rows + 1, dtype=torch.int32)
+        return (ends, ends), (longest, longest)
+
+    return borders
+
+
+def make_logged_resize(original: Any, state: TraceState) -> Any:
+    """Resizing a storage, which the log sees."""
+
+    def resize_(self: Any, size: int) -> Any:
+        out = original(self, size)
+        state.log.record_resize(self)
+        return out
+
+    return resize_
+
+
+def make_logged_stream(original: Any, state: TraceState) -> Any:
+    """Entering a stream: what is allocated inside belongs to it."""
+
+    @contextlib.contextmanager
+    def enter_stream(stream: Any) -> Iterator[None]:
+        with original(stream), state.log.use_stream(log_stream(stream)):
+            yield
+
+    return enter_stream
+
+
+def log_stream(stream: Any) -> Any:
+    """A stream as the log takes it: None is the model's own stream."""
+    return None if stream is importlib.import_module("torch.cpu")._default_cpu_stream else stream
+
+
+def swap_by_data(t1: Any, t2: Any) -> None:
+    """Swapping tensors by assigning their data: works where a weak reference is held."""
+    if t1 is not t2:
+        t1.data = t2.data
+
+
+def make_unlogged(original: Any, state: TraceState) -> Any:
+    """A method whose allocations the log does not count."""
+
+    def propagate(self: Any, *args: Any, **options: Any) -> Any:
+        with state.log.hide_allocations():
+            return original(self, *args, **options)
+
+    return propagate
+
+
+def is_half_under_autocast(value: Any) -> bool:
+    """Whether CUDA's autocast would cast this tensor up for an operator of its fp32 list."""
+    return (
+        torch.is_autocast_enabled("cpu")
+        and isinstance(value, torch.Tensor)
+        and value.dtype in (torch.float16, torch.bfloat16)
+    )
+
+
+def make_fp32_layer_norm(original: Any, _: TraceState) -> Any:
+    """Layer norm in fp32 under autocast, as CUDA's list has it."""
+
+    def layer_norm(
+        input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    ) -> torch.Tensor:
+        if not is_half_under_autocast(input):
+            return original(input, normalized_shape, weight, bias, eps)
+        parameters = [None if one is None else one.float() for one in (weight, bias)]
+        with torch.autocast("cpu", enabled=False):
+            return original(input.float(), normalized_shape, *parameters, eps)
+
+    return layer_norm
 
 
 @dataclass(frozen=True)
@@ -69,7 +227,7 @@ def conditional_patches(is_needed: Callable[[StepSettings], bool], *patches: Pat
 
 def _make_pow(original: Any, state: TraceState) -> Any:
     return lambda input, exponent, **options: original(
-        input.float() if replacements.is_half_under_autocast(input) else input, exponent, **options
+        input.float() if is_half_under_autocast(input) else input, exponent, **options
     )
 
 
@@ -79,7 +237,7 @@ def _make_grouped_mm(original: Any, state: TraceState) -> Any:
 
     def product(input: Any, weight: Any, offs: Any) -> Any:
         if has_grouped_mm and weight.dtype != torch.bfloat16:
-            return replacements.GroupedProduct.apply(input.to(weight.dtype), weight)
+            return GroupedProduct.apply(input.to(weight.dtype), weight)
         return grouped_mm(input.to(weight.dtype), weight, offs)
 
     return product
@@ -102,7 +260,7 @@ PATCHES: list[Patch] = [
     Patch("layer norm in fp32 under autocast", "torch.nn.functional:layer_norm",
           "input normalized_shape weight bias eps",
           "CUDA's autocast takes layer_norm in fp32 (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32); a CPU's does not",
-          replacements.make_fp32_layer_norm),
+          make_fp32_layer_norm),
     Patch("powers in fp32 under autocast", "torch:pow", "",
           "CUDA's autocast takes pow in fp32 (the same list), which the stepwise GELU of GPT-2 calls; a CPU's does not",
           _make_pow),
@@ -114,7 +272,7 @@ PATCHES: list[Patch] = [
           )),
     Patch("dropout", "torch.nn.functional:dropout", "input p training inplace",
           "a CPU keeps the noise in the input's type, CUDA a mask of one byte (native_dropout)",
-          lambda original, state: replacements.cuda_dropout),
+          lambda original, state: cuda_dropout),
     Patch("fake tensors count as real ones for masks", "transformers.masking_utils:is_tracing", "tensor",
           "transformers builds every S x S mask when it believes it is traced",
           lambda original, state: lambda tensor=None: False),
@@ -138,26 +296,26 @@ PATCHES: list[Patch] = [
               "attention_mask kv_length",
               "transformers asks `attention_mask.all()` to leave out a mask without padding, and fake tensors have no "
               "values",
-              replacements.make_flash_mask),
+              make_flash_mask),
         Patch("the package flash-attn", f"{_FLASH_UTILS}:_lazy_imports", "implementation",
               "it runs only on CUDA; PyTorch's operators of the same kernels have fake implementations",
-              replacements.make_flash_imports),
+              make_flash_imports),
         Patch("the loaded flash attention", f"{_FLASH_UTILS}:_loaded_implementation", "",
               "transformers remembers which one it loaded; it forgets this one when the trace ends",
               lambda original, state: None),
         Patch("where rows end", f"{_FLASH_UTILS}:_get_unpad_data", "attention_mask",
               "transformers reads lengths and places of tokens from the mask; fake tensors have no values",
-              lambda original, state: replacements.full_row_data),
+              lambda original, state: full_row_data),
         Patch("whether a row is a pack", f"{_FLASH_UTILS}:_is_packed_sequence", "position_ids batch_size",
               "transformers reads position ids for it, in each layer; fake tensors have no values",
               _make_is_packed),
         Patch("where the chats of a pack end", f"{_FLASH_UTILS}:prepare_fa_kwargs_from_position_ids", "position_ids",
               "a class that does not pass the given boundaries down reads them from position ids",
-              replacements.make_pack_boundaries),
+              make_pack_boundaries),
     ),
     *conditional_patches(
         lambda settings: settings.attention == "varlen",
-        Patch("attention between boundaries", "sft_play.training.model.varlen:packed_attention",
+        Patch("attention between boundaries", "sft_play.training.model.attention_functions:packed_attention",
               "query key value boundaries max_length lengths scale window",
               "it runs only on CUDA; PyTorch's operator of the same kernel has a fake implementation",
               lambda original, state: kernels.traced_varlen_attention),
@@ -167,10 +325,10 @@ PATCHES: list[Patch] = [
           lambda original, state: lambda device_type="cpu": original("cpu")),
     Patch("storages that are resized", "torch:UntypedStorage.resize_", "",
           "FSDP empties and refills gathered parameters without an operator",
-          replacements.make_logged_resize),
+          make_logged_resize),
     Patch("swapped tensors", "torch.utils:swap_tensors", "t1 t2",
           "Module.to always swaps fake parameters, which fails where a weak reference is held",
-          lambda original, state: replacements.swap_by_data),
+          lambda original, state: swap_by_data),
     *conditional_patches(
         lambda settings: settings.loss == "chunked" and settings.on_gpu,
         Patch("Triton's way through TRL's head", "trl.trainer.utils:_use_triton", "device",
@@ -214,7 +372,7 @@ PATCHES: list[Patch] = [
               "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
               "op_schema",
               "DTensor runs each new operator once on global shapes to learn its result's; those storages do not exist",
-              replacements.make_unlogged),
+              make_unlogged),
         Patch("units of a sharded model", "accelerate.utils.fsdp_utils:fsdp2_prepare_model", "accelerator model",
               "accelerate's own function cuts them; a stand-in gives it what it reads of an accelerator"),
     ),
@@ -223,7 +381,7 @@ PATCHES: list[Patch] = [
         Patch("streams", "torch.cpu:stream", "stream",
               "FSDP gathers and reduces on streams of its own, whose blocks the allocator keeps apart; a CPU has "
               "none",
-              replacements.make_logged_stream),
+              make_logged_stream),
     ),
     *conditional_patches(
         lambda settings: settings.strategy == "ddp",

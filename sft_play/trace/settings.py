@@ -63,16 +63,16 @@ class StepSettings:
     them; the others those of older versions of transformers: shifted, before 4.50, copied, float replaced the half
     logits, half stayed in their dtype."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "varlen", "one_by_one"] = "sdpa"
-    """varlen: this toolkit's own, by the boundaries of packs (training/model/varlen.py); one_by_one: the same by a
-    call for each chat."""
+    """varlen: this toolkit's own, by the boundaries of packs (training/model/attention_functions.py);
+    one_by_one: the same by a call for each chat."""
     mask: Literal["none", "ones", "padded", "packed", "positions"] = "ones"
     """none: no attention mask is passed; ones: one without padding; padded: real padding; packed: position ids that
     restart; positions: position ids that do not."""
     repeats_kv: bool = False
     """sdpa repeats them where transformers would leave grouped heads to PyTorch, as this toolkit's runs do where flash
-    attention does not run (training/model/sdpa.py)."""
+    attention does not run (training/model/attention_functions.py)."""
     cudnn: Literal["never", "training", "always"] = "never"
-    """When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.attention`); training: not in an
+    """When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.kernels`); training: not in an
     evaluation."""
     optimizer: str = "adamw_fused"
     """A name that `step.make_optimizer` knows. 8-bit ones with `_wide_embeddings` keep embeddings' states in fp32."""
@@ -83,7 +83,7 @@ class StepSettings:
     kernels: Literal["plain", "liger"] = "plain"
     """Of norms, gated activations and rotations: the model's own, or liger-kernel's, which no plan's trace runs."""
     delta_rule: Literal["plain", "fla"] = "plain"
-    """Of gated delta rules: the class's own code, or flash-linear-attention's kernels (`trace.delta_rule`)."""
+    """Of gated delta rules: the class's own code, or flash-linear-attention's kernels (`trace.kernels`)."""
     sync_each_batch: bool = False
     """Sharded gradients are reduced after every micro-batch (accelerate's `sync_each_batch`); else full ones are kept
     until the last."""

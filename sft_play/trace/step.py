@@ -18,7 +18,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from sft_play.planner.memory.step_memory import cublas_workspace_bytes
-from sft_play.trace import build, fakes, kernels, patches, replacements
+from sft_play.trace import build, fakes, kernels, patches
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import ReplayPeaks, StorageLog, replay
 
@@ -58,7 +58,7 @@ def trace_context(
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
     if settings.kernels not in build.KERNEL_CONTEXTS:
         raise TraceUnavailable("Liger's kernels run on a GPU alone")
-    from sft_play.training.model import sdpa
+    from sft_play.training.model import attention_functions
 
     loop_class = LOOP_CLASSES[type(settings)]
     log = loop_class.log_class(workspace_sizes=functools.partial(kernels.workspace_sizes, on_gpu=settings.on_gpu))
@@ -66,10 +66,10 @@ def trace_context(
         stack.enter_context(_silence_libraries())
         stack.enter_context(_pause_garbage_collection())
         stack.enter_context(_convert_library_errors())
-        state = replacements.TraceState(settings, log)
+        state = patches.TraceState(settings, log)
         log.is_padded = lambda: state.active_mask == "padded"
         stack.enter_context(patches.install_patches(state))
-        stack.enter_context(sdpa.kv_repetition(enabled=settings.repeats_kv))
+        stack.enter_context(attention_functions.kv_repetition(enabled=settings.repeats_kv))
         model = build.build_skeleton(settings, depth=depth)
         stack.enter_context(build.use_class_functions(build.base_model(model), settings))
         stack.enter_context(build.KERNEL_CONTEXTS[settings.kernels](model))
@@ -89,7 +89,7 @@ class TracedLoop:
 
     log_class = StorageLog
 
-    def __init__(self, state: replacements.TraceState, mesh: Any) -> None:
+    def __init__(self, state: patches.TraceState, mesh: Any) -> None:
         self.settings, self.log, self.state, self.mesh = state.settings, state.log, state, mesh
 
     def run(self, skeleton: Any) -> None:

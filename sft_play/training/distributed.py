@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch.utils.file_baton import FileBaton
 
 from sft_play.errors import ConfigError, HardwareError, RunFolderError
-from sft_play.facts.network import RENDEZVOUS_TIMEOUT_S
 from sft_play.log import one_line
+from sft_play.machine.network import RENDEZVOUS_TIMEOUT_S
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.process.waiting import report_wait
-from sft_play.units import GIB
+from sft_play.text import GIB
 
 logger = logging.getLogger(__name__)
 _HOST = socket.gethostname()

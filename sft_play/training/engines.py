@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import TrainingError
-from sft_play.planner.gradients import gradient_sync
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
-from sft_play.planner.precision import DTYPE_SHORT_NAMES, DtypeName
+from sft_play.planner.precision import DTYPE_SHORT_NAMES, DtypeName, gradient_sync
 from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.training import distributed
 

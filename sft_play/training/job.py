@@ -14,9 +14,8 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import OutputConfig
 from sft_play.data.sources.files import DataPaths, find_data_paths
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed
-from sft_play.runs.folder import RunFolder, remote_code_keys
-from sft_play.runs.locking import RunLock
-from sft_play.runs.manifest import kept_overrides
+from sft_play.runs.folder import RunFolder, kept_overrides, remote_code_keys
+from sft_play.runs.lookup import RunLock
 
 
 @dataclass(frozen=True)

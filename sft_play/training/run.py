@@ -21,19 +21,18 @@ from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import RunJob
 from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopController, stop_signals
 from sft_play.training.loop.curriculum import StageSequence
-from sft_play.training.loop.load_trainer import load_trainer
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.memory import TRAINING, UPDATING
-from sft_play.training.loop.trainer import build_plan_callbacks
+from sft_play.training.loop.trainer import build_plan_callbacks, load_trainer
 from sft_play.training.measure.evaluate import EvalSet, InitialEvaluation, build_eval_set, estimate_remaining, evaluate
-from sft_play.training.measure.peaks import MemoryMeter, RunMonitors
+from sft_play.training.measure.monitor import MemoryMeter, RunMonitors
 from sft_play.training.measure.recorded import measured_run
 from sft_play.training.measure.summary import TrainingSummary, build_summary, finish_run
 from sft_play.training.measure.updates import UpdateCheck
-from sft_play.training.model import sdpa
+from sft_play.training.model import attention_functions
 from sft_play.training.prepare.device_checks import check_device, check_gpu, explain_out_of_memory
+from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.prepare import Prepared, data_facts, input_digests, prepare
-from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.run_folder import open_run_folder
 from sft_play.training.unsloth import bridge
 
@@ -86,7 +85,9 @@ def train_stage(
     the stage before, or of the adapter that the run continues; None: the model's own. A backend that has its own
     replaces `build_eval_set` and `load_trainer`. Raises OutOfMemory: the step could not be repeated with less;
     Interrupted: the user stopped the run, and its state was saved."""
-    sdpa.enable_cudnn(enabled=False)  # until the plan's choice, since class checks run small models of many shapes
+    attention_functions.enable_cudnn(
+        enabled=False
+    )  # until the plan's choice, since class checks run small models of many shapes
     with explain_out_of_memory(job.plan):
         checkpoint = find_last_checkpoint(job.folder.checkpoints_path, monitors.heartbeat) if job.resume else None
         monitors.memory.peaks.clear()  # those of the stage before

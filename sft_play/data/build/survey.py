@@ -1,7 +1,10 @@
-"""Count rows while they are built; and render rows in this process, batch by batch, to show, write or count them."""
+"""Count rows: roughly from a sample, or while they are built; and render rows batch by batch, to
+show or write them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +14,81 @@ from sft_play.data.build.stats import RowStats, trained_runs
 from sft_play.data.build.workers import RENDER_BATCH_CHARS, RENDER_BATCH_ROWS
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
-from sft_play.data.sources.examples import ExampleReader, character_count
-from sft_play.data.sources.files import AnySource
+from sft_play.data.sources.examples import ExampleReader, character_count, count_part_rows
+from sft_play.data.sources.files import AnySource, FilePart, find_source, list_parts, read_part
 from sft_play.data.sources.formats import Chat, Example
-from sft_play.data.sources.messages import TEXT_KEYS
-from sft_play.data.sources.raw import BadRow
-from sft_play.errors import translate_library_errors
-from sft_play.process.imports import release_after_long_text
+from sft_play.data.sources.messages import TEXT_KEYS, iter_texts
+from sft_play.data.sources.raw import BadRow, is_gzipped
+from sft_play.errors import SftPlayError, translate_library_errors
+from sft_play.process.waiting import release_after_long_text
+
+# How much there is to train on, roughly and in seconds: rows and characters of a source, from a
+# sample.
+
+# English text by a tokenizer with a large vocabulary; code and other languages have fewer characters per token.
+CHARACTERS_PER_TOKEN = 4.0
+# Rows that are read of each file; the rest of a longer one is taken to be like them.
+SAMPLE_ROWS = 20_000
+# Characters that are read of each file at most.
+SAMPLE_CHARACTERS = 32 << 20
+# Files that are read at most; the others are taken to have as many rows per byte.
+SAMPLE_FILES = 20
+
+
+@dataclass(frozen=True)
+class EstimatedSize:
+    """Rows of the training data and their characters, estimated."""
+
+    rows: int
+    characters: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens by the usual length of one."""
+        return int(self.characters / CHARACTERS_PER_TOKEN)
+
+
+def estimate_size(data: DataConfig, *, wants_text: bool = False) -> EstimatedSize | None:
+    """Estimate the size of the training data; None if a file is missing, cannot be read, or is on the hub."""
+    sources = [(source.path, source.max_rows) for source in data.sources] or [(data.train_path or "", None)]
+    rows = characters = 0.0
+    for path, max_rows in sources:
+        size = _estimate_source(path, data.encoding, wants_text=wants_text)
+        if size is None:
+            return None
+        used_rows = min(size.rows, max_rows or size.rows)
+        rows, characters = rows + used_rows, characters + size.characters * used_rows / size.rows
+    return EstimatedSize(round(rows), round(characters))
+
+
+def _estimate_source(source_path: str, encoding: str, *, wants_text: bool) -> EstimatedSize | None:
+    with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):  # an estimate never stops a plan
+        parts = list_parts(find_source(source_path, encoding=encoding), wants_text=wants_text)
+        if any(part.kind != "auto" for part in parts):
+            return None
+        file_bytes = [part.path.stat().st_size for part in parts]
+        file_sizes = [_estimate_file(part) for part in parts[:SAMPLE_FILES]]
+        share = sum(file_bytes) / max(1, sum(file_bytes[:SAMPLE_FILES]))
+        rows, characters = sum(size.rows for size in file_sizes), sum(size.characters for size in file_sizes)
+        return EstimatedSize(round(rows * share), round(characters * share)) if rows else None
+    return None
+
+
+def _estimate_file(part: FilePart) -> EstimatedSize:
+    rows = characters = 0
+    for rows_read, row in enumerate(read_part(part), start=1):
+        if not isinstance(row, BadRow):
+            rows, characters = rows + 1, characters + sum(map(len, iter_texts(row.data)))
+        # a longer file: by lines, or by bytes
+        if rows and (rows_read == SAMPLE_ROWS or characters >= SAMPLE_CHARACTERS):
+            compression = 4 if is_gzipped(part.path) else 1  # JSON compresses to about a quarter
+            count = count_part_rows([part]) or part.path.stat().st_size * compression * rows // max(1, characters)
+            return EstimatedSize(max(rows, count), max(rows, count) * characters // rows)
+    return EstimatedSize(rows, characters)
+
+
+# Count rows while they are built; and render rows in this process, batch by batch, to show, write
+# or count them.
 
 # Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again.
 ROLE_ROWS = 64
@@ -26,8 +97,6 @@ TEMPLATE_ROLE = "template"
 
 
 # Tokens by role
-
-
 def count_tokens_by_role(
     chat: Chat, text: str, labels: Sequence[int], offsets: Sequence[tuple[int, int]]
 ) -> dict[str, list[int]]:
@@ -56,8 +125,6 @@ def count_tokens_by_role(
 
 
 # Counts
-
-
 class RowCounter:
     """Counts rows as they are made with one tokenizer."""
 
@@ -124,8 +191,6 @@ class RowCounter:
 
 
 # Rows, one batch after the other
-
-
 @dataclass(frozen=True)
 class RowOutcome:
     """An example with its whole row and what max_seq_len leaves of it, or why there is none; `row_number` counts the

@@ -1,7 +1,5 @@
-"""Adapt messages to the form that a chat template takes: content, roles, tool calls.
-
-Templates differ in what they accept. Which form one writes correctly is seen by trying them: on probe conversations
-(`probes.py`), and for tool calls on the row itself.
+"""What a chat template does, seen by rendering probe conversations once; and messages in the form
+that it takes.
 """
 
 from __future__ import annotations
@@ -11,14 +9,12 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from sft_play.data.masks.marked_copy import SENTINEL_PREFIX, PieceKind
 from sft_play.data.masks.template import ChatTemplate, EndlessTemplateError, RenderError
 from sft_play.data.masks.token_row import TEMPLATE_REFUSES_ROW, InexactMaskError
-from sft_play.data.masks.turn_ends import format_first_difference
 from sft_play.data.sources.messages import (
     AUTHOR_MESSAGE,
     REASONING_KEYS,
@@ -27,6 +23,229 @@ from sft_play.data.sources.messages import (
     drop_author_messages,
     map_texts,
 )
+from sft_play.errors import TokenizerError
+from sft_play.log import one_line
+
+# `argument` is a text inside the arguments of a call, `arguments` all of them as one JSON text.
+PieceKind = Literal["content", "reasoning", "name", "argument", "arguments"]
+
+# Sentinels are ASCII letters and digits: nothing that a template strips, splits at or escapes.
+SENTINEL_PREFIX = "zQ9x"
+
+
+# Control tokens in rendered texts, and where an assistant's turn ends, told from texts alone: what
+# follows it where it is the last turn, and where the conversation goes on.
+#
+# `probe_template` learns what ends the turns of a template; `turns.py` asks for the end of each turn
+# of a row.
+
+# Texts that look like control tokens, for templates whose tokens this tokenizer does not have.
+_CONTROL_TOKEN = re.compile(
+    r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[A-Za-z_]{1,40}>|<[A-Za-z_]{1,40}\|>|\[/?[A-Z_]{2,20}\]"
+    r"|</?[A-Za-z_][^<>\s]{0,40}>"
+)
+# Control tokens that do not look like HTML or XML tags.
+NON_TAG_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[A-Za-z_]{1,40}>|<[A-Za-z_]{1,40}\|>")
+# What may be a tag of a markup language.
+MARKUP_TAG = re.compile(r"(?!</s>)</?[A-Za-z_][^<>\s|]{0,40}>")
+# Words in the names of control tokens that end something.
+END_WORD = re.compile(r"end|eot|eos|eom|return|stop|sep\b|<turn\||^</s>$|\bcall\|>", re.IGNORECASE)
+
+
+def control_tokens(text: str, special_tokens: Sequence[str]) -> list[str]:
+    """Control tokens in a text, in order: the tokenizer's own, and what looks like one."""
+    return [token for _, token in find_control_tokens(text, special_tokens)]
+
+
+def find_control_tokens(text: str, special_tokens: Sequence[str]) -> list[tuple[int, str]]:
+    """Where control tokens begin in a text; of those that overlap the first, of those of one beginning the longest."""
+    # Both kinds: a tokenizer may lack tokens of its template, and may have tokens that look like words.
+    matches = {(match.start(), match.group()) for match in _CONTROL_TOKEN.finditer(text)}
+    for token in special_tokens:
+        offset = text.find(token)
+        while offset >= 0:
+            matches.add((offset, token))
+            # + 1, not its length: tokens may overlap, and the first one wins below
+            offset = text.find(token, offset + 1)
+    ordered: list[tuple[int, str]] = []
+    covered_until = 0
+    for offset, token in sorted(matches, key=lambda place: (place[0], -len(place[1]))):
+        if offset >= covered_until:
+            ordered.append((offset, token))
+            covered_until = offset + len(token)
+    return ordered
+
+
+def common_prefix(first: str, second: str, special_tokens: Sequence[str]) -> str:
+    """The common beginning of two texts, with no control token cut in two."""
+    # `<|im_end|>` and `<|im_start|>` begin alike: the beginning that both texts have may end inside a token
+    size = common_prefix_chars(first, second)
+    for text in (first, second):
+        for offset, token in find_control_tokens(text, special_tokens):
+            if offset < size < offset + len(token):
+                size = offset
+    return first[:size]
+
+
+def common_prefix_chars(first: str, second: str) -> int:
+    """Length of the common beginning."""
+    if second.startswith(first):
+        return len(first)
+    # by halves: slices are compared by memcmp, far quicker than characters one by one in Python
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[:middle] == second[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def format_first_difference(expected: str, text: str) -> str:
+    """Where two texts part, and what the second has there, for a message."""
+    offset = common_prefix_chars(expected, text)
+    return f"at character {offset + 1}: {one_line(repr(text[max(0, offset - 20) : offset + 40]), limit=90)}"
+
+
+# Characters that may end a turn without a control token, such as `\n\n### End`: more is text of the template.
+_MAX_WORDS_CHARS = 40
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """What ends a turn: `text` is what stands after its last piece, through its end."""
+
+    text: str
+    opens_next_turn: bool = False
+    """It is the token that opens the next turn."""
+    is_text_only: bool = False
+    """It holds no control token."""
+
+
+@dataclass(frozen=True)
+class TurnEnds:
+    """What ends an assistant's turn in one template; `special_tokens` and `eos_token` are the tokenizer's."""
+
+    special_tokens: tuple[str, ...]
+    eos_token: str | None
+    turn_openers: frozenset[str] = frozenset()
+    """Tokens that open a turn, where the template writes the next one's header whether or not it is asked to."""
+    history_end_tokens: frozenset[str] = frozenset()
+    """Tokens that may close a turn once it is history, where another one closes the last turn."""
+    end_markers: tuple[str, ...] = ()
+    """Texts that end an assistant turn, the usual one first; empty where the template writes nothing."""
+    opener_end_markers: tuple[str, ...] = ()
+    """Those of them that open the next turn, where the template closes none."""
+
+    @property
+    def end_of_turn(self) -> str:
+        """The text that ends an assistant turn, such as `<|im_end|>`; empty where the template writes nothing."""
+        return self.end_markers[0] if self.end_markers else ""
+
+    @property
+    def end_tokens(self) -> frozenset[str]:
+        """The control tokens of all ends of turns."""
+        return frozenset(token for marker in self.end_markers for token in control_tokens(marker, self.special_tokens))
+
+    def find_end(
+        self, final_tail: str | None, continued_tail: str | None, *, is_last: bool, is_answer_text: bool
+    ) -> TurnEnd | None:
+        """The end of a turn: the text after its last piece, through its end; None where it has no end. `final_tail`
+        follows the piece in the conversation that stops with the turn (None: not found), `continued_tail` in the one
+        that continues (None: cannot be rendered). `is_last`: the turn is the last of the row; `is_answer_text`: its
+        last piece is an answer's text, not think text or a call."""
+        # rendered otherwise as a last turn, so there is nothing to compare: only known ends count
+        if final_tail is None:
+            return self._first_known_end(continued_tail or "")
+        # Where the two renderings part, the turn is over: the one goes on with the next turn's header.
+        shared = (
+            final_tail if continued_tail is None else common_prefix(final_tail, continued_tail, self.special_tokens)
+        )
+        ends = self._possible_ends(shared, is_answer_text=is_answer_text)
+        # A header that is written in any case stands in both, and is the next turn's all the same.
+        while ends and ends[-1][1] in self.turn_openers:
+            shared = shared[: ends[-1][0]]
+            ends = self._possible_ends(shared, is_answer_text=is_answer_text)
+        if ends:
+            return TurnEnd(shared[: self._end_offset(ends)])
+        final_ends = self._possible_ends(final_tail, is_answer_text=is_answer_text)
+        if not final_ends and continued_tail is not None:
+            opener_end = self._opener_end(final_tail, continued_tail)
+            if opener_end:
+                return TurnEnd(continued_tail[:opener_end], opens_next_turn=True)
+        if final_ends and is_last:
+            return TurnEnd(final_tail[: self._end_offset(final_ends)])
+        if continued_tail is not None and (final_ends or not is_answer_text):
+            # as history the turn may be written otherwise (a call with its id), or be closed by another token
+            tokens = [token for _, token in self._possible_ends(continued_tail, is_answer_text=is_answer_text)[:1]]
+            end = self._first_known_end(
+                continued_tail,
+                *(token for token in tokens if token in self.history_end_tokens or END_WORD.search(token)),
+            )
+            return self._last_call_end(final_tail, end) if is_last else end
+        words = shared.rstrip()
+        # a call's own brackets and quotes are no end of it: behind a call only words that end turns count
+        is_end = (is_answer_text and 0 < len(words) <= _MAX_WORDS_CHARS) or words.endswith(self.end_markers or ("\0",))
+        return TurnEnd(words, is_text_only=True) if is_end else None
+
+    def _last_call_end(self, tail: str, history_end: TurnEnd | None) -> TurnEnd | None:
+        """Find the end of a last turn that calls a tool and that no control token ends: words that are known to end
+        turns, or the token that opens the next turn in a longer conversation. `tail` is the text behind the call."""
+        end = self._first_known_end(tail)
+        opener = next((text for text in self.opener_end_markers if history_end and history_end.text.endswith(text)), "")
+        if end is not None or history_end is None or not opener:
+            return end
+        words = history_end.text.removesuffix(opener)
+        return TurnEnd(tail.rstrip() + words[len(words.rstrip()) :] + opener, opens_next_turn=True)
+
+    def _first_known_end(self, text: str, *extra_markers: str) -> TurnEnd | None:
+        """The text through the first of the known ends in it, or of `extra_markers`; of several there the longest."""
+        ends = [(text.find(end), -len(end)) for end in (*self.end_markers, *extra_markers) if end in text]
+        if not ends:
+            return None
+        offset, negative_size = min(ends)
+        end_text = text[: offset - negative_size]
+        return TurnEnd(end_text, is_text_only=not self._possible_ends(end_text, is_answer_text=False))
+
+    def _possible_ends(self, text: str, *, is_answer_text: bool) -> list[tuple[int, str]]:
+        """Places of control tokens that may end a turn. Tags such as `</tool_call>` open or close a part of one, unless
+        they are tokens that end an answer."""
+        known_markers = "".join(self.end_markers) if not is_answer_text else ""
+
+        def may_end(token: str) -> bool:
+            if token == self.eos_token or not MARKUP_TAG.fullmatch(token):
+                return True
+            is_opening_end = token[1] != "/" and bool(END_WORD.search(token))  # such as Gemma's <end_of_turn>
+            return is_opening_end or (token in self.special_tokens and (is_answer_text or token in known_markers))
+
+        return [(offset, token) for offset, token in find_control_tokens(text, self.special_tokens) if may_end(token)]
+
+    def _end_offset(self, ends: Sequence[tuple[int, str]]) -> int:
+        """Where an end ends: with the first eos, at which generation stops, else where its last token first stands."""
+        tokens = [token for _, token in ends]
+        offset, token = ends[tokens.index(self.eos_token if self.eos_token in tokens else tokens[-1])]
+        return offset + len(token)
+
+    def _opener_end(self, final_tail: str, continued_tail: str) -> int:
+        """Where the special token ends that opens the next turn right after this one; 0 where there is none."""
+        closed_tail = final_tail.rstrip()
+        following_tokens = [
+            place for place in find_control_tokens(continued_tail, self.special_tokens) if place[0] >= len(closed_tail)
+        ]
+        if not continued_tail.startswith(closed_tail) or not following_tokens:
+            return 0
+        offset, token = following_tokens[0]
+        is_token = (
+            token in self.special_tokens or NON_TAG_TOKEN.fullmatch(token) or (not closed_tail and token[1] != "/")
+        )
+        return offset + len(token) if is_token and not continued_tail[len(closed_tail) : offset].strip() else 0
+
+
+# Adapt messages to the form that a chat template takes: content, roles, tool calls.
+#
+# Templates differ in what they accept. Which form one writes correctly is seen by trying them: on
+# probe conversations (`probe_template`), and for tool calls on the row itself.
 
 # In a rendering: the template took a list of parts for the text, and wrote it with its keys.
 PART_KEY = re.compile(r"""['"]type['"]""")
@@ -73,7 +292,6 @@ PROBE_TOOLS: list[Any] = [
         },
     }
 ]
-
 
 ArgumentForm = Literal["object", "text"]
 ARGUMENT_FORMS: tuple[ArgumentForm, ...] = ("object", "text")
@@ -260,8 +478,6 @@ class FittedTemplate:
 
 
 # Forms of messages
-
-
 NOTE_CONTENT = "a turn that only calls tools is passed to the chat template with empty content, or without content"
 NOTE_TYPED = "a tool call without a type is passed to the chat template with type: function, which it requires"
 NOTE_ROLE = "a role is passed to the chat template under its usual name (system, user, assistant, tool)"
@@ -307,7 +523,6 @@ class FittedMessages:
 
 
 CALL_KEYS = ("tool_calls", "function_call")
-
 
 KNOWN_KEYS = frozenset({"role", "tool_calls", "name", "tool_call_id", "call_id", "train", *TEXT_KEYS})
 
@@ -421,3 +636,229 @@ def _short_id(call_id: str) -> str:
     # Mistral's templates refuse any other id: "Tool call IDs should be alphanumeric strings with length 9!"
     usable_id = call_id if call_id.isalnum() and call_id.isascii() else ""
     return usable_id if len(usable_id) == 9 else hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+# What a template does, seen by rendering probe conversations once for each template.
+#
+# A template is never recognised by its name: forks change templates and keep the names.
+
+
+def probe_template(
+    chat_template: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool
+) -> tuple[FittedTemplate, TurnEnds]:
+    """The template with the traits that were seen, and what ends its assistant turns; raises TokenizerError where it
+    cannot render a question and an answer, or drops the answer."""
+    # Each step renders with the traits that the steps before it have seen.
+    traits = _probe_content(chat_template, with_tools=with_tools)
+    writes_calls, argument_form = _probe_calls(FittedTemplate(chat_template, traits))
+    traits = replace(traits, writes_calls=writes_calls, argument_form=argument_form)
+    traits = replace(traits, system=_probe_system(FittedTemplate(chat_template, traits)))
+    ends = TurnEnds(tuple(token for token in special_tokens if token), eos_token)
+    traits = replace(traits, think_marks=_probe_think_marks(FittedTemplate(chat_template, traits), ends))
+    generation_prompt, answer_header = _probe_headers(FittedTemplate(chat_template, traits), ends.special_tokens)
+    template = FittedTemplate(
+        chat_template, replace(traits, generation_prompt=generation_prompt, answer_header=answer_header)
+    )
+    return template, _probe_turn_ends(template, ends)
+
+
+def _render(template: FittedTemplate, messages: Sequence[Message], *, with_prompt: bool = False) -> str:
+    return template.render(messages, PROBE_TOOLS if template.traits.needs_tools else (), with_prompt=with_prompt)
+
+
+def _probe_content(chat_template: ChatTemplate, *, with_tools: bool) -> TemplateTraits:
+    problem, failure = "", "drops"
+    for needs_tools, needs_content_parts in itertools.product((with_tools, not with_tools), (False, True)):
+        traits = TemplateTraits(needs_content_parts=needs_content_parts, needs_tools=needs_tools)
+        try:
+            text = _render(FittedTemplate(chat_template, traits), PROBE_EXCHANGE)
+        except EndlessTemplateError as error:
+            raise TokenizerError(f"the chat template cannot render a question and an answer: {error}") from error
+        except RenderError as error:
+            problem = problem or str(error)
+            continue
+        if "answer1q" in text and not (needs_content_parts and PART_KEY.search(text)):
+            return traits
+        if not needs_content_parts and "answer1q" in text.casefold():
+            failure = "rewrites"
+    if problem:
+        raise TokenizerError(f"the chat template cannot render a question and an answer: {problem}")
+    raise TokenizerError(f"the chat template {failure} an assistant's answer; set data.chat_template to another one")
+
+
+# Tool calls
+def _probe_calls(template: FittedTemplate) -> tuple[bool, ArgumentForm | Literal["own"]]:
+    # The whole exchange first; some templates refuse a tool's result, or to be given tools.
+    with contextlib.suppress(EndlessTemplateError):
+        for turns, tools in (
+            (PROBE_CALL_TURNS, PROBE_TOOLS),
+            (PROBE_CALL_TURNS[:2], PROBE_TOOLS),
+            (PROBE_CALL_TURNS[:2], ()),
+        ):
+            call_texts = {form: _render_calls(template, turns, tools, form) for form in ARGUMENT_FORMS}
+            if any(call_texts.values()):
+                correct_forms = [
+                    form for form, text in call_texts.items() if _are_arguments_intact(template, text, form)
+                ]
+                return turns is PROBE_CALL_TURNS, correct_forms[0] if len(correct_forms) == 1 else "own"
+    return False, "own"
+
+
+def _render_calls(
+    template: FittedTemplate, turns: Sequence[Message], tools: Sequence[Any], argument_form: ArgumentForm
+) -> str:
+    converted = convert_arguments(turns, argument_form)
+    for form in CALL_FORMS:
+        try:
+            text = template.render(apply_call_form(converted, form), tools)
+        except EndlessTemplateError:
+            raise
+        except RenderError:
+            continue
+        call_text = text.split("question1q")[-1]  # the tools before it hold words of the calls too
+        expected_words = ("look1q", "where1q", *(str(message["content"]) for message in turns[2:]))
+        if all(word in call_text for word in expected_words):
+            return call_text
+    return ""
+
+
+def _are_arguments_intact(template: FittedTemplate, call_text: str, form: ArgumentForm) -> bool:
+    """Whether the probe's arguments are encoded once and not escaped: written as their JSON, or each value as it is."""
+    if template.find_added_entity(call_text):
+        return False
+    if form == "text":
+        return json.dumps(PROBE_ARGUMENTS, ensure_ascii=False) in call_text
+    if all(value in call_text for value in PROBE_ARGUMENTS.values()):
+        return True
+    for brace in re.finditer(r"\{", call_text):
+        with contextlib.suppress(ValueError):
+            if json.JSONDecoder().raw_decode(call_text, brace.start())[0] == PROBE_ARGUMENTS:
+                return True
+    return False
+
+
+def _probe_think_marks(template: FittedTemplate, ends: TurnEnds) -> tuple[str, ...]:
+    """What opens think text, what closes it, and the control tokens in both; empty where there are no such marks."""
+    question, answer = PROBE_EXCHANGE
+    think_forms = (
+        {"reasoning_content": "thought1q"},
+        {"content": f"<think>\nthought1q\n</think>\n\n{answer['content']}"},
+    )
+    for form in think_forms:
+        try:
+            text = _render(template, [question, {**answer, **form}])
+            question_text, prompt = (
+                _render(template, [question], with_prompt=with_prompt) for with_prompt in (False, True)
+            )
+        except RenderError:
+            continue
+        text_before, has_think, text_after = text.partition("thought1q")
+        closing, has_answer, _ = text_after.partition("answer1q")
+        if has_think and has_answer:
+            mark_start = next(reversed(find_control_tokens(text_before, ends.special_tokens)), (len(text_before), ""))[
+                0
+            ]
+            marks = (text_before[mark_start:].strip(), closing.strip())
+            # what opens the turn itself is no mark
+            header = next(iter(control_tokens(prompt.removeprefix(question_text), ends.special_tokens)), "\0")
+            if all(mark and mark not in question_text and header not in mark for mark in marks):
+                return tuple(dict.fromkeys((*marks, *control_tokens(" ".join(marks), ends.special_tokens))))
+    return ()
+
+
+def _probe_system(template: FittedTemplate) -> Literal["written", "dropped", "refused"]:
+    try:
+        return "written" if "system1q" in _render(template, [PROBE_SYSTEM, *PROBE_EXCHANGE]) else "dropped"
+    except RenderError:
+        return "refused"
+
+
+def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> tuple[str, str]:
+    """The generation prompt behind a question; and where there is none, what stands before the answer all the same."""
+    try:
+        question, prompt = (
+            _render(template, PROBE_EXCHANGE[:1], with_prompt=with_prompt) for with_prompt in (False, True)
+        )
+    except RenderError:
+        return "", ""
+    if prompt != question:
+        return prompt.removeprefix(question) if prompt.startswith(question) else "", ""
+    text_before, _, text_after = _render(template, PROBE_EXCHANGE).partition("answer1q")
+    header = text_before.removeprefix(question)
+    # many templates write the answer's header in any case: then more than an end of turn stands behind the question
+    answer_end = next(iter(control_tokens(text_after, special_tokens)), "")
+    after_question = control_tokens(question.rpartition("question1q")[2], special_tokens)
+    has_header = any(token != answer_end and not END_WORD.search(token) for token in after_question)
+    if has_header or header == text_before:
+        return "", ""
+    for mark in template.traits.think_marks[:2]:  # an empty think block behind it is no part of the header
+        header = header.partition(mark)[0]
+    return "", header if header.strip() else ""
+
+
+# Ends of turns
+def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
+    exchange_text = _render(template, PROBE_EXCHANGE)
+    final_tail = exchange_text.rpartition("answer1q")[2]
+    try:
+        continued_text = _render(template, [*PROBE_EXCHANGE, *PROBE_NEXT_TURNS])
+        continuation = continued_text.partition("answer1q")[2]
+        continued_tail = continuation.partition("question2q")[0] if "question2q" in continuation else None
+    except RenderError:  # a template for a single exchange
+        continued_tail = None
+    # What closes the question may close an answer too, once it is history.
+    after_question = exchange_text.partition("question1q")[2].partition("answer1q")[0]
+    question_end = next(iter(control_tokens(after_question, ends.special_tokens)), "")
+    history_end_tokens = frozenset({question_end, ends.eos_token or ""} - {""})
+    ends = replace(ends, turn_openers=_probe_turn_openers(template, ends), history_end_tokens=history_end_tokens)
+    end_texts: list[tuple[str, bool]] = []
+    for is_last in (True, False):
+        end = ends.find_end(final_tail, continued_tail, is_last=is_last, is_answer_text=True)
+        if end is not None:
+            end_texts.append((end.text.strip(), end.opens_next_turn))
+    # An end of calls counts only where it is none of these.
+    ends = replace(ends, end_markers=tuple(dict.fromkeys(text for text, _ in end_texts if text)))
+    if template.traits.writes_calls:
+        end_texts += _probe_call_ends(template, ends)
+    return replace(
+        ends,
+        end_markers=tuple(dict.fromkeys(text for text, _ in end_texts if text)),
+        opener_end_markers=tuple(dict.fromkeys(text for text, opens_next_turn in end_texts if opens_next_turn)),
+    )
+
+
+def _probe_call_ends(template: FittedTemplate, ends: TurnEnds) -> Iterator[tuple[str, bool]]:
+    """The last token of a calling turn's end where it is none of the known ends (gpt-oss: `<|call|>`), and whether it
+    opens the next turn."""
+    try:
+        final_text, history_text = (
+            template.render(template.fit(turns, PROBE_TOOLS).messages, PROBE_TOOLS)
+            for turns in (PROBE_CALL_TURNS[:2], PROBE_CALL_TURNS)
+        )
+    except (RenderError, InexactMaskError):
+        return
+    final_tail = final_text.rpartition("where1q")[2]
+    text_before, result, _ = history_text.rpartition("result1q")
+    continued_tail = text_before.rpartition("where1q")[2] if result else None
+    for is_last in (True, False):
+        end = ends.find_end(final_tail, continued_tail, is_last=is_last, is_answer_text=False)
+        if end is not None and not end.is_text_only:
+            # The last token alone: what stands before it closes the call (`</tool_call>`), not the turn.
+            token = control_tokens(end.text, ends.special_tokens)[-1]
+            if not any(marker.endswith(token) for marker in ends.end_markers):
+                yield token, end.opens_next_turn
+
+
+def _probe_turn_openers(template: FittedTemplate, ends: TurnEnds) -> frozenset[str]:
+    """Tokens that open a turn, where the template writes the next one's header whether or not it is asked to."""
+    try:
+        question = _render(template, PROBE_EXCHANGE[:1])
+        if question != _render(template, PROBE_EXCHANGE[:1], with_prompt=True):
+            return frozenset()  # it waits for add_generation_prompt, as nearly all do
+        beginning = _render(template, [PROBE_SYSTEM, *PROBE_EXCHANGE])
+    except RenderError:
+        beginning = _render(template, PROBE_EXCHANGE)
+    first_text_start = beginning.find("system1q") if "system1q" in beginning else beginning.find("question1q")
+    return frozenset(control_tokens(beginning[: max(0, first_text_start)], ends.special_tokens)) - {
+        ends.eos_token or ""
+    }

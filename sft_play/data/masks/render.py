@@ -20,7 +20,6 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.rendered_chats import RenderedChatParser
-from sft_play.data.masks.special_tokens import SpecialTokenGuard, conversation_texts, splice
 from sft_play.data.masks.template import (
     PLAIN_ROW,
     THINK_END,
@@ -41,7 +40,15 @@ from sft_play.data.masks.token_row import (
     TokenRow,
     count_trained_tokens,
 )
-from sft_play.data.masks.tokenizer import Encoder, MaskedTokens, TokenizerParts, mask_encoding
+from sft_play.data.masks.tokenizer import (
+    Encoder,
+    MaskedTokens,
+    SpecialTokenGuard,
+    TokenizerParts,
+    conversation_texts,
+    mask_encoding,
+    splice,
+)
 from sft_play.data.masks.turns import LocatedTurns, TurnLocator
 from sft_play.data.sources.columns import find_rendered_mark
 from sft_play.data.sources.formats import Chat, Example, Text

@@ -11,9 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from sft_play.data.masks.fitted_template import FittedTemplate
+from sft_play.data.masks.fitted_template import FittedTemplate, control_tokens, find_control_tokens
 from sft_play.data.masks.template import RenderError
-from sft_play.data.masks.turn_ends import control_tokens, find_control_tokens
 from sft_play.data.sources.messages import Message
 
 _PROBE_ROLES: tuple[tuple[str, ...], ...] = (

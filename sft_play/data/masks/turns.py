@@ -1,37 +1,677 @@
-"""Where the turns of a conversation stand in its rendered text, measured on the template and verified on every row.
+"""Where the turns of a conversation stand in its rendered text, measured on a marked copy and
+verified on every row.
 
-A template is probed, never recognised by its name; docs/masks.md has the steps. A turn's trained span begins where the
-prompt that generation is given ends. A marked copy of the row, with a sentinel before and after every piece of text,
-shows what the template writes between the pieces and what it strips, drops, escapes or moves; a second copy with other
-sentinels must be the same in everything else, so that nothing taken out of a text passes for the template's own words.
-Without its sentinels the copy must be the row's own text, character by character; else nothing is trained.
+A template is probed, never recognised by its name; docs/masks.md has the steps. A turn's trained
+span begins where the prompt that generation is given ends. A marked copy of the row, with a
+sentinel before and after every piece of text, shows what the template writes between the pieces
+and what it strips, drops, escapes or moves; a second copy with other sentinels must be the same
+in everything else, so that nothing taken out of a text passes for the template's own words.
+Without its sentinels the copy must be the row's own text, character by character; else nothing is
+trained.
 
-Between the pieces a template writes the same for all rows of one shape (roles, white space at the ends), as long as no
-text holds anything that it looks for. So plain rows are checked against the copy of their shape: the text must be what
-the copy says, and each turn begin where the row's own prompt ends. Where either does not hold, and for all other rows,
-there is a copy of the row's own.
+Between the pieces a template writes the same for all rows of one shape (roles, white space at the
+ends), as long as no text holds anything that it looks for. So plain rows are checked against the
+copy of their shape: the text must be what the copy says, and each turn begin where the row's own
+prompt ends. Where either does not hold, and for all other rows, there is a copy of the row's own.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.data.masks.marked_copy import (
-    SECOND_SENTINEL_PREFIX,
+from sft_play.data.masks.fitted_template import (
+    NEXT_QUESTION,
+    PLAIN_ANSWER,
     SENTINEL_PREFIX,
-    TemplateLayout,
-    Turn,
-    searched_texts_pattern,
+    FittedTemplate,
+    PieceKind,
+    TurnEnds,
+    common_prefix,
+    control_tokens,
+    format_first_difference,
+    map_message_texts,
+    probe_template,
 )
-from sft_play.data.masks.probes import probe_template
-from sft_play.data.masks.skeletons import TemplateLayoutBuilder
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.masks.token_row import NO_TURN_END, PROMPT_MISMATCH, TEMPLATE_REFUSES_ROW, InexactMaskError, Span
-from sft_play.data.masks.turn_ends import format_first_difference
 from sft_play.data.sources.messages import Message
+from sft_play.log import one_line
+
+# A marked copy of a row: what a template writes around the row's texts, read from the sentinels in
+# them.
+#
+# The docstring says what the copy is for.
+
+_SENTINEL = re.compile(SENTINEL_PREFIX + r"(\d{5})([be])")
+SECOND_SENTINEL_PREFIX = "Kw7V"
+_SECOND_SENTINEL = re.compile(SECOND_SENTINEL_PREFIX + r"([ghjkmnprst]{5})([du])")
+# letter for letter, so that the sentinels of both copies are equally long
+_TO_SECOND, _FROM_SECOND = str.maketrans("0123456789be", "ghjkmnprstdu"), str.maketrans("ghjkmnprstdu", "0123456789be")
+SENTINEL_CHARS = len(SENTINEL_PREFIX) + 6
+# Marks that close think text.
+_CLOSING_MARK = re.compile(r"/|end|suffix|close|stop|^<\w+\|>$", re.IGNORECASE)
+# Matches nothing.
+MATCHES_NOTHING = re.compile("(?!)")
+
+
+@dataclass(frozen=True)
+class MarkedPiece:
+    """A piece of a message's text, without white space at its ends."""
+
+    message_index: int
+    kind: PieceKind
+    text: str
+    is_think: bool = False
+    """It is think text, which a template may leave out."""
+
+
+@dataclass(frozen=True)
+class GapPosition:
+    """A position in a rendered text: characters from the beginning of a gap between pieces."""
+
+    gap: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One assistant turn: its span where it is exact, else why it is not and what would be trained instead."""
+
+    message_index: int
+    start: GapPosition | None = None
+    end: GapPosition | None = None
+    ended_by_prefix: bool = False
+    """Its end is that of the rendered conversation up to it."""
+    ended_by_next_turn: bool = False
+    """It is ended by the token that opens the next turn."""
+    added_end: str = ""
+    """What the template does not write after the last turn: the token that would open the next one."""
+    unprompted_header: str = ""
+    """What the template writes before the turn that its prompt does not have, such as before a first message."""
+    prompt_suffix: str | None = None
+    """What its prompt has behind the header, and the turn has not; None where the text begins with the prompt."""
+    without_prompt: bool = False
+    """It follows neither a question nor a tool's result, and the text does not begin with its prompt."""
+    reason: str = ""
+    detail: str = ""
+    guessed_span: tuple[GapPosition, GapPosition] | None = None
+    """The best guess at an inexact turn's span."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its span was found and verified."""
+        return self.start is not None and self.end is not None
+
+
+@dataclass(frozen=True)
+class TemplateLayout:
+    """What a template writes around the pieces of rows of one shape, and where their turns are. `gaps` has one text
+    more than `written_pieces`, which has each piece's number and the form it is written in. `stripped_pieces` are
+    numbers of think pieces that are not written."""
+
+    gaps: tuple[str, ...]
+    written_pieces: tuple[tuple[int, str], ...]
+    turns: tuple[Turn, ...]
+    stripped_pieces: tuple[int, ...] = ()
+
+    @property
+    def added_end(self) -> str:
+        """The end that is added after a last turn which the template does not end."""
+        return self.turns[-1].added_end if self.turns else ""
+
+    def fill(self, pieces: Sequence[str]) -> tuple[str, list[int]]:
+        """Fill in the pieces of a row: the text that the row must have, and where each gap begins in it."""
+        parts = [self.gaps[0]]
+        offset = len(self.gaps[0])
+        gap_starts = [0]
+        for (index, form), gap in zip(self.written_pieces, self.gaps[1:], strict=True):
+            text = _WRITTEN_FORMS[form](pieces[index])
+            offset += len(text)
+            gap_starts.append(offset)
+            offset += len(gap)
+            parts += (text, gap)
+        return "".join(parts), gap_starts
+
+
+# How a template may write a text: as it is, or inside a string of JSON or Python.
+_WRITTEN_FORMS: dict[str, Callable[[str], str]] = {
+    "plain": lambda text: text,
+    "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "ascii json": lambda text: json.dumps(text)[1:-1],
+    "json in json": lambda text: json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False)[1:-1],
+    "repr": lambda text: repr(text)[1:-1],
+}
+
+
+def to_second_sentinels(text: str, *_: object) -> str:
+    """A marked text with the second copy's sentinels, which have no letter of the first's."""
+    return _SENTINEL.sub(lambda match: SECOND_SENTINEL_PREFIX + (match[1] + match[2]).translate(_TO_SECOND), text)
+
+
+def to_first_sentinels(text: str) -> str:
+    """The second copy's text with the sentinels of the first."""
+    return _SECOND_SENTINEL.sub(lambda match: SENTINEL_PREFIX + (match[1] + match[2]).translate(_FROM_SECOND), text)
+
+
+def searched_texts_pattern(searched_texts: frozenset[str]) -> re.Pattern[str]:
+    """A pattern of what the template looks for in texts, the longest first."""
+    longest_first = sorted(searched_texts, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first))) if searched_texts else MATCHES_NOTHING
+
+
+def split_text_pieces(text: str, searched_pattern: re.Pattern[str]) -> Iterator[tuple[int, int, bool]]:
+    """The text between what the template looks for, without white space at the ends, and whether it is think text."""
+    marks = [(match.start(), match.end(), match.group()) for match in searched_pattern.finditer(text)]
+    start, previous_mark = 0, ""
+    for begin, end, next_mark in (*marks, (len(text), -1, "")):
+        inner = text[start:begin]
+        body = inner.strip()
+        if body:
+            body_start = start + inner.find(body)
+            yield body_start, body_start + len(body), _is_think(body, previous_mark, next_mark)
+        start, previous_mark = end, next_mark
+
+
+def _is_think(text: str, previous_mark: str, next_mark: str) -> bool:
+    """Whether a text between two marks, such as `<think>` and `</think>`, is think text: it begins the message or
+    stands after an opening mark, and a closing one follows. A text between two closing ones is part of the answer."""
+    if not _CLOSING_MARK.search(next_mark) or _CLOSING_MARK.search(previous_mark):
+        return False
+    # `</think>` → `<think>`, `[END_THINK]` → `[START_THINK]`; a closing mark without such a twin always closes
+    opening = next_mark.replace("/", "", 1).replace("END", "START").replace("end", "start")
+    return opening == next_mark or opening not in text[1:]
+
+
+def split_marked_text(text: str, pieces: Sequence[MarkedPiece]) -> tuple[list[str], list[tuple[int, str]], set[int]]:
+    """A rendered copy as the gaps between pieces, the written pieces (number, form), and the changed ones' numbers."""
+    gaps: list[str] = []
+    written_pieces: list[tuple[int, str]] = []
+    changed_pieces: set[int] = set()
+    gap_start = 0
+    open_index, open_start = -1, 0
+    for match in _SENTINEL.finditer(text):
+        index, side = int(match.group(1)), match.group(2)
+        if index >= len(pieces):  # not a sentinel of ours
+            continue
+        if side == "b":
+            if open_index >= 0:  # its end was cut off, or another piece was moved into it
+                changed_pieces.add(open_index)
+            gaps.append(text[gap_start : match.start()])
+            open_index, open_start = index, match.end()
+            continue
+        if index != open_index:
+            changed_pieces.add(index)
+            continue
+        inner = text[open_start : match.start()]
+        # encoded once, not twice
+        forms = _WRITTEN_FORMS if pieces[index].kind != "arguments" else {"plain": _WRITTEN_FORMS["plain"]}
+        form = next((name for name, form in forms.items() if form(pieces[index].text) == inner), None)
+        if form is None:
+            changed_pieces.add(index)
+        written_pieces.append((index, form or "plain"))  # a template may write a piece several times
+        gap_start, open_index = match.end(), -1
+    if open_index >= 0:
+        changed_pieces.add(open_index)
+    gaps.append(text[gap_start:])
+    return gaps, written_pieces, changed_pieces
+
+
+class MarkedText:
+    """Positions in a rendered copy, sentinels and all, and what stands where."""
+
+    def __init__(
+        self, text: str, gaps: Sequence[str], written_pieces: Sequence[tuple[int, str]], pieces: Sequence[MarkedPiece]
+    ) -> None:
+        self.text = text
+        self._gap_spans: list[Span] = []
+        """Where each gap stands in the copy."""
+        self._written_spans: list[tuple[int, int, int]] = []
+        """Number, begin and end of each written piece, sentinels included."""
+        self._pieces = pieces
+        offset, sentinel_chars = 0, SENTINEL_CHARS
+        for gap_index, gap in enumerate(gaps):
+            self._gap_spans.append((offset, offset + len(gap)))
+            offset += len(gap)
+            if gap_index < len(written_pieces):
+                piece_index, form = written_pieces[gap_index]
+                size = len(_WRITTEN_FORMS[form](pieces[piece_index].text)) + 2 * sentinel_chars
+                self._written_spans.append((piece_index, offset, offset + size))
+                offset += size
+
+    def to_gap_position(self, offset: int) -> GapPosition | None:
+        """Convert an offset in the copy to a gap position; None inside a piece."""
+        # the last gap that begins at or before the position; an empty gap counts, so the second number is above any end
+        gap = bisect.bisect_right(self._gap_spans, (offset, len(self.text) + 1)) - 1
+        begin, end = self._gap_spans[gap]
+        return GapPosition(gap, offset - begin) if begin <= offset <= end else None
+
+    def to_offset(self, gap_position: GapPosition) -> int:
+        """Convert a gap position to an offset in the copy."""
+        return self._gap_spans[gap_position.gap][0] + gap_position.offset
+
+    def message_extent(self, message_index: int, start: int) -> tuple[int | None, int | None, PieceKind | None]:
+        """Where the message's pieces begin and end from `start` on, and the kind of the last one; repetitions of a
+        piece do not count. Nones where none is written."""
+        first: int | None = None
+        last: tuple[int | None, PieceKind | None] = (None, None)
+        counted_pieces: set[int] = set()
+        for index, begin, end in self._written_spans:
+            piece = self._pieces[index]
+            if piece.message_index != message_index or begin < start or index in counted_pieces:
+                continue
+            counted_pieces.add(index)
+            first = begin if first is None else first
+            last = (end, piece.kind)
+        return first, *last
+
+    def is_end_certain(self, message_index: int, message_count: int) -> bool:
+        """Whether the turn and the message after it are written with texts of their own, so that what stands between
+        them is the turn's end or the other's beginning."""
+        written_messages = {self._pieces[index].message_index for index, _, _ in self._written_spans}
+        return message_index in written_messages and (
+            message_index + 1 in written_messages or message_index + 1 == message_count
+        )
+
+    def next_piece_start(self, offset: int) -> int:
+        """Where the next piece begins at or after the position; the text's end where there is none."""
+        return next((begin for _, begin, _ in self._written_spans if begin >= offset), len(self.text))
+
+    def previous_piece_end(self, offset: int, message_index: int) -> tuple[int, int]:
+        """Where the last piece that ends at or before the position ends, and whose it is; 0 and -1 where there is none,
+        or where a message after this one is written there too."""
+        ends = [(end, self._pieces[index].message_index) for index, _, end in self._written_spans if end <= offset]
+        return max(ends) if ends and max(owner for _, owner in ends) <= message_index else (0, -1)
+
+    def span_problem(self, message_index: int, start: int, end: int) -> str:
+        """Why [start, end) is not exactly the message's turn; empty where it is."""
+        pieces_inside = {index for index, begin, stop in self._written_spans if start <= begin and stop <= end}
+        for index, begin, stop in self._written_spans:
+            piece = self._pieces[index]
+            if piece.message_index == message_index:
+                # the name of a function that was called may be written once more with its result
+                repeats_a_name = piece.kind == "name" and index in pieces_inside
+                if not (start <= begin and stop <= end) and not repeats_a_name:
+                    return "the chat template writes a part of a turn outside of it"
+            elif begin < end and stop > start:
+                return "the chat template writes another turn's text inside a turn"
+        return ""
+
+
+def text_after_piece(rendering: str, text: str, piece_end: int) -> str | None:
+    """What `rendering` has after the piece that ends at `piece_end` in `text`; None where it lacks that piece."""
+    # from the beginning of the piece's last sentinel, whose number makes it unique
+    sentinel_start = text.rfind(SENTINEL_PREFIX, 0, piece_end)
+    if sentinel_start < 0 or text[sentinel_start:piece_end] not in rendering:
+        return None
+    return rendering[rendering.rfind(text[sentinel_start:piece_end]) + piece_end - sentinel_start :]
+
+
+# The template layout of a row: what a template writes around its texts, and where its assistant
+# turns are, measured on a marked copy.
+#
+# The docstring says why the copy is marked so; above are the sentinels and what is read
+# from them.
+
+# A sentinel numbers its piece with five digits.
+_MAX_PIECES = 90_000
+_ROLE_POSSESSIVES = {
+    **dict.fromkeys(("system", "developer"), "a system prompt's"),
+    "user": "a user turn's",
+    "assistant": "an assistant's",
+    "tool": "a tool's",
+}
+_DROPPED_SYSTEM = (
+    "the chat template drops the system prompt (data.system_into_user=true puts it before the first user turn)"
+)
+_WRITES_ENTITIES = "the chat template writes HTML entities in an assistant's turn"
+
+
+class TemplateLayoutBuilder:
+    """Makes marked copies and measures turns on them, for one template."""
+
+    def __init__(self, template: FittedTemplate, ends: TurnEnds) -> None:
+        self._template, self._ends = template, ends
+        self._searched_pattern = searched_texts_pattern(template.chat_template.searched_texts)
+
+    def measure(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[TemplateLayout, list[MarkedPiece]]:
+        """What the template writes around this row's pieces, and the pieces; raises InexactMaskError where it
+        refuses a marked copy, or drops, rewrites or takes apart a text."""
+        marked_messages, pieces = self.mark_messages(messages)
+        try:
+            text = self._template.render(marked_messages, tools)
+        except RenderError as error:
+            raise InexactMaskError(
+                "the chat template refuses a copy of the row with marks in it", str(error)
+            ) from error
+        # A template that takes letters out of a text (`content[0]`) takes them out of its sentinel. The second copy has
+        # other letters there, so that the two renderings differ.
+        second_copy = [
+            map_message_texts(message, index, to_second_sentinels) for index, message in enumerate(marked_messages)
+        ]
+        second_text = to_first_sentinels(self._template.try_render(second_copy, tools))
+        if second_text != text:
+            raise InexactMaskError(
+                "the chat template rewrites a text or takes it apart", format_first_difference(text, second_text)
+            )
+        gaps, written_pieces, changed_pieces = split_marked_text(text, pieces)
+        written_indices = {piece_index for piece_index, _ in written_pieces}
+        stripped_pieces = self._check_pieces(messages, pieces, written_indices, changed_pieces, text)
+        marked_row = _MarkedRow(
+            self._template, self._ends, MarkedText(text, gaps, written_pieces, pieces), marked_messages, tools
+        )
+        turns = tuple(
+            marked_row.locate_turn(index) for index, message in enumerate(messages) if message["role"] == "assistant"
+        )
+        return TemplateLayout(tuple(gaps), tuple(written_pieces), turns, stripped_pieces), pieces
+
+    def mark_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[MarkedPiece]]:
+        """The row with sentinels around its pieces, and the pieces by number."""
+        pieces: list[MarkedPiece] = []
+
+        def mark(text: str, index: int, kind: PieceKind) -> str:
+            for salt in (SENTINEL_PREFIX, SECOND_SENTINEL_PREFIX):
+                if salt in text:
+                    raise InexactMaskError(
+                        "a text holds the mark that is used to find turns", f"messages[{index}]: {salt}"
+                    )
+            marked: list[str] = []
+            offset = 0
+            for begin, end, is_think in split_text_pieces(
+                text, self._searched_pattern if kind in ("content", "reasoning") else MATCHES_NOTHING
+            ):
+                piece_index = len(pieces)
+                pieces.append(MarkedPiece(index, kind, text[begin:end], is_think or kind == "reasoning"))
+                self._check_between(text[offset:begin], index)
+                marked += (
+                    text[offset:begin],
+                    f"{SENTINEL_PREFIX}{piece_index:05d}b",
+                    text[begin:end],
+                    f"{SENTINEL_PREFIX}{piece_index:05d}e",
+                )
+                offset = end
+            self._check_between(text[offset:], index)
+            return "".join((*marked, text[offset:]))
+
+        copy = [map_message_texts(message, index, mark) for index, message in enumerate(messages)]
+        if len(pieces) > _MAX_PIECES:
+            raise InexactMaskError("a row has too many texts", f"{len(pieces):,}")
+        return copy, pieces
+
+    def _check_between(self, text: str, index: int) -> None:
+        ends = sorted(self._ends.end_tokens | {*self._ends.end_markers})
+        marker = next((marker for marker in ends if marker in text), None)
+        if marker is not None:
+            raise InexactMaskError(
+                "a text holds the end of turn, which the chat template looks for in texts",
+                f"messages[{index}]: {one_line(marker)}",
+            )
+
+    def _check_pieces(
+        self,
+        messages: Sequence[Message],
+        pieces: Sequence[MarkedPiece],
+        written_indices: set[int],
+        changed_pieces: set[int],
+        text: str,
+    ) -> tuple[int, ...]:
+        """Numbers of think pieces that are not written; raises InexactMaskError if others are missing or changed."""
+        last_content = {
+            piece.message_index: piece_index for piece_index, piece in enumerate(pieces) if piece.kind == "content"
+        }
+        stripped_pieces = []
+        for piece_index, piece in enumerate(pieces):
+            role = messages[piece.message_index]["role"]
+            location = f"messages[{piece.message_index}]"
+            if piece_index in changed_pieces and piece.kind == "arguments":
+                raise InexactMaskError(
+                    "the chat template encodes the JSON text of a tool call's arguments a second time", location
+                )
+            if piece_index in changed_pieces:
+                raise InexactMaskError(f"the chat template rewrites {_ROLE_POSSESSIVES[role]} text", location)
+            if piece_index in written_indices:
+                continue
+            if piece.kind == "name":  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
+                calls = messages[piece.message_index]["tool_calls"]
+                ids = [str(call.get("id") or "") for call in calls if call["function"]["name"] == piece.text]
+                if all(piece.text in call_id and call_id in text for call_id in ids):
+                    continue
+            if piece.kind in ("name", "argument", "arguments"):
+                raise InexactMaskError(
+                    "the chat template drops a tool call", f"{location}: {one_line(piece.text, limit=60)}"
+                )
+            if role in ("system", "developer"):
+                raise InexactMaskError(_DROPPED_SYSTEM, location)
+            if role != "assistant" or not piece.is_think or piece_index == last_content.get(piece.message_index):
+                raise InexactMaskError(f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location)
+            stripped_pieces.append(piece_index)
+        return tuple(stripped_pieces)
+
+
+@dataclass(frozen=True)
+class _TurnEndPosition:
+    """Where a turn ends; `added_end` is the end of it that the template does not write."""
+
+    position: GapPosition | None = None
+    ended_by_prefix: bool = False
+    ended_by_next_turn: bool = False
+    added_end: str = ""
+
+
+@dataclass(frozen=True)
+class _MarkedRow:
+    template: FittedTemplate
+    ends: TurnEnds
+    marked_text: MarkedText
+    messages: Sequence[Message]
+    tools: Sequence[Any]
+
+    def _render(self, messages: Sequence[Message], *, with_prompt: bool = False) -> str:
+        return self.template.render(messages, self.tools, with_prompt=with_prompt)
+
+    def locate_turn(self, index: int) -> Turn:
+        """The assistant's turn that is this message."""
+        marked_text, messages = self.marked_text, self.messages
+        try:
+            prompt = self._render(messages[:index], with_prompt=True)
+        except RenderError as error:
+            if index:
+                return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
+            prompt = ""  # many templates read the first message, which an empty prompt does not have
+        # Generation writes what follows the prompt, so the trained span begins where the prompt ends.
+        common_size = len(common_prefix(prompt, marked_text.text, self.ends.special_tokens))
+        is_prefix = common_size == len(prompt)
+        first_piece_start, last_piece_end, kind = marked_text.message_extent(index, common_size)
+        begin, prompt_suffix, without_prompt = None, None, False
+        # Without a question or a result before the turn, some templates write no prompt but do write the turn's header.
+        if not (index and messages[index - 1]["role"] in ("user", "tool")):
+            begin = self._start_without_prompt(
+                index, earliest=common_size if is_prefix else 0, first_piece_start=first_piece_start
+            )
+            without_prompt = not is_prefix
+        elif is_prefix:
+            begin = common_size
+        elif first_piece_start is not None:
+            previous_end, owner_index = marked_text.previous_piece_end(first_piece_start, index)
+            tail = text_after_piece(prompt, marked_text.text, previous_end) or ""
+            size = self._header_size(prompt, messages[:index], tail, marked_text.text[previous_end:first_piece_start])
+            # what is asked must stand before the turn, not another turn
+            is_prompted = owner_index >= 0 and all(
+                message["role"] in ("user", "tool") for message in messages[owner_index:index]
+            )
+            if is_prompted and size is not None and not self._lacks_header(tail, size):
+                begin, prompt_suffix = previous_end + size, tail[size:]
+        prompt_end = common_size if is_prefix else begin
+        if begin is not None and not prompt_suffix and not without_prompt:
+            begin += len(self._unprompted_header(index, begin))
+        start = None if begin is None else marked_text.to_gap_position(begin)
+        last_end = common_size if last_piece_end is None else last_piece_end
+        # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
+        if entity := self.template.find_added_entity(
+            marked_text.text[begin or common_size : marked_text.next_piece_start(last_end)], messages
+        ):
+            raise InexactMaskError(_WRITES_ENTITIES, f"messages[{index}]: {entity}")
+        end = self._locate_end(index, piece_end=last_end, is_answer_text=kind == "content")
+        detail = f"messages[{index}]"
+        if begin is None or start is None or end.position is None:
+            if not is_prefix:
+                detail = f"{detail}: the prompt continues with {one_line(repr(prompt[common_size:][:40]))}"
+            # The best guess, for data.on_inexact_mask=train, begins where prompt and text part.
+            guessed_start = (
+                marked_text.to_gap_position(common_size)
+                if not is_prefix and (first_piece_start is None or common_size <= first_piece_start)
+                else None
+            )
+            guessed_span = (
+                (guessed_start, end.position) if guessed_start is not None and end.position is not None else None
+            )
+            reason = NO_TURN_END if end.position is None else PROMPT_MISMATCH
+            return Turn(index, reason=reason, detail=detail, guessed_span=guessed_span, added_end=end.added_end)
+        problem = marked_text.span_problem(index, begin, marked_text.to_offset(end.position))
+        if problem:
+            return Turn(index, reason=problem, detail=detail)
+        unprompted_header = marked_text.text[prompt_end:begin]
+        return Turn(
+            index,
+            start,
+            end.position,
+            end.ended_by_prefix,
+            end.ended_by_next_turn,
+            end.added_end,
+            unprompted_header,
+            prompt_suffix,
+            without_prompt,
+        )
+
+    def _lacks_header(self, tail: str, size: int) -> bool:
+        """Whether a turn's text has nothing of the header with which its prompt ends; both have `size` of `tail`."""
+        header = self.template.traits.generation_prompt
+        begin = len(tail) - len(header)
+        return bool(header.strip()) and tail.endswith(header) and not tail[begin:size].strip()
+
+    def _unprompted_header(self, index: int, offset: int) -> str:
+        """The header of an assistant's turn where the text has it behind the prompt, which has none (after a tool's
+        result, in some templates): what is a generation prompt after a question is given; else empty."""
+        if not index or self.messages[index - 1]["role"] != "tool":
+            return ""
+        prompted_messages = [*self.messages[:index], NEXT_QUESTION]
+        try:
+            prompt, question = self._render(prompted_messages, with_prompt=True), self._render(prompted_messages)
+        except RenderError:
+            return ""
+        header = prompt.removeprefix(question) if prompt.startswith(question) else ""
+        return header if header.strip() and self.marked_text.text.startswith(header, offset) else ""
+
+    def _start_without_prompt(self, index: int, *, earliest: int, first_piece_start: int | None) -> int | None:
+        """Where a turn begins that follows neither a question nor a tool's result: as far before its first piece as its
+        header is long, which is measured after a question; None where that is not certain."""
+        if first_piece_start is None:
+            return None
+        prompted_messages = [*self.messages[:index], NEXT_QUESTION]
+        try:
+            prompt = self._render(prompted_messages, with_prompt=True)
+            continued_text = self._render([*prompted_messages, *self.messages[index:]])
+        except RenderError:
+            return None
+        tail = prompt.rpartition(NEXT_QUESTION["content"])[2]
+        text = self.marked_text.text
+        piece_start = continued_text.find(text[first_piece_start : first_piece_start + SENTINEL_CHARS])
+        tail_start = len(prompt) - len(tail)
+        gap = continued_text[tail_start:piece_start]
+        size = self._header_size(prompt, prompted_messages, tail, gap)
+        if (
+            size is None
+            or piece_start < 0
+            or SENTINEL_PREFIX in gap
+            or not continued_text.startswith(prompt[: tail_start + size])
+        ):
+            return None
+        begin = first_piece_start - len(gap) + size
+        return begin if begin >= earliest and text[begin:first_piece_start] == gap[size:] else None
+
+    def _header_size(self, prompt: str, prompted_messages: Sequence[Message], tail: str, gap: str) -> int | None:
+        """How much of `gap`, what stands before a turn's first piece, is the header that its prompt gives; None where
+        that is not certain. `tail` is the end of the prompt, behind the piece that `gap` is behind too. A prompt may
+        open think text that the turn has not, or has closed. What both have is given, but no more than a plain answer
+        has, which has no other turn's words; and where they part there are only marks of think text."""
+        if SENTINEL_PREFIX in tail or not tail.strip():
+            return None
+        size = len(common_prefix(tail, gap, self.ends.special_tokens))
+        if size == len(tail):
+            return size
+        answered_text = self.template.try_render([*prompted_messages, PLAIN_ANSWER], self.tools)
+        prompt_start = prompt[: len(prompt) - len(tail)]
+        plain_header, is_answer_written, _ = answered_text.removeprefix(prompt_start).partition(PLAIN_ANSWER["content"])
+        if not is_answer_written or not answered_text.startswith(prompt_start):
+            return None
+        plain_size = len(common_prefix(tail, plain_header, self.ends.special_tokens))
+        differs_in_think_only = self.template.has_only_think_marks(
+            plain_header[plain_size:]
+        ) and self.template.has_only_think_marks(plain_header[size:plain_size])
+        return min(size, plain_size) if differs_in_think_only else None
+
+    def _locate_end(self, index: int, *, piece_end: int, is_answer_text: bool) -> _TurnEndPosition:
+        """Where a turn ends whose last piece ends at `piece_end`, and whether its own rendering ends there too."""
+        marked_text, ends = self.marked_text, self.ends
+        limit = marked_text.next_piece_start(piece_end)
+        turn_text = self.template.try_render(self.messages[: index + 1], self.tools)
+        # Where the conversation up to the turn is a beginning of the whole text, and ends before the next piece.
+        prefix_end = (
+            len(turn_text)
+            if turn_text and marked_text.text.startswith(turn_text) and piece_end <= len(turn_text) <= limit
+            else None
+        )
+        is_last = index + 1 == len(self.messages)
+        written_tail = marked_text.text[piece_end:limit]
+        final_tail = (
+            turn_text[piece_end:]
+            if prefix_end is not None
+            else text_after_piece(turn_text, marked_text.text, piece_end)
+        )
+        continued_tail = self._continued_tail(piece_end) if is_last else written_tail
+        end = ends.find_end(final_tail, continued_tail, is_last=is_last, is_answer_text=is_answer_text)
+        # In the middle of a row any token that opens a turn follows; only one seen on the probes ends an answer.
+        if end is not None and end.opens_next_turn and not is_last:
+            opener = next(reversed(control_tokens(end.text, ends.special_tokens)), "")
+            end = end if opener in ends.opener_end_markers else None
+        if end is not None:
+            # An end that the turn alone does not show is its own only where this turn's and the next one's texts stand.
+            is_in_final_tail = final_tail is not None and final_tail.startswith(end.text)
+            if not (is_in_final_tail or end.opens_next_turn or marked_text.is_end_certain(index, len(self.messages))):
+                return _TurnEndPosition()
+            # The last turn may be written without its end, which a next turn would bring: it is added to the text.
+            added_end = end.text[len(written_tail) :] if is_last else ""
+            if added_end and not (end.text.startswith(written_tail) and limit == len(marked_text.text)):
+                return _TurnEndPosition()
+            position = marked_text.to_gap_position(piece_end + len(end.text) - len(added_end))
+            if position is not None and added_end:
+                position = GapPosition(position.gap, position.offset + len(added_end))
+            return _TurnEndPosition(position, prefix_end is not None, end.opens_next_turn, added_end)
+        if ends.end_markers:
+            return _TurnEndPosition()  # this template ends turns, and this one has no end
+        if prefix_end is not None:
+            return _TurnEndPosition(marked_text.to_gap_position(prefix_end), True)
+        return _TurnEndPosition(marked_text.to_gap_position(piece_end)) if is_answer_text else _TurnEndPosition()
+
+    def _continued_tail(self, piece_end: int) -> str | None:
+        """What stands after the last piece of the last turn when the conversation goes on; None where it cannot."""
+        calls = self.messages[-1].get("tool_calls") or []
+        # After calls a tool's result goes first: some templates refuse a question there, others open another turn.
+        result = {"role": "tool", "content": NEXT_QUESTION["content"]}
+        if calls:
+            result |= {"name": calls[-1]["function"]["name"], "tool_call_id": str(calls[-1].get("id") or "")}
+        for following in (result, NEXT_QUESTION) if calls else (NEXT_QUESTION,):
+            continued_text = self.template.try_render([*self.messages, following], self.tools)
+            tail = text_after_piece(continued_text, self.marked_text.text, piece_end) if continued_text else None
+            if tail is not None and following["content"] in tail:
+                return tail.partition(following["content"])[0]
+        return None
+
 
 # Shapes of rows that are remembered; then all are forgotten.
 _MAX_SHAPES = 20_000

@@ -10,8 +10,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from sft_play.config.schema import DataConfig, StyleConfig
-from sft_play.data.sources.file_kinds import file_kind
-from sft_play.data.sources.files import AnySource, DataPaths, FilePart, list_parts, read_part
+from sft_play.data.sources.files import AnySource, DataPaths, FilePart, file_kind, list_parts, read_part
 from sft_play.data.sources.formats import (
     STYLED_KEY,
     Example,

@@ -19,9 +19,13 @@ from typing import Any, Literal
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.columns import (
     COLUMN_KINDS,
+    NEGATIVE_COLUMNS,
+    OTHER_KIND_COLUMNS,
+    REJECTED_COLUMNS,
     UnusedColumn,
     kinds_in_name,
     missed_column_kind,
+    refuse_other_kind,
     unknown_format_hint,
 )
 from sft_play.data.sources.json_rows import ROLE_KEYS
@@ -41,7 +45,6 @@ from sft_play.data.sources.messages import (
     unpack_json,
     value_kind,
 )
-from sft_play.data.sources.other_kinds import NEGATIVE_COLUMNS, OTHER_KIND_COLUMNS, REJECTED_COLUMNS, refuse_other_kind
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line

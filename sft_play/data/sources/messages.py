@@ -426,7 +426,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 
 def _parse_arguments(value: Any, location: str) -> dict[str, Any] | str:
     """Arguments as their author wrote them, an object or its JSON text (which of the two a template writes correctly,
-    `masks/probes.py` finds out); text that was encoded twice is decoded once."""
+    `masks/fitted_template.py` finds out); text that was encoded twice is decoded once."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     parsed, text = value, None

@@ -27,8 +27,8 @@ from sft_play.data.sources.raw import (
     too_large_row,
 )
 from sft_play.errors import DataError
-from sft_play.facts.models.architecture import is_hub_reachable
 from sft_play.log import one_line
+from sft_play.models.config_json import is_hub_reachable
 from sft_play.process.waiting import report_wait
 
 BATCH_ROWS = 1_000

@@ -24,20 +24,26 @@ from sft_play.finished.export.check_merge import (
     log_probs,
     mean_divergence,
 )
-from sft_play.finished.export.gguf_tokenizer import ExportCheck, file_checks, read_fields
+from sft_play.finished.export.gguf_checks import (
+    EnginePrompts,
+    ExportCheck,
+    PairedPrompt,
+    file_checks,
+    read_fields,
+    read_pre_tokenizers,
+    shared_prefix_length,
+)
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import ensure_whole_model_folder
 from sft_play.finished.export.places import find_gguf
-from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
-from sft_play.finished.export.prompts import EnginePrompts, PairedPrompt, shared_prefix_length
 from sft_play.finished.load import default_device, load_held_out_rows, load_trained_model
 from sft_play.finished.run import FinishedRun, RunCommandResult
 from sft_play.log import one_line
 from sft_play.training.measure.exact_match import Question, generate_answers
-from sft_play.training.model import sdpa
+from sft_play.training.model import attention_functions
 from sft_play.training.model.language_model import prepare_text_config
 from sft_play.training.prepare.device_checks import free_memory
-from sft_play.training.prepare.quiet import quiet_libraries
+from sft_play.training.prepare.library_messages import quiet_libraries
 
 EXPORT_TEST_ROWS = 200
 # Rows at whose trained places the distributions are compared.
@@ -159,7 +165,7 @@ def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
     if config.model_type in _LLAMA_COMPATIBLE:
         settings = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
         config = LlamaConfig(**settings)
-    sdpa.enable_cudnn(enabled=False)
+    attention_functions.enable_cudnn(enabled=False)
     try:
         gguf_model = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, config=config, dtype=dtype, device_map={"": default_device()},

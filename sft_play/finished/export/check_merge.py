@@ -21,7 +21,7 @@ from sft_play.finished.load import evenly_spaced_indices, load_held_out_rows, lo
 from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.prepare.device_checks import free_memory
-from sft_play.training.prepare.quiet import quiet_libraries
+from sft_play.training.prepare.library_messages import quiet_libraries
 
 MERGE_TEST_ROWS = 16
 # How much of the divergence between base and adapter may remain between merged model and adapter.

@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
-from sft_play.finished.export import gguf_tokenizer
+from sft_play.finished.export import gguf_checks
+from sft_play.finished.export.gguf_checks import (
+    MAX_CHECKED_ROWS,
+    EnginePrompts,
+    PairedPrompt,
+    matching_names,
+    probe_texts,
+    read_pre_tokenizers,
+    write_generation_config,
+)
 from sft_play.finished.export.llama_cpp import (
     LLAMA_CPP_PACKAGE,
     LLAMA_CPP_VERSION,
@@ -43,8 +52,6 @@ from sft_play.finished.export.places import (
     read_merge_record,
     require_export_target,
 )
-from sft_play.finished.export.pre_tokenizers import matching_names, probe_texts, read_pre_tokenizers
-from sft_play.finished.export.prompts import MAX_CHECKED_ROWS, EnginePrompts, PairedPrompt, write_generation_config
 from sft_play.finished.load import load_held_out_rows
 from sft_play.finished.run import (
     FinishedRun,
@@ -57,9 +64,9 @@ from sft_play.finished.run import (
     staged_folder,
 )
 from sft_play.runs.files import read_json, write_json
-from sft_play.training.checkpoints.tensor_files import open_tensors, weight_files
-from sft_play.training.prepare.quiet import quiet_libraries
-from sft_play.units import format_gib
+from sft_play.text import format_gib
+from sft_play.training.checkpoints.model_saving import open_tensors, weight_files
+from sft_play.training.prepare.library_messages import quiet_libraries
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +214,7 @@ def _write_gguf(
         quantize_gguf(converted_file, file, file_quant)
     shutil.rmtree(staged_model)
     checked, notes = _check_gguf(run, file, prompts, converter)
-    fields = gguf_tokenizer.read_fields(file)
+    fields = gguf_checks.read_fields(file)
     served_file = target / file.name
     ollama_name = shlex.quote(name.lower())
     command = (
@@ -271,8 +278,8 @@ def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_mo
     staged_pieces = staged_model / "tokenizer.model"
     if base_pieces.is_file() and not staged_pieces.exists():
         staged_pieces.symlink_to(base_pieces.resolve())
-    if not staged_pieces.exists() and gguf_tokenizer.is_sentencepiece(tokenizer):
-        gguf_tokenizer.write_sentencepiece_model(tokenizer, staged_pieces)
+    if not staged_pieces.exists() and gguf_checks.is_sentencepiece(tokenizer):
+        gguf_checks.write_sentencepiece_model(tokenizer, staged_pieces)
     # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no longer writes them
     path = staged_model / "tokenizer_config.json"
     settings = read_json(path)
@@ -305,7 +312,7 @@ def _converter_vocabulary(prompts: EnginePrompts, converter: Converter) -> tuple
     other_stops.sort(key=lambda token: tokenizer.convert_ids_to_tokens(token) != prompts.end_of_turn.strip())
     stop_names = ("eos", "eot", "eom") if eos_id is not None else ("eot", "eom")
     ids = dict(zip(stop_names, ([eos_id] if eos_id is not None else []) + other_stops, strict=False))
-    space_prefix = gguf_tokenizer.adds_space_prefix(tokenizer) if gguf_tokenizer.is_sentencepiece(tokenizer) else None
+    space_prefix = gguf_checks.adds_space_prefix(tokenizer) if gguf_checks.is_sentencepiece(tokenizer) else None
     return {
         "pre": pre_tokenizer,
         "add_bos": prompts.engine_adds_bos(),
@@ -315,11 +322,9 @@ def _converter_vocabulary(prompts: EnginePrompts, converter: Converter) -> tuple
 
 
 def _check_gguf(run: FinishedRun, file: Path, prompts: EnginePrompts, converter: Converter) -> tuple[int, list[str]]:
-    fields, pre_tokenizers = gguf_tokenizer.read_fields(file), read_pre_tokenizers(converter.vocabulary_source)
+    fields, pre_tokenizers = gguf_checks.read_fields(file), read_pre_tokenizers(converter.vocabulary_source)
     paired_prompts = _check_prompts(run, prompts)
-    checks = {
-        check.name: check for check in gguf_tokenizer.file_checks(fields, pre_tokenizers, prompts, paired_prompts)
-    }
+    checks = {check.name: check for check in gguf_checks.file_checks(fields, pre_tokenizers, prompts, paired_prompts)}
     for check in checks.values():
         if check.ok is False and check.name != "Stop tokens":
             remedy = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.facts.models.architecture import base_weights_identity
 from sft_play.finished.run import FinishedRun, next_command_line
+from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.files import read_json
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 

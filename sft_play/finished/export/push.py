@@ -19,7 +19,7 @@ from sft_play.finished.export.places import MERGED_FOLDER, describe_merge, find_
 from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
-from sft_play.units import format_size
+from sft_play.text import format_size
 
 # Names of files that belong to a model.
 UPLOAD_PATTERNS = (

@@ -1,5 +1,6 @@
-"""From a model's shape, a run and a step to the structure of each block: projections by role, kernel, adapters,
-dtypes."""
+"""From a model's shape, a run and a step to the structure of each block: projections by role,
+kernel, adapters, dtypes.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +10,29 @@ from typing import Literal, TypeVar
 
 from sft_play.config.schema import LoraConfig, RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.models.families import no_adapter_reason
-from sft_play.facts.models.model_shape import LayerKind, LinearShape, ModelShape, NormKind, StackedExpertWeight
 from sft_play.log import one_line
-from sft_play.planner.attention import FLASH_MAX_HEAD_DIM, SdpaCall, sdpa_kernel
-from sft_play.planner.gradients import adapter_dtype
-from sft_play.planner.kernels import ReplacedOperations
+from sft_play.models.families import no_adapter_reason
+from sft_play.models.shape import LayerKind, LinearShape, ModelShape, NormKind, StackedExpertWeight
+from sft_play.planner.kernels import FLASH_MAX_HEAD_DIM, ReplacedOperations, SdpaCall, sdpa_kernel
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.precision import DTYPE_BYTES, Precision
+from sft_play.planner.precision import DTYPE_BYTES, Precision, adapter_dtype
 from sft_play.spelling import did_you_mean
+from sft_play.text import MIB
+
+# From this size on a tensor gets its own segment, of whole 2 MiB (kMinLargeAlloc, CUDACachingAllocator.cpp).
+OWN_SEGMENT_BYTES = 10 * MIB
+
+
+def segment_remainder(nbytes: int) -> int:
+    """Bytes that a large tensor's block has beyond its own: a remainder of at most 1 MiB is not split off."""
+    if nbytes < OWN_SEGMENT_BYTES:
+        return 0
+    remainder = -nbytes % (2 * MIB)
+    return remainder if remainder <= MIB else 0  # kSmallSize: a larger remainder becomes a block of its own
+
+
+# Weights that share one absmax in bitsandbytes' NF4: its default, and transformers sets no other.
+NF4_BLOCK = 64
 
 # varlen: flash attention of padded rows, whose tokens are gathered first and scattered back.
 AttentionKernel = Literal["cudnn", "flash", "varlen", "efficient", "eager"]

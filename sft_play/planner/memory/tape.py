@@ -1,30 +1,25 @@
-"""Autograd on sizes: which bytes a forward and a backward pass hold, without a tensor.
-
-A `TensorRef` is a handle on a storage, as a tensor is in PyTorch: the storage is freed with its last handle, so code
-that follows a model's forward line by line has the same live bytes at each line. What a backward formula needs is held
-by its node (derivatives.yaml of PyTorch says what each formula needs); nodes run from the newest to the oldest, free
-what they held, and sum gradients in place where nothing else holds the older one, as torch/csrc/autograd/engine.cpp
-and input_buffer.cpp do.
+"""Autograd on sizes: which bytes the operations of a forward and a backward pass hold, without a
+tensor.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from sft_play.units import MIB
+from sft_play.planner.kernels import MAX_MULTIPROCESSORS
+from sft_play.planner.memory.structure import NF4_BLOCK, BlockSpec, LinearSpec, segment_remainder
 
-# From this size on a tensor gets its own segment, of whole 2 MiB (kMinLargeAlloc, CUDACachingAllocator.cpp).
-OWN_SEGMENT_BYTES = 10 * MIB
-
-
-def segment_remainder(nbytes: int) -> int:
-    """Bytes that a large tensor's block has beyond its own: a remainder of at most 1 MiB is not split off."""
-    if nbytes < OWN_SEGMENT_BYTES:
-        return 0
-    remainder = -nbytes % (2 * MIB)
-    return remainder if remainder <= MIB else 0  # kSmallSize: a larger remainder becomes a block of its own
+# Autograd on sizes: which bytes a forward and a backward pass hold, without a tensor.
+#
+# A `TensorRef` is a handle on a storage, as a tensor is in PyTorch: the storage is freed with its
+# last handle, so code that follows a model's forward line by line has the same live bytes at each
+# line. What a backward formula needs is held by its node (derivatives.yaml of PyTorch says what
+# each formula needs); nodes run from the newest to the oldest, free what they held, and sum
+# gradients in place where nothing else holds the older one, as torch/csrc/autograd/engine.cpp and
+# input_buffer.cpp do.
 
 
 class ByteMeter:
@@ -254,3 +249,369 @@ def _pass_gradient(tape: Tape, grad: TensorRef) -> Grads:
 def shared_gradient(count: int) -> BackwardFormula:
     """The incoming gradient itself for each input, as a sum passes it on."""
     return lambda tape, grad: [grad] * count
+
+
+# The operations of a block's forward pass on sizes: each one's output, and what it holds for the
+# backward pass.
+#
+# Names of sizes here and beside: T tokens, h hidden width, f MLP width, q and kv widths of all
+# query and key heads, a query heads, S sequence length, B sequences, r LoRA rank, e bytes of a
+# computed element.
+#
+# Live bytes follow the lifetime of Python's names, as they do in PyTorch: a `TensorRef` that a
+# local name, a list or a closure still has is a tensor that is still allocated. So the order of
+# lines, each `del` and each reused name stand as they do in the model's own forward, and closures
+# of a backward pass take numbers, never a `TensorRef`, unless held.
+
+
+class ForwardPass:
+    """A forward pass of one block on a tape; `gradients` are those of parameters that stay after the backward pass,
+    `cast_weights` autocast's copies of trained fp32 weights, by the name of the layer."""
+
+    def __init__(
+        self, tape: Tape, spec: BlockSpec, batch: int, length: int, *, is_accumulating: bool, training: bool = True
+    ) -> None:
+        self.tape, self.spec, self.batch, self.length = tape, spec, batch, length
+        self.tokens = batch * length
+        self.linears = dict(spec.linears)
+        self.is_accumulating, self.training = is_accumulating, training
+        self.gradients: list[TensorRef] = []
+        self.cast_weights: dict[str, TensorRef] = {}
+
+    def to(self, x: TensorRef, itemsize: int) -> TensorRef:
+        """x cast to `width` bytes an element; x itself where it has them."""
+        return x if x.itemsize == itemsize else self.tape.op((x,), x.elements, itemsize)
+
+    def to_autocast(self, x: TensorRef) -> TensorRef:
+        """x in the dtype in which autocast runs matrix products."""
+        return x if self.spec.element_bytes.autocast is None else self.to(x, self.spec.element_bytes.autocast)
+
+    def add(self, a: TensorRef, b: TensorRef) -> TensorRef:
+        """a + b: both get the incoming gradient itself."""
+        has_same_itemsize = a.itemsize == b.itemsize
+        return self.tape.op(
+            (a, b), a.elements, max(a.itemsize, b.itemsize), backward=shared_gradient(2) if has_same_itemsize else None
+        )
+
+    def scale(self, x: TensorRef) -> TensorRef:
+        """x times a number: nothing is held."""
+        return self.tape.op((x,), x.elements, x.itemsize)
+
+    def multiply(self, a: TensorRef, b: TensorRef) -> TensorRef:
+        """a * b: each is held for the other's gradient; gradients are made in the wider dtype, then cast."""
+        saved = [ref for ref, other in ((a, b), (b, a)) if other.node is not None]
+        itemsize = max(a.itemsize, b.itemsize)
+        cast_bytes = a.elements * itemsize if a.itemsize != b.itemsize else 0
+        make_gradients = separate_gradients(a, b)
+
+        def backward(tape: Tape, grad: TensorRef) -> Grads:
+            gradients = make_gradients(tape, grad)
+            if cast_bytes:
+                tape.meter.add_transient(cast_bytes)
+            return gradients
+
+        return self.tape.op((a, b), a.elements, itemsize, saved=saved, backward=backward)
+
+    def dropout(self, x: TensorRef, probability: float) -> TensorRef:
+        """Dropout: a mask of one byte an element is held."""
+        if not probability or not self.training:
+            return x
+        mask = self.tape.new(x.elements, 1)
+        return self.tape.op((x,), x.elements, x.itemsize, saved=(mask,))
+
+    def create_weight_gradient(self, elements: int, itemsize: int) -> None:
+        """Create a parameter's gradient: it stays, or is added to an older one."""
+        gradient = self.tape.new(elements, self.spec.element_bytes.autocast or itemsize)
+        if gradient.itemsize != itemsize:  # of the cast copy; the parameter's own is made from it
+            gradient = self.tape.new(elements, itemsize)
+        self.keep_gradient(gradient)
+
+    def keep_gradient(self, gradient: TensorRef) -> None:
+        """The gradient stays where there was none; otherwise it is added to the older one, and freed."""
+        if not self.is_accumulating:
+            self.gradients.append(gradient)
+
+    def dense(self, x: TensorRef, name: str, inputs: int, outputs: int, itemsize: int, *, trainable: bool) -> TensorRef:
+        """x @ W: a trained weight holds its input; autocast's copy of an fp32 weight is held for x's gradient."""
+        x = self.to_autocast(x)
+        saved = [x] if trainable else []
+        weight = self._autocast_weight(name, inputs * outputs, itemsize, trainable=trainable)
+        if weight is not None:
+            saved.append(weight)
+        rows = x.elements // inputs
+
+        def backward(
+            tape: Tape,
+            grad: TensorRef,
+            size: int = x.elements,
+            e: int = x.itemsize,
+            needs_gradient: bool = x.node is not None,
+        ) -> Grads:
+            out = tape.new(size, e) if needs_gradient else None
+            if out is not None:
+                out.is_view = True  # nn.Linear multiplies (B*S, h) and views the result as (B, S, h)
+            if trainable:
+                self.create_weight_gradient(inputs * outputs, itemsize)
+            return (out,)
+
+        del weight  # `saved` has it, or autocast's cache
+        return self.tape.op(
+            (x,), rows * outputs, x.itemsize, saved=saved, backward=backward, holds_weight=True, trains_weight=trainable
+        )
+
+    def _autocast_weight(self, name: str, elements: int, itemsize: int, *, trainable: bool) -> TensorRef | None:
+        autocast_itemsize = self.spec.element_bytes.autocast
+        if autocast_itemsize is None or autocast_itemsize == itemsize:
+            return None
+        # autocast caches casts of leaves that require a gradient, and no others (autocast_mode.cpp, cached_cast)
+        if not trainable:
+            return self.tape.new(elements, autocast_itemsize)
+        if name not in self.cast_weights:
+            self.cast_weights[name] = self.tape.new(elements, autocast_itemsize)
+        return self.cast_weights[name]
+
+    def split(self, x: TensorRef, *sizes: int) -> list[TensorRef]:
+        """Slices of one storage: each one's gradient is a tensor of the full size."""
+        parts = []
+        for size in sizes:
+            part = TensorRef(x.storage, size, x.itemsize)
+            if self.tape.grad_enabled and x.node is not None:
+                part.node = self.tape.node((x,), (), single_gradient(x.elements, x.itemsize))
+            parts.append(part)
+        return parts
+
+    def index_backward(self, x: TensorRef, rows: int) -> BackwardFormula:
+        """The gradient of x[indices]: put into zeros, by sorted positions (Indexing.cu: four int64 for each row)."""
+        return single_gradient(x.elements, x.itemsize, transient=4 * 8 * rows)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The next multiple of `multiple`."""
+    return -(-size // multiple) * multiple
+
+
+# --- Liger's kernels --------------------------------------------------------------------------------------------------
+# After liger-kernel 0.8.5, liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py: autograd functions of their own, which
+# need contiguous inputs and copy others.
+def liger_norm(tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_weight: bool) -> TensorRef:
+    """A norm over each of `rows`: holds its input and one fp32 number a row, and gives its input's dtype. Backward the
+    gradient of the input replaces that of the output where `in_place`; a trained weight's is summed from an fp32 row of
+    each multiprocessor."""
+    size, e, needs_gradient = x.elements, x.itemsize, x.node is not None
+    statistics = tape.new(rows, 4)
+
+    def backward(tape: Tape, grad: TensorRef) -> Grads:
+        out = (grad if in_place else tape.new(size, e)) if needs_gradient or not in_place else None
+        if trains_weight:
+            tape.meter.add_transient(4 * MAX_MULTIPROCESSORS * (size // rows))
+        return (out if needs_gradient else None,)
+
+    return tape.op(
+        (x,), size, e, saved=(x, statistics), backward=backward, holds_weight=True, trains_weight=trains_weight
+    )
+
+
+def liger_gate(tape: Tape, gate: TensorRef, up: TensorRef, *, copies_inputs: bool) -> TensorRef:
+    """activation(gate) * up: holds both, or contiguous copies of them, over which their gradients are written."""
+    saved = [tape.new(ref.elements, ref.itemsize) if copies_inputs else ref.detach() for ref in (gate, up)]
+    size, e = gate.elements, gate.itemsize
+
+    def backward(tape: Tape, grad: TensorRef) -> Grads:
+        gradients = tuple(saved)
+        saved.clear()
+        return gradients
+
+    return tape.op((gate, up), size, e, backward=backward, holds_weight=True)
+
+
+def liger_rotation(tape: Tape, x: TensorRef, *, copies_input: bool, copies_gradient: bool) -> TensorRef:
+    """x rotated where it lies, or in a contiguous copy; its gradient likewise. Sines and cosines are shared."""
+    out = tape.new(x.elements, x.itemsize) if copies_input else TensorRef(x.storage, x.elements, x.itemsize)
+    backward: BackwardFormula = separate_gradients(x) if copies_gradient else lambda tape, grad: (grad,)
+    if tape.grad_enabled and x.node is not None:
+        out.node = tape.node((x,), (), backward, holds_weight=True)
+    return out
+
+
+# A linear layer on sizes: plain, in NF4, and with the adapter of LoRA or DoRA.
+
+
+def norm(block: ForwardPass, x: TensorRef, *, is_head_norm: bool = False) -> TensorRef:
+    """A norm over hidden states or heads; it is computed in fp32."""
+    liger = block.spec.liger
+    if liger is not None and (liger.replaces_head_norms or not is_head_norm):
+        rows = x.elements // block.spec.head_dim if is_head_norm else block.tokens
+        return liger_norm(block.tape, x, rows, in_place=liger.writes_in_place, trains_weight=block.spec.trains_weights)
+    wide = block.to(x, 4)
+    out = _normalise(block, wide)
+    del wide
+    if block.spec.norm == "gemma":  # in fp32, then the input's dtype
+        return block.to(_scale_by_weight(block, out), x.itemsize)
+    return _scale_by_weight(block, block.to(out, x.itemsize))
+
+
+def _normalise(block: ForwardPass, wide: TensorRef) -> TensorRef:
+    """wide * rsqrt(mean(wide ** 2)): holds `wide`; the square's gradient takes four more of its size."""
+    size = wide.elements
+    backward = single_gradient(size, 4, transient=12 * size)  # with `grad`, which the mean's gradient replaces
+    return block.tape.op((wide,), size, 4, saved=(wide,), backward=backward)
+
+
+def _scale_by_weight(block: ForwardPass, x: TensorRef) -> TensorRef:
+    # type promotion: fp32 weights under autocast make the product fp32; Gemma's weight is cast up to x's fp32
+    itemsize = x.itemsize if block.spec.norm == "gemma" else max(x.itemsize, block.spec.element_bytes.weights)
+    size, e, trains_weight, needs_gradient = x.elements, x.itemsize, block.spec.trains_weights, x.node is not None
+
+    def backward(tape: Tape, grad: TensorRef) -> Grads:
+        out = tape.new(size, itemsize) if needs_gradient else None
+        if trains_weight:
+            tape.meter.add_transient(size * itemsize)
+        return (out if out is None or itemsize == e else tape.new(size, e),)
+
+    saved = (x,) if trains_weight else ()
+    return block.tape.op(
+        (x,), size, itemsize, saved=saved, backward=backward, holds_weight=True, trains_weight=trains_weight
+    )
+
+
+def linear(block: ForwardPass, x: TensorRef, role: str) -> TensorRef:
+    """A linear layer with its adapter."""
+    spec = block.linears[role]
+    if not spec.rank:
+        return _base_linear(block, x, role, spec)
+    return _adapted_nf4_linear(block, x, role, spec) if block.spec.is_nf4 else _adapted_linear(block, x, role, spec)
+
+
+def _base_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
+    if block.spec.is_nf4:
+        return _nf4_linear(block, x, spec)
+    return block.dense(
+        x, role, spec.inputs, spec.outputs, block.spec.element_bytes.weights, trainable=block.spec.trains_weights
+    )
+
+
+def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef:
+    """bitsandbytes' 4-bit product: the weight is dequantised for each pass, with its fp32 absmax."""
+    x, input_itemsize = block.to_autocast(x), x.itemsize
+    dequantised = spec.elements * x.itemsize
+    absmax = 4 * math.ceil(spec.elements / NF4_BLOCK)
+    out_elements = x.elements // spec.inputs * spec.outputs
+
+    def backward(
+        tape: Tape,
+        grad: TensorRef,
+        size: int = x.elements,
+        e: int = x.itemsize,
+        needs_gradient: bool = x.node is not None,
+    ) -> Grads:
+        if not needs_gradient:
+            return (None,)
+        # saved packed and dequantised again: the backward pass holds no weight of its own
+        tape.meter.add_transient(dequantised + absmax, dequantised=dequantised)
+        tape.meter.add_transient(dequantised + size * e, dequantised=dequantised)
+        return (tape.new(size, e),)
+
+    # double quantisation: absmax is dequantised first, to fp32 (functional.py, dequantize_4bit), and is gone when the
+    # product runs
+    block.tape.meter.add_transient(dequantised + 2 * absmax)
+    block.tape.meter.add_transient(dequantised + out_elements * x.itemsize)
+    out = block.tape.op((x,), out_elements, x.itemsize, backward=backward, holds_weight=True)
+    return block.to(out, input_itemsize)  # Linear4bit.forward returns its input's dtype
+
+
+def _adapted_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
+    """peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for each target;
+    under autocast only where training/model/adapters.py leaves it."""
+    result = _base_linear(block, x, role, spec)
+    itemsize = result.itemsize
+    if (
+        block.spec.element_bytes.autocast is None
+        or block.spec.casts_inputs
+        or block.spec.uses_dora
+        or block.spec.lora_dropout
+    ):
+        x = block.to(x, block.spec.element_bytes.adapters)
+    # result + lora_B(lora_A(dropout(x))) * scaling: fp32 where adapters are and autocast is not, then back
+    result = block.add(result, _adapter_output(block, x, role, spec, result))
+    return block.to(result, itemsize)
+
+
+def _adapted_nf4_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
+    """peft/tuners/lora/bnb.py, Linear4bit.forward: the base's result is cloned; no cast under autocast."""
+    result = _base_linear(block, x, role, spec)
+    result = block.tape.op((result,), result.elements, result.itemsize, backward=shared_gradient(1))  # result.clone()
+    itemsize = result.itemsize
+    if block.spec.element_bytes.autocast is None:
+        x = block.to(x, block.spec.element_bytes.adapters)
+    output = _adapter_output(block, x, role, spec, result)
+    if block.spec.element_bytes.autocast is None:
+        output = block.to(output, itemsize)
+    return block.add(result, output)
+
+
+def _adapter_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, result: TensorRef) -> TensorRef:
+    if block.spec.uses_dora:
+        return _dora_output(block, x, role, spec, result)
+    return block.scale(_lora_output(block, block.dropout(x, block.spec.lora_dropout), role, spec))
+
+
+def _lora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
+    """B(A(x)): T x r, then T x outputs. Both factors train, so both of their inputs are held."""
+    itemsize = block.spec.element_bytes.adapters
+    low_rank = block.dense(x, f"{role}.A", spec.inputs, spec.rank, itemsize, trainable=True)
+    return block.dense(low_rank, f"{role}.B", spec.rank, spec.outputs, itemsize, trainable=True)
+
+
+def _dora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, result: TensorRef) -> TensorRef:
+    """peft/tuners/lora/dora.py: BA, taken as B(A(identity)), and the plain weight live until the end. With dropout the
+    base runs again on what that left. The magnitude is fp32, and so is what it multiplies."""
+    base = None if block.spec.lora_dropout else result
+    x = block.dropout(x, block.spec.lora_dropout)
+    weights = _dora_weights(block, x, spec)
+    lora = _lora_output(block, x, role, spec)
+    if base is None:
+        cast_input = block.to_autocast(x)
+        copies_weight = block.spec.is_nf4 or block.spec.element_bytes.weights != cast_input.itemsize
+        saved = [block.tape.new(spec.elements, cast_input.itemsize)] if copies_weight else []
+        outputs = cast_input.elements // spec.inputs * spec.outputs
+        base = block.tape.op((cast_input,), outputs, cast_input.itemsize, saved=saved, holds_weight=True)
+        del cast_input, saved  # F.linear's own: only its node keeps them
+    scaled_base = _scale_by_magnitude(block, base)
+    scaled_lora = block.scale(_scale_by_magnitude(block, lora))
+    out = block.add(scaled_base, scaled_lora)
+    del weights  # locals of PEFT's forward, which live until it returns
+    return out
+
+
+def _dora_weights(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> list[TensorRef]:
+    """The identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's norm: two more."""
+    element_bytes, e = block.spec.element_bytes, x.itemsize
+    compute_itemsize = element_bytes.autocast or e
+    identity = block.tape.new(spec.inputs * spec.inputs, element_bytes.adapters)
+    weights = [
+        identity
+        if compute_itemsize == element_bytes.adapters
+        else block.tape.new(spec.inputs * spec.inputs, compute_itemsize)
+    ]
+    del identity
+    delta = block.tape.new(spec.elements, compute_itemsize)
+    weights.append(delta if compute_itemsize == e else block.tape.new(spec.elements, e))
+    del delta
+    if block.spec.is_nf4 or element_bytes.weights != e:
+        weights.append(block.tape.new(spec.elements, e))
+    block.tape.meter.add_transient(2 * spec.elements * e)
+    return weights
+
+
+def _scale_by_magnitude(block: ForwardPass, x: TensorRef) -> TensorRef:
+    """x times the magnitude's row, in fp32: x is held for the magnitude's gradient."""
+    size, e, needs_gradient = x.elements, x.itemsize, x.node is not None
+
+    def backward(tape: Tape, grad: TensorRef) -> Grads:
+        tape.meter.add_transient(4 * size)
+        if not needs_gradient:
+            return (None,)
+        out = tape.new(size, 4)
+        return (out if e == 4 else tape.new(size, e),)
+
+    return block.tape.op((x,), size, 4, saved=(x,), backward=backward, trains_weight=True)

@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template import select_template_kwargs
-from sft_play.facts.models.architecture import find_model_folder
+from sft_play.models.config_json import find_model_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import read_json, write_text
 from sft_play.starter import BASE_NAME

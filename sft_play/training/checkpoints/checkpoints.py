@@ -17,7 +17,7 @@ from sft_play.errors import ModelError, TrainingError
 from sft_play.files import atomic
 from sft_play.process.waiting import report_wait
 from sft_play.runs.files import sync_folder
-from sft_play.units import MIB
+from sft_play.text import MIB
 
 CHECKPOINT_PREFIX = "checkpoint-"
 # Written last: names, sizes and digests of all files. A checkpoint that lacks it, or differs from it, is not used.

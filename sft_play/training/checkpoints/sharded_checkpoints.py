@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from sft_play.errors import TrainingError
+from sft_play.text import MIB
 from sft_play.training.checkpoints.full_state_dict import tied_weight_names
-from sft_play.units import MIB
 
 # In a checkpoint: the folder of the parts.
 SHARDS_FOLDER = "shards"

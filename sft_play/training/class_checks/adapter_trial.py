@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ModelError
-from sft_play.facts.installed import load_or_measure
-from sft_play.facts.models.families import MODEL_FAMILIES, no_adapter_reason
-from sft_play.facts.models.model_shape import AdapterPlacement
 from sft_play.log import one_line
+from sft_play.machine.software import load_or_measure
+from sft_play.models.families import MODEL_FAMILIES, no_adapter_reason
+from sft_play.models.shape import AdapterPlacement
 from sft_play.training.class_checks.small_model import (
     MAX_PARAMETERS,
     VOCABULARY_SIZE,
@@ -36,7 +36,7 @@ from sft_play.training.class_checks.small_model import (
     model_type_name,
     small_model,
 )
-from sft_play.training.model.fused_head import fused_head
+from sft_play.training.model.language_model import fused_head
 
 _REASONS = TypeAdapter(dict[str, str])
 # Part of the key of what is remembered: raised whenever this module would answer otherwise.

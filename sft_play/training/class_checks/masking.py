@@ -25,7 +25,7 @@ from sft_play.training.class_checks.small_model import (
     run_model,
     small_model,
 )
-from sft_play.training.model import varlen
+from sft_play.training.model import attention_functions
 from sft_play.training.prepare.experts import balance_coefficient
 
 # Least difference that a chat's beginning must make to its end: in a model below it, no leak would show.
@@ -249,7 +249,7 @@ def measure_boundaries(config: Any, *, trust_remote_code: bool = False) -> MaskD
     CPU; and padded rows of them, which evaluation has."""
     with torch.random.fork_rng(devices=[]):
         sdpa_model, varlen_model = (
-            small_model(config, name, trust_remote_code) for name in ("sdpa", varlen.VARLEN_ATTENTION)
+            small_model(config, name, trust_remote_code) for name in ("sdpa", attention_functions.VARLEN_ATTENTION)
         )
         generator = np.random.default_rng(2)
         chats = [

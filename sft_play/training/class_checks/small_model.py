@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from sft_play.log import one_line
-from sft_play.training.loop.collate import COUNT_KEYS, Collator
+from sft_play.training.loop.rows import COUNT_KEYS, Collator
 
 VOCABULARY_SIZE = 128
 # Of a model at full width with few layers: more would take longer than a few seconds.

@@ -21,11 +21,11 @@ from sft_play.errors import TrainingError
 from sft_play.process import failures
 from sft_play.process.signals import StopSignals, elapsed_s, raise_interrupt, training_begun
 from sft_play.process.waiting import report_wait
+from sft_play.text import format_duration
 from sft_play.training.class_checks.adapter_trial import trained_pattern
 from sft_play.training.distributed import any_rank, max_over_ranks
 from sft_play.training.engines import local_shard
 from sft_play.training.loop.finite import describe_fp16_overflow
-from sft_play.units import format_duration
 
 logger = logging.getLogger(__name__)
 

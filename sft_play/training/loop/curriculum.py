@@ -25,7 +25,7 @@ from sft_play.training import distributed
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.job import RunJob, resume_command
-from sft_play.training.measure.peaks import RunMonitors
+from sft_play.training.measure.monitor import RunMonitors
 from sft_play.training.prepare.prepare import Prepared, log_rows
 from sft_play.training.prepare.run_folder import layout_facts
 

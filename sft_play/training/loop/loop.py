@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import seed_worker
 
-from sft_play.data.build.mixing import SourceMix
 from sft_play.data.build.packing import Packs
+from sft_play.data.build.splits import SourceMix
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.planner.layout import Layout
 from sft_play.planner.micro_batches import MicroBatches
@@ -29,16 +29,16 @@ from sft_play.planner.plan import Plan
 from sft_play.process.signals import die_with_parent
 from sft_play.process.waiting import WaitProgress, report_wait
 from sft_play.training import distributed
-from sft_play.training.checkpoints import universal
+from sft_play.training.checkpoints import last_checkpoint
 from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
-from sft_play.training.class_checks.compiling import CompileMonitor
-from sft_play.training.class_checks.kernels import ActiveKernels
+from sft_play.training.class_checks.replaced_code import ActiveKernels, CompileMonitor
 from sft_play.training.distributed import rng_devices
-from sft_play.training.loop.collate import COUNT_KEYS, Collator, split_batch
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, LoggingSumsCallback, read_early_stopping_counter
 from sft_play.training.loop.memory import TRAINING, StepMemory
 from sft_play.training.loop.optimizers import loraplus_parameter_ids, split_loraplus_group
 from sft_play.training.loop.rows import (
+    COUNT_KEYS,
+    Collator,
     EpochOrder,
     SetEpochCallback,
     StepBatches,
@@ -47,12 +47,13 @@ from sft_play.training.loop.rows import (
     longest_first_order,
     pad_to_multiple,
     row_lengths,
+    split_batch,
     trained_tokens,
 )
 from sft_play.training.loop.upstream import require_upstream_names
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question, generate_answers
 from sft_play.training.measure.monitor import count_tokens, head_metrics, scored_labels, source_losses
-from sft_play.training.model import context_parallel, sdpa, varlen
+from sft_play.training.model import attention_functions
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class PlannedLoop(CheckpointedLoop):
         plan, attention = self.plan, str(self.model.config.get_text_config()._attn_implementation)
         micro_batches = plan.micro_batches
         # the class was measured, and needs a mask
-        if not micro_batches.padded and attention != varlen.VARLEN_ATTENTION:
+        if not micro_batches.padded and attention != attention_functions.VARLEN_ATTENTION:
             micro_batches = MicroBatches(micro_batches.rows)
         lengths = row_lengths(rows) if packs is None else packs.tokens
         effective_batch = plan.batch.effective_batch
@@ -164,8 +165,8 @@ class PlannedLoop(CheckpointedLoop):
         self.data_collator: Any = Collator(
             int(self.processing_class.pad_token_id),  # TRL makes sure that there is one
             flat=not micro_batches.padded
-            or (packs is not None and ("flash" in attention or attention == varlen.VARLEN_ATTENTION)),
-            adds_chat_lengths=varlen.needs_chat_lengths(attention),
+            or (packs is not None and ("flash" in attention or attention == attention_functions.VARLEN_ATTENTION)),
+            adds_chat_lengths=attention_functions.needs_chat_lengths(attention),
             min_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
             context_parallel_rank=context_parallel_rank, context_parallel_size=self._layout.context_parallel, **options,
         )  # fmt: skip
@@ -246,7 +247,7 @@ class PlannedLoop(CheckpointedLoop):
                     return super().train(*args, **options)
                 with (
                     forbid_pickled_code(Path(checkpoint)),
-                    universal.readable_checkpoint(self, Path(checkpoint)) as path,
+                    last_checkpoint.readable_checkpoint(self, Path(checkpoint)) as path,
                 ):
                     return super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
         finally:
@@ -421,7 +422,7 @@ class PlannedLoop(CheckpointedLoop):
             torch.compiler.set_stance("force_eager") if self.compile_monitor is not None else contextlib.nullcontext()
         )
         # blocks of text are not asked for answers, which have a new length for every token
-        attention_context = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
+        attention_context = contextlib.nullcontext() if self._evaluates_blocks else attention_functions.without_cudnn()
         prefix = str(options.get("metric_key_prefix", "eval"))
         with (
             torch.random.fork_rng(rng_devices()),
@@ -452,7 +453,7 @@ class PlannedLoop(CheckpointedLoop):
 
     def _measure_exact_match(self, questions: Sequence[Question], *, prefix: str) -> dict[str, float]:
         with (
-            context_parallel.full_rows_attention(self.model),
+            attention_functions.full_rows_attention(self.model),
             self._monitor.generating(),
             report_wait("Generating answers", unit="answers", count_total=lambda: len(questions)) as progress,
         ):

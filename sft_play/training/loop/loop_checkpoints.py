@@ -24,7 +24,7 @@ from sft_play.errors import SftPlayError
 from sft_play.log import one_line
 from sft_play.runs.files import free_disk_bytes, require_disk_space, sync_folder
 from sft_play.training import distributed, engines
-from sft_play.training.checkpoints import checkpoints, full_state_dict, sharded_checkpoints, universal
+from sft_play.training.checkpoints import checkpoints, full_state_dict, last_checkpoint, sharded_checkpoints
 from sft_play.training.checkpoints.model_saving import embeddings_to_save
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.loop.finite import NonFiniteStepGuard, require_finite
@@ -379,7 +379,7 @@ class CheckpointedLoop(Trainer):
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             if path is not None and self.is_deepspeed_enabled:
-                universal.finish_loading(self, path)
+                last_checkpoint.finish_loading(self, path)
             return
         else:
             states = torch.load(path / "optimizer.pt", weights_only=True) if distributed.is_first() else None
@@ -425,10 +425,10 @@ class CheckpointedLoop(Trainer):
         ):
             self._load_from_checkpoint(best)
             return
-        with universal.readable_checkpoint(self, Path(best)) as path:  # it may have been written over other ranks
+        with last_checkpoint.readable_checkpoint(self, Path(best)) as path:  # it may have been written over other ranks
             self.state.best_model_checkpoint = str(path)
             super()._load_best_model()
-            universal.finish_loading(self, path)
+            last_checkpoint.finish_loading(self, path)
         self.state.best_model_checkpoint = best
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:

@@ -16,7 +16,7 @@ from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import to_dataset
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question, select_questions
-from sft_play.training.measure.peaks import MemoryPeaks
+from sft_play.training.measure.monitor import MemoryPeaks
 from sft_play.training.prepare.prepare import Prepared
 
 logger = logging.getLogger(__name__)

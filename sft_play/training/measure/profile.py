@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from sft_play.config.schema import RunConfig
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
-from sft_play.planner.speed.traffic import sent_bytes
+from sft_play.planner.speed import sent_bytes
 from sft_play.training.distributed import gather_values, is_first
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from sft_play.planner import calibration
 from sft_play.planner.calibration import MeasuredRun
 from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.planner.plan import Plan
-from sft_play.runs.manifest import installed_versions
+from sft_play.runs.folder import installed_versions
 
 
 def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> MeasuredRun:

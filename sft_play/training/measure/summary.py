@@ -15,20 +15,19 @@ from sft_play.errors import Interrupted
 from sft_play.log import one_line
 from sft_play.runs.files import free_disk_bytes, read_evaluations, require_disk_space
 from sft_play.starter import CONFIG
+from sft_play.text import GIB, format_duration
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.card import CardFacts, answer_stop_ids, result_figures, write_card
 from sft_play.training.checkpoints.checkpoints import record_digests
-from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens
-from sft_play.training.checkpoints.tensor_files import fetch_base_folder
+from sft_play.training.checkpoints.model_saving import fetch_base_folder, save_model, set_stop_tokens
 from sft_play.training.job import RunJob, resume_command
 from sft_play.training.loop.callbacks import Progress, StopController
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.measure.evaluate import EvalMetrics, InitialEvaluation
-from sft_play.training.measure.peaks import MemoryMeter, RunMonitors
+from sft_play.training.measure.monitor import MemoryMeter, RunMonitors
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.prepare.prepare import Prepared
-from sft_play.units import GIB, format_duration
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.training import distributed
-from sft_play.training.model import nf4_experts, sdpa
+from sft_play.training.model import attention_functions, nf4_experts
 from sft_play.training.model.model_loading import TORCH_DTYPES, keep_4bit_trainable, quantization_config
 from sft_play.training.prepare.model_spec import ModelSpec, model_location, resized_spec
 
@@ -50,7 +50,7 @@ def load_for_sharding(
     """The model without its weights, ready for adapters and `shard_model`, and the weights on the first rank, which
     alone calls `read`; `quant_storage`: of packed 4-bit weights. Raises ModelError on every rank: it could not read
     it."""
-    sdpa.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
+    attention_functions.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
     weights: dict[str, torch.Tensor] = {}
     payload: list[Any] = [None]
     if distributed.is_first():

@@ -15,13 +15,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import find_model_folder
 from sft_play.log import one_line
+from sft_play.models.config_json import find_model_folder
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.process.waiting import report_wait
 from sft_play.training.checkpoints.full_state_dict import embedding_layers, gather_zero3_parameter, tied_weight_names
-from sft_play.training.checkpoints.tensor_files import describe_broken_connection, fetch_base_folder, open_tensors
-from sft_play.training.model import nf4_experts, sdpa
+from sft_play.training.checkpoints.model_saving import describe_broken_connection, fetch_base_folder, open_tensors
+from sft_play.training.model import attention_functions, nf4_experts
 from sft_play.training.prepare.model_spec import ModelSpec, model_location
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def load_model(
     is_on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
         options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
-    sdpa.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
+    attention_functions.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
     model = read_model(config, precision, model_spec, options)
     keep_4bit_trainable(model)
     model.config.use_cache = False

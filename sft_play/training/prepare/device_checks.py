@@ -13,13 +13,13 @@ import torch
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFit, HardwareError, OutOfMemory, SftPlayError
-from sft_play.facts.gpus.unusable_accelerators import CPU_HINT, explain_unusable_torch
 from sft_play.log import one_line
+from sft_play.machine.visible_gpus import CPU_HINT, explain_unusable_torch
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.memory.estimate import DESKTOP_BYTES
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import format_allocator_setting
-from sft_play.units import GIB
+from sft_play.text import GIB
 
 logger = logging.getLogger(__name__)
 

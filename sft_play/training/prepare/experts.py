@@ -12,7 +12,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.models.config_fields import EXPERT_COUNT_FIELDS, FIELD_ALIASES
+from sft_play.models.families import EXPERT_COUNT_FIELDS, FIELD_ALIASES
 from sft_play.planner.kernels import ExpertsImplementation, check_experts_option, select_experts_implementation
 from sft_play.planner.precision import Precision
 from sft_play.training.class_checks.small_model import measure_small_model, small_model

@@ -1,6 +1,6 @@
 """What is known of a model before its weights are read: class, attention, adapters, vocabulary, by its shapes alone.
 
-`planner.attention` has the rule for attention; here the implementation is checked against the model's class.
+`planner.kernels` has the rule for attention; here the implementation is checked against the model's class.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.packing import is_packing_enabled
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import find_model_folder, quantised_storage_note, refuse_quantised
-from sft_play.facts.models.config_fields import dequantisable_method
 from sft_play.log import one_line
-from sft_play.planner.attention import is_hub_kernel, require_attention_package, select_attention
-from sft_play.planner.kernels import ExpertsImplementation
+from sft_play.models.config_json import find_model_folder, quantised_storage_note, refuse_quantised
+from sft_play.models.families import dequantisable_method
+from sft_play.planner.kernels import ExpertsImplementation, is_hub_kernel, require_attention_package, select_attention
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
 from sft_play.training.checkpoints.full_state_dict import model_names_by_saved_name
-from sft_play.training.checkpoints.tensor_files import open_tensors
+from sft_play.training.checkpoints.model_saving import open_tensors
 from sft_play.training.class_checks.adapter_trial import late_gradients, parameters_without_gradient
 from sft_play.training.class_checks.masking import check_boundaries, check_padding, require_packable
-from sft_play.training.model import context_parallel, tensor_parallel, varlen
+from sft_play.training.model import attention_functions, tensor_parallel
 from sft_play.training.model.language_model import (
     TextTower,
     fit_tied_embeddings,
@@ -120,7 +119,7 @@ def build_model_spec(
     fit_tied_embeddings(full_config, hf_config, lambda: _saved_tensor_names(config))
     model_class = _find_model_class(hf_config, config, is_dequantised=is_dequantised)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
-    if repeats_kv and attention.name in ("sdpa", context_parallel.ULYSSES_ATTENTION):
+    if repeats_kv and attention.name in ("sdpa", attention_functions.ULYSSES_ATTENTION):
         reason = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
         attention = AttentionChoice(attention.name, f"{attention.reason}; {reason}", repeats_kv=True)
     notes += experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
@@ -206,7 +205,9 @@ def _measure_attention(
     if uses_boundaries and attention.name == "sdpa":
         boundaries = check_boundaries(hf_config, max_row_tokens=max_row_tokens, trust_remote_code=trust_remote_code)
         notes.append(f"Attention: {boundaries.reason}")
-        attention = replace(attention, name=varlen.VARLEN_ATTENTION) if not boundaries.is_needed else attention
+        attention = (
+            replace(attention, name=attention_functions.VARLEN_ATTENTION) if not boundaries.is_needed else attention
+        )
     # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
     if not uses_masks and config.task_mode != "cpt" and layout.context_parallel == 1:
         padding = check_padding(
@@ -329,7 +330,7 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
             raise ModelError(f"{model_class.__name__} cannot share rows over context-parallel ranks: it does not call "
                              "its attention through transformers; use a layout without cp")  # fmt: skip
         return AttentionChoice(
-            context_parallel.ULYSSES_ATTENTION,
+            attention_functions.ULYSSES_ATTENTION,
             "sdpa over whole rows, each rank for some of the heads (context parallelism)",
         )
     requested = config.model.attn_implementation

@@ -18,15 +18,15 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import source_digest
 from sft_play.errors import BackendError, ConfigError, stage_context
-from sft_play.facts.installed import COMPUTE_PACKAGES
-from sft_play.facts.models.architecture import base_weights_identity, require_available_model
 from sft_play.log import one_line
+from sft_play.machine.software import COMPUTE_PACKAGES
+from sft_play.models.config_json import base_weights_identity, require_available_model
 from sft_play.planner.backend import Backend, check_trackers, choose_backend, fall_back, unsloth_model_problem
 from sft_play.planner.precision import Precision
-from sft_play.runs.manifest import installed_versions
-from sft_play.training.class_checks.kernels import check_kernels
+from sft_play.runs.folder import installed_versions
+from sft_play.training.class_checks.replaced_code import check_kernels
 from sft_play.training.job import RunJob
-from sft_play.training.prepare.base_adapter import BaseAdapter, read_base_adapter
+from sft_play.training.model.adapters import BaseAdapter, read_base_adapter
 from sft_play.training.prepare.device_checks import warn_about_memory
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
 from sft_play.training.prepare.tokenizer import LoadedTokenizer, load_tokenizer

@@ -14,10 +14,8 @@ from sft_play.errors import Interrupted, OutOfMemory, RunFolderError, SftPlayErr
 from sft_play.log import escape_control, start_log_file
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import explain_disk_refusals
-from sft_play.runs.folder import DEEPSPEED_FILE, END_ENTRIES, RESTARTS_ENTRY
-from sft_play.runs.locking import RunLock, lock_run
-from sft_play.runs.lookup import create_run, discard_run, write_initial_files
-from sft_play.runs.manifest import check_same_run, new_manifest
+from sft_play.runs.folder import DEEPSPEED_FILE, END_ENTRIES, RESTARTS_ENTRY, check_same_run, new_manifest
+from sft_play.runs.lookup import RunLock, create_run, discard_run, lock_run, write_initial_files
 from sft_play.runs.oom import OOM_ENTRY
 from sft_play.training import distributed
 from sft_play.training.job import RunJob

@@ -10,9 +10,9 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import TokenizerError
-from sft_play.facts.models.architecture import find_model_folder
 from sft_play.log import one_line
-from sft_play.process.imports import importing
+from sft_play.models.config_json import find_model_folder
+from sft_play.process.waiting import importing
 
 # Templates by name for models without one: chatml needs its two tokens, plain only an end-of-text token.
 BUILT_IN_TEMPLATES = {

@@ -25,8 +25,8 @@ from sft_play import errors
 from sft_play.config.load import resolved_config
 from sft_play.config.schema import LoraConfig
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
-from sft_play.facts.models.architecture import find_model_folder
-from sft_play.facts.unsloth import WORKER_SCRIPT, worker_environment
+from sft_play.machine.software import WORKER_SCRIPT, worker_environment
+from sft_play.models.config_json import find_model_folder
 from sft_play.planner.plan import Plan
 from sft_play.process import failures, signals
 from sft_play.process.failures import Failure

@@ -26,17 +26,16 @@ from sft_play.training import distributed, engines
 from sft_play.training.checkpoints.model_saving import saved_shapes
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import RunJob
-from sft_play.training.loop.load_trainer import build_run_trainer
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.loop.trainer import training_arguments
+from sft_play.training.loop.trainer import build_run_trainer, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question, configured_eos_token_ids
-from sft_play.training.measure.peaks import MemoryMeter, RunMonitors
+from sft_play.training.measure.monitor import MemoryMeter, RunMonitors
 from sft_play.training.model.model_loading import keep_4bit_trainable
 from sft_play.training.prepare.device_checks import check_device, check_gpu
+from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec
 from sft_play.training.prepare.prepare import Prepared
-from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import LoadedTokenizer
 from sft_play.training.run import train_stage as train_model
 from sft_play.training.unsloth.bridge import Handover

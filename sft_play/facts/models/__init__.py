@@ -1,1 +1,0 @@
-"""Models: what a `config.json` means, in numbers of elements."""

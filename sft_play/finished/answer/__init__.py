@@ -1,1 +1,0 @@
-"""A trained model answers: in the terminal, over files, over HTTP."""

@@ -1,0 +1,139 @@
+"""lm-evaluation-harness, where it is installed: its tasks for base and trained model."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+
+from sft_play.errors import ConfigError
+from sft_play.finished.eval_rows import compute_dtype
+from sft_play.finished.run import FinishedRun
+from sft_play.log import one_line
+
+logger = logging.getLogger(__name__)
+
+_INSTALL_TASKS = "pip install 'sft-play[tasks]'"
+
+
+@dataclass(frozen=True)
+class TaskComparison:
+    """A metric of a task, as the harness reports it (metric and filter, such as `acc,none`), with the standard error of
+    the trained model's, where it gives one."""
+
+    task: str
+    metric: str
+    base: float
+    tuned: float
+    stderr: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return asdict(self) | {"difference": self.tuned - self.base}
+
+    def lines(self, *, base_label: str = "base") -> list[str]:
+        """In words; `base_label` names the model that was trained on."""
+        stderr_note = "" if self.stderr is None else f" (standard error {self.stderr:.4f})"
+        values = f"{self.base:.4f} {base_label}, {self.tuned:.4f} tuned"
+        return [f"{self.task} {self.metric}: {values}, {self.tuned - self.base:+.4f}{stderr_note}"]
+
+
+@dataclass(frozen=True)
+class HarnessTasks:
+    """Tasks that the harness knows, and its own object that loads them."""
+
+    names: tuple[str, ...]
+    manager: Any
+
+
+def find_tasks(tasks: Sequence[str]) -> HarnessTasks | None:
+    """The tasks of TASKS=: the harness's names, patterns of them (`mmlu_*`), and YAML files; None without any. Raises
+    ConfigError where the harness is not installed, or does not know one."""
+    if not tasks:
+        return None
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(f"TASKS={one_line(','.join(tasks))} needs lm-evaluation-harness: {_INSTALL_TASKS}")
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager()
+    matches = {name: [name] if Path(name).is_file() else list(manager.match_tasks([name])) for name in tasks}
+    unknown = [name for name, names in matches.items() if not names]
+    if unknown:
+        task_names = one_line(",".join(unknown))
+        raise ConfigError(f"TASKS={task_names}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them")
+    return HarnessTasks(tuple(name for names in matches.values() for name in names), manager)
+
+
+def run_tasks(
+    run: FinishedRun, model: Any, tokenizer: Any, tasks: HarnessTasks, *, limit: int | None
+) -> dict[str, Any]:
+    """Run the tasks on a model; returns what the harness's `simple_evaluate` does. Runs on chats use their
+    chat template. Raises ConfigError where the harness fails, for example because a task's data cannot be fetched."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    compute = compute_dtype(run)
+    is_mixed = compute in (torch.bfloat16, torch.float16)
+    # it wants transformers' class: the base model, in whose layers the adapter sits
+    base_model = model.get_base_model() if is_peft_model(model) else model
+    batch_size = "auto" if base_model.device.type == "cuda" else run.plan().eval_batch
+    try:
+        with _disable_tying(base_model):
+            harness = HFLM(
+                pretrained=base_model,
+                tokenizer=tokenizer,
+                batch_size=batch_size,
+                mixed_precision_dtype=str(compute).removeprefix("torch.") if is_mixed else None,
+            )
+        results = simple_evaluate(
+            model=harness,
+            tasks=list(tasks.names),
+            task_manager=tasks.manager,
+            limit=limit,
+            apply_chat_template=run.config.task_mode != "cpt",  # a run on plain text learnt no turns
+            log_samples=False,
+        )
+    except Exception as error:  # of the harness, the hub, and what tasks run
+        task_names, reason = (
+            one_line(",".join(tasks.names)),
+            f"{type(error).__name__}: {one_line(str(error), limit=300)}",
+        )
+        raise ConfigError(f"TASKS={task_names}: lm-evaluation-harness failed: {reason}") from error
+    return dict(results or {})
+
+
+@contextlib.contextmanager
+def _disable_tying(model: Any) -> Iterator[None]:
+    """Let `tie_weights` do nothing in this context: the harness calls it, and transformers would tie embeddings again
+    that training made different, or fail at PEFT's wrapper of them."""
+    model.tie_weights = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del model.tie_weights
+
+
+def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComparison, ...]:
+    """Compare the metrics that both results of the harness have, by task."""
+    comparisons = []
+    for task, values in tuned.get("results", {}).items():
+        for metric, value in values.items():
+            base_value = base.get("results", {}).get(task, {}).get(metric)
+            name, _, filter_name = metric.partition(",")
+            if not filter_name or name.endswith("_stderr") or not (_is_number(value) and _is_number(base_value)):
+                continue
+            stderr_value = values.get(f"{name}_stderr,{filter_name}")
+            stderr = float(stderr_value) if _is_number(stderr_value) else None  # "N/A" where it is not known
+            comparisons.append(TaskComparison(task, metric, float(base_value), float(value), stderr))
+    return tuple(comparisons)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))

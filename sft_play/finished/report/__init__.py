@@ -1,1 +1,0 @@
-"""Pages about runs: curves, figures, comparisons."""

@@ -1,0 +1,241 @@
+"""`make serve`: an OpenAI-compatible endpoint that answers as a finished run's model.
+
+By default the server of `transformers serve` runs in this process, with the model as it was
+trained (`openai`). With vLLM its own `vllm serve` takes the place of this process, over the
+merged model, whose folder holds the tokenizer, the template and the stop tokens of training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sft_play.errors import BackendError, ConfigError
+from sft_play.finished.run import FinishedRun, RunCommandResult, describe_context_window, next_command_line
+from sft_play.log import one_line
+from sft_play.machine.network import allowed_host_names, is_local
+from sft_play.process.environment import independent_environment
+from sft_play.process.signals import StopSignals
+from sft_play.runs.files import read_json
+
+logger = logging.getLogger(__name__)
+
+SERVING_ENGINES = ("transformers", "vllm")
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+# After the first Ctrl-C, answers that are being streamed have this long to end.
+SHUTDOWN_TIMEOUT_S = 30
+_POLL_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True)
+class ServedEndpoint(RunCommandResult):
+    """An endpoint that answers."""
+
+    run: Path
+    engine: str
+    model: str
+    weights: Path
+    host: str
+    port: int
+    pid: int
+    context: str = ""  # what to say of the model's positions, where rows of training were shorter
+
+    @property
+    def url(self) -> str:
+        """The base URL for clients on this machine."""
+        client_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return (
+            f"http://[{client_host}]:{self.port}/v1" if ":" in client_host else f"http://{client_host}:{self.port}/v1"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return super().as_json() | {"url": self.url}
+
+    def lines(self) -> list[str]:
+        messages = [{"role": "user", "content": "Hello"}]
+        body = json.dumps({"model": self.model, "messages": messages, "temperature": 0}, ensure_ascii=False)
+        return [
+            f"Serving {self.weights} at {self.url} (pid {self.pid}); model name: {self.model}",
+            f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
+            *([self.context] if self.context else []),
+            f"Ctrl-C ends it. {next_command_line('push', 'REPO=user/name', RUN=self.run)}",
+        ]
+
+
+def _client_notes(run: FinishedRun, model: str) -> str:
+    """What clients should know of how the run was trained; empty where there is nothing."""
+    notes = [describe_context_window(run, model)[1]]
+    if run.config.data.style.system:
+        notes.append("System prompt: rows of training had that of data.style.system, and requests bring their own")
+    return "; ".join(filter(None, notes))
+
+
+def parse_port(text: str | None) -> int:
+    """The port of `PORT=`; 0 is any free one. Raises ConfigError where it is no port."""
+    if text is None:
+        return DEFAULT_PORT
+    text = text.strip()
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65_536):
+        raise ConfigError(f"PORT={one_line(text)} is not a port; ports go from 1 to 65535, and 0 takes any free one")
+    return int(text)
+
+
+def claim_port(host: str, port: int) -> socket.socket:
+    """A socket that listens there, so that nobody takes the port while the model is loaded; raises ConfigError where
+    the port is taken, or this machine has no such address."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"HOST={one_line(host)} is not an address of this machine: {error}") from None
+    try:
+        # also a port whose last connections are still closing (TIME_WAIT)
+        return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
+    except OSError as error:
+        reason = f"{os.strerror(error.errno or 0)}; PORT=0 takes any free port"
+        raise ConfigError(f"{one_line(host)} port {port} cannot be listened on: {reason}") from None
+
+
+def exposure_warning(host: str) -> str | None:
+    """The warning for an address that others can reach; None for this machine's own."""
+    if is_local(host):
+        return None
+    return f"HOST={one_line(host)}: there is no password; to keep the model to yourself, use an ssh tunnel instead"
+
+
+class TransformersService:
+    """`transformers serve`'s server in a thread of this process."""
+
+    is_busy = False
+    """True if, after `wait`, a thread still computes an answer: Python would abort in its own end."""
+
+    def __init__(self, run: FinishedRun, host: str, port: int) -> None:
+        require_serve_packages()
+        self._run, self._host, self._listener = run, host, claim_port(host, port)
+
+    def start(self) -> ServedEndpoint:
+        """Load the model and serve it; returns once it answers."""
+        import uvicorn
+
+        try:
+            from sft_play.finished.openai import openai_app
+        except ImportError as error:
+            if not (error.name or "").startswith("transformers."):
+                raise
+            reason = f"transformers {version('transformers')} has another server than the one that answers here"
+            raise BackendError(f"{reason} ({one_line(str(error))}): install that of requirements.lock") from None
+        from sft_play.finished.respond import Responder
+        from sft_play.training.prepare.library_messages import quiet_libraries
+
+        quiet_libraries()
+        run, name = self._run, self._run.folder.path.name
+        app = openai_app(Responder(run), name, allowed_hosts=allowed_host_names(self._host))
+        # log_config=None: uvicorn would replace the handlers of this program's logging by its own
+        config = uvicorn.Config(
+            app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S
+        )
+        self._server = uvicorn.Server(config)
+        # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers in the main one only
+        server_options = {"sockets": [self._listener]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=server_options, name="serve", daemon=True)
+        port = int(self._listener.getsockname()[1])
+        self._thread.start()
+        while not self._server.started:  # uvicorn has no event for it
+            if not self._thread.is_alive():
+                raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
+            time.sleep(_POLL_INTERVAL_S)
+        note = _client_notes(run, run.config.model.name if run.is_adapter else str(run.weights))
+        return ServedEndpoint(
+            run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(), note
+        )
+
+    def wait(self) -> int:
+        """Wait until it ends or is stopped, and return the exit code. Ctrl-C lets answers under way end; a second one
+        or SIGTERM does not."""
+        finished = threading.Event()
+        deadline = threading.Timer(SHUTDOWN_TIMEOUT_S, lambda: setattr(self, "is_busy", True))
+        deadline.daemon = True
+
+        def stop(signal_number: int) -> None:
+            if signal_number != signal.SIGINT:
+                finished.set()
+                return
+            logger.info("Stopping once the answers under way have ended; Ctrl-C again stops now")
+            deadline.start()
+            self._server.should_exit = True
+
+        with StopSignals(stop, lambda _: finished.set()):
+            while self._thread.is_alive() and not finished.is_set():
+                finished.wait(_POLL_INTERVAL_S)
+        deadline.cancel()
+        self.is_busy = self.is_busy or self._thread.is_alive()
+        logger.info("Stopped")
+        return 0
+
+
+class VllmService:
+    """`vllm serve` in the place of this process."""
+
+    is_busy = False
+
+    def __init__(self, run: FinishedRun, host: str, port: int) -> None:
+        search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        program = shutil.which("vllm", path=search_path)
+        if program is None:
+            advice = "install vLLM in an environment of its own, and put its bin folder into PATH"
+            raise BackendError(f"ENGINE=vllm: there is no program vllm in PATH or in this environment; {advice}")
+        self._run, self._host = run, host
+        with claim_port(host, port) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
+            self._port = int(listener.getsockname()[1])
+        self._program = program
+
+    def start(self) -> ServedEndpoint:
+        """Merge where that has not been done, and say where vLLM will answer."""
+        from sft_play.finished.export.merge import ensure_whole_model_folder
+
+        weights, name = ensure_whole_model_folder(self._run, is_locked=False), self._run.folder.path.name
+        config = read_json(weights / "config.json")
+        # vLLM's own choice for fp32 weights is a 16-bit dtype
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
+        self._command = [self._program, "serve", str(weights), "--served-model-name", name, "--host", self._host]
+        self._command += ["--port", str(self._port), "--dtype", dtype]
+        self._command += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
+        logger.info("Starting: %s", shlex.join(self._command))
+        note = _client_notes(self._run, str(weights))
+        return ServedEndpoint(
+            self._run.folder.path, SERVING_ENGINES[1], name, weights, self._host, self._port, os.getpid(), note
+        )
+
+    def wait(self) -> NoReturn:
+        """Become vLLM, whose exit code is this command's."""
+        sys.stdout.flush()  # execve drops what is still buffered
+        os.execve(self._command[0], self._command, independent_environment(os.environ))
+
+
+Service = TransformersService | VllmService
+
+
+def create_service(engine: str, run: FinishedRun, host: str, port: int) -> Service:
+    """The service of an engine; raises ConfigError for one that there is not."""
+    if engine not in SERVING_ENGINES:
+        raise ConfigError(f"ENGINE={one_line(engine)} is not one of {', '.join(SERVING_ENGINES)}")
+    return (VllmService if engine == "vllm" else TransformersService)(run, host, port)
+
+
+def require_serve_packages() -> None:
+    """Raises BackendError where the packages of `transformers serve` are missing."""
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise BackendError("fastapi, uvicorn or openai is missing here: pip install 'sft-play[serve]'")

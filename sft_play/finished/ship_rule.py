@@ -1,0 +1,401 @@
+"""The rule of `make ship`: from measured figures to a verdict, without a model; and the verdict of a
+ship.json computed again from its evidence (`REPLAY=`).
+
+Three checks, all of which have to pass:
+
+- task: the loss on held-out rows fell, and not by chance.
+- general: the loss on the general sample did not rise by more than a bound; of the rows that the base reads better than
+  chance, since nothing else can be lost.
+- merge: the merged model is the adapter's, by the verdict of `make merge-test`.
+
+A row's loss counts up to the unigram loss (chance: each token predicted by its frequency in these
+rows). A base that is worse than that (random weights, or a language that it is sure of and that
+is another) gets better by any noise that makes it less sure, and worse by nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, TypeAdapter, ValidationError
+
+from sft_play.errors import ConfigError
+from sft_play.finished.metrics import Interval, paired_bootstrap
+from sft_play.finished.run import RunCommandResult
+from sft_play.log import one_line
+
+# Of ship.json, which holds evidence and thresholds as they are here.
+SHIP_FORMAT = "sft_play ship 2"
+FloatArray = npt.NDArray[np.float64]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+FractionFloat = Annotated[float, Field(gt=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What the verdict asks for. Losses are in nats a token."""
+
+    level: FractionFloat = 0.995
+    """Of the interval of the gain. At 0.99 up to 6% of runs without a gain passed in simulations of 30 rows with skewed
+    differences, at 0.995 at most 4% (0.5% without skew); real trainings gain tens of standard errors."""
+    min_rows: int = 30
+    """Held-out rows, no two alike, below which no gain counts: with 20 the simulated share was above 4%."""
+    min_gain: float = 0.01
+    """The gain that the whole interval has to exceed, relative to the base's loss: with enough rows the tiny change of
+    random weights, better or worse, is measurable too. A judgement."""
+    answers_level: FractionFloat = 0.95
+    """Of the interval of exact match, which may not be wholly below zero."""
+    max_text_rise: float = 0.1
+    """Of the loss on general text: perplexity x 1.1. A judgement, below the x 1.26 (+0.23) on WikiText-2 that was
+    published for an instruction tuning of all weights of a model of 253 million parameters."""
+    max_chat_rise: float = 0.2
+    """The same on general chats, whose style is what fine-tuning is meant to change. A judgement."""
+    general_level: FractionFloat = 0.95
+    """Of the interval of the rise, whose upper end has to be within the bound."""
+    min_known: int = 8
+    """Rows of the sample that the base has to read better than chance for a rise to be measured."""
+    resamples: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of rows before and after training: sums over each row's trained tokens, in nats, all [rows]; None: not a
+    number. `chance`: of guessing each token by its frequency in these rows."""
+
+    base: tuple[FiniteFloat | None, ...] = ()
+    tuned: tuple[FiniteFloat | None, ...] = ()
+    tokens: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    chance: tuple[FiniteFloat, ...] = ()
+
+    def __post_init__(self) -> None:
+        if {len(column) for column in (self.base, self.tuned, self.chance)} != {len(self)}:
+            raise ValueError("the columns of losses have different lengths")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def non_finite_reason(self) -> str:
+        """Which model's losses are not numbers, in words; empty where all are."""
+        for name, values in (("the trained model's", self.tuned), ("the base's", self.base)):
+            count = sum(value is None for value in values)
+            if count:
+                return f"{name} loss is not a number on {count:,} of {len(self):,} rows"
+        return ""
+
+    def to_arrays(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Base, tuned, tokens and chance [rows], of which none is None."""
+        columns = (self.base, self.tuned, self.tokens, self.chance)
+        base, tuned, tokens, chance = (np.array(column, float) for column in columns)
+        return base, tuned, tokens, chance
+
+
+@dataclass(frozen=True)
+class TaskEvidence:
+    """Held-out rows of the run's own data."""
+
+    split: str
+    """test or val; empty where the run has no rows that it was not trained on."""
+    losses: Losses = field(default_factory=Losses)
+    right_base: tuple[bool, ...] = ()
+    """Whether each generated answer is the reference; empty where none was asked for."""
+    right_tuned: tuple[bool, ...] = ()
+    left_out: int = 0
+    """Rows that were not counted: repeated, or training rows too."""
+
+    def __post_init__(self) -> None:
+        if len(self.right_base) != len(self.right_tuned):
+            raise ValueError("the columns of the answers have different lengths")
+
+
+@dataclass(frozen=True)
+class GeneralEvidence:
+    """The sample that ships with the project."""
+
+    text: Losses = field(default_factory=Losses)
+    chats: Losses = field(default_factory=Losses)
+    refused: int = 0
+    """Chats that the run's chat template cannot render."""
+
+
+@dataclass(frozen=True)
+class MergeEvidence:
+    """What `merge-test` measured: mean KL divergences in nats."""
+
+    state: Literal["compared", "no adapter", "failed", "not needed"]
+    kl_merged: float | None = None
+    kl_limit: float | None = None
+    kl_base: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that the verdict is computed from."""
+
+    task: TaskEvidence
+    general: GeneralEvidence
+    merge: MergeEvidence
+    not_loaded: str = ""
+    """Why nothing was measured: a model cannot be loaded, or too few rows refuse the run whatever it is."""
+
+
+@dataclass(frozen=True)
+class ShipCheck:
+    """One of the three: `ok` is None where it was not judged. `line` says the evidence, `reason` what is wrong."""
+
+    name: str
+    ok: bool | None
+    line: str
+    reason: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return {"name": self.name, "ok": self.ok, "line": self.line, "reason": self.reason, **self.figures}
+
+
+@dataclass(frozen=True)
+class ShipVerdict:
+    """The three checks."""
+
+    checks: tuple[ShipCheck, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if the run should be shipped."""
+        return all(check.ok is True for check in self.checks)
+
+    @property
+    def label(self) -> str:
+        """ship, or do not ship."""
+        return "ship" if self.ok else "do not ship"
+
+    @property
+    def reasons(self) -> list[str]:
+        """What is wrong, a line for each check that failed."""
+        return [f"{check.name}: {check.reason}" for check in self.checks if check.ok is False]
+
+
+def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
+    """Judge the evidence; a pure function: equal evidence and thresholds give an equal verdict."""
+    if evidence.not_loaded:
+        refused_check = ShipCheck(
+            "task", ok=False, line="not measured", reason=evidence.not_loaded,
+            figures={"split": evidence.task.split, "rows": len(evidence.task.losses)},
+        )  # fmt: skip
+        skipped_checks = (ShipCheck(name, ok=None, line="not measured") for name in ("general", "merge"))
+        return ShipVerdict((refused_check, *skipped_checks))
+    task, general = _judge_task(evidence.task, thresholds), _judge_general(evidence.general, thresholds)
+    return ShipVerdict((task, general, _judge_merge(evidence.merge)))
+
+
+def too_few_rows_reason(task: TaskEvidence, thresholds: Thresholds) -> str:
+    """Say why no gain on these rows could count, whatever the models make of them; empty where one could."""
+    remedy = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
+    if not task.split:
+        return f"there are no rows that the run was not trained on; {remedy}"
+    if len(task.losses) >= thresholds.min_rows:
+        return ""
+    left_out_note = f" (and {task.left_out} repeated ones or training rows)" if task.left_out else ""
+    shortage = f"not enough evidence: {len(task.losses)} held-out rows{left_out_note}"
+    return f"{shortage}, at least {thresholds.min_rows} are needed; {remedy}"
+
+
+def format_evidence(verdict: ShipVerdict, continued_adapter: str | None) -> list[str]:
+    """What the run was compared with where that is not its base, a line for each check, and the verdict."""
+    lines = (
+        [f"Before: {continued_adapter}, which this run continued: it is the base of these figures"]
+        if continued_adapter
+        else []
+    )
+    lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
+    reason = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
+    return [*lines, f"Verdict: {verdict.label}{reason}"]
+
+
+def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
+    """The loss of each row (its trained tokens), in nats, by guessing every token with the frequency that it has in all
+    rows: the least that a model without any context can have on them."""
+    tokens, counts = np.unique(np.concatenate([np.asarray(row, np.int64) for row in rows]), return_counts=True)
+    nats = dict(zip(tokens.tolist(), (-np.log(counts / counts.sum())).tolist(), strict=True))
+    return [sum(nats[token] for token in row) for row in rows]
+
+
+def loss_gain(losses: Losses, thresholds: Thresholds) -> Interval:
+    """How much the loss up to chance fell, in nats a token, with its interval."""
+    base, tuned, tokens, chance = losses.to_arrays()
+    base_nats, tuned_nats = (np.minimum(nats, chance) / tokens for nats in (base, tuned))
+    return _paired_interval(tuned_nats, base_nats, thresholds.level, thresholds, weights=tokens)
+
+
+def _paired_interval(first: Any, second: Any, level: float, thresholds: Thresholds, *, weights: Any = None) -> Interval:
+    return paired_bootstrap(
+        first, second, weights=weights, level=level, resamples=thresholds.resamples, seed=thresholds.seed
+    )
+
+
+def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
+    losses, row_count = task.losses, len(task.losses)
+    figures: dict[str, Any] = {"split": task.split, "rows": row_count}
+    refusal = too_few_rows_reason(task, thresholds) or losses.non_finite_reason
+    if refusal:
+        return ShipCheck("task", ok=False, line="not measured", reason=refusal, figures=figures)
+    base, tuned, tokens, chance = losses.to_arrays()
+    sums = (base, tuned, chance, np.minimum(base, chance))
+    base_loss, tuned_loss, chance_loss, capped_base_loss = (float(nats.sum() / tokens.sum()) for nats in sums)
+    interval = loss_gain(losses, thresholds)
+    required_gain = thresholds.min_gain * capped_base_loss
+    figures |= {
+        "loss": {"base": base_loss, "tuned": tuned_loss}, "chance": chance_loss, "gain": interval.as_json(),
+        "gain_asked": required_gain,
+    }  # fmt: skip
+    chance_note = f" (chance {chance_loss:.4f})" if capped_base_loss < base_loss else ""
+    line = f"loss {base_loss:.4f}{chance_note} to {tuned_loss:.4f} on {row_count:,} rows ({task.split})"
+    interval_text = f"{interval.level:.1%} interval {interval.low:.4f} to {interval.high:.4f}"
+    line += f", gain {interval.difference:.4f} ({interval_text}, asked: above {required_gain:.4f})"
+    reason = ""
+    if task.right_base:
+        match_change = _paired_interval(task.right_base, task.right_tuned, thresholds.answers_level, thresholds)
+        match_rates = {"base": float(np.mean(task.right_base)), "tuned": float(np.mean(task.right_tuned))}
+        figures |= {"exact_match": match_rates | {"rows": len(task.right_base), "change": match_change.as_json()}}
+        line += (
+            f"; exact match {match_rates['base']:.1%} to {match_rates['tuned']:.1%} of {len(task.right_base):,} rows"
+        )
+        if match_change.is_below_zero:
+            reason = (
+                f"exact match fell from {match_rates['base']:.1%} to {match_rates['tuned']:.1%}, by more than chance"
+            )
+    if not interval.low > required_gain:
+        is_higher = interval.difference > required_gain
+        reason = "the gain is within what chance gives" if is_higher else "the loss on held-out rows is not better"
+        if tuned_loss >= chance_loss:
+            reason = "the trained model reads the held-out rows no better than by guessing tokens by their frequency"
+    return ShipCheck("task", ok=not reason, line=line, reason=reason, figures=figures)
+
+
+def _judge_general(general: GeneralEvidence, thresholds: Thresholds) -> ShipCheck:
+    lines, reasons, figures = [], [], {}
+    for name, losses, bound in (
+        ("text", general.text, thresholds.max_text_rise),
+        ("chats", general.chats, thresholds.max_chat_rise),
+    ):
+        line, reason, figures[name] = _judge_rise(name, losses, bound, thresholds)
+        lines.append(line)
+        reasons += [reason] if reason else []
+    return ShipCheck("general", ok=not reasons, line="; ".join(lines), reason="; ".join(reasons), figures=figures)
+
+
+def _judge_rise(name: str, losses: Losses, bound: float, thresholds: Thresholds) -> tuple[str, str, dict[str, Any]]:
+    figures: dict[str, Any] = {"rows": len(losses), "bound": bound}
+    if not len(losses):
+        return f"{name} not measured (the chat template renders none)", "", figures
+    if losses.non_finite_reason:
+        return f"{name} not measured", f"{name}: {losses.non_finite_reason}", figures
+    base, tuned, tokens, chance = losses.to_arrays()
+    is_known = (base < chance) & (tokens > 0)
+    known_rows = int(is_known.sum())
+    figures |= {
+        "loss": {"base": float(base.sum() / tokens.sum()), "tuned": float(tuned.sum() / tokens.sum())},
+        "chance": float(chance.sum() / tokens.sum()), "known_rows": known_rows,
+    }  # fmt: skip
+    if known_rows < thresholds.min_known:
+        line = f"{name}: nothing to lose (the base reads {known_rows} of {len(losses)} rows better than chance)"
+        return line, "", figures
+    base, tuned, tokens = base[is_known], np.minimum(tuned, chance)[is_known], tokens[is_known]
+    rise = _paired_interval(base / tokens, tuned / tokens, thresholds.general_level, thresholds, weights=tokens)
+    figures |= {"rise": rise.as_json()}
+    line = f"{name} {rise.difference:+.4f} (at most {rise.high:+.4f}, allowed {bound:+g})"
+    if rise.high <= bound:
+        return line, "", figures
+    reason = f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}"
+    return line, reason, figures
+
+
+def _judge_merge(merge: MergeEvidence) -> ShipCheck:
+    figures = {name: getattr(merge, name) for name in ("state", "kl_merged", "kl_limit", "kl_base")}
+    if merge.state == "no adapter":
+        return ShipCheck("merge", ok=True, line="not needed (all weights were trained)", figures=figures)
+    if merge.state == "not needed":
+        return ShipCheck("merge", ok=None, line="not tested, since the run is refused already", figures=figures)
+    if merge.state == "failed" or merge.kl_limit is None:
+        reason = merge.reason or "it was not compared"
+        return ShipCheck("merge", ok=False, line="not tested", reason=reason, figures=figures)
+    kl = math.nan if merge.kl_merged is None else merge.kl_merged
+    line = f"KL divergence from the adapter {kl:.2g} nats (limit {merge.kl_limit:.2g})"
+    if kl <= merge.kl_limit:
+        return ShipCheck("merge", ok=True, line=line, figures=figures)
+    return ShipCheck("merge", ok=False, line=line, reason="the merged model is not the adapter's", figures=figures)
+
+
+# --- a verdict computed again -----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ReplayResult(RunCommandResult):
+    """A verdict that was computed again from its file."""
+
+    path: Path
+    verdict: ShipVerdict
+    differences: tuple[str, ...]
+    continued_adapter: str | None = None
+    """The adapter that the run continued, as the file names it."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences and self.verdict.ok
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok, "path": str(self.path), "verdict": self.verdict.label, "reasons": self.verdict.reasons,
+            "differences": list(self.differences), "checks": [check.as_json() for check in self.verdict.checks],
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        lines = format_evidence(self.verdict, self.continued_adapter)
+        if self.differences:
+            return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]
+        return [*lines, f"Replayed: the verdict of {self.path} follows from its evidence"]
+
+
+def replay_verdict(path: Path) -> ReplayResult:
+    """The verdict of a ship.json computed again from its evidence and thresholds, without the model; raises ConfigError
+    where the file cannot be read, or is not what `make ship` writes."""
+    file_name = one_line(str(path))
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"REPLAY={file_name} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"REPLAY={file_name} is not JSON: {one_line(str(error))}") from None
+    if not isinstance(recorded, dict) or recorded.get("format") != SHIP_FORMAT:
+        raise ConfigError(f"REPLAY={file_name} is not a file that make ship writes (its format is not {SHIP_FORMAT!r})")
+    try:
+        evidence = TypeAdapter(Evidence).validate_python(recorded.get("evidence"))
+        thresholds = TypeAdapter(Thresholds).validate_python(recorded.get("thresholds"))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        raise ConfigError(f"REPLAY={file_name}: its evidence is not whole: {one_line(reason, limit=300)}") from None
+    verdict = judge_evidence(evidence, thresholds)
+    recorded_decision = _decision(recorded.get("ok"), recorded.get("verdict"), recorded.get("checks"))
+    decision = _decision(verdict.ok, verdict.label, [check.as_json() for check in verdict.checks])
+    differences = tuple(
+        name for name in decision | recorded_decision if decision.get(name) != recorded_decision.get(name)
+    )
+    continued_adapter = one_line(str(recorded["before"])) if recorded.get("before") else None
+    return ReplayResult(path, verdict, differences, continued_adapter)
+
+
+def _decision(ok: Any, verdict: Any, checks: Any) -> dict[str, Any]:
+    """What decides, by names; the figures and words of the checks repeat the evidence."""
+    check_records = [check for check in checks if isinstance(check, dict)] if isinstance(checks, list) else []
+    return {"ok": ok, "verdict": verdict} | {
+        f"checks[{check.get('name')}].ok": check.get("ok") for check in check_records
+    }

@@ -1,0 +1,727 @@
+"""DeepSpeed's configuration: the shipped one of each ZeRO layout, a person's file as plain data in
+current keys, and every "auto" in it resolved from the plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from sft_play.config import yaml_io
+from sft_play.config.options import optimizer_options
+from sft_play.config.schema import DTYPE_ALIASES, RunConfig, TrainConfig
+from sft_play.config.yaml_io import format_value
+from sft_play.errors import ConfigError
+from sft_play.log import one_line
+from sft_play.planner.batching import batch_product_problem, is_single_rank_batch
+from sft_play.planner.layout import LayoutName
+from sft_play.planner.plan import Plan
+from sft_play.spelling import nearest_name
+
+# A DeepSpeed configuration: the shipped one of each ZeRO layout, a person's file as plain data in
+# current keys, and what it decides of a run: the layout, and the batch where the run YAML leaves it
+# open.
+#
+# DeepSpeed reads some sections with pydantic and refuses unknown keys there, with a traceback on
+# every rank; in all others, the top level first, an unknown key is ignored without a word. So
+# `keys.json` lists the keys that it knows, those that it has renamed, and those that it has
+# removed. Paths into a configuration are dotted.
+
+# Layout: ZeRO stage, whether optimizer states are offloaded, whether weights are.
+ZERO_STAGES: dict[LayoutName, tuple[int, bool, bool]] = {
+    "zero1": (1, False, False),
+    "zero2": (2, False, False),
+    "zero3": (3, False, False),
+    "zero2_offload": (2, True, False),
+    "zero3_offload": (3, True, True),
+}
+ZERO_LAYOUTS = {(stage, states): name for name, (stage, states, _) in ZERO_STAGES.items()} | {(1, True): "zero1"}
+DEEPSPEED_FILE_DESCRIPTION = "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/zero2.json"
+
+
+def shipped_deepspeed_config(layout: LayoutName) -> DeepspeedConfig:
+    """The configuration of a ZeRO layout of `ZERO_STAGES`, its values "auto"; `configs/deepspeed/` holds the same.
+    Raises ConfigError where the layout is not one that DeepSpeed runs."""
+    if layout not in ZERO_STAGES:
+        raise ConfigError(f"DeepSpeed has no layout {one_line(layout)}; it has {', '.join(ZERO_STAGES)}")
+    stage, offloads_states, offloads_weights = ZERO_STAGES[layout]
+    zero: DeepspeedConfig = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "overlap_comm": True,  # reduce a bucket while the backward pass goes on with the next
+        "reduce_scatter": True,
+        "reduce_bucket_size": AUTO,
+    }
+    if offloads_states:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if offloads_weights:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": AUTO,
+            "stage3_param_persistence_threshold": AUTO,
+            "stage3_gather_16bit_weights_on_model_save": True,  # else a checkpoint holds shards only
+        }
+    return {
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": AUTO,
+        "gradient_clipping": AUTO,
+        "bf16": {"enabled": AUTO},
+        "fp16": {"enabled": AUTO},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # train.optim chooses; DeepSpeed knows its own and torch's Adam
+        "wall_clock_breakdown": False,
+    }
+
+
+def read_deepspeed_file(path: Path) -> DeepspeedConfig:
+    """A person's file as plain data: JSON (comments and trailing commas allowed) or YAML; raises ConfigError where the
+    file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice."""
+    text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", expected=DEEPSPEED_FILE_DESCRIPTION)
+    json_text = _NOT_JSON.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)  # lines and columns stay
+    is_json = json_text.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".yaml", ".yml")
+    try:
+        data = yaml_io.parse_yaml_value(json_text if is_json else text, name=one_line(str(path)))
+    except ConfigError:
+        if is_json:
+            _raise_json_error(json_text, name=one_line(str(path)))
+        raise
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{one_line(str(path))} holds {yaml_io.format_value(data)}; expected {DEEPSPEED_FILE_DESCRIPTION}"
+        )
+    return data
+
+
+def _raise_json_error(text: str, *, name: str) -> None:
+    """Raise ConfigError in the words of JSON where a text is none; a comma behind the last item is allowed."""
+    try:
+        json.loads(re.sub(r"(?<!,),(?=\s*[}\]])", " ", text))
+    except json.JSONDecodeError as error:
+        # what lacks a comma may end lines above
+        previous_line = text.count("\n", 0, len(text[: error.pos].rstrip())) + 1
+        position = f" behind line {previous_line}" if "delimiter" in error.msg else ""
+        raise ConfigError(
+            f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}{position}; not valid YAML either"
+        ) from None
+
+
+# What people write in JSON that YAML, of which JSON is a part, does not take: comments, and tabs. Strings are matched
+# first, so that the // of a URL begins no comment.
+_NOT_JSON = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|\t', re.DOTALL)
+
+
+def deepspeed_layout(
+    config: DeepspeedConfig, *, name: str = "the DeepSpeed configuration", default_layout: LayoutName = "zero2"
+) -> LayoutName:
+    """The layout that a translated configuration asks for; where its stage is "auto" or absent, that of
+    `default_layout`. Raises ConfigError where it shards nothing (stage 0), or offloads weights that it does not
+    shard."""
+    zero = config.get("zero_optimization") or {}
+    stage = zero.get("stage", AUTO)
+    stage = ZERO_STAGES[default_layout][0] if stage in (AUTO, None) else int(stage)
+    offloads_states, offloads_weights = is_offloaded(zero, "offload_optimizer"), is_offloaded(zero, "offload_param")
+    if stage == 0:
+        raise ConfigError(
+            f"{name}: zero_optimization.stage 0 shards nothing: every GPU would hold the whole model; "
+            "set stage 1, 2 or 3, or ask for STRATEGY=ddp"
+        )
+    if offloads_weights and stage < 3:
+        raise ConfigError(f"{name}: offload_param needs stage 3 and the stage is {stage}; set stage 3 or remove it")
+    return ZERO_LAYOUTS[stage, offloads_states]
+
+
+def keeps_params_on_gpu(config: DeepspeedConfig, layout: LayoutName) -> bool:
+    """Whether a file that asks for `zero3_offload` offloads only the optimizer states."""
+    return layout == "zero3_offload" and not is_offloaded(config.get("zero_optimization") or {}, "offload_param")
+
+
+def is_offloaded(zero: DeepspeedConfig, key: str) -> bool:
+    """Whether the section `key` of `zero_optimization` moves something off the GPUs."""
+    section = zero.get(key)
+    return isinstance(section, dict) and section.get("device", "none") in ("cpu", "nvme")
+
+
+BATCH_KEYS = {
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "grad_accum",
+    "train_batch_size": "effective_batch_size",
+}
+
+
+def merge_deepspeed_batch(
+    train: TrainConfig, config: DeepspeedConfig, *, ranks: int, name: str = "the DeepSpeed configuration"
+) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The run's settings with the batch of a translated configuration where the run YAML leaves it open (micro-batch
+    and accumulation "auto", the effective batch not set), and a line for each value taken from it. Raises ConfigError
+    where numbers of the two contradict each other, or do not multiply over the data-parallel `ranks`; all of them at
+    once."""
+    file_values = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}  # without "auto"
+    if not file_values:
+        return train, ()
+    run_values = {field: value for field in ("batch_size", "grad_accum") if (value := getattr(train, field)) != AUTO}
+    # It has a number as its default, so "given" is what the file or SET holds, even if that is the default.
+    if "effective_batch_size" in train.model_fields_set:
+        run_values["effective_batch_size"] = train.effective_batch_size
+    taken_values: dict[str, int] = {}
+    sources = {field: f"train.{field}={value}" for field, value in run_values.items()}
+    lines, problems = [], []
+    for key, value in file_values.items():
+        field = BATCH_KEYS[key]
+        if run_values.get(field, value) != value:
+            problems.append(
+                f'{key}: {value} contradicts train.{field}={run_values[field]}; keep one of them ("auto" here)'
+            )
+        elif field not in run_values:
+            taken_values[field], sources[field] = value, f"{key}: {value}"
+            lines.append(f"{key}: {value} is the run's train.{field}, which the run YAML leaves open")
+    if not problems:
+        merged_values = run_values | taken_values
+        micro_batch, grad_accum = (merged_values.get(field) for field in ("batch_size", "grad_accum"))
+        if "effective_batch_size" not in merged_values and micro_batch and grad_accum:
+            taken_values["effective_batch_size"] = micro_batch * grad_accum * ranks
+            lines.append(f"train.effective_batch_size → {micro_batch} × {grad_accum} × {ranks} ranks = "
+                         f"{micro_batch * grad_accum * ranks}, which neither file gives")  # fmt: skip
+        # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
+        if not (is_single_rank_batch(train) and file_values.keys() == {"train_batch_size"}):
+            default_text = f"train.effective_batch_size={train.effective_batch_size} (its default)"
+            source_texts = {"effective_batch_size": default_text, **sources}
+            problem = batch_product_problem(
+                train.model_copy(update=taken_values), ranks=ranks, option_texts=source_texts
+            )
+            problems += [problem] if problem else []
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+    return train.model_copy(update=taken_values), tuple(lines)
+
+
+# Dtypes that the run YAML alone sets: `distributed.mixed_precision`.
+DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
+SHORT_DTYPES = {short_name: name for name, short_name in DTYPE_ALIASES.items()}
+
+# --- in current keys --------------------------------------------------------------------------------------------------
+DeepspeedConfig = dict[str, Any]
+
+# Stands for a value that follows from the run. transformers' word, and ours: DeepSpeed knows it in few places
+# (`PATHS_WITH_AUTO`).
+AUTO = "auto"
+
+_KEY_TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8"))
+
+
+def _section_keys(section: dict[str, str]) -> frozenset[str]:
+    """A section's keys. Some of ZeRO's may be written with the prefix `stage3_` (pydantic's `populate_by_name`)."""
+    prefixable_keys = section.get("with_and_without_stage3_", "").split()
+    return frozenset([*section["keys"].split(), *prefixable_keys, *(f"stage3_{key}" for key in prefixable_keys)])
+
+
+# The keys of each section by its dotted path ("" is the top level). Sections that are not here are open: what they may
+# contain depends on their values. `sequence_parallel_size` and `inference` are read by transformers and by DeepSpeed's
+# ZeRO-3 loading.
+KNOWN_DEEPSPEED_KEYS: dict[str, frozenset[str]] = {
+    path: _section_keys(section) for path, section in _KEY_TABLE["sections"].items()
+}
+
+# Paths where DeepSpeed itself understands "auto".
+PATHS_WITH_AUTO: tuple[str, ...] = tuple(_KEY_TABLE["auto_is_a_value"])
+
+_COMMENT_KEY = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
+
+
+def translate_deepspeed_keys(
+    raw: DeepspeedConfig, *, name: str = "the DeepSpeed configuration"
+) -> tuple[DeepspeedConfig, tuple[str, ...]]:
+    """The configuration in DeepSpeed's current keys, and notes on what was translated or left out. Raises ConfigError
+    where a key is unknown (the nearest known one is named), was removed while it is switched on, or holds a value of
+    the wrong kind. All of them at once."""
+    config = copy.deepcopy(raw)
+    notes: list[str] = []
+    for path, section in walk_sections(config):
+        for key in [key for key in section if _COMMENT_KEY.fullmatch(str(key))]:
+            del section[key]
+            notes.append(f"{_join_path(path, key)} is read as a comment")
+    problems = [*_rename_old_keys(config, notes), *_drop_removed_keys(config, notes), *_unknown_key_problems(config)]
+    if not problems:  # a value under a wrong key would be reported twice
+        problems = _value_problems(config)
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+    return config, tuple(notes)
+
+
+def _rename_old_keys(config: DeepspeedConfig, notes: list[str]) -> Iterator[str]:
+    for old, new in _KEY_TABLE["renamed"].items():
+        parent, key = find_parent(config, old)
+        if parent is None or key not in parent:
+            continue
+        value = new_value = parent.pop(key)
+        if "cpu_offload" in old:
+            new_value = {"device": "cpu"} if value is True else None if value is False else value
+        present_value = get_value_at(config, new)
+        if new_value is None or present_value == new_value:
+            notes.append(f"{old}: {format_value(value)} is an old key that says nothing more; left out")
+        elif present_value is None:
+            set_value_at(config, new, new_value)
+            notes.append(f"{old}: {format_value(value)} is an old key; read as {new}: {format_value(new_value)}")
+        else:
+            yield (
+                f"{old}: {format_value(value)} (an old key) and {new}: {format_value(present_value)} disagree; "
+                f"keep {new} only"
+            )
+
+
+def _drop_removed_keys(config: DeepspeedConfig, notes: list[str]) -> Iterator[str]:
+    for path, reason in _KEY_TABLE["removed"].items():
+        parent, key = find_parent(config, path)
+        if parent is None or key not in parent:
+            continue
+        value = parent.pop(key)
+        switch = value.get("enabled", bool(value)) if isinstance(value, dict) else value
+        if switch in (False, None, -1):  # -1 is how sizes such as mics_shard_size were switched off
+            notes.append(f"{path}, which newer versions of DeepSpeed refuse, is switched off and left out")
+        else:
+            yield f"{path} was removed from DeepSpeed: {reason}; remove the key"
+
+
+def _unknown_key_problems(config: DeepspeedConfig) -> Iterator[str]:
+    for path, section in walk_sections(config):
+        for key in section if path in KNOWN_DEEPSPEED_KEYS else ():
+            if key not in KNOWN_DEEPSPEED_KEYS[path]:
+                yield f"{_join_path(path, key)} is not a DeepSpeed key; {_suggest_key(path, str(key))}"
+
+
+def _suggest_key(path: str, key: str) -> str:
+    sections = sorted(
+        (section_path for section_path, names in KNOWN_DEEPSPEED_KEYS.items() if key in names),
+        key=lambda section: section.count("."),
+    )
+    if sections:
+        return f"it belongs at {' or '.join(_join_path(home, key) for home in sections[:3])}"
+    return f"the nearest is {_join_path(path, nearest_name(key, KNOWN_DEEPSPEED_KEYS[path], min_similarity=0.0) or '')}"
+
+
+# --- values, checked before ranks start: DeepSpeed itself raises late, on every rank ----------------------------------
+def _is_whole_number(value: Any, *, minimum: int = 0) -> bool:
+    """Also for `5e8`, which JSON and YAML read as a float: that is how bucket sizes are written in most guides."""
+    return _is_finite_number(value) and value == int(value) and bool(value >= minimum)
+
+
+def _is_finite_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value >= 0
+
+
+_BATCH_KEYS_PATTERN = re.compile(r"train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps")
+# Of a path the test of its values, and what it accepts; DeepSpeed itself checks the others.
+_VALUE_CHECKS: tuple[tuple[re.Pattern[str], Callable[[Any], bool], str], ...] = (
+    (
+        _BATCH_KEYS_PATTERN,
+        lambda value: isinstance(value, int) and _is_whole_number(value, minimum=1),
+        'a whole number from 1, or "auto"',
+    ),
+    (re.compile("gradient_clipping"), _is_finite_number, 'a number from 0 (0: no clipping), or "auto"'),
+    (
+        re.compile(r"zero_optimization\.stage"),
+        lambda value: _is_whole_number(value) and value <= 3,
+        '0, 1, 2, 3 or "auto"',
+    ),
+    (
+        re.compile(r"zero_optimization\.offload_(optimizer|param)\.device"),
+        lambda value: value in ("none", "cpu", "nvme"),
+        '"none", "cpu" or "nvme"',
+    ),
+    (
+        re.compile(r"(.*\.)?(enabled|pin_memory|overlap_comm|contiguous_gradients|reduce_scatter)"),
+        lambda value: isinstance(value, bool),
+        'true, false or "auto"',
+    ),
+    (
+        re.compile(r"zero_optimization\.\w*_(size|threshold|parameters|distance)"),
+        _is_whole_number,
+        'a whole number without quotes, or "auto"',
+    ),
+)
+
+
+def _value_problems(config: DeepspeedConfig) -> list[str]:
+    problems = []
+    for path, value in walk_values(config):
+        if value is not None and (path in KNOWN_DEEPSPEED_KEYS or path in ("optimizer.params", "scheduler.params")):
+            known_keys_text = (
+                f" with {', '.join(sorted(KNOWN_DEEPSPEED_KEYS[path]))}" if path in KNOWN_DEEPSPEED_KEYS else ""
+            )
+            problems.append(f"{path}: {format_value(value)} is not a section; expected {{…}}{known_keys_text}")
+            continue
+        check = next((check for check in _VALUE_CHECKS if check[0].fullmatch(path)), None)
+        if check is not None and value not in (AUTO, None) and not check[1](value):
+            problems.append(f"{path}: {format_value(value)} is not valid; expected {check[2]}")
+    # These change which ranks hold what: the run would not be the planned one.
+    for path in ("sequence_parallel_size", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"):
+        if _is_finite_number(size := get_value_at(config, path)) and size > 1:
+            explanation = "splits rows or layers over ranks; only ZeRO's data-parallel layouts are supported"
+            problems.append(f"{path}: {size} {explanation}")
+    for path, precision_field in DTYPE_KEYS.items():
+        if get_value_at(config, path) not in (None, AUTO):
+            problems.append(
+                f'{path} is distributed.mixed_precision.{precision_field} of the run YAML; set it there, "auto" here'
+            )
+    for path in ("expert_parallel", "autotuning", "data_efficiency"):
+        if get_value_at(config, f"{path}.enabled") is True:
+            problems.append(f"{path}.enabled: true is not supported: the plan does not model it; remove the section")
+    return problems
+
+
+# --- dotted paths -----------------------------------------------------------------------------------------------------
+def _join_path(path: str, key: object) -> str:
+    return one_line(f"{path}.{key}" if path else str(key))
+
+
+def walk_sections(config: DeepspeedConfig, path: str = "") -> Iterator[tuple[str, DeepspeedConfig]]:
+    """Every mapping with its dotted path, the outer ones first."""
+    yield path, config
+    for key, value in list(config.items()):
+        if isinstance(value, dict):
+            yield from walk_sections(value, f"{path}.{key}" if path else str(key))
+
+
+def walk_values(config: DeepspeedConfig) -> Iterator[tuple[str, Any]]:
+    """Every value that is not a mapping, with its dotted path."""
+    for path, section in walk_sections(config):
+        for key, value in list(section.items()):
+            if not isinstance(value, dict):
+                yield f"{path}.{key}" if path else str(key), value
+
+
+def find_parent(config: DeepspeedConfig, path: str) -> tuple[DeepspeedConfig | None, str]:
+    """The mapping that would hold the last key of a path, None where it does not exist, and that key."""
+    *outer, key = path.split(".")
+    parent: Any = config
+    for part in outer:
+        parent = parent.get(part) if isinstance(parent, dict) else None
+    return (parent if isinstance(parent, dict) else None), key
+
+
+def get_value_at(config: DeepspeedConfig, path: str) -> Any:
+    """The value at a path; None where there is none."""
+    parent, key = find_parent(config, path)
+    return None if parent is None else parent.get(key)
+
+
+def set_value_at(config: DeepspeedConfig, path: str, value: Any) -> None:
+    """Set the value at a path; sections that are missing are added."""
+    *outer, key = path.split(".")
+    for part in outer:
+        config = config.setdefault(part, {})
+    config[key] = value
+
+
+# A DeepSpeed configuration with every "auto" resolved from the plan.
+#
+# The formulas for "auto" are those of transformers (https://github.com/huggingface/transformers:
+# `src/transformers/integrations/deepspeed.py`), so a file that works with the Trainer means the
+# same here; their results are shown.
+
+# AdamW's values where no training option sets them: the defaults of transformers' `TrainingArguments`.
+ADAM_DEFAULTS: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
+
+# Keys of `zero_optimization` whose "auto" follows from the model's widest hidden size: the number of elements, and the
+# formula in words.
+HIDDEN_SIZE_FORMULAS: dict[str, tuple[Callable[[int], int], str]] = {
+    "reduce_bucket_size": (lambda size: size * size, "hidden size squared"),
+    "stage3_prefetch_bucket_size": (lambda size: int(0.9 * size * size), "0.9 × hidden size squared"),
+    "stage3_param_persistence_threshold": (lambda size: 10 * size, "10 × hidden size"),
+}
+
+
+@dataclass(frozen=True)
+class PlanValues:
+    """What DeepSpeed needs from a plan. `hidden_size` is the model's widest."""
+
+    layout: LayoutName
+    micro_batch: int
+    grad_accum: int
+    data_parallel_ranks: int
+    hidden_size: int
+    compute_dtype: Literal["bfloat16", "float16", "float32"]
+    options: Mapping[str, tuple[str, Any]]
+    """The training options by their paths in DeepSpeed's file: key of the run YAML, value."""
+    reduce: str | None = None
+    """Dtype in which gradients are sent, in DeepSpeed's spelling; None: as computed."""
+    buffer: str | None = None
+    """Dtype that buffers are cast to; None: unchanged."""
+
+    @classmethod
+    def from_plan(cls, plan: Plan, config: RunConfig, *, hidden_size: int) -> PlanValues:
+        """Those of a plan and the run's settings."""
+        mixed_precision, batch = config.distributed.mixed_precision, plan.trainer_batch
+        return cls(
+            layout=plan.layout,
+            micro_batch=batch.micro_batch,  # DeepSpeed takes a fixed number of micro steps
+            grad_accum=batch.grad_accum,
+            data_parallel_ranks=plan.batch.ranks,
+            hidden_size=hidden_size,
+            compute_dtype=plan.precision.compute,
+            options=deepspeed_options(config),
+            reduce=SHORT_DTYPES.get(mixed_precision.reduce),
+            buffer=SHORT_DTYPES.get(mixed_precision.buffer),
+        )
+
+    @property
+    def effective_batch(self) -> int:
+        """Rows per optimizer step, over all ranks."""
+        return self.micro_batch * self.grad_accum * self.data_parallel_ranks
+
+
+def deepspeed_options(config: RunConfig) -> dict[str, tuple[str, Any]]:
+    """The training options that DeepSpeed's file has, by their paths in it: key of the run YAML, value."""
+    return {
+        option.external_names.deepspeed: (option.path, option.value(config))
+        for option in optimizer_options()
+        if option.external_names.deepspeed
+    }
+
+
+def fill_auto_values(
+    config: DeepspeedConfig,
+    plan_values: PlanValues,
+    *,
+    name: str = "the DeepSpeed configuration",
+    adam_obstacle: str | None = None,
+) -> tuple[DeepspeedConfig, tuple[str, ...]]:
+    """A translated configuration with every "auto" resolved, and a line for each value that the plan supplied.
+    `adam_obstacle`: why DeepSpeed's own CPU Adam cannot run (`cpu_adam_obstacles`), so that torch's updates the
+    offloaded states. Optimizer and schedule are the run YAML's. Raises ConfigError where a number contradicts the plan;
+    all of them at once."""
+    filler = _ConfigFiller(copy.deepcopy(config), plan_values)
+    layout = deepspeed_layout(config, name=name, default_layout=plan_values.layout)
+    if layout != plan_values.layout:  # memory and speed were planned for another one
+        filler.problems.append(
+            f"the file asks for {layout}, but the plan is for {plan_values.layout}; leave STRATEGY= out"
+        )
+    filler.fill_batch()
+    filler.check_options()
+    filler.fill_precision()
+    filler.fill_zero()
+    filler.drop_optimizer()
+    filler.drop_scheduler()
+    if filler.problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in filler.problems))
+    # DeepSpeed stops at optimizer classes that it does not know
+    filler.set_always("zero_allow_untested_optimizer", True, "train.optim is the plan's choice")
+    if adam_obstacle and is_offloaded(filler.config["zero_optimization"], "offload_optimizer"):
+        reason = f"torch's AdamW steps on the CPU instead, more slowly: {adam_obstacle}"
+        filler.set_always("zero_force_ds_cpu_optimizer", False, reason)
+    return filler.config, (*filler.lines, *drop_unresolved_autos(filler.config))
+
+
+@dataclass
+class _ConfigFiller:
+    config: DeepspeedConfig
+    plan_values: PlanValues
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def set_if_open(self, path: str, value: Any, reason: str) -> Any:
+        """Set a value that is open; returns the one that the file gives, None where it was open."""
+        file_value = get_value_at(self.config, path)
+        if file_value not in (AUTO, None):
+            return file_value
+        self.set_always(path, value, reason)
+        return None
+
+    def set_always(self, path: str, value: Any, reason: str) -> None:
+        """Set a value whatever the file says."""
+        if get_value_at(self.config, path) != value:
+            set_value_at(self.config, path, value)
+            self.lines.append(
+                f"{path} → {f'{value:,}' if type(value) is int else format_value(value).strip(chr(34))} ({reason})"
+            )
+
+    def fill_batch(self) -> None:
+        """DeepSpeed asserts that the first is the product of the others and the ranks (0.19: `_batch_assertion`)."""
+        plan_values = self.plan_values
+        product = f"{plan_values.micro_batch} × {plan_values.grad_accum} × {plan_values.data_parallel_ranks} ranks"
+        expected = {
+            "train_batch_size": (plan_values.effective_batch, f"micro-batch × accumulation × ranks: {product}"),
+            "train_micro_batch_size_per_gpu": (plan_values.micro_batch, "the plan's micro-batch"),
+            "gradient_accumulation_steps": (plan_values.grad_accum, "the plan's accumulation"),
+        }
+        for key, (value, reason) in expected.items():
+            if self.set_if_open(key, value, reason) not in (None, value):
+                file_value, plan_text = (
+                    self.config[key],
+                    f"the plan's {value} ({product} = {plan_values.effective_batch})",
+                )
+                remedy = f'set it to "auto", or run with train.{BATCH_KEYS[key]}={file_value}'
+                self.problems.append(f"{key}: {file_value} contradicts {plan_text}; {remedy}")
+
+    def check_options(self) -> None:
+        """The training options outside the optimizer's block: DeepSpeed's engine clips by its own number only."""
+        for path, (run_key, value) in self.plan_values.options.items():
+            if path.startswith("optimizer."):
+                continue
+            file_value = self.set_if_open(path, value, run_key)
+            if file_value is not None and not are_numbers_equal(file_value, value):
+                remedy = f'set it to "auto", or run with {run_key}={file_value:g}'
+                self.problems.append(f"{path}: {file_value:g} contradicts {run_key}: {value:g}; {remedy}")
+
+    def fill_precision(self) -> None:
+        """`bf16.enabled` and `fp16.enabled` by the run's compute dtype, whatever the file says: it may have been
+        written for another machine. To DeepSpeed, absent means disabled. Autocast is a second way to the same, and
+        turned off. Then the dtypes of communication."""
+        reason, changed = f"the run computes in {self.plan_values.compute_dtype}", []
+        switches = {
+            "bf16": self.plan_values.compute_dtype == "bfloat16",
+            "fp16": self.plan_values.compute_dtype == "float16",
+        }
+        for key, is_enabled in {**switches, "torch_autocast": False}.items():
+            if self.config.get(key) is None and not is_enabled:
+                continue
+            path = f"{key}.enabled"
+            if key == "torch_autocast" and get_value_at(self.config, path) is not True:
+                continue
+            file_value = self.set_if_open(path, is_enabled, reason)
+            if file_value not in (None, is_enabled):
+                set_value_at(self.config, path, is_enabled)
+                changed.append(f"{path}: {format_value(file_value)} → {format_value(is_enabled)}")
+        if changed:
+            self.lines.append(f"{', '.join(changed)} ({reason}, as train.bf16 and train.fp16 choose)")
+        for key, name in DTYPE_KEYS.items():
+            dtype = getattr(self.plan_values, name)
+            if dtype is not None:
+                self.set_always(key, dtype, f"distributed.mixed_precision.{name}")
+
+    def fill_zero(self) -> None:
+        """ZeRO's stage and sizes. DeepSpeed's default bucket, 5e8 elements, would take another GiB."""
+        plan_values, zero = self.plan_values, self.config.get("zero_optimization") or {}
+        self.config["zero_optimization"] = {"reduce_bucket_size": AUTO, **zero}
+        stage = ZERO_STAGES[plan_values.layout][0]
+        self.set_if_open("zero_optimization.stage", stage, f"the plan's layout, {plan_values.layout}")
+        if stage == 3:
+            gather_path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+            self.set_always(gather_path, True, "checkpoints hold whole weights")
+        for key, (formula, formula_text) in HIDDEN_SIZE_FORMULAS.items():
+            path = f"zero_optimization.{key}"
+            if get_value_at(self.config, path) == AUTO and (stage == 3 or not key.startswith("stage3_")):
+                self.set_if_open(path, formula(plan_values.hidden_size), f"{formula_text}: {plan_values.hidden_size:,}")
+
+    def drop_optimizer(self) -> None:
+        """The plan counted the run YAML's optimizer; a block may repeat it, but not change it."""
+        block = self.config.pop("optimizer", None)
+        if block is None:
+            return
+        optimizer_type, run_params = block.get("type", AUTO), _optimizer_params(self.plan_values.options)
+        if str(optimizer_type).lower() not in ("adam", "adamw", AUTO):
+            message = (
+                f"optimizer.type: {format_value(optimizer_type)} is not supported; train.optim of the run YAML chooses"
+            )
+            self.problems.append(message)
+        for key, value in (block.get("params") or {}).items():
+            if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
+                continue  # it leaves the number to the run, or chooses between implementations of the same update
+            source, planned_value = run_params.get(key, ("the run YAML's optimizer, which has no such number", None))
+            if not are_numbers_equal(value, planned_value):
+                expected = source if planned_value is None else f"{source}: {format_value(planned_value)}"
+                self.problems.append(
+                    f'optimizer.params.{key}: {format_value(value)} contradicts {expected}; set it to "auto"'
+                )
+        self.lines.append("optimizer left out: the run YAML's is used (train.optim, learning_rate, weight_decay)")
+
+    def drop_scheduler(self) -> None:
+        """The schedule is the run YAML's: DeepSpeed's own would silently replace it."""
+        block = self.config.pop("scheduler", None)
+        if block is None:
+            return
+        # a warm-up from 0, and its form, are what a schedule has anyway: they ask for no numbers of their own
+        harmless_params = (("warmup_min_lr", 0), ("warmup_type", "linear"), ("warmup_type", "log"))
+        fixed_params = {key: value for key, value in (block.get("params") or {}).items() if value != AUTO}
+        own_numbers = [
+            f"{key}: {format_value(value)}"
+            for key, value in sorted(fixed_params.items())
+            if (key, value) not in harmless_params
+        ]
+        if own_numbers:
+            self.problems.append(
+                f"scheduler.params has its own numbers ({', '.join(own_numbers)}) and the run YAML has a schedule too "
+                '(train.lr_scheduler_type, warmup_steps); remove the scheduler block, or set its numbers to "auto"'
+            )
+        self.lines.append("scheduler left out: the run YAML's is used (train.lr_scheduler_type, warmup_steps)")
+
+
+# Parameters that choose an AdamW implementation; all of them compute the same update.
+_ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction")
+
+
+def _optimizer_params(options: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+    params = {name: ("the run's", copy.copy(value)) for name, value in ADAM_DEFAULTS.items()}
+    for path, (run_key, value) in options.items():
+        name, _, index = path.removeprefix("optimizer.params.").partition(".")
+        if index:
+            params[name][1][int(index)] = value
+            params[name] = (f"the run's ({run_key})", params[name][1])
+        elif name != path:
+            params[name] = (run_key, value)
+    return params
+
+
+def drop_unresolved_autos(config: DeepspeedConfig) -> list[str]:
+    """Remove each "auto" that nothing has resolved; returns a line for each. Some sections of DeepSpeed read it as the
+    default, others crash. Those of the optimizer's and the scheduler's blocks stay: accelerate resolves them."""
+    dropped = []
+    for path, value in list(walk_values(config)):
+        if value == AUTO and not path.startswith((*PATHS_WITH_AUTO, "optimizer.", "scheduler.")):
+            parent, key = find_parent(config, path)
+            assert parent is not None
+            del parent[key]
+            dropped.append(f'{path}: "auto" left out (DeepSpeed\'s default)')
+    return dropped
+
+
+def are_numbers_equal(first: Any, second: Any) -> bool:
+    """Whether two numbers, or lists of numbers, are numerically equal."""
+    try:
+        if isinstance(first, list | tuple) or isinstance(second, list | tuple):
+            return [float(item) for item in first] == [float(item) for item in second]
+        return math.isclose(float(first), float(second), rel_tol=1e-12)
+    except (TypeError, ValueError):
+        return False
+
+
+# --- DeepSpeed's CPU Adam, for offloaded optimizer states: can it be built, and has it been? --------------------------
+def cpu_adam_compile_note() -> str | None:
+    """What to say where the first step waits for DeepSpeed's CPU Adam to be compiled; None where it is there (its
+    `op_builder/builder.py`, `load`; torch's `utils/cpp_extension.py`, `_get_build_directory`)."""
+    extensions_dir = os.environ.get("TORCH_EXTENSIONS_DIR")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(extensions_dir) if extensions_dir else caches / "torch_extensions"
+    spec = find_spec("deepspeed")
+    built_in = Path(spec.origin).parent / "ops" / "adam" if spec and spec.origin else folder
+    if any(folder.glob(f"{'' if extensions_dir else 'py*/'}cpu_adam/cpu_adam.so")) or any(
+        built_in.glob("cpu_adam_op*.so")
+    ):
+        return None
+    return f"its CPU Adam is compiled at this first start, which takes minutes; later starts find it in {folder}"
+
+
+def cpu_adam_obstacles() -> tuple[str, ...]:
+    """What DeepSpeed lacks to build its CPU Adam: a C++ compiler, ninja, Python's headers (its `op_builder/builder.py`,
+    `jit_load`; torch's `utils/cpp_extension.py`, which reads `CXX`). Empty: nothing; the build may still fail."""
+    missing = []
+    compiler = (os.environ.get("CXX") or "c++").split()[0]  # CXX may hold flags, or a wrapper before the compiler
+    if shutil.which(compiler) is None and shutil.which("g++") is None:
+        missing.append(f"no C++ compiler ({compiler})")
+    if shutil.which("ninja") is None:
+        missing.append("no ninja")
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").exists():
+        missing.append(f"no Python headers ({headers / 'Python.h'})")
+    return tuple(missing)

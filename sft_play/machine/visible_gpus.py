@@ -1,0 +1,330 @@
+"""The GPUs that this machine's drivers list, and those of them that a process sees; and accelerators
+that a run would not use, told by device files, the PCI bus, the driver and torch's build.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sft_play.log import one_line
+from sft_play.machine import nvml
+from sft_play.machine.gpu import Gpu, GpuStatus, MigInstance
+from sft_play.machine.gpu_catalog import find_catalog_entries
+from sft_play.machine.host import program_output, read_text_or_empty
+from sft_play.machine.nvml import open_nvml, read_gpu_snapshot
+from sft_play.machine.software import installed_version, torch_cuda_version, torch_hip_version
+from sft_play.text import GIB
+
+logger = logging.getLogger(__name__)
+
+
+# The GPUs that this machine's drivers list, and those of them that a process sees.
+#
+# `CUDA_VISIBLE_DEVICES` is honoured: what a process would not see is not counted. Of GPUs that are
+# split into instances (MIG) a process sees the first visible instance and nothing else: "CUDA can
+# only enumerate a single compute instance", and no whole GPU beside it (NVIDIA Multi-Instance GPU
+# user guide, "Device Enumeration").
+
+# Of the size that a profile is named by: 3g.20gb has 19,968 of 20,480 MiB, 1g.5gb 4,864 of 5,120 (tables of
+# `nvidia-smi` in the MIG user guide): the smaller share is assumed for all.
+_INSTANCE_SHARE = 0.95
+# A GPU whose driver does not tell its name.
+UNNAMED_GPU = "NVIDIA GPU"
+
+
+@dataclass(frozen=True)
+class ListedGpu:
+    """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`. `parent_uuid` is the UUID of
+    an instance's GPU; `nvlinks` counts active links, None where the driver does not say. `note` is what a person should
+    know of it; one that is not `usable` is listed for its note alone."""
+
+    uuid: str
+    gpu: Gpu
+    parent_uuid: str = ""
+    nvlinks: int | None = None
+    note: str = ""
+    usable: bool = True
+
+
+def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
+    """The GPUs that a process with this environment sees, in its order, and what a person should know about them."""
+    return _apply_visibility(_list_gpus(), environment)
+
+
+def _list_gpus() -> tuple[ListedGpu, ...]:
+    snapshot = nvml.gpu_snapshot(details=False, topology=False)
+    if snapshot is None:
+        return ()
+    listed_gpus: list[ListedGpu] = []
+    for gpu in snapshot.gpus:
+        if gpu.trouble:  # a GPU that fell off the bus does not hide the others
+            logger.warning("%s and is left out", gpu_obstacle(gpu))
+        items = _expand_gpu(gpu)
+        if gpu.mig_enabled and not gpu.instances and "MIG instances" in gpu.withheld:
+            items = _read_smi_instances(items[0]) or items
+        listed_gpus += items
+    return tuple(listed_gpus)
+
+
+def gpu_obstacle(gpu: GpuStatus) -> str | None:
+    """Why no run can use a GPU that NVML lists; None where one can."""
+    prefix = f"GPU {gpu.index}"
+    if gpu.trouble:
+        return f"{prefix} does not answer its driver ({gpu.trouble})"
+    if gpu.mig_enabled and not gpu.instances:
+        withheld = gpu.withheld.get("MIG instances")
+        if withheld:
+            return f"{prefix} is in MIG mode, and NVML does not show its instances ({withheld})"
+        return f"{prefix} is in MIG mode and has no instance: CUDA does not see it"
+    if gpu.mig_enabled:
+        has_known_size = any(_instance_bytes(item) for item in gpu.instances)
+        return None if has_known_size else f"{prefix}: NVML tells the memory of none of its MIG instances"
+    if not gpu.total_bytes and not _catalog_bytes(gpu.name):
+        return f"{prefix}: {_unknown_memory_text(gpu)}, and the catalogue has no {gpu.name}"
+    return None
+
+
+def _unknown_memory_text(gpu: GpuStatus) -> str:
+    return f"NVML does not tell its memory ({gpu.withheld.get('memory', 'no answer')})"
+
+
+def _expand_gpu(gpu: GpuStatus) -> list[ListedGpu]:
+    uuid = gpu.uuid or ""
+    major, _, minor = (gpu.compute_capability or "").partition(".")
+    capability = (int(major), int(minor)) if major else None
+    name = gpu.name or next((item.card for item in gpu.instances if item.card), None) or UNNAMED_GPU
+    gpu_facts = Gpu(gpu.index, name, gpu.total_bytes or 0, gpu.free_bytes, capability)
+    reason = gpu_obstacle(gpu)
+    if reason is not None:
+        return [ListedGpu(uuid, gpu_facts, note="" if gpu.trouble else reason, usable=False)]
+    if not gpu.mig_enabled:
+        total, note = gpu_facts.total_bytes, ""
+        if not total:
+            total = _catalog_bytes(name)
+            note = f"GPU {gpu.index}: {_unknown_memory_text(gpu)}; "
+            note += f"planned with the catalogue's {total / GIB:.1f} GiB, as if no other process held any"
+        return [ListedGpu(uuid, replace(gpu_facts, total_bytes=total), nvlinks=gpu.nvlinks, note=note)]
+    instances = []
+    for item in gpu.instances:
+        total = _instance_bytes(item)
+        profile = item.profile or f"{total / GIB:.0f}gb"
+        instance = replace(
+            gpu_facts, name=f"{name} MIG {profile}", total_bytes=total, free_bytes=item.free_bytes, mig=profile
+        )
+        instances += [ListedGpu(item.uuid, instance, uuid)] if total else []
+    return instances
+
+
+def _instance_bytes(item: MigInstance) -> int:
+    return item.total_bytes or _profile_bytes(item.profile)
+
+
+def _profile_bytes(profile: str) -> int:
+    match = re.search(r"(\d+)gb", profile)
+    return int(int(match[1]) * GIB * _INSTANCE_SHARE) if match else 0
+
+
+def _catalog_bytes(name: str | None) -> int:
+    return min((entry.driver_bytes for entry in find_catalog_entries(name or "")), default=0)
+
+
+def _apply_visibility(
+    listed_gpus: tuple[ListedGpu, ...], environment: Mapping[str, str]
+) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
+    variable = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = listed_gpus if variable is None else _filter_visible(listed_gpus, variable)  # set and empty: none at all
+    visible = tuple(item for item in visible if item.usable)
+    notes = [item.note for item in listed_gpus if item.note and (item in visible or not item.usable)]
+    kinds = {item.gpu.name for item in listed_gpus if not item.gpu.mig}
+    uses_numbers = variable is not None and re.search(r"(^|,)\s*[0-9]", variable) is not None
+    if len(kinds) > 1 and uses_numbers and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        notes.append(
+            "the GPUs differ, and CUDA numbers the fastest first while nvidia-smi numbers by slot; "
+            "export CUDA_DEVICE_ORDER=PCI_BUS_ID makes CUDA_VISIBLE_DEVICES mean what nvidia-smi shows"
+        )
+    instances = tuple(item for item in visible if item.gpu.mig)
+    if instances and len(visible) > 1:
+        notes.append(
+            f"of {len(visible)} visible GPUs and MIG instances CUDA sees one instance only, {instances[0].uuid}; "
+            "CUDA_VISIBLE_DEVICES=MIG-... chooses another"
+        )
+    return instances[:1] or visible, tuple(notes)
+
+
+def _filter_visible(listed_gpus: tuple[ListedGpu, ...], variable: str) -> tuple[ListedGpu, ...]:
+    """What `CUDA_VISIBLE_DEVICES` leaves, in its order: numbers or UUIDs; the first unknown entry ends the list."""
+    visible: list[ListedGpu] = []
+    for entry in (part.strip() for part in variable.split(",")):
+        matches = [item for item in listed_gpus if _matches_entry(item, entry)]
+        if not matches and entry.startswith(("MIG-", "GPU-")) and len(listed_gpus) == 1 and not listed_gpus[0].uuid:
+            matches = list(listed_gpus)  # the only one there is, whose UUID the driver does not tell
+        # a short UUID that fits two GPUs names neither; a split GPU is named with all its instances
+        gpus = {item.uuid if entry.startswith("MIG-") else str(item.gpu.index) for item in matches}
+        if len(gpus) != 1 or matches[0] in visible:
+            break
+        visible += matches
+    return tuple(visible)
+
+
+def _matches_entry(item: ListedGpu, entry: str) -> bool:
+    if re.fullmatch(r"[0-9]{1,9}", entry):
+        return item.gpu.index == int(entry)
+    if entry.startswith("MIG-"):
+        return item.uuid.startswith(entry)
+    return entry != "" and (item.parent_uuid or item.uuid).startswith(entry)
+
+
+def _read_smi_instances(split_gpu: ListedGpu) -> list[ListedGpu]:
+    """The instances of a split GPU as `nvidia-smi -L` names them, each with the memory that its profile has."""
+    instances: list[ListedGpu] = []
+    is_own_section = False
+    for line in program_output("nvidia-smi", "-L").splitlines():
+        if match := re.match(r"GPU (\d+):", line):
+            is_own_section = int(match[1]) == split_gpu.gpu.index
+        elif is_own_section and (
+            match := re.match(r"\s+MIG (\S*?\d+gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)
+        ):
+            total_bytes, name = _profile_bytes(match[1]), f"{split_gpu.gpu.name} MIG {match[1]}"
+            gpu = replace(split_gpu.gpu, name=name, total_bytes=total_bytes, free_bytes=None, mig=match[1])
+            instances.append(ListedGpu(match[2], gpu, split_gpu.uuid))
+    return instances
+
+
+# Accelerators that a machine has but a run would not use: by device files, the PCI bus, the driver,
+# torch's build.
+#
+# Called where no GPU was found. torch is not imported and only NVML is started; everything is read
+# below a root folder, which tests make up. Runs are planned for NVIDIA's GPUs; AMD's and Intel's
+# are found for a message alone (Apple's by torch, `training.prepare.device_checks`). A GPU that
+# only drives a screen does not count: Intel's on the CPU's own bus, AMD's with less memory than
+# `MIN_VRAM`.
+
+_VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD", 0x8086: "Intel"}
+# Base classes of the PCI code and ID assignment specification: display controllers, processing accelerators (MI200
+# and later).
+_DISPLAY, _PROCESSING = 0x03, 0x12
+_VGA = 0x0300
+# Bytes from which an AMD GPU that drives a screen counts: firmware usually sets aside less for a processor's own.
+MIN_VRAM = 4 * 2**30
+# NVIDIA's variable, which AMD's libraries read too, and AMD's own.
+VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+CPU_HINT = "train.device=cpu trains on the CPU"
+_DRIVER_REMEDY = (
+    "start a container with its GPUs (docker run --gpus all; Kubernetes: limits: nvidia.com/gpu); else install or "
+    "update NVIDIA's driver (580 or newer for CUDA 13; below WSL that of Windows) and restart the machine; nvidia-smi "
+    "and dmesg | grep NVRM say more"
+)
+
+
+@dataclass(frozen=True)
+class NvmlStatus:
+    """What NVML answers: how many GPUs, or why it does not start; `obstacles` say why GPUs cannot be used, one sentence
+    for each that cannot."""
+
+    gpu_count: int = 0
+    error: str = "it lists none"
+    obstacles: tuple[str, ...] = ()
+
+
+def torch_build_text() -> str:
+    """`torch 2.13.0 is built for CUDA 13.0`, from its files."""
+    version, cuda, hip = installed_version("torch"), torch_cuda_version(), torch_hip_version()
+    if version is None:
+        return "torch is not installed"
+    return f"torch {version} is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}' if hip else 'CPU only'}"
+
+
+def find_unusable_accelerator(
+    environment: Mapping[str, str], *, root: Path = Path("/"), nvml: NvmlStatus | None = None
+) -> str | None:
+    """The accelerator that a run on this machine, or the one below `root`, would silently leave unused, with what to
+    do; None if there is none. `nvml`: its answer, where it is not to be asked. `CUDA_VISIBLE_DEVICES=`, or -1, asks for
+    the CPU; beside AMD's GPUs, `HIP_VISIBLE_DEVICES` does too."""
+    # a wish for the CPU is no accident
+    emptied_variables = [name for name in VISIBILITY_VARIABLES if environment.get(name, "0").strip() in ("", "-1")]
+    if VISIBILITY_VARIABLES[0] in emptied_variables:
+        return None
+    slots_by_vendor = _find_pci_gpus(root / "sys/bus/pci/devices")
+    problem = _nvidia_problem(
+        slots_by_vendor.pop("NVIDIA", []), environment.get(VISIBILITY_VARIABLES[0]), root, nvml or _query_nvml()
+    )
+    if problem is None and slots_by_vendor and not emptied_variables:
+        devices = " and ".join(_bus_text(vendor, slots) for vendor, slots in sorted(slots_by_vendor.items()))
+        reason = "runs are planned for NVIDIA's GPUs and for CPUs, and nothing is known of how they do on this one"
+        problem = f"this machine shows {devices}", reason
+    return f"{problem[0]} ({torch_build_text()}): {problem[1]}; or {CPU_HINT}" if problem else None
+
+
+def _nvidia_problem(
+    slots: list[str], visible_setting: str | None, root: Path, nvml: NvmlStatus
+) -> tuple[str, str] | None:
+    dev = root / "dev"
+    signs = [f"/dev/{node.name}" for node in sorted(dev.glob("nvidia[0-9]*"))]
+    # the host's, even in a container
+    signs += ["NVIDIA's loaded driver"] if read_text_or_empty(root / "proc/driver/nvidia/version") else []
+    signs += [_bus_text("NVIDIA", slots)] if slots else []
+    is_wsl = (dev / "dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+    signs += ["WSL's /dev/dxg with libcuda.so.1"] if is_wsl else []
+    if not nvml.gpu_count:
+        return (
+            (f"this machine shows {' and '.join(signs)}, and NVML says: {nvml.error}", _DRIVER_REMEDY)
+            if signs
+            else None
+        )
+    gpus_text = f"there are {nvml.gpu_count} NVIDIA GPUs" if nvml.gpu_count > 1 else "there is an NVIDIA GPU"
+    if nvml.gpu_count > len(nvml.obstacles) and visible_setting is not None:
+        problem = f"{gpus_text}, and {VISIBILITY_VARIABLES[0]}={one_line(visible_setting)} names none of them"
+        return problem, "unset it, or name GPUs that nvidia-smi -L shows"
+    reason = "; ".join(nvml.obstacles) or "in MIG mode without an instance, or it does not answer"
+    return (
+        f"{gpus_text}, and none that can be used: {one_line(reason, limit=400)}",
+        "nvidia-smi -L shows what there is; nvidia-smi mig -cgi ... -C makes an instance, -mig 0 switches MIG off; "
+        "a container is given an instance by its UUID (NVIDIA_VISIBLE_DEVICES=MIG-...)",
+    )
+
+
+def _bus_text(vendor: str, slots: list[str]) -> str:
+    return f"{len(slots)} {vendor} GPU{'s' if len(slots) > 1 else ''} on the PCI bus ({slots[0]})"
+
+
+def _find_pci_gpus(folder: Path) -> dict[str, list[str]]:
+    slots_by_vendor: dict[str, list[str]] = {}
+    for device in sorted(folder.glob("*")):
+        with contextlib.suppress(ValueError):  # a file that is not there, or holds no number
+            vendor = _VENDORS.get(int(read_text_or_empty(device / "vendor"), 16), "")
+            device_class = int(read_text_or_empty(device / "class"), 16) >> 8
+            is_gpu = device_class >> 8 == _DISPLAY or (vendor == "AMD" and device_class >> 8 == _PROCESSING)
+            is_display_only = vendor == "AMD" and device_class == _VGA and _vram_bytes(device) < MIN_VRAM
+            is_integrated = vendor == "Intel" and re.match(r"[0-9a-f]+:00:", device.name) is not None  # on bus 0
+            if vendor and is_gpu and not is_display_only and not is_integrated:
+                slots_by_vendor.setdefault(vendor, []).append(device.name)
+    return slots_by_vendor
+
+
+def _vram_bytes(device: Path) -> int:
+    vram = read_text_or_empty(device / "mem_info_vram_total").strip()  # amdgpu writes it
+    return int(vram) if vram.isdigit() else 0
+
+
+def explain_unusable_torch(gpu: str, torch_error: str, *, torch_build: str | None = None) -> str:
+    """Why this torch cannot use a GPU that its driver shows, and what to do; `torch_error`: torch's own message, which
+    says where the driver is too old."""
+    build_text = torch_build or torch_build_text()
+    remedy = (
+        "a build for CUDA comes with make setup" if "CUDA" not in build_text else f"torch says: {one_line(torch_error)}"
+    )
+    return f"the driver shows {gpu}, but {build_text} and cannot use it: {remedy}; make doctor says more; or {CPU_HINT}"
+
+
+def _query_nvml() -> NvmlStatus:
+    try:
+        with open_nvml() as library:
+            gpus = read_gpu_snapshot(library, details=False, topology=False).gpus
+            return NvmlStatus(len(gpus), obstacles=tuple(filter(None, map(gpu_obstacle, gpus))))
+    except Exception as error:  # NVML raises its own exceptions, which differ between platforms
+        return NvmlStatus(error=one_line(str(error)) or type(error).__name__)

@@ -1,0 +1,593 @@
+"""What a model's `config.json` means: found or fetched, and read into the shape of a decoder. No
+torch, no weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from sft_play.errors import ModelError
+from sft_play.log import one_line
+from sft_play.models.families import (
+    ACTIVATION_FIELDS,
+    DEQUANTISED_FORMATS,
+    EXPERT_WEIGHTS,
+    MODEL_FAMILIES,
+    ConfigFields,
+    ExpertFields,
+    ModelFamily,
+    UnknownArchitecture,
+    dequantisable_method,
+    mark_adaptable,
+    normalize_field_names,
+    quantisation_method,
+    require_causal_lm_config,
+)
+from sft_play.models.shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
+from sft_play.process.waiting import report_wait
+from sft_play.spelling import did_you_mean
+from sft_play.starter import BASE, BASE_NAME
+
+# From a config.json to a decoder's shape: its blocks by kind, as its model type's class lays them
+# out.
+
+# Activations that transformers computes step by step in Python, with a tensor per step (activations.py).
+STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
+# Dropout of what blocks add up, whose masks the estimate does not count.
+_RESIDUAL_DROPOUT_FIELDS = ("resid_pdrop", "embd_pdrop")
+_ATTENTION_KINDS: dict[str, AttentionKind] = {
+    "full_attention": "full",
+    "sliding_attention": "sliding",
+}
+
+
+def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
+    """The shapes that a config.json describes, or wraps. Raises UnknownArchitecture for a type or part that the table
+    does not describe, ModelError where it is no decoder's, or a size is missing or impossible."""
+    require_causal_lm_config(config, name=name)
+    fields = ConfigFields.from_config(config, name)
+    family = MODEL_FAMILIES[fields.model_type]
+    unsupported_field = next((key for key in _RESIDUAL_DROPOUT_FIELDS if fields.read_fraction(key)), None)
+    unsupported_field = unsupported_field or next(
+        (key for key in ACTIVATION_FIELDS if str(fields.values.get(key)) in STEPWISE_ACTIVATIONS), None
+    )
+    if unsupported_field is not None:
+        raise UnknownArchitecture(
+            f"model {one_line(name)}: config.json has {unsupported_field}: "
+            f"{one_line(str(fields.values[unsupported_field]))}, which the plan does not know without transformers"
+        )
+    inner = config.get("text_config")
+    parts = (config, inner if isinstance(inner, Mapping) else {})
+    dtypes = [part.get("dtype") or part.get("torch_dtype") for part in parts]  # torch_dtype: before transformers 5
+    stored_dtype = next((dtype.removeprefix("torch.") for dtype in dtypes if isinstance(dtype, str)), None)
+    stored_dtype = dequantisable_method(config)[0] or stored_dtype
+    return replace(_ShapeBuilder(family, fields).build(), stored_dtype=stored_dtype)
+
+
+class _ShapeBuilder:
+    def __init__(self, family: ModelFamily, fields: ConfigFields) -> None:
+        self.family, self.fields = family, fields
+        self.hidden = fields.require_count("hidden_size")
+        self.num_layers = fields.require_count("num_hidden_layers")
+        self.heads = fields.require_count("num_attention_heads")
+        self.kv_heads = fields.read_optional_count("num_key_value_heads") or self.heads
+        self._require_multiple("num_attention_heads", self.heads, "num_key_value_heads", self.kv_heads)
+        self.head_dim = self._read_head_dim()
+
+    def build(self) -> ModelShape:
+        """The whole model."""
+        family, fields = self.family, self.fields
+        blocks = [(self._attention_kind(index), self._has_experts(index)) for index in range(self.num_layers)]
+        kinds = list(dict.fromkeys(blocks))
+        layers = tuple(
+            mark_adaptable(self._build_block(*kind, count=blocks.count(kind)), fields.model_type) for kind in kinds
+        )
+        commonest = max(layers, key=lambda kind: kind.count)
+        # config.json may have a window that no block uses (Qwen2: use_sliding_window)
+        has_sliding_blocks = any(kind.attention == "sliding" for kind in layers)
+        return ModelShape(
+            name=fields.name,
+            model_type=fields.model_type,
+            hidden_size=self.hidden,
+            intermediate_size=commonest.expert_width or commonest.mlp_width,
+            num_layers=self.num_layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=fields.require_count("vocab_size"),
+            tied=fields.read_flag("tie_word_embeddings"),
+            max_positions=fields.read_optional_count("max_position_embeddings"),
+            layers=layers,
+            layer_order=tuple(kinds.index(block) for block in blocks),
+            window=fields.read_optional_count("sliding_window") if has_sliding_blocks else None,
+            num_experts=commonest.num_experts,
+            experts_per_token=(fields.read_optional_count("num_experts_per_tok") or 0) if commonest.num_experts else 0,
+            has_clamped_gate=family.experts is not None and family.experts.has_clamped_gate,
+            routes_in_fp32=family.experts is not None and family.experts.routes_in_fp32,
+            norm=family.norm,
+            norms_per_layer=family.norms_per_block,
+            has_qk_norm=fields.read_flag(family.qk_norm),
+            has_fused_qkv=len(family.qkv) == 1,
+            rotary_dim=self._read_rotary_dim(),
+            has_attention_sinks=family.has_sinks,
+            attention_softcap=fields.read_optional_number("attn_logit_softcapping"),
+            caps_logits=fields.read_optional_number("final_logit_softcapping") is not None,
+            attention_dropout=fields.read_fraction("attention_dropout"),
+            outer_params=self.hidden,  # the last norm
+        )
+
+    def _require_multiple(self, name: str, value: int, divisor_name: str, divisor: int) -> None:
+        if value % divisor:
+            raise ModelError(
+                f"model {one_line(self.fields.name)}: config.json has {name}: {value} and {divisor_name}: {divisor}; "
+                "the first must be a multiple of the second"
+            )
+
+    def _read_head_dim(self) -> int:
+        head_dim = self.fields.read_optional_count("head_dim")
+        if head_dim is None:
+            self._require_multiple("hidden_size", self.hidden, "num_attention_heads", self.heads)
+        return head_dim or self.hidden // self.heads
+
+    def _read_rotary_dim(self) -> int:
+        rope = self.fields.values.get("rope_parameters")
+        fraction = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+        fraction = self.fields.read_optional_number("partial_rotary_factor") if fraction is None else fraction
+        rotary_dim = int(self.head_dim * fraction) if isinstance(fraction, int | float) else self.head_dim
+        return min(rotary_dim, self.head_dim)
+
+    def _build_block(self, attention: AttentionKind, has_experts: bool, *, count: int) -> LayerKind:
+        family, experts = self.family, self.family.experts
+        norms = family.norms_per_block * self.hidden + self._qk_norm_params()
+        sinks = self.heads if family.has_sinks else 0
+        kind = LayerKind(
+            count=count,
+            linears=self._attention_linears(),
+            attention=attention,
+            norm_params=norms,
+            other_params=sinks,
+        )
+        if experts is not None and has_experts:
+            return self._add_experts(kind, experts)
+        width = self.fields.require_count("intermediate_size")
+        linears = kind.linears + self._mlp_linears(family.mlp, width, bias=self.fields.read_flag(family.mlp_bias))
+        return replace(kind, linears=linears, mlp_width=width)
+
+    def _attention_linears(self) -> tuple[LinearShape, ...]:
+        family, bias = self.family, self.fields.read_flag(self.family.qkv_bias)
+        # q is not always the hidden width: Gemma's and Qwen3's heads are wider together
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        out = LinearShape("self_attn.o_proj", q, self.hidden, self.fields.read_flag(family.out_bias))
+        if len(family.qkv) == 1:
+            return (LinearShape(family.qkv[0], self.hidden, q + 2 * kv, bias), out)
+        widths = zip(family.qkv, (q, kv, kv), strict=True)
+        return (*(LinearShape(path, self.hidden, width, bias) for path, width in widths), out)
+
+    def _mlp_linears(self, paths: tuple[str, ...], width: int, *, bias: bool) -> tuple[LinearShape, ...]:
+        fused_width = 2 * width if self.family.has_fused_gate else width
+        input_linears = tuple(LinearShape(path, self.hidden, fused_width, bias) for path in paths[:-1])
+        return (*input_linears, LinearShape(paths[-1], width, self.hidden, bias))
+
+    def _qk_norm_params(self) -> int:
+        if not self.fields.read_flag(self.family.qk_norm):
+            return 0
+        if self.family.qk_norm_size == "width":
+            return (self.heads + self.kv_heads) * self.head_dim
+        return 2 * self.head_dim
+
+    def _add_experts(self, kind: LayerKind, experts: ExpertFields) -> LayerKind:
+        count, width = self.fields.require_count(experts.count_field), self.fields.require_count(experts.width_field)
+        shared_width = (
+            width * self.fields.require_count(experts.shared_count_field) if experts.shared_count_field else 0
+        )
+        linears = kind.linears
+        if shared_width:
+            paths = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+            linears += self._mlp_linears(paths, shared_width, bias=False)
+        up_path, down_path = EXPERT_WEIGHTS
+        biases = 2 * width + self.hidden if experts.has_expert_bias else 0  # of gate and up, and of down
+        return replace(
+            kind,
+            linears=linears,
+            num_experts=count,
+            expert_width=width,
+            expert_params=count * (3 * self.hidden * width + biases),
+            expert_weights=(
+                StackedExpertWeight(up_path, count, self.hidden, 2 * width),
+                StackedExpertWeight(down_path, count, width, self.hidden),
+            ),
+            shared_width=shared_width,
+            router_params=count * (self.hidden + int(experts.has_router_bias)),
+        )
+
+    def _has_experts(self, index: int) -> bool:
+        fields, experts = self.fields, self.family.experts
+        if experts is None:
+            return False
+        if experts.block_rule == "after_dense":
+            return index >= (fields.read_optional_count("first_k_dense_replace") or 0)
+        if experts.block_rule == "sparse_step":
+            dense_layers = fields.values.get("mlp_only_layers") or ()
+            return index not in dense_layers and (index + 1) % fields.require_count("decoder_sparse_step") == 0
+        return True
+
+    def _attention_kind(self, index: int) -> AttentionKind:
+        fields, rule = self.fields, self.family.window_rule
+        if rule == "none":
+            return "full"
+        # transformers 5 writes layer_types; older files only have the window, and the class's own rule applies
+        layer_types = fields.values.get("layer_types")
+        if isinstance(layer_types, list) and rule != "all":
+            return self._layer_type_kind(layer_types, index)
+        return (
+            "sliding"
+            if fields.read_optional_count("sliding_window") and self._uses_sliding_window(rule, index)
+            else "full"
+        )
+
+    def _uses_sliding_window(self, rule: str, index: int) -> bool:
+        fields = self.fields
+        if "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window"):
+            return False
+        if rule == "late":
+            return index >= (fields.read_optional_count("max_window_layers") or 0)
+        if rule == "no_rope":
+            return not self._has_rotary_positions(index)
+        if rule == "pattern" or (rule.startswith("every_") and "sliding_window_pattern" in fields.values):
+            return (index + 1) % fields.require_count("sliding_window_pattern") != 0
+        return rule == "all" or (index + 1) % int(rule.removeprefix("every_")) != 0
+
+    def _has_rotary_positions(self, index: int) -> bool:
+        """Whether a block has rotary positions: every fourth has none (`no_rope_layers` has 1 where there are)."""
+        rope_layers = self.fields.values.get("no_rope_layers")
+        if isinstance(rope_layers, list) and index < len(rope_layers):
+            return bool(rope_layers[index])
+        return (index + 1) % (self.fields.read_optional_count("no_rope_layer_interval") or 4) != 0
+
+    def _layer_type_kind(self, layer_types: list[object], index: int) -> AttentionKind:
+        if len(layer_types) != self.num_layers:
+            raise ModelError(
+                f"model {one_line(self.fields.name)}: config.json has {len(layer_types)} layer_types and "
+                f"num_hidden_layers: {self.num_layers}"
+            )
+        kind = _ATTENTION_KINDS.get(str(layer_types[index]))
+        if kind is None:
+            raise UnknownArchitecture(
+                f"model {one_line(self.fields.name)}: config.json has a block of type "
+                f"{one_line(str(layer_types[index]))}, which the plan does not know without transformers"
+            )
+        return kind if kind == "full" or self.fields.read_optional_count("sliding_window") else "full"
+
+
+# What a model's `config.json` means: layers, shapes, parameters by kind. No torch, no weights.
+#
+# The config is read from a local folder, from the table of known models, or fetched alone from the
+# hub.
+
+ConfigJson = dict[str, Any]
+
+_CONNECT_TIMEOUT_S = 3.0
+# A hub that did not answer is not asked again for so long: one command asks several times.
+_RETRY_AFTER_S = 60.0
+# When a hub last did not answer.
+_failure_times: dict[tuple[str, int], float] = {}
+_MODEL_INFO_TIMEOUT_S = 3.0
+
+
+def load_model_shape(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
+    """The shapes of a model, by its hub id or folder. Raises ModelError without a usable config.json, or for code that
+    was not allowed."""
+    config = load_config_json(name, revision=revision)
+    refuse_remote_code(config, name=name, allowed=trust_remote_code)
+    return parse_model_shape(config, name=name)
+
+
+def load_max_positions(name: str, *, revision: str | None = None) -> int | None:
+    """How many positions a model has; None where its config.json does not say, or there is none."""
+    with contextlib.suppress(ModelError):
+        config = load_config_json(name, revision=revision)
+        try:
+            return parse_model_shape(config, name=name).max_positions
+        except UnknownArchitecture:
+            inner = config.get("text_config")
+            max_positions = normalize_field_names(inner if isinstance(inner, Mapping) else config).get(
+                "max_position_embeddings"
+            )
+            return max_positions if isinstance(max_positions, int) and max_positions > 0 else None
+    return None
+
+
+def refuse_remote_code(config: ConfigJson, *, name: str, allowed: bool) -> None:
+    """Raises ModelError where the model needs code of its own and the run YAML does not allow it; models that
+    transformers has added since still name their old code (`auto_map`)."""
+    if config.get("auto_map") and not allowed and not _is_in_transformers(str(config.get("model_type"))):
+        raise ModelError(
+            f"model {one_line(name)} has its own Python code (auto_map in its config.json), which runs only if "
+            "you have read it and set model.trust_remote_code=true"
+        )
+
+
+def text_only_note(config: Mapping[str, Any]) -> str:
+    """A note for a model with parts beside its language model, which alone is trained; empty for others."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping) or not inner:
+        return ""
+    model_type = one_line(str(config.get("model_type")))
+    return (
+        f"only the language model of this {model_type} is trained; its other parts are not loaded, and stay in merged "
+        "and fully trained models as they are published"
+    )
+
+
+def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None:
+    """Raises ModelError where the stored weights are quantised in a way that is not trained: all but bitsandbytes' 4
+    bits in qlora, and `DEQUANTISED_FORMATS`."""
+    method, fields = quantisation_method(config)
+    if method is None or method in DEQUANTISED_FORMATS:
+        return
+    is_8bit = any(fields.get(f"{prefix}load_in_8bit") for prefix in ("", "_"))
+    if method != "bitsandbytes" or is_8bit or mode != "qlora":
+        bits, original = ", 8 bits" if is_8bit else "", original_model_name(config, name)
+        remedy = f"take its original, {original}" if original else "take the unquantised model"
+        raise ModelError(
+            f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits}); {remedy}: "
+            "tuning.mode=qlora quantises it while loading"
+        )
+
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def original_model_name(config: Mapping[str, Any], name: str) -> str:
+    """The model that a quantised one was made of, as far as its config.json tells; empty where it does not."""
+    _, fields = quantisation_method(config)
+    candidates = (config.get("_name_or_path"), config.get("base_model"), fields.get("model_name_or_path"))
+    return next((one for one in candidates if isinstance(one, str) and _HUB_ID.fullmatch(one) and one != name), "")
+
+
+def quantised_storage_note(config: Mapping[str, Any], mode: str) -> str:
+    """A note for weights that are stored quantised and dequantised while they are read; empty for others."""
+    method, _ = dequantisable_method(config)
+    if method is None:
+        return ""
+    treatment = "packed as NF4" if mode == "qlora" else "trained so" if mode == "full" else "kept so"
+    return (
+        f"its weights are stored in {DEQUANTISED_FORMATS[method]}: dequantised tensor by tensor while loading, and "
+        f"{treatment}"
+    )
+
+
+def _is_in_transformers(model_type: str) -> bool:
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return False
+    folder = model_type.replace("-", "_")
+    names = {folder, folder.removesuffix("_text")}
+    return any((Path(spec.origin).parent / "models" / name / "__init__.py").is_file() for name in names if name)
+
+
+_GGUF_DESCRIPTION = (
+    "a GGUF, weights for llama.cpp that nothing here trains: give the model that it was converted from, as a hub id or "
+    "a folder with config.json and safetensors (make export FORMAT=gguf makes a GGUF of what was trained)"
+)
+
+
+def load_config_json(name: str, *, revision: str | None = None) -> ConfigJson:
+    """A model's config.json: from a folder, the table of known models, the hub's cache, or the hub."""
+    folder = find_model_folder(name)
+    if folder is not None:
+        suffixes = {file.suffix.lower() for file in folder.glob("*")}
+        if ".gguf" in suffixes and ".safetensors" not in suffixes:
+            raise ModelError(f"model path {one_line(name)} holds {_GGUF_DESCRIPTION}")
+        config = _read_config(folder, str(folder))
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"model path {one_line(name)} holds an adapter beside its config.json, which transformers would put on "
+                "the weights unasked: give the base model's folder (model.adapter continues an adapter), or remove "
+                "adapter_config.json"
+            )
+        return config
+    if name in KNOWN_MODELS and revision is None:  # another revision may have another shape
+        return KNOWN_MODELS[name].config
+    known_name = next((known for known in KNOWN_MODELS if known.rpartition("/")[2].lower() == name.lower()), None)
+    if known_name is not None:
+        raise ModelError(f"model {one_line(name)} lacks its owner: the hub has it as {known_name}")
+    return _fetch_config(name, revision)
+
+
+def find_model_folder(name: str) -> Path | None:
+    """The folder that a model name refers to, or None for a hub id; of the starter's base that of this package. Raises
+    ModelError for a path (from `/`, `.` or `~`, or whose first part exists here) that is no folder."""
+    if name == BASE_NAME:
+        return BASE
+    path = Path(name)
+    with contextlib.suppress(RuntimeError):  # ~user of a user who does not exist
+        path = path.expanduser()
+    with contextlib.suppress(OSError):  # a name too long for the file system
+        if path.is_dir():
+            return path
+    first = Path(path.parts[0]) if path.parts else path
+    # a hub id is owner/name or a bare name: anything else can only be a path
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or (len(path.parts) > 1 and first.exists())
+    with contextlib.suppress(OSError):
+        is_path |= path.is_file()
+    if is_path:
+        problem = f"does not exist or is no folder (looked from {Path.cwd()})"
+        raise ModelError(
+            f"model path {one_line(name)} {f'is {_GGUF_DESCRIPTION}' if path.suffix.lower() == '.gguf' else problem}"
+        )
+    return None
+
+
+def base_weights_identity(name: str, hf_config: Any) -> dict[str, str | None]:
+    """What identifies the base weights: the hub's commit, or a digest of each file's size, first and last MiB: whole
+    files would take minutes, and training moves every tensor."""
+    folder = find_model_folder(name)
+    if folder is None:
+        return {"path": name, "sha256": getattr(hf_config, "_commit_hash", None)}
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\0".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(1 << 20))
+            stream.seek(max(0, size - (1 << 20)))
+            digest.update(stream.read(1 << 20))
+    return {"path": str(folder), "sha256": digest.hexdigest()}
+
+
+def _read_config(folder: Path, name: str) -> ConfigJson:
+    path = folder / "config.json"
+    if not path.is_file():
+        is_adapter = (folder / "adapter_config.json").is_file()
+        hint = "; it holds an adapter: give the folder of the base model" if is_adapter else ""
+        raise ModelError(f"model path {folder} has no config.json{hint}; a model folder holds config.json and weights")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_hook=_parse_special_float)
+    except (ValueError, RecursionError) as error:  # not text, not JSON, or a number with thousands of digits
+        raise ModelError(f"{path} is not JSON: {one_line(str(error))}") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    require_causal_lm_config(config, name=name)
+    return dict(config)
+
+
+def _parse_special_float(value: ConfigJson) -> Any:
+    """A number that JSON lacks, from transformers' tag for it (`_encode_special_floats`, 5.23); else the object."""
+    tag = value.get("__float__")
+    return float(tag) if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN") else value
+
+
+def _fetch_config(name: str, revision: str | None) -> ConfigJson:
+    from huggingface_hub import errors, hf_hub_download
+
+    model_text = one_line(name)
+    reasons: dict[type[Exception], str] = {
+        errors.HFValidationError: "is neither a folder here nor a hub id of the form owner/name",
+        errors.GatedRepoError: "is gated: accept its licence on its hub page, then `hf auth login` or set HF_TOKEN",
+        errors.LocalEntryNotFoundError: f"is not a folder here (looked from {Path.cwd()}), is not in the local cache, "
+        f"and the hub cannot be reached; {did_you_mean(name, KNOWN_MODELS) or 'connect, or give a local folder'}",
+        errors.RepositoryNotFoundError: "is not on the hub (or it is private: `hf auth login`); check the spelling, or "
+        "give a folder",
+        errors.EntryNotFoundError: f"is {_GGUF_DESCRIPTION}"
+        if "gguf" in name.lower()
+        else "has no config.json on the hub: it is not a transformers model",
+    }
+    is_offline = not is_hub_reachable()  # then only the cache is read, at once
+    try:
+        with report_wait(f"Asking the hub for the config.json of {model_text}"):
+            path = hf_hub_download(name, "config.json", revision=revision, local_files_only=is_offline)
+    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+        fallback_reason = f": its config.json cannot be fetched: {one_line(str(error))}"
+        reason = next((text for error_type, text in reasons.items() if isinstance(error, error_type)), fallback_reason)
+        raise ModelError(f"model {model_text} {reason}") from None
+    return _read_config(Path(path).parent, name)
+
+
+def published_params_note(name: str, revision: str | None, params: int) -> str:
+    """What the headers of a hub model's files say of its parameters, where its config.json gives over 1% more or fewer;
+    empty for folders and known models, and where the hub has no answer."""
+    if find_model_folder(name) is not None or (name in KNOWN_MODELS and revision is None):
+        return ""
+    params_by_dtype = _fetch_published_params(name, revision)
+    total = sum(params_by_dtype.values())
+    if not total or abs(total - params) <= 0.01 * total:
+        return ""
+    dtypes = ", ".join(f"{count:,} {one_line(dtype, limit=20)}" for dtype, count in params_by_dtype.items())
+    return f"parameters: {total:,} by the published files ({dtypes}), {params:,} by config.json"
+
+
+@functools.cache  # shapes are asked for several times
+def _fetch_published_params(name: str, revision: str | None) -> Mapping[str, int]:
+    from huggingface_hub import HfApi
+
+    # a gated model, no network, another hub without this answer: config.json alone has to do
+    with contextlib.suppress(Exception):
+        if not is_hub_reachable():
+            return {}
+        answer = HfApi().model_info(name, revision=revision, expand=["safetensors"], timeout=_MODEL_INFO_TIMEOUT_S)
+        return {str(dtype): int(count) for dtype, count in answer.safetensors.parameters.items()}
+    return {}
+
+
+def require_available_model(name: str, *, revision: str | None = None) -> None:
+    """Raises ModelError where a hub model is neither in the cache nor on a reachable hub; folders always pass."""
+    if find_model_folder(name) is None:
+        _fetch_config(name, revision)
+
+
+def is_hub_reachable() -> bool:
+    """Whether the hub, or the proxy before it, can be reached: the library would retry for half a minute."""
+    # as huggingface_hub reads them (constants.py, 1.x): the second only where the first is not set
+    offline_setting = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    if offline_setting.upper() in ("1", "TRUE", "YES", "ON"):
+        return False
+    host, port = _connection_target(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if time.monotonic() - _failure_times.get((host, port), -math.inf) < _RETRY_AFTER_S:
+        return False
+    if not _can_connect(host, port):
+        _failure_times[host, port] = time.monotonic()
+        return False
+    return True
+
+
+def _connection_target(url: str) -> tuple[str, int]:
+    """Host and port to connect to for a URL: its own, or those of the proxy that the environment names for it."""
+    from urllib.request import getproxies, proxy_bypass
+
+    address, proxies = urlsplit(url), getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    if proxy and not proxy_bypass(address.netloc):
+        address = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return address.hostname or "", address.port or {"http": 80, "https": 443}.get(address.scheme, 1080)
+
+
+def _can_connect(host: str, port: int) -> bool:
+    """Whether a connection is made in time. In a thread: looking up a name has no limit of its own, and takes half a
+    minute where no server of names answers."""
+    connections: list[bool] = []
+
+    def connect() -> None:
+        with contextlib.suppress(OSError, UnicodeError), socket.create_connection((host, port), _CONNECT_TIMEOUT_S):
+            connections.append(True)
+
+    thread = threading.Thread(target=connect, name="hub", daemon=True)
+    thread.start()
+    thread.join(_CONNECT_TIMEOUT_S)
+    return bool(connections)
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A published config (the fields that determine sizes), its source, and the published parameters if known."""
+
+    config: ConfigJson
+    source: str
+    params: int | None = None
+
+
+# By hub id: the models of the shipped configs and the most used others, which can be planned without a network.
+#
+# A line of `known_models.json` holds the hub ids of models of one shape (base, instruct, successors), where it was
+# read, the published parameters where they were, and the part of the published config.json that determines sizes (of
+# image-text models with the towers), with how the weights are stored.
+KNOWN_MODELS: dict[str, KnownModel] = {
+    name: KnownModel(row["config"], row["source"], row["params"])
+    for row in json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
+    for name in row["names"]
+}

@@ -1,0 +1,337 @@
+"""What a decoder consists of, in numbers of elements: embedding, blocks by kind, head. No torch, no
+files.
+
+Module names are transformers' own (5.23), from the block on (`self_attn.q_proj`), so that adapter
+targets match as in PEFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+# Which keys a block's queries see: all before them, the last `window`, those of their chunk of `window`; none where
+# the block has no softmax attention (a recurrent or convolutional one).
+AttentionKind = Literal["full", "sliding", "chunked", "none"]
+
+# rms: RMSNorm; gemma: RMSNorm whose weight multiplies in fp32.
+NormKind = Literal["rms", "gemma"]
+
+# What the names of attention's own linear layers start with.
+ATTENTION_PREFIXES = ("self_attn.", "attn.", "attention.", "self_attention.")
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """One linear layer of a block: `path` inside the block, input and output width."""
+
+    path: str
+    inputs: int
+    outputs: int
+    has_bias: bool = False
+    adaptable: bool = True
+    """Whether it takes an adapter (`families.no_adapter_reason`, `training/class_checks/adapter_trial`)."""
+    is_packable: bool = True
+    """Whether qlora keeps it in 4 bits; not where the class reads its weight outside of its product."""
+
+    @property
+    def name(self) -> str:
+        """The module's own name, `q_proj` of `self_attn.q_proj`."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight matrix."""
+        return self.inputs * self.outputs
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it belongs to the attention, not to the MLP."""
+        return self.path.startswith(ATTENTION_PREFIXES)
+
+    def matches(self, target: str) -> bool:
+        """Whether an adapter target names it: PEFT compares the end of the full name (`q_proj`, `attn.c_proj`)."""
+        return self.path == target or self.path.endswith(f".{target}")
+
+
+@dataclass(frozen=True)
+class StackedExpertWeight:
+    """One matrix of every expert of a block, as one tensor: `path` inside the block, number of experts, widths."""
+
+    path: str
+    experts: int
+    inputs: int
+    outputs: int
+    is_packable: bool = True
+    """Whether qlora keeps it in 4 bits (`tuning.quantize_experts`)."""
+
+    @property
+    def weights(self) -> int:
+        """Elements of the tensor."""
+        return self.experts * self.inputs * self.outputs
+
+    def matches(self, target: str) -> bool:
+        """Whether a name of `tuning.lora.target_parameters` means it: the end of its full name."""
+        return f".{self.path}".endswith(f".{target}")
+
+
+@dataclass(frozen=True)
+class AdapterPlacement:
+    """Where adapters go in a class that the table of families does not have."""
+
+    targets: tuple[str, ...]
+    """What `target_modules: auto` gives to PEFT: ends of the names of layers."""
+    excluded: tuple[tuple[str, str], ...] = ()
+    """Linear layers that get none, by full names with * for numbers, and why."""
+    untried_reason: str = ""
+    """Why no small model of the class could be tried; then every linear layer gets one."""
+
+    def resolve_targets(self, targets: Literal["auto"] | tuple[str, ...]) -> list[str]:
+        """PEFT's targets for those of the YAML: where one would match a layer that is left out too, the others that it
+        matches."""
+        if targets == "auto":
+            return list(self.targets)
+        resolved: dict[str, None] = {}
+        for target in targets:
+            hits_no_excluded = not any(f".{path}".endswith(f".{target}") for path, _ in self.excluded)
+            resolved |= dict.fromkeys(
+                [target]
+                if hits_no_excluded
+                else [known for known in self.targets if f".{known}".endswith(f".{target}")]
+            )
+        return list(resolved)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is left out, and why."""
+        reasons = dict.fromkeys(reason for _, reason in self.excluded)
+        # names inside a block
+        inner_reasons = [(path.partition(".*.")[2] or path, reason) for path, reason in self.excluded]
+        lines = [
+            f"none on {', '.join(sorted({path for path, reason in inner_reasons if reason == one}))} ({one})"
+            for one in reasons
+        ]
+        return [*lines, *([f"on every linear layer: {self.untried_reason}"] if self.untried_reason else [])]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Identical blocks. Sizes are of one block; `count` is how many there are."""
+
+    count: int
+    linears: tuple[LinearShape, ...]
+    attention: AttentionKind = "full"
+    mlp_width: int = 0
+    """Width of the dense MLP; 0 in a block of experts."""
+    num_experts: int = 0
+    expert_width: int = 0
+    """Inner width of one expert; 0 where it cannot be told from the experts' tensors."""
+    expert_params: int = 0
+    """Experts' weights and biases. transformers keeps them as one tensor per projection, which are not linear
+    layers."""
+    expert_weights: tuple[StackedExpertWeight, ...] = ()
+    """Those tensors, without the biases."""
+    shared_width: int = 0
+    """Width of the shared experts, which every token passes; their linear layers are in `linears`."""
+    router_params: int = 0
+    """The router, where it is not a linear layer."""
+    linear_attention_width: int = 0
+    """Width of all value heads of linear attention (a gated delta rule); 0 in a block without it."""
+    norm_params: int = 0
+    settings: str = ""
+    """Tells blocks of the same layers apart that are set differently (keys and values of an earlier block, say); empty
+    for a type of the table."""
+    other_params: int = 0
+    """The rest: attention sinks, weights of activations, convolutions."""
+
+    @cached_property
+    def linear_weights(self) -> int:
+        """Elements of the linear layers' weight matrices."""
+        return sum(linear.weights for linear in self.linears)
+
+    @cached_property
+    def packable_sizes(self) -> tuple[int, ...]:
+        """Elements of each matrix that qlora keeps in 4 bits: those of linear layers and of experts."""
+        expert_sizes = tuple(one.weights for one in self.expert_weights if one.is_packable)
+        return tuple(linear.weights for linear in self.linears if linear.is_packable) + expert_sizes
+
+    @cached_property
+    def params(self) -> int:
+        """All parameters of one block."""
+        others = self.expert_params + self.router_params + self.norm_params + self.other_params
+        biases = sum(linear.outputs for linear in self.linears if linear.has_bias)
+        return self.linear_weights + biases + others
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is none. `layers`
+    describes the blocks, and every count comes from it; the single fields above it describe the whole model, or its
+    first block of the commonest kind where blocks differ."""
+
+    name: str
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    """Width of the MLP, of one expert where there are experts."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    max_positions: int | None
+    layers: tuple[LayerKind, ...]
+    layer_order: tuple[int, ...]
+    """For each block, from the first to the last, its place in `layers`."""
+    window: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    uses_custom_experts: bool = False
+    """The class runs its experts by code of its own, which `experts_implementation` does not reach."""
+    has_clamped_gate: bool = False
+    """Experts gate as gpt-oss does: clamped, step by step."""
+    routes_in_fp32: bool = False
+    """The weights by which experts' outputs are added are fp32, whatever the run computes in."""
+    kernel_packages: tuple[str, ...] = ()
+    """Packages whose kernels the class runs where they are installed, and its own slower reference code where not."""
+    has_head_bias: bool = False
+    norm: NormKind = "rms"
+    norms_per_layer: int = 2
+    """Norms over the hidden width in one block."""
+    has_qk_norm: bool = False
+    has_fused_qkv: bool = False
+    position_rows: int = 0
+    uses_alibi: bool = False
+    rotary_dim: int = 0
+    """How much of a head is rotated; 0 without rotary positions."""
+    has_attention_sinks: bool = False
+    attention_softcap: float | None = None
+    """Attention scores are capped (Gemma-2): only eager attention does it."""
+    caps_logits: bool = False
+    """The output head's logits are capped (Gemma)."""
+    attention_dropout: float = 0.0
+    embedding_width: int = 0
+    """Width of the token embedding where it is not the hidden size (OPT-350M); else 0."""
+    outer_linears: tuple[LinearShape, ...] = ()
+    """Linear layers outside the blocks, the output head left out."""
+    outer_params: int = 0
+    """Parameters outside blocks, embedding, head and `outer_linears`: the last norm, an embedding norm."""
+    has_custom_logits: bool = False
+    """Its logits are more than its head's products, so that the loss is computed over whole ones."""
+    untrained_params: int = 0
+    """Of all parameters: those that a full training gives no gradient, by the class's own code."""
+    buffer_bytes: int = 0
+    """Bytes of what the class keeps beside its parameters, whole on every rank, in a dtype of its own: causal masks."""
+    buffer_elements: int = 0
+    """How many numbers it keeps so in the dtype of the weights: tables of positions."""
+    stored_dtype: str | None = None
+    """Dtype of the weights in the model's files as its config.json says; None where it does not."""
+    source_note: str = ""
+    """Where these shapes are from, if not from the table of families."""
+    text_only_note: str = ""
+    """What is to be said where only the language model of a larger class is trained."""
+    storage_note: str = ""
+    published_note: str = ""
+    """What its published files say of the parameters, where that is something else."""
+    adapter_placement: AdapterPlacement | None = None
+    """Where adapters go; None for a type of the table, whose `linears` tell."""
+    can_checkpoint: bool = True
+    has_fused_attention: bool = True
+    block_meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    """Runs blocks of this class to see their bytes (`trace.block_meter`); None where the estimate knows them."""
+
+    def without_packed_experts(self) -> ModelShape:
+        """The same with experts that stay in 16 bits."""
+        kinds = (
+            replace(kind, expert_weights=tuple(replace(one, is_packable=False) for one in kind.expert_weights))
+            for kind in self.layers
+        )
+        return replace(self, layers=tuple(kinds))
+
+    @cached_property
+    def commonest_kind(self) -> LayerKind:
+        """The kind of most blocks."""
+        return max(self.layers, key=lambda kind: kind.count)
+
+    @cached_property
+    def linears(self) -> tuple[tuple[LinearShape, int], ...]:
+        """Every linear layer but the head, with how many of it the model has."""
+        inner = tuple((linear, kind.count) for kind in self.layers for linear in kind.linears)
+        return inner + tuple((linear, 1) for linear in self.outer_linears)
+
+    @property
+    def has_sdpa(self) -> bool:
+        """Whether the model's class runs PyTorch's fused attention: those with a soft cap or sinks do not."""
+        return self.has_fused_attention and self.attention_softcap is None and not self.has_attention_sinks
+
+    @property
+    def rows_per_token(self) -> int:
+        """Rows that experts multiply for each token. Llama 4's own code takes every expert and weighs most by zero
+        (modeling_llama4.py, Llama4TextMoe)."""
+        return self.num_experts if self.uses_custom_experts else self.experts_per_token
+
+    @cached_property
+    def has_latent_attention(self) -> bool:
+        """Whether keys and values are made from one narrow projection (DeepSeek's attention): of different widths."""
+        return any(linear.name == "kv_b_proj" for linear, _ in self.linears)
+
+    @property
+    def q_width(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @cached_property
+    def embedding_table_params(self) -> int:
+        """Weights of the token embedding, and of an output head of its own."""
+        return self.vocab_size * (self.embedding_width or self.hidden_size)
+
+    @cached_property
+    def embedding_params(self) -> int:
+        """Parameters of the token (and learned position) embedding."""
+        return self.embedding_table_params + self.position_rows * self.hidden_size
+
+    @cached_property
+    def head_params(self) -> int:
+        """Weights of an output head of its own; 0 where it is the embedding."""
+        return 0 if self.tied else self.embedding_table_params
+
+    @cached_property
+    def expert_params(self) -> int:
+        """Parameters of all blocks' experts (not the shared ones)."""
+        return sum(kind.count * kind.expert_params for kind in self.layers)
+
+    @cached_property
+    def packable_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Elements of each matrix that qlora keeps in 4 bits, with how many of it the model has."""
+        inner = tuple((elements, kind.count) for kind in self.layers for elements in kind.packable_sizes)
+        return inner + tuple((linear.weights, 1) for linear in self.outer_linears)
+
+    @cached_property
+    def packable_params(self) -> int:
+        """Parameters that qlora keeps in 4 bits."""
+        return sum(count * elements for elements, count in self.packable_sizes)
+
+    @cached_property
+    def linear_params(self) -> int:
+        """Parameters of all weight matrices between embedding and head: linear layers and every expert."""
+        return sum(count * linear.weights for linear, count in self.linears) + self.expert_params
+
+    @cached_property
+    def other_params(self) -> int:
+        """Norms, biases, routers, attention sinks, and the last norm."""
+        inner = sum(kind.count * (kind.params - kind.linear_weights - kind.expert_params) for kind in self.layers)
+        outer = sum(linear.outputs for linear in self.outer_linears if linear.has_bias)
+        return inner + outer + self.outer_params + (self.vocab_size if self.has_head_bias else 0)
+
+    @cached_property
+    def params(self) -> int:
+        """All parameters of the language model."""
+        return self.embedding_params + self.head_params + self.linear_params + self.other_params

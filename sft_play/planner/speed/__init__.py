@@ -1,1 +1,0 @@
-"""Predicted speed: the roofline, communication, kernels, and how far it may be off."""

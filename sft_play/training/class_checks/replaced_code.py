@@ -1,0 +1,533 @@
+"""Code in place of the model's own (Liger's kernels, compiled blocks), used where it is measured to
+compute the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import inspect
+import itertools
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+from transformers import TrainerCallback
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.log import one_line
+from sft_play.machine.software import LIGER_PACKAGE
+from sft_play.planner.kernels import LIGER_VERSION
+from sft_play.planner.plan import Plan
+from sft_play.training import distributed
+from sft_play.training.class_checks.small_model import small_config, small_model
+from sft_play.training.model import attention_functions
+from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers
+
+logger = logging.getLogger(__name__)
+
+
+# Whether other code computes what the plain code does, by measurement before a run relies on it.
+#
+# Logits and gradients of a small model have to agree in fp32; in 16 bits the other code must not be
+# further from fp32 than the plain one is. PyTorch's varlen kernel is compared with a call for each
+# chat, on the run's own GPU.
+#
+# Shape letters: T tokens of all chats, H heads, G heads of keys, D width of a head.
+
+# Difference in fp32, over the size of what is compared, that counts as rounding: 6e-6 at most for llama, mistral,
+# phi3, qwen2, qwen3 and gpt_oss, 1.1e-4 for qwen3_5, whose recurrence amplifies it (liger-kernel 0.8.5 in Triton's
+# interpreter, benchmarks/LOG.md); a norm that is wrong by 1% is further off.
+FP32_TOLERANCE = 1e-3
+# How many times as far from fp32 as the plain code other code may be in 16 bits.
+MAX_HALF_ERROR_RATIO = 1.5
+_ROWS, _LENGTH = 2, 23
+# Tokens of the chats on which a kernel is tried: one alone, and some beyond a kernel's tiles of 64 and 128.
+KERNEL_CHAT_LENGTHS = (100, 1, 27, 256, 129)
+# Longest window that is tried: shorter than most of the chats.
+LONGEST_WINDOW = 48
+# Relative error that counts as rounding in 16 bits, which give 0.004. A chat that sees another, or a window that is
+# off by one, is off by 0.09 and more.
+KERNEL_TOLERANCE = 0.02
+
+TensorList = list[torch.Tensor]
+CheckResult = TypeVar("CheckResult")
+
+
+@dataclass(frozen=True)
+class ClassCheck:
+    """How far other code is from the plain code, over logits and gradients, the worst of them."""
+
+    fp32_difference: float
+    """Relative difference in fp32."""
+    half_precision_ratio: float
+    """Its error in the run's dtype over the plain code's own; 0 for a run in fp32."""
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether both are rounding (a figure that is not a number is none)."""
+        return self.fp32_difference < FP32_TOLERANCE and self.half_precision_ratio < MAX_HALF_ERROR_RATIO
+
+    @property
+    def figures_text(self) -> str:
+        """The measured differences in words."""
+        text = f"{self.fp32_difference:.0e} in fp32"
+        half_text = f"{text}, {self.half_precision_ratio:.2f} of the plain ones' own error in 16 bits"
+        return half_text if self.half_precision_ratio else text
+
+
+def all_ranks_agree(check: Callable[[], tuple[CheckResult, str | None]]) -> tuple[CheckResult | None, str | None]:
+    """What `check` returns where it has no problem on any rank; else None and the problem. All ranks call it. What
+    `check` raises is a problem too: a class can break at anything that is put into it."""
+    result, problem = None, None
+    try:
+        result, problem = check()
+    except Exception as error:
+        problem = f"not proven: {type(error).__name__}: {one_line(str(error), limit=200)}"
+    if distributed.any_rank(problem is not None):
+        return None, problem or "another rank cannot"
+    return result, None
+
+
+def compare_with_reference(
+    reference: TensorList, reference_half: TensorList, replaced: TensorList, replaced_half: TensorList
+) -> ClassCheck:
+    """Build the check from logits and gradients of plain and other code, each in fp32 and in the run's dtype."""
+    reference_error, replaced_error = (
+        relative_difference(reference_half, reference),
+        relative_difference(replaced_half, reference),
+    )
+    return ClassCheck(
+        relative_difference(replaced, reference), replaced_error / reference_error if reference_error else 0.0
+    )
+
+
+def largest_differences(checks: Iterable[ClassCheck]) -> ClassCheck:
+    """The larger of each figure."""
+    return ClassCheck(
+        *(
+            _max_or_nan(figures)
+            for figures in zip(*((check.fp32_difference, check.half_precision_ratio) for check in checks), strict=True)
+        )
+    )
+
+
+def logits_and_gradients(model: Any, *, packed: bool = False) -> TensorList:
+    """Logits and all gradients in fp32, as a model computes them in its dtype of two short rows, or `packed`: of both
+    one behind the other, told apart by their boundaries."""
+    generator = torch.Generator().manual_seed(1)
+    device = next(model.parameters()).device
+    ids = torch.randint(3, model.config.vocab_size, (_ROWS, _LENGTH), generator=generator).to(device)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if packed:
+        boundaries = torch.arange(0, _ROWS * _LENGTH + 1, _LENGTH, dtype=torch.int32, device=device)
+        inputs = {
+            "input_ids": ids.reshape(1, -1), "position_ids": torch.arange(_LENGTH, device=device).repeat(_ROWS)[None],
+            "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": _LENGTH, "max_length_k": _LENGTH,
+        }  # fmt: skip
+    model.zero_grad()
+    logits = model(**inputs, use_cache=False).logits.float().reshape(_ROWS, _LENGTH, -1)
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    gradients = [parameter.grad.float().clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return [logits.detach(), *gradients]
+
+
+def to_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """The model in a dtype: a copy, or itself in fp32."""
+    return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+
+
+def relative_difference(tensors: TensorList, references: TensorList) -> float:
+    """The largest difference of a tensor over its size, as norms; nan if any is."""
+    return _max_or_nan(
+        float((tensor - reference).norm() / reference.norm().clamp(min=1e-12))
+        for tensor, reference in zip(tensors, references, strict=True)
+    )
+
+
+def small_model_attention(model: Any) -> str:
+    """The attention of small models: the model's, but on whole rows where ranks share them."""
+    name = str(model.config._attn_implementation)
+    return "sdpa" if name == attention_functions.ULYSSES_ATTENTION else name
+
+
+def _max_or_nan(figures: Iterable[float]) -> float:
+    values = list(figures)
+    return math.nan if any(map(math.isnan, values)) else max(values)  # max() would pass over a nan
+
+
+# --- PyTorch's varlen kernel ------------------------------------------------------------------------------------------
+# Heads of queries and of keys, and their width.
+HeadShape = tuple[int, int, int]
+
+
+def verify_varlen_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> None:
+    """Use PyTorch's kernel where the plan counts on it and it is proven here; all ranks do the same."""
+    attention_functions.enable_flash(enabled=False)
+    if model_spec.attention.name != attention_functions.VARLEN_ATTENTION or plan.choice.step.one_by_one:
+        return
+    dtype = getattr(torch, plan.precision.compute)
+
+    def check_kernel() -> tuple[float, str | None]:
+        largest = 0.0
+        for heads, window in _kernel_cases(model_spec.hf_config, plan.choice.layout.tensor_parallel):
+            error = kernel_error(attention_functions.flash_attention, heads, window=window, dtype=dtype, device=device)
+            largest = max(largest, error)
+            if not error <= KERNEL_TOLERANCE:
+                return error, f"it is wrong on {device} for heads {heads}, window {window}: {error:.2g}"
+        return largest, None
+
+    error, problem = all_ranks_agree(check_kernel)
+    if problem is not None:
+        logger.warning(
+            "Attention: falls back to one call of sdpa for each chat, with the same numbers, but slower and with more "
+            "memory than planned: PyTorch's varlen kernel: %s", problem,
+        )  # fmt: skip
+        return
+    attention_functions.enable_flash(enabled=True)
+    logger.debug("Attention: on this GPU PyTorch's varlen kernel is within %.1g of a call for each chat", error)
+
+
+def kernel_error(
+    kernel: Callable[..., torch.Tensor],
+    heads: HeadShape,
+    *,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """How far a kernel's outputs and gradients are from those of a call for each chat in fp32 on the CPU
+    (`relative_difference`)."""
+    generator = torch.Generator().manual_seed(1)
+    queries, keys, width = heads
+    shapes = [(sum(KERNEL_CHAT_LENGTHS), count, width) for count in (queries, keys, keys, queries)]
+    *reference_inputs, weight = (torch.randn(shape, generator=generator).to(dtype).float() for shape in shapes)
+    inputs = [tensor.to(device, dtype).requires_grad_() for tensor in reference_inputs]
+    reference_inputs = [tensor.requires_grad_() for tensor in reference_inputs]
+    scale = width**-0.5
+    boundaries = torch.tensor([0, *itertools.accumulate(KERNEL_CHAT_LENGTHS)], dtype=torch.int32, device=device)
+    output = kernel(*inputs, boundaries, max(KERNEL_CHAT_LENGTHS), scale=scale, window=window)
+    query, key, value = reference_inputs
+    reference_output = attention_functions.attention_per_chat(
+        query, key, value, KERNEL_CHAT_LENGTHS, scale=scale, window=window
+    )
+    gradients = (
+        torch.autograd.grad(output, inputs, weight.to(device, dtype)),
+        torch.autograd.grad(reference_output, reference_inputs, weight),
+    )
+    tensors, references = (
+        [tensor, *output_gradients]
+        for tensor, output_gradients in zip((output, reference_output), gradients, strict=True)
+    )
+    return relative_difference(
+        [tensor.detach().cpu().float() for tensor in tensors], [tensor.detach() for tensor in references]
+    )
+
+
+def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape, int | None]]:
+    """Of all layers, where their sizes differ."""
+    if getattr(hf_config, "is_heterogeneous", False):
+        layer_configs = [hf_config.per_layer_config[layer] for layer in range(hf_config.num_hidden_layers)]
+        return sorted({case for layer in layer_configs for case in _kernel_cases(layer, tensor_parallel)}, key=str)
+    queries = hf_config.num_attention_heads
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // queries
+    widths = {head_dim, getattr(hf_config, "global_head_dim", None) or head_dim}
+    key_heads = getattr(hf_config, "num_key_value_heads", None) or queries
+    key_head_counts = {key_heads, getattr(hf_config, "num_global_key_value_heads", None) or key_heads}
+    window = getattr(hf_config, "sliding_window", None)
+    windows = [None, *([min(window, LONGEST_WINDOW)] if isinstance(window, int) and window > 0 else [])]
+    heads = {
+        (max(1, queries // tensor_parallel), max(1, keys // tensor_parallel), width)
+        for keys in key_head_counts
+        for width in widths
+    }
+    return list(itertools.product(sorted(heads), windows))
+
+
+# Liger's Triton kernels in place of a model's norms, gated activations and rotations, where they
+# compute the same: measured on the run's own device, on small models of the class with rows as wide
+# as the real one's.
+
+LIGER_MODULE = "liger_kernel"
+GATE_KERNELS = ("swiglu", "geglu")
+# What may be replaced, by the names of Liger's arguments; all others (its losses) are switched off. Gates stay in a
+# model with experts, which the package would replace too, by code that computes gradients of frozen weights and
+# multiplies in the dtype of the hidden states, not in autocast's (0.8.5, ops/fused_moe.py).
+REPLACEABLE_KERNELS = ("rms_norm", *GATE_KERNELS, "rope")
+ModuleSnapshot = tuple[Any, dict[str, Any]]
+# What the module of this process's model was before Liger's functions were put into it.
+_replaced_modules: list[ModuleSnapshot] = []
+
+
+@dataclass(frozen=True)
+class ActiveKernels:
+    """The kernels of a run: what Liger's replaced (REPLACEABLE_KERNELS), or why the plain ones run where the config
+    asks for more."""
+
+    replaced: tuple[str, ...] = ()
+    reason: str | None = None
+
+    def as_json(self, plan: Plan) -> dict[str, Any]:
+        """`kernels` of the summary: what was used, what the plan counted, and why they differ."""
+        counted = asdict(plan.kernels) if plan.kernels else None
+        return {"used": list(self.replaced), "counted": counted, "reason": self.reason}
+
+
+def check_kernels(config: RunConfig, plan: Plan) -> None:
+    """Raises ConfigError where train.kernels=liger cannot be followed on this machine or in this layout."""
+    problem = _liger_problem(plan) if config.train.kernels == "liger" else None
+    if problem is not None:
+        raise ConfigError(f"train.kernels: liger: {problem}; use train.kernels=auto, or none")
+
+
+def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> ActiveKernels:
+    """Replace what Liger has kernels for, if the config wants it and they are proven, in a model without adapters yet;
+    all ranks do the same. Raises ConfigError where they were asked for by name, and differ."""
+    if _replaced_modules:  # another stage of this process
+        _restore_module(_replaced_modules.pop())
+    if config.train.kernels == "none":
+        return ActiveKernels()
+    dtype = getattr(torch, plan.precision.compute)
+
+    def check() -> tuple[ClassCheck | None, str | None]:
+        problem = _liger_problem(plan) or _unknown_class_problem(model)
+        if problem is not None:
+            return None, problem
+        class_check = check_liger_kernels(
+            model.config, attention=small_model_attention(model), device=device, dtype=dtype
+        )
+        problem = f"they differ on a small model of this class: {class_check.figures_text}"
+        return class_check, None if class_check.is_rounding else problem
+
+    class_check, reason = all_ranks_agree(check)
+    if reason is not None:
+        if config.train.kernels == "liger":
+            raise ConfigError(f"train.kernels: liger: {reason}; use train.kernels=auto, or none")
+        logger.debug("Kernels: the plain ones; train.kernels=auto: %s", reason)
+        return ActiveKernels(reason=reason)
+    _replaced_modules.append(_snapshot_module(model))
+    replaced = _apply_liger(model)
+    assert class_check is not None
+    logger.debug(
+        "Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), class_check.figures_text
+    )
+    return ActiveKernels(replaced)
+
+
+def check_liger_kernels(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> ClassCheck:
+    """How far Liger's kernels are from the plain code, on two small models, one with hidden states and one with an MLP
+    as wide as the real one's: wide rows take other ways through them."""
+    checks = []
+    for width in ("hidden_size", "intermediate_size"):
+        small = small_config(hf_config)
+        if isinstance(getattr(hf_config, width, None), int):
+            setattr(small, width, getattr(hf_config, width))
+        with torch.random.fork_rng(devices=[]):
+            model = small_model(small, attention, trust_remote_code=False).to(device)
+            reference, reference_half = logits_and_gradients(model), logits_and_gradients(to_dtype(model, dtype))
+            snapshot = _snapshot_module(model)
+            try:
+                _apply_liger(model)
+                replaced, replaced_half = logits_and_gradients(model), logits_and_gradients(to_dtype(model, dtype))
+            finally:
+                _restore_module(snapshot)
+        checks.append(compare_with_reference(reference, reference_half, replaced, replaced_half))
+    return largest_differences(checks)
+
+
+def _liger_problem(plan: Plan) -> str | None:
+    if importlib.util.find_spec(LIGER_MODULE) is None:
+        return f"{LIGER_PACKAGE} is not installed here (pip install {LIGER_PACKAGE}=={LIGER_VERSION})"
+    if plan.hardware.device != "cuda":
+        return "its kernels are Triton's, which need a CUDA GPU"
+    if plan.choice.layout.tensor_parallel > 1:
+        return "tensor-parallel ranks replace the same forwards (model.mesh_shape)"
+    return None
+
+
+def _unknown_class_problem(model: Any) -> str | None:
+    model_type = getattr(model.config, "model_type", None)
+    is_known = model_type in _liger_functions() and type(model).__module__.startswith("transformers.models.")
+    return None if is_known else f"it has no kernels for {one_line(str(model_type))}"
+
+
+def _liger_functions() -> dict[str, Any]:
+    patches: Any = importlib.import_module(f"{LIGER_MODULE}.transformers.monkey_patch")
+    return dict(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
+
+
+def _apply_liger(model: Any) -> tuple[str, ...]:
+    apply_liger = _liger_functions()[model.config.model_type]
+    options = inspect.signature(apply_liger).parameters
+    has_experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+    kinds = tuple(kind for kind in REPLACEABLE_KERNELS if not (has_experts and kind in GATE_KERNELS))
+    # what is left at its default is what the package has a kernel for in this class
+    apply_liger(model=model, **{name: False for name in options if name not in (*kinds, "model")})
+    return tuple(kind for kind in kinds if kind in options and options[kind].default)
+
+
+def _snapshot_module(model: Any) -> ModuleSnapshot:
+    """The module that a model's class is from, with its names: Liger replaces classes and functions there too."""
+    module = sys.modules[type(model).__module__]
+    return module, dict(vars(module))
+
+
+def _restore_module(snapshot: ModuleSnapshot) -> None:
+    module, names = snapshot
+    for name, value in names.items():
+        setattr(module, name, value)
+
+
+# Blocks of a model compiled by torch.compile, where it computes what the plain code computes
+# (`compare_with_reference`).
+#
+# Each block is compiled in place, with lengths and numbers of rows as symbols. Evaluation and
+# generation run the plain code. The time of compiling does not count for the training's speed; the
+# summary has it.
+
+COMPILE_BACKEND = "inductor"
+# Graphs of one function beyond which dynamo compiles no more and runs plain code: kinds of blocks, each for one row
+# and for several, with inputs that need a gradient and without, checkpointed or not. torch's own limit of 8 is less.
+MAX_GRAPHS_PER_BLOCK = 32
+
+
+class CompileMonitor(TrainerCallback):
+    """Compiled blocks: their time, told to `on_compiled`, and what became of them; `close` ends the watch."""
+
+    def __init__(self) -> None:
+        from torch._dynamo import config
+        from torch._dynamo.callback import callback_handler
+
+        self.on_compiled: list[Callable[[float], None]] = []
+        self._seconds = self._compile_start = 0.0
+        self._has_warned = False
+        self._exit_stack = contextlib.ExitStack()
+        for add, remove, call in (
+            (callback_handler.register_start_callback, callback_handler.remove_start_callback, self._on_compile_start),
+            (callback_handler.register_end_callback, callback_handler.remove_end_callback, self._on_compile_end),
+        ):
+            add(call)
+            self._exit_stack.callback(remove, call)
+        # DDP's own optimizer splits graphs by its buckets, and takes none that recompute; blocks are small already
+        self._exit_stack.enter_context(config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS_PER_BLOCK))
+        self._initial_counts = _dynamo_counts()
+
+    def close(self) -> None:
+        """Watch no longer, and put torch's settings back; the blocks stay compiled."""
+        self._exit_stack.close()
+
+    def figures(self) -> dict[str, Any]:
+        """`compile` of the summary: seconds in training passes, which the speed leaves out, graphs, and `breaks`, at
+        which plain code runs: between two graphs, or since too many kinds of passes were seen."""
+        graphs, breaks = (
+            count - initial for count, initial in zip(_dynamo_counts(), self._initial_counts, strict=True)
+        )
+        return {"seconds": round(self._seconds, 2), "graphs": graphs, "breaks": breaks}
+
+    def _on_compile_start(self, _: Any) -> None:
+        self._compile_start = time.perf_counter()
+
+    def _on_compile_end(self, _: Any) -> None:
+        seconds = time.perf_counter() - self._compile_start
+        self._seconds += seconds
+        for callback in self.on_compiled:
+            callback(seconds)
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Warn once of what is not compiled."""
+        figures = self.figures()
+        if not self._has_warned and (figures["breaks"] or not figures["graphs"]):
+            self._has_warned = True
+            logger.warning("Compiled blocks: %d graphs, and plain code runs at %d places (TORCH_LOGS=graph_breaks says "
+                           "where and why)", figures["graphs"], figures["breaks"])  # fmt: skip
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Say what was compiled."""
+        logger.debug("Compiled blocks: %(graphs)d graphs in %(seconds).0f s, not counted for tokens/s", self.figures())
+
+
+def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> CompileMonitor | None:
+    """Compile a model's blocks, if wanted and proven; None where the plain code stays. All ranks do the same."""
+    if not config.train.compile:
+        return None
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def check() -> tuple[ClassCheck, str | None]:
+        dtype = getattr(torch, plan.precision.compute)
+        class_check = check_compiled_blocks(
+            base.config, attention=small_model_attention(base), device=device, dtype=dtype
+        )
+        problem = f"a small model of this class computes something else compiled: {class_check.figures_text}"
+        return class_check, None if class_check.is_rounding else problem
+
+    class_check, reason = all_ranks_agree(check)
+    if class_check is None:
+        logger.warning("Compiled blocks: none, the plain code runs: %s", reason)
+        return None
+    blocks = compile_in_place(model)
+    logger.debug(
+        "Compiled blocks: %d, at their first pass (on a small model of this class: %s)",
+        blocks,
+        class_check.figures_text,
+    )
+    return CompileMonitor()
+
+
+def check_compiled_blocks(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> ClassCheck:
+    """How far compiled blocks are from the plain code; nothing stays compiled. Attention between boundaries has a
+    kernel for 16 bits only: in fp32 the same rows are padded ones. Raises ValueError: no block compiles."""
+    uses_boundaries = attention == attention_functions.VARLEN_ATTENTION and dtype != torch.float32
+    with torch.random.fork_rng(devices=[]):
+        small = small_config(hf_config)
+        reference_model = small_model(small, "sdpa" if uses_boundaries else attention, trust_remote_code=False).to(
+            device
+        )
+        half_model = (
+            small_model(small, attention, trust_remote_code=False).to(device) if uses_boundaries else reference_model
+        )
+        half_model = to_dtype(half_model, dtype)
+        reference, reference_half = (
+            logits_and_gradients(reference_model),
+            logits_and_gradients(half_model, packed=uses_boundaries),
+        )
+        for model in (reference_model, half_model):
+            compile_in_place(model)
+        initial_counts = _dynamo_counts()
+        try:
+            class_check = compare_with_reference(
+                reference,
+                reference_half,
+                logits_and_gradients(reference_model),
+                logits_and_gradients(half_model, packed=uses_boundaries),
+            )
+            # dynamo runs as plain code what it cannot compile, without an error
+            if _dynamo_counts()[0] == initial_counts[0]:
+                raise ValueError("none of its blocks compiles")
+            return class_check
+        finally:
+            torch.compiler.reset()
+
+
+def compile_in_place(model: torch.nn.Module) -> int:
+    """Compile each block of a model at its next pass; returns how many there are."""
+    blocks = decoder_layers(model)
+    for block in blocks:
+        block.compile(backend=COMPILE_BACKEND, dynamic=True)
+    return len(blocks)
+
+
+def _dynamo_counts() -> tuple[int, int]:
+    """Dynamo's counts in this process: graphs, and breaks or functions that it gave up."""
+    from torch._dynamo.utils import counters
+
+    limit_breaks = sum(count for name, count in counters["unimplemented"].items() if "limit exceeded" in name)
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()) + limit_breaks
