@@ -7,12 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sft_play import commands
+from sft_play import commands, exit_codes, log
 from sft_play.commands.answer import error_text, require_writable_out, write_result
 from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError, translate_library_errors
-from sft_play.exit_codes import EXIT_FAULT, add_exit_status, wants_json, write_json_line
-from sft_play.log import escape_control, redact, set_up_logging
 from sft_play.process import failures
 from sft_play.process.environment import allocator_variables, openmp_wait_variables
 
@@ -32,14 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(openmp_wait_variables(os.environ))  # OpenMP reads these once, when torch is loaded
     os.environ.update(allocator_variables(os.environ))  # torch reads this when it starts CUDA; ranks inherit both
     command = next((word for word in argv if not word.startswith("-")), "sft-play")
-    set_up_logging(escape_control(command)[:20], stream=sys.stderr)
+    log.set_up_logging(log.escape_control(command)[:20], stream=sys.stderr)
     failures.install_process_guards()
-    is_json = wants_json(argv)
+    is_json = exit_codes.wants_json(argv)
     if "--why" in argv:  # the log, and that of ranks, read the variable
         os.environ["WHY"] = "1"
     try:
         request = read_request(argv, os.environ)
-        set_up_logging(request.command, stream=sys.stderr if is_json else sys.stdout)
+        log.set_up_logging(request.command, stream=sys.stderr if is_json else sys.stdout)
         if request.trust:  # given as a flag; ranks and `checkpoints.last_checkpoint` read the variable
             os.environ["TRUST"] = "1"
         if request.out is not None:
@@ -51,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not failures.report_to_agent(error):  # a rank's agent reports it once for all ranks
             _write_json_error(_unfitting_plan(error) or {}, error.exit_code, error, is_json=is_json)
             kind = "" if isinstance(error, Interrupted) else "error: "
-            sys.stderr.write(redact(f"[{command}] {kind}{escape_control(str(error))}\n"))
+            sys.stderr.write(log.redact(f"[{command}] {kind}{log.escape_control(str(error))}\n"))
         return error.exit_code
     except KeyboardInterrupt as error:
         if not failures.report_to_agent(error):
@@ -61,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not failures.report_to_agent(error):
             raise  # entry tells a Ctrl-C that a library has reworded from a fault of ours
-        return EXIT_FAULT
+        return exit_codes.EXIT_FAULT
 
 
 def _write_json_error(data: dict[str, object], exit_code: int, error: BaseException, *, is_json: bool) -> None:
     """With JSON=1, write the JSON object of a failed command; among a launcher's ranks only rank 0 writes it."""
     if is_json and os.environ.get("RANK", "0") == "0":
-        write_json_line(add_exit_status(data, exit_code, error_text(error)))
+        exit_codes.write_json_line(exit_codes.add_exit_status(data, exit_code, error_text(error)))
 
 
 def _unfitting_plan(error: BaseException | None) -> dict[str, object] | None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from xml.etree import ElementTree
 
+from sft_play.answers import Answer
 from sft_play.config.schema import DocumentsConfig, RunConfig
 from sft_play.data.build.workers import hide_main_module, usable_cores
 from sft_play.data.managed_outputs import OutputFolder
@@ -320,7 +321,7 @@ _DOCUMENTS_PER_PROCESS = 4
 
 
 @dataclass
-class DocumentsReport:
+class DocumentsReport(Answer):
     """What was found, read, left out and written; `repeated_paragraphs`: seen earlier in this document or another."""
 
     config: DocumentsConfig

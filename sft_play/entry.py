@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from sft_play.exit_codes import EXIT_FAULT, EXIT_STOPPED, EXIT_TOO_LARGE, EXIT_USER, wants_json, write_missing_answer
+from sft_play import exit_codes
 
 TYPE_CHECKING = False  # typing's own takes 10 ms to import, in which a Ctrl-C would be a traceback
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def main(command: "Optional[str]" = None) -> int:
         early_message = "stopped by the user before anything was started"
         signal.signal(
             signal.SIGINT,
-            lambda number, frame: os._exit(_exit_with_message(command_name, argv, early_message, EXIT_STOPPED)),
+            lambda number, frame: os._exit(
+                _exit_with_message(command_name, argv, early_message, exit_codes.EXIT_STOPPED)
+            ),
         )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
     if sys.version_info < MIN_PYTHON:
@@ -49,12 +51,10 @@ def main(command: "Optional[str]" = None) -> int:
             f"{_install_hint(argv)}",
         )
     try:
-        from sft_play.cli import import_command
-        from sft_play.cli import main as run_program
-        from sft_play.log import output_failure, survive_lost_output
+        from sft_play import cli, log
         from sft_play.process.signals import handle_interrupt
 
-        import_command(argv)
+        cli.import_command(argv)
     except ModuleNotFoundError as error:
         text = missing_package_message(error, argv)
         if text is None:
@@ -62,20 +62,23 @@ def main(command: "Optional[str]" = None) -> int:
         return _exit_with_message(command_name, argv, text)
     except MemoryError:
         return _exit_with_message(
-            command_name, argv, "the memory of this machine ran out while the program was loaded", EXIT_TOO_LARGE
+            command_name,
+            argv,
+            "the memory of this machine ran out while the program was loaded",
+            exit_codes.EXIT_TOO_LARGE,
         )
     except Exception as error:
-        _write_missing_answer(argv, EXIT_FAULT, repr(error))
+        _write_missing_answer(argv, exit_codes.EXIT_FAULT, repr(error))
         raise
-    survive_lost_output()
+    log.survive_lost_output()
     sys.unraisablehook = _repeat_lost_interrupt
     sys.excepthook = _write_redacted_traceback
     if catches_interrupt:
         signal.signal(signal.SIGINT, handle_interrupt)
-    code = _run_guarded(run_program, argv, command_name)
+    code = _run_guarded(cli.main, argv, command_name)
     if catches_interrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # only Python's own shutdown is left
-    output_error = output_failure()
+    output_error = log.output_failure()
     if output_error and code == 0:
         return _exit_with_message(command_name, argv, output_error)
     _write_missing_answer(argv, code, f"exit code {code}; standard error says why")
@@ -100,9 +103,9 @@ def _run_guarded(run_program: "Any", argv: "Sequence[str]", command_name: str) -
         if not _is_interrupt(error):
             from sft_play.commands.answer import error_text
 
-            _write_missing_answer(argv, EXIT_FAULT, error_text(error))
+            _write_missing_answer(argv, exit_codes.EXIT_FAULT, error_text(error))
             raise
-        return _exit_with_message(command_name, argv, "stopped by the user", EXIT_STOPPED)
+        return _exit_with_message(command_name, argv, "stopped by the user", exit_codes.EXIT_STOPPED)
 
 
 def _is_interrupt(error: "Optional[BaseException]") -> bool:
@@ -128,9 +131,11 @@ def _write_redacted_traceback(error_type: "Any", error: "Any", error_traceback: 
     """Write the traceback of a bug, with tokens redacted: an error may quote them, and a batch system logs it."""
     import traceback
 
-    from sft_play.log import escape_control, redact
+    from sft_play import log
 
-    sys.stderr.write(redact(escape_control("".join(traceback.format_exception(error_type, error, error_traceback)))))
+    sys.stderr.write(
+        log.redact(log.escape_control("".join(traceback.format_exception(error_type, error, error_traceback))))
+    )
 
 
 def missing_package_message(error: ModuleNotFoundError, argv: "Sequence[str]") -> "Optional[str]":
@@ -169,9 +174,9 @@ def _install_hint(argv: "Sequence[str]", package: str = "") -> str:
     return run if sys.version_info < MIN_PYTHON else f"{run}; or {install}"
 
 
-def _exit_with_message(command_name: str, argv: "Sequence[str]", text: str, code: int = EXIT_USER) -> int:
+def _exit_with_message(command_name: str, argv: "Sequence[str]", text: str, code: int = exit_codes.EXIT_USER) -> int:
     _write_missing_answer(argv, code, text)
-    _write_stderr(f"[{command_name}] {'' if code == EXIT_STOPPED else 'error: '}{text}")
+    _write_stderr(f"[{command_name}] {'' if code == exit_codes.EXIT_STOPPED else 'error: '}{text}")
     return code
 
 
@@ -179,8 +184,8 @@ def _write_missing_answer(argv: "Sequence[str]", code: int, error: str) -> None:
     """With JSON=1, write the object of a command that failed before writing one. Among another launcher's ranks only
     rank 0 writes it; ranks of ours leave it to their agent or its parent."""
     is_first = os.environ.get("RANK", "0") == "0" and "SFT_PLAY_AGENT" not in os.environ
-    if code and is_first and wants_json(argv):
-        write_missing_answer(code, error)
+    if code and is_first and exit_codes.wants_json(argv):
+        exit_codes.write_missing_answer(code, error)
 
 
 def _write_stderr(text: str) -> None:

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "sft_play"
 LAYERS = {
     "_version": 0,
     "exit_codes": -1,
+    "answers": 0,
     "errors": 0,
     "log": 0,
     "spelling": 0,
@@ -59,6 +60,7 @@ HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "
 LIGHT_PACKAGES = {
     "_version",
     "exit_codes",
+    "answers",
     "errors",
     "log",
     "spelling",
@@ -306,7 +308,7 @@ def test_the_owner_of_an_option_reads_it(path):
 
 
 def test_every_public_function_has_a_docstring_or_is_an_outcomes():
-    """The docstrings of `RunCommandResult` hold for what every command on finished runs answers with."""
+    """The docstrings of `Answer` hold for what every command answers with."""
     missing, of_outcomes = [], {"ok", "as_json", "lines"}
     for name, path in modules().items():
         tree = tree_of(path)
@@ -316,7 +318,7 @@ def test_every_public_function_has_a_docstring_or_is_an_outcomes():
         ]
         for of, node in ((one, node) for one in holders for node in one.body):
             is_public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
-            is_outcome = "RunCommandResult" in (ast.unparse(base) for base in getattr(of, "bases", ()))
+            is_outcome = "Answer" in (ast.unparse(base) for base in getattr(of, "bases", ()))
             if is_public and not ast.get_docstring(node) and not (is_outcome and node.name in of_outcomes):
                 missing.append(f"{name}.{node.name}")
     assert not set(missing) - {"data.render.apply_chat_template", "data.render.decode"}, missing

@@ -101,7 +101,7 @@ def test_at_most_one_measured_run_in_twenty_reserved_more_than_was_promised(rows
     chosen = [row for row in rows if row.run.measured_reserved and group in ("all", row.run.mode, row.run.attention)]
     largest: dict[str, ScoredRow] = {}
     for row in chosen:
-        key = row.run.settings.as_json() if row.run.settings else ""
+        key = row.run.settings.canonical_text() if row.run.settings else ""
         if key not in largest or (row.run.measured_reserved or 0) > (largest[key].run.measured_reserved or 0):
             largest[key] = row
     promise = Promise.of(largest.values())

@@ -17,12 +17,13 @@ from sft_play.errors import BackendError
 from sft_play.training.loop import upstream
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
+from sft_play.training.loop.loop_evaluation import EvaluatedLoop
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.unsloth.unsloth_run import UnslothLoop
 
 pytestmark = pytest.mark.build
-LOOPS = (CheckpointedLoop, PlannedLoop, PlannedTrainer, UnslothLoop)
+LOOPS = (CheckpointedLoop, EvaluatedLoop, PlannedLoop, PlannedTrainer, UnslothLoop)
 OF_A_TRAINER = ("self", "super()", "trainer", "_trainer")
 KNOWN = {**upstream.OVERRIDDEN_METHODS, **upstream.USED_MEMBERS, **upstream.TRL_MEMBERS}
 

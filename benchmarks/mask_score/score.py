@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.mask_score.exact import NOTHING_ENDS, JudgedMask, MaskCase, Renderings, find_mask_problem
+from sft_play.answers import Answer
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
@@ -161,7 +162,7 @@ class MaskScoreRow:
 
 
 @dataclass(frozen=True)
-class MaskScore:
+class MaskScore(Answer):
     """All templates on all cases; `ok` where no mask is wrong."""
 
     rows: tuple[MaskScoreRow, ...]

@@ -232,7 +232,7 @@ def _card(row: ScoredRow) -> int:
 
 def _distinct(rows: Iterable[ScoredRow]) -> int:
     """Distinct settings of rows."""
-    return len({row.run.settings.as_json() for row in rows if row.run.settings is not None})
+    return len({row.run.settings.canonical_text() for row in rows if row.run.settings is not None})
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ def score(
     refused: list[PublishedRun] = []
     unknown: Counter[str] = Counter()
     for run in runs:
-        answer = run.reason if run.settings is None else answers[run.settings.as_json()]
+        answer = run.reason if run.settings is None else answers[run.settings.canonical_text()]
         if isinstance(answer, TracedPeak) and run.settings is not None:
             closed = _closed(run.settings, unknown)
             rows.append(ScoredRow(run, answer.allocated, answer.reserved, closed))
@@ -396,7 +396,7 @@ def _traces(
 ) -> dict[str, TraceAnswer]:
     """The answer for each of the distinct settings, by their text; several at once where there are cores for it."""
     # each once: many rows repeat the settings of another, and a trace takes seconds
-    distinct = {run.settings.as_json(): (run.id, run.settings) for run in runs if run.settings is not None}
+    distinct = {run.settings.canonical_text(): (run.id, run.settings) for run in runs if run.settings is not None}
     found: dict[str, TraceAnswer] = {}
     for key, answer in _answers({key: settings for key, (_, settings) in distinct.items()}, trace):
         found[key] = answer
@@ -451,7 +451,7 @@ def trace_or_reason(settings: ScriptSettings, trace: TraceFunction | None = None
     except TraceUnavailable as why:
         return _first_sentence(f"{_method(settings)} cannot be traced: {why}")
     except Exception as error:  # one row must not end the score of hundreds; its reason is counted
-        logger.debug("The trace of %s failed", settings.as_json(), exc_info=True)
+        logger.debug("The trace of %s failed", settings.canonical_text(), exc_info=True)
         return _first_sentence(f"{_method(settings)} cannot be traced: {type(error).__name__}: {error}")
 
 

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from sft_play.answers import Answer
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.exit_codes import add_exit_status, write_json_line
@@ -19,20 +20,6 @@ from sft_play.log import escape_control, redact
 from sft_play.runs.files import write_json
 
 logger = logging.getLogger(__name__)
-
-
-class Presentable(Protocol):
-    """What most commands do their work for: lines for a person, and JSON."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the command succeeded."""
-
-    def lines(self) -> list[str]:
-        """Lines for a person."""
-
-    def as_json(self) -> Any:
-        """Plain data."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +37,10 @@ class CommandResult:
     is_written_to_out: bool = True
 
 
-def command_result(result: Presentable, *, is_written_to_out: bool = True) -> CommandResult:
-    """The result of a command, from what its work returned: exit code 2 where that is not ok."""
-    exit_code = 0 if result.ok else ConfigError.exit_code
-    return CommandResult(result.as_json(), ["\n".join(result.lines())], exit_code, is_written_to_out=is_written_to_out)
+def command_result(answer: Answer, *, is_written_to_out: bool = True) -> CommandResult:
+    """The result of a command, from the answer of its work: exit code 2 where that is not ok."""
+    exit_code = 0 if answer.ok else ConfigError.exit_code
+    return CommandResult(answer.as_json(), ["\n".join(answer.lines())], exit_code, is_written_to_out=is_written_to_out)
 
 
 def confirm_with_user(request: Request, question: str, *, refusal: str) -> bool:

@@ -1,16 +1,20 @@
-"""What has started a command that trains: nobody, or a launcher, and as which of its ranks; and whether
-`train` itself has to launch ranks."""
+"""What starts the ranks of a command that trains: nobody, a launcher that is there already, or this process."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import os
 import shlex
 
+from sft_play.commands.lookups import trusts_code
 from sft_play.commands.request import Request, make_argv
-from sft_play.config.load import LoadedConfig
+from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.launch.accelerate import find_accelerate_file, read_accelerate_file, refuse_too_few_processes
+from sft_play.launch.request import LaunchRequest
+from sft_play.launch.resume import resume_request
 from sft_play.launch.torchrun import (
     RENDEZVOUS_VARIABLES,
     RESUMED_VARIABLE,
@@ -19,18 +23,49 @@ from sft_play.launch.torchrun import (
     refuse_repeated_starts,
     rendezvous_variables,
 )
-from sft_play.log import one_line, set_up_logging
+from sft_play.log import escape_control, one_line, set_up_logging
 from sft_play.machine.network import RENDEZVOUS_TIMEOUT_S
 from sft_play.planner.layout import parse_mesh
 from sft_play.process.failures import format_ranks
+from sft_play.runs.folder import check_remote_code
 
 logger = logging.getLogger(__name__)
 
-# What has started a command that trains: nobody, or a launcher, and as which of its ranks; and
-# whether `train` itself has to launch ranks.
-
 # Commands that start ranks.
 LAUNCHING_COMMANDS = ("train-distributed", "train-deepspeed")
+
+
+def launch_request_from(request: Request) -> LaunchRequest:
+    """Build the LaunchRequest of a command: the run, and whether this process trains it, alone or as a rank, or
+    launches ranks. Raises ConfigError where the config cannot be read, or the words contradict each other."""
+    command, options = request.command, request.options
+    if command == "train" and request.run:
+        raise ConfigError(f"RUN={escape_control(request.run)} names a run for make resume; output.name names a new one")
+    rank_info = require_rank_info() if command == "rank" else launcher_rank_info(request)
+    loaded = load_config(request.config, overrides=request.overrides)
+    if command == "rank":
+        resumed_run = os.environ.get(RESUMED_VARIABLE)
+        return LaunchRequest(
+            loaded, options, rank_info=rank_info, should_resume=bool(resumed_run), run_name=resumed_run
+        )
+    if command == "launch-command":
+        return LaunchRequest(loaded, dataclasses.replace(options, dry_run=True), launches_ranks=True)
+    is_trusted = functools.partial(trusts_code, request)
+    if rank_info is not None:
+        if request.is_config_recorded:
+            check_remote_code(request.config, *(part.config.model for part in loaded.runs), is_trusted=is_trusted)
+        return LaunchRequest(
+            loaded, options, rank_info=rank_info, should_resume=command == "resume", run_name=request.run
+        )
+    if command == "resume":
+        return resume_request(loaded, options, run_name=request.run, is_trusted=is_trusted)
+    # the only process that another launcher started launches no others
+    return LaunchRequest(
+        loaded,
+        options,
+        launches_ranks=(command in LAUNCHING_COMMANDS and read_rank_info(os.environ) is None)
+        or needs_ranks(request, loaded),
+    )
 
 
 def launcher_rank_info(request: Request) -> RankInfo | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from sft_play.answers import Answer
 from sft_play.commands.answer import CommandResult, command_result
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
@@ -202,7 +203,7 @@ def _refuse_bad_rows(files: Sequence[RenderedFile], data: DataConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Preview:
+class Preview(Answer):
     """Examples to look at, and the page that shows them."""
 
     source: str
@@ -211,8 +212,6 @@ class Preview:
     notes: tuple[str, ...]
     page: Path
     max_pieces: int = MAX_TERMINAL_PIECES
-
-    ok: bool = True
 
     def lines(self) -> list[str]:
         """The examples as plain text, trained parts in [[ ]]."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.answers import Answer
 from sft_play.commands.answer import CommandResult, command_result, redirect_stdout_to_stderr
 from sft_play.commands.launchers import launcher_rank_info
 from sft_play.commands.request import Request, require_config_for_model_and_data
@@ -256,7 +257,7 @@ def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class SweepResult:
+class SweepResult(Answer):
     """What became of every cell, and the comparison of those that are finished, of two or more."""
 
     cells: tuple[SweepCell, ...]

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sft_play.answers import Answer
 from sft_play.config.schema import ProcessConfig
 from sft_play.data.build.stats import RowStats, format_row_count
 from sft_play.data.build.survey import CHARACTERS_PER_TOKEN
@@ -113,7 +114,7 @@ class SplitReport:
 
 
 @dataclass
-class ProcessReport:
+class ProcessReport(Answer):
     """What `make process` did: files, rows in, kept and dropped, duplicates, leaks, lengths."""
 
     options: ProcessConfig
@@ -131,7 +132,6 @@ class ProcessReport:
     has_own_splits: bool = False
     skipped_files: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    ok: bool = True
 
     @property
     def rows_in(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sft_play.answers import Answer
 from sft_play.config.schema import RunConfig, StyleConfig
 from sft_play.data.build.stats import format_row_count
 from sft_play.data.managed_outputs import OutputFolder
@@ -26,13 +27,12 @@ _OUTCOMES = ("set", "prepended", "replaced", "left", "text")
 
 
 @dataclass
-class StyleReport:
+class StyleReport(Answer):
     """What became of the system prompts: counts by split of set, prepended, replaced, left, and rows of text."""
 
     out_dir: str
     splits: dict[str, Counter[str]] = field(default_factory=dict)
     unused_globs: tuple[str, ...] = ()
-    ok: bool = True
 
     @property
     def total(self) -> Counter[str]:

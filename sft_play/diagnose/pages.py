@@ -7,12 +7,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from sft_play.answers import Answer
 from sft_play.diagnose.memory_check import MemoryPrediction, MemorySnapshot
 from sft_play.diagnose.this_machine import HostInfo, MachineInfo, cpu_capabilities
 from sft_play.findings import Finding
@@ -51,7 +52,7 @@ def format_findings(findings: Sequence[Finding], labels: Mapping[str, str] = _ST
 
 
 @dataclass(frozen=True)
-class FindingsReport:
+class FindingsReport(Answer):
     """All findings of one look, in the order of the page, and how long it took."""
 
     findings: tuple[Finding, ...]
@@ -69,10 +70,6 @@ class FindingsReport:
 
 class DoctorReport(FindingsReport):
     """All findings of one look at this machine."""
-
-    def as_json(self) -> dict[str, Any]:
-        """One JSON object: `ok`, `elapsed_s` and the findings."""
-        return {"ok": self.ok, "elapsed_s": self.elapsed_s, "findings": [asdict(item) for item in self.findings]}
 
     def lines(self) -> list[str]:
         """The table, and the verdict."""

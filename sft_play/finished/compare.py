@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.answers import Answer
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import find_best_checkpoint
 from sft_play.finished.page import (
@@ -26,7 +27,7 @@ from sft_play.finished.page import (
     write_page,
 )
 from sft_play.finished.record import RunRecord, compare_peak_memory, mean_tokens_per_s, read_record, settings_by_path
-from sft_play.finished.run import RunCommandResult, next_command_line
+from sft_play.finished.run import next_command_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
 from sft_play.text import build_table, format_duration, format_size, render_lines
@@ -53,7 +54,7 @@ class ResultRow:
 
 
 @dataclass(frozen=True)
-class Comparison(RunCommandResult):
+class Comparison(Answer):
     """Runs beside each other. `differences`: by key, the value of each run; None if a run has none."""
 
     names: tuple[str, ...]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.answers import Answer
 from sft_play.errors import ConfigError
 from sft_play.finished.eval_rows import EvalRows, compute_dtype, eval_batch_tokens, load_eval_rows, score_rows
 from sft_play.finished.harness import HarnessTasks, TaskComparison, compare_tasks, find_tasks, run_tasks
@@ -28,7 +29,7 @@ from sft_play.finished.metrics import (
     select_metrics,
 )
 from sft_play.finished.respond import Responder
-from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line, translate_write_errors
+from sft_play.finished.run import FinishedRun, next_command_line, translate_write_errors
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.files import write_json, write_text
@@ -41,7 +42,7 @@ ROWS_FILE, SUMMARY_FILE = "eval.jsonl", "eval.json"
 
 
 @dataclass(frozen=True)
-class Evaluation(RunCommandResult):
+class Evaluation(Answer):
     """What `make eval` measured, and where it is written."""
 
     run: Path

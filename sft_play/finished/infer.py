@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sft_play.answers import Answer
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.examples import apply_style
 from sft_play.data.sources.files import find_source, read_rows
@@ -19,7 +20,7 @@ from sft_play.data.sources.messages import Message, drop_author_messages, quote_
 from sft_play.data.sources.raw import BadRow, RawRow, read_text_blocks, require_file
 from sft_play.errors import DataError
 from sft_play.finished.respond import Responder
-from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line, translate_write_errors
+from sft_play.finished.run import FinishedRun, next_command_line, translate_write_errors
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 
@@ -58,7 +59,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class InferResult(RunCommandResult):
+class InferResult(Answer):
     """What `infer` wrote."""
 
     run: Path

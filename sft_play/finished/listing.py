@@ -15,8 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.answers import Answer
 from sft_play.errors import RunFolderError
-from sft_play.finished.run import RunCommandResult, next_command_line
+from sft_play.finished.run import next_command_line
 from sft_play.log import one_line
 from sft_play.runs.files import read_evaluations, read_json, read_metric_lines, read_summary
 from sft_play.runs.folder import RunFolder
@@ -54,7 +55,7 @@ class ListedRun:
 
 
 @dataclass(frozen=True)
-class RunList(RunCommandResult):
+class RunList(Answer):
     """The runs of an output folder, the newest first."""
 
     output: Path
@@ -179,7 +180,7 @@ def _folder_bytes(folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class PruneResult(RunCommandResult):
+class PruneResult(Answer):
     """What `prune` removed, and what could not be removed."""
 
     removed: tuple[Path, ...]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.answers import Answer
 from sft_play.errors import SftPlayError
 from sft_play.finished.page import (
     AnsweredQuestion,
@@ -37,7 +38,7 @@ from sft_play.finished.record import (
     read_record,
     settings_by_path,
 )
-from sft_play.finished.run import RunCommandResult, next_command_line
+from sft_play.finished.run import next_command_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
 from sft_play.text import format_duration, format_size
@@ -49,7 +50,7 @@ REPORT_FILE = "report.html"
 
 
 @dataclass(frozen=True)
-class RunReport(RunCommandResult):
+class RunReport(Answer):
     """A report that was written."""
 
     record: RunRecord

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.answers import Answer
 from sft_play.config.adapter import ADAPTER_WEIGHTS_FILE
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import source_digest
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
-from sft_play.finished.run import FinishedRun, RunCommandResult, base_model_folder, find_changed_data, next_command_line
+from sft_play.finished.run import FinishedRun, base_model_folder, find_changed_data, next_command_line
 from sft_play.log import one_line
 from sft_play.machine.hardware import detect_hardware
 from sft_play.models.config_json import find_model_folder
@@ -43,7 +44,7 @@ REPRODUCED_SUFFIX = "-reproduced"
 
 
 @dataclass(frozen=True)
-class ReproduceResult(RunCommandResult):
+class ReproduceResult(Answer):
     """A run and its repetition."""
 
     run: Path

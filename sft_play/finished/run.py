@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +41,6 @@ def next_command_line(command: str, *arguments: str, **variables: str | Path) ->
     """`Next: make COMMAND NAME=value …`, the last line of an answer, with values as a shell reads them."""
     assignments = (f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
     return " ".join(["Next: make", command, *assignments, *arguments])
-
-
-@dataclass(frozen=True)
-class RunCommandResult:
-    """What a command on finished runs answers with; its JSON has the names of its fields."""
-
-    @property
-    def ok(self) -> bool:
-        """True if it succeeded."""
-        return True
-
-    def as_json(self) -> dict[str, Any]:
-        """`ok` and the fields, as plain data."""
-        json_text = json.dumps(asdict(self), default=lambda value: getattr(value, "isoformat", value.__str__)())
-        return {"ok": self.ok, **json.loads(json_text)}
-
-    def lines(self) -> list[str]:
-        """In words, the next command last."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sft_play.answers import Answer
 from sft_play.errors import BackendError, ConfigError
-from sft_play.finished.run import FinishedRun, RunCommandResult, describe_context_window, next_command_line
+from sft_play.finished.run import FinishedRun, describe_context_window, next_command_line
 from sft_play.log import one_line
 from sft_play.machine.network import allowed_host_names, is_local
 from sft_play.process.environment import independent_environment
@@ -40,7 +41,7 @@ _POLL_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
-class ServedEndpoint(RunCommandResult):
+class ServedEndpoint(Answer):
     """An endpoint that answers."""
 
     run: Path
@@ -61,7 +62,7 @@ class ServedEndpoint(RunCommandResult):
         )
 
     def as_json(self) -> dict[str, Any]:
-        return super().as_json() | {"url": self.url}
+        return {**super().as_json(), "url": self.url}
 
     def lines(self) -> list[str]:
         messages = [{"role": "user", "content": "Hello"}]

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sft_play.answers import Answer
 from sft_play.data.build.stats import token_digest
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, count_trained_tokens
@@ -36,7 +37,7 @@ from sft_play.finished.load import (
     measure_both_models,
 )
 from sft_play.finished.respond import Responder
-from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line, translate_write_errors
+from sft_play.finished.run import FinishedRun, next_command_line, translate_write_errors
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.folder import installed_versions
@@ -65,7 +66,7 @@ LabelledRow = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
-class ShipResult(RunCommandResult):
+class ShipResult(Answer):
     """A verdict with its evidence, as it is written to ship.json."""
 
     run: Path

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, TypeAdapter, ValidationError
 
+from sft_play.answers import Answer
 from sft_play.errors import ConfigError
 from sft_play.finished.metrics import Interval, paired_bootstrap
-from sft_play.finished.run import RunCommandResult
 from sft_play.log import one_line
 
 # Of ship.json, which holds evidence and thresholds as they are here.
@@ -338,7 +338,7 @@ def _judge_merge(merge: MergeEvidence) -> ShipCheck:
 
 # --- a verdict computed again -----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class ReplayResult(RunCommandResult):
+class ReplayResult(Answer):
     """A verdict that was computed again from its file."""
 
     path: Path

@@ -181,7 +181,7 @@ class BlockMeasurement:
 
     def _load_measured_batches(self, batches: tuple[int, ...], length: int) -> list[MeasuredBlocks]:
         key_fields = {
-            "settings": self.settings.as_json(), "way": self.block_mode, "places": self.kind_indices,
+            "settings": self.settings.canonical_text(), "way": self.block_mode, "places": self.kind_indices,
             "accumulates": self.is_accumulating, "batches": batches, "length": length, "blocks": BLOCKS_VERSION,
         }  # fmt: skip
         key = json.dumps(key_fields)

@@ -184,7 +184,9 @@ def cached_trace(settings: StepSettings) -> TracedPeak:
             from sft_play.trace import step
         return step.trace_step(settings)
 
-    return load_or_measure("traces", {"settings": settings.as_json(), "trace": TRACE_VERSION}, _PEAK_ADAPTER, measure)
+    return load_or_measure(
+        "traces", {"settings": settings.canonical_text(), "trace": TRACE_VERSION}, _PEAK_ADAPTER, measure
+    )
 
 
 def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:

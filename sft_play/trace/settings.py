@@ -106,7 +106,7 @@ class StepSettings:
     capability: tuple[int, int] = (9, 0)
     """CUDA's, of the GPU that is simulated. On a CPU TRL's head runs without Triton, and nothing takes workspaces."""
 
-    def as_json(self) -> str:
+    def canonical_text(self) -> str:
         """A canonical text: equal settings give equal texts."""
         return json.dumps(asdict(self), sort_keys=True)
 

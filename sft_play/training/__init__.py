@@ -12,9 +12,9 @@ each part:
 - `model/`: `model_loading`, `nf4_experts` (in 4 bits), `language_model` (of an image-text class), `fsdp_loading`
   (FSDP2, unit by unit), `adapters` (where they start, and those that a run continues), `attention_functions`,
   `tensor_parallel`.
-- `loop/`: `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries, guarded), `rows`
-  (to micro-batches), `optimizers`, `callbacks`, `finite` (steps that are not), `memory` (steps that run out of it),
-  `curriculum` (stages).
+- `loop/`: `trainer` (TRL's), `loop`, `loop_evaluation`, `loop_checkpoints`, `upstream` (private names of the libraries,
+  guarded), `rows` (to micro-batches), `optimizers`, `callbacks`, `run_callbacks` (those of a run, together), `finite`
+  (steps that are not), `memory` (steps that run out of it), `curriculum` (stages).
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`, `full_state_dict`,
   `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.
 - `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`, `recorded` (for later plans),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -236,10 +236,6 @@ class EngineCheck:
     bytes_by_rank: tuple[int, ...]
     frozen_whole_bytes: int = 0
     frozen_bytes_by_rank: tuple[int, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """`engine_proof` of the JSON."""
-        return asdict(self)
 
     @property
     def line(self) -> str:

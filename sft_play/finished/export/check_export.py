@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sft_play.answers import Answer
 from sft_play.errors import ModelError
 from sft_play.finished.export.check_merge import (
     RowLogProbs,
@@ -37,7 +38,7 @@ from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import ensure_whole_model_folder
 from sft_play.finished.export.places import find_gguf
 from sft_play.finished.load import default_device, load_held_out_rows, load_trained_model
-from sft_play.finished.run import FinishedRun, RunCommandResult
+from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 from sft_play.training.measure.exact_match import Question, generate_answers
 from sft_play.training.model import attention_functions
@@ -72,7 +73,7 @@ class AnswerComparison:
 
 
 @dataclass(frozen=True)
-class ExportTest(RunCommandResult):
+class ExportTest(Answer):
     """What the comparison found."""
 
     run: Path

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from sft_play.answers import Answer
 from sft_play.finished.export.merge import record_merge_test
 from sft_play.finished.export.places import MERGED_FOLDER, require_merged
 from sft_play.finished.load import evenly_spaced_indices, load_held_out_rows, load_model_folder, load_trained_model
-from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line
+from sft_play.finished.run import FinishedRun, next_command_line
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.library_messages import quiet_libraries
@@ -42,7 +43,7 @@ _MAX_KL_LIMIT = {
 
 
 @dataclass(frozen=True)
-class MergeTest(RunCommandResult):
+class MergeTest(Answer):
     """What the comparison found. Divergences are means over trained positions, in nats; losses are means over rows."""
 
     run: Path

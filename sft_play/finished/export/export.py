@@ -20,6 +20,7 @@ from dataclasses import replace as with_changes
 from pathlib import Path
 from typing import Any
 
+from sft_play.answers import Answer
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
 from sft_play.finished.export import gguf_checks
 from sft_play.finished.export.gguf_checks import (
@@ -55,7 +56,6 @@ from sft_play.finished.export.places import (
 from sft_play.finished.load import load_held_out_rows
 from sft_play.finished.run import (
     FinishedRun,
-    RunCommandResult,
     base_model_folder,
     describe_context_window,
     language_model_notes,
@@ -76,7 +76,7 @@ _MAX_F16 = 65_504.0
 
 
 @dataclass(frozen=True)
-class ExportResult(RunCommandResult):
+class ExportResult(Answer):
     """What `export_run` wrote; `file`, `quant`, `converter`, `pre_tokenizer` and `prompts_checked` are of a GGUF."""
 
     run: Path

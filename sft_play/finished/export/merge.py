@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sft_play.answers import Answer
 from sft_play.errors import ConfigError, ModelError
 from sft_play.finished.export.gguf_checks import write_generation_config
 from sft_play.finished.export.places import (
@@ -40,7 +41,6 @@ from sft_play.finished.export.places import (
 )
 from sft_play.finished.run import (
     FinishedRun,
-    RunCommandResult,
     base_model_folder,
     language_model_notes,
     next_command_line,
@@ -523,7 +523,7 @@ MERGE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 
 @dataclass(frozen=True)
-class MergeResult(RunCommandResult):
+class MergeResult(Answer):
     """What `merge_run` wrote."""
 
     run: Path

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sft_play.answers import Answer
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.places import MERGED_FOLDER, describe_merge, find_merged_model, require_faithful_merge
-from sft_play.finished.run import FinishedRun, RunCommandResult, next_command_line
+from sft_play.finished.run import FinishedRun, next_command_line
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
 from sft_play.text import format_size
@@ -66,7 +67,7 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class PushResult(RunCommandResult):
+class PushResult(Answer):
     """What `push` uploaded."""
 
     upload: Upload

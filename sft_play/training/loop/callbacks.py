@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, set_seed
 
 from sft_play.errors import TrainingError
+from sft_play.planner.layout import Layout
 from sft_play.process import failures
 from sft_play.process.signals import StopSignals, elapsed_s, raise_interrupt, training_begun
 from sft_play.process.waiting import report_wait
 from sft_play.text import format_duration
 from sft_play.training.class_checks.adapter_trial import trained_pattern
-from sft_play.training.distributed import any_rank, max_over_ranks
+from sft_play.training.distributed import any_rank, batch_rank, max_over_ranks
 from sft_play.training.engines import local_shard
 from sft_play.training.loop.finite import describe_fp16_overflow
 
@@ -297,3 +298,16 @@ class Progress(TrainerCallback):
         speed = self._speed if self._speed is not None else self._count_tokens() / self.training_s
         memory = f"peak {self._memory:.2f} GiB  " if self._memory is not None else ""
         return f"{loss}{speed:,.0f} tokens/s  {memory}{format_duration(remaining_s)} left{caveat}"
+
+
+class RankSeedCallback(TrainerCallback):
+    """Seeds dropout differently on every rank: the Trainer seeds all alike. A resumed run restores its states later."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The first rank of a new run keeps the numbers of one process; ranks of a tensor-parallel group drop alike."""
+        rank = batch_rank(self._layout)
+        if rank or state.global_step:  # 100,003: above any number of ranks, so that no two steps share a seed
+            set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)

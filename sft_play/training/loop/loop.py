@@ -6,10 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
-import multiprocessing
-import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +14,22 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
 from sft_play.data.build.packing import Packs
 from sft_play.data.build.splits import SourceMix
 from sft_play.data.masks.token_row import IGNORED
-from sft_play.planner.layout import Layout
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import Plan
-from sft_play.process.signals import die_with_parent
-from sft_play.process.waiting import WaitProgress, report_wait
 from sft_play.training import distributed
 from sft_play.training.checkpoints import last_checkpoint
-from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
-from sft_play.training.class_checks.replaced_code import ActiveKernels, CompileMonitor
-from sft_play.training.distributed import rng_devices
-from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, LoggingSumsCallback, read_early_stopping_counter
+from sft_play.training.class_checks.replaced_code import ActiveKernels
+from sft_play.training.loop.callbacks import RankSeedCallback
+from sft_play.training.loop.loop_checkpoints import restore_counters
+from sft_play.training.loop.loop_evaluation import EvaluatedLoop
 from sft_play.training.loop.memory import TRAINING, StepMemory
-from sft_play.training.loop.optimizers import loraplus_parameter_ids, split_loraplus_group
+from sft_play.training.loop.optimizers import loraplus_groups
 from sft_play.training.loop.rows import (
     COUNT_KEYS,
     Collator,
@@ -43,43 +37,23 @@ from sft_play.training.loop.rows import (
     SetEpochCallback,
     StepBatches,
     TrainingRows,
-    balanced_batch_size,
-    longest_first_order,
-    pad_to_multiple,
+    end_workers_with_parent,
     row_lengths,
-    split_batch,
-    trained_tokens,
 )
 from sft_play.training.loop.upstream import require_upstream_names
-from sft_play.training.measure.exact_match import GeneratedAnswer, Question, generate_answers
-from sft_play.training.measure.monitor import count_tokens, head_metrics, scored_labels, source_losses
+from sft_play.training.measure.monitor import count_tokens
 from sft_play.training.model import attention_functions
 
 logger = logging.getLogger(__name__)
 
 
-class _RankSeedCallback(TrainerCallback):
-    """Seeds dropout differently on every rank: the Trainer seeds all alike. A resumed run restores its states later."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The first rank of a new run keeps the numbers of one process; ranks of a tensor-parallel group drop alike."""
-        rank = distributed.batch_rank(self._layout)
-        if rank or state.global_step:  # 100,003: above any number of ranks, so that no two steps share a seed
-            set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
-
-
-class PlannedLoop(CheckpointedLoop):
-    """A Trainer that trains on every row once and evaluates a mean over tokens, whatever the number of ranks."""
+class PlannedLoop(EvaluatedLoop):
+    """A Trainer that trains on every row once, on a mean over tokens, whatever the number of ranks."""
 
     upstream: type[Trainer] = Trainer
     """The library's class that the loop refines."""
     kernels = ActiveKernels()
     """What the model computes norms, gated activations and rotations with."""
-    compile_monitor: CompileMonitor | None = None
-    """Of compiled blocks; None for plain ones."""
     micro_steps_per_reduction = 1
     """Micro-steps after which ranks reduce gradients, where the Trainer would after each."""
 
@@ -87,41 +61,26 @@ class PlannedLoop(CheckpointedLoop):
         self,
         *,
         plan: Plan,
-        questions: Sequence[Question] = (),
-        stop_ids: Sequence[int] = (),
-        max_new_tokens: int = 0,
         patience: int | None = None,
         packs: Packs | None = None,
         sorts_by_length: bool = True,
         adds_sources: bool = False,
         adds_masks: bool = True,
         mix: SourceMix | None = None,
-        evaluates_blocks: bool = False,
         loraplus_lr_ratio: float = 1.0,
         **options: Any,
     ) -> None:
         """`packs`: chats that share a training row; `sorts_by_length`: the rows of a step are sorted by length;
         `adds_sources`: report the loss of each of the monitor's sources; `adds_masks`: padded rows get a mask; `mix`:
-        what an epoch has of each; `evaluates_blocks`: held-out rows have one length; `loraplus_lr_ratio`: lora_B's
-        learning rate over the others'. The other options are those of `CheckpointedLoop` and the Trainer."""
+        what an epoch has of each; `loraplus_lr_ratio`: lora_B's learning rate over the others'. The other options are
+        those of `EvaluatedLoop` and the Trainer."""
         require_upstream_names(self.upstream)
-        self.plan, self._layout = plan, plan.choice.layout
-        self._questions, self._stop_ids, self._max_new_tokens = list(questions), list(stop_ids), max_new_tokens
         self._early_stopping = None if patience is None else EarlyStoppingCallback(early_stopping_patience=patience)
-        self._evaluates_blocks = evaluates_blocks
         self._loraplus_lr_ratio = loraplus_lr_ratio
-        self._trained_tokens_per_eval_row = 1.0
-        self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
         self._last_logged_step = 0
-        self._eval_head_sums: torch.Tensor | None = None
-        self._eval_source_sums: torch.Tensor | None = None
-        self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
-        self.last_answers: list[GeneratedAnswer] = []
         self._micro_steps, self._micro_step = 1, 0
         self._slot_batches: list[Any] = []
-        self._max_eval_rows: int | None = None
-        self._eval_progress: WaitProgress | None = None
-        super().__init__(**options)
+        super().__init__(plan=plan, **options)
         self._set_rows(
             options["train_dataset"],
             packs,
@@ -190,16 +149,7 @@ class PlannedLoop(CheckpointedLoop):
             loader, accelerator.device, num_processes=1, process_index=0, put_on_device=accelerator.device_placement,
             non_blocking=accelerator.non_blocking,
         )  # fmt: skip
-        return _end_workers_with_parent(prepared)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The batches of an evaluation, the longest rows first; worker processes end with this one."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        order = longest_first_order(
-            dataset, batch_size=self.args.per_device_eval_batch_size, repeats=self._layout.context_parallel
-        )
-        # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
-        return _end_workers_with_parent(super().get_eval_dataloader(dataset.select(order)))
+        return end_workers_with_parent(prepared)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any) -> Any:
         """The batches of the next step, empty ones included, and its trained tokens; the wait for them is timed."""
@@ -227,15 +177,13 @@ class PlannedLoop(CheckpointedLoop):
     def train(self, *args: Any, **options: Any) -> Any:
         """Train. Early stopping watches only here: evaluations before and after training do not count for it."""
         # the longest rows are tried before the monitor begins to measure
-        callbacks: list[TrainerCallback] = [SetEpochCallback(self), _RankSeedCallback(self._layout), self.step_memory]
+        callbacks: list[TrainerCallback] = [SetEpochCallback(self), RankSeedCallback(self._layout), self.step_memory]
         callbacks += [self._monitor, self.non_finite_guard]
         checkpoint = options.get("resume_from_checkpoint")
         if self._early_stopping is not None:
             callbacks.append(self._early_stopping)
         if checkpoint:
-            if self._early_stopping is not None:
-                self._early_stopping.early_stopping_patience_counter = read_early_stopping_counter(Path(checkpoint))
-            callbacks.append(LoggingSumsCallback(self, Path(checkpoint)))
+            callbacks.append(restore_counters(self, self._early_stopping, Path(checkpoint)))
         if self.compile_monitor is not None:
             self.compile_monitor.on_compiled.append(self._monitor.exclude_wait)
             callbacks.append(self.compile_monitor)
@@ -246,7 +194,7 @@ class PlannedLoop(CheckpointedLoop):
                 if not checkpoint:
                     return super().train(*args, **options)
                 with (
-                    forbid_pickled_code(Path(checkpoint)),
+                    last_checkpoint.forbid_pickled_code(Path(checkpoint)),
                     last_checkpoint.readable_checkpoint(self, Path(checkpoint)) as path,
                 ):
                     return super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
@@ -261,12 +209,7 @@ class PlannedLoop(CheckpointedLoop):
         optimizer = super().create_optimizer(model)
         groups = optimizer.param_groups
         if self._loraplus_lr_ratio != 1 and is_new:
-            fast_ids = loraplus_parameter_ids(self.model if model is None else model)
-            groups = [
-                split_group
-                for group in groups
-                for split_group in split_loraplus_group(group, fast_ids, ratio=self._loraplus_lr_ratio)
-            ]
+            groups = loraplus_groups(groups, self.model if model is None else model, ratio=self._loraplus_lr_ratio)
         optimizer.param_groups = [group for group in groups if group["params"]]
         return optimizer
 
@@ -328,14 +271,6 @@ class PlannedLoop(CheckpointedLoop):
         self.non_finite_guard.check_step(norm)
         return norm
 
-    def _add_scores(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
-        if self.model.training:
-            self._monitor.add_scores(head, sources)
-            return
-        self._eval_head_sums = head if self._eval_head_sums is None else self._eval_head_sums + head
-        if sources is not None:
-            self._eval_source_sums = sources if self._eval_source_sums is None else self._eval_source_sums + sources
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what the monitor measured since the last log beside the loss."""
         if "loss" in logs:
@@ -344,9 +279,6 @@ class PlannedLoop(CheckpointedLoop):
                 steps=self.state.global_step - self._last_logged_step, device=self.args.device
             )
             self._last_logged_step = self.state.global_step
-        prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
-        if prefix is not None and self._eval_head_sums is not None:
-            logs |= self._eval_metrics(self._eval_head_sums, prefix=prefix)
         if "train_loss" in logs:
             # to the means logged so far the Trainer has added this rank's own sum since the last log, and divided by
             # the steps of this process (transformers 5.23), or by all steps of the run (older versions)
@@ -354,135 +286,5 @@ class PlannedLoop(CheckpointedLoop):
             logs["train_loss"] = total_loss / max(1, self.state.global_step)
         super().log(logs, start_time)
 
-    def _eval_metrics(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
-        tokens_seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
-        source_sums = [] if self._eval_source_sums is None else [self._eval_source_sums.flatten()]
-        sums_by_rank = distributed.gather_numbers(torch.cat([head, tokens_seen, *source_sums]))
-        width = len(head)
-        metrics = head_metrics([rank[:width] for rank in sums_by_rank], prefix=prefix)
-        if source_sums:
-            metrics |= source_losses([rank[width + 1 :] for rank in sums_by_rank], self._monitor.sources, prefix=prefix)
-        counted_sums = sums_by_rank[:: self._layout.tensor_parallel]
-        self._eval_head_sums = self._eval_source_sums = None
-        tokens_seen_by_all = sum(rank[width] for rank in counted_sums)
-        return metrics | {f"{prefix}num_tokens": self._monitor.tokens_before_start + tokens_seen_by_all}
-
-    # --- evaluation ---------------------------------------------------------------------------------------------------
-    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """Evaluate as the Trainer does, but count a row once: every rank of a context-parallel group gets it."""
-        output = super().evaluation_loop(*args, **options)
-        return output._replace(num_samples=output.num_samples // self._layout.context_parallel)
-
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
-        self.heartbeat.note(self.state.global_step, "evaluating")
-        rows = len(inputs["labels"])
-        if self._max_eval_rows is not None and rows > self._max_eval_rows:
-            smaller_batches = split_batch(inputs, self._max_eval_rows)
-            # each part's loss counts for as many rows as it has
-            losses = [
-                self.prediction_step(model, batch, *args, **options)[0] * len(batch["labels"])
-                for batch in smaller_batches
-            ]
-            return torch.stack(losses).sum() / rows, None, None
-        predict = super().prediction_step
-        result = self.step_memory.try_batch(lambda: predict(model, inputs, *args, **options), rows)
-        if result is not None:
-            if self._eval_progress is not None:  # all ranks evaluate as many
-                self._eval_progress.add(rows * self._layout.data_parallel)
-            return self._weight_loss(result[0], inputs), *result[1:]
-        self._max_eval_rows = rows // 2
-        return self.prediction_step(model, inputs, *args, **options)
-
-    def _weight_loss(self, loss: torch.Tensor | None, inputs: Any) -> torch.Tensor | None:
-        if loss is not None:
-            # the Trainer repeats this number for each row of the batch, and takes the mean over all rows
-            tokens = (scored_labels(inputs) != IGNORED).sum()
-            rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
-            loss = loss * tokens / (rows * self._trained_tokens_per_eval_row)
-            loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a batch may be masked whole: 0 / 0 is nan
-        return loss
-
-    def evaluate(
-        self, eval_dataset: Any = None, *args: Any, questions: Sequence[Question] | None = None, **options: Any
-    ) -> dict[str, float]:
-        """Loss over trained tokens and, where there are questions (None: those asked while training), exact match of
-        generated answers; every row counts once. The random state is restored, so that evaluating changes no number of
-        the training."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        configured_batch_size = self.args.per_device_eval_batch_size
-        ranks = self.args.world_size
-        batch_size = balanced_batch_size(len(dataset), max_size=configured_batch_size, ranks=ranks)
-        # else accelerate would fill the last pass with rows from the beginning; one process needs no full batches
-        dataset = pad_to_multiple(dataset, multiple=batch_size * ranks if ranks > 1 else 1)
-        self._trained_tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
-        self._eval_head_sums = self._eval_source_sums = None
-        # compiled blocks would be compiled once more for passes without gradients
-        eager_context = (
-            torch.compiler.set_stance("force_eager") if self.compile_monitor is not None else contextlib.nullcontext()
-        )
-        # blocks of text are not asked for answers, which have a new length for every token
-        attention_context = contextlib.nullcontext() if self._evaluates_blocks else attention_functions.without_cudnn()
-        prefix = str(options.get("metric_key_prefix", "eval"))
-        with (
-            torch.random.fork_rng(rng_devices()),
-            self._monitor.timed_part("evaluation", label=prefix),
-            eager_context,
-            attention_context,
-        ):
-            # the Trainer has no argument for the batch size of one evaluation
-            self.args.per_device_eval_batch_size = batch_size
-            try:
-                with report_wait("Evaluating", unit="rows", count_total=lambda: len(dataset)) as self._eval_progress:
-                    metrics: dict[str, float] = super().evaluate(dataset, *args, **options)
-            finally:
-                self.args.per_device_eval_batch_size = configured_batch_size
-            active_questions = self._questions if questions is None else questions
-            if active_questions:
-                metrics |= self._measure_exact_match(active_questions, prefix=prefix)
-        if eval_dataset is None:
-            self.last_metrics = (self.state.global_step, metrics)
-            exact_match = metrics.get("eval_exact_match")
-            exact_match_note = (
-                "" if exact_match is None else f", exact match {exact_match:.1%} of {len(active_questions):,} rows"
-            )
-            logger.info(
-                "Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], exact_match_note
-            )
-        return metrics
-
-    def _measure_exact_match(self, questions: Sequence[Question], *, prefix: str) -> dict[str, float]:
-        with (
-            attention_functions.full_rows_attention(self.model),
-            self._monitor.generating(),
-            report_wait("Generating answers", unit="answers", count_total=lambda: len(questions)) as progress,
-        ):
-            self.last_answers = generate_answers(
-                self.model, self.processing_class, questions, stop_ids=self._stop_ids,
-                max_new_tokens=self._max_new_tokens, max_tokens=self.plan.answer_tokens,
-                try_batch=self.step_memory.try_batch, on_batch_end=progress.add,
-                on_batch_start=lambda: self.heartbeat.note(self.state.global_step, "generating answers"),
-            )  # fmt: skip
-        share = sum(answer.is_correct for answer in self.last_answers) / len(self.last_answers)
-        metrics = {f"{prefix}_exact_match": share, f"{prefix}_generated_rows": len(self.last_answers)}
-        self.log(metrics)
-        return metrics
-
     def create_model_card(self, *args: Any, **options: Any) -> None:
         """No card: PEFT writes the adapter's own, and this one would ask trackers for links."""
-
-
-def _end_workers_with_parent(dataloader: Any) -> Any:
-    """A data loader whose worker processes end with this one, even where it is killed in the middle of a step."""
-    loader = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's wraps the one that starts them
-    if loader.num_workers:
-        loader.worker_init_fn = functools.partial(_init_worker, os.getpid(), loader.worker_init_fn)
-        if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's: it would be the workers' parent
-            loader.multiprocessing_context = "fork"
-    return dataloader
-
-
-def _init_worker(parent_pid: int, worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
-    die_with_parent(parent_pid, signal.SIGKILL)
-    if worker_init_fn is not None:
-        worker_init_fn(worker_id)

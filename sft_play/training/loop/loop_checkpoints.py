@@ -57,7 +57,16 @@ class LoggingSumsCallback(TrainerCallback):
         self._trainer._monitor.continue_from(state["seen"])
 
 
-def read_early_stopping_counter(checkpoint: Path) -> int:
+def restore_counters(
+    trainer: Any, early_stopping: EarlyStoppingCallback | None, checkpoint: Path
+) -> LoggingSumsCallback:
+    """Restore early stopping's counter of a checkpoint now, and by the callback that is returned its sums."""
+    if early_stopping is not None:
+        early_stopping.early_stopping_patience_counter = _read_early_stopping_counter(checkpoint)
+    return LoggingSumsCallback(trainer, checkpoint)
+
+
+def _read_early_stopping_counter(checkpoint: Path) -> int:
     """How often early stopping had seen no better evaluation when the checkpoint was written, which the Trainer saves
     and restores only together with all other callbacks."""
     callbacks = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["stateful_callbacks"]

@@ -19,11 +19,15 @@ from transformers import TrainerCallback
 
 from sft_play.errors import OutOfMemory
 from sft_play.log import one_line
+from sft_play.planner import calibration
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.micro_batches import MicroBatches
+from sft_play.runs import oom
 from sft_play.runs.oom import OomEvent
 from sft_play.training import distributed
+from sft_play.training.job import RunJob
 from sft_play.training.loop.rows import FILLER_INDEX
+from sft_play.training.measure.recorded import measured_run
 from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory, out_of_memory_message
 
 logger = logging.getLogger(__name__)
@@ -207,3 +211,15 @@ def _random_states() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         (torch.get_rng_state, torch.set_rng_state),
         *gpu_states,
     ]
+
+
+def record_oom(job: RunJob, event: OomEvent) -> None:
+    """Record that a step ran out of memory: for later plans, and in the run's folder."""
+    plan = job.plan
+    is_planned = event.micro_batch == plan.batch.micro_batch and job.loaded.config.tuning.backend != "unsloth"
+    if is_planned and event.doing in (TRAINING, UPDATING):
+        calibration.add_measured_run(measured_run(job.loaded.config, plan, ran_out_of=plan.budget_bytes))
+    if event.again == "run":
+        oom.write_oom_note(job.folder, event)
+    elif distributed.is_first():
+        oom.record_oom_event(job.folder, event)

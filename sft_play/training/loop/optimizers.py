@@ -81,6 +81,12 @@ class MuonWithAdamW(Optimizer):
         return loss
 
 
+def loraplus_groups(groups: list[dict[str, Any]], model: Any, *, ratio: float) -> list[dict[str, Any]]:
+    """The groups of an optimizer, each as two: lora_B's parameters have `ratio` times its learning rate (LoRA+)."""
+    fast_ids = loraplus_parameter_ids(model)
+    return [part for group in groups for part in split_loraplus_group(group, fast_ids, ratio=ratio)]
+
+
 def loraplus_parameter_ids(model: Any) -> frozenset[int]:
     """The parameters, by their `id`, that get the higher rate."""
     # whole under ZeRO-3

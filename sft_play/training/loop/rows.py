@@ -4,8 +4,12 @@ as a micro-batch's tensors.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +25,7 @@ from sft_play.data.build.packing import Packs, group_by_length
 from sft_play.data.build.splits import SourceMix
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.planner.micro_batches import MicroBatches
+from sft_play.process.signals import die_with_parent
 
 # The rows as the trainer takes them: each trained on once per epoch, in an order that ranks do not
 # change.
@@ -426,3 +431,19 @@ def _shift_left(table: torch.Tensor, fill: int) -> torch.Tensor:
 def _token_sources(row: dict[str, Any]) -> Any:
     """The source of each token: by token, or one for the whole row; 0 (chat) where the data set has none."""
     return row["sources"] if "sources" in row else np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))
+
+
+def end_workers_with_parent(dataloader: Any) -> Any:
+    """A data loader whose worker processes end with this one, even where it is killed in the middle of a step."""
+    loader = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's wraps the one that starts them
+    if loader.num_workers:
+        loader.worker_init_fn = functools.partial(_init_worker, os.getpid(), loader.worker_init_fn)
+        if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's: it would be the workers' parent
+            loader.multiprocessing_context = "fork"
+    return dataloader
+
+
+def _init_worker(parent_pid: int, worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    die_with_parent(parent_pid, signal.SIGKILL)
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)

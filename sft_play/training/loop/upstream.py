@@ -14,7 +14,7 @@ from sft_play.errors import BackendError
 
 # Private names, each with the methods of the library that use it.
 MethodsByName = Mapping[str, tuple[str, ...]]
-# Private methods that `PlannedLoop` overrides, or `CheckpointedLoop`, which it builds on.
+# Private methods that `PlannedLoop` overrides, or the loops that it builds on.
 OVERRIDDEN_METHODS: MethodsByName = {
     "_get_output_dir": ("_save_checkpoint",),
     "_save_checkpoint": ("_maybe_log_save_evaluate",),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sft_play.answers import plain_data
 from sft_play.errors import Interrupted
 from sft_play.log import one_line
 from sft_play.runs.files import free_disk_bytes, read_evaluations, require_disk_space
@@ -76,7 +77,7 @@ def build_summary(
         "ran_out": trainer.step_memory.has_halved,
         "wall_s": round(time.time() - monitors.start_time, 2),
         "exit": Interrupted.exit_code if was_signalled else 0,
-        "engine_proof": initial_evaluation.engine_check.as_json(),
+        "engine_proof": plain_data(initial_evaluation.engine_check),
         "updates": training.update_check.facts.as_json() if training.update_check.facts else None,
         "compile": compile_monitor.figures() if compile_monitor else None,
         "evaluations": read_evaluations(metrics_path, stage_name=job.folder.stage_name)

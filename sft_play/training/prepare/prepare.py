@@ -24,10 +24,12 @@ from sft_play.models.config_json import base_weights_identity, require_available
 from sft_play.planner.backend import Backend, check_trackers, choose_backend, fall_back, unsloth_model_problem
 from sft_play.planner.precision import Precision
 from sft_play.runs.folder import installed_versions
+from sft_play.training import distributed
 from sft_play.training.class_checks.replaced_code import check_kernels
 from sft_play.training.job import RunJob
 from sft_play.training.model.adapters import BaseAdapter, read_base_adapter
-from sft_play.training.prepare.device_checks import warn_about_memory
+from sft_play.training.prepare.device_checks import check_device, check_gpu, warn_about_memory
+from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
 from sft_play.training.prepare.tokenizer import LoadedTokenizer, load_tokenizer
 
@@ -60,6 +62,21 @@ class Prepared:
     def base_adapter_folder(self) -> Path | None:
         """The folder of the adapter that training continues."""
         return self.base_adapter.folder if self.base_adapter is not None else None
+
+
+def prepare_stages(job: RunJob) -> list[Prepared]:
+    """Check the devices, and prepare every stage: its tokenizer, the model's shapes and the rows. Raises SftPlayError
+    for what the user can fix."""
+    largest_stage = job.largest_stage
+    quiet_libraries()
+    for stage in job.stage_jobs:
+        check_device(stage.plan, stage.loaded.config)
+    if job.loaded.config.tuning.backend == "bnb":  # with Unsloth its own process checks the GPU
+        check_gpu(largest_stage.plan, largest_stage.loaded.config)
+    prepared_stages = [prepare(stage) for stage in job.stage_jobs]
+    if prepared_stages[0].backend.fallback_from:
+        check_gpu(largest_stage.plan, largest_stage.loaded.config)
+    return prepared_stages
 
 
 def prepare(job: RunJob) -> Prepared:
@@ -217,6 +234,12 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
         if prepared_stage.base_adapter is not None:
             facts["adapter"] = prepared_stage.base_adapter.manifest_facts()
     return facts
+
+
+def require_agreement(job: RunJob, prepared: Prepared, facts: Mapping[str, Any]) -> None:
+    """Raises SftPlayError on all ranks where they do not read the same data, model, settings and versions."""
+    writes_date = prepared.renderer.tokenizer_parts.writes_date
+    distributed.require_same_inputs(input_digests(job, facts, writes_date=writes_date))
 
 
 def input_digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ import torch
 from sft_play.errors import Interrupted, OutOfMemory, RunFolderError, SftPlayError
 from sft_play.log import escape_control, start_log_file
 from sft_play.planner.plan import Plan
+from sft_play.planner.precision import DTYPE_SHORT_NAMES
 from sft_play.runs.files import explain_disk_refusals
 from sft_play.runs.folder import DEEPSPEED_FILE, END_ENTRIES, RESTARTS_ENTRY, check_same_run, new_manifest
 from sft_play.runs.lookup import RunLock, create_run, discard_run, lock_run, write_initial_files
 from sft_play.runs.oom import OOM_ENTRY
 from sft_play.training import distributed
+from sft_play.training.checkpoints import checkpoints
 from sft_play.training.job import RunJob
 from sft_play.training.prepare.prepare import Prepared, choice_lines
 
@@ -56,6 +59,24 @@ def open_run_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
         finally:
             logging.getLogger().removeHandler(log_handler)
             log_handler.close()
+
+
+def log_start(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
+    """Log what begins, or goes on from a checkpoint: the backend, its precision, where it runs, and its folder."""
+    ranks, on_gpu = job.plan.choice.layout.ranks, bool(job.plan.hardware.gpus)
+    device = f"{ranks} GPU{'s' if ranks != 1 else ''}" if on_gpu else "the CPU"
+    device += f" ({ranks} ranks)" if ranks > 1 and not on_gpu else ""
+    precision = DTYPE_SHORT_NAMES[job.plan.precision.compute]
+    backend = f"{prepared.backend.name}{' distributed' if ranks > 1 else ''}"
+    if checkpoint is not None:
+        step = checkpoints.checkpoint_step(checkpoint)
+        logger.info("Resuming %s run from step %d with %s precision on %s", backend, step, precision, device)
+    elif job.resume:
+        logger.info("%s has no checkpoint: starting again from the first step", job.folder.path)
+    else:
+        logger.info("Starting new %s run with %s precision on %s", backend, precision, device)
+    logger.info("Run folder: %s", job.folder.path)
+    logger.debug("Learning rate: %g (%s)", job.loaded.config.learning_rate, job.loaded.config.train.lr_scheduler_type)
 
 
 def batch_facts(plan: Plan) -> dict[str, int]:
