@@ -1,4 +1,4 @@
-"""The variables of make, and the program's flags for them, in one table: `variables.json`.
+"""The commands, the variables of make and the program's flags for them, in one table: `variables.json`.
 
 Make's check of its command line, `make help`, the program's flags and their help, its `Request` and the tests read it.
 Standard library only, and nothing newer than Python 3.6: `scripts/check_variables.py` reads it with any Python, before
@@ -14,17 +14,30 @@ from sft_play.spelling import nearest_name, normalize_name
 _VARIABLE_TABLE: Dict[str, Any] = json.loads(Path(__file__).with_name("variables.json").read_text(encoding="utf-8"))
 
 
+# The commands in the order of the help: each with the file that runs it, the groups that it is in, and its help.
+COMMAND_ROWS: Dict[str, Dict[str, str]] = _VARIABLE_TABLE["commands"]
+COMMANDS = tuple(COMMAND_ROWS)
+
+
+def _group_names(group: str) -> Tuple[str, ...]:
+    """The commands of a group, or its targets of make, which have no row."""
+    if group == "commands":
+        return COMMANDS
+    if group in _VARIABLE_TABLE["groups"]:
+        return _expand_names(_VARIABLE_TABLE["groups"][group])
+    return tuple(name for name, row in COMMAND_ROWS.items() if group in row.get("groups", "").split())
+
+
 def _expand_names(text: str) -> Tuple[str, ...]:
     """The words of an entry; `@NAME` stands for those of a group."""
     names = []  # type: List[str]
     for word in text.split():
-        names += _expand_names(_VARIABLE_TABLE["groups"][word[1:]]) if word.startswith("@") else [word]
+        names += _group_names(word[1:]) if word.startswith("@") else [word]
     return tuple(names)
 
 
 # Commands that train, and those about the run that `train` with the same words would start.
 TRAINING_COMMANDS, DESCRIBING_COMMANDS = _expand_names("@training"), _expand_names("@describing")
-COMMANDS = _expand_names("@commands")
 TARGETS: Dict[str, str] = _VARIABLE_TABLE["targets"]
 MAINTENANCE_TARGETS = _expand_names("@maintaining")
 MAKE_ONLY_COMMANDS = _expand_names("@commands_of_make")

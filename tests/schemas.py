@@ -25,6 +25,6 @@ def _registry() -> Any:
 
 
 def refuse_invalid(command: str, answer: Any) -> None:
-    """Raises jsonschema's ValidationError where an answer is not what the command's schema says."""
+    """Raises jsonschema's ValidationError where an answer is not what the command's schema says (or else `ending`)."""
     json.dumps(answer, allow_nan=False)
-    Draft202012Validator(schemas()[command], registry=_registry()).validate(answer)
+    Draft202012Validator(schemas().get(command, schemas()["ending"]), registry=_registry()).validate(answer)

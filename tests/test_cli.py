@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play import cli, commands
+from sft_play import cli, commands, log
 from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, RunFolderError, SftPlayError
 from sft_play.launch import planning
@@ -118,7 +118,7 @@ def test_a_fault_of_ours_is_not_turned_into_a_message(monkeypatch):
 
 
 def test_of_several_gpus_one_is_used_and_the_others_said_to_stay_idle(monkeypatch, capfd):
-    cli.set_up_logging("train")
+    log.set_up_logging("train")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
     gpus = tuple(Gpu(n, "NVIDIA H200", 141 * GIB, None, (9, 0)) for n in (2, 3))

@@ -88,9 +88,9 @@ SCHEMAS = {
             "hints": mapping(TEXT),
         }
     ),
-    "commands/commands.json": mapping(record({"file": TEXT, "help": TEXT})),
     "variables.json": record(
         {
+            "commands": mapping(record({"file": TEXT, "help": TEXT}, groups=TEXT)),
             "groups": mapping(TEXT),
             "targets": mapping(TEXT),
             "flags": mapping(

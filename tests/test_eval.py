@@ -25,8 +25,9 @@ from sft_play.finished import eval_rows, respond
 from sft_play.finished.eval_rows import RowScore, eval_batch_tokens, score_rows
 from sft_play.finished.evaluation import evaluate_run
 from sft_play.finished.load import load_held_out_rows, load_trained_model
-from sft_play.finished.metrics import Interval, MetricComparison, rouge_l, select_metrics, split_words
+from sft_play.finished.metrics import MetricComparison, rouge_l, select_metrics, split_words
 from sft_play.finished.run import FinishedRun, find_finished_run
+from sft_play.finished.statistics import Interval
 from tests.conftest import chat
 from tests.finished_runs import SMALL, finished_run, make_base
 

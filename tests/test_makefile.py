@@ -20,21 +20,10 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 RECIPES = (ROOT / "scripts" / "make.mk").read_text(encoding="utf-8")
 MAINTAINING = (ROOT / "benchmarks" / "Makefile").read_text(encoding="utf-8")
 TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
-NEED_ENVIRONMENT = [
-    *("train", "resume", "plan", "memory-model-score", "test", "lint", "format", "coverage", "bench"),
-    *("train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
-    *("launch-command", "launch-file", "setup-accelerate", "doctor", "consolidate", "verify-layouts"),
-    *("gpu-info", "memory-check", "gpu-selftest"),
-    *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
-    *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
-]
-PROGRAM = [
-    *("train", "resume", "plan", "memory-model-score", "train-distributed", "train-distributed-tb"),
-    *("train-deepspeed", "train-deepspeed-tb", "launch-command", "launch-file", "setup-accelerate", "doctor"),
-    *("consolidate", "verify-layouts", "gpu-info", "memory-check", "gpu-selftest", "bench"),
-    *("train-tb", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
-    *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
-]
+RUNNING = [target for target in TARGETS if variables.target_command(target) in variables.COMMANDS]
+PROGRAM = [target for target in RUNNING if target != "train-and-watch"]  # another name for train-tb
+"""Targets that run a command of the program."""
+NEED_ENVIRONMENT = [*RUNNING, "test", "lint", "format", "coverage"]
 SCRIPTS = {
     name: f"scripts/{name.removesuffix('-tb').replace('-', '_')}.py"
     for name in (

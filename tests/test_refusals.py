@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands import COMMAND_FILES
 from sft_play.config.load import load_config, resolved_config
 from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.starter import BASE
+from tests.command_cases import COMMAND_CASES
 from tests.conftest import ROOT, clean_environment
 
 RUN, HALF, CONFIG = "outputs/one", "outputs/half", "my.yaml"
@@ -117,6 +117,7 @@ CASES = [
     *[case(one, f"model path {name} {is_one} a GGUF, weights for llama.cpp", CONFIG=CONFIG, SET=f"model.name={name}")
       for one in ("plan", "train", "train-distributed") for name, is_one in GGUF],
     *[case("new", f"model path {name} {is_one} a GGUF", MODEL=name, DATA="rows.jsonl") for name, is_one in GGUF],
+    *[case(name, said, **variables) for name, row in COMMAND_CASES.items() for said, variables in row.refusals],
 ]  # fmt: skip
 
 
@@ -184,7 +185,7 @@ def asked_of(cases: list[tuple[str, dict[str, str], str]], folder: Path) -> list
 
 
 def test_it_is_refused_without_the_libraries(answers):
-    assert len(answers[0]) == len(CASES) > 130
+    assert len(answers[0]) == len(CASES)
     wrong = []
     for (command, variables, said), answer in zip(CASES, answers[0], strict=True):
         if answer["loaded"] or answer["code"] != 2 or said not in answer["said"] or "Traceback" in answer["said"]:
@@ -193,19 +194,7 @@ def test_it_is_refused_without_the_libraries(answers):
 
 
 def test_every_command_that_can_refuse_is_asked():
-    """The rest has nothing to refuse, or works on what it finds."""
-    rest = {
-        "setup-accelerate",
-        "gpu-info",
-        "tensorboard",
-        "tb-open",
-        "tb-stop",
-        "tb-clean",
-        "runs",
-        "gpu-selftest",
-        "generate",
-    }
-    assert {command for command, _, _ in CASES} == set(COMMAND_FILES) - rest
+    assert {command for command, _, _ in CASES} == {name for name, row in COMMAND_CASES.items() if row.can_refuse}
 
 
 def test_a_command_that_goes_on_is_stopped_where_it_would_load_a_library(answers):

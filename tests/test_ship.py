@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft_play.finished.metrics import paired_bootstrap
 from sft_play.finished.ship import GENERAL_SAMPLE_VERSION, general_sample
 from sft_play.finished.ship_rule import (
     Evidence,
@@ -27,6 +26,7 @@ from sft_play.finished.ship_rule import (
     judge_evidence,
     loss_gain,
 )
+from sft_play.finished.statistics import paired_bootstrap
 from sft_play.models.config_json import base_weights_identity
 from tests.conftest import chat
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sft_play.finished import metrics
-from sft_play.finished.metrics import Interval, paired_bootstrap
+from sft_play.finished.statistics import Interval, paired_bootstrap
 
 
 def coverage(draw, truth: float, *, rows: int, trials: int = 600, level: float = 0.95) -> float:

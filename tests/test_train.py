@@ -621,7 +621,7 @@ def test_a_fault_of_ours_keeps_its_traceback(train, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(module, "prepare", broken)
+    monkeypatch.setattr(module, "prepare_stages", broken)
     with pytest.raises(ZeroDivisionError, match="ours"):
         train("one")
 

@@ -1,23 +1,20 @@
 """The commands of `sft-play`: a file for each, or for a family that shares its body.
 
-`commands.json` has them in the order of the help, each with its file, which is imported when the command is run, and a
-line on what it does. A file has `run_FILE(request)`, which returns a `CommandResult`, or only the exit code.
-`variables.json` has the variables of make and the flags that each command takes.
+`variables.json` has them in the order of the help, each with its file, which is imported when the command is run, the
+groups of commands that take the same variables, and a line on what it does. A file has `run_FILE(request)`, which
+returns a `CommandResult`, or only the exit code.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_COMMAND_TABLE: dict[str, dict[str, str]] = json.loads(
-    Path(__file__).with_name("commands.json").read_text(encoding="utf-8")
-)
-COMMAND_FILES = {command: row["file"] for command, row in _COMMAND_TABLE.items()}
+from sft_play.variables import COMMAND_ROWS
+
+COMMAND_FILES = {command: row["file"] for command, row in COMMAND_ROWS.items()}
 # Commands that the program starts itself, and help does not name.
 INTERNAL_COMMANDS = {"rank": "launching"}
 
@@ -35,4 +32,4 @@ def command_function(command: str) -> Callable[..., Any]:
 
 def help_line(command: str) -> str:
     """What a command does, in a line."""
-    return _COMMAND_TABLE[command]["help"] if command in _COMMAND_TABLE else "one process of a run over several"
+    return COMMAND_ROWS[command]["help"] if command in COMMAND_ROWS else "one process of a run over several"

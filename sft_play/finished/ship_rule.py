@@ -28,7 +28,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError
-from sft_play.finished.metrics import Interval, paired_bootstrap
+from sft_play.finished.statistics import Interval, paired_bootstrap
 from sft_play.log import one_line
 
 # Of ship.json, which holds evidence and thresholds as they are here.
