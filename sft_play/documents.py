@@ -298,6 +298,7 @@ def _split_long_paragraph(paragraph: str, limit: int) -> Iterator[str]:
         yield paragraph
 
 
+# --------------------------------------------------------------------------------------------------
 # `make dapt-docx`: documents become clean text, one row of JSON for each document or part of one.
 #
 # Each document is read by a process with limits (`reader.py`), its repeated paragraphs are left

@@ -50,6 +50,7 @@ def format_duration(seconds: float) -> str:
     return f"{rounded} second{'' if rounded == 1 else 's'}"
 
 
+# --------------------------------------------------------------------------------------------------
 # Text for pages: tables, sizes and lists, where what is not known is `n/a`.
 
 # Columns that every table of figures fits.

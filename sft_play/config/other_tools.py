@@ -403,6 +403,7 @@ def _candidate_values(value: JsonValue) -> list[JsonValue]:
     return [value, number, int(number) if isinstance(number, float) and number.is_integer() else number]
 
 
+# --------------------------------------------------------------------------------------------------
 # What an unknown key probably means: another tool's name for it, its place in another section, or a
 # near spelling.
 #

@@ -476,6 +476,7 @@ def make_visible(text: str) -> str:
     return "".join(" " if kind == "space" else sign for kind, sign in split_signs(text))
 
 
+# --------------------------------------------------------------------------------------------------
 # The preview as an HTML page without network, script or anything outside itself.
 
 # Tokens of one example on the page; of longer ones the middles of stretches are left out, with a count.

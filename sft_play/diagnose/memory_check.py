@@ -204,6 +204,7 @@ def _describe_processes(group: RankGroup) -> str:
     return f"{len(group.ranks)}{world_text} rank{plural} on this machine, pid {pids}"
 
 
+# --------------------------------------------------------------------------------------------------
 # Memory during a run: what its ranks hold of each GPU, what others hold, and what the plan
 # predicted.
 

@@ -115,6 +115,7 @@ class CheckReport(FindingsReport):
         return {"ok": self.ok, "elapsed_s": self.elapsed_s, "checks": checks}
 
 
+# --------------------------------------------------------------------------------------------------
 # The page of `make gpu-info` as lines that fit a narrow terminal: GPUs, processes, topology,
 # driver, host and disk; or what a plan assumes of a machine that is only named.
 
@@ -277,6 +278,7 @@ def _format_rate(rate: float | None, unit: str = "GB/s", size: float = 1e9) -> s
     return NOT_KNOWN if rate is None else f"{rate / size:,.4g} {unit}"
 
 
+# --------------------------------------------------------------------------------------------------
 # The page of `make memory-check`: the run, a table with the prediction beside it, RAM, warnings;
 # once or renewed.
 

@@ -194,6 +194,7 @@ def cpu_capabilities() -> list[str]:
     ]
 
 
+# --------------------------------------------------------------------------------------------------
 # This machine as a run would find it: packages, driver, shared memory.
 #
 # The only module of the doctor that reads them; the checks get what was read as arguments.
@@ -265,6 +266,7 @@ def _read_driver() -> tuple[str | None, tuple[int, int] | None]:
     return None, None
 
 
+# --------------------------------------------------------------------------------------------------
 # Packages and shared memory. The checks read nothing themselves.
 
 # Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342).
@@ -320,6 +322,7 @@ def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Findi
     return pass_finding("shared memory", free_text)
 
 
+# --------------------------------------------------------------------------------------------------
 # Combinations of versions, drivers and machines that are known to hang, crash or train wrongly:
 # `known_bad.json`.
 #
@@ -437,6 +440,7 @@ def _version_numbers(version: str | None) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
+# --------------------------------------------------------------------------------------------------
 # Disk: the checkpoints that a planned run writes, the final weights, and the model if it must be
 # downloaded.
 

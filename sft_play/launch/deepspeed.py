@@ -424,6 +424,7 @@ def set_value_at(config: DeepspeedConfig, path: str, value: Any) -> None:
     config[key] = value
 
 
+# --------------------------------------------------------------------------------------------------
 # A DeepSpeed configuration with every "auto" resolved from the plan.
 #
 # The formulas for "auto" are those of transformers (https://github.com/huggingface/transformers:

@@ -98,6 +98,7 @@ def _refuse_unsupported(name: str, text: str) -> None:
         raise HardwareError(f"{prefix}: no run uses this device, only GPUs of NVIDIA, and CPUs; {cpu_hint}")
 
 
+# --------------------------------------------------------------------------------------------------
 # A user's description of a machine that is not here: `2x8xH100,network=400Gbps`, or a YAML file.
 # Text in, numbers out.
 #

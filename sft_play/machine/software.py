@@ -156,6 +156,7 @@ def load_or_measure(
     return measured
 
 
+# --------------------------------------------------------------------------------------------------
 # Unsloth's own environment: where it is, what it can do, and how its Python is started. Its pins
 # exclude this project's, and importing it patches transformers, PEFT and TRL: it is never imported
 # here.

@@ -195,6 +195,7 @@ def _read_smi_instances(split_gpu: ListedGpu) -> list[ListedGpu]:
     return instances
 
 
+# --------------------------------------------------------------------------------------------------
 # Accelerators that a machine has but a run would not use: by device files, the PCI bus, the driver,
 # torch's build.
 #

@@ -274,6 +274,7 @@ class _ShapeBuilder:
         return kind if kind == "full" or self.fields.read_optional_count("sliding_window") else "full"
 
 
+# --------------------------------------------------------------------------------------------------
 # What a model's `config.json` means: layers, shapes, parameters by kind. No torch, no weights.
 #
 # The config is read from a local folder, from the table of known models, or fetched alone from the

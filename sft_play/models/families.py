@@ -181,6 +181,7 @@ NON_DECODER_TYPES: dict[str, str] = {
 }
 
 
+# --------------------------------------------------------------------------------------------------
 # The fields of a config.json under uniform names, class defaults filled in; invalid values are
 # refused.
 #

@@ -327,6 +327,7 @@ def _hardware_name(machine: Hardware) -> str:
     return text + (f",ram={machine.ram_free_bytes >> 20}MiB" if machine.ram_given else "")
 
 
+# --------------------------------------------------------------------------------------------------
 # The machine for a budget (`BUDGET`): where the run fits, its hours and what they cost, by dated
 # public prices.
 #

@@ -549,6 +549,7 @@ def _format_need(needed_bytes: int, budget_bytes: int, unit: str = "GiB") -> str
     return f"{needed_bytes / GIB:.{digits}f} of {budget_bytes / GIB:.{digits}f} {unit}"
 
 
+# --------------------------------------------------------------------------------------------------
 # A candidate as plain data for `plan --json` and `plan.json`, and back.
 #
 # Every figure of a candidate is written, so that a rank that receives a plan has what its parent

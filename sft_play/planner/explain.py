@@ -400,6 +400,7 @@ def _format_cost(speed: Speed, part: str) -> str:
     return f": {seconds:.3g} s of a step of {speed.step_s:.3g} s, by the roofline" if seconds else ""
 
 
+# --------------------------------------------------------------------------------------------------
 # What a person reads of a plan before anything else: does it fit, the batch, how long, which rows,
 # what to watch for.
 #
@@ -523,6 +524,7 @@ def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
     return f"Data: {row_tokens.rows:,} rows of {name}, longest {row_tokens.longest:,} tokens, {cut_text}"
 
 
+# --------------------------------------------------------------------------------------------------
 # What a person reads of a plan: the machine, the batch, the choice, a bar of the memory, the table
 # of candidates.
 #

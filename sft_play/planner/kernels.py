@@ -233,6 +233,7 @@ class RowAttention:
         return None if half_precision else "flash attention does not run in this precision"
 
 
+# --------------------------------------------------------------------------------------------------
 # Which kernels a plan counts for norms, gated activations and rotations, the plain ones or Liger's;
 # and which code runs a mixture's experts, by one rule for the plan, which knows the shape, and the
 # run, which knows the class.

@@ -98,6 +98,7 @@ def format_mesh(mesh_shape: Any) -> str:
     return one_line(str(mesh_shape))
 
 
+# --------------------------------------------------------------------------------------------------
 # How a run is distributed over GPUs: the layouts, and what each shards, gathers and sends.
 
 LayoutName = Literal[

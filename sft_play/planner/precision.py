@@ -183,6 +183,7 @@ def _choose_compute_dtype(
     return "bfloat16", "bf16: the GPU has it" if train.bf16 == "auto" else "bf16 because train.bf16 is true"
 
 
+# --------------------------------------------------------------------------------------------------
 # How ranks reduce their gradients under a layout: how often, in which dtypes, and what it does not
 # support.
 

@@ -187,6 +187,7 @@ def _zero3_gathered_bytes(config: RunConfig, shape: ModelShape, precision: Preci
     return weight_bytes * (2 - kept_share + recomputed_share * regathered_share)
 
 
+# --------------------------------------------------------------------------------------------------
 # What other code than the model's own changes in a plan: compiled blocks (`train.compile`), and
 # Liger's kernels.
 #
@@ -301,6 +302,7 @@ def liger_saved_starts_s(shape: ModelShape, operations: ReplacedOperations, *, r
     return seconds * (1 + recomputed_share / 2)
 
 
+# --------------------------------------------------------------------------------------------------
 # Predicted speed of a step: a roofline from the catalogue's rates, and earlier measurements on this
 # machine.
 #

@@ -75,6 +75,7 @@ def report_wait(
         reporter.join()
 
 
+# --------------------------------------------------------------------------------------------------
 # What keeps the heap small and quick: freed memory given back to the system, imports left out of
 # collections.
 

@@ -214,6 +214,7 @@ class RunFolder:
         write_json(self.path / name, value)
 
 
+# --------------------------------------------------------------------------------------------------
 # What makes a run reproducible, for its manifest: versions, the git state, the program's own code;
 # and what a resumed run has to have in common with its first start.
 

@@ -216,6 +216,7 @@ def traced_varlen_attention(
     return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)
 
 
+# --------------------------------------------------------------------------------------------------
 # flash-linear-attention's gated delta rule as a trace runs it: what fla-core 0.6.0 holds and
 # allocates.
 #

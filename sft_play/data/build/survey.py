@@ -87,6 +87,7 @@ def _estimate_file(part: FilePart) -> EstimatedSize:
     return EstimatedSize(rows, characters)
 
 
+# --------------------------------------------------------------------------------------------------
 # Count rows while they are built; and render rows in this process, batch by batch, to show, write
 # or count them.
 

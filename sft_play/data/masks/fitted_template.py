@@ -242,6 +242,7 @@ class TurnEnds:
         return offset + len(token) if is_token and not continued_tail[len(closed_tail) : offset].strip() else 0
 
 
+# --------------------------------------------------------------------------------------------------
 # Adapt messages to the form that a chat template takes: content, roles, tool calls.
 #
 # Templates differ in what they accept. Which form one writes correctly is seen by trying them: on
@@ -638,6 +639,7 @@ def _short_id(call_id: str) -> str:
     return usable_id if len(usable_id) == 9 else hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
+# --------------------------------------------------------------------------------------------------
 # What a template does, seen by rendering probe conversations once for each template.
 #
 # A template is never recognised by its name: forks change templates and keep the names.

@@ -169,6 +169,7 @@ def _rename_strings(value: Any, names: Mapping[str, str]) -> Any:
     return [_rename_strings(item, names) for item in value] if isinstance(value, list) else value
 
 
+# --------------------------------------------------------------------------------------------------
 # What masks need of a tokenizer, and texts with spans to ids with labels: by words seen before, by
 # the tokenizer's encoding, or split at the spans' edges.
 #

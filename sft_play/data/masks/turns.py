@@ -312,6 +312,7 @@ def text_after_piece(rendering: str, text: str, piece_end: int) -> str | None:
     return rendering[rendering.rfind(text[sentinel_start:piece_end]) + piece_end - sentinel_start :]
 
 
+# --------------------------------------------------------------------------------------------------
 # The template layout of a row: what a template writes around its texts, and where its assistant
 # turns are, measured on a marked copy.
 #

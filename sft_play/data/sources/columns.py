@@ -122,6 +122,7 @@ def _quote_name(name: str) -> str:
     return name if re.fullmatch(r"[^\W\d][\w-]*", name) else json.dumps(name, ensure_ascii=False)
 
 
+# --------------------------------------------------------------------------------------------------
 # Columns that a format does not read
 
 
@@ -196,6 +197,7 @@ def describe_unused_columns(counts: Counter[UnusedColumn], columns: Mapping[str,
     return "; ".join(text for text, names in parts.items() if names), bool(missed)
 
 
+# --------------------------------------------------------------------------------------------------
 # Rows that are not supervised examples, named as what they are and by the column that shows it.
 #
 # Preferences, unwanted answers, rankings, multiple choice and the like hold questions and answers

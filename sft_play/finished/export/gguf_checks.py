@@ -193,6 +193,7 @@ def _changes_text(backend: Any, texts: list[str]) -> bool:
     return any(backend.normalizer.normalize_str(text) != text for text in composed)
 
 
+# --------------------------------------------------------------------------------------------------
 # The tokenizer inside a GGUF, as llama.cpp reads it, from the file's own entries by llama.cpp's own
 # rules; whether it is training's; and the vocabulary that the converter is given.
 #
@@ -406,6 +407,7 @@ def _bpe_model(tokenizer: Any) -> dict[str, Any]:
     return model if model.get("type") == "BPE" else {}
 
 
+# --------------------------------------------------------------------------------------------------
 # Render a run's prompts in two ways: as training did, and as an engine does from the exported
 # folder.
 #

@@ -248,6 +248,7 @@ def _merge_layer(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 logger = logging.getLogger(__name__)
 
 
+# --------------------------------------------------------------------------------------------------
 # The merged weights as files: from the base's files tensor by tensor where that is possible, else
 # through RAM.
 

@@ -209,6 +209,7 @@ def _activate(block: ForwardPass, x: TensorRef) -> TensorRef:
     return block.tape.op((x,), x.elements, x.itemsize, saved=(x,))
 
 
+# --------------------------------------------------------------------------------------------------
 # Self-attention on sizes: projections, rotation, and the kernel that runs.
 #
 # Shapes: q (B, a, S, head_dim), k and v (B, kv heads, S, head_dim), scores (B, a, S, S).

@@ -264,6 +264,7 @@ def plan_checkpoint_saving(simulation: StepMemorySimulation) -> CheckpointSaving
     )
 
 
+# --------------------------------------------------------------------------------------------------
 # Bytes of a training step's peak on one rank, term by term.
 #
 # A step is a sequence of phases (forward, head, backward, optimizer, evaluation, saving); each has

@@ -426,6 +426,7 @@ def _zero_resident_bytes(
     )
 
 
+# --------------------------------------------------------------------------------------------------
 # What a rank with a shard of the weights gathers: buffers of FSDP2 and ZeRO-3, phase by phase.
 #
 # FSDP2 (torch/distributed/fsdp/_fully_shard): a unit is gathered into one flat buffer and copied

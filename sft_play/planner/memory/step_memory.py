@@ -551,6 +551,7 @@ def largest_by_phase(phases: Iterable[tuple[StepPhase, MemoryTerms]]) -> Mapping
     return {name: terms for name, (_, terms) in largest_terms.items()}
 
 
+# --------------------------------------------------------------------------------------------------
 # The simulation of a step of a class whose blocks are measured, where the estimate does not know
 # them.
 #

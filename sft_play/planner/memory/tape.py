@@ -251,6 +251,7 @@ def shared_gradient(count: int) -> BackwardFormula:
     return lambda tape, grad: [grad] * count
 
 
+# --------------------------------------------------------------------------------------------------
 # The operations of a block's forward pass on sizes: each one's output, and what it holds for the
 # backward pass.
 #
@@ -433,6 +434,7 @@ def liger_rotation(tape: Tape, x: TensorRef, *, copies_input: bool, copies_gradi
     return out
 
 
+# --------------------------------------------------------------------------------------------------
 # A linear layer on sizes: plain, in NF4, and with the adapter of LoRA or DoRA.
 
 

@@ -124,6 +124,7 @@ def _deepspeed_classes() -> list[Any]:
     return classes
 
 
+# --------------------------------------------------------------------------------------------------
 # DeepSpeed's checkpoints over another number of ranks, by its universal form, which its own
 # converter writes beside.
 #

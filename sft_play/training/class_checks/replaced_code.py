@@ -253,6 +253,7 @@ def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape,
     return list(itertools.product(sorted(heads), windows))
 
 
+# --------------------------------------------------------------------------------------------------
 # Liger's Triton kernels in place of a model's norms, gated activations and rotations, where they
 # compute the same: measured on the run's own device, on small models of the class with rows as wide
 # as the real one's.
@@ -387,6 +388,7 @@ def _restore_module(snapshot: ModuleSnapshot) -> None:
         setattr(module, name, value)
 
 
+# --------------------------------------------------------------------------------------------------
 # Blocks of a model compiled by torch.compile, where it computes what the plain code computes
 # (`compare_with_reference`).
 #

@@ -288,6 +288,7 @@ class SetEpochCallback(TrainerCallback):
         self._trainer.epoch_order.set_epoch(int(state.epoch or 0))
 
 
+# --------------------------------------------------------------------------------------------------
 # Rows → the tensors of a micro-batch.
 #
 # Rows of one chat are padded to the longest, with an attention mask where one changes anything

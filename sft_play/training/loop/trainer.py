@@ -307,6 +307,7 @@ def _pack_rows(
     return packs, tuple(map(len, packs_by_source))
 
 
+# --------------------------------------------------------------------------------------------------
 # The trainer of a run with its model loaded: filled, frozen and sharded as the plan says.
 
 

@@ -179,6 +179,7 @@ class RunMonitors:
     start_time: float
 
 
+# --------------------------------------------------------------------------------------------------
 # What a run measures of itself between two logs: speed, utilisation, where a step's time goes,
 # memory, padding.
 #

@@ -65,6 +65,7 @@ def _is_plain_lora(module: Any) -> bool:
     return not module.lora_variant and not has_dropout
 
 
+# --------------------------------------------------------------------------------------------------
 # Where adapters start (`tuning.lora.init`), other than at PEFT's zero: PiSSA and LoftQ, without
 # touching the base.
 #
@@ -176,6 +177,7 @@ def _zero_local_half(weight: torch.Tensor, *, frozen_mask: torch.Tensor) -> None
 logger = logging.getLogger(__name__)
 
 
+# --------------------------------------------------------------------------------------------------
 # The adapter that a run continues (`model.adapter`): checked against model and base before weights
 # are read.
 

@@ -90,6 +90,7 @@ def kv_repetition(*, enabled: bool) -> Iterator[None]:
         set_kv_repetition(enabled=was_enabled)
 
 
+# --------------------------------------------------------------------------------------------------
 # Attention over chats that lie one behind the other, told apart by their boundaries: no mask, no
 # other package.
 #
@@ -228,6 +229,7 @@ def attention_per_chat(
 AttentionInterface.register(VARLEN_ATTENTION, varlen_attention)
 
 
+# --------------------------------------------------------------------------------------------------
 # Context parallelism: the ranks of a group share the tokens of each row, and each computes
 # attention for some heads.
 #

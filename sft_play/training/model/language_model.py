@@ -277,6 +277,7 @@ def _build_causal_lm(decoder: Any, config_class_of_text: type) -> type:
     return LanguageModel
 
 
+# --------------------------------------------------------------------------------------------------
 # TRL's fused head on a model that no trainer holds: log-probabilities of trained tokens without
 # whole logits; and one over whole logits for classes whose logits TRL does not compute.
 
