@@ -301,7 +301,7 @@ def _split_long_paragraph(paragraph: str, limit: int) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------
 # `make dapt-docx`: documents become clean text, one row of JSON for each document or part of one.
 #
-# Each document is read by a process with limits (`reader.py`), its repeated paragraphs are left
+# Each document is read by a process with limits (`ReaderProcess`, above), its repeated paragraphs are left
 # out, and it is cut between paragraphs into rows `{"text": …, "source": name, "part": n}`. No row
 # holds text of two documents. A document's split depends on its own text alone.
 

@@ -25,7 +25,10 @@ def _group_names(group: str) -> Tuple[str, ...]:
         return COMMANDS
     if group in _VARIABLE_TABLE["groups"]:
         return _expand_names(_VARIABLE_TABLE["groups"][group])
-    return tuple(name for name, row in COMMAND_ROWS.items() if group in row.get("groups", "").split())
+    names = tuple(name for name, row in COMMAND_ROWS.items() if group in row.get("groups", "").split())
+    if not names:
+        raise KeyError("no command is in the group " + group)
+    return names
 
 
 def _expand_names(text: str) -> Tuple[str, ...]:

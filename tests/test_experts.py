@@ -404,7 +404,7 @@ def test_the_balance_loss_is_the_classes_own(kind, dtype):
     from transformers import AutoConfig
 
     from sft_play.training.class_checks.small_model import small_config
-    from sft_play.training.model.language_model import fused_head
+    from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
 
     small = small_config(AutoConfig.for_model(kind))
@@ -448,7 +448,7 @@ def test_a_model_without_router_logits_has_no_balance_loss(kind, is_in_config):
     from transformers import AutoConfig
 
     from sft_play.training.class_checks.small_model import small_config
-    from sft_play.training.model.language_model import fused_head
+    from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
 
     changes = {**WITHOUT_ROUTERS[kind], "output_router_logits": is_in_config}
@@ -489,7 +489,7 @@ LAYOUTS = {
 def test_the_balance_loss_is_left_out_where_the_model_itself_gives_no_router_logits(kind, seed):
     """Random layouts of one to five blocks: the rule against the model of just these blocks."""
     from sft_play.training.class_checks.small_model import small_config
-    from sft_play.training.model.language_model import fused_head
+    from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
 
     rng = random.Random(f"{kind} {seed}")
@@ -519,7 +519,7 @@ def test_router_logits_that_a_config_asks_for_without_a_weight_are_not_computed(
     """TRL's head would compute a balance loss of them: no class's name for the number of experts, or of no router."""
     from benchmarks.registry import REQUIRED_FIELDS
     from sft_play.training.class_checks.small_model import small_config
-    from sft_play.training.model.language_model import fused_head
+    from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import fit_balance_loss
 
     config = small_config(AutoConfig.for_model(kind, **REQUIRED_FIELDS.get(kind, {})))
@@ -542,7 +542,7 @@ def test_no_class_ends_in_a_balance_loss_of_nothing(layers):
 
     from benchmarks.registry import REQUIRED_FIELDS, model_types
     from sft_play.training.class_checks.small_model import measure_small_model, small_model
-    from sft_play.training.model.language_model import fused_head
+    from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
 
     def computes(small, *, trust_remote_code):
@@ -584,7 +584,7 @@ def test_llama_4_is_saved_and_read_again_after_its_head_was_fused(tmp_path):
     from transformers import AutoConfig
 
     from sft_play.training.class_checks.small_model import small_config
-    from sft_play.training.model.language_model import set_backbone_prefix
+    from sft_play.training.model.fused_head import set_backbone_prefix
 
     model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama4_text"))).eval()
     assert model.base_model is model

@@ -18,7 +18,8 @@ from benchmarks.registry import CannotBuild, model_types, small_base, wide_confi
 from sft_play.models.families import MODEL_FAMILIES
 from sft_play.training.class_checks import adapter_trial
 from sft_play.training.class_checks.small_model import VOCABULARY_SIZE, measure_small_model, small_config, small_model
-from sft_play.training.model.language_model import fused_head, locate_text_tower, prepare_text_config
+from sft_play.training.model.fused_head import fused_head
+from sft_play.training.model.language_model import locate_text_tower, prepare_text_config
 
 pytestmark = pytest.mark.build
 BEFORE_5_24 = Version(transformers.__version__) < Version("5.24")

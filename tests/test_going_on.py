@@ -69,7 +69,12 @@ def killing(tmp_path_factory) -> str:
         ("train", "run:train_stage", {"manifest.json"}, {}),  # the data is recorded, and nothing is loaded
         # everything is loaded
         pytest.param("train", "run:_run_training_loop", {"manifest.json"}, {}, marks=pytest.mark.slow),
-        ("train-distributed", "run:prepare", {"launch.json"}, {"NPROC": "2", "STRATEGY": "fsdp"}),  # no data recorded
+        (
+            "train-distributed",
+            "run:prepare_stages",
+            {"launch.json"},
+            {"NPROC": "2", "STRATEGY": "fsdp"},
+        ),  # no data recorded
         pytest.param(
             "train-distributed",
             "run:_run_training_loop",

@@ -147,7 +147,7 @@ ALONE = """
 import json, sys
 import psutil, torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from sft_play.training.model.language_model import fused_head
+from sft_play.training.model.fused_head import fused_head
 
 fields, rows, length, dtype = json.loads(sys.argv[1])
 level = psutil.Process().memory_info().rss

@@ -427,7 +427,7 @@ def fields_of(tree: ast.Module, name: str) -> set[str]:
 
 def test_the_table_is_that_of_the_installed_deepspeed():
     folder = Path(find_spec("deepspeed").origin).parent
-    table = json.loads((ROOT / "sft_play/launch/deepspeed/keys.json").read_text(encoding="utf-8"))["sections"]
+    table = json.loads((ROOT / "sft_play/launch/deepspeed_keys.json").read_text(encoding="utf-8"))["sections"]
     for section, row in table.items():
         if "class" in row:
             theirs = fields_of(ast.parse((folder / row["file"]).read_text(encoding="utf-8")), row["class"])

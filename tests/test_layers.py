@@ -254,7 +254,7 @@ def test_the_data_package_imports_heavy_libraries_only_inside_functions():
 def test_only_the_trainer_its_templates_and_traces_know_trl():
     """By an import, or by a module's name in a string, as importlib takes it."""
     importing = {name for name, path in modules().items() if any(item.split(".")[0] == "trl" for item in imports(path))}
-    assert importing == {"training.loop.trainer", "training.prepare.tokenizer", "training.model.language_model"}
+    assert importing == {"training.loop.trainer", "training.prepare.tokenizer", "training.model.fused_head"}
     naming = {
         name
         for name, path in modules().items()

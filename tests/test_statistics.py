@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from sft_play.finished import metrics
+from sft_play.finished import statistics
 from sft_play.finished.statistics import Interval, paired_bootstrap
 
 
@@ -83,7 +83,7 @@ def test_the_same_arguments_give_the_same_interval_in_pieces_of_any_size(monkeyp
     made = paired_bootstrap(base, tuned, weights=weights, resamples=999)
     assert paired_bootstrap(base, tuned, weights=weights, resamples=999) == made
     assert paired_bootstrap(base, tuned, weights=weights, resamples=999, seed=1) != made
-    monkeypatch.setattr(metrics, "_MAX_DRAWN_ROWS", 100)
+    monkeypatch.setattr(statistics, "_MAX_DRAWN_ROWS", 100)
     assert paired_bootstrap(base, tuned, weights=weights, resamples=999) == made
     swapped = paired_bootstrap(tuned, base, weights=weights, resamples=999)
     assert swapped.low == pytest.approx(-made.high)

@@ -17,8 +17,6 @@ from sft_play.machine.hardware import detect_hardware
 from sft_play.planner.precision import choose_precision
 
 
-# `setup-accelerate`: writes accelerate's configuration for this machine, or asks accelerate's own
-# questions.
 def run_accelerate(request: Request) -> CommandResult:
     """Write the configuration of the GPUs, or processes, of this machine; with INTERACTIVE=1 accelerate asks."""
     path = accelerate_path(os.environ)

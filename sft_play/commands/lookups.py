@@ -20,7 +20,6 @@ from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.runs.lookup import output_dir
 
 
-# --- the machine that a command is about, the folder of the runs, and the finished run --------------------------------
 def requested_hardware(request: Request) -> Hardware:
     """The machine to plan for, with the price that was given."""
     hardware = parse_hardware(request.hardware) if request.hardware else detect_hardware()

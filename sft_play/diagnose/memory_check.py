@@ -205,8 +205,7 @@ def _describe_processes(group: RankGroup) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory during a run: what its ranks hold of each GPU, what others hold, and what the plan
-# predicted.
+# What the ranks hold of each GPU, what others hold, and what the plan predicted.
 
 # Processes of others that a warning names.
 MAX_NAMED_PROCESSES = 3

@@ -197,7 +197,7 @@ def cpu_capabilities() -> list[str]:
 # --------------------------------------------------------------------------------------------------
 # This machine as a run would find it: packages, driver, shared memory.
 #
-# The only module of the doctor that reads them; the checks get what was read as arguments.
+# `read_system_facts` is the only reader; the checks get what was read as arguments.
 
 DISTRIBUTION = "sft-play"
 SHM_PATH = Path("/dev/shm")

@@ -23,7 +23,7 @@ from sft_play.log import one_line
 from sft_play.training.class_checks.adapter_trial import has_custom_logits
 from sft_play.training.loop.rows import Collator, row_lengths
 from sft_play.training.measure.exact_match import Question, build_questions
-from sft_play.training.model.language_model import fused_head
+from sft_play.training.model.fused_head import fused_head
 from sft_play.training.model.model_loading import TORCH_DTYPES
 from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.tokenizer import load_tokenizer

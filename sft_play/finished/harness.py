@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +16,6 @@ from sft_play.errors import ConfigError
 from sft_play.finished.eval_rows import compute_dtype
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
-
-logger = logging.getLogger(__name__)
 
 _INSTALL_TASKS = "pip install 'sft-play[tasks]'"
 

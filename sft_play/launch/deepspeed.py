@@ -34,7 +34,7 @@ from sft_play.spelling import nearest_name
 #
 # DeepSpeed reads some sections with pydantic and refuses unknown keys there, with a traceback on
 # every rank; in all others, the top level first, an unknown key is ignored without a word. So
-# `keys.json` lists the keys that it knows, those that it has renamed, and those that it has
+# `deepspeed_keys.json` lists the keys that it knows, those that it has renamed, and those that it has
 # removed. Paths into a configuration are dotted.
 
 # Layout: ZeRO stage, whether optimizer states are offloaded, whether weights are.

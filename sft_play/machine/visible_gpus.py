@@ -23,8 +23,6 @@ from sft_play.text import GIB
 logger = logging.getLogger(__name__)
 
 
-# The GPUs that this machine's drivers list, and those of them that a process sees.
-#
 # `CUDA_VISIBLE_DEVICES` is honoured: what a process would not see is not counted. Of GPUs that are
 # split into instances (MIG) a process sees the first visible instance and nothing else: "CUDA can
 # only enumerate a single compute instance", and no whole GPU beside it (NVIDIA Multi-Instance GPU

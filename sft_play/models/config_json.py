@@ -275,10 +275,7 @@ class _ShapeBuilder:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a model's `config.json` means: layers, shapes, parameters by kind. No torch, no weights.
-#
-# The config is read from a local folder, from the table of known models, or fetched alone from the
-# hub.
+# The config is read from a local folder, from the table of known models, or fetched alone from the hub.
 
 ConfigJson = dict[str, Any]
 

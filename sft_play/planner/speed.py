@@ -258,7 +258,7 @@ def compile_reasons(config: RunConfig, shape: ModelShape) -> list[str]:
 NORM_START_S, ROTATION_START_S = 32e-6, 242e-6
 
 # Share of the counted traffic of norms, activations and rotations that remains at least: what the fused kernels and the
-# sums of residuals move, 0.53 of Llama-3.1-8B's. Plain code moves more than the roofline of `throughput` counts; the
+# sums of residuals move, 0.53 of Llama-3.1-8B's. Plain code moves more than the roofline below counts; the
 # rest is in the share of the peak that matrix products reach, which was fitted to whole steps, and it stays there.
 MIN_TRAFFIC_SHARE = 0.5
 

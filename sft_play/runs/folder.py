@@ -35,8 +35,6 @@ from sft_play.log import one_line
 from sft_play.machine.software import installed_version
 from sft_play.runs.files import read_json, read_metric_lines, redact_values, write_json
 
-# A run's folder: the names in it, its manifest, and the folders of its stages.
-
 # True if the user allows the value that a model's settings have for a key by which code of others would run.
 CodeTrust = Callable[[ModelConfig, str], bool]
 

@@ -20,7 +20,7 @@ from sft_play.trace import fakes, kernels
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
 
-# What runs in a library's place while a step is traced; `patches` says where each goes, and why.
+# What runs in a library's place while a step is traced; `PATCHES`, below, says where each goes, and why.
 #
 # A function here takes the original and the state and gives the replacement, or is the replacement
 # itself.

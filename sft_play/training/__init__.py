@@ -11,7 +11,7 @@ each part:
   `replaced_code` (do Liger's kernels, compiled blocks and attention by boundaries compute the same).
 - `model/`: `model_loading`, `nf4_experts` (in 4 bits), `language_model` (of an image-text class), `fsdp_loading`
   (FSDP2, unit by unit), `adapters` (where they start, and those that a run continues), `attention_functions`,
-  `tensor_parallel`.
+  `tensor_parallel`, `fused_head` (of TRL).
 - `loop/`: `trainer` (TRL's), `loop`, `loop_evaluation`, `loop_checkpoints`, `upstream` (private names of the libraries,
   guarded), `rows` (to micro-batches), `optimizers`, `callbacks`, `run_callbacks` (those of a run, together), `finite`
   (steps that are not), `memory` (steps that run out of it), `curriculum` (stages).

@@ -3,8 +3,8 @@ norm, output head, loss), on sizes: what each keeps, and its peaks.
 
 The parts follow the forward of transformers' decoder blocks (models/*/modeling_*.py), of PEFT's
 LoRA layers (peft/tuners/lora/{layer,bnb,dora,variants}.py) and of bitsandbytes' 4-bit product,
-line by line where lines differ in bytes: `self_attention`, `mlp` and `linear`, of the
-`operations` that a `tape` records.
+line by line where lines differ in bytes: here the feed-forward part, self-attention, the block and
+the head; linear layers and other operations are those of a `tape`, which records them.
 """
 
 from __future__ import annotations
@@ -704,7 +704,7 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
 
 
 def _logits_loss(tail: ForwardPass, x: TensorRef, head: OutputHead) -> TensorRef:
-    """Whole logits, as the loss over a class's own logits reads them (`training.model.language_model`).
+    """Whole logits, as the loss over a class's own logits reads them (`training.model.fused_head`).
 
     Log-probabilities in fp32 of all but the last token, then the entropy, row by row. Backward 12*T*V, then T*V*e."""
     tape, logits_elements = tail.tape, tail.batch * tail.length * head.vocab_size

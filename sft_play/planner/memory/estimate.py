@@ -265,13 +265,13 @@ def plan_checkpoint_saving(simulation: StepMemorySimulation) -> CheckpointSaving
 
 
 # --------------------------------------------------------------------------------------------------
-# Bytes of a training step's peak on one rank, term by term.
+# The peak of a step.
 #
 # A step is a sequence of phases (forward, head, backward, optimizer, evaluation, saving); each has
-# its live bytes, and the largest is the peak. What stays between steps comes from `model_states`,
-# what a block and the head hold and use from `block`, which follows the libraries' own forward on
-# sizes, and what a sharded model gathers from `model_states` too; `step_memory` goes through them. No tensor
-# is created: a candidate takes milliseconds.
+# its live bytes, and the largest is the peak. What stays between steps and what a sharded model
+# gathers come from `model_states`, what a block and the head hold and use from `block`, which
+# follows the libraries' own forward on sizes; `step_memory` goes through them. No tensor is
+# created: a candidate takes milliseconds.
 
 # --- how much more than the tensors must be free, by a setting's class ----------------------------------------------
 # Terms that are allocated once: the allocator packs them, and loses only rounding.

@@ -12,8 +12,6 @@ from typing import TypeAlias
 from sft_play.planner.kernels import MAX_MULTIPROCESSORS
 from sft_play.planner.memory.structure import NF4_BLOCK, BlockSpec, LinearSpec, segment_remainder
 
-# Autograd on sizes: which bytes a forward and a backward pass hold, without a tensor.
-#
 # A `TensorRef` is a handle on a storage, as a tensor is in PyTorch: the storage is freed with its
 # last handle, so code that follows a model's forward line by line has the same live bytes at each
 # line. What a backward formula needs is held by its node (derivatives.yaml of PyTorch says what

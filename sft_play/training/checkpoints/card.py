@@ -4,7 +4,6 @@ paths or secrets. `card.md.jinja` is its text."""
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from sft_play.runs.files import read_json, write_text
 from sft_play.starter import BASE_NAME
 from sft_play.training.measure.exact_match import collect_stop_ids
 from sft_play.training.prepare.model_spec import ModelSpec, model_location
-
-logger = logging.getLogger(__name__)
 
 CARD_FILE = "README.md"
 # Placeholder for the repository in the card's code, until it is uploaded.

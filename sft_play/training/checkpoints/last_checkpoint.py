@@ -29,9 +29,8 @@ from sft_play.training.heartbeat import Heartbeat
 logger = logging.getLogger(__name__)
 
 
-# The checkpoint that a run continues from: the last one that is still as it was written. Pickles in
-# it are read without running code, by libraries that would run it too: torch's own variable
-# overrules DeepSpeed.
+# Pickles in a checkpoint are read without running code, by libraries that would run it too: torch's
+# own variable overrules DeepSpeed.
 
 # The variable by which the user says that a checkpoint may run code; ranks inherit it.
 TRUST_VARIABLE = "TRUST"

@@ -36,7 +36,7 @@ from sft_play.training.class_checks.small_model import (
     model_type_name,
     small_model,
 )
-from sft_play.training.model.language_model import fused_head
+from sft_play.training.model.fused_head import fused_head
 
 _REASONS = TypeAdapter(dict[str, str])
 # Part of the key of what is remembered: raised whenever this module would answer otherwise.

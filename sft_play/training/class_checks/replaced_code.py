@@ -1,5 +1,5 @@
-"""Code in place of the model's own (Liger's kernels, compiled blocks), used where it is measured to
-compute the same.
+"""Code in place of the model's own, used where it is measured to compute the same: PyTorch's varlen
+kernel, Liger's kernels, compiled blocks.
 """
 
 from __future__ import annotations

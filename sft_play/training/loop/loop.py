@@ -1,11 +1,10 @@
-"""The training loop: transformers' Trainer with an order of rows, a loss and an evaluation that no layout changes."""
+"""The training loop: transformers' Trainer with an order of rows and a loss that no layout changes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,6 @@ from sft_play.training.loop.rows import (
 from sft_play.training.loop.upstream import require_upstream_names
 from sft_play.training.measure.monitor import count_tokens
 from sft_play.training.model import attention_functions
-
-logger = logging.getLogger(__name__)
 
 
 class PlannedLoop(EvaluatedLoop):

@@ -27,9 +27,6 @@ from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.process.signals import die_with_parent
 
-# The rows as the trainer takes them: each trained on once per epoch, in an order that ranks do not
-# change.
-#
 # The order of an epoch depends only on seed and epoch, and an optimizer step takes its next
 # effective batch, whatever the ranks, micro-batch and accumulation. A rank that has no row left for
 # a micro-step gets one whose loss is masked: accelerate would give it a row from the epoch's

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer, set up from a plan: its arguments, rows, dtypes and callbacks.
 
-TRL's names are known here, in `prepare.tokenizer` (chat templates), `model.language_model` and `trace`,
+TRL's names are known here, in `prepare.tokenizer` (chat templates), `model.fused_head` and `trace`,
 which measures what TRL's loss holds. `loop` has what the trainer does differently from TRL's,
 `loop_checkpoints` how it saves.
 """
@@ -43,7 +43,7 @@ from sft_play.training.measure.monitor import Monitor, RunMonitors, head_sums, s
 from sft_play.training.measure.profile import build_profile_window
 from sft_play.training.model import adapters, attention_functions, fsdp_loading, tensor_parallel
 from sft_play.training.model.adapters import cast_outside_autocast
-from sft_play.training.model.language_model import set_backbone_prefix, use_class_logits
+from sft_play.training.model.fused_head import set_backbone_prefix, use_class_logits
 from sft_play.training.model.model_loading import load_model, read_model
 from sft_play.training.prepare.lora_config import freeze_unmatched
 from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers, resized_spec

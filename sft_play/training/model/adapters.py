@@ -5,7 +5,6 @@ inputs that are held once.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -172,9 +171,6 @@ def _zero_local_half(weight: torch.Tensor, *, frozen_mask: torch.Tensor) -> None
     gradient = weight.grad
     assert isinstance(gradient, DTensor)
     gradient.to_local().masked_fill_(frozen_mask, 0.0)
-
-
-logger = logging.getLogger(__name__)
 
 
 # --------------------------------------------------------------------------------------------------

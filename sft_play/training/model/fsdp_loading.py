@@ -7,7 +7,6 @@ buffers, and parameters of the right shape and dtype but without memory. NF4 wei
 from __future__ import annotations
 
 import datetime
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -27,8 +26,6 @@ from sft_play.training import distributed
 from sft_play.training.model import attention_functions, nf4_experts
 from sft_play.training.model.model_loading import TORCH_DTYPES, keep_4bit_trainable, quantization_config
 from sft_play.training.prepare.model_spec import ModelSpec, model_location, resized_spec
-
-logger = logging.getLogger(__name__)
 
 # How long the other ranks wait for the first: it may have to download the weights.
 _READ_TIMEOUT = datetime.timedelta(days=1)
