@@ -118,7 +118,7 @@ def plan(device: str = "cuda", layout: Layout = SINGLE) -> Any:
 
 
 def config(kernels: str) -> Any:
-    return config_from_text(f"model: {{name: x}}\ntrain: {{kernels: {replaced_code}}}\n", name="run.yaml")
+    return config_from_text(f"model: {{name: x}}\ntrain: {{kernels: {kernels}}}\n", name="run.yaml")
 
 
 def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
