@@ -357,14 +357,14 @@ def _prepare_step(model: Any, settings: StepSettings) -> None:
 
 
 def _fuse_head(base: Any) -> None:
-    importlib.import_module("sft_play.training.model.language_model").set_backbone_prefix(base)
+    importlib.import_module("sft_play.training.model.fused_head").set_backbone_prefix(base)
     importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
 
 
 # What gives a model the loss of this name; benchmarks add those of older versions of transformers.
 LOSS_SETUPS: dict[str, Callable[[Any], object]] = {
     "chunked": _fuse_head,
-    "logits": lambda base: importlib.import_module("sft_play.training.model.language_model").use_class_logits(base),
+    "logits": lambda base: importlib.import_module("sft_play.training.model.fused_head").use_class_logits(base),
     "model": lambda base: None,
 }
 # What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's do.
