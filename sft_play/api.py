@@ -15,9 +15,9 @@ import os
 from typing import Any
 
 from sft_play.config.load import LoadedConfig, load_config
-from sft_play.launch.machine import mesh_hardware, restrict_to_device
 from sft_play.launch.planning import plan_run
 from sft_play.launch.request import LaunchRequest
+from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
 from sft_play.launch.start import start_run
 from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.planner.plan import Plan

@@ -20,7 +20,7 @@ from sft_play import cli, commands, log
 from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, RunFolderError, SftPlayError
 from sft_play.launch import planning
-from sft_play.launch.machine import use_one_gpu
+from sft_play.launch.run_hardware import use_one_gpu
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.planner import calibration

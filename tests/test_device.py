@@ -14,8 +14,8 @@ from sft_play.diagnose import doctor as rules
 from sft_play.diagnose.this_machine import SystemFacts
 from sft_play.errors import HardwareError
 from sft_play.launch import refusals
-from sft_play.launch.machine import hide_gpus, restrict_to_device
 from sft_play.launch.refusals import MAX_CPU_PARAMS, require_usable_hardware
+from sft_play.launch.run_hardware import hide_gpus, restrict_to_device
 from sft_play.launch.torchrun import visible_gpu_variables
 from sft_play.machine import compiler, visible_gpus
 from sft_play.machine.compiler import Toolchain, require_compiler, toolchain_obstacle
@@ -158,8 +158,8 @@ def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
 
 @pytest.mark.parametrize("what", ["train", "train-distributed"])
 def test_the_command_stops_before_anything_is_made(command, config, monkeypatch, tmp_path, tiny_llama, sums, what):
-    from sft_play.launch import machine as of_ranks
     from sft_play.launch import planning
+    from sft_play.launch import run_hardware as of_ranks
 
     monkeypatch.chdir(tmp_path)
     for module in (of_ranks, planning):

@@ -23,11 +23,12 @@ import psutil
 import pytest
 
 from sft_play.config.load import config_from_text, load_config
-from sft_play.diagnose import ranks, this_machine
+from sft_play.diagnose import machine_checks, ranks, this_machine
 from sft_play.diagnose.doctor import PlannedRun, _select_gpus, check_node_meeting, run_doctor
+from sft_play.diagnose.machine_checks import KNOWN_BAD_TABLE, find_known_bad, matches_conditions
 from sft_play.diagnose.pages import DoctorReport
 from sft_play.diagnose.ranks import AllReduceOutcome, bus_bandwidth, judge_all_reduce
-from sft_play.diagnose.this_machine import KNOWN_BAD_TABLE, DiskSpace, SystemFacts, find_known_bad, matches_conditions
+from sft_play.diagnose.this_machine import DiskSpace, SystemFacts
 from sft_play.errors import ConfigError
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
@@ -104,7 +105,7 @@ def test_a_failure_without_a_remedy_cannot_be_made():
 
 
 def check(versions: Mapping[str, str], *wanted: str) -> Finding:
-    return this_machine.check_packages(versions, wanted)
+    return machine_checks.check_packages(versions, wanted)
 
 
 def test_a_package_outside_the_projects_range_fails():
@@ -237,7 +238,7 @@ def test_unknown_versions_are_no_accusation():
 
 
 def shm(free: int, **changes: Any) -> Finding:
-    return this_machine.check_shared_memory(DiskSpace(free, free), **{"gpus_per_node": 0, **changes})
+    return machine_checks.check_shared_memory(DiskSpace(free, free), **{"gpus_per_node": 0, **changes})
 
 
 def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
@@ -248,7 +249,7 @@ def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
     assert shm(64 * MIB).verdict == "PASS"
     assert shm(512 * MIB, gpus_per_node=2).verdict == "WARN"
     assert shm(8 * GIB, gpus_per_node=8).verdict == "PASS"
-    assert this_machine.check_shared_memory(None, gpus_per_node=2).verdict == "SKIP"
+    assert machine_checks.check_shared_memory(None, gpus_per_node=2).verdict == "SKIP"
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
@@ -340,9 +341,9 @@ def planned(
     return PlannedRun(config, shape, plan)
 
 
-def written(world: Path, *overrides: str, **options: Any) -> this_machine.DiskUsage:
+def written(world: Path, *overrides: str, **options: Any) -> machine_checks.DiskUsage:
     found = planned(world, options.pop("hardware", machine(gpu())), *overrides, **options)
-    return this_machine.planned_disk_usage(found.config, found.shape, found.plan)
+    return machine_checks.planned_disk_usage(found.config, found.shape, found.plan)
 
 
 def test_a_checkpoint_holds_weights_and_states(world, tiny_llama):
@@ -369,26 +370,26 @@ def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(world):
     assert written(world, lora, steps=None).max_checkpoints == 3
 
 
-def look_at(written: this_machine.DiskUsage, free: int, **changes: Any) -> Finding:
+def look_at(written: machine_checks.DiskUsage, free: int, **changes: Any) -> Finding:
     settings: dict[str, Any] = {
         "disk_folder": Path("/data"),
         "space": DiskSpace(free, free),
         "is_writable": True,
         **changes,
     }
-    return this_machine.check_disk(written, folder=Path("/data/outputs"), **settings)
+    return machine_checks.check_disk(written, folder=Path("/data/outputs"), **settings)
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers():
-    three = this_machine.DiskUsage(10 * GIB, 2 * GIB, 3)
+    three = machine_checks.DiskUsage(10 * GIB, 2 * GIB, 3)
     assert look_at(three, 32 * GIB).verdict == "PASS"
     found = look_at(three, 31 * GIB)
     assert found.verdict == "FAIL"
     assert "3 checkpoints of 10.0 GiB at once" in found.found
     assert "32.0 GiB; 31.0 GiB are free at /data" in found.found
     assert "save_total_limit" in str(found.remedy)
-    assert look_at(this_machine.DiskUsage(GIB, GIB, None), 100 * GIB).verdict == "WARN"
-    assert look_at(this_machine.DiskUsage(GIB, GIB, None), GIB).verdict == "FAIL"
+    assert look_at(machine_checks.DiskUsage(GIB, GIB, None), 100 * GIB).verdict == "WARN"
+    assert look_at(machine_checks.DiskUsage(GIB, GIB, None), GIB).verdict == "FAIL"
     assert look_at(three, 99 * GIB, is_writable=False).verdict == "FAIL"
     assert look_at(three, 0, space=None).verdict == "SKIP"
 
@@ -396,9 +397,11 @@ def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers():
 def test_weights_that_must_be_fetched_need_room(tiny_llama):
     shape = load_model_shape(str(tiny_llama))
     space = DiskSpace(shape.params, shape.params)
-    found = this_machine.check_download(shape, is_cached=False, disk_folder=Path("/cache"), space=space)
+    found = machine_checks.check_download(shape, is_cached=False, disk_folder=Path("/cache"), space=space)
     assert (found.verdict, found.remedy) == ("FAIL", "free space, or export HF_HOME=/a/larger/disk")
-    assert this_machine.check_download(shape, is_cached=True, disk_folder=Path("/cache"), space=space).verdict == "SKIP"
+    assert (
+        machine_checks.check_download(shape, is_cached=True, disk_folder=Path("/cache"), space=space).verdict == "SKIP"
+    )
 
 
 # --- what ranks say ---------------------------------------------------------------------------------------------------

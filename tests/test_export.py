@@ -21,9 +21,9 @@ from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
 from sft_play.finished.export.check_export import AnswerComparison, export_test, weight_bits
 from sft_play.finished.export.check_merge import divergence_limit
+from sft_play.finished.export.engine_prompts import EnginePrompts
 from sft_play.finished.export.export import export_run
 from sft_play.finished.export.gguf_checks import (
-    EnginePrompts,
     GgufTokenizer,
     PreTokenizer,
     adds_space_prefix,

@@ -12,10 +12,11 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose.doctor import check_run_starts
-from sft_play.diagnose.this_machine import SystemFacts, find_known_bad
+from sft_play.diagnose.machine_checks import find_known_bad
+from sft_play.diagnose.this_machine import SystemFacts
 from sft_play.errors import HardwareError
-from sft_play.launch import machine as launched
 from sft_play.launch import refusals
+from sft_play.launch import run_hardware as launched
 from sft_play.machine import compiler
 from sft_play.machine.gpu import Gpu, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from benchmarks.long_rows import LONG_ROWS, long_rows
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.launch import machine as of_ranks
 from sft_play.launch import request, resume
+from sft_play.launch import run_hardware as of_ranks
 from sft_play.launch.accelerate import _ACCELERATE_LAUNCH_VARIABLES, accelerate_launch_config, read_accelerate_file
 from sft_play.launch.request import LaunchOptions
 from sft_play.machine.hardware import Hardware, parse_hardware

@@ -518,7 +518,7 @@ def decision(config: RunConfig) -> Facts:
 
 def device(config: RunConfig) -> Facts:
     """What a run takes of a machine with GPUs."""
-    from sft_play.launch.machine import hide_gpus, restrict_to_device
+    from sft_play.launch.run_hardware import hide_gpus, restrict_to_device
 
     environment: dict[str, str] = {}
     hide_gpus(config, environment)

@@ -23,7 +23,7 @@ from sft_play.planner.micro_batches import MicroBatches
 from sft_play.runs import oom
 from sft_play.runs.folder import RunFolder
 from sft_play.training.loop import loop_checkpoints
-from sft_play.training.loop.memory import StepMemory
+from sft_play.training.loop.out_of_memory import StepMemory
 from sft_play.training.loop.rows import EpochOrder, StepBatches
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure import exact_match

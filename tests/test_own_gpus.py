@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.launch import machine
 from sft_play.launch import rank as launch_rank
+from sft_play.launch import run_hardware
 from sft_play.launch.torchrun import RankInfo, read_rank_info, refuse_repeated_starts
 from sft_play.machine.gpu import Gpu, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware
@@ -36,10 +36,10 @@ def test_a_rank_that_sees_one_gpu_takes_it_whatever_its_number(world):
         whole = launch_rank.adjust_local_rank(ranks, node(*range(world)), given | {"LOCAL_RANK": str(rank)})
         assert whole == ranks
         assert launch_rank.adjust_local_rank(ranks, node(), dict(given)) == ranks  # CPU ranks
-    planned = machine.spread_hardware(node(0), 2 * world, 2, sees_own_gpu_only=True)
+    planned = run_hardware.spread_hardware(node(0), 2 * world, 2, sees_own_gpu_only=True)
     assert (planned.ranks, planned.ranks_per_node, planned.nodes) == (2 * world, world, 2)
     with pytest.raises(HardwareError, match=f"{world} ranks on this node and 1 GPUs"):
-        machine.spread_hardware(node(0), world, 1)
+        run_hardware.spread_hardware(node(0), world, 1)
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (1, 3), (2, 4), (3, 5)])

@@ -36,7 +36,7 @@ from sft_play.launch.deepspeed import (
     cpu_adam_obstacles,
     drop_unresolved_autos,
 )
-from sft_play.launch.machine import disable_broken_p2p
+from sft_play.launch.run_hardware import disable_broken_p2p
 from sft_play.launch.torchrun import rank_variables
 from sft_play.log import one_line
 from sft_play.machine.hardware import detect_hardware

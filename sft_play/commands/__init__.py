@@ -1,8 +1,11 @@
-"""The commands of `sft-play`: a file for each, or for a family that shares its body.
+"""The commands of `sft-play`: a file for each, or for a family of them.
 
-`variables.json` has them in the order of the help, each with its file, which is imported when the command is run, the
-groups of commands that take the same variables, and a line on what it does. A file has `run_FILE(request)`, which
-returns a `CommandResult`, or only the exit code.
+No commands are `request` (the command line as it was read), `answer` (what a command returns),
+`lookups` (what a request is about) and `launch_requests` (the request of commands that train).
+
+`variables.json` has them in the order of the help, each with its file, which is imported when the
+command is run, the groups of commands that take the same variables, and a line on what it does. A
+file has `run_FILE(request)`, which returns a `CommandResult`, or only the exit code.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from sft_play.commands.request import Request
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.launch.accelerate import MIXED_PRECISION, accelerate_path, read_accelerate_nodes, write_accelerate_file
-from sft_play.launch.machine import restrict_to_device
+from sft_play.launch.run_hardware import restrict_to_device
 from sft_play.machine.hardware import detect_hardware
 from sft_play.planner.precision import choose_precision
 

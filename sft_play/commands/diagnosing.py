@@ -23,11 +23,11 @@ from sft_play.errors import ConfigError, DataError, SftPlayError
 from sft_play.exit_codes import add_exit_status, write_json_line
 from sft_play.findings import Finding, fail_finding
 from sft_play.launch.accelerate import find_accelerate_file, read_accelerate_file_with_notes
-from sft_play.launch.machine import mesh_hardware, restrict_to_device
 from sft_play.launch.planning import plan_run, refuse_impossible_strategy
 from sft_play.launch.refusals import refusals
 from sft_play.launch.request import apply_mesh, fill_from_accelerate
 from sft_play.launch.row_survey import has_variable_lengths
+from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
 from sft_play.log import is_output_lost
 from sft_play.machine.hardware import Hardware
 from sft_play.planner.layout import layout_choices

@@ -5,7 +5,7 @@ these, which help does not name."""
 from __future__ import annotations
 
 from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
-from sft_play.commands.launchers import launch_request_from
+from sft_play.commands.launch_requests import launch_request_from
 from sft_play.commands.lookups import refuse_hardware
 from sft_play.commands.request import Request
 from sft_play.finished.listing import find_best_checkpoint

@@ -19,7 +19,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, error_prefix, stage_context
 from sft_play.files import relative_to_cwd
 from sft_play.launch.deepspeed import keeps_params_on_gpu
-from sft_play.launch.machine import mesh_hardware, restrict_to_device
 from sft_play.launch.planning import (
     apply_deepspeed_batch,
     build_plan_request,
@@ -33,6 +32,7 @@ from sft_play.launch.planning import (
 )
 from sft_play.launch.refusals import MAX_CPU_PARAMS, refusals
 from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens_if_quick
+from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
 from sft_play.log import escape_control
 from sft_play.machine.gpu_catalog import Price, find_catalog_entries, load_prices, lowest_prices
 from sft_play.machine.hardware import Hardware, parse_hardware

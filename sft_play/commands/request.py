@@ -1,5 +1,4 @@
-"""The request to a command: words, flags and make's variables, read once, with an error where they are wrong; and what
-it is about: a machine, the folder of the runs, a finished run."""
+"""The request to a command: words, flags and make's variables, read once, with an error where they are wrong."""
 
 from __future__ import annotations
 

@@ -22,14 +22,13 @@ from typing import Any, Literal
 
 from sft_play.answers import Answer
 from sft_play.commands.answer import CommandResult, command_result, redirect_stdout_to_stderr
-from sft_play.commands.launchers import launcher_rank_info
+from sft_play.commands.launch_requests import launcher_rank_info
 from sft_play.commands.request import Request, require_config_for_model_and_data
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, error_prefix, stage_context
 from sft_play.finished.compare import COMPARE_FILE, Comparison, compare_runs
 from sft_play.finished.run import find_changed_data
-from sft_play.launch.machine import mesh_hardware, restrict_to_device
 from sft_play.launch.planning import (
     build_stage_requests,
     count_rows_before_planning,
@@ -38,6 +37,7 @@ from sft_play.launch.planning import (
 )
 from sft_play.launch.refusals import refusals, require_gpus_and_disk
 from sft_play.launch.request import LaunchOptions, apply_mesh
+from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.planner.plan import Plan, format_misfit

@@ -201,7 +201,7 @@ _TYPE_DESCRIPTIONS: dict[Any, str] = {
 # --- the options that steer the optimizer -----------------------------------------------------------------------------
 # The Trainer's arguments (TRL's and Unsloth's), what DeepSpeed's file may not contradict, what peers of `make bench`
 # are told, TensorBoard's table of runs, the hints for other tools' names and the check for options that an optimizer
-# does not read all come from this table, which is made of the fields of `schema.py` that are `training(…)`.
+# does not read all come from this table, which is made of the fields of `schema.py` that are `optimizer_option(…)`.
 
 
 @dataclass(frozen=True)

@@ -638,7 +638,7 @@ class TrainConfig(Section):
     if that fits, else in bf16 with stochastic rounding. bfloat16 rounds to nearest, which loses nearly all updates at
     usual learning rates. FSDP and DeepSpeed always keep float32 copies."""
 
-    device: Literal["auto", "cpu"] = option("auto", owner="launch.machine")
+    device: Literal["auto", "cpu"] = option("auto", owner="launch.run_hardware")
     """auto: the detected GPUs, or the CPU if there are none. If the machine has an accelerator that cannot be used, or
     the model has more than a billion parameters, the run stops instead and says why. cpu: always the CPU."""
 

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose import ranks, this_machine
+from sft_play.diagnose import machine_checks, ranks, this_machine
+from sft_play.diagnose.machine_checks import disk_findings
 from sft_play.diagnose.pages import DoctorReport
-from sft_play.diagnose.this_machine import SystemFacts, disk_findings
+from sft_play.diagnose.this_machine import SystemFacts
 from sft_play.errors import SftPlayError
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding
-from sft_play.launch.machine import disable_broken_p2p
 from sft_play.launch.refusals import require_usable_hardware
 from sft_play.launch.request import LaunchOptions
+from sft_play.launch.run_hardware import disable_broken_p2p
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.network import NodeSetup
@@ -114,17 +115,17 @@ def _machine_findings(
     machine, nodes = system_facts.hardware, options.nodes.count
     layout = planned_run.plan.layout if planned_run else str(options.strategy or "")
     return [
-        this_machine.check_packages(system_facts.versions, system_facts.requirements),
+        machine_checks.check_packages(system_facts.versions, system_facts.requirements),
         gpu_finding,
         *check_torch_build(system_facts),
-        *this_machine.find_known_bad(
+        *machine_checks.find_known_bad(
             system_facts,
             rank_count=machine.ranks * nodes,
             node_count=nodes,
             layout=layout,
             packages=planned_run.shape.kernel_packages if planned_run else (),
         ),
-        this_machine.check_shared_memory(system_facts.shared_memory, gpus_per_node=len(machine.gpus)),
+        machine_checks.check_shared_memory(system_facts.shared_memory, gpus_per_node=len(machine.gpus)),
     ]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose.this_machine import Facts, matches_conditions
+from sft_play.diagnose.machine_checks import Facts, matches_conditions
 from sft_play.errors import ConfigError
 from sft_play.findings import Finding, pass_finding
 from sft_play.log import one_line

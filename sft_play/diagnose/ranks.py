@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose.this_machine import SystemFacts, error_remedies
+from sft_play.diagnose.machine_checks import error_remedies
+from sft_play.diagnose.this_machine import SystemFacts
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.torchrun import TORCHRUN_MODULE, LaunchCommand, torchrun_command

@@ -21,14 +21,14 @@ from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowRenderer, count_readable_rows
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
-from sft_play.diagnose import engines, this_machine
+from sft_play.diagnose import engines, machine_checks
 from sft_play.diagnose.doctor import PlannedRun
 from sft_play.diagnose.pages import CheckReport
 from sft_play.errors import DataError, ModelError, SftPlayError
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
-from sft_play.launch.machine import go_offline_without_hub
 from sft_play.launch.refusals import require_usable_hardware
 from sft_play.launch.request import LaunchOptions
+from sft_play.launch.run_hardware import go_offline_without_hub
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware
 from sft_play.models.config_json import (
@@ -414,7 +414,9 @@ class _RunChecks:
             yield skip_finding("disk", "not without a memory plan; see there")
             return
         planned_run = self._planned_run
-        yield from this_machine.disk_findings(planned_run.config, planned_run.shape, planned_run.plan, LaunchOptions())
+        yield from machine_checks.disk_findings(
+            planned_run.config, planned_run.shape, planned_run.plan, LaunchOptions()
+        )
 
 
 def _catch_user_errors(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -430,7 +432,7 @@ def _find_weights_problem(config: RunConfig) -> str:
     folder = find_model_folder(name)
     if folder is None:
         require_available_model(name, revision=config.model.revision)
-        if this_machine.has_local_weights(config) or is_hub_reachable():
+        if machine_checks.has_local_weights(config) or is_hub_reachable():
             return ""
         return f"the weights of {name} are not in the local cache, and the hub cannot be reached"
     load_config_json(name)

@@ -43,8 +43,8 @@ NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 @contextlib.contextmanager
 def hold_lock(path: Path, *, waiting_message: str) -> Iterator[None]:
-    """Hold the lock on this file; logs `waiting` where another process holds it. Where the file system has no locks,
-    only the processes of this machine wait for each other."""
+    """Hold the lock on this file; logs `waiting_message` where another process holds it. Where the
+    file system has no locks, only the processes of this machine wait for each other."""
     # The file stays: if its holder removed it, two waiting processes could lock two files of the same name.
     with path.open("a") as file, contextlib.ExitStack() as fallback:
         try:

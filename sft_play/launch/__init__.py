@@ -1,14 +1,18 @@
-"""From a request to its result: which processes train a run, started, and waited for. Knows processes, and no torch but
-its launcher's.
+"""From a request to its result: which processes train a run, started, and waited for. Knows processes,
+and loads no torch but where its launcher runs, where nodes meet, and where a run begins.
 
-`start` has the steps of every start in their order: a LaunchRequest becomes a LaunchPlan, and that a LaunchResult.
+`start` has the steps of every start in their order: a LaunchRequest becomes a LaunchPlan, and that
+a LaunchResult.
 
-- The request: `request` (make's variables, and what a launcher, accelerate's file and a mesh add to them), `resume`
-  (a run that was stopped, or died), `machine` (the hardware as the run uses it).
-- The plan: `refusals` (what a run is refused for), `row_survey` (the lengths of the rows), `planning` (asked for once,
-  completed with what this machine knows, made).
-- The processes: `ranks` (those that are launched), `rank` (this process as one of them), `agent` (which starts and
-  watches ranks in torchrun's place), `nodes` (several machines meet), `tensorboard` (beside them).
-- Other programs' words: `torchrun` (its command, and what launchers export), `accelerate`, and `deepspeed` (its
-  configuration with the plan's values).
+- The request: `request` (make's variables, and what a launcher, accelerate's file and a mesh add to
+  them), `resume` (a run that was stopped, or died), `run_hardware` (the hardware as the run uses
+  it).
+- The plan: `refusals` (what a run is refused for before a library is loaded; of layouts the planner
+  says it), `row_survey` (the lengths of the rows), `planning` (asked for once, completed with what
+  this machine knows, made).
+- The processes: `ranks` (those that are launched), `rank` (this process as one of them), `agent`
+  (which starts and watches ranks in torchrun's place), `nodes` (several machines meet),
+  `tensorboard` (beside them).
+- Other programs' words: `torchrun` (its command, and what launchers export), `accelerate`, and
+  `deepspeed` (its configuration with the plan's values).
 """

@@ -1,7 +1,9 @@
-"""The plan of a launch: refused early, asked for once, completed with the counted rows, and made.
+"""The plan of a launch: refused early, asked for once, completed with what this machine knows, and
+made.
 
-A run, or each of its stages, has a `StageRequest`; their plans make the `LaunchPlan` that ranks
-receive.
+`plan_launch` is the way in. A run, or each of its stages, has a `StageRequest`; their plans make
+the `LaunchPlan` that ranks receive. Before it stand the plan of one config, its backend, and the
+advice where memory ran out.
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ from sft_play.launch.deepspeed import (
     shipped_deepspeed_config,
     translate_deepspeed_keys,
 )
-from sft_play.launch.machine import prepare_libraries, restrict_to_device, use_one_gpu, warn_idle_gpus
 from sft_play.launch.rank import LaunchPlan, gather_rank_hardware, receive_launch_plan, refusal_to_json
 from sft_play.launch.refusals import refusals, require_gpus_and_disk
 from sft_play.launch.request import DeepspeedRequest, LaunchOptions, LaunchRequest
@@ -48,6 +49,7 @@ from sft_play.launch.resume import (
     resume_constraints,
 )
 from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens, has_variable_lengths
+from sft_play.launch.run_hardware import prepare_libraries, restrict_to_device, use_one_gpu, warn_idle_gpus
 from sft_play.launch.torchrun import RankInfo, rank_variables
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware, detect_hardware
@@ -90,6 +92,7 @@ from sft_play.training.measure.recorded import measured_run
 logger = logging.getLogger(__name__)
 
 
+# --------------------------------------------------------------------------------------------------
 # The plan of a run with what this machine knows: its shapes, the size of its data, earlier runs, a
 # trace.
 
@@ -304,6 +307,10 @@ def _can_resume_with(suggestion: Suggestion) -> bool:
     )
 
 
+# --------------------------------------------------------------------------------------------------
+# A launch: what can be refused early is, then it is planned once, or its plan is received.
+
+
 def plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> LaunchPlan:
     """Plan a launch, or receive the plan, as one of a launcher's ranks. What has to be closed at the end, such as the
     lock of a run that is resumed, goes onto `exit_stack`. Raises SftPlayError where the run is refused."""
@@ -453,6 +460,24 @@ def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list
         )
         for stage_run, stage_folder in zip(loaded.runs, stage_folders, strict=True)
     ]
+
+
+def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
+    """Raises ConfigError for a named layout that cannot run."""
+    if strategy is None:
+        return
+    possible, refused = find_layouts(config, load_run_model_shape(config), hardware, named=strategy)
+    names = list(dict.fromkeys(layout.name for layout in possible))
+    if strategy in names:
+        return
+    reason = next(
+        (refused_layout.because for refused_layout in refused if refused_layout.name == strategy),
+        f"{hardware.ranks} rank(s)",
+    )
+    if config.model.mesh_shape is not None:
+        reason = f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"
+    others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
+    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; {others}")
 
 
 def build_stage_request(
@@ -635,21 +660,3 @@ def _resolve_deepspeed_config(
     if offloads and resolved.get("zero_force_ds_cpu_optimizer", True) and (compile_note := cpu_adam_compile_note()):
         logger.info("DeepSpeed: %s", compile_note)  # a wait of minutes
     return resolved
-
-
-def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
-    """Raises ConfigError for a named layout that cannot run."""
-    if strategy is None:
-        return
-    possible, refused = find_layouts(config, load_run_model_shape(config), hardware, named=strategy)
-    names = list(dict.fromkeys(layout.name for layout in possible))
-    if strategy in names:
-        return
-    reason = next(
-        (refused_layout.because for refused_layout in refused if refused_layout.name == strategy),
-        f"{hardware.ranks} rank(s)",
-    )
-    if config.model.mesh_shape is not None:
-        reason = f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"
-    others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
-    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; {others}")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
-from sft_play.launch.machine import restrict_to_device, spread_hardware
+from sft_play.launch.run_hardware import restrict_to_device, spread_hardware
 from sft_play.launch.torchrun import RankInfo, rank_variables, rendezvous_variables
 from sft_play.log import one_line
 from sft_play.machine import nvml

@@ -22,9 +22,9 @@ from sft_play.launch.accelerate import (
     remove_accelerate_variables,
 )
 from sft_play.launch.deepspeed import are_numbers_equal
-from sft_play.launch.machine import hide_gpus, restrict_to_device, select_hardware
 from sft_play.launch.nodes import NodeMeeting, meet_nodes, node_card
 from sft_play.launch.rank import setup_rank_environment
+from sft_play.launch.run_hardware import hide_gpus, restrict_to_device, select_hardware
 from sft_play.launch.torchrun import (
     RENDEZVOUS_VARIABLES,
     RankInfo,

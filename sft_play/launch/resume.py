@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
-from sft_play.launch.machine import restrict_to_device
 from sft_play.launch.request import LaunchOptions, LaunchRequest
+from sft_play.launch.run_hardware import restrict_to_device
 from sft_play.log import start_log_file
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.planner.batching import BatchPlan, divisors

@@ -13,12 +13,12 @@ from sft_play.config.load import LoadedConfig
 from sft_play.errors import error_prefix
 from sft_play.finished.report import write_final_report
 from sft_play.launch import tensorboard
-from sft_play.launch.machine import prepare_libraries
 from sft_play.launch.planning import add_oom_advice, plan_launch
 from sft_play.launch.rank import LaunchPlan, check_rank_gpu
 from sft_play.launch.ranks import launch_ranks
 from sft_play.launch.request import LaunchRequest, log_overrides, resolve_launch_request
 from sft_play.launch.resume import RestartBudget
+from sft_play.launch.run_hardware import prepare_libraries
 from sft_play.launch.torchrun import LaunchCommand, rank_timeout_s, visible_gpu_variables
 from sft_play.log import one_line, start_log_buffer
 from sft_play.planner.plan import Plan

@@ -2,5 +2,3 @@
 
 `config_json` finds the file and lays out its blocks by `families`, which has the fields of each; `shape` is the result.
 """
-
-from __future__ import annotations

@@ -114,7 +114,7 @@ class Correction:
         )
 
     def narrow_to_size(self, predicted_bytes: int) -> Correction:
-        """The correction of a prediction of `predicted` bytes, from the runs of like size. A run counts for larger ones
+        """The correction of a prediction of `predicted_bytes`, from the runs of like size. A run counts for larger ones
         up to SIMILAR_SIZE_FACTOR times what it measured: what is predicted to need more never needs less."""
 
         def factor(peak: tuple[int, int]) -> float:
@@ -220,7 +220,7 @@ def compute_correction(
     device and mode. Speed is learned from runs of this model in any layout, else from all, so that a measurement of one
     layout does not make another look faster; if there is none, from the self-test's trials. Either is learned only from
     runs with the kernels that the plan counts for it. What ran out of memory counts for this model in this layout, as
-    long as the `budget` (bytes) is not much larger now."""
+    long as `budget_bytes` is not much larger now."""
     same_kind = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, is_compiled)]
     finished_runs = [run for run in same_kind if not run.ran_out_of]
     # what was asked for and what the plan counted can differ: a prediction that counted other kernels is recorded as 0

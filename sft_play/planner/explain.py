@@ -401,7 +401,7 @@ def _format_cost(speed: Speed, part: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a person reads of a plan before anything else: does it fit, the batch, how long, which rows,
+# The short page, what a person reads of a plan before anything else: does it fit, the batch, how long, which rows,
 # what to watch for.
 #
 # Everything else is on the page below: `make plan WHY=1`, the log of a run and `plan.json`.
@@ -525,7 +525,7 @@ def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a person reads of a plan: the machine, the batch, the choice, a bar of the memory, the table
+# The long page (`WHY=1`), and lines that a run logs: the machine, the batch, the choice, a bar of the memory, the table
 # of candidates.
 #
 # Memory is printed in GiB, units of 2**30 bytes.

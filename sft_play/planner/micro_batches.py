@@ -70,9 +70,10 @@ def assign_by_count(count: int, *, rows: int, ranks: int) -> RowAssignment:
 
 
 def assign_padded(lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int, ranks: int) -> RowAssignment:
-    """The division of sorted rows into micro steps with the fewest padded tokens, counting `overhead` for each. A row
-    longer than `tokens` is a micro-batch of its own. Rows of a micro step are neighbours, so their lengths are close.
-    The best one of the first n rows is found from those of fewer; of very many rows not every position is tried."""
+    """The division of sorted rows into micro steps with the fewest padded tokens, counting
+    `overhead_tokens` for each. A row longer than `max_tokens` is a micro-batch of its own. Rows of
+    a micro step are neighbours, so their lengths are close. The best one of the first n rows is
+    found from those of fewer; of very many rows not every position is tried."""
     count = len(lengths)
     # lowest_cost[n]: of the n longest rows; begins[n]: where its last micro step begins
     lowest_cost = [0.0] + [math.inf] * count
@@ -96,9 +97,9 @@ def assign_padded(lengths: Sequence[int], *, max_tokens: int, overhead_tokens: i
 
 
 def assign_joined(lengths: Sequence[int], *, max_tokens: int, ranks: int) -> RowAssignment:
-    """Rows without padding in as few micro steps as hold them, with about as many tokens in each micro-batch. The
-    longest row goes into the emptiest micro-batch. Where no row is longer than 1 / n of `tokens`, m micro steps hold
-    any n x m rows a rank."""
+    """Rows without padding in as few micro steps as hold them, with about as many tokens in each
+    micro-batch. The longest row goes into the emptiest micro-batch. Where no row is longer than 1 /
+    n of `max_tokens`, m micro steps hold any n x m rows a rank."""
     count = len(lengths)
     micro_step_count = max(1, -(-sum(lengths) // (max_tokens * ranks)))  # fewer cannot hold them
     while True:
@@ -108,7 +109,7 @@ def assign_joined(lengths: Sequence[int], *, max_tokens: int, ranks: int) -> Row
             bin_tokens, bin_index = bins[0]
             heapq.heapreplace(bins, (bin_tokens + length, bin_index))
             assigned[bin_index].append(row)
-        # one row to a micro-batch is the end, even where a row is longer than `tokens`
+        # one row to a micro-batch is the end, even where a row is longer than `max_tokens`
         if max(bins)[0] <= max_tokens or micro_step_count * ranks >= count:
             break
         micro_step_count += 1

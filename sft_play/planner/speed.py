@@ -1,5 +1,5 @@
 """Predicted speed of a step: a roofline from the catalogue's rates, the communication, the code that
-runs, and earlier measurements on this machine.
+runs, and how far the prediction may be off (`find_speed_error`).
 """
 
 from __future__ import annotations
@@ -650,7 +650,7 @@ class _Roofline:
         written once and read about twice. `saved_per_token`: bytes that fused kernels move less, in each layer."""
         shape, e, lora = self.shape, self._compute_itemsize, self.config.tuning.lora
         width = shape.intermediate_size * max(1, shape.rows_per_token)
-        # two norms with their residual sums, the rotation of queries and keys, a gated activation (compile_and_liger)
+        # two norms with their residual sums, the rotation of queries and keys, a gated activation (above)
         per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
         per_token = max(MIN_TRAFFIC_SHARE * per_token, per_token - saved_per_token)
         if self.config.tuning.mode != "full":

@@ -31,7 +31,7 @@ def run_blocks(
     uses_real_tensors: bool = False,
 ) -> list[MeasuredBlocks]:
     """Measure micro steps of (rows, tokens of a row). `kind_indices`: each first block's index in `ModelShape.layers`;
-    `is_accumulating`: gradients are added to those of an earlier one; `real`: on real CPU tensors. Raises
+    `is_accumulating`: gradients are added to those of an earlier one; `uses_real_tensors`: on real CPU tensors. Raises
     TraceUnavailable: the libraries cannot run them."""
     measured_batches = []
     with trace_context(settings, uses_real_tensors=uses_real_tensors, depth=len(kind_indices)) as (loop, skeleton):

@@ -41,8 +41,8 @@ def trace_step(settings: StepSettings) -> TracedPeak:
 
 
 def record_step(settings: StepSettings, *, uses_real_tensors: bool = False, mesh: Any = None) -> StorageLog:
-    """The events of the step. For comparison, `real` runs it on real CPU tensors instead, a sharded step in the real
-    group of `mesh`. Raises TraceUnavailable: as `trace_step`."""
+    """The events of the step. For comparison, `uses_real_tensors` runs it on real CPU tensors instead,
+    a sharded step in the real group of `mesh`. Raises TraceUnavailable: as `trace_step`."""
     with trace_context(settings, uses_real_tensors=uses_real_tensors, mesh=mesh) as (loop, skeleton):
         loop.run(skeleton)
     return loop.log
@@ -52,7 +52,7 @@ def record_step(settings: StepSettings, *, uses_real_tensors: bool = False, mesh
 def trace_context(
     settings: StepSettings, *, uses_real_tensors: bool = False, mesh: Any = None, depth: int | None = None
 ) -> Iterator[tuple[TracedLoop, Any]]:
-    """A training loop and the skeleton of its model, where the step's tensors are logged: fake ones, or `real` ones in
+    """A training loop and the skeleton of its model, where the step's tensors are logged: fake ones, or real ones in
     the group of `mesh`. `depth`: only the first this many blocks. Raises TraceUnavailable: as `trace_step`."""
     if settings.strategy.startswith("zero"):
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")

@@ -1,23 +1,27 @@
-"""The heavy part: tokenizer, model, TRL's trainer, engines, checkpoints. Imports torch.
+"""The heavy part: tokenizer, model, TRL's trainer, engines, checkpoints. Imports torch, but for job.py
+and measure/recorded.py.
 
-Begin with `run`, the story of a run; `job` is what it is to do. Beside them what concerns its ranks: `distributed`
-(process group, agreement), `engines` (DDP, FSDP2, DeepSpeed, and the check that they run), `heartbeat`. A folder for
-each part:
+Begin with `run`, the story of a run; `job` is what it is to do. Beside them what concerns its
+ranks: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed, and the check
+that they run), `heartbeat`. A folder for each part:
 
-- `prepare/`, what is decided before weights are read: `prepare`, `tokenizer`, `model_spec`, `lora_config`, `experts`,
-  `device_checks`, `run_folder`, `library_messages` (silenced).
-- `class_checks/`, measured in place of lists of names: `small_model` of a class, `masking` (do chats of a row stay
-  apart, by a mask or by boundaries; does padding need a mask), `adapter_trial` (which layers take an adapter),
-  `replaced_code` (do Liger's kernels, compiled blocks and attention by boundaries compute the same).
-- `model/`: `model_loading`, `nf4_experts` (in 4 bits), `language_model` (of an image-text class), `fsdp_loading`
-  (FSDP2, unit by unit), `adapters` (where they start, and those that a run continues), `attention_functions`,
-  `tensor_parallel`, `fused_head` (of TRL).
-- `loop/`: `trainer` (TRL's), `loop`, `loop_evaluation`, `loop_checkpoints`, `upstream` (private names of the libraries,
-  guarded), `rows` (to micro-batches), `optimizers`, `callbacks`, `run_callbacks` (those of a run, together), `finite`
-  (steps that are not), `memory` (steps that run out of it), `curriculum` (stages).
-- `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`, `full_state_dict`,
-  `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.
-- `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`, `recorded` (for later plans),
-  `summary`.
-- `unsloth/`, in processes of its own: `bridge` on this side; `unsloth_worker` and `unsloth_run` on that side.
+- `prepare/`, what is decided before weights are read: `prepare`, `tokenizer`, `model_spec`,
+  `lora_config`, `experts`, `device_checks`, `run_folder`, `library_messages` (silenced).
+- `class_checks/`, measured in place of lists of names: `small_model` of a class, `masking` (do
+  chats of a row stay apart, by a mask or by boundaries; does padding need a mask), `adapter_trial`
+  (which layers take an adapter), `replaced_code` (do Liger's kernels, compiled blocks and attention
+  by boundaries compute the same).
+- `model/`: `model_loading`, `nf4_experts` (in 4 bits), `language_model` (of an image-text class),
+  `fsdp_loading` (FSDP2, unit by unit), `adapters` (where they start, and those that a run
+  continues), `attention_functions`, `tensor_parallel`, `fused_head` (of TRL).
+- `loop/`: `trainer` (TRL's), `loop`, `loop_evaluation`, `loop_checkpoints`, `upstream` (private
+  names of the libraries, guarded), `rows` (to micro-batches), `optimizers`, `callbacks`,
+  `run_callbacks` (those of a run, together), `finite` (steps that are not), `out_of_memory` (steps
+  that do), `curriculum` (stages).
+- `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
+  `full_state_dict`, `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.
+- `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`, `recorded` (for
+  later plans), `summary`.
+- `unsloth/`, in processes of its own: `bridge` on this side; `unsloth_worker` and `unsloth_run` on
+  that side.
 """

@@ -16,7 +16,7 @@ from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import RunJob
 from sft_play.training.loop.curriculum import StageSequence
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.loop.memory import record_oom
+from sft_play.training.loop.out_of_memory import record_oom
 from sft_play.training.loop.run_callbacks import RunCallbacks
 from sft_play.training.loop.trainer import load_trainer
 from sft_play.training.measure.evaluate import EvalSet, InitialEvaluation, build_eval_set, evaluate

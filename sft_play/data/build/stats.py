@@ -55,7 +55,7 @@ class TruncationCost:
     adding a run of any length changes two entries."""
 
     def add(self, row_tokens: int, runs: Sequence[tuple[int, int]]) -> None:
-        """Count one whole row of `size` tokens with these runs of trained ones."""
+        """Count one whole row of `row_tokens` tokens with these runs of trained ones."""
         self.longest = max(self.longest, row_tokens)
         if row_tokens + 2 > len(self._second_differences):
             self._second_differences.extend([0] * (row_tokens + 2 - len(self._second_differences)))

@@ -1,5 +1,8 @@
-"""What a chat template does, seen by rendering probe conversations once; and messages in the form
-that it takes.
+"""What a chat template does, seen by rendering probe conversations once; and messages in the form that
+it takes.
+
+In this order: what ends its turns (`TurnEnds`), the form of messages that it takes
+(`FittedTemplate`), and the probes (`probe_template`). `TurnLocator` of `turns.py` begins here.
 """
 
 from __future__ import annotations
@@ -301,6 +304,57 @@ _ENTITY = re.compile(r"&(?:[a-z]{2,6}|#\d{1,5}|#x[0-9A-Fa-f]{1,4});")
 _DIFFERS_FROM_AUTHORED = "the row is not rendered as apply_chat_template renders its messages"
 
 
+# Forms of messages, and what is changed in a row for its template.
+
+NOTE_CONTENT = "a turn that only calls tools is passed to the chat template with empty content, or without content"
+NOTE_TYPED = "a tool call without a type is passed to the chat template with type: function, which it requires"
+NOTE_ROLE = "a role is passed to the chat template under its usual name (system, user, assistant, tool)"
+NOTE_PARTS = "content in parts is passed to the chat template as one text, which it takes"
+NOTE_SHORT_IDS = "ids of tool calls are passed to the chat template as nine letters and digits, which it requires"
+NOTE_TEXT_FOR_OBJECT = (
+    "tool call arguments that are objects are passed to the chat template as JSON text, the form that it writes "
+    "correctly"
+)
+NOTE_OBJECT_FOR_TEXT = (
+    "tool call arguments that are JSON text are passed to the chat template as objects: it would encode text a "
+    "second time or not write it"
+)
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """What is changed in a row with tool calls, besides the form of their arguments, where the template refuses the row
+    or drops its calls as they are."""
+
+    content: Literal["own", "absent", "empty"] = "own"
+    """In a turn that only calls."""
+    adds_type: bool = False
+    """Every call has a type."""
+    shortens_ids: bool = False
+    """Ids are nine letters and digits."""
+
+
+# In the order in which they are tried: the first leaves the row as it is written.
+CALL_FORMS = tuple(
+    CallForm(content, typed, short_ids)
+    for content in ("own", "empty", "absent")
+    for typed, short_ids in ((False, False), (True, False), (False, True), (True, True))  # fewest changes first
+)
+
+
+@dataclass(frozen=True)
+class FittedMessages:
+    """A conversation as the template takes it, and what was changed for that, in words; mostly nothing."""
+
+    messages: Sequence[Message]
+    notes: tuple[str, ...] = ()
+
+
+CALL_KEYS = ("tool_calls", "function_call")
+
+KNOWN_KEYS = frozenset({"role", "tool_calls", "name", "tool_call_id", "call_id", "train", *TEXT_KEYS})
+
+
 @dataclass(frozen=True)
 class TemplateTraits:
     """What a template was seen to do with probe conversations."""
@@ -478,56 +532,6 @@ class FittedTemplate:
         return ""
 
 
-# Forms of messages
-NOTE_CONTENT = "a turn that only calls tools is passed to the chat template with empty content, or without content"
-NOTE_TYPED = "a tool call without a type is passed to the chat template with type: function, which it requires"
-NOTE_ROLE = "a role is passed to the chat template under its usual name (system, user, assistant, tool)"
-NOTE_PARTS = "content in parts is passed to the chat template as one text, which it takes"
-NOTE_SHORT_IDS = "ids of tool calls are passed to the chat template as nine letters and digits, which it requires"
-NOTE_TEXT_FOR_OBJECT = (
-    "tool call arguments that are objects are passed to the chat template as JSON text, the form that it writes "
-    "correctly"
-)
-NOTE_OBJECT_FOR_TEXT = (
-    "tool call arguments that are JSON text are passed to the chat template as objects: it would encode text a "
-    "second time or not write it"
-)
-
-
-@dataclass(frozen=True)
-class CallForm:
-    """What is changed in a row with tool calls, besides the form of their arguments, where the template refuses the row
-    or drops its calls as they are."""
-
-    content: Literal["own", "absent", "empty"] = "own"
-    """In a turn that only calls."""
-    adds_type: bool = False
-    """Every call has a type."""
-    shortens_ids: bool = False
-    """Ids are nine letters and digits."""
-
-
-# In the order in which they are tried: the first leaves the row as it is written.
-CALL_FORMS = tuple(
-    CallForm(content, typed, short_ids)
-    for content in ("own", "empty", "absent")
-    for typed, short_ids in ((False, False), (True, False), (False, True), (True, True))  # fewest changes first
-)
-
-
-@dataclass(frozen=True)
-class FittedMessages:
-    """A conversation as the template takes it, and what was changed for that, in words; mostly nothing."""
-
-    messages: Sequence[Message]
-    notes: tuple[str, ...] = ()
-
-
-CALL_KEYS = ("tool_calls", "function_call")
-
-KNOWN_KEYS = frozenset({"role", "tool_calls", "name", "tool_call_id", "call_id", "train", *TEXT_KEYS})
-
-
 def content_part_kinds(content: Any) -> list[str]:
     """The types of a list of parts that are text or think text; empty for anything else."""
     parts = content if isinstance(content, list) else []
@@ -688,7 +692,9 @@ def _probe_content(chat_template: ChatTemplate, *, with_tools: bool) -> Template
     raise TokenizerError(f"the chat template {failure} an assistant's answer; set data.chat_template to another one")
 
 
-# Tool calls
+# What becomes of tool calls, think text, a system prompt and headers
+
+
 def _probe_calls(template: FittedTemplate) -> tuple[bool, ArgumentForm | Literal["own"]]:
     # The whole exchange first; some templates refuse a tool's result, or to be given tools.
     with contextlib.suppress(EndlessTemplateError):
@@ -799,6 +805,8 @@ def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> t
 
 
 # Ends of turns
+
+
 def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
     exchange_text = _render(template, PROBE_EXCHANGE)
     final_tail = exchange_text.rpartition("answer1q")[2]

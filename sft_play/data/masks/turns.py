@@ -1,18 +1,18 @@
-"""Where the turns of a conversation stand in its rendered text, measured on a marked copy and
-verified on every row.
+"""Where the turns of a conversation stand in its rendered text, measured on a marked copy and verified
+on every row.
 
 A template is probed, never recognised by its name; docs/masks.md has the steps. A turn's trained
 span begins where the prompt that generation is given ends. A marked copy of the row, with a
-sentinel before and after every piece of text, shows what the template writes between the pieces
-and what it strips, drops, escapes or moves; a second copy with other sentinels must be the same
-in everything else, so that nothing taken out of a text passes for the template's own words.
-Without its sentinels the copy must be the row's own text, character by character; else nothing is
-trained.
+sentinel before and after every piece of text, shows what the template writes between the pieces and
+what it strips, drops, escapes or moves; a second copy with other sentinels must be the same in
+everything else, so that nothing taken out of a text passes for the template's own words. Without
+its sentinels the copy must be the row's own text, character by character; else nothing is trained.
 
 Between the pieces a template writes the same for all rows of one shape (roles, white space at the
 ends), as long as no text holds anything that it looks for. So plain rows are checked against the
 copy of their shape: the text must be what the copy says, and each turn begin where the row's own
 prompt ends. Where either does not hold, and for all other rows, there is a copy of the row's own.
+Begin at `TurnLocator.locate`, at the end of this file.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ from sft_play.log import one_line
 
 # A marked copy of a row: what a template writes around the row's texts, read from the sentinels in
 # them.
-#
-# The docstring says what the copy is for.
 
 _SENTINEL = re.compile(SENTINEL_PREFIX + r"(\d{5})([be])")
 SECOND_SENTINEL_PREFIX = "Kw7V"
@@ -315,9 +313,6 @@ def text_after_piece(rendering: str, text: str, piece_end: int) -> str | None:
 # --------------------------------------------------------------------------------------------------
 # The template layout of a row: what a template writes around its texts, and where its assistant
 # turns are, measured on a marked copy.
-#
-# The docstring says why the copy is marked so; above are the sentinels and what is read
-# from them.
 
 # A sentinel numbers its piece with five digits.
 _MAX_PIECES = 90_000
@@ -452,6 +447,10 @@ class TemplateLayoutBuilder:
                 raise InexactMaskError(f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location)
             stripped_pieces.append(piece_index)
         return tuple(stripped_pieces)
+
+
+# --------------------------------------------------------------------------------------------------
+# One marked row: where its assistant turns begin and end.
 
 
 @dataclass(frozen=True)
@@ -673,6 +672,9 @@ class _MarkedRow:
                 return tail.partition(following["content"])[0]
         return None
 
+
+# --------------------------------------------------------------------------------------------------
+# The turns of a row, by the copy of its shape or by one of its own: `TurnLocator.locate`.
 
 # Shapes of rows that are remembered; then all are forgotten.
 _MAX_SHAPES = 20_000

@@ -71,7 +71,7 @@ class BadRow:
 
 
 def too_large_row(location: str, row_bytes: int) -> BadRow:
-    """The bad row that is larger than MAX_ROW_BYTES; `size` in bytes."""
+    """The bad row that is larger than MAX_ROW_BYTES, of `row_bytes` bytes."""
     return BadRow(
         location,
         f"the row is larger than {MAX_ROW_BYTES >> 20} MiB",

@@ -25,15 +25,8 @@ from sft_play.finished.export.check_merge import (
     log_probs,
     mean_divergence,
 )
-from sft_play.finished.export.gguf_checks import (
-    EnginePrompts,
-    ExportCheck,
-    PairedPrompt,
-    file_checks,
-    read_fields,
-    read_pre_tokenizers,
-    shared_prefix_length,
-)
+from sft_play.finished.export.engine_prompts import EnginePrompts, PairedPrompt, shared_prefix_length
+from sft_play.finished.export.gguf_checks import ExportCheck, file_checks, read_fields, read_pre_tokenizers
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import ensure_whole_model_folder
 from sft_play.finished.export.places import find_gguf

@@ -23,15 +23,13 @@ from typing import Any
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
 from sft_play.finished.export import gguf_checks
-from sft_play.finished.export.gguf_checks import (
+from sft_play.finished.export.engine_prompts import (
     MAX_CHECKED_ROWS,
     EnginePrompts,
     PairedPrompt,
-    matching_names,
-    probe_texts,
-    read_pre_tokenizers,
     write_generation_config,
 )
+from sft_play.finished.export.gguf_checks import matching_names, probe_texts, read_pre_tokenizers
 from sft_play.finished.export.llama_cpp import (
     LLAMA_CPP_PACKAGE,
     LLAMA_CPP_VERSION,

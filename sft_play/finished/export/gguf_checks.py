@@ -1,32 +1,20 @@
-"""What an engine makes of an exported folder: prompts rendered in two ways, the tokenizer inside a
-GGUF by llama.cpp's own rules, and the pre-tokenizer that it is given.
+"""What llama.cpp makes of an exported GGUF: the pre-tokenizer that its name stands for, and its
+tokenizer by llama.cpp's own rules; whether it is training's.
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
 import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from sft_play.data.build.splits import DataSplit
-from sft_play.data.masks.template import ChatTemplate, RenderError
-from sft_play.data.sources.formats import Chat
-from sft_play.errors import ModelError, TokenizerError
-from sft_play.finished.load import build_run_renderer, evenly_spaced_indices
-from sft_play.finished.run import FinishedRun
-from sft_play.runs.files import read_json
-from sft_play.training.checkpoints.model_saving import set_stop_tokens
-from sft_play.training.measure.exact_match import EosTokenIds, collect_stop_ids
-from sft_play.training.prepare.tokenizer import load_tokenizer
+from sft_play.errors import ModelError
+from sft_play.finished.export.engine_prompts import EnginePrompts, PairedPrompt
 
 # The pre-tokenizers that llama.cpp knows, read from its own source, and which of them a tokenizer's
 # is.
@@ -37,9 +25,13 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 
 # Forms of C++ in llama-vocab.cpp: cases of a switch with the expressions of a type, and the names that set a type.
 _CASE_PATTERN = re.compile(r"case LLAMA_VOCAB_PRE_TYPE_(\w+):|(default):|regex_exprs = \{(.*?)\n\s*\};", re.DOTALL)
+
 _STRING_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"')
+
 _TYPE_PATTERN = re.compile(r"pre_type = LLAMA_VOCAB_PRE_TYPE_(\w+);")
+
 _NAME_PATTERN = re.compile(r'tokenizer_pre == "([^"]+)"')
+
 # Of several names for the same expressions, those of the tokenizers that have them first.
 PREFERRED_NAMES = (
     "gpt-2",
@@ -52,12 +44,15 @@ PREFERRED_NAMES = (
     "deepseek-coder",
     "falcon",
 )
+
 _RANDOM_TEXTS = 400
+
 _ALPHABETS = (
     *((0x20, 0x7E), (0x20, 0x7E), (0x09, 0x0D), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x6FF), (0x900, 0xDFF)),
     *((0xE00, 0x11FF), (0x2000, 0x206F), (0x2070, 0x2BFF), (0x3000, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3)),
     *((0xFF01, 0xFFEE), (0x1F300, 0x1FAFF), (0x10400, 0x1044F)),
 )
+
 _PIECES = (
     " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "a", "Ab", "ABC", "'s", "'S", "'re", "'LL", "'", "’s",
     "1", "12", "123", "1234", "12345678", "1.5", "½", "٣", "!", "?!", "...", "/", "//", "_", "-", "--", "=", "é", "ß",
@@ -202,6 +197,7 @@ def _changes_text(backend: Any, texts: list[str]) -> bool:
 
 # Types of tokens, in SentencePiece's own file and in a GGUF (`tokenizer.ggml.token_type`).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
@@ -405,165 +401,3 @@ def _sentencepiece_model(entries: Iterable[tuple[str, float, int]], *, adds_spac
 def _bpe_model(tokenizer: Any) -> dict[str, Any]:
     model: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     return model if model.get("type") == "BPE" else {}
-
-
-# --------------------------------------------------------------------------------------------------
-# Render a run's prompts in two ways: as training did, and as an engine does from the exported
-# folder.
-#
-# Training's are token ids of its own renderer. An engine has the folder's chat template and
-# tokenizer, and the messages.
-
-MAX_CHECKED_ROWS = 32
-# Keys of a message that only training reads.
-_TRAINING_KEYS = ("train", "weight", "loss_weight")
-_PROBE_TEXTS = ("The", "Once upon a time, in 1984,", "naïve café 日本語 🚀\n\n", "def f(x):\n    return x\n")
-
-
-@dataclass(frozen=True)
-class PairedPrompt:
-    """A prompt: training's ids, and the text that an engine renders; None where the exported template refuses it."""
-
-    ids: list[int]
-    rendered: str | None
-    messages: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def text(self) -> str:
-        """The engine's text, empty where there is none."""
-        return self.rendered or ""
-
-
-class EnginePrompts:
-    """A run's prompts, and those of the folder `model`, which was merged or exported from it."""
-
-    def __init__(self, run: FinishedRun, model_folder: Path) -> None:
-        self._run, self._model_folder = run, model_folder
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            model_folder, trust_remote_code=run.config.model.trust_remote_code
-        )
-        self._training_tokenizer = load_tokenizer(run.config).tokenizer
-        self._renderer = build_run_renderer(run, self._training_tokenizer)
-        self.is_plain_text = run.config.task_mode == "cpt"
-        self.today = self._renderer.today
-        self.end_of_turn = "" if self.is_plain_text else self._renderer.turn_locator().ends.end_of_turn
-        """The text that ends an answer; empty where nothing does."""
-
-    @cached_property
-    def template(self) -> str | None:
-        """The folder's chat template, of several the one for rows without tools."""
-        templates = self.tokenizer.chat_template
-        return templates.get("default") if isinstance(templates, dict) else templates
-
-    @cached_property
-    def stop_ids(self) -> list[int]:
-        """Tokens that end an answer as the run was trained; the folder's own are those of its generation config, else
-        of its config."""
-        configs = (read_json(self._model_folder / name) for name in ("generation_config.json", "config.json"))
-        folder_stop_ids = next(
-            (config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None), None
-        )
-        return run_stop_ids(self._run, self.tokenizer, folder_stop_ids)
-
-    @cached_property
-    def _templates(self) -> dict[str, ChatTemplate]:
-        templates = self.tokenizer.chat_template
-        named_templates = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
-        token_texts = {key: value for key, value in self.tokenizer.special_tokens_map.items() if isinstance(value, str)}
-        return {
-            name: ChatTemplate(source, variables=token_texts, today=self.today)
-            for name, source in named_templates.items()
-        }
-
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], /, *, prompt: bool = True, tools: Sequence[Any] = ()
-    ) -> str:
-        """The folder's chat template, on the day of the run. Raises RenderError where it refuses these messages, or
-        TokenizerError where there is none."""
-        template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
-        if template is None:
-            raise TokenizerError(f"{self._model_folder} has no chat template")
-        return template.render([dict(message) for message in messages], tools=tools, with_prompt=prompt)
-
-    def row_prompts(self, split: DataSplit, count: int) -> list[PairedPrompt]:
-        """Prompts of a split's rows, at most `count`, evenly spaced over them."""
-        if self.is_plain_text:
-            rows = (split.rows[index]["input_ids"] for index in evenly_spaced_indices(len(split.rows), count))
-            return [self._text_prompt(self._training_tokenizer.decode(ids[: max(1, len(ids) // 2)])) for ids in rows]
-        chats = (split.chats[index] for index in evenly_spaced_indices(len(split.chats), count))
-        return [pair for chat in chats for pair in [self._chat_prompt(chat)] if pair is not None]
-
-    def probe_prompts(self) -> list[PairedPrompt]:
-        """Prompts that are not the run's: conversations with and without a system prompt, or texts."""
-        if self.is_plain_text:
-            return [self._text_prompt(text) for text in _PROBE_TEXTS]
-        chats = (Chat("", (*turns, {"role": "assistant", "content": "."}), ()) for turns in probe_conversations())
-        return [pair for chat in chats for pair in [self._chat_prompt(chat)] if pair is not None]
-
-    def _text_prompt(self, text: str) -> PairedPrompt:
-        return PairedPrompt(list(self._training_tokenizer(text)["input_ids"]), text)
-
-    def _chat_prompt(self, chat: Chat) -> PairedPrompt | None:
-        """None where training would not take it as a prompt either, or an engine cannot."""
-        prompt = self._renderer.prompt_ids(chat)
-        # an engine is sent text, in which the name of a special token is the token
-        if prompt is None or self._renderer.hides_special_tokens(chat.messages[:-1]):
-            return None
-        # what a client would send: without the answer, and without keys that only training reads
-        messages = [
-            {key: value for key, value in turn.items() if key not in _TRAINING_KEYS} for turn in chat.messages[:-1]
-        ]
-        try:
-            rendered = self.render(messages, tools=chat.tools)
-        except RenderError:
-            rendered = None
-        return PairedPrompt(prompt, rendered, messages)
-
-    def engine_ids(self, text: str) -> list[int]:
-        """Ids of an engine's text by the folder's tokenizer; a chat template writes BOS itself."""
-        return list(self.tokenizer(text, add_special_tokens=self.is_plain_text)["input_ids"])
-
-    def engine_adds_bos(self) -> bool | None:
-        """Whether an engine has to put BOS before a prompt: where training's began with it and the tokenizer puts it
-        there by itself. None of plain text: as the tokenizer does it."""
-        if self.is_plain_text:
-            return None
-        bos = self.tokenizer.bos_token_id
-        tokenizer_adds_bos = list(self.tokenizer("a")["input_ids"])[:1] == [bos]
-        return (
-            bos is not None and tokenizer_adds_bos and any(pair.ids[:1] == [bos] for pair in self.probe_prompts()[:1])
-        )
-
-
-def shared_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Tokens, or characters, before the first that differs."""
-    pairs = zip(first, second, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def probe_conversations() -> list[list[dict[str, str]]]:
-    """Conversations that an engine has to get right: one to four turns, with a system prompt and without."""
-    texts = ("Hello", "naïve café 日本語 🚀", "a {{ .b }} {% c %} \"d\" '''", "two\n\nlines", "1 < 2 && 3 > 2")
-    conversations = []
-    for turns in range(1, 5):
-        conversation = [
-            {"role": role, "content": f"{texts[(turn + offset) % len(texts)]} {turn}"}
-            for turn in range(turns)
-            for offset, role in enumerate(("user", "assistant"))
-        ][:-1]
-        conversations += [conversation, [{"role": "system", "content": "You are terse."}, *conversation]]
-    return conversations
-
-
-def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, folder: Path) -> list[int]:
-    """Write the generation config of the model in `source`, with the stop tokens of training, into `folder`; returns
-    the stop tokens."""
-    settings, config = read_json(source / "generation_config.json"), read_json(source / "config.json")
-    stop_token_ids = run_stop_ids(run, tokenizer, settings.get("eos_token_id", config.get("eos_token_id")))
-    set_stop_tokens(folder, stop_token_ids, tokenizer.pad_token_id, source_folder=source)
-    return stop_token_ids
-
-
-def run_stop_ids(run: FinishedRun, tokenizer: Any, base_stop_ids: EosTokenIds) -> list[int]:
-    """Tokens that end an answer as the run was trained: the base's own, and what ends an assistant's turn."""
-    return collect_stop_ids(run.config.task_mode, tokenizer, build_run_renderer(run, tokenizer), base_stop_ids)

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, ModelError
-from sft_play.finished.export.gguf_checks import write_generation_config
+from sft_play.finished.export.engine_prompts import write_generation_config
 from sft_play.finished.export.places import (
     MERGE_FILE,
     MERGED_FOLDER,

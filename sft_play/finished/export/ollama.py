@@ -15,7 +15,7 @@ from typing import Literal
 
 from sft_play.data.masks.template import RenderError
 from sft_play.errors import TokenizerError
-from sft_play.finished.export.gguf_checks import EnginePrompts, probe_conversations, shared_prefix_length
+from sft_play.finished.export.engine_prompts import EnginePrompts, probe_conversations, shared_prefix_length
 from sft_play.finished.run import FinishedRun
 
 _MAX_STOP_CHARS = 64

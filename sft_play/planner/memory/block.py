@@ -471,22 +471,8 @@ def _eager_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRe
     return _weight_values(block, block.dropout(scores, block.spec.attention_dropout), v)
 
 
-# What computes the loss: TRL's chunked head; this toolkit over whole logits, for classes whose logits TRL's head does
-# not compute; the class's own loss, as other scripts take it (benchmarks).
-LossName = Literal["chunked", "logits", "model"]
-# Of trl/kernels/chunked_logprob.py at TRL 1.16.0, whose lines are given.
-TOKEN_TILE = 4_096
-# Tokens and words whose logits TRL's chunked head holds at once (line 32; trainer/utils.py:1507). The tile is a full
-# one however small the vocabulary is (line 313).
-VOCAB_TILE = 32_768
-# fp32 numbers per token into which it reduces tiles (lines 306 to 312).
-STATISTICS_PER_TOKEN = 7
-# Bytes per element of a tile beside it where no Triton kernel reads it (line 66): the logits in fp32, which words come
-# before the label (a byte), and at most two more of fp32, such as `e` and `e * z` (`_forward_tile`, lines 231 to 247).
-CPU_FORWARD_BYTES = 13
-# The same backward: `y`, `z`, `log_p`, `p`, `grad`, `is_target` (a byte) and two more of fp32 (`_backward_tile`, lines
-# 259 to 281); `t` where logits are capped.
-CPU_BACKWARD_BYTES, CPU_CAP_BYTES = 29, 4
+# --------------------------------------------------------------------------------------------------
+# One block, forwards and backwards: what it keeps, and its peaks.
 
 
 @dataclass(frozen=True)
@@ -547,7 +533,7 @@ def block_bytes(
     input_has_grad: bool = True,
     is_accumulating: bool = False,
 ) -> BlockBytes:
-    """What one block takes for `batch` sequences of `length` tokens; its input's elements have `width` bytes."""
+    """What one block takes for `batch` sequences of `length` tokens; its input's elements have `itemsize` bytes."""
     tape = Tape()
     block = ForwardPass(tape, spec, batch, length, is_accumulating=is_accumulating)
     size = batch * length * spec.hidden
@@ -592,7 +578,27 @@ def forward_peak(spec: BlockSpec, *, batch: int, length: int, itemsize: int, tra
     return tape.meter.peak
 
 
-# --- the tail ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The tail of a step: the last norm, the output head and the loss.
+
+# What computes the loss: TRL's chunked head; this toolkit over whole logits, for classes whose logits TRL's head does
+# not compute; the class's own loss, as other scripts take it (benchmarks).
+LossName = Literal["chunked", "logits", "model"]
+# Of trl/kernels/chunked_logprob.py at TRL 1.16.0, whose lines are given.
+TOKEN_TILE = 4_096
+# Tokens and words whose logits TRL's chunked head holds at once (line 32; trainer/utils.py:1507). The tile is a full
+# one however small the vocabulary is (line 313).
+VOCAB_TILE = 32_768
+# fp32 numbers per token into which it reduces tiles (lines 306 to 312).
+STATISTICS_PER_TOKEN = 7
+# Bytes per element of a tile beside it where no Triton kernel reads it (line 66): the logits in fp32, which words come
+# before the label (a byte), and at most two more of fp32, such as `e` and `e * z` (`_forward_tile`, lines 231 to 247).
+CPU_FORWARD_BYTES = 13
+# The same backward: `y`, `z`, `log_p`, `p`, `grad`, `is_target` (a byte) and two more of fp32 (`_backward_tile`, lines
+# 259 to 281); `t` where logits are capped.
+CPU_BACKWARD_BYTES, CPU_CAP_BYTES = 29, 4
+
+
 @dataclass(frozen=True)
 class OutputHead:
     """The output head: words, whether its weight trains, bytes of its weight, whether only rows of it train, in a copy

@@ -1,5 +1,7 @@
-"""Autograd on sizes: which bytes the operations of a forward and a backward pass hold, without a
-tensor.
+"""Autograd on sizes: which bytes a forward and a backward pass hold, without a tensor.
+
+The tape and its storages, and the operations that a block is made of: `ForwardPass`, Liger's
+kernels, norms, and linear layers with adapters.
 """
 
 from __future__ import annotations
@@ -263,6 +265,11 @@ def shared_gradient(count: int) -> BackwardFormula:
 # of a backward pass take numbers, never a `TensorRef`, unless held.
 
 
+def round_up(size: int, multiple: int) -> int:
+    """The next multiple of `multiple`."""
+    return -(-size // multiple) * multiple
+
+
 class ForwardPass:
     """A forward pass of one block on a tape; `gradients` are those of parameters that stay after the backward pass,
     `cast_weights` autocast's copies of trained fp32 weights, by the name of the layer."""
@@ -278,7 +285,7 @@ class ForwardPass:
         self.cast_weights: dict[str, TensorRef] = {}
 
     def to(self, x: TensorRef, itemsize: int) -> TensorRef:
-        """x cast to `width` bytes an element; x itself where it has them."""
+        """x cast to `itemsize` bytes an element; x itself where it has them."""
         return x if x.itemsize == itemsize else self.tape.op((x,), x.elements, itemsize)
 
     def to_autocast(self, x: TensorRef) -> TensorRef:
@@ -384,11 +391,6 @@ class ForwardPass:
         return single_gradient(x.elements, x.itemsize, transient=4 * 8 * rows)
 
 
-def round_up(size: int, multiple: int) -> int:
-    """The next multiple of `multiple`."""
-    return -(-size // multiple) * multiple
-
-
 # --- Liger's kernels --------------------------------------------------------------------------------------------------
 # After liger-kernel 0.8.5, liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py: autograd functions of their own, which
 # need contiguous inputs and copy others.
@@ -433,7 +435,7 @@ def liger_rotation(tape: Tape, x: TensorRef, *, copies_input: bool, copies_gradi
 
 
 # --------------------------------------------------------------------------------------------------
-# A linear layer on sizes: plain, in NF4, and with the adapter of LoRA or DoRA.
+# Norms, and linear layers: plain, in NF4, and with the adapter of LoRA or DoRA.
 
 
 def norm(block: ForwardPass, x: TensorRef, *, is_head_norm: bool = False) -> TensorRef:

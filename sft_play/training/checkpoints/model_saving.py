@@ -213,11 +213,12 @@ def save_model(
     on_bytes: Callable[[int], None] | None = None,
     **write_options: Any,
 ) -> int:
-    """Save the adapter, or the whole model, with its tokenizer: written aside, read back and checked, then renamed;
-    returns the bytes of its tensors. `base`: the base's folder, with the rest of a whole class; `steps`: optimizer
-    steps taken, after more than one of which a lora_B is not zero; `on_bytes` is called with the bytes that are read
-    back; `write_options`: those of `write_weights`. Raises ModelError: what was written is empty, not finite, or not
-    what the model holds."""
+    """Save the adapter, or the whole model, with its tokenizer: written aside, read back and checked,
+    then renamed; returns the bytes of its tensors. `base_folder`: the base's folder, with the rest
+    of a whole class; `steps`: optimizer steps taken, after more than one of which a lora_B is not
+    zero; `on_bytes` is called with the bytes that are read back; `write_options`: those of
+    `write_weights`. Raises ModelError: what was written is empty, not finite, or not what the model
+    holds."""
     with atomic.replace_path(path, temporary=path.with_name(f".{path.name}.building")) as staging:
         write_weights(model, staging, **write_options)
         (staging / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path

@@ -27,8 +27,8 @@ from sft_play.training.class_checks.replaced_code import ActiveKernels
 from sft_play.training.loop.callbacks import RankSeedCallback
 from sft_play.training.loop.loop_checkpoints import restore_counters
 from sft_play.training.loop.loop_evaluation import EvaluatedLoop
-from sft_play.training.loop.memory import TRAINING, StepMemory
 from sft_play.training.loop.optimizers import loraplus_groups
+from sft_play.training.loop.out_of_memory import TRAINING, StepMemory
 from sft_play.training.loop.rows import (
     COUNT_KEYS,
     Collator,

@@ -15,7 +15,7 @@ from sft_play.process.waiting import WaitProgress, report_wait
 from sft_play.training import distributed
 from sft_play.training.class_checks.replaced_code import CompileMonitor
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
-from sft_play.training.loop.memory import StepMemory
+from sft_play.training.loop.out_of_memory import StepMemory
 from sft_play.training.loop.rows import (
     balanced_batch_size,
     end_workers_with_parent,

@@ -1,5 +1,5 @@
-"""The rows as the trainer takes them, each once per epoch in an order that ranks do not change; and
-as a micro-batch's tensors.
+"""The rows as the trainer takes them: in an order that ranks do not change (`TrainingRows`,
+`EpochOrder`, `StepBatches`), and as the tensors of a micro-batch (`Collator`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def pad_to_multiple(dataset: Dataset, *, multiple: int) -> Dataset:
 
 
 def balanced_batch_size(row_count: int, *, max_size: int, ranks: int) -> int:
-    """The smallest batch size with which `ranks` need as few batches for `rows` as with `max_size`."""
+    """The smallest batch size with which `ranks` need as few batches for `row_count` as with `max_size`."""
     batches_per_rank = max(1, -(-row_count // (max_size * ranks)))
     return max(1, -(-row_count // (batches_per_rank * ranks)))
 
@@ -179,7 +179,7 @@ def _masked_row(row: dict[str, Any]) -> dict[str, Any]:
 
 class EpochOrder(torch.utils.data.Sampler[int]):
     """Indices of an epoch: `count` rows, or those of `mix`, in accelerate's seedable order for seed and epoch. With
-    `lengths`, each `window` of rows (an optimizer step's) is sorted by them, the longest first."""
+    `lengths`, each `effective_batch` of rows (an optimizer step's) is sorted by them, the longest first."""
 
     def __init__(
         self, count: int, *, seed: int, lengths: npt.NDArray[np.int64] | None = None, effective_batch: int = 1,
@@ -229,8 +229,8 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         rank: int,
         ranks: int,
     ) -> None:
-        """`epoch_order`: of rows, the longest of each `window` (a step's) first where `micro_batches` is by tokens;
-        `lengths`: tokens of each row."""
+        """`epoch_order`: of rows, the longest of each `effective_batch` (a step's) first where
+        `micro_batches` is by tokens; `lengths`: tokens of each row."""
         self._epoch_order, self._lengths, self._micro_batches = epoch_order, lengths, micro_batches
         self._effective_batch, self.rank, self._ranks = effective_batch, rank, ranks
         self.slots = micro_batches.max_micro_steps(-(-effective_batch // ranks))
@@ -429,6 +429,10 @@ def _shift_left(table: torch.Tensor, fill: int) -> torch.Tensor:
 def _token_sources(row: dict[str, Any]) -> Any:
     """The source of each token: by token, or one for the whole row; 0 (chat) where the data set has none."""
     return row["sources"] if "sources" in row else np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))
+
+
+# --------------------------------------------------------------------------------------------------
+# The processes that load rows.
 
 
 def end_workers_with_parent(dataloader: Any) -> Any:

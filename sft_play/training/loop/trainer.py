@@ -210,9 +210,10 @@ def build_trainer(
     sources: MixedSources | None = None,
     **options: Any,
 ) -> PlannedLoop:
-    """The trainer of a run; `plan_callbacks` gives its callbacks. `trainer_class`: its class; one that is not TRL's
-    gets a model with its adapters, and None as `peft_config`. `options`: others of `PlannedLoop`. Raises DataError:
-    weights of `sources` leave one of them without a row in an epoch."""
+    """The trainer of a run; `build_plan_callbacks` gives its callbacks. `trainer_class`: its class;
+    one that is not TRL's gets a model with its adapters, and None as `peft_config`. `options`:
+    others of `PlannedLoop`. Raises DataError: weights of `sources` leave one of them without a row
+    in an epoch."""
     arguments = arguments or training_arguments(config, plan, folder, has_eval=eval_split is not None)
     rows = to_dataset(train_split.rows)
     packs, packed_sizes = _pack_rows(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))

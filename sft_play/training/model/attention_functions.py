@@ -292,6 +292,13 @@ def _exchange(heads: torch.Tensor, mesh: DeviceMesh, from_axis: int, to_axis: in
     return tensor.redistribute(placements=[Shard(to_axis)]).to_local()
 
 
+AttentionInterface.register(ULYSSES_ATTENTION, ulysses_attention)
+
+
+# --------------------------------------------------------------------------------------------------
+# In generation every rank has whole rows, padded on the left, and the usual attention.
+
+
 @contextlib.contextmanager
 def full_rows_attention(model: Any) -> Iterator[None]:
     """While open, the model has the usual attention: in generation every rank has whole rows, padded on the left."""
@@ -304,6 +311,3 @@ def full_rows_attention(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(attention)
-
-
-AttentionInterface.register(ULYSSES_ATTENTION, ulysses_attention)

@@ -1,6 +1,5 @@
 """The machine as a run uses it: the GPUs that were named, one of them, or ranks that share a CPU; or the CPU where it
-is asked for. Beside it what libraries read of the machine when they are imported.
-"""
+is asked for. Beside it what libraries read of the machine when they are imported."""
 
 from __future__ import annotations
 
@@ -26,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 # What accelerate asks for on several RTX 40 with an older driver than `_WORKING_P2P_DRIVER`.
 P2P_OFF_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+
 _WORKING_P2P_DRIVER = [550, 40, 7]
 
 
@@ -122,8 +122,6 @@ def warn_idle_gpus(hardware: Hardware, named_gpus: Sequence[int], accelerate_fil
 
 
 # --- what libraries read when they are imported -----------------------------------------------------------------------
-
-
 def prepare_libraries(model: str, hardware: Hardware) -> None:
     """Set the environment variables that the libraries read when they are imported."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

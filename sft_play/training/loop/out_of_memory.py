@@ -2,8 +2,7 @@
 
 Until the optimizer's update a step leaves only gradients, sums and random states, which are set back. Over ranks it
 cannot be repeated in place, since others wait in a collective: the processes end, with a note for whoever starts them
-again (`runs.oom`).
-"""
+again (`runs.oom`)."""
 
 from __future__ import annotations
 
@@ -31,10 +30,12 @@ from sft_play.training.measure.recorded import measured_run
 from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory, out_of_memory_message
 
 logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 # What a rank does in a step.
 TRAINING, UPDATING = "training", "updating the weights"
+
 # What may fit with smaller micro-batches, and is done again by ranks that start again.
 _RETRIED_ACTIVITIES = (
     TRAINING,

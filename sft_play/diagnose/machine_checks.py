@@ -1,0 +1,294 @@
+"""The doctor's checks of this machine: packages, shared memory, disk, and what is known to break a run.
+
+The checks read nothing of the machine themselves; they get what `this_machine.read_system_facts` has read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion
+
+from sft_play.config.schema import RunConfig
+from sft_play.diagnose.this_machine import SystemFacts
+from sft_play.errors import SftPlayError
+from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
+from sft_play.launch.request import LaunchOptions
+from sft_play.launch.run_hardware import P2P_OFF_VARIABLES, has_broken_p2p
+from sft_play.log import one_line
+from sft_play.machine.host import DiskSpace, nearest_disk_space
+from sft_play.machine.software import COMPUTE_PACKAGES, LINEAR_ATTENTION_PACKAGE, kernel_package_problem
+from sft_play.models.config_json import find_model_folder
+from sft_play.models.shape import ModelShape
+from sft_play.planner.disk import MORE_SPACE_REMEDY, DiskUsage, planned_disk_usage
+from sft_play.planner.plan import Plan
+from sft_play.runs.lookup import output_dir
+from sft_play.text import GIB, MIB, format_size
+
+# --------------------------------------------------------------------------------------------------
+# Packages and shared memory.
+
+# Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342).
+DOCKER_SHM_BYTES = 64 * MIB
+
+# NVIDIA's own advice for containers: `--shm-size=1g` (NCCL user guide, troubleshooting, shared memory).
+NCCL_ADVISED_SHM_BYTES = GIB
+
+_SHM_SOURCES = ("https://github.com/NVIDIA/nccl/issues/342", "https://github.com/NVIDIA/nccl/issues/290")
+
+
+def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> Finding:
+    """Check that every package is installed in a version that the project accepts (`requirements`)."""
+    problems = [problem for text in requirements if (problem := _requirement_problem(Requirement(text), versions))]
+    if problems:
+        return fail_finding(
+            "packages", "; ".join(problems), "make setup (with VENV=: install them into that environment)"
+        )
+    versions_text = ", ".join(f"{name} {versions[name]}" for name in COMPUTE_PACKAGES if name in versions)
+    return (
+        pass_finding("packages", versions_text)
+        if requirements
+        else skip_finding("packages", f"{versions_text}: no ranges")
+    )
+
+
+def _requirement_problem(requirement: Requirement, versions: Mapping[str, str]) -> str | None:
+    if requirement.marker and not requirement.marker.evaluate({"extra": ""}):  # no extra: `; extra == "dev"` is out
+        return None
+    installed = versions.get(canonicalize_name(requirement.name))
+    if installed is None:
+        return f"{requirement.name}{requirement.specifier} is missing"
+    with contextlib.suppress(InvalidVersion):  # a version of somebody's own build cannot be compared
+        if not requirement.specifier.contains(installed, prereleases=True):  # nightlies of torch are pre-releases
+            return f"{requirement.name} is {installed}, needed {requirement.specifier}"
+    return None
+
+
+def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Finding:
+    """Whether /dev/shm has room for what NCCL puts there."""
+    if space is None:
+        return skip_finding("shared memory", "/dev/shm is not a separate file system here")
+    free_text = f"{format_size(space.free)} free of {format_size(space.total)} at /dev/shm"
+    if gpus_per_node < 2:
+        return pass_finding("shared memory", free_text)
+    remedy = (
+        "in a container: docker run --shm-size=8g (or --ipc=host; Kubernetes: an emptyDir with medium Memory at "
+        "/dev/shm); else mount -o remount,size=8G /dev/shm"
+    )
+    if space.free <= DOCKER_SHM_BYTES:
+        return fail_finding("shared memory", f"{free_text}: too little for NCCL", remedy, *_SHM_SOURCES)
+    if space.free < NCCL_ADVISED_SHM_BYTES:
+        return warn_finding("shared memory", f"{free_text}; NVIDIA advises 1 GiB for NCCL", remedy, *_SHM_SOURCES)
+    return pass_finding("shared memory", free_text)
+
+
+# --------------------------------------------------------------------------------------------------
+# Combinations of versions, drivers and machines that are known to hang, crash or train wrongly:
+# `known_bad.json`.
+#
+# Each entry rests on a public thread: what happens, and from which version to which. An entry that
+# the pinned versions no longer meet stays as long as a user's own environment (`VENV=`) can.
+# `errors` are texts of ranks that failed, the first that fits counts.
+Condition = Mapping[str, Any]
+
+# None: not known, which meets no condition.
+Facts = Mapping[str, Any]
+
+
+def matches_conditions(conditions: Condition | Sequence[Condition], facts: Facts) -> bool:
+    """True if the facts meet a condition, or one of several."""
+    alternatives = [conditions] if isinstance(conditions, Mapping) else conditions
+    return any(
+        all(_meets_requirement(facts[name], required) for name, required in condition.items())
+        for condition in alternatives
+    )
+
+
+def _meets_requirement(fact: Any, required: Any) -> bool:
+    if fact is None:
+        return False
+    if isinstance(required, bool):
+        return fact is required
+    if isinstance(required, list):
+        return fact in required
+    # the leading numbers alone: 2.13.0+cu128, 6.8.0-45-generic and 570.86.15 have to compare
+    match = re.match(r"\d+(?:\.\d+)*", str(fact))
+    return match is not None and match[0] in SpecifierSet(required)
+
+
+KNOWN_BAD_NAME = "known bad pairs"
+
+_COMPARED_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "peft")
+
+KNOWN_BAD_TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("known_bad.json").read_text(encoding="utf-8"))
+
+_DEFAULT_ERROR_REMEDY = ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.md says what each check needs",)
+
+
+def find_known_bad(
+    system_facts: SystemFacts,
+    *,
+    rank_count: int = 1,
+    node_count: int = 1,
+    layout: str = "single",
+    packages: Collection[str] = (),
+) -> list[Finding]:
+    """Find the entries that apply, else a PASS. `rank_count`: of all nodes. `packages`: whose kernels the model's
+    class runs where they are installed."""
+    facts = _combination_facts(system_facts, packages, rank_count=rank_count, node_count=node_count, layout=layout)
+    shown_facts = {name: "?" if value is None else value for name, value in facts.items()}
+    findings = [
+        Finding(
+            KNOWN_BAD_NAME,
+            entry["verdict"],
+            entry["what"].format(**shown_facts),
+            entry["remedy"],
+            tuple(entry["sources"]),
+        )
+        for entry in KNOWN_BAD_TABLE["pairs"]
+        if matches_conditions(entry["when"], facts)
+    ]
+    return findings or [pass_finding(KNOWN_BAD_NAME, f"none of {len(KNOWN_BAD_TABLE['pairs'])} applies")]
+
+
+def error_remedies(error: str) -> tuple[str, ...]:
+    """The remedy for the error of a rank, and the threads on it."""
+    for entry in KNOWN_BAD_TABLE["errors"]:
+        if re.search(entry["pattern"], error, re.IGNORECASE):
+            return entry["remedy"], *entry["sources"]
+    return _DEFAULT_ERROR_REMEDY
+
+
+def _combination_facts(
+    system_facts: SystemFacts, packages: Collection[str], *, rank_count: int, node_count: int, layout: str
+) -> Facts:
+    gpus = system_facts.hardware.gpus
+    capabilities = [gpu.capability for gpu in gpus if gpu.capability]
+    torch_cuda, driver_cuda = _version_numbers(system_facts.torch_cuda), system_facts.driver_cuda
+    unsound_reason = next(
+        filter(None, (kernel_package_problem(name, capability) for name in packages for capability in capabilities)), ""
+    )
+    uses_nccl = rank_count > 1 and bool(gpus)
+    is_p2p_off = P2P_OFF_VARIABLES.keys() <= system_facts.environment.keys()
+    return {
+        **{name: system_facts.versions.get(name) for name in (*_COMPARED_PACKAGES, LINEAR_ATTENTION_PACKAGE)},
+        "driver": system_facts.driver,
+        "driver_cuda": ".".join(map(str, driver_cuda)) if driver_cuda else None,
+        "driver_runs_torchs_cuda": driver_cuda[0] >= torch_cuda[0] if gpus and driver_cuda and torch_cuda else None,
+        "torch_cuda": system_facts.torch_cuda,
+        "nccl": system_facts.nccl,
+        "kernel": system_facts.kernel if system_facts.os_name == "Linux" else None,
+        "machine": system_facts.cpu_architecture,
+        "oldest_gpu": ".".join(map(str, min(capabilities))) if capabilities else None,
+        "desktop_blackwell": any(capability[0] == 12 for capability in capabilities),
+        "has_hopper": any(capability[0] == 9 for capability in capabilities),
+        "runs_delta_rules": LINEAR_ATTENTION_PACKAGE in packages,
+        "unsound": unsound_reason != "",
+        "why_not": unsound_reason,
+        "ranks": rank_count,
+        "nodes": node_count,
+        "over_nccl": uses_nccl,
+        "layout": layout,
+        "accelerate_refuses_p2p": uses_nccl
+        and not is_p2p_off
+        and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
+    }
+
+
+def _version_numbers(version: str | None) -> tuple[int, ...]:
+    """(2, 13, 0) of 2.13.0+cu130; empty where there is none."""
+    match = re.match(r"\d+(?:\.\d+)*", version or "")
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+# --------------------------------------------------------------------------------------------------
+# Disk: the checkpoints that a planned run writes, the final weights, and the model if it must be
+# downloaded.
+
+# Bytes per parameter of models on the hub.
+HUB_BYTES_PER_PARAM = 2
+
+
+def disk_findings(config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions) -> list[Finding]:
+    """Whether the weights to download and the checkpoints fit on their disks."""
+    disk_folder, space = nearest_disk_space(hub_cache_folder())
+    download = check_download(shape, is_cached=has_local_weights(config), disk_folder=disk_folder, space=space)
+    if options.nodes.rank > 0 and not plan.choice.layout.is_zero:
+        return [skip_finding("disk", "node 0 writes checkpoints and the final weights"), download]
+    try:
+        folder = output_dir(config.output)
+    except SftPlayError as error:
+        return [fail_finding("disk", one_line(str(error), limit=300), "set output.dir to a folder"), download]
+    disk_folder, space = nearest_disk_space(folder)
+    disk_usage, is_writable = planned_disk_usage(config, shape, plan), os.access(disk_folder, os.W_OK | os.X_OK)
+    return [
+        check_disk(disk_usage, folder=folder, disk_folder=disk_folder, space=space, is_writable=is_writable),
+        download,
+    ]
+
+
+def has_local_weights(config: RunConfig) -> bool:
+    """True if the model's weights are on this machine already."""
+    name = config.model.name
+    snapshots = hub_cache_folder() / f"models--{name.replace('/', '--')}" / "snapshots"
+    return find_model_folder(name) is not None or any(snapshots.glob("*/*.safetensors"))
+
+
+def hub_cache_folder() -> Path:
+    """Where weights from the hub are kept."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def check_disk(
+    disk_usage: DiskUsage, *, folder: Path, disk_folder: Path, space: DiskSpace | None, is_writable: bool
+) -> Finding:
+    """Whether the run's folder is writable and has room for the checkpoints that exist at once."""
+    if not is_writable:
+        return fail_finding("disk", f"output.dir {folder}: {disk_folder} is not writable for this user",
+                      "set output.dir to a folder that you can write, or give this user the folder")  # fmt: skip
+    if space is None:
+        return skip_finding("disk", f"the free space at {disk_folder} cannot be read")
+    checkpoint_text, free_text = (
+        f"checkpoint of {format_size(disk_usage.checkpoint_bytes)}",
+        f"{format_size(space.free)} are free at {disk_folder}",
+    )
+    if disk_usage.max_checkpoints is None:
+        verdict = fail_finding if space.free < disk_usage.total_bytes else warn_finding
+        return verdict("disk", f"every {checkpoint_text} is kept, and {free_text}", "set train.save_total_limit=2")
+    checkpoint_size = format_size(disk_usage.checkpoint_bytes)
+    several_text = (
+        f"{disk_usage.max_checkpoints} checkpoints of {checkpoint_size} at once (the oldest is deleted after a new one)"
+    )
+    written_text = f"a {checkpoint_text}" if disk_usage.max_checkpoints == 1 else several_text
+    sizes = f"{format_size(disk_usage.weights_bytes)} at the end: {format_size(disk_usage.total_bytes)}"
+    needed = f"{written_text} and {sizes}; {free_text}"
+    if space.free < disk_usage.total_bytes:
+        return fail_finding("disk", needed, MORE_SPACE_REMEDY)
+    return pass_finding("disk", needed)
+
+
+def check_download(shape: ModelShape, *, is_cached: bool, disk_folder: Path, space: DiskSpace | None) -> Finding:
+    """Whether the hub's cache has room for the weights that the run would download."""
+    download_bytes = HUB_BYTES_PER_PARAM * shape.params
+    if is_cached:
+        return skip_finding("disk for the model", "the weights are already here")
+    if space is None:
+        return skip_finding("disk for the model", f"the free space at {disk_folder} cannot be read")
+    message = (
+        f"about {format_size(download_bytes)} will be downloaded from the hub; {format_size(space.free)} are free at "
+        f"{disk_folder}"
+    )
+    if space.free < download_bytes:
+        return fail_finding("disk for the model", message, "free space, or export HF_HOME=/a/larger/disk")
+    return pass_finding("disk for the model", message)
