@@ -16,7 +16,6 @@ from sft_play.commands import plan as plan_command
 from sft_play.commands.request import read_request
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose.this_machine import planned_disk_usage
 from sft_play.errors import ConfigError, ModelError
 from sft_play.launch import planning
 from sft_play.launch.planning import plan_run
@@ -28,6 +27,7 @@ from sft_play.planner import what_if
 from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.candidates import evaluate_candidates, lowest_memory_candidates
 from sft_play.planner.decide import PlanRequest, build_plan_inputs
+from sft_play.planner.disk import planned_disk_usage
 from sft_play.planner.explain import candidate_table_lines, choice_line, hardware_lines, speed_lines, suggestion_lines
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Plan
