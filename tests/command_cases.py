@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-# What INTERFACES promises of a run's summary, and where the run is.
+# What docs/schema/train.json promises of a run's summary, and where the run is.
 SUMMARY = {"run", "before", "after", "peak_bytes", "tokens_per_s", "steps", "wall_s", "exit"}
 
 

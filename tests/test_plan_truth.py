@@ -426,6 +426,11 @@ def test_units_signs_and_machines_are_said_as_they_are(random_plans):
             assert "not given" in text or "none was given" in text
 
 
+def test_a_grid_shows_settings_with_brackets_as_they_were_given(random_plans):
+    setting = "tuning.lora.targets=[q_proj]"
+    assert grid_lines([((setting,), random_plans[0][1])])[-1].startswith(f"{setting} ")
+
+
 def test_a_grid_says_what_there_is_too_little_of(random_plans):
     for _, plan in random_plans:
         row = grid_lines([(("a=b",), plan)])[-1]

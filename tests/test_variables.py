@@ -50,6 +50,12 @@ def test_the_table_speaks_of_every_target_and_command():
         assert variable.kind in ("text", "path", "names", "count", "number", "list", "switch", "launch"), name
 
 
+def test_a_group_that_no_command_is_in_is_a_fault_of_the_table():
+    assert variables._expand_names("plan @training") == ("plan", *variables.TRAINING_COMMANDS)
+    with pytest.raises(KeyError, match="trainign"):
+        variables._expand_names("@trainign")
+
+
 def test_every_command_that_the_papers_show_is_taken():
     """`make TARGET NAME=…` as README, docs, configs, the Makefile's examples and our own messages write it."""
     files = [ROOT / "README.md", ROOT / "Makefile", *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.yaml")]

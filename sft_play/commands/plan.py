@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from sft_play.commands.answer import CommandResult
 from sft_play.commands.lookups import requested_hardware
@@ -93,14 +94,7 @@ def run_plan(request: Request) -> CommandResult:
     plan_cell = functools.partial(plan_run, layouts=cell_layouts, keeps_params=keeps_params, include_suggestions=False)
     cells = [(cell, _plan_whatif_cell(cell, config, base_config, machine, plan_cell)) for cell, config in configs]
     largest = _answer_fit_question(fit_question, loaded.config, hardware, layouts) if fit_question else None
-    data = plan.as_json()
-    if stages:
-        data |= {
-            "stage": loaded.stage_name,
-            "stages": [{"name": name, **cell_plan.as_json()} for name, _, cell_plan in stages],
-        }
-    if cells:
-        data["whatif"] = [{"settings": list(cell), **cell_plan.as_json()} for cell, cell_plan in cells]
+    data = _plan_data(plan, loaded, stages, cells)
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
     misfit, deepspeed_file = (
@@ -135,6 +129,22 @@ def run_plan(request: Request) -> CommandResult:
         if misfit is None and not budget.cheapest:
             misfit = DoesNotFit(budget.lines()[0])  # no machine is within the budget: what the cheapest costs
     return CommandResult(data, lines, 0 if plan.fits and misfit is None else DoesNotFit.exit_code, misfit)
+
+
+def _plan_data(
+    plan: Plan,
+    loaded: LoadedConfig,
+    stages: Sequence[tuple[str, RunConfig, Plan]],
+    cells: Sequence[tuple[tuple[str, ...], Plan]],
+) -> dict[str, Any]:
+    """The plan as JSON, with the plans of the other stages and of WHATIF's cells."""
+    data = plan.as_json()
+    if stages:
+        data["stage"] = loaded.stage_name
+        data["stages"] = [{"name": name, **stage_plan.as_json()} for name, _, stage_plan in stages]
+    if cells:
+        data["whatif"] = [{"settings": list(cell), **cell_plan.as_json()} for cell, cell_plan in cells]
+    return data
 
 
 def _warn_of_refusals(errors: Iterable[SftPlayError], machine: Hardware) -> list[str]:

@@ -1,8 +1,7 @@
 """A machine that is not here, as a person describes it: `2x8xH100,network=400Gbps`, `A100x4`, `p4d`,
 or a YAML file.
 
-Text in, numbers out. What would be mistaken for another GPU of the catalogue is refused with a
-word of its own.
+What the catalogue would take for another GPU is refused by name.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from sft_play.config.schema import RunConfig
@@ -43,7 +41,7 @@ from sft_play.planner.speed import (
     compile_reasons,
     find_speed_error,
 )
-from sft_play.text import GIB, format_duration, format_gib
+from sft_play.text import GIB, format_duration, format_gib, render_lines
 
 # Why a plan is as it is, a line each: what `make plan` prints as `Because:` and `plan.json` keeps;
 # at the end the candidates that it shows beside its choice, each with why it was not chosen.
@@ -736,7 +734,7 @@ def candidate_table_lines(plan: Plan) -> list[str]:
         )
     for item in plan.not_possible:
         table.add_row(item.name, "-", "-", "-", "-", "-", f"not possible: {item.because}")
-    return _render_table(table)
+    return render_lines(table, width=TABLE_WIDTH)
 
 
 def _format_checkpointing(candidate: Candidate) -> str:
@@ -812,7 +810,7 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
             f"{plan.memory.required / GIB:.1f}",
             speed_text,
         )
-    return ["What if:", *_render_table(table)]
+    return ["What if:", *render_lines(table, width=TABLE_WIDTH)]
 
 
 def _build_table(text_columns: Sequence[str], number_columns: Sequence[str], *, first_column: str = "") -> Table:
@@ -820,9 +818,3 @@ def _build_table(text_columns: Sequence[str], number_columns: Sequence[str], *, 
     for name in (*text_columns, *number_columns):
         table.add_column(name, justify="right" if name in number_columns else "left", no_wrap=True)
     return table
-
-
-def _render_table(table: Table) -> list[str]:
-    buffer = io.StringIO()
-    Console(file=buffer, width=TABLE_WIDTH, no_color=True, highlight=False).print(table)
-    return [line.rstrip() for line in buffer.getvalue().splitlines()]

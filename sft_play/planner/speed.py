@@ -29,7 +29,7 @@ from sft_play.text import MIB
 # The communication of an optimizer step, predicted: collectives by kind, with their bytes.
 #
 # Checked on CPU ranks with torch's profiler (`distributed.profile_communication`), engine by
-# engine; a run's own count stands beside it in its folder. Tensor-parallel communication is not
+# engine; a run writes its own count into its folder. Tensor-parallel communication is not
 # included.
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]

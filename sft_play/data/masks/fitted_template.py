@@ -166,7 +166,7 @@ class TurnEnds:
             final_tail if continued_tail is None else common_prefix(final_tail, continued_tail, self.special_tokens)
         )
         ends = self._possible_ends(shared, is_answer_text=is_answer_text)
-        # A header that is written in any case stands in both, and is the next turn's all the same.
+        # A header that is always written is in both texts; it still belongs to the next turn.
         while ends and ends[-1][1] in self.turn_openers:
             shared = shared[: ends[-1][0]]
             ends = self._possible_ends(shared, is_answer_text=is_answer_text)

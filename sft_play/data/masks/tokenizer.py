@@ -1,4 +1,4 @@
-"""Texts with spans to token ids with labels, and special tokens that stand in texts of the data."""
+"""Tokenise texts with their trained spans into ids and labels; keep special tokens in the data plain text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sft_play.data.sources.messages import Message, iter_texts, map_texts
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
-# Special tokens that stand in texts of the data: found, hidden from the chat template, and
-# tokenised as plain text.
+# Special tokens in the texts of the data: found, hidden from the chat template, and tokenised as
+# plain text.
 
 # First of the private-use characters that stand for special tokens of the data's texts while a template runs.
 _HIDDEN_BASE = 0xF0000

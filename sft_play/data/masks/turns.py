@@ -1,5 +1,5 @@
-"""Where the turns of a conversation stand in its rendered text, measured on a marked copy and verified
-on every row.
+"""Locate the turns of a conversation in its rendered text: measured on a marked copy, verified on every
+row.
 
 A template is probed, never recognised by its name; docs/masks.md has the steps. A turn's trained
 span begins where the prompt that generation is given ends. A marked copy of the row, with a
@@ -228,7 +228,7 @@ class MarkedText:
     ) -> None:
         self.text = text
         self._gap_spans: list[Span] = []
-        """Where each gap stands in the copy."""
+        """The position of each gap in the copy."""
         self._written_spans: list[tuple[int, int, int]] = []
         """Number, begin and end of each written piece, sentinels included."""
         self._pieces = pieces
