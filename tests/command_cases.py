@@ -24,6 +24,8 @@ class CommandCase:
     fields: set[str]
     """Fields of its answer (of each row, where it is a list)."""
     takes_minutes: bool = False
+    has_schema: bool = True
+    """False where docs/schema has none: its answer then has the fields of `ending` alone."""
     can_refuse: bool = True
     """False where it has nothing to refuse, or works on what it finds."""
     refusals: tuple[tuple[str, dict[str, str]], ...] = ()

@@ -185,7 +185,7 @@ def asked_of(cases: list[tuple[str, dict[str, str], str]], folder: Path) -> list
 
 
 def test_it_is_refused_without_the_libraries(answers):
-    assert len(answers[0]) == len(CASES)
+    assert len(answers[0]) == len(CASES) > 130
     wrong = []
     for (command, variables, said), answer in zip(CASES, answers[0], strict=True):
         if answer["loaded"] or answer["code"] != 2 or said not in answer["said"] or "Traceback" in answer["said"]:
