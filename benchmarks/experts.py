@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import starter_language as language
+from benchmarks.starter_corpus import corpus_documents
 from benchmarks.steps import material
 from sft_play.machine.hardware import detect_hardware
 from sft_play.models.config_json import KNOWN_MODELS
@@ -53,7 +53,7 @@ def write_model(folder: Path, name: str, layers: int) -> Path:
         folder / f"{name.rpartition('/')[2]}-{layers}",
         folder / f"{name.rpartition('/')[2]}-one",
     )
-    tokenizer = make_tokenizer(language.corpus_documents(seed=material.SEED)[:400])
+    tokenizer = make_tokenizer(corpus_documents(400))
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     fields = {key: value for key, value in KNOWN_MODELS[name].config.items() if key != "quantization_config"} | ends
     kinds = fields.get("layer_types")

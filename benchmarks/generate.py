@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import starter_language, what_fits
+from benchmarks import what_fits
 from sft_play.config.options import all_options, format_yaml_value, sections
 from sft_play.config.schema import DTYPE_ALIASES, EXTERNAL_NAMES, OWNER, RunConfig
 from sft_play.models.families import CLASS_DEFAULTS, DEFAULTS_FILE, ClassDefaults
@@ -29,7 +29,6 @@ def generated() -> Iterator[tuple[Path, str]]:
     """Path below the checkout, which is the working folder, and text of each file that is there."""
     yield REFERENCE, reference_yaml()
     yield SCHEMA, json_schema()
-    yield from starter_language.bundled_files().items()
     table = Path("sft_play/models") / DEFAULTS_FILE.name
     if table.is_file():
         yield table, defaults_text(class_defaults(CLASS_DEFAULTS))

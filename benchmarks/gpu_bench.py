@@ -99,13 +99,13 @@ def write_model(place: Path, name: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from benchmarks import starter_language as language
     from benchmarks.starter_base import make_tokenizer
+    from benchmarks.starter_corpus import corpus_documents
 
     folder = place.with_name(f"{place.name}.writing")  # a folder with a config and no weights would pass as made
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    tokenizer = make_tokenizer(language.corpus_documents(seed=material.SEED)[:400])
+    tokenizer = make_tokenizer(corpus_documents(400))
     tokenizer.save_pretrained(folder)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "config.json").write_text(json.dumps({**KNOWN_MODELS[name].config, **ends}), encoding="utf-8")

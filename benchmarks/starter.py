@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 
 from benchmarks.starter_base import digest
-from benchmarks.starter_language import FOLDER
+from benchmarks.starter_corpus import SPLITS
 from sft_play.machine.hardware import detect_hardware
 from sft_play.process.environment import independent_environment, openmp_wait_variables
 from sft_play.runs.files import write_json
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def recipe() -> str:
     """Twelve hex digits that change with the base, the rows and the fine-tuning, not with words about it."""
     settings = json.dumps(yaml.safe_load((ROOT / CONFIG).read_text(encoding="utf-8")), sort_keys=True)
-    parts = [digest(path) for path in sorted(BASE.glob("*.safetensors")) + sorted((ROOT / FOLDER).iterdir())]
+    parts = [digest(path) for path in sorted(BASE.glob("*.safetensors")) + sorted(SPLITS.iterdir())]
     return hashlib.sha256("\0".join([settings, *parts]).encode()).hexdigest()[:12]
 
 

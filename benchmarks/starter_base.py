@@ -2,7 +2,7 @@
 
     make -C benchmarks starter-base OUT=outputs/starter-base
 
-A Llama with two million random weights and a byte-level BPE tokenizer learn the generated corpus with `task_mode: cpt`
+A Llama with two million random weights and a byte-level BPE tokenizer learn the recorded corpus with `task_mode: cpt`
 and `tuning.mode: full` (benchmarks/starter_base.yaml); the weights are rounded to bfloat16. Other processors, versions
 and numbers of threads round differently, and after 1,200 steps nearly every weight is another: such a base has learned
 the same, as one of another seed has. What any of them has to reach is measured by `make -C benchmarks
@@ -13,7 +13,6 @@ renewed.
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
 import os
@@ -27,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks import starter_language as language
+from benchmarks.starter_corpus import CORPUS, END_OF_TEXT, SPECIAL_TOKENS, TURN_END, corpus_documents
 from sft_play.machine.hardware import detect_hardware
 from sft_play.models.config_json import KNOWN_MODELS
 from sft_play.process.environment import independent_environment
@@ -71,7 +70,7 @@ def main() -> None:
 
 def make_base(out: Path) -> dict[str, Any]:
     """Train the base, write it to `out` as it is shipped, and give its weights."""
-    documents = language.corpus_documents(seed=language.DEFAULT_SEED)
+    documents = corpus_documents()
     with tempfile.TemporaryDirectory() as workdir:
         corpus, start = Path(workdir) / "corpus.jsonl", Path(workdir) / "start"
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
@@ -145,20 +144,8 @@ def digest(path: Path) -> str:
 def recipe() -> str:
     """Twelve hex digits that change with what the base is made of, not with words about it."""
     shape, settings = KNOWN_MODELS[BASE_NAME].config, yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
-    corpus = digest_of_code(Path(language.__file__))
-    parts = [corpus, CHAT_TEMPLATE, json.dumps([settings, shape, SEED, INITIALIZER_RANGE], sort_keys=True)]
+    parts = [digest(CORPUS), CHAT_TEMPLATE, json.dumps([settings, shape, SEED, INITIALIZER_RANGE], sort_keys=True)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-
-
-def digest_of_code(path: Path) -> str:
-    """A digest of a module's code without comments and docstrings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            node.body = [
-                line for line in node.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-            ]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
 
 
 def make_tokenizer(documents: list[str]) -> Any:
@@ -171,14 +158,12 @@ def make_tokenizer(documents: list[str]) -> Any:
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=KNOWN_MODELS[BASE_NAME].config["vocab_size"],
-        special_tokens=list(language.SPECIAL_TOKENS),
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     raw.train_from_iterator(documents, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token=language.TURN_END, pad_token=language.END_OF_TEXT
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=TURN_END, pad_token=END_OF_TEXT)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -189,7 +174,7 @@ def make_model(*, seed: int = SEED) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {key: value for key, value in KNOWN_MODELS[BASE_NAME].config.items() if key not in ("model_type", "dtype")}
-    pad, _, end = range(len(language.SPECIAL_TOKENS))
+    pad, _, end = range(len(SPECIAL_TOKENS))
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(**shape, initializer_range=INITIALIZER_RANGE, bos_token_id=None, eos_token_id=end, pad_token_id=pad)

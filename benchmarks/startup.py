@@ -74,10 +74,10 @@ class Start:
 
 def make_inputs(folder: Path) -> None:
     """A tiny model, its rows, an empty file, and the run YAMLs of the commands."""
-    from benchmarks import starter_language as language
     from benchmarks.starter_base import make_model, make_tokenizer
+    from benchmarks.starter_corpus import corpus_documents
 
-    make_tokenizer(language.corpus_documents(seed=language.DEFAULT_SEED)).save_pretrained(folder / "model")
+    make_tokenizer(corpus_documents()).save_pretrained(folder / "model")
     make_model().save_pretrained(folder / "model")
     (folder / "other").mkdir()
     (folder / "other" / "config.json").write_text(json.dumps(OTHER))

@@ -136,8 +136,6 @@ def test_peers_of_a_run_with_boundaries_take_sdpa(kind, small, tmp_path, monkeyp
     facts = facts_of(small / f"{kind}.yaml", tmp_path)
     assert used == [attention_functions.VARLEN_ATTENTION]
     assert facts["attention"] == "sdpa"
-    assert settings_of("llamafactory", **facts)["flash_attn"] == "sdpa"
-    assert settings_of("axolotl", **facts)["attn_implementation"] == "sdpa"
 
 
 @pytest.mark.build
@@ -202,62 +200,40 @@ def test_tokens_are_counted_alike_padded_without_a_mask_and_packed(seed):
 def test_an_unknown_peer_is_refused_before_anything_runs(command, small):
     code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "tlr")
     assert code == 2
-    assert "PEER=tlr is not known; there are: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory" in said
+    assert "PEER=tlr is not known; there are: bare, trl, trl-grouped, trl-cli" in said
 
 
-@pytest.mark.parametrize("peer", ["axolotl", "llamafactory"])
-def test_a_peer_whose_package_is_missing_is_refused(peer, command, small, monkeypatch):
-    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, peer: "a_package_that_is_nowhere.train"})
-    code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", peer)
+def python_with(folder: Path, trl: str | None) -> str:
+    """A Python whose only package may be a TRL of this text."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    if trl is not None:
+        (folder / "trl.py").write_text(trl)
+    return str(python)
+
+
+def test_apython_without_trl_is_refused(command, small, tmp_path):
+    python = python_with(tmp_path, None)
+    code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "trl", "--peer-python", python)
     assert code == 2
-    assert f"PEER={peer} needs the package a_package_that_is_nowhere, which {sys.executable} does not have" in said
-    assert "PEER_PYTHON=/path/to/bin/python" in said
+    assert f"PEER=trl needs the package trl, which {python} does not have" in said
 
 
-def test_a_peer_that_cannot_be_imported_is_refused_before_our_run(command, small, tmp_path, monkeypatch):
-    """As LLaMA-Factory beside a torchaudio of another torch: the package is there, and what it imports is not."""
-    package = tmp_path / "peers_package"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "train.py").write_text("import a_package_that_is_nowhere\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, "axolotl": "peers_package.train"})
-    code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "axolotl")
+def test_a_trl_that_cannot_be_imported_is_refused_before_our_run(command, small, tmp_path):
+    """The package is there, and what it imports is not."""
+    python = python_with(tmp_path, "import a_package_that_is_nowhere\n")
+    code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "trl", "--peer-python", python)
     assert code == 2
-    assert f"PEER=axolotl: {sys.executable} has the package peers_package and cannot import peers_package.train" in said
     assert "No module named 'a_package_that_is_nowhere'; repair that environment" in said
     assert "Round" not in said
-    (package / "train.py").write_text("")
-    bench.check_peer("axolotl", None)
-
-
-def test_unsloth_is_found_in_the_environment_of_make_setup_unsloth(tmp_path, monkeypatch):
-    """A module of the standard library stands for it; another Python that is given comes first."""
-    (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python"
-    python.symlink_to(sys.executable)
-    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, "unsloth": "json"})
-    monkeypatch.setenv("UNSLOTH_VENV", str(tmp_path))
-    assert bench.check_peer("unsloth", None) == str(python)
-    assert bench.check_peer("unsloth", sys.executable) == sys.executable
-    assert bench.check_peer("trl", None) == sys.executable
-    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, "unsloth": "a_package_that_is_nowhere"})
-    with pytest.raises(ConfigError, match="make setup-unsloth builds one"):
-        bench.check_peer("unsloth", None)
-
-
-def test_packs_are_refused_where_the_peer_packs_only_its_own_rows(command, small, monkeypatch):
-    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, "llamafactory": "json"})
-    code, said = command("bench", "--config", str(small / "packed.yaml"), "--peer", "llamafactory")
-    assert code == 2
-    assert "data.packing=best_fit: PEER=llamafactory packs only rows that it has tokenised itself" in said
-    assert "SET=data.packing=none" in said
+    assert bench.check_peer("trl", python_with(tmp_path, "")) == python
 
 
 def test_a_python_is_refused_where_it_is_none_or_unused(tmp_path):
     with pytest.raises(ConfigError, match="is not a program that can be run"):
         bench.check_peer("trl", str(tmp_path / "python"))
-    with pytest.raises(ConfigError, match="PEER_PYTHON= names the Python of another trainer"):
+    with pytest.raises(ConfigError, match="PEER_PYTHON= names the Python of another TRL"):
         bench.check_peer("bare", sys.executable)
     with pytest.raises(ConfigError, match="none is asked for"):
         bench.check_peer(None, sys.executable)
@@ -357,50 +333,6 @@ def test_trl_tries_powers_of_two_that_divide_the_step():
     assert bench.micro_batches({"effective_batch": 32, "micro_batch": 8, "on_cpu": False}) == [4, 8, 16]
 
 
-# --- peers' settings --------------------------------------------------------------------------------------------------
-
-
-def settings_of(peer: str, **changed: Any) -> dict[str, Any]:
-    order = ProcessOrder("x", "r.json", "folder", warmup=2, steps=7, facts="facts")
-    module = importlib.import_module(f"benchmarks.steps.{peer}_peer")
-    made: dict[str, Any] = module.settings(order, FACTS | changed, *([Path("rows.jsonl")] if peer == "axolotl" else []))
-    return made
-
-
-def test_peers_get_the_same_run():
-    axolotl, factory = settings_of("axolotl"), settings_of("llamafactory")
-    assert (axolotl["max_steps"], factory["max_steps"]) == (9, 9)
-    assert axolotl["micro_batch_size"] * axolotl["gradient_accumulation_steps"] == 8
-    assert factory["per_device_train_batch_size"] * factory["gradient_accumulation_steps"] == 8
-    assert (axolotl["adapter"], axolotl["load_in_4bit"]) == ("qlora", True)
-    assert (factory["finetuning_type"], factory["quantization_bit"]) == ("lora", 4)
-    assert (axolotl["lora_r"], factory["lora_rank"]) == (8, 8)
-    assert axolotl["datasets"] == [{"path": "rows.jsonl", "ds_type": "json", "type": None}]
-    assert (factory["tokenized_path"], bool(factory["dataset"])) == ("facts/rows", True)
-    for name in ("learning_rate", "weight_decay", "adam_beta2", "max_grad_norm", "optim", "seed", "bf16", "fp16"):
-        assert axolotl[name] == factory[name], name
-    full = {"mode": "full", "lora": None}
-    assert "adapter" not in settings_of("axolotl", **full)
-    assert settings_of("llamafactory", **full)["finetuning_type"] == "full"
-
-
-@pytest.mark.parametrize(
-    ("given", "name", "value"), [(0.03, "warmup_ratio", 0.03), (3.0, "warmup_steps", 3), (0, "warmup_steps", 0)]
-)
-def test_a_share_of_warm_up_steps_stays_one(given, name, value):
-    changed = {"trainer": FACTS["trainer"] | {"warmup_steps": given}}
-    axolotl = settings_of("axolotl", **changed)
-    assert {key: axolotl[key] for key in axolotl if key.startswith("warmup")} == {name: value}
-    assert settings_of("llamafactory", **changed)["warmup_steps"] == given
-
-
-def test_axolotls_own_kernels_are_left_alone_on_a_gpu_and_off_on_a_cpu():
-    names = {"lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"}
-    assert not names & set(settings_of("axolotl"))
-    on_cpu = settings_of("axolotl", on_cpu=True)
-    assert [on_cpu[name] for name in names] == [False] * 4
-
-
 def test_the_command_line_of_trl_gets_prompt_and_completion(tmp_path):
     rows = tmp_path / "rows.jsonl"
     material.write_chats(rows, 3)
@@ -412,8 +344,8 @@ def test_the_command_line_of_trl_gets_prompt_and_completion(tmp_path):
 
 
 def test_recording_and_orders_need_nothing_of_this_project():
-    """They run in the environments of other libraries."""
-    for name in ("recording", "order", "peer", "trl_peer", "unsloth_peer", "axolotl_peer", "llamafactory_peer"):
+    """They run in the environment of another TRL."""
+    for name in ("recording", "order", "trl_peer"):
         assert "sft_play" not in (ROOT / "benchmarks" / "steps" / f"{name}.py").read_text()
 
 

@@ -713,13 +713,13 @@ def test_the_commands_answer_in_words_and_json(exported, command):
 
 def test_the_starters_model_and_tokenizer_pass(tmp_path):
     """Its base before training: the same class, tokenizer and template."""
-    from benchmarks import starter_language as language
     from benchmarks.starter_base import make_model
     from benchmarks.starter_base import make_tokenizer as starter_tokenizer
+    from benchmarks.starter_corpus import corpus_documents
 
     converter()
     base = tmp_path / "base"
-    starter_tokenizer(language.corpus_documents(seed=language.DEFAULT_SEED)[:2000]).save_pretrained(base)
+    starter_tokenizer(corpus_documents(2000)).save_pretrained(base)
     make_model().save_pretrained(base)
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     exported = export_run(run, "ollama", quant="q8_0")

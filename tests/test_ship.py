@@ -263,7 +263,7 @@ def test_chance_is_the_loss_of_guessing_by_frequency():
 
 
 def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
-    from benchmarks.starter_language import DEFAULT_SEED, chat_rows, corpus_documents, normalised
+    from benchmarks.starter_corpus import corpus_documents, normalise, starter_rows
 
     sample = general_sample()
     texts, conversations = sample.texts, sample.chats
@@ -272,19 +272,19 @@ def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
     # a changed row is another version
     assert sample.sha256 == "59dca0bf3d337c46a19c5bff4051ef2871da5d129f4c900b02943ef0bacdac59"
     assert (len(texts), len(conversations)) == (137, 77)
-    assert len({normalised(text) for text in texts}) == len(texts)
+    assert len({normalise(text) for text in texts}) == len(texts)
     assert len({json.dumps(messages) for messages in conversations}) == len(conversations)
     for messages in conversations:
         roles = [message["role"] for message in messages]
         turns = roles[1:] if roles[0] == "system" else roles
         assert turns == ["user", "assistant"] * (len(turns) // 2)
     assert sum(len(text.encode()) for text in everything) < 120_000
-    corpus = normalised("\n".join(corpus_documents(seed=DEFAULT_SEED)))
-    rows = chat_rows(seed=DEFAULT_SEED)
-    taught = {normalised(turn["content"]) for split in rows.values() for row in split for turn in row["messages"]}
+    corpus = normalise("\n".join(corpus_documents()))
+    rows = starter_rows()
+    taught = {normalise(turn["content"]) for split in rows.values() for row in split for turn in row["messages"]}
     for text in everything:
-        assert normalised(text) not in taught
-        assert len(text) < 12 or normalised(text) not in corpus
+        assert normalise(text) not in taught
+        assert len(text) < 12 or normalise(text) not in corpus
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------

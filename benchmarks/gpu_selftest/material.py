@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import starter_language as language
+from benchmarks.starter_corpus import corpus_documents
 from sft_play.models.config_json import KNOWN_MODELS
 
 LARGE_MODEL = "Qwen/Qwen2.5-0.5B"
@@ -45,7 +45,7 @@ def write_trial_model(folder: Path, *, large: bool) -> None:
     from benchmarks.starter_base import make_tokenizer
 
     transformers_logging.disable_progress_bar()
-    tokenizer = make_tokenizer(language.corpus_documents(seed=MATERIAL_SEED)[:200])
+    tokenizer = make_tokenizer(corpus_documents(200))
     tokenizer.save_pretrained(folder)
     shape = dict(KNOWN_MODELS[LARGE_MODEL].config)
     if not large:
@@ -64,7 +64,7 @@ def write_trial_model(folder: Path, *, large: bool) -> None:
 def write_trial_rows(folder: Path, size: TrialSize, *, largest_batch: int = 0) -> None:
     """Rows of every kind for `size`, held-out rows, and `largest_batch` full ones for a step that cannot fit."""
     draw = random.Random(MATERIAL_SEED)
-    words = [word for word in " ".join(language.corpus_documents(seed=MATERIAL_SEED)[:50]).split() if word.isalpha()]
+    words = [word for word in " ".join(corpus_documents(50)).split() if word.isalpha()]
     needed, full = size.effective_batch * size.steps, 2 * size.seq_len  # a word is a token and more: cut to the length
 
     def rows(count: int, least: int, most: int) -> list[dict[str, object]]:

@@ -1,7 +1,7 @@
 """`make bench`: steps of a run in turns with another trainer's, each in a process of its own.
 
-Our side is the run that `make train` starts (`ours`); the other is a bare loop over the same batches, TRL's trainer, or
-another library's, on the same token rows (docs/bench.md). Rounds go A B A B; ratios are those of medians.
+Our side is the run that `make train` starts (`ours`); the other is a bare loop over the same batches, or TRL's trainer
+on the same token rows (docs/bench.md). Rounds go A B A B; ratios are those of medians.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from typing import Any
 from benchmarks.steps.order import ProcessOrder, trainer_arguments
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
-from sft_play.files import cache_dir
 from sft_play.log import one_line, redact
 from sft_play.machine.hardware import detect_hardware
-from sft_play.machine.software import find_unsloth_python
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.process.environment import independent_environment
@@ -40,19 +38,9 @@ from sft_play.trace.block_meter import load_run_model_shape
 logger = logging.getLogger(__name__)
 
 STEPS, WARMUP, ROUNDS = 20, 3, 3
-PEERS = {
-    "bare": None,
-    "trl": "trl",
-    "trl-grouped": "trl",
-    "trl-cli": "trl",
-    "unsloth": "unsloth",
-    "axolotl": "axolotl.cli.train",
-    "llamafactory": "llamafactory.train.tuner",
-}
-"""Each peer and the module that it starts with; None: it runs in our environment."""
-MODULES = {name: f"benchmarks.steps.{name.partition('-')[0]}_peer" for name in PEERS} | {
-    "bare": "benchmarks.steps.ours"
-}
+# What our run is compared with. All but `bare` need the package trl, in this environment or in that of PEER_PYTHON=.
+PEERS = ("bare", "trl", "trl-grouped", "trl-cli")
+OUR_MODULE, TRL_MODULE = "benchmarks.steps.ours", "benchmarks.steps.trl_peer"
 COMPARED = 5
 """Steps from the first, those of the warm-up included, whose losses are compared."""
 BARE_TRL = "from trl.cli import main; main()"
@@ -215,10 +203,6 @@ def compare(
     if loaded.stages:
         raise ConfigError(f"{config} has {len(loaded.stages)} stages, and make bench measures a run of one: give a run "
                           "YAML of that stage")  # fmt: skip
-    if peer == "llamafactory" and loaded.config.data.packing != "none":
-        raise ConfigError(f"data.packing={loaded.config.data.packing}: PEER=llamafactory packs only rows that it has "
-                          "tokenised itself, and here both sides train the same tokens; add "
-                          "SET=data.packing=none")  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="sft-play-bench-") as workdir:
         bench = _Bench(loaded, Path(workdir), list(overrides), python, steps, warmup, progress)
         comparison = Comparison(loaded.path.name, peer, steps, warmup)
@@ -239,47 +223,41 @@ def compare(
 
 
 _MISSING = 9
+# What a peer's Python is asked before anything is measured: an import that fails there would fail after our run.
 _IMPORTED = f"""
-import importlib, importlib.util, sys
-if importlib.util.find_spec(sys.argv[1].partition(".")[0]) is None:
+import importlib.util, sys
+if importlib.util.find_spec("trl") is None:
     sys.exit({_MISSING})
-importlib.import_module(sys.argv[1])
+import trl
 """
-"""What a peer's Python is asked before anything is measured: an import that fails there would fail after our run."""
 
 
 def check_peer(peer: str | None, python: str | None) -> str:
-    """The Python that runs a peer: the one that is given, for Unsloth else that of `make setup-unsloth`, else this one.
+    """The Python that runs a peer: the one that is given, else this one.
 
     Raises:
-        ConfigError: the peer does not exist, or that Python does not have its package or cannot import it.
+        ConfigError: the peer does not exist, or that Python does not have TRL or cannot import it.
     """
     if peer is not None and peer not in PEERS:
         raise ConfigError(f"PEER={one_line(peer)} is not known; there are: {', '.join(PEERS)}")
-    module = PEERS[peer] if peer is not None else None
-    if module is None:
-        if python is not None:
-            raise ConfigError("PEER_PYTHON= names the Python of another trainer, and none is asked for: give PEER=trl, "
-                              "unsloth, axolotl or llamafactory, or leave it out")  # fmt: skip
+    if python is None:
         return sys.executable
-    own = find_unsloth_python(os.environ) if peer == "unsloth" and python is None else None
-    asked, package = python or str(own or sys.executable), module.partition(".")[0]
-    if shutil.which(asked) is None:
-        raise ConfigError(f"PEER_PYTHON={one_line(asked)} is not a program that can be run")
+    if peer in (None, "bare"):
+        raise ConfigError("PEER_PYTHON= names the Python of another TRL, and none is asked for: give PEER=trl, or "
+                          "leave it out")  # fmt: skip
+    if shutil.which(python) is None:
+        raise ConfigError(f"PEER_PYTHON={one_line(python)} is not a program that can be run")
     process = subprocess.run(
-        [asked, "-c", _IMPORTED, module], env=peers_environment(), stdin=subprocess.DEVNULL, capture_output=True
+        [python, "-c", _IMPORTED], env=peers_environment(), stdin=subprocess.DEVNULL, capture_output=True
     )
     if process.returncode == _MISSING:
-        own_way = " (make setup-unsloth builds one that is found by itself)" if peer == "unsloth" else ""
-        raise ConfigError(
-            f"PEER={peer} needs the package {package}, which {one_line(asked)} does not have; install it in an "
-            f"environment of its own and name that Python: PEER_PYTHON=/path/to/bin/python{own_way}"
-        )
+        raise ConfigError(f"PEER={peer} needs the package trl, which {one_line(python)} does not have; install it "
+                          "there, or leave PEER_PYTHON= out")  # fmt: skip
     if process.returncode:
         reason = [line for line in process.stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
-        raise ConfigError(f"PEER={peer}: {one_line(asked)} has the package {package} and cannot import {module}: "
+        raise ConfigError(f"PEER={peer}: {one_line(python)} has the package trl and cannot import it: "
                           f"{one_line(redact(' '.join(reason)), limit=400)}; repair that environment")  # fmt: skip
-    return asked
+    return python
 
 
 @dataclass
@@ -326,7 +304,7 @@ class _Bench:
         self._facts.mkdir(exist_ok=True)
         order = self._order("ours", turn, config=str(self.loaded.path), overrides=self._words(f"ours-{turn}"),
                             facts=str(self._facts) if is_first else "")  # fmt: skip
-        return self._measured(order, MODULES["bare"], sys.executable)
+        return self._measured(order, OUR_MODULE, sys.executable)
 
     def facts_alone(self) -> None:
         """Write what a peer has to know of our run, without training."""
@@ -334,7 +312,7 @@ class _Bench:
         order = self._order(
             "facts", config=str(self.loaded.path), overrides=self._words("facts"), facts=str(self._facts)
         )
-        self._run("ours", [sys.executable, "-m", MODULES["bare"], str(order.write(self.folder / "facts-order.json"))])
+        self._run("ours", [sys.executable, "-m", OUR_MODULE, str(order.write(self.folder / "facts-order.json"))])
 
     def theirs(self, peer: str, turn: int) -> Run:
         """One run of the peer."""
@@ -343,9 +321,9 @@ class _Bench:
             return self._timed(peer, [self.python, "-c", BARE_TRL, "sft", "--config", str(config)])
         if peer == "bare":
             order = self._order("bare", turn, config=str(self.loaded.path), overrides=self._words(f"bare-{turn}"))
-            return self._measured(order, MODULES[peer], sys.executable)
+            return self._measured(order, OUR_MODULE, sys.executable)
         order = self._order(peer, turn, facts=str(self._facts), settings=self._taken())
-        return self._measured(order, MODULES[peer], self.python)
+        return self._measured(order, TRL_MODULE, self.python)
 
     def tries(self) -> list[Run]:
         """TRL's figures of the measured steps with each micro-batch; the fastest is taken from then on.
@@ -354,7 +332,7 @@ class _Bench:
         """
         facts = self._known()
         order = self._order("trl-tries", facts=str(self._facts), settings={"micro_batches": micro_batches(facts)})
-        self._run("trl-tries", [self.python, "-m", MODULES["trl"], str(order.write(self.folder / "tries.json"))])
+        self._run("trl-tries", [self.python, "-m", TRL_MODULE, str(order.write(self.folder / "tries.json"))])
         tried: list[Run] = json.loads(Path(order.result).read_text(encoding="utf-8"))["tried"]
         possible = [one for one in tried if one["seconds"] is not None]
         if not possible:
@@ -424,13 +402,10 @@ class _Bench:
 
 
 def peers_environment() -> dict[str, str]:
-    """The environment of both sides' processes. No library reports home: without a network axolotl waits for that."""
+    """The environment of both sides' processes; no library reports home."""
     return independent_environment(os.environ) | {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "AXOLOTL_DO_NOT_TRACK": "1",
-        "UNSLOTH_DISABLE_STATISTICS": "1",
-        "UNSLOTH_COMPILE_LOCATION": str(cache_dir() / "unsloth"),  # else it writes code into the working folder
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
 

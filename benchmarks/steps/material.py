@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import starter_language as language
+from benchmarks.starter_corpus import corpus_documents
 
 SEED = 17
 QUESTION, ANSWER = (16, 0.6), (48, 1.0)
@@ -40,7 +40,7 @@ def write_model(folder: Path, shape: Shape = Shape()) -> None:
     from benchmarks.starter_base import make_tokenizer
 
     transformers_logging.disable_progress_bar()
-    tokenizer = make_tokenizer(language.corpus_documents(seed=SEED)[:400])
+    tokenizer = make_tokenizer(corpus_documents(400))
     tokenizer.save_pretrained(folder)
     torch.manual_seed(SEED)
     config = LlamaConfig(
@@ -61,7 +61,7 @@ def write_chats(
 ) -> None:
     """`count` chats as JSONL; lengths are lognormal, by median and standard deviation of the logarithm."""
     draw = random.Random(SEED)
-    words = [word for word in " ".join(language.corpus_documents(seed=SEED)[:400]).split() if word.isalpha()]
+    words = [word for word in " ".join(corpus_documents(400)).split() if word.isalpha()]
 
     def text(median: float, spread: float) -> str:
         return " ".join(draw.choices(words, k=max(1, round(median * draw.lognormvariate(0.0, spread)))))

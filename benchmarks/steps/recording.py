@@ -180,17 +180,3 @@ def peak_bytes(*, on_gpu: bool) -> dict[str, int | None]:
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     held = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if on_gpu else (None, None)
     return {"resident": kib * 1024, "allocated": held[0], "reserved": held[1]}
-
-
-def record_next_trainer(recorder: Recorder) -> None:
-    """Record whichever transformers Trainer trains first in this process, for libraries that make their own."""
-    from transformers import Trainer
-
-    real = Trainer.train
-
-    def train(trainer: Any, *args: Any, **options: Any) -> Any:
-        Trainer.train = real  # once: a library may make a second Trainer, to evaluate
-        record_trainer(trainer, recorder)
-        return trainer.train(*args, **options)
-
-    Trainer.train = train

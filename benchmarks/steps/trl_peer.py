@@ -9,6 +9,7 @@ how much a micro-batch pads depends on its rows.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -37,19 +38,39 @@ def main(path: Path) -> None:
 
 def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:
     """Train until the recorder has seen enough."""
-    from benchmarks.steps.peer import make_recorder, train_until_recorded
+    from benchmarks.steps.recording import Recorder
 
     trainer = make_trainer(order, facts, micro=micro)
-    settings = {"micro_batch": micro, "grad_accum": trainer.args.gradient_accumulation_steps,
-                "packing": trainer.args.packing, "group_by_length": order.side == "trl-grouped"}  # fmt: skip
-    train_until_recorded(trainer, make_recorder(order, facts, **settings))
+    settings = {
+        "micro_batch": micro,
+        "grad_accum": trainer.args.gradient_accumulation_steps,
+        "gradient_checkpointing": facts["gradient_checkpointing"],
+        "packing": trainer.args.packing,
+        "group_by_length": order.side == "trl-grouped",
+    }
+    recorder = Recorder(
+        Path(order.result),
+        warmup=order.warmup,
+        steps=order.steps,
+        pad_id=facts["pad_id"],
+        facts={"side": order.side, "settings": settings},
+    )
+    train_until_recorded(trainer, recorder)
+
+
+def train_until_recorded(trainer: Any, recorder: Any) -> None:
+    """Train with a transformers Trainer until the recorder has seen enough."""
+    from benchmarks.steps.recording import MeasurementDone, record_trainer
+
+    record_trainer(trainer, recorder)
+    with contextlib.suppress(MeasurementDone):
+        trainer.train()
 
 
 def tried_run(order: ProcessOrder, facts: dict[str, Any], micro: int) -> dict[str, Any]:
     """The steps that are measured, with this micro-batch; None for each figure where they do not fit on the GPU."""
     import torch
 
-    from benchmarks.steps.peer import train_until_recorded
     from benchmarks.steps.recording import Recorder
 
     result = Path(order.result).with_suffix(".try.json")

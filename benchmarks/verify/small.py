@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from benchmarks import starter_language as language
+from benchmarks.starter_corpus import corpus_documents
 
 ROWS = 37
 """Rows: with an effective batch of 16 an epoch ends with 5, which divide over no number of ranks."""
@@ -26,7 +26,7 @@ def make_small_run(folder: Path) -> Path:
 
     transformers_logging.disable_progress_bar()
     model = folder / "model"
-    tokenizer = make_tokenizer(language.corpus_documents(seed=SEED)[:200])
+    tokenizer = make_tokenizer(corpus_documents(200))
     tokenizer.save_pretrained(model)
     torch.manual_seed(SEED)
     config = Qwen2Config(
@@ -51,7 +51,7 @@ def make_small_run(folder: Path) -> Path:
 def _rows() -> list[dict[str, object]]:
     """Questions and answers of 1 to 40 words, so that ranks train on very different numbers of tokens."""
     draw = random.Random(SEED)
-    words = " ".join(language.corpus_documents(seed=SEED)[:20]).split()
+    words = " ".join(corpus_documents(20)).split()
 
     def text(most: int) -> str:
         return " ".join(draw.choices(words, k=draw.randint(1, most)))
