@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.loading import LoadingSetting, measure_loading
-from sft_play.training.model.fsdp_loading import _shard_units, base_parameter_name
+from sft_play.training.model.model_loading import _shard_units, base_parameter_name
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
 
@@ -115,7 +115,7 @@ def test_weights_that_the_first_rank_cannot_read_are_one_message(tmp_path, tiny_
 def test_a_placeholder_has_the_shape_and_no_memory():
     from torch import nn
 
-    from sft_play.training.model.fsdp_loading import _put_placeholders
+    from sft_play.training.model.model_loading import _put_placeholders
 
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(300, 200), nn.LayerNorm(200), nn.Linear(200, 300))

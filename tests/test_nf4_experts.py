@@ -27,8 +27,7 @@ from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
 from sft_play.trace.block_meter import load_planned_shape, load_run_model_shape
 from sft_play.training.model import nf4_experts
-from sft_play.training.model.fsdp_loading import _build_empty_model
-from sft_play.training.model.model_loading import load_model
+from sft_play.training.model.model_loading import _build_empty_model, load_model
 from sft_play.training.prepare.experts import PACKED_ATTRIBUTE, stacked_experts
 from sft_play.training.prepare.model_spec import build_model_spec
 from tests.conftest import chat

@@ -56,7 +56,7 @@ def engine_arguments(
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": [layer_class],
             "reshard_after_forward": True,
-            "cpu_ram_efficient_loading": False,  # `fsdp_loading` reads the weights, or every rank has them
+            "cpu_ram_efficient_loading": False,  # `model_loading` reads the weights, or every rank has them
             "state_dict_type": "FULL_STATE_DICT",  # with another, Trainer.save_model writes no weights at all
         }
     return arguments | _parallelism_arguments(plan.choice.layout)

@@ -40,7 +40,7 @@ from sft_play.text import GIB, MIB
 
 def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     """The most that a rank holds on its device until the model is there and wrapped, by what it is for. Under FSDP2 a
-    rank has its shards, one full unit, and the tensor that arrived last (training/model/fsdp_loading.py). Under ZeRO-3
+    rank has its shards, one full unit, and the tensor that arrived last (training/model/model_loading.py). Under ZeRO-3
     each rank creates all NF4 weights (core_model_loading.py), PEFT adds adapters in fp32, and only then does DeepSpeed
     partition; plain weights are partitioned as they arrive."""
     resident, layout = simulation.resident, simulation.step.layout

@@ -41,10 +41,10 @@ from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import collect_stop_ids, configured_eos_token_ids
 from sft_play.training.measure.monitor import Monitor, RunMonitors, head_sums, source_sums
 from sft_play.training.measure.profile import build_profile_window
-from sft_play.training.model import adapters, attention_functions, fsdp_loading, tensor_parallel
+from sft_play.training.model import adapters, attention_functions, tensor_parallel
 from sft_play.training.model.adapters import cast_outside_autocast
 from sft_play.training.model.fused_head import set_backbone_prefix, use_class_logits
-from sft_play.training.model.model_loading import load_model, read_model
+from sft_play.training.model.model_loading import SourceWeights, load_for_sharding, load_model, read_model, shard_model
 from sft_play.training.prepare.lora_config import freeze_unmatched
 from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers, resized_spec
 from sft_play.training.prepare.prepare import Prepared
@@ -384,7 +384,7 @@ def load_trainer(
         )
     if source is not None:
         in_fp32 = needs_fp32_masters and config.tuning.mode != "qlora"
-        fsdp_loading.shard_model(trainer, source, layer_class=model_spec.layer_class, fp32_master_weights=in_fp32)
+        shard_model(trainer, source, layer_class=model_spec.layer_class, fp32_master_weights=in_fp32)
     if prepared.trains_adapter:
         is_sharded_later = plan.choice.layout.is_fsdp and source is None
         adapters.freeze_pissa_half(trainer.model, config.tuning.lora, is_sharded_later=is_sharded_later)
@@ -392,7 +392,7 @@ def load_trainer(
 
 
 def _base_weights(
-    config: RunConfig, precision: Precision, model_spec: ModelSpec, source: fsdp_loading.SourceWeights | None
+    config: RunConfig, precision: Precision, model_spec: ModelSpec, source: SourceWeights | None
 ) -> Mapping[str, torch.Tensor] | None:
     if source is not None or config.tuning.lora.init != "loftq":
         return source
@@ -437,9 +437,7 @@ def build_run_trainer(
     )
 
 
-def _load_model(
-    job: RunJob, model_spec: ModelSpec, begins_from: Path | None
-) -> tuple[Any, fsdp_loading.SourceWeights | None]:
+def _load_model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, SourceWeights | None]:
     config, plan = job.loaded.config, job.plan
     if begins_from is not None and model_spec.peft_config is None:
         config = config.model_copy(
@@ -448,7 +446,7 @@ def _load_model(
         model_spec = resized_spec(model_spec)
     device, quant_storage = engines.load_device(plan, config), engines.quant_storage(plan, config)
     if loads_by_unit(config, plan.choice.layout) and getattr(model_spec.hf_config, "quantization_config", None) is None:
-        return fsdp_loading.load_for_sharding(
+        return load_for_sharding(
             config, plan.precision, model_spec, quant_storage=quant_storage,
             read=lambda: read_model(config, plan.precision, model_spec),
         )  # fmt: skip

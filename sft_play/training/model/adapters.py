@@ -31,7 +31,7 @@ from sft_play.training.checkpoints.full_state_dict import (
     is_duplicate_name,
     model_names_by_saved_name,
 )
-from sft_play.training.model.fsdp_loading import base_parameter_name
+from sft_play.training.model.model_loading import base_parameter_name
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from sft_play.training.prepare.model_spec import ModelSpec, build_meta_model, resized_spec
 
