@@ -248,9 +248,11 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     layout = plan.choice.layout
     wrapped = trainer.model_wrapped
     class_names = {base_class.__name__ for base_class in type(wrapped).__mro__}
-    expected_class = (
-        "DeepSpeedEngine" if layout.is_zero else "FSDPModule" if layout.is_fsdp else "DistributedDataParallel"
-    )
+    expected_class = "DistributedDataParallel"
+    if layout.is_zero:
+        expected_class = "DeepSpeedEngine"
+    elif layout.is_fsdp:
+        expected_class = "FSDPModule"
     if expected_class not in class_names:
         raise TrainingError(f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not a "
                             f"{expected_class}; nothing was trained")  # fmt: skip

@@ -173,9 +173,9 @@ def _loading_code(facts: CardFacts, base: CardBase, trust_arguments: Sequence[st
 def _result_rows(facts: CardFacts) -> list[list[str]]:
     before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
     row_count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
-    rows = [[f"{row_count:,} {'validation' if split == 'val' else split} rows" if row_count else "", "before", "after"]]
-    rows += map(list, result_figures(facts.summary))
-    return rows if len(rows) > 1 else []
+    heading = f"{row_count:,} {split.replace('val', 'validation')} rows" if row_count else ""
+    figures = [list(figure) for figure in result_figures(facts.summary)]
+    return [[heading, "before", "after"], *figures] if figures else []
 
 
 def result_figures(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

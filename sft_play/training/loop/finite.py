@@ -58,9 +58,12 @@ class NonFiniteStepGuard(TrainerCallback):
         if trainer.args.fp16:
             self._count_scaling_skip(norm)
             return
-        fault_level = distributed.max_over_ranks(
-            2 if not math.isfinite(loss) else 0 if norm is None or math.isfinite(norm) else 1
-        )
+        fault_level = 0
+        if not math.isfinite(loss):
+            fault_level = 2
+        elif norm is not None and not math.isfinite(norm):
+            fault_level = 1
+        fault_level = distributed.max_over_ranks(fault_level)
         was_step_taken = trainer.is_deepspeed_enabled and not trainer.optimizer.step_was_skipped
         if not trainer.is_deepspeed_enabled:
             self._set_skip(trainer.optimizer, bool(fault_level))

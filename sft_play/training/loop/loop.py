@@ -414,8 +414,10 @@ class PlannedLoop(EvaluatedLoop):
             return torch.zeros((), device=self.args.device)
 
         def compute(is_retry: bool) -> Any:
-            batches = self.step_memory.collate_step() if is_retry else inputs if isinstance(inputs, list) else [inputs]
-            *earlier_batches, last_batch = batches
+            if is_retry:
+                *earlier_batches, last_batch = self.step_memory.collate_step()
+            else:
+                *earlier_batches, last_batch = inputs if isinstance(inputs, list) else [inputs]
             for batch in earlier_batches:
                 self._tr_loss += self._train_micro_step(model, batch, *args, **options)
             return self._train_micro_step(model, last_batch, *args, **options)

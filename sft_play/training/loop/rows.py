@@ -266,7 +266,9 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
 
         def count_tokens(batch: Sequence[int]) -> int:
             lengths = self._lengths[batch]
-            return int(len(batch) * lengths.max() if micro_batches.padded else lengths.sum()) if batch else 0
+            if micro_batches.padded and batch:
+                return int(len(batch) * lengths.max())
+            return int(lengths.sum())
 
         return max(
             self.step_rows(longest_position // self._effective_batch, micro_batches),

@@ -146,9 +146,10 @@ def freeze_pissa_half(model: nn.Module, lora: LoraConfig, *, is_sharded_later: b
         reason = "under FSDP this base is divided only when training begins, where half of an adapter cannot be frozen"
         raise ModelError(f"tuning.lora.init=pissa: {reason}; use STRATEGY=ddp or zero3")
     for name, weight in model.named_parameters():
-        dim: Literal[0, 1] | None = 0 if ".lora_A." in name else 1 if ".lora_B." in name else None
-        if dim is None or not weight.requires_grad:
+        is_lora_a = ".lora_A." in name
+        if not weight.requires_grad or not (is_lora_a or ".lora_B." in name):
             continue
+        dim: Literal[0, 1] = 0 if is_lora_a else 1
         if isinstance(weight, DTensor):  # FSDP2 calls these with the reduced gradient, and no others
             weight.register_post_accumulate_grad_hook(partial(_zero_local_half, frozen_mask=_frozen_mask(weight, dim)))
         else:  # before DDP and DeepSpeed see it
