@@ -23,12 +23,10 @@ import psutil
 import pytest
 
 from sft_play.config.load import config_from_text, load_config
-from sft_play.diagnose import machine_checks, ranks, this_machine
-from sft_play.diagnose.doctor import PlannedRun, _select_gpus, check_node_meeting, run_doctor
-from sft_play.diagnose.machine_checks import KNOWN_BAD_TABLE, find_known_bad, matches_conditions
-from sft_play.diagnose.pages import DoctorReport
+from sft_play.diagnose import machine_checks, ranks
+from sft_play.diagnose.doctor import DoctorReport, PlannedRun, _select_gpus, check_node_meeting, run_doctor
+from sft_play.diagnose.machine_checks import KNOWN_BAD_TABLE, DiskSpace, SystemFacts, find_known_bad, matches_conditions
 from sft_play.diagnose.ranks import AllReduceOutcome, bus_bandwidth, judge_all_reduce
-from sft_play.diagnose.this_machine import DiskSpace, SystemFacts
 from sft_play.errors import ConfigError
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
@@ -120,7 +118,7 @@ def test_a_missing_package_fails():
 
 
 def test_the_versions_of_this_environment_are_read():
-    around = this_machine.read_system_facts(CPU, {"NCCL_DEBUG": "INFO", "HOME": "/"})
+    around = machine_checks.read_system_facts(CPU, {"NCCL_DEBUG": "INFO", "HOME": "/"})
     assert around.versions["pytest"] == pytest.__version__
     assert any(text.startswith("torch") for text in around.requirements)
     assert around.environment == {"NCCL_DEBUG": "INFO"}
@@ -303,13 +301,13 @@ class FakeNvml:
 
 def test_the_driver_is_read_from_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    around = this_machine.read_system_facts(machine(gpu(0), gpu(1)), {})
+    around = machine_checks.read_system_facts(machine(gpu(0), gpu(1)), {})
     assert (around.driver, around.driver_cuda) == ("580.82.07", (13, 1))
 
 
 def test_without_nvml_the_driver_is_unknown_and_nothing_breaks(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    around = this_machine.read_system_facts(machine(gpu(0)), {})
+    around = machine_checks.read_system_facts(machine(gpu(0)), {})
     assert (around.driver, around.driver_cuda) == (None, None)
 
 

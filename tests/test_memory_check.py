@@ -15,17 +15,17 @@ from typing import Any
 import psutil
 import pytest
 
-from sft_play.diagnose import memory_check, pages
+from sft_play.diagnose import memory_check
 from sft_play.diagnose.memory_check import (
     MemorySnapshot,
-    PeakMemory,
     RankGroup,
     RankProcess,
     find_run_processes,
+    format_memory_snapshot,
     lock_holder_pid,
     read_memory_snapshot,
+    watch_memory,
 )
-from sft_play.diagnose.pages import format_memory_snapshot, watch_memory
 from sft_play.errors import RunFolderError
 from sft_play.machine.gpu import Gpu, GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware
@@ -196,7 +196,7 @@ def test_ranks_are_put_on_the_gpus_that_their_environment_names(monkeypatch):
 
 def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
     run_folder(tmp_path, "mine")
-    group, peaks = RankGroup((rank(0, 11),), 1.0), PeakMemory()
+    group, peaks = RankGroup((rank(0, 11),), 1.0), dict[tuple[object, ...], int]()
     found = []
     for held in (20, 50, 30):
         output = machine(gpu(0, GpuProcess(11, "python", held * GIB), used=held * GIB), group=group)
@@ -462,7 +462,7 @@ def test_watching_writes_a_block_at_a_time_and_ctrl_c_ends_it(machine, tmp_path)
     last = watch_memory(lambda: read_memory_snapshot(output, {}), show_snapshot=written.append, pause=pause)
     assert len(written) == 3
     assert isinstance(last, MemorySnapshot)
-    assert pauses == [pages.REFRESH_S] * 3
+    assert pauses == [memory_check.REFRESH_S] * 3
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
