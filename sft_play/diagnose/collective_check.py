@@ -68,7 +68,7 @@ def _run_check(note: Callable[..., dict[str, Any]], out: Path, device_type: str,
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     note("joined")
-    wrong_count, speeds = 0, []
+    wrong_count, speeds = 0, list[dict[str, float]]()
     for size in SIZES[device_type]:
         wrong_count += wrong_elements(size, device)
         if not speeds:

@@ -167,11 +167,11 @@ def check_run(
             findings += _RunChecks(run, hardware).findings()
     known_failures = [finding.found for finding in findings if finding.verdict == "FAIL"]
     with contextlib.suppress(ConfigError):  # the findings say it
-        for error in refusals(loaded, restrict_to_device(loaded.config, hardware), plans=()):
+        for refusal in refusals(loaded, restrict_to_device(loaded.config, hardware), plans=()):
             # of the rows the report knows more, since it reads them all
-            is_known = isinstance(error, DataError) or any(failure in str(error) for failure in known_failures)
+            is_known = isinstance(refusal, DataError) or any(text in str(refusal) for text in known_failures)
             if not is_known:
-                start_findings.append(fail_finding("start", str(error), "fix what is named"))
+                start_findings.append(fail_finding("start", str(refusal), "fix what is named"))
     return CheckReport((*start_findings, *findings), time.monotonic() - start_time_s, config_path)
 
 
