@@ -5,12 +5,11 @@ predicted; as JSON, and as a page.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from rich.table import Table
 from sft_play.diagnose.gpu_info import read_all_gpus
 from sft_play.errors import RunFolderError
 from sft_play.log import escape_control, one_line
-from sft_play.machine.gpu import GpuProcess, GpuStatus
+from sft_play.machine.gpu import GpuProcess
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.process.failures import RUN_VARIABLE
 from sft_play.runs.files import read_summary
@@ -40,31 +39,17 @@ from sft_play.text import build_table, format_size, gib_or_na, render_lines, val
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A process that trains; `rss_bytes` is resident memory, with that of what it started, such as data loaders. `rank`
-    is None where it is the only one."""
+    """A process that trains; `rss_bytes` is resident memory, with that of what it started, such as data loaders; pages
+    that processes share count for each. `rank` is None where it is the only one."""
 
     pid: int
     rank: int | None
-    local_rank: int | None
     rss_bytes: int
-    environment: Mapping[str, str] = field(default_factory=dict)
+    world_size: str | None = None
 
 
-@dataclass(frozen=True)
-class RankGroup:
-    """The processes of one run on this machine that train."""
-
-    ranks: tuple[RankProcess, ...]
-    start_time: float
-
-    @property
-    def rss_bytes(self) -> int:
-        """Resident memory of all of them; pages that they share count for each."""
-        return sum(rank.rss_bytes for rank in self.ranks)
-
-
-def find_rank_group(folder: RunFolder, holder_pids: tuple[int, ...]) -> RankGroup | None:
-    """Find the processes that train a run, given the pids that hold its lock; None if they cannot be seen from here."""
+def find_ranks(folder: RunFolder, holder_pids: tuple[int, ...]) -> tuple[RankProcess, ...]:
+    """Find the processes that train a run, given the pids that hold its lock; none if they cannot be seen from here."""
     processes = _user_processes()
     rank_pids = {pid for pid, process in processes.items() if "RANK" in process.info["environ"]}
     # what a rank started has its environment: only the topmost one counts
@@ -76,15 +61,12 @@ def find_rank_group(folder: RunFolder, holder_pids: tuple[int, ...]) -> RankGrou
         members = [writer]
         if writer.pid in rank_pids:  # a person started the ranks, by a launcher that names no folder
             members = [process for process in top_ranks if process.info["ppid"] == writer.info["ppid"]]
-    if not members:
-        return None
-    ranks = sorted(map(_rank_process, members), key=lambda rank: rank.rank or 0)
-    return RankGroup(tuple(ranks), start_time=min(process.info["create_time"] for process in members))
+    return tuple(sorted(map(_rank_process, members), key=lambda rank: rank.rank or 0))
 
 
 def _user_processes() -> dict[int, psutil.Process]:
     """The other processes of this user by their pids, with what could be read of each in `info`."""
-    fields = ["ppid", "uids", "environ", "create_time"]  # None where it cannot be read, as of a process that has ended
+    fields = ["ppid", "uids", "environ"]  # None where it cannot be read, as of a process that has ended
     return {
         process.pid: process
         for process in psutil.process_iter(fields)
@@ -99,12 +81,12 @@ def _named_run(process: psutil.Process) -> Path | None:
 
 def _rank_process(process: psutil.Process) -> RankProcess:
     environment, rss_bytes = process.info["environ"], 0
-    numbers = {name: int(environment[name]) for name in ("RANK", "LOCAL_RANK") if environment.get(name, "").isdecimal()}
     with contextlib.suppress(psutil.Error):
         for member in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # a worker may end meanwhile
                 rss_bytes += member.memory_info().rss
-    return RankProcess(process.pid, numbers.get("RANK"), numbers.get("LOCAL_RANK"), rss_bytes, environment)
+    rank = environment.get("RANK", "")
+    return RankProcess(process.pid, int(rank) if rank.isdecimal() else None, rss_bytes, environment.get("WORLD_SIZE"))
 
 
 @dataclass(frozen=True)
@@ -112,7 +94,7 @@ class RunProcesses:
     """The run that is shown: its folder and processes, as far as there are any, and lines about it (`notes`)."""
 
     folder: RunFolder | None = None
-    group: RankGroup | None = None
+    ranks: tuple[RankProcess, ...] = ()
     is_running: bool = False
     notes: tuple[str, ...] = ()
 
@@ -154,21 +136,20 @@ def _inspect_run(folder: RunFolder, *other_notes: str) -> RunProcesses:
         if status == "running":  # a process that is killed cannot write its end into the manifest
             note += "; its manifest says running, and nothing writes it: it was ended"
         return RunProcesses(folder, notes=(note,))
-    group = find_rank_group(folder, lock_holder_pids(folder))
-    if group is None:
-        note = f"Run {path} is being written, by a process that cannot be seen from here (another user, container or " \
-               "machine)"  # fmt: skip
+    ranks = find_ranks(folder, lock_holder_pids(folder))
+    if ranks:
+        note = f"Run {path}: {_describe_processes(ranks)}"
     else:
-        note = f"Run {path}: {_describe_processes(group)}"
-    return RunProcesses(folder, group, is_running=True, notes=(note, *other_notes))
+        unseen = "a process that cannot be seen from here (another user, container or machine)"
+        note = f"Run {path} is being written, by {unseen}"
+    return RunProcesses(folder, ranks, is_running=True, notes=(note, *other_notes))
 
 
-def _describe_processes(group: RankGroup) -> str:
-    pids = ", ".join(str(rank.pid) for rank in group.ranks)
-    if group.ranks[0].rank is None:
+def _describe_processes(ranks: tuple[RankProcess, ...]) -> str:
+    pids, count = ", ".join(str(rank.pid) for rank in ranks), str(len(ranks))
+    if ranks[0].rank is None:
         return f"one process, pid {pids}"
-    count = str(len(group.ranks))
-    world_size = group.ranks[0].environment.get("WORLD_SIZE", count)
+    world_size = ranks[0].world_size or count
     world_text = "" if world_size == count else f" of {one_line(world_size)}"
     return f"{count}{world_text} rank{'s' * (world_size != '1')} on this machine, pid {pids}"
 
@@ -178,8 +159,8 @@ def _describe_processes(group: RankGroup) -> str:
 
 # Processes of others that a warning names.
 MAX_NAMED_PROCESSES = 3
-# The most bytes that were seen while a run was watched, by the run and what held them.
-Peaks = dict[tuple[object, ...], int]
+# The most bytes that were seen of a run while it was watched, by the GPU with the pids of its ranks, and by pid.
+Peaks = dict[object, int]
 
 
 @dataclass(frozen=True)
@@ -293,88 +274,72 @@ def read_memory_snapshot(
     """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running. `peaks`,
     seen before, is updated. Raises RunFolderError where a name was given, and it is not a run of this toolkit."""
     peaks = {} if peaks is None else peaks
-    run_processes = find_run_processes(output_root, name=name)
-    folder, group, notes = run_processes.folder, run_processes.group, run_processes.notes
+    run = find_run_processes(output_root, name=name)
+    folder, notes, ram = run.folder, run.notes, detect_hardware(environment)
     prediction, status, measured = None, None, {}
     if folder is not None:
         prediction, status = read_memory_prediction(folder), read_manifest_or_empty(folder).get("status")
-        measured = {} if run_processes.is_running else read_measured_peaks(folder)
+        measured = {} if run.is_running else read_measured_peaks(folder)
         if prediction is None:
             notes += ("its plan.json cannot be read, so there is no prediction to compare with",)
-    hardware, group = detect_hardware(environment), group or RankGroup((), 0.0)
-    run_key = (folder and str(folder.path), group.start_time)
-    gpus = tuple(_gpu_memory_uses(hardware, group, peaks, run_key))
     ranks = tuple(
         RankMemoryUse(
             position if rank.rank is None else rank.rank,
             rank.pid,
             rank.rss_bytes,
-            _raise_peak(peaks, (*run_key, "pid", rank.pid), rank.rss_bytes),
+            _raise_peak(peaks, rank.pid, rank.rss_bytes),
         )
-        for position, rank in enumerate(group.ranks)
+        for position, rank in enumerate(run.ranks)
     )
-    ram = RamUse(hardware.ram_bytes, hardware.ram_free_bytes, group.rss_bytes)
+    gpus = tuple(_gpu_memory_uses(ram, ranks, peaks))
+    ram_use = RamUse(ram.ram_bytes, ram.ram_free_bytes, sum(rank.rss_bytes for rank in ranks))
+    warnings: tuple[str, ...] = ()
+    if prediction is not None and ranks:
+        warnings = tuple(memory_warnings(gpus, ram_use, prediction, len(ranks)))
     return MemorySnapshot(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
-        running=run_processes.is_running,
+        running=run.is_running,
         said=notes,
         folder=str(folder.path) if folder else None,
         status=status,
         gpus=gpus,
         ranks=ranks,
         prediction=prediction,
-        ram=ram,
-        warnings=tuple(memory_warnings(gpus, ram, prediction, len(ranks))) if prediction and ranks else (),
+        ram=ram_use,
+        warnings=warnings,
         measured=measured,
     )
 
 
-def _raise_peak(peaks: Peaks, key: tuple[object, ...], size: int) -> int:
+def _raise_peak(peaks: Peaks, key: object, size: int) -> int:
     peaks[key] = max(peaks.get(key, 0), size)
     return peaks[key]
 
 
-def _gpu_memory_uses(
-    hardware: Hardware, group: RankGroup, peaks: Peaks, run_key: tuple[object, ...]
-) -> Iterator[GpuMemoryUse]:
+def _gpu_memory_uses(hardware: Hardware, ranks: tuple[RankMemoryUse, ...], peaks: Peaks) -> Iterator[GpuMemoryUse]:
     """Each GPU that is visible here or that the run uses, with whose its memory is."""
-    ranks_by_gpu, pids = _ranks_by_gpu(group), {rank.pid for rank in group.ranks}
-    shown_indices = {gpu.index for gpu in hardware.gpus} | ranks_by_gpu.keys()
-    for gpu in read_all_gpus(includes_topology=False).gpus:
-        if gpu.index in shown_indices or any(item.pid in pids for item in gpu.all_processes):
-            yield _gpu_memory_use(gpu, pids, tuple(ranks_by_gpu.get(gpu.index, ())), peaks, run_key)
-
-
-def _ranks_by_gpu(group: RankGroup) -> dict[int, list[int]]:
-    """Ranks by the GPU that each uses: of those that its environment lets it see, the one of its local rank."""
-    ranks_by_gpu: dict[int, list[int]] = {}
-    detect_machine = functools.cache(lambda setting: detect_hardware(dict(setting)))  # asking the driver takes a while
-    for rank in group.ranks:
-        names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-        setting = tuple((name, rank.environment[name]) for name in names if name in rank.environment)
-        gpus, local_rank = detect_machine(setting).gpus, rank.local_rank or 0
-        if local_rank < len(gpus):
-            ranks_by_gpu.setdefault(gpus[local_rank].index, []).append(rank.rank or 0)
-    return ranks_by_gpu
-
-
-def _gpu_memory_use(
-    gpu: GpuStatus, pids: set[int], ranks: tuple[int, ...], peaks: Peaks, run_key: tuple[object, ...]
-) -> GpuMemoryUse:
-    run_sizes = [item.used_bytes for item in gpu.all_processes if item.pid in pids]
-    run_bytes = others_bytes = peak_bytes = None
-    others: tuple[GpuProcess, ...] = ()
-    # A rank holds memory of its GPU from its first steps on: where the driver lists none of the run's, it counts those
-    # outside this container, or none at all.
-    if (run_sizes or not ranks) and None not in run_sizes:
-        run_bytes = sum(size or 0 for size in run_sizes)
-        others_bytes = None if gpu.used_bytes is None else max(0, gpu.used_bytes - run_bytes)
-        others = tuple(item for item in gpu.all_processes if item.pid not in pids)
-        peak_bytes = _raise_peak(peaks, (*run_key, "gpu", gpu.index), run_bytes)
-    return GpuMemoryUse(
-        gpu.index, gpu.name, ranks, gpu.total_bytes, gpu.used_bytes, gpu.free_bytes,
-        run_bytes, others_bytes, peak_bytes, others,
-    )  # fmt: skip
+    rank_by_pid, visible = {rank.pid: rank.rank for rank in ranks}, {gpu.index for gpu in hardware.gpus}
+    gpus = read_all_gpus(includes_topology=False).gpus
+    # a rank holds memory of its GPU from its first steps on: where the driver lists none of them, it counts those
+    # outside this container, or none at all
+    is_listed = any(item.pid in rank_by_pid for gpu in gpus for item in gpu.all_processes)
+    for gpu in gpus:
+        run_processes = [item for item in gpu.all_processes if item.pid in rank_by_pid]
+        if gpu.index not in visible and not run_processes:
+            continue
+        run_bytes = others_bytes = peak_bytes = None
+        others: tuple[GpuProcess, ...] = ()
+        is_known = bool(run_processes) or not ranks or (is_listed and gpu.processes is not None)
+        if is_known and all(item.used_bytes is not None for item in run_processes):
+            run_bytes = sum(item.used_bytes or 0 for item in run_processes)
+            others_bytes = None if gpu.used_bytes is None else max(0, gpu.used_bytes - run_bytes)
+            others = tuple(item for item in gpu.all_processes if item.pid not in rank_by_pid)
+            peak_bytes = _raise_peak(peaks, (gpu.index, *rank_by_pid), run_bytes)
+        own_ranks = tuple(sorted(rank_by_pid[item.pid] for item in run_processes))
+        yield GpuMemoryUse(
+            gpu.index, gpu.name, own_ranks, gpu.total_bytes, gpu.used_bytes, gpu.free_bytes,
+            run_bytes, others_bytes, peak_bytes, others,
+        )  # fmt: skip
 
 
 def memory_warnings(
@@ -383,7 +348,7 @@ def memory_warnings(
     """Warn of what others hold of what the plan counts on: the predicted peak and its margin have to fit beside it."""
     if prediction.on_gpu:
         for use in gpus:
-            if use.ranks or use.run_bytes:
+            if use.run_bytes:
                 yield from _gpu_warnings(use, prediction)
     elif ram.free_bytes < (margin := prediction.margin * rank_count):
         margin_text = f"less than the plan's margin of {gib_or_na(margin, digits=2)}"
@@ -442,7 +407,7 @@ def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
         if not prediction.on_gpu:
             lines.append("RSS has the libraries too: what is predicted of it is resident and libraries together")
     # `n/a` in the table needs a reason: without one it looks like a run that holds nothing
-    if not shows_ranks and any(use.ranks and use.run_bytes is None for use in snapshot.gpus):
+    if not shows_ranks and snapshot.ranks and any(use.run_bytes is None for use in snapshot.gpus):
         lines.append("n/a: the driver names no process of this run there, as in a container, or before it uses the GPU")
     ram = snapshot.ram
     ram_line = f"RAM: {gib_or_na(ram.total_bytes)} GiB, {gib_or_na(ram.free_bytes)} free"

@@ -212,7 +212,8 @@ def kernel_error(
     options: dict[str, Any] = {"scale": width**-0.5, "window": window}
     boundaries = torch.tensor([0, *itertools.accumulate(KERNEL_CHAT_LENGTHS)], dtype=torch.int32, device=device)
     output = kernel(*inputs, boundaries, max(KERNEL_CHAT_LENGTHS), **options)
-    reference = attention_functions.attention_per_chat(*reference_inputs, KERNEL_CHAT_LENGTHS, **options)
+    query, key, value = reference_inputs
+    reference = attention_functions.attention_per_chat(query, key, value, KERNEL_CHAT_LENGTHS, **options)
     gradients = torch.autograd.grad(output, inputs, weight.to(device, dtype))
     reference_gradients = torch.autograd.grad(reference, reference_inputs, weight)
     return relative_difference(
