@@ -200,7 +200,7 @@ def _multi_rank_findings(
     # nodes that met after half a minute leave less of the whole
     limit_s = min(MAX_ALL_REDUCE_S, max(MIN_ALL_REDUCE_S, TOTAL_LIMIT_S - (time.monotonic() - start_time_s)))
     outcome = ranks.run_all_reduce(system_facts.hardware, options, limit_s=limit_s, environment=rank_environment)
-    return [*findings, *ranks.judge_all_reduce(outcome, system_facts, options.nodes)]
+    return [*findings, ranks.judge_all_reduce(outcome, system_facts, options.nodes)]
 
 
 def check_node_meeting(

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.diagnose.machine_checks import SystemFacts, error_remedies
-from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
+from sft_play.findings import Finding, fail_finding, pass_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.torchrun import TORCHRUN_MODULE, LaunchCommand, torchrun_command
 from sft_play.log import one_line, redact
-from sft_play.machine.gpu_catalog import find_catalog_entries
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.process.environment import LAUNCHER_VARIABLES
@@ -25,19 +24,17 @@ from sft_play.process.failures import format_ranks, kill_process_tree
 from sft_play.process.signals import raise_interrupt, start_child, supervise
 from sft_play.text import MIB
 
-ALL_REDUCE_NAME, BANDWIDTH_NAME = "all-reduce", "bandwidth"
+ALL_REDUCE_NAME = "all-reduce"
 CHECK_MODULE = "sft_play.diagnose.collective_check"
 # The ranks' own limit is this much shorter, so that they can report what they were waiting for.
 REPORT_MARGIN_S = 5.0
-# Fraction of an NVLink's rate below which something is wrong; nccl-tests reach 0.75 to 0.95 of it.
-MIN_NVLINK_SHARE = 0.30
-# The same for PCIe, where data may pass through the host's memory or between sockets.
-MIN_PCIE_SHARE = 0.15
+# Fraction of the rate of the link between the GPUs below which something is wrong: nccl-tests reach 0.75 to 0.95 of
+# NVLink; over PCIe data may pass through the host's memory or between sockets.
+MIN_LINK_SHARE = 0.15
 _SLOW_LINK_REMEDY = (
     "NCCL_DEBUG=INFO shows which path NCCL took (NET/Socket: it found no InfiniBand); nvidia-smi topo -m and nvlink -s "
     "show links and which are down; PCIe: switch ACS off and boot with iommu=pt; unset NCCL_P2P_DISABLE"
 )
-BANDWIDTH_SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
 _TAIL_LINES = 3
 
 
@@ -127,8 +124,8 @@ def _read_rank_report(path: Path) -> dict[str, Any] | None:
     return report
 
 
-def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> list[Finding]:
-    """The findings of the all-reduce: the sum, the ranks that did not arrive, the bandwidth."""
+def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> Finding:
+    """The finding of the all-reduce: the sum, the ranks that did not arrive, and how fast it was."""
     reports, has_gpus = outcome.reports_by_rank, bool(system_facts.hardware.gpus)
     wrong_counts = {rank: report["wrong"] for rank, report in reports.items() if report.get("wrong")}
     if wrong_counts:
@@ -136,19 +133,31 @@ def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes
         remedy = "test the machine's memory: gloo on the CPU returned wrong numbers"
         if has_gpus:
             remedy = "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is broken here"
-        return [fail_finding(ALL_REDUCE_NAME, f"the sum is wrong: {counts}", remedy)]
+        return fail_finding(ALL_REDUCE_NAME, f"the sum is wrong: {counts}", remedy)
     is_done = all(reports.get(rank, {}).get("stage") == "done" for rank in outcome.expected_ranks)
     if not is_done or (outcome.result is None and nodes.rank == 0):
-        return [_failure_finding(outcome, system_facts)]
+        return _failure_finding(outcome, system_facts)
     done_reports = outcome.result["ranks"] if outcome.result else list(reports.values())
     ranks_by_host: dict[str, list[int]] = {}
     for report in done_reports:
         ranks_by_host.setdefault(one_line(str(report.get("host"))), []).append(int(report["rank"]))
-    placement = "; ".join(f"{format_ranks(sorted(members))} on {host}" for host, members in ranks_by_host.items())
-    part_text = "" if outcome.result else f" (this node's part of {outcome.world_size}; node 0 reports on all)"
-    backend = "NCCL" if has_gpus else "gloo"
-    sum_text = f"right over {backend} on {len(done_reports)} ranks{part_text}: {placement}"
-    return [pass_finding(ALL_REDUCE_NAME, sum_text), _bandwidth_finding(outcome, system_facts, nodes)]
+    text = f"right over {'NCCL' if has_gpus else 'gloo'} on {len(done_reports)} ranks"
+    if outcome.result is None:
+        text += f" (this node's part of {outcome.world_size}; node 0 reports on all)"
+    text += ": " + "; ".join(f"{format_ranks(sorted(ranks))} on {host}" for host, ranks in ranks_by_host.items())
+    if outcome.result is not None and outcome.world_size > 1:
+        rates = {
+            int(item["bytes"]): bus_bandwidth(int(item["bytes"]), float(item["seconds"]), outcome.world_size)
+            for item in outcome.result["speeds"]
+        }
+        sizes = ", ".join(f"{size // MIB} MiB: {rate / 1e9:.2f}" for size, rate in rates.items())
+        best, link = max(rates.values()), system_facts.hardware.link_bytes_per_s
+        text += f"; {best / 1e9:.2f} GB/s a rank ({sizes})"
+        if link is not None and nodes.count == 1:
+            text += f", {best / link:.0%} of the {link / 1e9:.0f} GB/s of the link between the GPUs"
+            if best < MIN_LINK_SHARE * link:
+                return warn_finding(ALL_REDUCE_NAME, text, _SLOW_LINK_REMEDY)
+    return pass_finding(ALL_REDUCE_NAME, text)
 
 
 # by the last report that a rank of `diagnose.collective_check` wrote
@@ -208,34 +217,3 @@ def _hang_remedy(system_facts: SystemFacts, outcome: AllReduceOutcome) -> tuple[
 def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
     """Bytes per second over each rank's link: size / time x 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
     return size_bytes / seconds * 2 * (ranks - 1) / ranks
-
-
-def _bandwidth_finding(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> Finding:
-    if outcome.result is None:
-        return skip_finding(BANDWIDTH_NAME, "node 0 reports it")
-    if outcome.world_size == 1:
-        return skip_finding(BANDWIDTH_NAME, "one rank has no other to reduce with")
-    bandwidths = {
-        int(item["bytes"]): bus_bandwidth(int(item["bytes"]), float(item["seconds"]), outcome.world_size)
-        for item in outcome.result["speeds"]
-    }
-    best = max(bandwidths.values())
-    sizes = ", ".join(f"{size // MIB} MiB: {rate / 1e9:.2f}" for size, rate in bandwidths.items())
-    text = f"{best / 1e9:.2f} GB/s a rank ({sizes})"
-    hardware = system_facts.hardware
-    if not hardware.gpus:
-        return skip_finding(BANDWIDTH_NAME, f"{text}; CPU ranks have no expected rate")
-    expected, link, min_share = hardware.link_bytes_per_s, "the link between the GPUs", MIN_NVLINK_SHARE
-    if nodes.count > 1:
-        expected, link = None, "the network"
-    if expected is None:
-        return skip_finding(BANDWIDTH_NAME, f"{text}; the expected rate of {link} is not known")
-    entries = find_catalog_entries(hardware.gpus[0].name)
-    if entries and expected <= entries[0].pcie:
-        link, min_share = "PCIe", MIN_PCIE_SHARE
-    text += f", {best / expected:.0%} of the {expected / 1e9:.0f} GB/s of {link}"
-    if best >= min_share * expected:
-        return pass_finding(BANDWIDTH_NAME, text)
-    return warn_finding(
-        BANDWIDTH_NAME, f"{text}; at least {min_share:.0%} is expected", _SLOW_LINK_REMEDY, BANDWIDTH_SOURCE
-    )

@@ -152,7 +152,6 @@ def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, start_ti
     shutil.rmtree(work_folder, ignore_errors=True)
     (work_folder / "rows").mkdir(parents=True)
     prepared.tokenizer.tokenizer.save_pretrained(work_folder / "tokenizer")
-    named_splits = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
     folder = find_model_folder(config.model.name)
     # never None: Unsloth trains only adapters (`unsupported_options`)
     peft_config: Any = prepared.model_spec.peft_config
@@ -170,8 +169,7 @@ def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, start_ti
         own_template=prepared.tokenizer.original_template,
         splits={
             name: write_rows(split.rows, work_folder / "rows" / f"{name}.arrow")
-            for name, split in named_splits.items()
-            if split is not None
+            for name, split in prepared.splits.named.items()
         },
         held_out=eval_set.name,
         asked=eval_set.questions,
