@@ -137,10 +137,10 @@ class CheckReport(FindingsReport):
 
     def as_json(self) -> dict[str, Any]:
         """`ok`, `elapsed_s` and the checks."""
-        checks = []
-        for item in self.findings:
-            check = {"name": item.name, "state": CHECK_STATES[item.verdict], "what": item.found, "do": item.remedy}
-            checks.append(check | ({"see": list(item.sources)} if item.sources else {}))
+        checks = [
+            {"name": item.name, "state": CHECK_STATES[item.verdict], "what": item.found, "do": item.remedy}
+            for item in self.findings
+        ]
         return {"ok": self.ok, "elapsed_s": self.elapsed_s, "checks": checks}
 
 
