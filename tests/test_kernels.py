@@ -7,8 +7,10 @@ that follows its formulas, or by code that is wrong in one way.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sys
+import weakref
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -135,7 +137,11 @@ def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
         assert len(asked) == 5  # two small models, each in fp32 and in 16 bits, and this one
         assert "Kernels: Liger's rms_norm, swiglu, rope (on small models of this class: " in caplog.text
         assert module.apply_rotary_pos_emb is not names["apply_rotary_pos_emb"]
-        replaced_code.activate_kernels(model, config("none"), plan(), device=CPU)  # of the next stage
+        reference = weakref.ref(model)
+        del model, forwards  # as a stage that has ended
+        gc.collect()
+        assert reference() is None
+        replaced_code.activate_kernels(None, config("none"), plan(), device=CPU)  # of the next stage
     else:
         assert taken.replaced == ()
         assert taken.reason.startswith("they differ on a small model of this class")

@@ -19,7 +19,6 @@ from sft_play.diagnose import memory_check
 from sft_play.diagnose.memory_check import (
     MemorySnapshot,
     RankProcess,
-    find_run_processes,
     format_memory_snapshot,
     lock_holder_pid,
     read_memory_snapshot,
@@ -243,10 +242,10 @@ def test_no_running_run_is_said_and_the_machine_shown(machine, tmp_path):
 def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
     output = machine(hardware=CPU)
     run_folder(output, "killed")
-    assert not find_run_processes(output).is_running
-    found = find_run_processes(output, name="killed")
-    assert not found.is_running
-    assert "its manifest says running, and nothing writes it: it was ended" in found.notes[0]
+    assert not read_memory_snapshot(output, {}).running
+    found = read_memory_snapshot(output, {}, name="killed")
+    assert not found.running
+    assert "its manifest says running, and nothing writes it: it was ended" in found.said[0]
     assert "40.0 GiB" in "\n".join(
         format_memory_snapshot(read_memory_snapshot(output, {}, name=str(output / "killed")))
     )
@@ -277,10 +276,10 @@ def test_a_run_that_is_not_there_is_refused(machine, tmp_path):
     output = machine(hardware=CPU)
     run_folder(output, "other")
     with pytest.raises(RunFolderError, match=r"there is no run missing in .*; the runs there: other"):
-        find_run_processes(output, name="missing")
+        read_memory_snapshot(output, {}, name="missing")
     (output / "plain").mkdir()
     with pytest.raises(RunFolderError, match="has no manifest"):
-        find_run_processes(output, name="plain")
+        read_memory_snapshot(output, {}, name="plain")
 
 
 def test_a_damaged_plan_is_said(machine, tmp_path):
@@ -346,21 +345,21 @@ def end(started: subprocess.Popen[str]) -> None:
 def test_a_single_process_is_found_by_the_log_that_it_has_open(training, tmp_path):
     folder = run_folder(tmp_path / "out", "alone")
     process = training(folder, forks=2)
-    found = find_run_processes(tmp_path / "out")
-    assert found.is_running
+    found = read_memory_snapshot(tmp_path / "out", {})
+    assert found.running
     (one,) = found.ranks
-    assert (one.pid, one.rank) == (process.pid, None)
+    assert (one.pid, one.rank) == (process.pid, 0)
     assert one.rss_bytes > psutil.Process(process.pid).memory_info().rss  # with what it started
-    assert found.notes[0] == f"Run {folder.path}: one process, pid {process.pid}"
+    assert found.said[0] == f"Run {folder.path}: one process, pid {process.pid}"
     end(process)
-    assert not find_run_processes(tmp_path / "out", name="alone").is_running
+    assert not read_memory_snapshot(tmp_path / "out", {}, name="alone").running
 
 
 def test_ranks_that_name_the_folder_are_one_run_and_their_workers_no_ranks(training, tmp_path):
     folder = run_folder(tmp_path / "out", "spread")
     common = {"SFT_PLAY_RUN": str(folder.path), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     started = [training(folder, forks=1, RANK=str(n), LOCAL_RANK=str(n), **common) for n in range(2)]
-    ranks = find_run_processes(tmp_path / "out").ranks
+    ranks = read_memory_snapshot(tmp_path / "out", {}).ranks
     assert [(one.rank, one.pid) for one in ranks] == [(0, started[0].pid), (1, started[1].pid)]
 
 
@@ -368,7 +367,7 @@ def test_ranks_that_a_person_started_are_one_run_by_their_launcher(training, tmp
     """torchrun by hand names no folder: rank 0 has the log open, and the others have its parent."""
     folder = run_folder(tmp_path / "out", "by-hand")
     started = [training(folder, RANK=str(n), LOCAL_RANK=str(n), WORLD_SIZE="2") for n in range(2)]
-    ranks = find_run_processes(tmp_path / "out").ranks
+    ranks = read_memory_snapshot(tmp_path / "out", {}).ranks
     assert [one.pid for one in ranks] == [process.pid for process in started]
 
 
@@ -408,10 +407,10 @@ def test_the_newest_of_several_runs_is_shown_and_the_others_named(training, tmp_
     newer = run_folder(tmp_path / "out", "a", started="2026-11-21T10:00:00")
     training(newer)
     training(older)
-    found = find_run_processes(tmp_path / "out")
-    assert found.folder == newer
-    assert f"also running: {older.path}" in found.notes[1]
-    assert find_run_processes(tmp_path / "out", name="b").folder == older
+    found = read_memory_snapshot(tmp_path / "out", {})
+    assert found.folder == str(newer.path)
+    assert f"also running: {older.path}" in found.said[1]
+    assert read_memory_snapshot(tmp_path / "out", {}, name="b").folder == str(older.path)
 
 
 def test_a_process_that_trains_under_another_name_is_found_by_its_lock(training, tmp_path):
@@ -422,7 +421,7 @@ def test_a_process_that_trains_under_another_name_is_found_by_its_lock(training,
     try:
         assert started.stdout is not None
         started.stdout.readline()
-        ranks = find_run_processes(tmp_path / "out").ranks
+        ranks = read_memory_snapshot(tmp_path / "out", {}).ranks
         assert [one.pid for one in ranks] == [started.pid]
     finally:
         end(started)

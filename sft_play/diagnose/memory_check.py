@@ -89,29 +89,19 @@ def _rank_process(process: psutil.Process) -> RankProcess:
     return RankProcess(process.pid, int(rank) if rank.isdecimal() else None, rss_bytes, environment.get("WORLD_SIZE"))
 
 
-@dataclass(frozen=True)
-class RunProcesses:
-    """The run that is shown: its folder and processes, as far as there are any, and lines about it (`notes`)."""
-
-    folder: RunFolder | None = None
-    ranks: tuple[RankProcess, ...] = ()
-    is_running: bool = False
-    notes: tuple[str, ...] = ()
-
-
-def find_run_processes(output_root: Path, *, name: str | None = None) -> RunProcesses:
-    """The run that is named; else the newest that is being written in `output_root`. Raises RunFolderError where a name
-    was given, and it is not a run of this toolkit."""
+def find_run(output_root: Path, *, name: str | None = None) -> tuple[RunFolder | None, tuple[str, ...]]:
+    """The run that is named; else the newest that is being written in `output_root`, and a line where there are none,
+    or others. Raises RunFolderError where a name was given, and it is not a run of this toolkit."""
     if name is not None:
-        return _inspect_run(resolve_run(output_root, name))
+        return resolve_run(output_root, name), ()
     folders: list[RunFolder] = []
     with contextlib.suppress(OSError):  # the folder is missing, or on a network disk that does not answer
         folders += [folder for folder in iter_runs(output_root) if lock_holder_pid(folder) is not None]
     if not folders:
-        return RunProcesses(notes=(f"No run is in progress in {one_line(str(output_root))}",))
+        return None, (f"No run is in progress in {one_line(str(output_root))}",)
     newest, *others = sorted(folders, key=_start_order, reverse=True)
     other_paths = ", ".join(one_line(str(folder.path)) for folder in others)
-    return _inspect_run(newest, *([f"also running: {other_paths} (RUN= chooses)"] if others else []))
+    return newest, ((f"also running: {other_paths} (RUN= chooses)",) if others else ())
 
 
 def read_manifest_or_empty(folder: RunFolder) -> dict[str, Any]:
@@ -128,30 +118,20 @@ def _start_order(folder: RunFolder) -> tuple[str, str]:
     return str(resumed[-1]), str(folder.path)
 
 
-def _inspect_run(folder: RunFolder, *other_notes: str) -> RunProcesses:
-    path = one_line(str(folder.path))
-    if lock_holder_pid(folder) is None:
-        status = read_manifest_or_empty(folder).get("status")
-        note = f"Run {path} is not running (status: {value_or_na(status)})"
-        if status == "running":  # a process that is killed cannot write its end into the manifest
-            note += "; its manifest says running, and nothing writes it: it was ended"
-        return RunProcesses(folder, notes=(note,))
-    ranks = find_ranks(folder, lock_holder_pids(folder))
-    if ranks:
-        note = f"Run {path}: {_describe_processes(ranks)}"
-    else:
+def _describe_run(folder: RunFolder, ranks: tuple[RankProcess, ...], status: object, *, is_running: bool) -> str:
+    path, pids, count = one_line(str(folder.path)), ", ".join(str(rank.pid) for rank in ranks), str(len(ranks))
+    if not is_running:
+        # a process that is killed cannot write its end into the manifest
+        ended = "; its manifest says running, and nothing writes it: it was ended" if status == "running" else ""
+        return f"Run {path} is not running (status: {value_or_na(status)}){ended}"
+    if not ranks:
         unseen = "a process that cannot be seen from here (another user, container or machine)"
-        note = f"Run {path} is being written, by {unseen}"
-    return RunProcesses(folder, ranks, is_running=True, notes=(note, *other_notes))
-
-
-def _describe_processes(ranks: tuple[RankProcess, ...]) -> str:
-    pids, count = ", ".join(str(rank.pid) for rank in ranks), str(len(ranks))
+        return f"Run {path} is being written, by {unseen}"
     if ranks[0].rank is None:
-        return f"one process, pid {pids}"
+        return f"Run {path}: one process, pid {pids}"
     world_size = ranks[0].world_size or count
     world_text = "" if world_size == count else f" of {one_line(world_size)}"
-    return f"{count}{world_text} rank{'s' * (world_size != '1')} on this machine, pid {pids}"
+    return f"Run {path}: {count}{world_text} rank{'s' * (world_size != '1')} on this machine, pid {pids}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,12 +254,17 @@ def read_memory_snapshot(
     """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running. `peaks`,
     seen before, is updated. Raises RunFolderError where a name was given, and it is not a run of this toolkit."""
     peaks = {} if peaks is None else peaks
-    run = find_run_processes(output_root, name=name)
-    folder, notes, ram = run.folder, run.notes, detect_hardware(environment)
+    (folder, notes), hardware = find_run(output_root, name=name), detect_hardware(environment)
+    is_running = folder is not None and lock_holder_pid(folder) is not None
+    processes: tuple[RankProcess, ...] = ()
     prediction, status, measured = None, None, {}
     if folder is not None:
         prediction, status = read_memory_prediction(folder), read_manifest_or_empty(folder).get("status")
-        measured = {} if run.is_running else read_measured_peaks(folder)
+        if is_running:
+            processes = find_ranks(folder, lock_holder_pids(folder))
+        else:
+            measured = read_measured_peaks(folder)
+        notes = (_describe_run(folder, processes, status, is_running=is_running), *notes)
         if prediction is None:
             notes += ("its plan.json cannot be read, so there is no prediction to compare with",)
     ranks = tuple(
@@ -289,23 +274,23 @@ def read_memory_snapshot(
             rank.rss_bytes,
             _raise_peak(peaks, rank.pid, rank.rss_bytes),
         )
-        for position, rank in enumerate(run.ranks)
+        for position, rank in enumerate(processes)
     )
-    gpus = tuple(_gpu_memory_uses(ram, ranks, peaks))
-    ram_use = RamUse(ram.ram_bytes, ram.ram_free_bytes, sum(rank.rss_bytes for rank in ranks))
+    gpus = tuple(_gpu_memory_uses(hardware, ranks, peaks))
+    ram = RamUse(hardware.ram_bytes, hardware.ram_free_bytes, sum(rank.rss_bytes for rank in ranks))
     warnings: tuple[str, ...] = ()
     if prediction is not None and ranks:
-        warnings = tuple(memory_warnings(gpus, ram_use, prediction, len(ranks)))
+        warnings = tuple(memory_warnings(gpus, ram, prediction, len(ranks)))
     return MemorySnapshot(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
-        running=run.is_running,
+        running=is_running,
         said=notes,
         folder=str(folder.path) if folder else None,
         status=status,
         gpus=gpus,
         ranks=ranks,
         prediction=prediction,
-        ram=ram_use,
+        ram=ram,
         warnings=warnings,
         measured=measured,
     )

@@ -345,6 +345,7 @@ def _liger_kernels(models: Sequence[Any]) -> Iterator[tuple[str, ...]]:
     plain_names = dict(vars(module))
     try:
         replaced = [_apply_liger(model) for model in models]
+        del models  # open as long as a run lasts, it must not keep the model of a stage that has ended
         yield replaced[0]
     finally:
         for name, value in plain_names.items():
