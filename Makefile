@@ -144,7 +144,6 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: TASKS=gsm8k,mmlu         eval: tasks of lm-evaluation-harness, in addition
 #: TOLERANCE=0.3            ship: nats per token by which the loss on general text and chats may rise
 #: REPLAY=FILE              ship: compute the verdict of this ship.json again, without the model
-#: SERVE=vllm,sglang        check: engines that are to load the result: vllm, sglang, llama.cpp
 #: FORMAT=gguf              export: what to export for: gguf, ollama, vllm
 #: QUANT=q8_0               export: how a GGUF stores weights: f32, f16, bf16, q8_0, q4_k_m and its kin (default: losslessly)
 #: LLAMA_CPP=FOLDER         export, export-test: a checkout of llama.cpp, in place of the downloaded converter

@@ -125,12 +125,12 @@ STAGES = {  # of `make train` the preparation of rows alone, which is all that r
         "from sft_play.data.process import process_files; process_files(load_config('run.yaml').config, force=True)"
     ),
     "check": (
-        "from sft_play.commands.diagnosing import check_run; from sft_play.machine.hardware import detect_hardware; "
-        "from sft_play.diagnose.pages import format_findings; "
+        "from sft_play.diagnose.run_check import check_run; from sft_play.machine.hardware import detect_hardware; "
+        "from sft_play.diagnose.doctor import format_findings; "
         "from pathlib import Path; "
         "report = check_run(Path('run.yaml'), (), detect_hardware()); "
         "bad = [line for one in report.findings if one.verdict == 'FAIL' and one.name != 'model files' for line in "
-        "format_findings([one])]; "
+        "format_findings([one], {})]; "
         "sys.exit('\\n'.join(bad) if bad else 0)"
     ),
     "train": (

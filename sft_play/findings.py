@@ -1,6 +1,6 @@
 """The result of a check: PASS, WARN, FAIL or SKIP, a text, the remedy, and the threads that it rests on.
 
-`make check` and `make doctor` both collect these; `diagnose/pages.py` shows them.
+`make check` and `make doctor` both collect these; `diagnose/doctor.py` shows them.
 """
 
 from __future__ import annotations

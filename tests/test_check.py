@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from sft_play.commands.answer import CommandResult
-from sft_play.commands.diagnosing import check_run as check_run
 from sft_play.commands.preparing import full_pipeline
 from sft_play.commands.rows import preview, render
 from sft_play.config.load import load_config
@@ -22,7 +21,8 @@ from sft_play.data.build.stats import RowStats, TruncationCost, trained_runs
 from sft_play.data.build.survey import count_tokens_by_role
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
-from sft_play.diagnose.pages import CHECK_STATES, CheckReport, format_findings
+from sft_play.diagnose.doctor import format_findings
+from sft_play.diagnose.run_check import CHECK_STATES, CheckReport, check_run
 from sft_play.errors import DataError
 from sft_play.findings import Finding
 from sft_play.machine.hardware import detect_hardware, parse_hardware
@@ -426,7 +426,7 @@ def test_a_length_that_the_model_does_not_have_is_not_proposed():
 def test_a_warning_says_what_to_do():
     with pytest.raises(AssertionError, match="WARN without a remedy"):
         Finding("x", "WARN", "something")
-    assert format_findings([Finding("x", "FAIL", "one\ntwo", "fix it")]) == [
+    assert format_findings([Finding("x", "FAIL", "one\ntwo", "fix it")], {"FAIL": "PROBLEM"}) == [
         "PROBLEM  x                   one",
         "                             two",
         "                             do: fix it",
@@ -434,7 +434,7 @@ def test_a_warning_says_what_to_do():
 
 
 def test_what_comes_from_files_is_escaped_on_the_page():
-    assert "\x1b" not in "".join(format_findings([Finding("x", "FAIL", "a\x1b[31m", "b\u202e")]))
+    assert "\x1b" not in "".join(format_findings([Finding("x", "FAIL", "a\x1b[31m", "b\u202e")], {}))
 
 
 # --- render -----------------------------------------------------------------------------------------------------------

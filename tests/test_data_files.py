@@ -47,7 +47,6 @@ ROW = {
     "values": mapping({"type": ["string", "object"]}),
 }  # fmt: skip
 FINDING = {"verdict": {"enum": ["FAIL", "WARN"]}, "what": TEXT, "remedy": TEXT}
-LIMIT = record({**FINDING, "source": TEXT, "when": ANYTHING}, of_full=YES)
 SCHEMAS = {
     "config/other_tools.yaml": record(
         {
@@ -159,14 +158,6 @@ SCHEMAS = {
         {
             "pairs": listed(record({**FINDING, "when": ANYTHING, "sources": listed(TEXT)})),
             "errors": listed(record({"pattern": TEXT, "remedy": TEXT}, sources=ANYTHING)),
-        }
-    ),
-    "diagnose/engines.json": record(
-        {
-            "looked_up": TEXT,
-            "engines": mapping(record({"title": TEXT, "limits": listed(LIMIT)})),
-            "models": mapping(record({"source": TEXT, "names": listed(TEXT)})),
-            "sglang_targets": listed(TEXT),
         }
     ),
 }

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands.diagnosing import check_run
 from sft_play.commands.rows import preview, render
 from sft_play.config.load import config_from_text, load_config, resolved_config
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import find_data_paths
+from sft_play.diagnose.run_check import check_run
 from sft_play.errors import DataError
 from sft_play.launch.planning import has_eval
 from sft_play.machine.hardware import detect_hardware

@@ -272,7 +272,7 @@ ENDED_OTHERWISE = {
     "sft_play.machine.host": "programs of the driver's, with a time limit",
     "sft_play.machine.compiler": "a compiler's trial of a few lines, with a time limit",
     "sft_play.runs.folder": "git, with a time limit",
-    "sft_play.diagnose.this_machine": "torch's report of itself, with a time limit",
+    "sft_play.diagnose.gpu_info": "torch's report of itself, with a time limit",
     "sft_play.commands.accelerate": "accelerate's questions, in the same terminal",
     "sft_play.finished.page": "the charts of a report, with a time limit",
     "sft_play.process.signals": "start_child, which sets the variable",

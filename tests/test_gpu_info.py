@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.diagnose import pages, this_machine
+from sft_play.diagnose import gpu_info
 from sft_play.machine import host
 from sft_play.machine.gpu import PcieLink
 from sft_play.machine.hardware import parse_hardware
@@ -176,13 +176,13 @@ def bare(monkeypatch, tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    monkeypatch.setattr(this_machine, "find_unusable_accelerator", lambda environment: None)
+    monkeypatch.setattr(gpu_info, "find_unusable_accelerator", lambda environment: None)
     return folder
 
 
 def seen_text(environment: dict[str, str] | None = None, **options: Any) -> str:
-    machine = this_machine.read_machine_info(Path("outputs"), environment or {}, **options)
-    text = "\n".join(pages.machine_lines(machine))
+    machine = gpu_info.read_machine_info(Path("outputs"), environment or {}, **options)
+    text = "\n".join(gpu_info.machine_lines(machine))
     json.loads(json.dumps(machine.as_json()))
     return text
 
@@ -192,8 +192,8 @@ def seen_text(environment: dict[str, str] | None = None, **options: Any) -> str:
 
 def test_two_gpus_are_counted_on_a_line_of_its_own_and_told_in_detail(nvml):
     fake = nvml(Fake(processes=[(os.getpid(), 512 * MIB)]), Fake())
-    machine = this_machine.read_machine_info(Path("outputs"), {})
-    text = pages.machine_lines(machine)
+    machine = gpu_info.read_machine_info(Path("outputs"), {})
+    text = gpu_info.machine_lines(machine)
     assert "Number of GPUs: 2" in text
     first = machine.gpu_snapshot.gpus[0]
     assert (first.total_bytes, first.used_bytes, first.reserved_bytes) == (143_771 * MIB, 614 * MIB, 479 * MIB)
@@ -235,11 +235,11 @@ def test_what_a_driver_does_not_give_is_not_available_and_nothing_breaks(nvml):
     for name in ("limit", "usage", "temperature", "pcie", "mig", "processes", "links"):
         bare_gpu.fields[name] = None
     nvml(bare_gpu)
-    machine = this_machine.read_machine_info(Path("outputs"), {})
+    machine = gpu_info.read_machine_info(Path("outputs"), {})
     gpu = machine.gpu_snapshot.gpus[0]
     assert (gpu.power_cap_watts, gpu.temperature_celsius, gpu.mig_enabled, gpu.processes) == (None, None, None, None)
     assert gpu.unified  # memory is not supported, and the GPU answers: it has the host's
-    text = "\n".join(pages.machine_lines(machine))
+    text = "\n".join(gpu_info.machine_lines(machine))
     assert "n/a/n/a" in text
     assert "Processes: NVML lists none for" not in text
     assert machine.as_json()["gpus"][0]["power_cap_watts"] is None
@@ -316,10 +316,10 @@ def test_instances_of_a_split_gpu_are_listed(nvml):
     fake = Split(Fake(mig=(1, 1), capability=(8, 0)))
     sys.modules["pynvml"] = fake  # type: ignore[assignment]
     try:
-        machine = this_machine.read_machine_info(Path("outputs"), {})
+        machine = gpu_info.read_machine_info(Path("outputs"), {})
     finally:
         del sys.modules["pynvml"]
-    text = pages.machine_lines(machine)
+    text = gpu_info.machine_lines(machine)
     assert "Number of GPUs: 1" in text  # CUDA sees one instance
     assert "GPU 0 instance 3g.20gb: 19.5 GiB, 19.5 free, MIG-1" in text
     assert any("sees one instance only, MIG-0" in line for line in text)
@@ -329,8 +329,8 @@ def test_instances_of_a_split_gpu_are_listed(nvml):
 
 
 def test_a_machine_without_a_gpu_says_what_still_works(bare):
-    machine = this_machine.read_machine_info(Path("outputs"), {})
-    text = pages.machine_lines(machine)
+    machine = gpu_info.read_machine_info(Path("outputs"), {})
+    text = gpu_info.machine_lines(machine)
     assert "Number of GPUs: 0" in text
     assert "Without a GPU this works:" in text
     assert any("make plan HARDWARE=2xH200" in line for line in text)
@@ -341,13 +341,13 @@ def test_a_machine_without_a_gpu_says_what_still_works(bare):
 
 
 def test_the_disk_is_that_of_the_outputs(bare, tmp_path):
-    there = this_machine.read_machine_info(tmp_path, {})
+    there = gpu_info.read_machine_info(tmp_path, {})
     assert there.host.disk_folder == str(tmp_path)
     assert there.host.disk_bytes >= there.host.disk_free_bytes > 0
-    assert f"GiB free at {tmp_path}" in pages.machine_lines(there)[-7]
-    missing = this_machine.read_machine_info(tmp_path / "no" / "outputs", {})
+    assert f"GiB free at {tmp_path}" in gpu_info.machine_lines(there)[-7]
+    missing = gpu_info.read_machine_info(tmp_path / "no" / "outputs", {})
     assert missing.host.disk_folder == str(tmp_path)
-    assert any(f"not there yet; the disk of {tmp_path}" in line for line in pages.machine_lines(missing))
+    assert any(f"not there yet; the disk of {tmp_path}" in line for line in gpu_info.machine_lines(missing))
 
 
 def test_versions_are_read_without_importing(monkeypatch):
@@ -362,7 +362,7 @@ def test_versions_are_read_without_importing(monkeypatch):
 def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        this_machine, "read_torch_report", lambda environment: asked.append(environment) or ["PyTorch version: 2"]
+        gpu_info, "read_torch_report", lambda environment: asked.append(environment) or ["PyTorch version: 2"]
     )
     assert "FULL=1 asks it what it sees" in seen_text()
     assert not asked
@@ -373,15 +373,15 @@ def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
 
 @pytest.mark.build
 def test_torch_answers_from_a_process_of_its_own():
-    told = this_machine.read_torch_report(dict(os.environ))
+    told = gpu_info.read_torch_report(dict(os.environ))
     assert f"PyTorch version: {installed_version('torch')}" in told
     assert any(line.startswith("Is CUDA available: ") for line in told)
     assert not any("Vulnerability" in line for line in told)
 
 
 def test_a_torch_that_does_not_answer_is_said():
-    assert "timed out after 0.01" in this_machine.read_torch_report(dict(os.environ), timeout_s=0.01)[0]
-    broken = this_machine.read_torch_report({"PYTHONHOME": "/nowhere"})
+    assert "timed out after 0.01" in gpu_info.read_torch_report(dict(os.environ), timeout_s=0.01)[0]
+    broken = gpu_info.read_torch_report({"PYTHONHOME": "/nowhere"})
     assert "exit code" in broken[0]
 
 
@@ -389,9 +389,9 @@ def test_nothing_heavy_is_imported_for_it():
     heavy = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes", "numpy"}
     code = (
         "import os, sys; from pathlib import Path; "
-        "from sft_play.diagnose import memory_check, pages, this_machine; "
-        "pages.machine_lines(this_machine.read_machine_info(Path('outputs'), os.environ)); "
-        "pages.format_memory_snapshot(memory_check.read_memory_snapshot(Path('outputs'), os.environ)); "
+        "from sft_play.diagnose import gpu_info, memory_check; "
+        "gpu_info.machine_lines(gpu_info.read_machine_info(Path('outputs'), os.environ)); "
+        "memory_check.format_memory_snapshot(memory_check.read_memory_snapshot(Path('outputs'), os.environ)); "
         f"sys.exit(str(sorted(set(sys.modules) & {heavy!r})) if set(sys.modules) & {heavy!r} else 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -403,12 +403,12 @@ def test_nothing_heavy_is_imported_for_it():
 
 def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
     machine = parse_hardware("2xH200,ram=1TiB,cores=64")
-    text = pages.assumed_machine_lines(machine, "2xH200")
+    text = gpu_info.assumed_machine_lines(machine, "2xH200")
     assert text[0].startswith("Assumed, not detected: HARDWARE=2xH200")
     assert text[1] == "Number of GPUs: 2"
     assert {"  bandwidth: 4,800 GB/s", "  link_bytes_per_s: 450 GB/s", "  bf16_flops: 989.4 TFLOPS"} < set(text)
     assert max(map(len, text)) <= 100
-    answer = pages.assumed_machine_json(machine)
+    answer = gpu_info.assumed_machine_json(machine)
     assert (answer["assumed"], answer["number_of_gpus"]) == (True, 2)
     assert answer["gpus"][1]["bandwidth"] == 4800e9
     assert answer["gpus"][0]["total_bytes"] == machine.gpus[0].total_bytes
@@ -416,11 +416,11 @@ def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
 
 
 def test_a_named_cluster_shows_its_network_and_not_what_is_not_known():
-    text = pages.assumed_machine_lines(parse_hardware("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "x")
+    text = gpu_info.assumed_machine_lines(parse_hardware("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "x")
     assert {"Number of GPUs: 16", "  nodes: 2", "  network_bytes_per_s: 50 GB/s", "  ram_given: False"} < set(text)
     assert "  price_per_gpu_hour: 2.5" in text
     assert not any(line.startswith("  bandwidth") for line in text)
-    assert pages.assumed_machine_lines(parse_hardware("cpu"), "cpu")[1] == "Number of GPUs: 0"
+    assert gpu_info.assumed_machine_lines(parse_hardware("cpu"), "cpu")[1] == "Number of GPUs: 0"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -6,8 +6,11 @@ that follows its formulas, or by code that is wrong in one way.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import sys
+import weakref
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -101,7 +104,7 @@ def stand_in(monkeypatch, formula: str) -> list[dict[str, bool]]:
     for name, module in (("liger_kernel", package), ("liger_kernel.transformers", ModuleType("transformers")),
                          ("liger_kernel.transformers.monkey_patch", inner)):  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(replaced_code, "_replaced_modules", [])
+    monkeypatch.setattr(replaced_code, "_kernels_of_run", contextlib.ExitStack())
     return asked
 
 
@@ -131,10 +134,14 @@ def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
     assert all(one == {"loss": False, "norm": True, "mlp": True} for one in asked)
     if formula == "right":
         assert taken == replaced_code.ActiveKernels(("rms_norm", "swiglu", "rope"))
-        assert len(asked) == 3  # two small models, and this one
+        assert len(asked) == 5  # two small models, each in fp32 and in 16 bits, and this one
         assert "Kernels: Liger's rms_norm, swiglu, rope (on small models of this class: " in caplog.text
         assert module.apply_rotary_pos_emb is not names["apply_rotary_pos_emb"]
-        replaced_code.activate_kernels(model, config("none"), plan(), device=CPU)  # of the next stage
+        reference = weakref.ref(model)
+        del model, forwards  # as a stage that has ended
+        gc.collect()
+        assert reference() is None
+        replaced_code.activate_kernels(None, config("none"), plan(), device=CPU)  # of the next stage
     else:
         assert taken.replaced == ()
         assert taken.reason.startswith("they differ on a small model of this class")

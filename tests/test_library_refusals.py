@@ -12,8 +12,7 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose.doctor import check_run_starts
-from sft_play.diagnose.machine_checks import find_known_bad
-from sft_play.diagnose.this_machine import SystemFacts
+from sft_play.diagnose.machine_checks import SystemFacts, find_known_bad
 from sft_play.errors import HardwareError
 from sft_play.launch import refusals
 from sft_play.launch import run_hardware as launched

@@ -15,17 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
-from sft_play.diagnose import memory_check, pages
+from sft_play.diagnose import memory_check
 from sft_play.diagnose.memory_check import (
     MemorySnapshot,
-    PeakMemory,
-    RankGroup,
     RankProcess,
-    find_run_processes,
+    format_memory_snapshot,
     lock_holder_pid,
     read_memory_snapshot,
+    watch_memory,
 )
-from sft_play.diagnose.pages import format_memory_snapshot, watch_memory
 from sft_play.errors import RunFolderError
 from sft_play.machine.gpu import Gpu, GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware
@@ -75,24 +73,22 @@ def run_folder(output: Path, name: str, *, started: str = "2026-11-21T10:00:00",
 
 
 def rank(number: int, pid: int, **fields: Any) -> RankProcess:
-    environment = {"WORLD_SIZE": "2"}
-    of = {"pid": pid, "rank": number, "local_rank": number, "rss_bytes": 3 * GIB}
-    return RankProcess(**{**of, "environment": environment, **fields})
+    return RankProcess(**{"pid": pid, "rank": number, "rss_bytes": 3 * GIB, "world_size": "2", **fields})
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A function that sets what there is: GPUs, the run's processes; it returns the folder of the runs."""
 
-    def install(*gpus: GpuStatus, group: RankGroup | None = None, hardware: Hardware | None = None) -> Path:
+    def install(*gpus: GpuStatus, ranks: tuple[RankProcess, ...] = (), hardware: Hardware | None = None) -> Path:
         found = hardware or Hardware(
             tuple(Gpu(gpu.index, "NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0)) for gpu in gpus),
             "CPU", 8, 64 * GIB, 60 * GIB,
         )  # fmt: skip
         monkeypatch.setattr(memory_check, "detect_hardware", lambda environment: found)
         monkeypatch.setattr(memory_check, "read_all_gpus", lambda **_: GpuSnapshot(gpus, "NVML"))
-        monkeypatch.setattr(memory_check, "find_rank_group", lambda folder, holders: group)
-        monkeypatch.setattr(memory_check, "lock_holder_pid", lambda folder: OTHER if group else None)
+        monkeypatch.setattr(memory_check, "find_ranks", lambda folder, holders: ranks)
+        monkeypatch.setattr(memory_check, "lock_holder_pid", lambda folder: OTHER if ranks else None)
         return tmp_path
 
     return install
@@ -117,7 +113,7 @@ def test_each_gpu_shows_the_runs_and_what_is_used_beside_it(machine, tmp_path):
     output = machine(
         gpu(0, GpuProcess(11, "python", 31 * GIB), used=32 * GIB),
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 4 * GIB), used=35 * GIB),
-        group=RankGroup(ranks, 1.0),
+        ranks=ranks,
     )
     check = read_memory_snapshot(output, {})
     one, two = check.gpus
@@ -144,7 +140,7 @@ def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
     output = machine(
         gpu(0, GpuProcess(11, "python", 50 * GIB), GpuProcess(OTHER, "jupy\x1bter", 17 * GIB), used=67 * GIB),
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 22 * GIB), used=52 * GIB),
-        group=RankGroup((rank(0, 11), rank(1, 21)), 1.0),
+        ranks=(rank(0, 11), rank(1, 21)),
     )
     check = read_memory_snapshot(output, {})
     # 80 - 17 - 60 = 3 of 5 are left on the first; 80 - 22 - 60 = 2 too few on the second
@@ -159,15 +155,15 @@ def test_a_gpu_that_the_run_does_not_use_gives_no_warning(machine, tmp_path):
     output = machine(
         gpu(0, GpuProcess(11, "python", 50 * GIB), used=51 * GIB),
         gpu(1, GpuProcess(OTHER, "jupyter", 79 * GIB), used=79 * GIB),
-        group=RankGroup((rank(0, 11),), 1.0),
+        ranks=(rank(0, 11),),
     )
     assert not read_memory_snapshot(output, {}).warnings
 
 
 def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, tmp_path):
     run_folder(tmp_path, "mine")
-    group = RankGroup((rank(0, 11), rank(1, 21)), 1.0)
-    output = machine(gpu(0, GpuProcess(NOWHERE, None, 70 * GIB), used=71 * GIB), gpu(1, used=71 * GIB), group=group)
+    group = (rank(0, 11), rank(1, 21))
+    output = machine(gpu(0, GpuProcess(NOWHERE, None, 70 * GIB), used=71 * GIB), gpu(1, used=71 * GIB), ranks=group)
     check = read_memory_snapshot(output, {})
     for use in check.gpus:  # pids of the host on the first, none listed on the second
         assert (use.run_bytes, use.others_bytes, use.peak_bytes) == (None, None, None)
@@ -178,32 +174,20 @@ def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, 
 
 def test_a_driver_that_lists_nothing_gives_n_a(machine, tmp_path):
     run_folder(tmp_path, "mine")
-    output = machine(gpu(0, used=71 * GIB, listed=False), group=RankGroup((rank(0, 11),), 1.0))
+    output = machine(gpu(0, used=71 * GIB, listed=False), ranks=(rank(0, 11),))
     assert read_memory_snapshot(output, {}).gpus[0].run_bytes is None
-
-
-def test_ranks_are_put_on_the_gpus_that_their_environment_names(monkeypatch):
-    def detect(environment: dict[str, str]) -> Hardware:
-        indices = [int(text) for text in environment.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")]
-        return Hardware(tuple(Gpu(n, "GPU", GIB, GIB, (9, 0)) for n in indices), "CPU", 8, GIB, GIB)
-
-    monkeypatch.setattr(memory_check, "detect_hardware", detect)
-    ranks = tuple(rank(n, n + 10, environment={"CUDA_VISIBLE_DEVICES": "3,1"}) for n in range(2))
-    assert memory_check._ranks_by_gpu(RankGroup(ranks, 1.0)) == {3: [0], 1: [1]}
-    alone = rank(0, 9, rank=None, local_rank=None, environment={})
-    assert memory_check._ranks_by_gpu(RankGroup((alone,), 1.0)) == {0: [0]}
 
 
 def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
     run_folder(tmp_path, "mine")
-    group, peaks = RankGroup((rank(0, 11),), 1.0), PeakMemory()
+    ranks, peaks = (rank(0, 11),), dict[object, int]()
     found = []
     for held in (20, 50, 30):
-        output = machine(gpu(0, GpuProcess(11, "python", held * GIB), used=held * GIB), group=group)
+        output = machine(gpu(0, GpuProcess(11, "python", held * GIB), used=held * GIB), ranks=ranks)
         found.append(read_memory_snapshot(output, {}, peaks=peaks).gpus[0].peak_bytes)
     assert found == [20 * GIB, 50 * GIB, 50 * GIB]
-    later = RankGroup((rank(0, 11),), 2.0)  # the run was started again
-    output = machine(gpu(0, GpuProcess(11, "python", 5 * GIB), used=5 * GIB), group=later)
+    later = (rank(0, 12),)  # the run was started again
+    output = machine(gpu(0, GpuProcess(12, "python", 5 * GIB), used=5 * GIB), ranks=later)
     assert read_memory_snapshot(output, {}, peaks=peaks).gpus[0].peak_bytes == 5 * GIB
 
 
@@ -213,7 +197,7 @@ def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
 def test_without_a_gpu_the_ranks_rss_is_shown_beside_the_prediction(machine, tmp_path):
     run_folder(tmp_path, "mine", on_gpu=False)
     ranks = (rank(0, 11, rss_bytes=4 * GIB), rank(1, 21, rss_bytes=2 * GIB))
-    output = machine(group=RankGroup(ranks, 1.0), hardware=CPU)
+    output = machine(ranks=ranks, hardware=CPU)
     check = read_memory_snapshot(output, {})
     assert [(use.rank, use.rss_bytes, use.peak_rss_bytes) for use in check.ranks] == [
         (0, 4 * GIB, 4 * GIB),
@@ -238,8 +222,8 @@ def test_the_prediction_names_the_moment_that_needs_the_most(tmp_path):
 def test_ram_below_the_margin_is_warned_of(machine, tmp_path):
     run_folder(tmp_path, "mine", on_gpu=False)
     scarce = Hardware((), "CPU", 8, 64 * GIB, 8 * GIB)
-    group = RankGroup((rank(0, 11), rank(1, 21)), 1.0)
-    (warning,) = read_memory_snapshot(machine(group=group, hardware=scarce), {}).warnings
+    group = (rank(0, 11), rank(1, 21))
+    (warning,) = read_memory_snapshot(machine(ranks=group, hardware=scarce), {}).warnings
     assert "8.00 GiB are free, less than the plan's margin of 10.00" in warning  # two ranks of 5
 
 
@@ -258,10 +242,10 @@ def test_no_running_run_is_said_and_the_machine_shown(machine, tmp_path):
 def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
     output = machine(hardware=CPU)
     run_folder(output, "killed")
-    assert not find_run_processes(output).is_running
-    found = find_run_processes(output, name="killed")
-    assert not found.is_running
-    assert "its manifest says running, and nothing writes it: it was ended" in found.notes[0]
+    assert not read_memory_snapshot(output, {}).running
+    found = read_memory_snapshot(output, {}, name="killed")
+    assert not found.running
+    assert "its manifest says running, and nothing writes it: it was ended" in found.said[0]
     assert "40.0 GiB" in "\n".join(
         format_memory_snapshot(read_memory_snapshot(output, {}, name=str(output / "killed")))
     )
@@ -269,7 +253,7 @@ def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_a_run_that_has_ended_shows_what_it_measured_beside_what_was_predicted(machine, tmp_path, on_gpu):
-    group = RankGroup((rank(0, OTHER),), 1.0)
+    group = (rank(0, OTHER),)
     folder = run_folder(machine(hardware=CPU), "one", on_gpu=on_gpu)
     peaks = {"loading": 10, "training": 58, "saving": 12}
     key = "measured_reserved" if on_gpu else "measured_rss"
@@ -284,7 +268,7 @@ def test_a_run_that_has_ended_shows_what_it_measured_beside_what_was_predicted(m
         assert f"{name:<8}  {size}.0 GiB" in page, page
     (folder.path / "summary.json").write_text(json.dumps({"peak_bytes_by_moment": {"training": {key: "much"}}}))
     assert read_memory_snapshot(tmp_path, {}, name="one").measured == {}
-    machine(hardware=CPU, group=group)  # of one that trains, what it holds now
+    machine(hardware=CPU, ranks=group)  # of one that trains, what it holds now
     assert read_memory_snapshot(tmp_path, {}, name="one").measured == {}
 
 
@@ -292,16 +276,16 @@ def test_a_run_that_is_not_there_is_refused(machine, tmp_path):
     output = machine(hardware=CPU)
     run_folder(output, "other")
     with pytest.raises(RunFolderError, match=r"there is no run missing in .*; the runs there: other"):
-        find_run_processes(output, name="missing")
+        read_memory_snapshot(output, {}, name="missing")
     (output / "plain").mkdir()
     with pytest.raises(RunFolderError, match="has no manifest"):
-        find_run_processes(output, name="plain")
+        read_memory_snapshot(output, {}, name="plain")
 
 
 def test_a_damaged_plan_is_said(machine, tmp_path):
     folder = run_folder(tmp_path, "mine")
     (folder.path / "plan.json").write_text('{"peak_bytes": []}')
-    check = read_memory_snapshot(machine(group=RankGroup((rank(0, 11),), 1.0), hardware=CPU), {})
+    check = read_memory_snapshot(machine(ranks=(rank(0, 11),), hardware=CPU), {})
     assert check.prediction is None
     assert any("its plan.json cannot be read" in line for line in format_memory_snapshot(check))
     assert not check.warnings
@@ -361,34 +345,30 @@ def end(started: subprocess.Popen[str]) -> None:
 def test_a_single_process_is_found_by_the_log_that_it_has_open(training, tmp_path):
     folder = run_folder(tmp_path / "out", "alone")
     process = training(folder, forks=2)
-    found = find_run_processes(tmp_path / "out")
-    assert found.is_running
-    assert found.group is not None
-    (one,) = found.group.ranks
-    assert (one.pid, one.rank) == (process.pid, None)
+    found = read_memory_snapshot(tmp_path / "out", {})
+    assert found.running
+    (one,) = found.ranks
+    assert (one.pid, one.rank) == (process.pid, 0)
     assert one.rss_bytes > psutil.Process(process.pid).memory_info().rss  # with what it started
-    assert found.notes[0] == f"Run {folder.path}: one process, pid {process.pid}"
+    assert found.said[0] == f"Run {folder.path}: one process, pid {process.pid}"
     end(process)
-    assert not find_run_processes(tmp_path / "out", name="alone").is_running
+    assert not read_memory_snapshot(tmp_path / "out", {}, name="alone").running
 
 
 def test_ranks_that_name_the_folder_are_one_run_and_their_workers_no_ranks(training, tmp_path):
     folder = run_folder(tmp_path / "out", "spread")
     common = {"SFT_PLAY_RUN": str(folder.path), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     started = [training(folder, forks=1, RANK=str(n), LOCAL_RANK=str(n), **common) for n in range(2)]
-    group = find_run_processes(tmp_path / "out").group
-    assert group is not None
-    assert [(one.rank, one.pid) for one in group.ranks] == [(0, started[0].pid), (1, started[1].pid)]
-    assert group.rss_bytes >= sum(one.rss_bytes for one in group.ranks)
+    ranks = read_memory_snapshot(tmp_path / "out", {}).ranks
+    assert [(one.rank, one.pid) for one in ranks] == [(0, started[0].pid), (1, started[1].pid)]
 
 
 def test_ranks_that_a_person_started_are_one_run_by_their_launcher(training, tmp_path):
     """torchrun by hand names no folder: rank 0 has the log open, and the others have its parent."""
     folder = run_folder(tmp_path / "out", "by-hand")
     started = [training(folder, RANK=str(n), LOCAL_RANK=str(n), WORLD_SIZE="2") for n in range(2)]
-    group = find_run_processes(tmp_path / "out").group
-    assert group is not None
-    assert [one.pid for one in group.ranks] == [process.pid for process in started]
+    ranks = read_memory_snapshot(tmp_path / "out", {}).ranks
+    assert [one.pid for one in ranks] == [process.pid for process in started]
 
 
 def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
@@ -427,10 +407,10 @@ def test_the_newest_of_several_runs_is_shown_and_the_others_named(training, tmp_
     newer = run_folder(tmp_path / "out", "a", started="2026-11-21T10:00:00")
     training(newer)
     training(older)
-    found = find_run_processes(tmp_path / "out")
-    assert found.folder == newer
-    assert f"also running: {older.path}" in found.notes[1]
-    assert find_run_processes(tmp_path / "out", name="b").folder == older
+    found = read_memory_snapshot(tmp_path / "out", {})
+    assert found.folder == str(newer.path)
+    assert f"also running: {older.path}" in found.said[1]
+    assert read_memory_snapshot(tmp_path / "out", {}, name="b").folder == str(older.path)
 
 
 def test_a_process_that_trains_under_another_name_is_found_by_its_lock(training, tmp_path):
@@ -441,9 +421,8 @@ def test_a_process_that_trains_under_another_name_is_found_by_its_lock(training,
     try:
         assert started.stdout is not None
         started.stdout.readline()
-        group = find_run_processes(tmp_path / "out").group
-        assert group is not None
-        assert [one.pid for one in group.ranks] == [started.pid]
+        ranks = read_memory_snapshot(tmp_path / "out", {}).ranks
+        assert [one.pid for one in ranks] == [started.pid]
     finally:
         end(started)
 
@@ -462,7 +441,7 @@ def test_watching_writes_a_block_at_a_time_and_ctrl_c_ends_it(machine, tmp_path)
     last = watch_memory(lambda: read_memory_snapshot(output, {}), show_snapshot=written.append, pause=pause)
     assert len(written) == 3
     assert isinstance(last, MemorySnapshot)
-    assert pauses == [pages.REFRESH_S] * 3
+    assert pauses == [memory_check.REFRESH_S] * 3
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.commands import new
-from sft_play.commands.diagnosing import check_run
 from sft_play.commands.preparing import run_preparing as prepare
 from sft_play.commands.request import Request, read_request
 from sft_play.config import other_tools
@@ -28,6 +27,7 @@ from sft_play.data.infer_dataset import infer_dataset
 from sft_play.data.sources.columns import guess_columns
 from sft_play.data.sources.examples import check_first_rows
 from sft_play.data.sources.files import find_data_paths
+from sft_play.diagnose.run_check import check_run
 from sft_play.errors import ConfigError, DataError, HardwareError, ModelError
 from sft_play.launch.planning import plan_run
 from sft_play.machine.gpu_catalog import CATALOG_ENTRIES

@@ -5,6 +5,7 @@ A refusal is no effect unless the probe says so, and a change of anything else t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -280,7 +281,7 @@ def kernels(config: RunConfig) -> Facts:
         patch.setattr(module, "_unknown_class_problem", lambda model: None)
         patch.setattr(module, "check_liger_kernels", lambda *_, **__: module.ClassCheck(1e-7, 1.0))
         patch.setattr(module, "_apply_liger", lambda model: ("rms_norm",))
-        patch.setattr(module, "_replaced_modules", [])
+        patch.setattr(module, "_kernels_of_run", contextlib.ExitStack())
         return {"kernels": module.activate_kernels(model, config, on_cpu(config), device=None).replaced}
 
 

@@ -47,7 +47,7 @@ from sft_play.training.checkpoints.model_saving import saved_shapes
 from sft_play.training.measure.exact_match import Question
 from sft_play.training.prepare import prepare
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
-from sft_play.training.unsloth import bridge, unsloth_worker
+from sft_play.training.unsloth import unsloth_run, unsloth_worker
 from tests import warm
 from tests.conftest import ROOT
 from tests.models import uneven_run
@@ -318,7 +318,7 @@ def test_the_worker_gets_no_packages_and_no_place_of_this_process():
 # --- what is handed over ----------------------------------------------------------------------------------------------
 
 
-def document(folder: Path, **changes: Any) -> bridge.Handover:
+def document(folder: Path, **changes: Any) -> unsloth_run.Handover:
     told = {
         "folder": str(folder), "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}},
         "plan": {}, "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None,
@@ -327,12 +327,12 @@ def document(folder: Path, **changes: Any) -> bridge.Handover:
         "stop_ids": [2],
         "model_path": "m", "target_modules": ["q"], "tensors": {"a": [2, 3]},
     }  # fmt: skip
-    return bridge.Handover(**{**told, **changes})
+    return unsloth_run.Handover(**{**told, **changes})
 
 
 def test_a_document_is_read_as_it_was_written(tmp_path):
     made = document(tmp_path)
-    assert bridge.Handover.model_validate_json(made.model_dump_json(indent=1)) == made
+    assert unsloth_run.Handover.model_validate_json(made.model_dump_json(indent=1)) == made
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -344,7 +344,7 @@ def test_rows_are_read_token_for_token_as_they_were_written(tmp_path, seed):
         ids = torch.randint(0, 2**31 - 1, (length,), generator=draw).tolist()
         labels = [token if int(torch.randint(0, 2, (1,), generator=draw)) else -100 for token in ids]
         rows.append({"input_ids": ids, "labels": labels} | ({"source": 1} if seed % 2 else {}))
-    made = bridge.write_rows(Dataset.from_list(rows), tmp_path / "rows.arrow")
+    made = unsloth_run.write_rows(Dataset.from_list(rows), tmp_path / "rows.arrow")
     read = Dataset.from_file(made)
     assert [row["input_ids"] for row in read] == [row["input_ids"] for row in rows]
     assert [row["labels"] for row in read] == [row["labels"] for row in rows]
@@ -383,11 +383,11 @@ def ended(tmp_path: Path, *words: tuple[int, tuple[str, str, str, int] | None]) 
 )  # fmt: skip
 def test_the_first_failure_that_follows_from_no_other_is_raised(tmp_path, words, stopped, kind, message):
     with pytest.raises(kind, match=message):
-        bridge._raise_first_failure(ended(tmp_path, *words), signal_count=stopped)
+        unsloth_run._raise_first_failure(ended(tmp_path, *words), signal_count=stopped)
 
 
 def test_processes_that_ended_well_raise_nothing(tmp_path):
-    bridge._raise_first_failure(ended(tmp_path, (0, None), (0, None)), signal_count=0)
+    unsloth_run._raise_first_failure(ended(tmp_path, (0, None), (0, None)), signal_count=0)
 
 
 def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
@@ -407,7 +407,6 @@ def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
 def test_what_unsloth_changes_of_the_arguments_stops_the_run(tmp_path, monkeypatch, tiny_llama):
     from transformers import TrainingArguments
 
-    from sft_play.training.unsloth import unsloth_run
     from tests.test_options import on_cpu
 
     class Changed(TrainingArguments):
@@ -427,8 +426,6 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.unsloth.unsloth_run import check_loaded_model
-
     run = load_config(uneven_run(tmp_path, tiny_llama), overrides=("tuning.mode=lora",)).config
     drawn = build_model_spec(run, Precision("float32", "float32", ""), tokenizer_size=100)
     shapes = saved_shapes(build_meta_model(drawn, trust_remote_code=False))
@@ -439,12 +436,12 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
         settings = {"r": 16, "target_modules": sorted(drawn.peft_config.target_modules), "task_type": "CAUSAL_LM"}
         return get_peft_model(model, LoraConfig(**{**settings, **changes}))
 
-    check_loaded_model(made(), wanted, is_4bit=False)
+    unsloth_run.check_loaded_model(made(), wanted, is_4bit=False)
     for changes in ({"r": 8}, {"target_modules": ["q_proj"]}):
         with pytest.raises(BackendError, match="adapters are not those of the run"):
-            check_loaded_model(made(**changes), wanted, is_4bit=False)
+            unsloth_run.check_loaded_model(made(**changes), wanted, is_4bit=False)
     with pytest.raises(BackendError, match="loaded unquantised weights, and the run asks for 4-bit ones"):
-        check_loaded_model(made(), wanted, is_4bit=True)
+        unsloth_run.check_loaded_model(made(), wanted, is_4bit=True)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from typing import Any
 import pynvml
 import pytest
 
-from sft_play.diagnose import memory_check, pages, this_machine
+from sft_play.diagnose import gpu_info, memory_check
+from sft_play.diagnose.machine_checks import read_system_facts
 from sft_play.machine import visible_gpus
 from sft_play.machine.hardware import detect_hardware
 from sft_play.text import GIB, MIB
@@ -148,12 +149,12 @@ WITHHELD = [
 def machine_pages() -> str:
     """What the commands that look at a machine print of it; nothing in them may raise."""
     seen, memory = (
-        this_machine.read_machine_info(Path("outputs"), {}),
+        gpu_info.read_machine_info(Path("outputs"), {}),
         memory_check.read_memory_snapshot(Path("outputs"), {}),
     )
     json.dumps([seen.as_json(), memory.as_json()])
-    this_machine.read_system_facts(detect_hardware({}), {})
-    return "\n".join([*pages.machine_lines(seen), *pages.format_memory_snapshot(memory)])
+    read_system_facts(detect_hardware({}), {})
+    return "\n".join([*gpu_info.machine_lines(seen), *memory_check.format_memory_snapshot(memory)])
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from benchmarks.gpu_selftest.checks import loss_problems, speed_problems
 from benchmarks.gpu_selftest.part import Part
 from benchmarks.gpu_selftest.trials import ProcessResult, TrialBench, judge_run_folder, run_module, train_run
 from sft_play.config.load import load_config
-from sft_play.diagnose import ranks, this_machine
+from sft_play.diagnose import ranks
+from sft_play.diagnose.machine_checks import read_system_facts
 from sft_play.launch.request import LaunchOptions
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.network import NodeSetup
@@ -51,10 +52,9 @@ def all_reduce(bench: TrialBench, hardware: Hardware) -> Part:
     name, machine, options = f"{PREFIX}all-reduce", together(hardware), _spread(hardware)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"} if not hardware.gpus else os.environ
     outcome = ranks.run_all_reduce(machine, options, limit_s=ALL_REDUCE_S, environment=environment)
-    findings = ranks.judge_all_reduce(outcome, this_machine.read_system_facts(machine, os.environ), NodeSetup())
-    failed = [finding.found for finding in findings if finding.verdict == "FAIL"]
-    if failed or outcome.result is None:
-        return Part(name, "fail", "; ".join(failed) or "no rank reported a result")
+    finding = ranks.judge_all_reduce(outcome, read_system_facts(machine, os.environ), NodeSetup())
+    if finding.verdict == "FAIL" or outcome.result is None:
+        return Part(name, "fail", finding.found)
     best = max(
         ranks.bus_bandwidth(int(one["bytes"]), float(one["seconds"]), outcome.world_size)
         for one in outcome.result["speeds"]

@@ -8,26 +8,19 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 from sft_play.commands.answer import CommandResult, command_result, write_out_file
 from sft_play.commands.lookups import refuse_hardware, request_output_dir, requested_hardware
 from sft_play.commands.request import Request
 from sft_play.config.load import load_config
-from sft_play.config.schema import RunConfig
-from sft_play.diagnose import engines, memory_check, pages, run_check, this_machine
+from sft_play.diagnose import gpu_info, memory_check
 from sft_play.diagnose.doctor import PlannedRun, run_doctor
-from sft_play.diagnose.pages import CheckReport
-from sft_play.errors import ConfigError, DataError, SftPlayError
+from sft_play.diagnose.run_check import CheckReport, check_run
+from sft_play.errors import SftPlayError
 from sft_play.exit_codes import add_exit_status, write_json_line
-from sft_play.findings import Finding, fail_finding
 from sft_play.launch.accelerate import find_accelerate_file, read_accelerate_file_with_notes
 from sft_play.launch.planning import plan_run, refuse_impossible_strategy
-from sft_play.launch.refusals import refusals
 from sft_play.launch.request import apply_mesh, fill_from_accelerate
-from sft_play.launch.row_survey import has_variable_lengths
-from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
 from sft_play.log import is_output_lost
 from sft_play.machine.hardware import Hardware
 from sft_play.planner.layout import layout_choices
@@ -39,58 +32,18 @@ logger = logging.getLogger(__name__)
 def run_diagnosing(request: Request) -> CommandResult | int:
     """Run check, doctor, gpu-info or memory-check; check and doctor end with exit code 2 if there is a problem."""
     if request.command == "check":
-        engine_names = engines.parse_engine_names(request.serve)
-        return check_result(
-            check_run(request.config, request.overrides, requested_hardware(request), engine_names=engine_names),
-            is_full=request.why,
-        )
+        report = check_run(request.config, request.overrides, requested_hardware(request))
+        return check_result(report, is_full=request.why)
     if request.command == "gpu-info":
         return _gpu_info(request)
     refuse_hardware(request)
     return _doctor(request) if request.command == "doctor" else _memory_check(request)
 
 
-def check_run(
-    config_path: Path,
-    overrides: Sequence[str],
-    hardware: Hardware,
-    *,
-    earlier_findings: Sequence[Finding] = (),
-    engine_names: Sequence[str] = (),
-) -> CheckReport:
-    """Check a config (`run_check.check_config`), planned as a run here would be, and add what else would refuse it."""
-    report = run_check.check_config(
-        config_path,
-        overrides,
-        hardware,
-        planner=_plan_for_check,
-        earlier_findings=earlier_findings,
-        engine_names=engine_names,
-    )
-    with contextlib.suppress(ConfigError):  # the report says it
-        loaded = load_config(config_path, overrides=overrides)
-        errors = refusals(loaded, restrict_to_device(loaded.config, hardware), plans=())
-        # of the rows the report knows more, since it reads them all
-        texts = [str(error) for error in errors if not isinstance(error, DataError)]
-        failures = [finding.found for finding in report.findings if finding.verdict == "FAIL"]
-        new_texts = [text for text in texts if not any(failure in text for failure in failures)]
-        start_findings = [fail_finding("start", text, "fix what is named") for text in new_texts]
-        return dataclasses.replace(report, findings=(*start_findings, *report.findings))
-    return report
-
-
 def check_result(report: CheckReport, *, is_full: bool) -> CommandResult:
     """The answer of a check: with `is_full` the whole page, else only what a person has to read."""
     result = command_result(report)
     return result if is_full else dataclasses.replace(result, lines=["\n".join(report.summary_lines())])
-
-
-def _plan_for_check(config: RunConfig, hardware: Hardware, read_lengths: run_check.RowLengths) -> PlannedRun:
-    # blocks of text and packs are full, whatever their rows have
-    rows = read_lengths() if has_variable_lengths(config) else None
-    return PlannedRun(
-        config, load_run_model_shape(config), plan_run(config, mesh_hardware(config, hardware), rows=rows)
-    )
 
 
 def _doctor(request: Request) -> CommandResult:
@@ -109,9 +62,8 @@ def _doctor(request: Request) -> CommandResult:
         strategy = options.strategy or ("zero2" if options.deepspeed else None)
         refuse_impossible_strategy(config, machine, strategy)
         layouts = (strategy,) if strategy else layout_choices(machine.ranks)
-        return PlannedRun(
-            config, load_run_model_shape(config), plan_run(config, machine, layouts=layouts, include_suggestions=False)
-        )
+        plan = plan_run(config, machine, layouts=layouts, include_suggestions=False)
+        return PlannedRun(config, load_run_model_shape(config), plan)
 
     return command_result(run_doctor(planner, options, uses_cpu=uses_cpu))
 
@@ -119,16 +71,16 @@ def _doctor(request: Request) -> CommandResult:
 def _gpu_info(request: Request) -> CommandResult:
     if request.hardware:
         assumed = requested_hardware(request)
-        data, lines = pages.assumed_machine_json(assumed), pages.assumed_machine_lines(assumed, request.hardware)
+        data, lines = gpu_info.assumed_machine_json(assumed), gpu_info.assumed_machine_lines(assumed, request.hardware)
     else:
-        machine = this_machine.read_machine_info(request_output_dir(request), os.environ, includes_torch=request.full)
-        data, lines = machine.as_json(), pages.machine_lines(machine)
+        machine = gpu_info.read_machine_info(request_output_dir(request), os.environ, includes_torch=request.full)
+        data, lines = machine.as_json(), gpu_info.machine_lines(machine)
     return CommandResult(data, ["\n".join(lines)])
 
 
 def _memory_check(request: Request) -> CommandResult | int:
     """One look at the memory, or with WATCH one after the other; the last one is written to OUT."""
-    output, peaks = request_output_dir(request), memory_check.PeakMemory()  # kept from look to look
+    output, peaks = request_output_dir(request), memory_check.Peaks()  # kept from look to look
 
     def take_snapshot() -> memory_check.MemorySnapshot:
         return memory_check.read_memory_snapshot(output, os.environ, name=request.run, peaks=peaks)
@@ -139,16 +91,15 @@ def _memory_check(request: Request) -> CommandResult | int:
         else:
             if sys.stdout.isatty():
                 sys.stdout.write("\033[H\033[2J")  # in the place of the look before
-            logger.info(
-                "%s", "\n".join([*pages.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"])
-            )
+            lines = [*memory_check.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"]
+            logger.info("%s", "\n".join(lines))
         if is_output_lost():
             raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
 
     if not request.watch:
         snapshot = take_snapshot()
-        return CommandResult(snapshot.as_json(), ["\n".join(pages.format_memory_snapshot(snapshot))])
-    last_snapshot = pages.watch_memory(take_snapshot, show_snapshot=show_snapshot)
+        return CommandResult(snapshot.as_json(), ["\n".join(memory_check.format_memory_snapshot(snapshot))])
+    last_snapshot = memory_check.watch_memory(take_snapshot, show_snapshot=show_snapshot)
     if request.out is not None and last_snapshot is not None:
         write_out_file(request.out, last_snapshot.as_json())
     return 0

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sft_play.commands.answer import CommandResult, command_result
-from sft_play.commands.diagnosing import check_result, check_run
+from sft_play.commands.diagnosing import check_result
 from sft_play.commands.lookups import requested_hardware
 from sft_play.commands.request import Request, make_argv
 from sft_play.commands.rows import render
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
+from sft_play.diagnose.run_check import check_run
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.findings import Finding, pass_finding, warn_finding
 from sft_play.log import escape_control, one_line

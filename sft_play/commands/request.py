@@ -96,7 +96,6 @@ class Request:
     checkpoints: bool = False
     replay: Path | None = None
     tolerance: float | None = None
-    serve: tuple[str, ...] = ()
     for_: str | None = None
     model: str | None = None
     from_: Path | None = None

@@ -1,7 +1,5 @@
-"""What this machine is and what may break a run on it: GPUs, memory, versions, limits, a real
-all-reduce.
+"""What this machine is and what may break a run on it: GPUs, memory, versions, limits, a real all-reduce.
 
-`run_check` is `make check`, which also asks `engines` what serving engines load. `doctor` is `make
-doctor`: it has `machine_checks` judge `this_machine`, and asks the plan and `ranks` (an all-reduce
-by `collective_check` in each of them). `memory_check` watches a run; `pages` writes their answers.
+`run_check` is `make check`. `doctor` is `make doctor`: `machine_checks` reads and judges this machine, and `ranks` has
+an all-reduce made by `collective_check` in each rank. `gpu_info` shows this machine, `memory_check` a run's memory.
 """

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,58 +40,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     """This rank's part; 0 where every sum was right, 1 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--device", choices=tuple(SIZES), required=True)
     parser.add_argument("--timeout", type=float, required=True)
     options = parser.parse_args(argv)
     die_with_parent(os.getppid(), signal.SIGKILL)  # the parent is the launcher, which ends with the doctor
-    progress = _ProgressNote(options.out)
-    progress.update("started")
+    report: dict[str, Any] = {"rank": int(os.environ["RANK"]), "host": socket.gethostname()}
+
+    def note(stage: str, **facts: Any) -> dict[str, Any]:
+        report.update(facts, stage=stage)
+        atomic.write(options.out / f"rank-{report['rank']}.json", json.dumps(report))
+        return report
+
+    note("started")
     try:
-        return _run_check(progress, options.out, options.device, options.timeout)
-    except Exception as error:
-        progress.update("failed", error=f"{type(error).__name__}: {error}")
+        wrong_count = _run_check(note, options.out, options.device, options.timeout)
+    except Exception as error:  # its process group is left as it is: destroying one that hangs would hang too
+        note("failed", error=f"{type(error).__name__}: {error}")
         raise
-    finally:
-        if dist.is_initialized() and progress.stage != "failed":  # destroying a group that hangs would hang too
-            dist.destroy_process_group()
+    dist.destroy_process_group()
+    return 1 if wrong_count else 0
 
 
-class _ProgressNote:
-    def __init__(self, folder: Path) -> None:
-        self.rank = int(os.environ["RANK"])
-        self._path = folder / f"rank-{self.rank}.json"
-        self._facts: dict[str, Any] = {"rank": self.rank, "host": socket.gethostname()}
-        self.stage = ""
-
-    def update(self, stage: str, **facts: Any) -> dict[str, Any]:
-        self.stage = stage
-        self._facts |= {**facts, "stage": stage}
-        atomic.write(self._path, json.dumps(self._facts))
-        return self._facts
-
-
-def _run_check(progress: _ProgressNote, out: Path, device_type: str, timeout_s: float) -> int:
+def _run_check(note: Callable[..., dict[str, Any]], out: Path, device_type: str, timeout_s: float) -> int:
+    """Reduce every size, and note how far this rank came; returns the number of wrong elements."""
     device = _device(device_type)
-    progress.update("device")
+    note("device")
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
-    progress.update("joined")
-    wrong_count, speeds = 0, []
+    note("joined")
+    wrong_count, speeds = 0, list[dict[str, float]]()
     for size in SIZES[device_type]:
         wrong_count += wrong_elements(size, device)
-        if size == SIZES[device_type][0]:
-            progress.update("reduced")  # a broken network hangs in the first one
+        if not speeds:
+            note("reduced")  # a broken network hangs in the first one
         once_s = time_all_reduce(size, device, 1)
         repetitions = max(1, min(MAX_REPETITIONS, int(TIMING_BUDGET_S / max(once_s, 1e-6))))
         speeds.append({"bytes": size, "seconds": time_all_reduce(size, device, repetitions)})
         if once_s > SLOW_ALL_REDUCE_S:
             break
-    facts_by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(facts_by_rank, progress.update("done", wrong=wrong_count))
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, note("done", wrong=wrong_count))
     if dist.get_rank() == 0:
-        atomic.write(out / "result.json", json.dumps({"ranks": facts_by_rank, "speeds": speeds}))
+        atomic.write(out / "result.json", json.dumps({"ranks": reports, "speeds": speeds}))
     dist.barrier()
-    return 1 if wrong_count else 0
+    return wrong_count
 
 
 def _device(device_type: str) -> torch.device:

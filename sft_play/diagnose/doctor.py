@@ -1,29 +1,32 @@
-"""All checks in order: the machine, the plan of the config, the other nodes, and the all-reduce of all ranks."""
+"""`make doctor`: all checks in order: the machine, the plan of the config, the other nodes, and the all-reduce of all
+ranks; and findings as lines.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.table import Table
+
+from sft_play.answers import Answer
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose import machine_checks, ranks, this_machine
-from sft_play.diagnose.machine_checks import disk_findings
-from sft_play.diagnose.pages import DoctorReport
-from sft_play.diagnose.this_machine import SystemFacts
+from sft_play.diagnose import machine_checks, ranks
+from sft_play.diagnose.machine_checks import SystemFacts, read_system_facts
 from sft_play.errors import SftPlayError
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding
 from sft_play.launch.refusals import require_usable_hardware
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.run_hardware import disable_broken_p2p
-from sft_play.log import one_line
+from sft_play.log import escape_control, one_line
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.machine.software import COMPUTE_PACKAGES
 from sft_play.models.shape import ModelShape
 from sft_play.planner.plan import Plan
-from sft_play.text import join_unique
+from sft_play.text import join_unique, render_lines
 
 # How long nodes wait for each other: time to start the command by hand on the next one.
 NODE_MEETING_S = 30.0
@@ -35,6 +38,53 @@ TOTAL_LIMIT_S = 58.0
 MIN_ALL_REDUCE_S = 25.0
 
 
+# --- findings as lines ------------------------------------------------------------------------------------------------
+
+
+def format_findings(findings: Sequence[Finding], labels: Mapping[str, str]) -> list[str]:
+    """Each finding's verdict (or its label), name and text; below the text what to do, and the threads that it rests
+    on."""
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    for min_width in (0, 18, 0):
+        rows.add_column(no_wrap=True, overflow="ignore", min_width=min_width)
+    for finding in findings:
+        remedy = [f"do: {finding.remedy}"] if finding.remedy else []
+        text = "\n".join([finding.found, *remedy, *(f"see {source}" for source in finding.sources)])
+        rows.add_row(labels.get(finding.verdict, finding.verdict), escape_control(finding.name), escape_control(text))
+    return render_lines(rows, width=None)
+
+
+@dataclass(frozen=True)
+class FindingsReport(Answer):
+    """All findings of one look, in the order of the page, and how long it took."""
+
+    findings: tuple[Finding, ...]
+    elapsed_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing FAILs; warnings do not count."""
+        return not self.names_by_verdict("FAIL")
+
+    def names_by_verdict(self, verdict: str) -> list[str]:
+        """The names of the findings of one verdict."""
+        return [finding.name for finding in self.findings if finding.verdict == verdict]
+
+
+class DoctorReport(FindingsReport):
+    """All findings of one look at this machine."""
+
+    def lines(self) -> list[str]:
+        """The table, and the verdict."""
+        failed_names = self.names_by_verdict("FAIL")
+        header = "Nothing FAILs: " if self.ok else f"{len(failed_names)} FAIL: {join_unique(failed_names)}; "
+        counts = ", ".join(f"{len(self.names_by_verdict(verdict))} {verdict}" for verdict in ("PASS", "WARN", "SKIP"))
+        return [*format_findings(self.findings, {}), f"{header}{counts} ({self.elapsed_s:.0f} s)"]
+
+
+# --- the checks -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """The run that the doctor checks: its config, the model's shapes, and its plan on this machine."""
@@ -44,89 +94,74 @@ class PlannedRun:
     plan: Plan
 
 
-RunPlanner = Callable[[Hardware], PlannedRun]
-
-
 def run_doctor(
-    planner: RunPlanner,
+    planner: Callable[[Hardware], PlannedRun],
     options: LaunchOptions,
     *,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = os.environ,
     uses_cpu: bool = False,
     meeting_s: float = NODE_MEETING_S,
 ) -> DoctorReport:
     """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written,
     and a check that cannot be made is a finding. `uses_cpu`: the run asks for the CPU."""
     start_time_s = time.monotonic()
-    environment = os.environ if environment is None else environment
-    # a run that asks for the CPU must not fail a check for the state of GPUs that it leaves alone
-    machine = detect_hardware(environment).without_gpus() if uses_cpu else detect_hardware(environment)
+    machine = detect_hardware(environment)
+    if uses_cpu:  # the run must not fail a check for the state of GPUs that it leaves alone
+        machine = machine.without_gpus()
     local_machine, all_nodes, gpu_finding = _select_gpus(machine, options)
-    planned_run, plan_findings = _plan_run(planner, all_nodes, gpu_finding)
-    system_facts = this_machine.read_system_facts(local_machine, environment)
+    planned_run, plan_finding = _plan_run(planner, all_nodes, gpu_finding)
+    facts = read_system_facts(local_machine, environment)
     findings = [
-        *_machine_findings(system_facts, options, planned_run, gpu_finding),
-        *plan_findings,
-        *(
-            [check_run_starts(planned_run.config, machine, environment, params=planned_run.shape.params)]
-            if planned_run
-            else ()
+        machine_checks.check_packages(facts.versions, facts.requirements),
+        gpu_finding,
+        *machine_checks.check_torch_build(facts),
+        *machine_checks.find_known_bad(
+            facts,
+            rank_count=local_machine.ranks * options.nodes.count,
+            node_count=options.nodes.count,
+            layout=planned_run.plan.layout if planned_run else str(options.strategy or ""),
+            packages=planned_run.shape.kernel_packages if planned_run else (),
         ),
-        *(disk_findings(planned_run.config, planned_run.shape, planned_run.plan, options) if planned_run else ()),
-        *_multi_rank_findings(
-            system_facts, options, gpu_finding, environment, meeting_s=meeting_s, start_time_s=start_time_s
-        ),
+        machine_checks.check_shared_memory(facts.shared_memory, gpus_per_node=len(local_machine.gpus)),
+        plan_finding,
     ]
+    if planned_run is not None:
+        config, shape = planned_run.config, planned_run.shape
+        findings.append(check_run_starts(config, machine, environment, params=shape.params))
+        findings += machine_checks.disk_findings(config, shape, planned_run.plan, options)
+    findings += _multi_rank_findings(
+        facts, options, gpu_finding, environment, meeting_s=meeting_s, start_time_s=start_time_s
+    )
     return DoctorReport(tuple(findings), time.monotonic() - start_time_s)
 
 
 def _select_gpus(machine: Hardware, options: LaunchOptions) -> tuple[Hardware, Hardware, Finding]:
+    """The machine as this node's ranks use it, the same with all nodes, and the finding on its GPUs."""
     try:
         local_machine = options.select_hardware(machine, is_one_node=True)
     except SftPlayError as error:
         message, _, remedy = str(error).partition("; ")
         return machine, machine, fail_finding("GPUs", message, remedy or "GPUS= and NPROC= name GPUs that there are")
-    all_nodes = options.select_hardware(machine)
-    if not local_machine.gpus:
-        return (
-            local_machine,
-            all_nodes,
-            skip_finding("GPUs", f"none found; {local_machine.ranks} CPU ranks are used instead"),
-        )
-    return local_machine, all_nodes, pass_finding("GPUs", f"{len(local_machine.gpus)} x {local_machine.gpus[0].name}")
+    finding = skip_finding("GPUs", f"none found; {local_machine.ranks} CPU ranks are used instead")
+    if local_machine.gpus:
+        finding = pass_finding("GPUs", f"{len(local_machine.gpus)} x {local_machine.gpus[0].name}")
+    return local_machine, options.select_hardware(machine), finding
 
 
-def _plan_run(planner: RunPlanner, machine: Hardware, gpu_finding: Finding) -> tuple[PlannedRun | None, list[Finding]]:
+def _plan_run(
+    planner: Callable[[Hardware], PlannedRun], machine: Hardware, gpu_finding: Finding
+) -> tuple[PlannedRun | None, Finding]:
     if gpu_finding.verdict == "FAIL":
-        return None, [skip_finding("plan", "planning needs identical GPUs that exist; see above")]
+        return None, skip_finding("plan", "planning needs identical GPUs that exist; see above")
     try:
         planned_run = planner(machine)
     except SftPlayError as error:
-        return None, [fail_finding("plan", one_line(str(error), limit=600), "fix it; make plan says more")]
-    plan, ranks = planned_run.plan, f"{machine.ranks} rank{'s' if machine.ranks > 1 else ''}"
-    choice = f"{plan.layout} on {ranks}: {plan.choice.verdict}"
-    nothing_fits = fail_finding("plan", f"nothing fits; the closest: {choice}", "make plan lists suggestions")
-    return planned_run, [pass_finding("plan", choice) if plan.fits else nothing_fits]
-
-
-def _machine_findings(
-    system_facts: SystemFacts, options: LaunchOptions, planned_run: PlannedRun | None, gpu_finding: Finding
-) -> list[Finding]:
-    machine, nodes = system_facts.hardware, options.nodes.count
-    layout = planned_run.plan.layout if planned_run else str(options.strategy or "")
-    return [
-        machine_checks.check_packages(system_facts.versions, system_facts.requirements),
-        gpu_finding,
-        *check_torch_build(system_facts),
-        *machine_checks.find_known_bad(
-            system_facts,
-            rank_count=machine.ranks * nodes,
-            node_count=nodes,
-            layout=layout,
-            packages=planned_run.shape.kernel_packages if planned_run else (),
-        ),
-        machine_checks.check_shared_memory(system_facts.shared_memory, gpus_per_node=len(machine.gpus)),
-    ]
+        return None, fail_finding("plan", one_line(str(error), limit=600), "fix it; make plan says more")
+    plan = planned_run.plan
+    choice = f"{plan.layout} on {machine.ranks} rank{'s' * (machine.ranks > 1)}: {plan.choice.verdict}"
+    if plan.fits:
+        return planned_run, pass_finding("plan", choice)
+    return planned_run, fail_finding("plan", f"nothing fits; the closest: {choice}", "make plan lists suggestions")
 
 
 def check_run_starts(config: RunConfig, machine: Hardware, environment: Mapping[str, str], *, params: int) -> Finding:
@@ -138,21 +173,6 @@ def check_run_starts(config: RunConfig, machine: Hardware, environment: Mapping[
         message, _, remedy = str(error).partition("; ")
         return fail_finding("machine", message, remedy or "see docs/setup.md")
     return pass_finding("machine", "a run would start: its device, compiler and kernels are here")
-
-
-def check_torch_build(system_facts: SystemFacts) -> list[Finding]:
-    """Check what torch is built for against the newest CUDA that the driver runs, if there are GPUs."""
-    torch_version = system_facts.versions.get("torch")
-    if torch_version is None or not system_facts.hardware.gpus:
-        return []
-    if system_facts.torch_cuda is None:
-        return [fail_finding("driver", f"torch {torch_version} is a build without CUDA, but there are GPUs",
-                       "install torch's CUDA build: make setup (with VENV=: torch from PyPI)")]  # fmt: skip
-    build_text = f"torch {torch_version} is built for CUDA {system_facts.torch_cuda}"
-    if system_facts.driver is None or system_facts.driver_cuda is None:
-        return [skip_finding("driver", f"NVML does not answer; {build_text}")]
-    newest_cuda = ".".join(map(str, system_facts.driver_cuda))
-    return [pass_finding("driver", f"{system_facts.driver} (CUDA {newest_cuda} and older); {build_text}")]
 
 
 def _multi_rank_findings(
@@ -180,7 +200,7 @@ def _multi_rank_findings(
     # nodes that met after half a minute leave less of the whole
     limit_s = min(MAX_ALL_REDUCE_S, max(MIN_ALL_REDUCE_S, TOTAL_LIMIT_S - (time.monotonic() - start_time_s)))
     outcome = ranks.run_all_reduce(system_facts.hardware, options, limit_s=limit_s, environment=rank_environment)
-    return [*findings, *ranks.judge_all_reduce(outcome, system_facts, options.nodes)]
+    return [*findings, ranks.judge_all_reduce(outcome, system_facts, options.nodes)]
 
 
 def check_node_meeting(

@@ -1,6 +1,6 @@
-"""The doctor's checks of this machine: packages, shared memory, disk, and what is known to break a run.
+"""The doctor's checks of this machine: packages, driver, shared memory, disk, and what is known to break a run.
 
-The checks read nothing of the machine themselves; they get what `this_machine.read_system_facts` has read.
+`read_system_facts` is the only reader; the checks get what was read as arguments.
 """
 
 from __future__ import annotations
@@ -8,8 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
+import socket
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +24,21 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose.this_machine import SystemFacts
 from sft_play.errors import SftPlayError
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.run_hardware import P2P_OFF_VARIABLES, has_broken_p2p
 from sft_play.log import one_line
-from sft_play.machine.host import DiskSpace, nearest_disk_space
-from sft_play.machine.software import COMPUTE_PACKAGES, LINEAR_ATTENTION_PACKAGE, kernel_package_problem
+from sft_play.machine import nvml
+from sft_play.machine.hardware import Hardware
+from sft_play.machine.host import DiskSpace, disk_space, nearest_disk_space
+from sft_play.machine.software import (
+    COMPUTE_PACKAGES,
+    LINEAR_ATTENTION_PACKAGE,
+    kernel_package_problem,
+    nccl_package,
+    torch_cuda_version,
+)
 from sft_play.models.config_json import find_model_folder
 from sft_play.models.shape import ModelShape
 from sft_play.planner.disk import MORE_SPACE_REMEDY, DiskUsage, planned_disk_usage
@@ -34,8 +46,71 @@ from sft_play.planner.plan import Plan
 from sft_play.runs.lookup import output_dir
 from sft_play.text import GIB, MIB, format_size
 
-# --------------------------------------------------------------------------------------------------
-# Packages and shared memory.
+DISTRIBUTION = "sft-play"
+SHM_PATH = Path("/dev/shm")
+_PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+@dataclass(frozen=True)
+class SystemFacts:
+    """What was read. Sizes are in bytes; packages that are not installed are absent."""
+
+    hardware: Hardware
+    python: str = ""
+    cpu_architecture: str = "x86_64"
+    kernel: str | None = None
+    """Linux's release; None on other systems."""
+    hostname: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    requirements: tuple[str, ...] = ()
+    torch_cuda: str | None = None
+    nccl: str | None = None
+    driver: str | None = None
+    driver_cuda: tuple[int, int] | None = None
+    shared_memory: DiskSpace | None = None
+    """None where /dev/shm is not a separate file system."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_system_facts(hardware: Hardware, environment: Mapping[str, str]) -> SystemFacts:
+    """Read everything about this machine that a check needs; what cannot be read stays unknown."""
+    versions: dict[str, str] = {}
+    for item in metadata.distributions():
+        with contextlib.suppress(Exception):  # a damaged distribution has no name
+            versions.setdefault(canonicalize_name(item.name), item.version)  # the first on the path is imported
+    driver, driver_cuda = None, None
+    if hardware.gpus:
+        with contextlib.suppress(Exception), nvml.open_nvml() as library:  # its own exceptions differ by platform
+            driver, driver_cuda = nvml.driver_versions(library)
+    return SystemFacts(
+        hardware=hardware,
+        python=platform.python_version(),
+        cpu_architecture=platform.machine(),
+        kernel=platform.release() if platform.system() == "Linux" else None,
+        hostname=socket.gethostname(),
+        versions=versions,
+        requirements=_read_requirements(),
+        torch_cuda=torch_cuda_version(),
+        nccl=(nccl_package() or (None, None))[1],
+        driver=driver,
+        driver_cuda=driver_cuda,
+        shared_memory=disk_space(SHM_PATH) if SHM_PATH.is_mount() else None,
+        environment={name: value for name, value in environment.items() if name.startswith("NCCL_")},
+    )
+
+
+def _read_requirements() -> tuple[str, ...]:
+    """The versions that the project accepts: those of its checkout, else of the installed package."""
+    if _PYPROJECT.is_file():
+        project: dict[str, Any] = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == DISTRIBUTION:
+            return tuple(project["dependencies"])
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return tuple(metadata.requires(DISTRIBUTION) or ())
+    return ()
+
+
+# --- packages, driver and shared memory -------------------------------------------------------------------------------
 
 # Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342).
 DOCKER_SHM_BYTES = 64 * MIB
@@ -54,11 +129,9 @@ def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> 
             "packages", "; ".join(problems), "make setup (with VENV=: install them into that environment)"
         )
     versions_text = ", ".join(f"{name} {versions[name]}" for name in COMPUTE_PACKAGES if name in versions)
-    return (
-        pass_finding("packages", versions_text)
-        if requirements
-        else skip_finding("packages", f"{versions_text}: no ranges")
-    )
+    if not requirements:
+        return skip_finding("packages", f"{versions_text}: no ranges")
+    return pass_finding("packages", versions_text)
 
 
 def _requirement_problem(requirement: Requirement, versions: Mapping[str, str]) -> str | None:
@@ -71,6 +144,21 @@ def _requirement_problem(requirement: Requirement, versions: Mapping[str, str]) 
         if not requirement.specifier.contains(installed, prereleases=True):  # nightlies of torch are pre-releases
             return f"{requirement.name} is {installed}, needed {requirement.specifier}"
     return None
+
+
+def check_torch_build(system_facts: SystemFacts) -> list[Finding]:
+    """Check what torch is built for against the newest CUDA that the driver runs, if there are GPUs."""
+    torch_version = system_facts.versions.get("torch")
+    if torch_version is None or not system_facts.hardware.gpus:
+        return []
+    if system_facts.torch_cuda is None:
+        return [fail_finding("driver", f"torch {torch_version} is a build without CUDA, but there are GPUs",
+                       "install torch's CUDA build: make setup (with VENV=: torch from PyPI)")]  # fmt: skip
+    build_text = f"torch {torch_version} is built for CUDA {system_facts.torch_cuda}"
+    if system_facts.driver is None or system_facts.driver_cuda is None:
+        return [skip_finding("driver", f"NVML does not answer; {build_text}")]
+    newest_cuda = ".".join(map(str, system_facts.driver_cuda))
+    return [pass_finding("driver", f"{system_facts.driver} (CUDA {newest_cuda} and older); {build_text}")]
 
 
 def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Finding:
@@ -98,39 +186,10 @@ def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Findi
 # Each entry rests on a public thread: what happens, and from which version to which. An entry that
 # the pinned versions no longer meet stays as long as a user's own environment (`VENV=`) can.
 # `errors` are texts of ranks that failed, the first that fits counts.
-Condition = Mapping[str, Any]
-
-# None: not known, which meets no condition.
-Facts = Mapping[str, Any]
-
-
-def matches_conditions(conditions: Condition | Sequence[Condition], facts: Facts) -> bool:
-    """True if the facts meet a condition, or one of several."""
-    alternatives = [conditions] if isinstance(conditions, Mapping) else conditions
-    return any(
-        all(_meets_requirement(facts[name], required) for name, required in condition.items())
-        for condition in alternatives
-    )
-
-
-def _meets_requirement(fact: Any, required: Any) -> bool:
-    if fact is None:
-        return False
-    if isinstance(required, bool):
-        return fact is required
-    if isinstance(required, list):
-        return fact in required
-    # the leading numbers alone: 2.13.0+cu128, 6.8.0-45-generic and 570.86.15 have to compare
-    match = re.match(r"\d+(?:\.\d+)*", str(fact))
-    return match is not None and match[0] in SpecifierSet(required)
-
 
 KNOWN_BAD_NAME = "known bad pairs"
-
-_COMPARED_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "peft")
-
 KNOWN_BAD_TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("known_bad.json").read_text(encoding="utf-8"))
-
+_COMPARED_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "peft", LINEAR_ATTENTION_PACKAGE)
 _DEFAULT_ERROR_REMEDY = ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.md says what each check needs",)
 
 
@@ -145,14 +204,9 @@ def find_known_bad(
     """Find the entries that apply, else a PASS. `rank_count`: of all nodes. `packages`: whose kernels the model's
     class runs where they are installed."""
     facts = _combination_facts(system_facts, packages, rank_count=rank_count, node_count=node_count, layout=layout)
-    shown_facts = {name: "?" if value is None else value for name, value in facts.items()}
     findings = [
         Finding(
-            KNOWN_BAD_NAME,
-            entry["verdict"],
-            entry["what"].format(**shown_facts),
-            entry["remedy"],
-            tuple(entry["sources"]),
+            KNOWN_BAD_NAME, entry["verdict"], entry["what"].format(**facts), entry["remedy"], tuple(entry["sources"])
         )
         for entry in KNOWN_BAD_TABLE["pairs"]
         if matches_conditions(entry["when"], facts)
@@ -168,32 +222,57 @@ def error_remedies(error: str) -> tuple[str, ...]:
     return _DEFAULT_ERROR_REMEDY
 
 
+def matches_conditions(conditions: Mapping[str, Any] | Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> bool:
+    """True if the facts meet a condition, or one of several; None is not known, and meets none."""
+    alternatives = [conditions] if isinstance(conditions, Mapping) else conditions
+    return any(
+        all(_meets_requirement(facts[name], required) for name, required in condition.items())
+        for condition in alternatives
+    )
+
+
+def _meets_requirement(fact: Any, required: Any) -> bool:
+    if isinstance(required, bool):
+        return fact is required
+    if isinstance(required, list):
+        return fact in required
+    version = _version_text(fact)
+    return version is not None and version in SpecifierSet(required)
+
+
+def _version_text(fact: Any) -> str | None:
+    """The leading numbers alone: 2.13.0+cu128, 6.8.0-45-generic and 570.86.15 have to compare."""
+    match = re.match(r"\d+(?:\.\d+)*", "" if fact is None else str(fact))
+    return match[0] if match else None
+
+
 def _combination_facts(
     system_facts: SystemFacts, packages: Collection[str], *, rank_count: int, node_count: int, layout: str
-) -> Facts:
-    gpus = system_facts.hardware.gpus
+) -> dict[str, Any]:
+    gpus, driver_cuda = system_facts.hardware.gpus, system_facts.driver_cuda
     capabilities = [gpu.capability for gpu in gpus if gpu.capability]
-    torch_cuda, driver_cuda = _version_numbers(system_facts.torch_cuda), system_facts.driver_cuda
-    unsound_reason = next(
-        filter(None, (kernel_package_problem(name, capability) for name in packages for capability in capabilities)), ""
-    )
+    torch_cuda = _version_text(system_facts.torch_cuda)
+    package_problems = [kernel_package_problem(name, capability) for name in packages for capability in capabilities]
     uses_nccl = rank_count > 1 and bool(gpus)
     is_p2p_off = P2P_OFF_VARIABLES.keys() <= system_facts.environment.keys()
+    driver_runs_torchs_cuda = None
+    if gpus and driver_cuda and torch_cuda:
+        driver_runs_torchs_cuda = driver_cuda[0] >= int(torch_cuda.partition(".")[0])
     return {
-        **{name: system_facts.versions.get(name) for name in (*_COMPARED_PACKAGES, LINEAR_ATTENTION_PACKAGE)},
+        **{name: system_facts.versions.get(name) for name in _COMPARED_PACKAGES},
         "driver": system_facts.driver,
         "driver_cuda": ".".join(map(str, driver_cuda)) if driver_cuda else None,
-        "driver_runs_torchs_cuda": driver_cuda[0] >= torch_cuda[0] if gpus and driver_cuda and torch_cuda else None,
+        "driver_runs_torchs_cuda": driver_runs_torchs_cuda,
         "torch_cuda": system_facts.torch_cuda,
         "nccl": system_facts.nccl,
-        "kernel": system_facts.kernel if system_facts.os_name == "Linux" else None,
+        "kernel": system_facts.kernel,
         "machine": system_facts.cpu_architecture,
         "oldest_gpu": ".".join(map(str, min(capabilities))) if capabilities else None,
         "desktop_blackwell": any(capability[0] == 12 for capability in capabilities),
         "has_hopper": any(capability[0] == 9 for capability in capabilities),
         "runs_delta_rules": LINEAR_ATTENTION_PACKAGE in packages,
-        "unsound": unsound_reason != "",
-        "why_not": unsound_reason,
+        "unsound": any(package_problems),
+        "why_not": next(filter(None, package_problems), ""),
         "ranks": rank_count,
         "nodes": node_count,
         "over_nccl": uses_nccl,
@@ -202,12 +281,6 @@ def _combination_facts(
         and not is_p2p_off
         and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
     }
-
-
-def _version_numbers(version: str | None) -> tuple[int, ...]:
-    """(2, 13, 0) of 2.13.0+cu130; empty where there is none."""
-    match = re.match(r"\d+(?:\.\d+)*", version or "")
-    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,18 +332,15 @@ def check_disk(
                       "set output.dir to a folder that you can write, or give this user the folder")  # fmt: skip
     if space is None:
         return skip_finding("disk", f"the free space at {disk_folder} cannot be read")
-    checkpoint_text, free_text = (
-        f"checkpoint of {format_size(disk_usage.checkpoint_bytes)}",
-        f"{format_size(space.free)} are free at {disk_folder}",
-    )
+    size, free_text = format_size(disk_usage.checkpoint_bytes), f"{format_size(space.free)} are free at {disk_folder}"
     if disk_usage.max_checkpoints is None:
         verdict = fail_finding if space.free < disk_usage.total_bytes else warn_finding
-        return verdict("disk", f"every {checkpoint_text} is kept, and {free_text}", "set train.save_total_limit=2")
-    checkpoint_size = format_size(disk_usage.checkpoint_bytes)
-    several_text = (
-        f"{disk_usage.max_checkpoints} checkpoints of {checkpoint_size} at once (the oldest is deleted after a new one)"
-    )
-    written_text = f"a {checkpoint_text}" if disk_usage.max_checkpoints == 1 else several_text
+        return verdict("disk", f"every checkpoint of {size} is kept, and {free_text}", "set train.save_total_limit=2")
+    written_text = f"a checkpoint of {size}"
+    if disk_usage.max_checkpoints > 1:
+        written_text = (
+            f"{disk_usage.max_checkpoints} checkpoints of {size} at once (the oldest is deleted after a new one)"
+        )
     sizes = f"{format_size(disk_usage.weights_bytes)} at the end: {format_size(disk_usage.total_bytes)}"
     needed = f"{written_text} and {sizes}; {free_text}"
     if space.free < disk_usage.total_bytes:

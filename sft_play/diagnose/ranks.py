@@ -7,37 +7,34 @@ import re
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose.machine_checks import error_remedies
-from sft_play.diagnose.this_machine import SystemFacts
-from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
+from sft_play.diagnose.machine_checks import SystemFacts, error_remedies
+from sft_play.findings import Finding, fail_finding, pass_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.torchrun import TORCHRUN_MODULE, LaunchCommand, torchrun_command
 from sft_play.log import one_line, redact
-from sft_play.machine.gpu_catalog import find_catalog_entries
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.process.environment import LAUNCHER_VARIABLES
 from sft_play.process.failures import format_ranks, kill_process_tree
 from sft_play.process.signals import raise_interrupt, start_child, supervise
+from sft_play.text import MIB
 
-ALL_REDUCE_NAME, BANDWIDTH_NAME = "all-reduce", "bandwidth"
+ALL_REDUCE_NAME = "all-reduce"
 CHECK_MODULE = "sft_play.diagnose.collective_check"
 # The ranks' own limit is this much shorter, so that they can report what they were waiting for.
 REPORT_MARGIN_S = 5.0
-# Fraction of an NVLink's rate below which something is wrong; nccl-tests reach 0.75 to 0.95 of it.
-MIN_NVLINK_SHARE = 0.30
-# The same for PCIe, where data may pass through the host's memory or between sockets.
-MIN_PCIE_SHARE = 0.15
+# Fraction of the rate of the link between the GPUs below which something is wrong: nccl-tests reach 0.75 to 0.95 of
+# NVLink; over PCIe data may pass through the host's memory or between sockets.
+MIN_LINK_SHARE = 0.15
 _SLOW_LINK_REMEDY = (
     "NCCL_DEBUG=INFO shows which path NCCL took (NET/Socket: it found no InfiniBand); nvidia-smi topo -m and nvlink -s "
     "show links and which are down; PCIe: switch ACS off and boot with iommu=pt; unset NCCL_P2P_DISABLE"
 )
-BANDWIDTH_SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
 _TAIL_LINES = 3
 
 
@@ -78,26 +75,19 @@ def run_all_reduce(
 ) -> AllReduceOutcome:
     """Start this node's ranks, wait at most `limit_s`, and read their reports; no rank survives."""
     local_ranks = len(machine.gpus) or machine.cpu_ranks
-    first_rank = options.nodes.rank * local_ranks
-    outcome = AllReduceOutcome(
-        tuple(range(first_rank, first_rank + local_ranks)), local_ranks * options.nodes.count, limit_s=limit_s
-    )
+    expected_ranks = tuple(range(options.nodes.rank * local_ranks, (options.nodes.rank + 1) * local_ranks))
     with tempfile.TemporaryDirectory(prefix="sft-play-doctor-") as folder_name:
-        reports_folder = Path(folder_name)
+        folder = Path(folder_name)
         launch = all_reduce_launch(
-            machine, options, reports_folder=reports_folder, timeout_s=max(1.0, limit_s - REPORT_MARGIN_S)
+            machine, options, reports_folder=folder, timeout_s=max(1.0, limit_s - REPORT_MARGIN_S)
         )
-        launcher_index = launch.argv.index(TORCHRUN_MODULE)
+        argv = list(launch.argv)
+        argv.insert(argv.index(TORCHRUN_MODULE), "sft_play.process.signals")  # so that it ends with the doctor
         # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
         launch_environment = {name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES}
-        with (reports_folder / "output").open("wb") as output_file:
-            # so that it ends with the doctor
+        with (folder / "output").open("wb") as output_file:
             process = start_child(
-                [
-                    *launch.argv[:launcher_index],
-                    "sft_play.process.signals",
-                    *launch.argv[launcher_index:],
-                ],
+                argv,
                 environment={**launch_environment, **launch.environment},
                 death_signal=signal.SIGKILL,
                 stdin=subprocess.DEVNULL,
@@ -107,62 +97,67 @@ def run_all_reduce(
             # Ctrl-C ends the doctor at once, and the ranks with it: they have nothing to save
             with supervise([process], on_stop=raise_interrupt, kill=lambda launcher: kill_process_tree(launcher.pid)):
                 try:
-                    code = process.wait(timeout=limit_s)
+                    exit_code = process.wait(timeout=limit_s)
                 except subprocess.TimeoutExpired:
-                    code, outcome = -1, replace(outcome, timed_out=True)
+                    exit_code = None
         # The last lines with words: the launcher frames its report with lines of dashes.
-        lines = (reports_folder / "output").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (folder / "output").read_text(encoding="utf-8", errors="replace").splitlines()
         last_lines = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-_TAIL_LINES:]
-        return replace(
-            outcome,
-            reports_by_rank={
-                rank: report
-                for rank in outcome.expected_ranks
-                if (report := _read_rank_report(reports_folder / f"rank-{rank}.json"))
-            },
-            result=_read_rank_report(reports_folder / "result.json"),
-            exit_code=code,
+        reports = {rank: _read_rank_report(folder / f"rank-{rank}.json") for rank in expected_ranks}
+        return AllReduceOutcome(
+            expected_ranks,
+            local_ranks * options.nodes.count,
+            reports_by_rank={rank: report for rank, report in reports.items() if report},
+            result=_read_rank_report(folder / "result.json"),
+            timed_out=exit_code is None,
+            exit_code=exit_code or 0,
             output_tail=" | ".join(redact(one_line(line, limit=160)) for line in last_lines),
+            limit_s=limit_s,
         )
 
 
 def _read_rank_report(path: Path) -> dict[str, Any] | None:
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))  # written whole, or absent
+    except OSError:
         return None
-    return report if isinstance(report, dict) else None
+    return report
 
 
-def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> list[Finding]:
-    """The findings of the all-reduce: the sum, the ranks that did not arrive, the bandwidth."""
-    errors = {rank: str(report["error"]) for rank, report in outcome.reports_by_rank.items() if "error" in report}
-    wrong_counts = {
-        rank: int(report["wrong"]) for rank, report in outcome.reports_by_rank.items() if report.get("wrong")
-    }
-    finished_ranks = [
-        rank for rank in outcome.expected_ranks if outcome.reports_by_rank.get(rank, {}).get("stage") == "done"
-    ]
+def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> Finding:
+    """The finding of the all-reduce: the sum, the ranks that did not arrive, and how fast it was."""
+    reports, has_gpus = outcome.reports_by_rank, bool(system_facts.hardware.gpus)
+    wrong_counts = {rank: report["wrong"] for rank, report in reports.items() if report.get("wrong")}
     if wrong_counts:
         counts = ", ".join(f"rank {rank} has {count} wrong elements" for rank, count in wrong_counts.items())
         remedy = "test the machine's memory: gloo on the CPU returned wrong numbers"
-        if system_facts.hardware.gpus:
+        if has_gpus:
             remedy = "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is broken here"
-        return [fail_finding(ALL_REDUCE_NAME, f"the sum is wrong: {counts}", remedy)]
-    if len(finished_ranks) < len(outcome.expected_ranks) or (outcome.result is None and nodes.rank == 0):
-        return [_failure_finding(outcome, system_facts, errors)]
-    reports = list(outcome.result["ranks"]) if outcome.result else list(outcome.reports_by_rank.values())
-    return [_sum_finding(outcome, reports, system_facts), *_bandwidth_findings(outcome, system_facts, nodes)]
-
-
-def _sum_finding(outcome: AllReduceOutcome, reports: Sequence[Mapping[str, Any]], system_facts: SystemFacts) -> Finding:
+        return fail_finding(ALL_REDUCE_NAME, f"the sum is wrong: {counts}", remedy)
+    is_done = all(reports.get(rank, {}).get("stage") == "done" for rank in outcome.expected_ranks)
+    if not is_done or (outcome.result is None and nodes.rank == 0):
+        return _failure_finding(outcome, system_facts)
+    done_reports = outcome.result["ranks"] if outcome.result else list(reports.values())
     ranks_by_host: dict[str, list[int]] = {}
-    for report in reports:
+    for report in done_reports:
         ranks_by_host.setdefault(one_line(str(report.get("host"))), []).append(int(report["rank"]))
-    placement = "; ".join(f"{format_ranks(sorted(members))} on {host}" for host, members in ranks_by_host.items())
-    part_text = "" if outcome.result else f" (this node's part of {outcome.world_size}; node 0 reports on all)"
-    backend = "NCCL" if system_facts.hardware.gpus else "gloo"
-    return pass_finding(ALL_REDUCE_NAME, f"right over {backend} on {len(reports)} ranks{part_text}: {placement}")
+    text = f"right over {'NCCL' if has_gpus else 'gloo'} on {len(done_reports)} ranks"
+    if outcome.result is None:
+        text += f" (this node's part of {outcome.world_size}; node 0 reports on all)"
+    text += ": " + "; ".join(f"{format_ranks(sorted(ranks))} on {host}" for host, ranks in ranks_by_host.items())
+    if outcome.result is not None and outcome.world_size > 1:
+        rates = {
+            int(item["bytes"]): bus_bandwidth(int(item["bytes"]), float(item["seconds"]), outcome.world_size)
+            for item in outcome.result["speeds"]
+        }
+        sizes = ", ".join(f"{size // MIB} MiB: {rate / 1e9:.2f}" for size, rate in rates.items())
+        best, link = max(rates.values()), system_facts.hardware.link_bytes_per_s
+        text += f"; {best / 1e9:.2f} GB/s a rank ({sizes})"
+        if link is not None and nodes.count == 1:
+            text += f", {best / link:.0%} of the {link / 1e9:.0f} GB/s of the link between the GPUs"
+            if best < MIN_LINK_SHARE * link:
+                return warn_finding(ALL_REDUCE_NAME, text, _SLOW_LINK_REMEDY)
+    return pass_finding(ALL_REDUCE_NAME, text)
 
 
 # by the last report that a rank of `diagnose.collective_check` wrote
@@ -183,31 +178,24 @@ _SECONDARY_ERRORS = re.compile(
 )
 
 
-def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts, errors: Mapping[int, str]) -> Finding:
-    first_errors = {rank: error for rank, error in errors.items() if not _SECONDARY_ERRORS.search(error)}
-    if first_errors:
-        error = next(iter(first_errors.values()))
-        failed_ranks = [rank for rank, message in first_errors.items() if message == error]
-        return fail_finding(
-            ALL_REDUCE_NAME,
-            f"{format_ranks(failed_ranks)}: {redact(one_line(error, limit=300))}",
-            *error_remedies(error),
-        )
+def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts) -> Finding:
+    errors = {rank: str(report["error"]) for rank, report in outcome.reports_by_rank.items() if "error" in report}
+    first_error = next((error for error in errors.values() if not _SECONDARY_ERRORS.search(error)), None)
+    if first_error is not None:
+        failed_ranks = format_ranks([rank for rank, error in errors.items() if error == first_error])
+        text = f"{failed_ranks}: {redact(one_line(first_error, limit=300))}"
+        return fail_finding(ALL_REDUCE_NAME, text, *error_remedies(first_error))
     ranks_by_stage: dict[str, list[int]] = {}
     for rank in outcome.expected_ranks:
         ranks_by_stage.setdefault(str(outcome.reports_by_rank.get(rank, {}).get("stage", "absent")), []).append(rank)
-    stages_text = "; ".join(
-        f"{format_ranks(ranks)} {_CHECK_STAGE_TEXTS.get(stage, stage)}" for stage, ranks in ranks_by_stage.items()
-    )
+    text = "; ".join(f"{format_ranks(ranks)} {_CHECK_STAGE_TEXTS[stage]}" for stage, ranks in ranks_by_stage.items())
     if not outcome.timed_out and not errors:
-        failure = f"{stages_text}, exit code {outcome.exit_code}: {outcome.output_tail or 'no output'}"
-        return fail_finding(ALL_REDUCE_NAME, failure, *error_remedies(outcome.output_tail))
-    reason = f" ({one_line(next(iter(errors.values())), limit=200)})" if errors else ""
-    return fail_finding(
-        ALL_REDUCE_NAME,
-        f"not done after {outcome.limit_s:.0f} s: {stages_text}{reason}",
-        *_hang_remedy(system_facts, outcome),
-    )
+        text += f", exit code {outcome.exit_code}: {outcome.output_tail or 'no output'}"
+        return fail_finding(ALL_REDUCE_NAME, text, *error_remedies(outcome.output_tail))
+    if errors:
+        text += f" ({one_line(next(iter(errors.values())), limit=200)})"
+    text = f"not done after {outcome.limit_s:.0f} s: {text}"
+    return fail_finding(ALL_REDUCE_NAME, text, *_hang_remedy(system_facts, outcome))
 
 
 def _hang_remedy(system_facts: SystemFacts, outcome: AllReduceOutcome) -> tuple[str, ...]:
@@ -229,43 +217,3 @@ def _hang_remedy(system_facts: SystemFacts, outcome: AllReduceOutcome) -> tuple[
 def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
     """Bytes per second over each rank's link: size / time x 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
     return size_bytes / seconds * 2 * (ranks - 1) / ranks
-
-
-def _bandwidth_findings(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> list[Finding]:
-    if outcome.result is None:
-        return [skip_finding(BANDWIDTH_NAME, "node 0 reports it")]
-    if outcome.world_size == 1:
-        return [skip_finding(BANDWIDTH_NAME, "one rank has no other to reduce with")]
-    timings = [(int(item["bytes"]), float(item["seconds"])) for item in outcome.result["speeds"]]
-    bandwidths = [(size, bus_bandwidth(size, seconds, outcome.world_size)) for size, seconds in timings]
-    best_bandwidth = max(speed for _, speed in bandwidths)
-    message = (
-        f"{best_bandwidth / 1e9:.2f} GB/s a rank ("
-        + ", ".join(f"{size_bytes // 2**20} MiB: {bytes_per_s / 1e9:.2f}" for size_bytes, bytes_per_s in bandwidths)
-        + ")"
-    )
-    if not system_facts.hardware.gpus:
-        return [skip_finding(BANDWIDTH_NAME, f"{message}; CPU ranks have no expected rate")]
-    expected_rate, min_share, link = (
-        expected_link_rate(system_facts) if nodes.count == 1 else (None, 0.0, "the network")
-    )
-    if expected_rate is None:
-        return [skip_finding(BANDWIDTH_NAME, f"{message}; the expected rate of {link} is not known")]
-    message += f", {best_bandwidth / expected_rate:.0%} of the {expected_rate / 1e9:.0f} GB/s of {link}"
-    if best_bandwidth >= min_share * expected_rate:
-        return [pass_finding(BANDWIDTH_NAME, message)]
-    return [
-        warn_finding(
-            BANDWIDTH_NAME, f"{message}; at least {min_share:.0%} is expected", _SLOW_LINK_REMEDY, BANDWIDTH_SOURCE
-        )
-    ]
-
-
-def expected_link_rate(system_facts: SystemFacts) -> tuple[float | None, float, str]:
-    """The rate of a GPU's link, one way, in bytes per second; the fraction of it that is enough; and its name."""
-    link_rate = system_facts.hardware.link_bytes_per_s
-    entries = find_catalog_entries(system_facts.hardware.gpus[0].name)
-    is_pcie = link_rate is not None and bool(entries) and link_rate <= entries[0].pcie
-    return (
-        (link_rate, MIN_PCIE_SHARE, "PCIe") if is_pcie else (link_rate, MIN_NVLINK_SHARE, "the link between the GPUs")
-    )

@@ -21,6 +21,5 @@ that they run), `heartbeat`. A folder for each part:
   `full_state_dict`, `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.
 - `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`, `recorded` (for
   later plans), `summary`.
-- `unsloth/`, in processes of its own: `bridge` on this side; `unsloth_worker` and `unsloth_run` on
-  that side.
+- `unsloth/`, in processes of its own: `unsloth_run` on both sides; `unsloth_worker` is their program.
 """

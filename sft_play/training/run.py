@@ -31,7 +31,7 @@ from sft_play.training.model import attention_functions
 from sft_play.training.prepare.device_checks import explain_out_of_memory
 from sft_play.training.prepare.prepare import Prepared, data_facts, prepare_stages, require_agreement
 from sft_play.training.prepare.run_folder import log_start, open_run_folder
-from sft_play.training.unsloth import bridge
+from sft_play.training.unsloth.unsloth_run import train_with_unsloth
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def run_training(job: RunJob) -> dict[str, Any]:
     first_stage, facts = prepared_stages[0], data_facts(job.stage_jobs, prepared_stages)
     if first_stage.backend.name == "unsloth":
         with open_run_folder(job, prepared_stages, facts):
-            return bridge.train_with_unsloth(job, first_stage, build_eval_set(job, first_stage), start_time=start_time)
+            return train_with_unsloth(job, first_stage, build_eval_set(job, first_stage), start_time=start_time)
     with (
         distributed.process_group(job.plan, timeout_s=job.timeout_s, uses_deepspeed=job.deepspeed is not None),
         Heartbeat(job.timeout_s) as heartbeat,

@@ -211,6 +211,12 @@ class DataSplits:
     # Where several sources are mixed: the column `source` is their number, -1 in rows of none of them.
     sources: MixedSources | None = None
 
+    @property
+    def named(self) -> dict[str, DataSplit]:
+        """The splits that there are, by their names."""
+        splits = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: split for name, split in splits.items() if split is not None}
+
 
 def build_splits(
     config: RunConfig,

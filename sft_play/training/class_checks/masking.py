@@ -58,17 +58,10 @@ def require_packable(
     the measured difference; flash attention is measured as sdpa or eager. Raises ConfigError: it does not, or it cannot
     be measured."""
     model_type = model_type_name(hf_config)
-
-    def measure_up_to(tokens: int | None) -> tuple[tuple[float, float] | None, str]:
-        return measure_small_model(
-            hf_config,
-            measure_packing_leak,
-            attention=attention,
-            max_row_tokens=tokens,
-            trust_remote_code=trust_remote_code,
-        )
-
-    measurement, problem = measure_up_to(max_row_tokens)
+    measurement, problem = measure_small_model(
+        hf_config, measure_packing_leak, attention=attention, max_row_tokens=max_row_tokens,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     leak, influence = measurement or (0.0, 0.0)
     if measurement is not None and not influence >= MIN_INFLUENCE:
         problem = f"a token hardly depends on those before it there, by {influence:.1g} of the spread"
@@ -83,13 +76,9 @@ def require_packable(
             f"Packing: {model_type} keeps the chats of a row apart ({leak_words}, alone, packed, or after another chat)"
         )
     threshold = length_threshold(hf_config)
-    shorter_measurement, _ = (
-        measure_up_to(threshold) if threshold and (max_row_tokens is None or threshold < max_row_tokens) else (None, "")
-    )
-    is_apart_when_shorter = shorter_measurement is not None and shorter_measurement[0] < APART_TOLERANCE
-    length_hint = f"model.max_seq_len={threshold}, up to which it does, or " if is_apart_when_shorter else ""
-    raise ConfigError(f"data.packing=best_fit: {model_type} does not keep the chats of a row apart: {leak_words}; "
-                      f"use {length_hint}{_WITHOUT_PACKING}")  # fmt: skip
+    length_hint = f" (it computes otherwise on rows of more than {threshold} tokens)" if threshold else ""
+    raise ConfigError(f"data.packing=best_fit: {model_type} does not keep the chats of a row apart: {leak_words}"
+                      f"{length_hint}; use {_WITHOUT_PACKING}")  # fmt: skip
 
 
 def measure_packing_leak(config: Any, *, attention: str, trust_remote_code: bool = False) -> tuple[float, float]:

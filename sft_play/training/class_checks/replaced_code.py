@@ -1,11 +1,15 @@
-"""Code in place of the model's own, used where it is measured to compute the same: PyTorch's varlen
-kernel, Liger's kernels, compiled blocks.
+"""Code in place of the model's own, used where it is measured to compute the same: PyTorch's varlen kernel, Liger's
+kernels, compiled blocks.
+
+Logits and gradients of a small model have to agree in fp32; in 16 bits the other code must not be further from fp32
+than the plain one is. PyTorch's varlen kernel is compared with a call for each chat, on the run's own GPU.
+
+Shape letters: T tokens of all chats, H heads, G heads of keys, D width of a head.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +18,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -33,15 +38,6 @@ from sft_play.training.model import attention_functions
 from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers
 
 logger = logging.getLogger(__name__)
-
-
-# Whether other code computes what the plain code does, by measurement before a run relies on it.
-#
-# Logits and gradients of a small model have to agree in fp32; in 16 bits the other code must not be
-# further from fp32 than the plain one is. PyTorch's varlen kernel is compared with a call for each
-# chat, on the run's own GPU.
-#
-# Shape letters: T tokens of all chats, H heads, G heads of keys, D width of a head.
 
 # Difference in fp32, over the size of what is compared, that counts as rounding: 6e-6 at most for llama, mistral,
 # phi3, qwen2, qwen3 and gpt_oss, 1.1e-4 for qwen3_5, whose recurrence amplifies it (liger-kernel 0.8.5 in Triton's
@@ -80,8 +76,9 @@ class ClassCheck:
     def figures_text(self) -> str:
         """The measured differences in words."""
         text = f"{self.fp32_difference:.0e} in fp32"
-        half_text = f"{text}, {self.half_precision_ratio:.2f} of the plain ones' own error in 16 bits"
-        return half_text if self.half_precision_ratio else text
+        if self.half_precision_ratio:
+            text += f", {self.half_precision_ratio:.2f} of the plain ones' own error in 16 bits"
+        return text
 
 
 def all_ranks_agree(check: Callable[[], tuple[CheckResult, str | None]]) -> tuple[CheckResult | None, str | None]:
@@ -97,32 +94,38 @@ def all_ranks_agree(check: Callable[[], tuple[CheckResult, str | None]]) -> tupl
     return result, None
 
 
-def compare_with_reference(
-    reference: TensorList, reference_half: TensorList, replaced: TensorList, replaced_half: TensorList
+def check_replaced_code(
+    small_configs: Iterable[Any],
+    replace: Callable[[Sequence[Any]], AbstractContextManager[Any]],
+    *,
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    packed: bool = False,
 ) -> ClassCheck:
-    """Build the check from logits and gradients of plain and other code, each in fp32 and in the run's dtype."""
-    reference_error, replaced_error = (
-        relative_difference(reference_half, reference),
-        relative_difference(replaced_half, reference),
-    )
-    return ClassCheck(
-        relative_difference(replaced, reference), replaced_error / reference_error if reference_error else 0.0
-    )
+    """How far other code is from the plain code on a small model of each config, the worst of them. `replace` puts it
+    into models for as long as its context is open; `packed`: in 16 bits rows lie one behind the other, told apart by
+    boundaries, for which attention has no kernel in fp32: there they are padded ones."""
+    differences, ratios = [], [0.0]
+    for config in small_configs:
+        with torch.random.fork_rng(devices=[]):
+            model = small_model(config, "sdpa" if packed else attention, trust_remote_code=False).to(device)
+            variants = [(model, False)]
+            if dtype != torch.float32:
+                half_model = small_model(config, attention, trust_remote_code=False).to(device, dtype)
+                variants.append((half_model, packed))
+            reference, *reference_half = (_logits_and_gradients(*variant) for variant in variants)
+            with replace([model for model, _ in variants]):
+                replaced, *replaced_half = (_logits_and_gradients(*variant) for variant in variants)
+        differences.append(relative_difference(replaced, reference))
+        for plain, other in zip(reference_half, replaced_half, strict=True):
+            error = relative_difference(plain, reference)
+            ratios.append(relative_difference(other, reference) / error if error else 0.0)
+    return ClassCheck(_max_or_nan(differences), _max_or_nan(ratios))
 
 
-def largest_differences(checks: Iterable[ClassCheck]) -> ClassCheck:
-    """The larger of each figure."""
-    return ClassCheck(
-        *(
-            _max_or_nan(figures)
-            for figures in zip(*((check.fp32_difference, check.half_precision_ratio) for check in checks), strict=True)
-        )
-    )
-
-
-def logits_and_gradients(model: Any, *, packed: bool = False) -> TensorList:
-    """Logits and all gradients in fp32, as a model computes them in its dtype of two short rows, or `packed`: of both
-    one behind the other, told apart by their boundaries."""
+def _logits_and_gradients(model: Any, packed: bool) -> TensorList:
+    """Logits and all gradients in fp32, as a model computes them in its dtype of two short rows, or `packed`."""
     generator = torch.Generator().manual_seed(1)
     device = next(model.parameters()).device
     ids = torch.randint(3, model.config.vocab_size, (_ROWS, _LENGTH), generator=generator).to(device)
@@ -137,13 +140,7 @@ def logits_and_gradients(model: Any, *, packed: bool = False) -> TensorList:
     logits = model(**inputs, use_cache=False).logits.float().reshape(_ROWS, _LENGTH, -1)
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     gradients = [parameter.grad.float().clone() for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
     return [logits.detach(), *gradients]
-
-
-def to_dtype(model: Any, dtype: torch.dtype) -> Any:
-    """The model in a dtype: a copy, or itself in fp32."""
-    return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
 
 
 def relative_difference(tensors: TensorList, references: TensorList) -> float:
@@ -154,15 +151,15 @@ def relative_difference(tensors: TensorList, references: TensorList) -> float:
     )
 
 
-def small_model_attention(model: Any) -> str:
-    """The attention of small models: the model's, but on whole rows where ranks share them."""
-    name = str(model.config._attn_implementation)
-    return "sdpa" if name == attention_functions.ULYSSES_ATTENTION else name
-
-
 def _max_or_nan(figures: Iterable[float]) -> float:
     values = list(figures)
     return math.nan if any(map(math.isnan, values)) else max(values)  # max() would pass over a nan
+
+
+def _small_model_attention(model: Any) -> str:
+    """The attention of small models: the model's, but on whole rows where ranks share them."""
+    name = str(model.config._attn_implementation)
+    return "sdpa" if name == attention_functions.ULYSSES_ATTENTION else name
 
 
 # --- PyTorch's varlen kernel ------------------------------------------------------------------------------------------
@@ -207,29 +204,20 @@ def kernel_error(
 ) -> float:
     """How far a kernel's outputs and gradients are from those of a call for each chat in fp32 on the CPU
     (`relative_difference`)."""
-    generator = torch.Generator().manual_seed(1)
-    queries, keys, width = heads
+    generator, (queries, keys, width) = torch.Generator().manual_seed(1), heads
     shapes = [(sum(KERNEL_CHAT_LENGTHS), count, width) for count in (queries, keys, keys, queries)]
-    *reference_inputs, weight = (torch.randn(shape, generator=generator).to(dtype).float() for shape in shapes)
-    inputs = [tensor.to(device, dtype).requires_grad_() for tensor in reference_inputs]
-    reference_inputs = [tensor.requires_grad_() for tensor in reference_inputs]
-    scale = width**-0.5
+    *values, weight = (torch.randn(shape, generator=generator).to(dtype).float() for shape in shapes)
+    inputs = [tensor.to(device, dtype).requires_grad_() for tensor in values]
+    reference_inputs = [tensor.requires_grad_() for tensor in values]
+    options: dict[str, Any] = {"scale": width**-0.5, "window": window}
     boundaries = torch.tensor([0, *itertools.accumulate(KERNEL_CHAT_LENGTHS)], dtype=torch.int32, device=device)
-    output = kernel(*inputs, boundaries, max(KERNEL_CHAT_LENGTHS), scale=scale, window=window)
+    output = kernel(*inputs, boundaries, max(KERNEL_CHAT_LENGTHS), **options)
     query, key, value = reference_inputs
-    reference_output = attention_functions.attention_per_chat(
-        query, key, value, KERNEL_CHAT_LENGTHS, scale=scale, window=window
-    )
-    gradients = (
-        torch.autograd.grad(output, inputs, weight.to(device, dtype)),
-        torch.autograd.grad(reference_output, reference_inputs, weight),
-    )
-    tensors, references = (
-        [tensor, *output_gradients]
-        for tensor, output_gradients in zip((output, reference_output), gradients, strict=True)
-    )
+    reference = attention_functions.attention_per_chat(query, key, value, KERNEL_CHAT_LENGTHS, **options)
+    gradients = torch.autograd.grad(output, inputs, weight.to(device, dtype))
+    reference_gradients = torch.autograd.grad(reference, reference_inputs, weight)
     return relative_difference(
-        [tensor.detach().cpu().float() for tensor in tensors], [tensor.detach() for tensor in references]
+        [tensor.detach().cpu().float() for tensor in (output, *gradients)], [reference.detach(), *reference_gradients]
     )
 
 
@@ -264,9 +252,8 @@ GATE_KERNELS = ("swiglu", "geglu")
 # model with experts, which the package would replace too, by code that computes gradients of frozen weights and
 # multiplies in the dtype of the hidden states, not in autocast's (0.8.5, ops/fused_moe.py).
 REPLACEABLE_KERNELS = ("rms_norm", *GATE_KERNELS, "rope")
-ModuleSnapshot = tuple[Any, dict[str, Any]]
-# What the module of this process's model was before Liger's functions were put into it.
-_replaced_modules: list[ModuleSnapshot] = []
+# Closed, it puts back what Liger's functions replaced for this process's model: another stage begins without them.
+_kernels_of_run = contextlib.ExitStack()
 
 
 @dataclass(frozen=True)
@@ -293,56 +280,40 @@ def check_kernels(config: RunConfig, plan: Plan) -> None:
 def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> ActiveKernels:
     """Replace what Liger has kernels for, if the config wants it and they are proven, in a model without adapters yet;
     all ranks do the same. Raises ConfigError where they were asked for by name, and differ."""
-    if _replaced_modules:  # another stage of this process
-        _restore_module(_replaced_modules.pop())
+    _kernels_of_run.close()
     if config.train.kernels == "none":
         return ActiveKernels()
-    dtype = getattr(torch, plan.precision.compute)
 
     def check() -> tuple[ClassCheck | None, str | None]:
         problem = _liger_problem(plan) or _unknown_class_problem(model)
         if problem is not None:
             return None, problem
-        class_check = check_liger_kernels(
-            model.config, attention=small_model_attention(model), device=device, dtype=dtype
-        )
-        problem = f"they differ on a small model of this class: {class_check.figures_text}"
-        return class_check, None if class_check.is_rounding else problem
+        dtype = getattr(torch, plan.precision.compute)
+        result = check_liger_kernels(model.config, attention=_small_model_attention(model), device=device, dtype=dtype)
+        problem = f"they differ on a small model of this class: {result.figures_text}"
+        return result, None if result.is_rounding else problem
 
     class_check, reason = all_ranks_agree(check)
-    if reason is not None:
+    if class_check is None:
         if config.train.kernels == "liger":
             raise ConfigError(f"train.kernels: liger: {reason}; use train.kernels=auto, or none")
         logger.debug("Kernels: the plain ones; train.kernels=auto: %s", reason)
         return ActiveKernels(reason=reason)
-    _replaced_modules.append(_snapshot_module(model))
-    replaced = _apply_liger(model)
-    assert class_check is not None
-    logger.debug(
-        "Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), class_check.figures_text
-    )
+    replaced = _kernels_of_run.enter_context(_liger_kernels([model]))
+    names, figures = ", ".join(replaced), class_check.figures_text
+    logger.debug("Kernels: Liger's %s (on small models of this class: %s)", names, figures)
     return ActiveKernels(replaced)
 
 
 def check_liger_kernels(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> ClassCheck:
     """How far Liger's kernels are from the plain code, on two small models, one with hidden states and one with an MLP
     as wide as the real one's: wide rows take other ways through them."""
-    checks = []
+    small_configs = []
     for width in ("hidden_size", "intermediate_size"):
-        small = small_config(hf_config)
+        small_configs.append(small_config(hf_config))
         if isinstance(getattr(hf_config, width, None), int):
-            setattr(small, width, getattr(hf_config, width))
-        with torch.random.fork_rng(devices=[]):
-            model = small_model(small, attention, trust_remote_code=False).to(device)
-            reference, reference_half = logits_and_gradients(model), logits_and_gradients(to_dtype(model, dtype))
-            snapshot = _snapshot_module(model)
-            try:
-                _apply_liger(model)
-                replaced, replaced_half = logits_and_gradients(model), logits_and_gradients(to_dtype(model, dtype))
-            finally:
-                _restore_module(snapshot)
-        checks.append(compare_with_reference(reference, reference_half, replaced, replaced_half))
-    return largest_differences(checks)
+            setattr(small_configs[-1], width, getattr(hf_config, width))
+    return check_replaced_code(small_configs, _liger_kernels, attention=attention, device=device, dtype=dtype)
 
 
 def _liger_problem(plan: Plan) -> str | None:
@@ -366,6 +337,21 @@ def _liger_functions() -> dict[str, Any]:
     return dict(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
+@contextlib.contextmanager
+def _liger_kernels(models: Sequence[Any]) -> Iterator[tuple[str, ...]]:
+    """Put Liger's kernels into models of one class, and yield their names. At the end the module that the class is from
+    has its own names again: Liger replaces classes and functions there too."""
+    module = sys.modules[type(models[0]).__module__]
+    plain_names = dict(vars(module))
+    try:
+        replaced = [_apply_liger(model) for model in models]
+        del models  # open as long as a run lasts, it must not keep the model of a stage that has ended
+        yield replaced[0]
+    finally:
+        for name, value in plain_names.items():
+            setattr(module, name, value)
+
+
 def _apply_liger(model: Any) -> tuple[str, ...]:
     apply_liger = _liger_functions()[model.config.model_type]
     options = inspect.signature(apply_liger).parameters
@@ -376,21 +362,8 @@ def _apply_liger(model: Any) -> tuple[str, ...]:
     return tuple(kind for kind in kinds if kind in options and options[kind].default)
 
 
-def _snapshot_module(model: Any) -> ModuleSnapshot:
-    """The module that a model's class is from, with its names: Liger replaces classes and functions there too."""
-    module = sys.modules[type(model).__module__]
-    return module, dict(vars(module))
-
-
-def _restore_module(snapshot: ModuleSnapshot) -> None:
-    module, names = snapshot
-    for name, value in names.items():
-        setattr(module, name, value)
-
-
 # --------------------------------------------------------------------------------------------------
-# Blocks of a model compiled by torch.compile, where it computes what the plain code computes
-# (`compare_with_reference`).
+# Blocks of a model compiled by torch.compile, where it computes what the plain code computes.
 #
 # Each block is compiled in place, with lengths and numbers of rows as symbols. Evaluation and
 # generation run the plain code. The time of compiling does not count for the training's speed; the
@@ -465,58 +438,38 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
 
     def check() -> tuple[ClassCheck, str | None]:
         dtype = getattr(torch, plan.precision.compute)
-        class_check = check_compiled_blocks(
-            base.config, attention=small_model_attention(base), device=device, dtype=dtype
-        )
-        problem = f"a small model of this class computes something else compiled: {class_check.figures_text}"
-        return class_check, None if class_check.is_rounding else problem
+        result = check_compiled_blocks(base.config, attention=_small_model_attention(base), device=device, dtype=dtype)
+        problem = f"a small model of this class computes something else compiled: {result.figures_text}"
+        return result, None if result.is_rounding else problem
 
     class_check, reason = all_ranks_agree(check)
     if class_check is None:
         logger.warning("Compiled blocks: none, the plain code runs: %s", reason)
         return None
-    blocks = compile_in_place(model)
-    logger.debug(
-        "Compiled blocks: %d, at their first pass (on a small model of this class: %s)",
-        blocks,
-        class_check.figures_text,
-    )
+    blocks, figures = compile_in_place(model), class_check.figures_text
+    logger.debug("Compiled blocks: %d, at their first pass (on a small model of this class: %s)", blocks, figures)
     return CompileMonitor()
 
 
 def check_compiled_blocks(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> ClassCheck:
-    """How far compiled blocks are from the plain code; nothing stays compiled. Attention between boundaries has a
-    kernel for 16 bits only: in fp32 the same rows are padded ones. Raises ValueError: no block compiles."""
-    uses_boundaries = attention == attention_functions.VARLEN_ATTENTION and dtype != torch.float32
-    with torch.random.fork_rng(devices=[]):
-        small = small_config(hf_config)
-        reference_model = small_model(small, "sdpa" if uses_boundaries else attention, trust_remote_code=False).to(
-            device
-        )
-        half_model = (
-            small_model(small, attention, trust_remote_code=False).to(device) if uses_boundaries else reference_model
-        )
-        half_model = to_dtype(half_model, dtype)
-        reference, reference_half = (
-            logits_and_gradients(reference_model),
-            logits_and_gradients(half_model, packed=uses_boundaries),
-        )
-        for model in (reference_model, half_model):
-            compile_in_place(model)
-        initial_counts = _dynamo_counts()
-        try:
-            class_check = compare_with_reference(
-                reference,
-                reference_half,
-                logits_and_gradients(reference_model),
-                logits_and_gradients(half_model, packed=uses_boundaries),
-            )
-            # dynamo runs as plain code what it cannot compile, without an error
-            if _dynamo_counts()[0] == initial_counts[0]:
-                raise ValueError("none of its blocks compiles")
-            return class_check
-        finally:
-            torch.compiler.reset()
+    """How far compiled blocks are from the plain code; nothing stays compiled. Raises ValueError: no block compiles."""
+    packed = attention == attention_functions.VARLEN_ATTENTION and dtype != torch.float32
+    return check_replaced_code(
+        [small_config(hf_config)], _compiled_blocks, attention=attention, device=device, dtype=dtype, packed=packed
+    )
+
+
+@contextlib.contextmanager
+def _compiled_blocks(models: Sequence[Any]) -> Iterator[None]:
+    initial_graphs = _dynamo_counts()[0]
+    for model in models:
+        compile_in_place(model)
+    try:
+        yield
+        if _dynamo_counts()[0] == initial_graphs:  # dynamo runs as plain code what it cannot compile, without an error
+            raise ValueError("none of its blocks compiles")
+    finally:
+        torch.compiler.reset()
 
 
 def compile_in_place(model: torch.nn.Module) -> int:

@@ -81,36 +81,26 @@ def measure_small_model(
         max_parameters,
         needs_all_layers,
         max_row_tokens,
-        tuple(sorted(options.items())),
+        *sorted(options.items()),
     )
-    if key not in _measurements:
-        _measurements[key] = _measure(hf_config, measure, max_parameters, options, needs_all_layers, max_row_tokens)
-    measurement: tuple[Measurement | None, str] = _measurements[key]
-    return measurement
-
-
-_measurements: dict[Hashable, Any] = {}
-
-
-def _measure(
-    hf_config: Any,
-    measure: Callable[..., Any],
-    max_parameters: int,
-    options: dict[str, Any],
-    needs_all_layers: bool,
-    max_row_tokens: int | None,
-) -> tuple[Any, str]:
-    problem = "no small model of its class computes"
+    if key in _measurements:
+        return _measurements[key]
+    measurement, problem = None, "no small model of its class computes"
     for has_all_layers, is_narrow in [(True, True)] * needs_all_layers + [(False, True), (False, False)]:
         try:
             config = _shorten(hf_config, has_all_layers=has_all_layers, max_row_tokens=max_row_tokens)
             if is_narrow:
                 _shrink_widths(config)
-            _require_small(config, options["trust_remote_code"], max_parameters)
-            return measure(config, **options), ""
+            _require_small(config, trust_remote_code, max_parameters)
+            measurement, problem = measure(config, **options), ""
+            break
         except Exception as error:  # each class checks its sizes in its own way, some only in the forward pass
             problem = f"{problem}; {type(error).__name__}: {one_line(str(error), limit=200)}"
-    return None, problem
+    _measurements[key] = measurement, problem
+    return measurement, problem
+
+
+_measurements: dict[Hashable, tuple[Any, str]] = {}
 
 
 def small_config(hf_config: Any) -> Any:
@@ -174,13 +164,13 @@ def run_model(
     output = model(**inputs, **extra_inputs, use_cache=False)
     if needs_gradients:
         output.loss.backward()
-    lengths = [len(row["input_ids"]) for row in rows]
-    is_joined = flat and "chat_lengths" in rows[0]
-    real_logits = (
-        output.logits[0] if is_joined else torch.cat([output.logits[n, :length] for n, length in enumerate(lengths)])
-    )
+    logits = output.logits[0]
+    if not (flat and "chat_lengths" in rows[0]):
+        logits = torch.cat(
+            [row_logits[: len(row["input_ids"])] for row_logits, row in zip(output.logits, rows, strict=True)]
+        )
     gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-    return ModelOutputs(real_logits.detach().float(), torch.cat(gradients).float() if gradients else torch.zeros(0))
+    return ModelOutputs(logits.detach().float(), torch.cat(gradients).float() if gradients else torch.zeros(0))
 
 
 def _require_small(config: Any, trust_remote_code: bool, max_parameters: int) -> None:
@@ -199,30 +189,17 @@ def _shorten(hf_config: Any, *, has_all_layers: bool = False, max_row_tokens: in
         del config.quantization_config
     # Inkling 2's head has the second many rows from transformers 5.24 on; a balance loss of no routers, which a
     # config.json may ask for, is an IndexError
-    _set_fields(
-        config,
-        {
-            "vocab_size": VOCABULARY_SIZE,
-            "unpadded_vocab_size": VOCABULARY_SIZE,
-            "output_router_logits": False,
-            **_SPECIAL_TOKENS,
-        },
-    )
+    vocabulary = dict.fromkeys(("vocab_size", "unpadded_vocab_size"), VOCABULARY_SIZE)
+    _set_fields(config, {**vocabulary, "output_router_logits": False, **_SPECIAL_TOKENS})
     layer_count = int(getattr(config, "num_hidden_layers", 0) or 0)
     if layer_count and not has_all_layers:
         _cut_layers(config, layer_count)
     for name in _WINDOW_FIELDS:
-        value = config_field(config, name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            setattr(config, name, min(value, _MAX_WINDOW))
-    _set_fields(
-        config,
-        {
-            name: size
-            for name, size in _LENGTH_THRESHOLDS.items()
-            if _is_exceeded(config_field(config, name), max_row_tokens)
-        },
-    )
+        if isinstance(window := config_field(config, name), int):
+            setattr(config, name, min(window, _MAX_WINDOW))
+    for name, size in _LENGTH_THRESHOLDS.items():
+        if _is_exceeded(config_field(config, name), max_row_tokens):
+            setattr(config, name, size)
     if rates := _compress_rates(config):
         config.compress_rates = {
             kind: min(rate, _MAX_WINDOW) if _is_exceeded(rate, max_row_tokens) else rate for kind, rate in rates.items()
@@ -253,14 +230,10 @@ def _cut_layers(config: Any, layer_count: int) -> None:
         if isinstance(value, list | tuple) and len(value) == layer_count
     }
     layer_kinds = [[str(item) for item in value] for value in lists.values()]
-    needed_layers = (
-        [_layers_until_kind(value, item) for value in layer_kinds for item in set(value)]
-        if layer_kinds
-        else [_MAX_LAYERS]
-    )
-    kept_layers = min(layer_count, max(2, min(_MAX_LAYERS, max(needed_layers))))
+    needed_layers = [_layers_until_kind(value, item) for value in layer_kinds for item in set(value)]
+    kept_layers = min(layer_count, max(2, min(_MAX_LAYERS, max(needed_layers, default=_MAX_LAYERS))))
     if config_field(config, "num_kv_shared_layers"):  # the last layers, behind one of each kind with keys of its own
-        shared = max(value.index(item) + 1 for value in layer_kinds for item in set(value)) if layer_kinds else 1
+        shared = max((value.index(item) + 1 for value in layer_kinds for item in set(value)), default=1)
         config.num_kv_shared_layers, kept_layers = shared, 2 * shared
     for name, value in lists.items():
         setattr(config, name, value[:kept_layers])
@@ -268,7 +241,7 @@ def _cut_layers(config: Any, layer_count: int) -> None:
         if name.endswith("layer_ids") and isinstance(value, list | tuple):  # numbers of layers
             setattr(config, name, [layer for layer in value if layer < kept_layers])
     overrides = _per_layer_sizes(config)
-    if overrides:
+    if overrides:  # which are checked against the number of layers
         config.per_layer_config = None
     config.num_hidden_layers = kept_layers
     if overrides:
@@ -303,15 +276,11 @@ def _shrink_widths(config: Any) -> None:
     key_heads = config_field(config, "num_key_value_heads") or config_field(config, "num_kv_heads")
     sizes = dict(_NARROW_SIZES)
     if isinstance(heads, int) and isinstance(key_heads, int):
-        sizes |= dict.fromkeys(
-            ("num_key_value_heads", "num_kv_heads"), 4 if key_heads == heads else 1 if key_heads == 1 else 2
-        )
+        narrow_heads = {1: 1, heads: 4}.get(key_heads, 2)
+        sizes |= {"num_key_value_heads": narrow_heads, "num_kv_heads": narrow_heads}
     rotary_size = config_field(config, "qk_rope_head_dim")
-    head_sizes = (
-        {name: value for name in _HEAD_SIZE_FIELDS if isinstance(value := config_field(config, name), int)}
-        if rotary_size
-        else {}
-    )
+    head_sizes = {name: config_field(config, name) for name in _HEAD_SIZE_FIELDS if rotary_size}
+    head_sizes = {name: value for name, value in head_sizes.items() if isinstance(value, int)}
     sizes |= {name: _scale_head_part(value, rotary_size) for name, value in head_sizes.items()}
     for name in _EXPERT_COUNT_FIELDS:
         value = config_field(config, name)
@@ -321,13 +290,14 @@ def _shrink_widths(config: Any) -> None:
     if isinstance(experts_per_token, int):
         sizes["num_experts_per_tok"] = min(experts_per_token, 4)
     _set_fields(config, {**sizes, **_state_space_sizes(config)})
+    for layer_sizes in overrides.values():
+        for name, value in layer_sizes.items():
+            if name in head_sizes:
+                layer_sizes[name] = _scale_head_part(value, rotary_size)
+            elif name in sizes and isinstance(value, int):
+                layer_sizes[name] = 2 * sizes[name]
     if overrides:
-        config.per_layer_config = {
-            layer: {name: _scale_head_part(value, rotary_size) if name in head_sizes
-                    else 2 * sizes[name] if name in sizes and isinstance(value, int) else value
-                    for name, value in layer_sizes.items()}
-            for layer, layer_sizes in overrides.items()
-        }  # fmt: skip
+        config.per_layer_config = overrides
     rotation = getattr(config, "rope_parameters", None)
     if isinstance(rotation, dict):
         by_kind = [parameters for parameters in rotation.values() if isinstance(parameters, dict)]  # of layers

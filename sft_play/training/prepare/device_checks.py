@@ -97,13 +97,6 @@ def _require_kernels(plan: Plan, config: RunConfig) -> None:
         )
 
 
-def warn_about_memory(plan: Plan, needed_bytes: int | None, reason: str) -> None:
-    """Warn that a run needs more than was planned (None: it does not), for a reason that was found since."""
-    if needed_bytes is not None:
-        logger.warning("%s this run needs %.2f GiB, where %.2f were planned and %.2f are there", reason,
-                       needed_bytes / GIB, plan.memory.required / GIB, plan.budget_bytes / GIB)  # fmt: skip
-
-
 # What torch, its libraries, bitsandbytes and NCCL say where memory lacks, without a type of its own for it.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|not enough memory|cannot allocate memory|ALLOC_FAILED|MemoryAllocation", re.I

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from sft_play.models.config_json import base_weights_identity, require_available
 from sft_play.planner.backend import Backend, check_trackers, choose_backend, fall_back, unsloth_model_problem
 from sft_play.planner.precision import Precision
 from sft_play.runs.folder import installed_versions
+from sft_play.text import GIB
 from sft_play.training import distributed
 from sft_play.training.class_checks.replaced_code import check_kernels
 from sft_play.training.job import RunJob
 from sft_play.training.model.adapters import BaseAdapter, read_base_adapter
-from sft_play.training.prepare.device_checks import check_device, check_gpu, warn_about_memory
+from sft_play.training.prepare.device_checks import check_device, check_gpu
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
 from sft_play.training.prepare.tokenizer import LoadedTokenizer, load_tokenizer
@@ -97,7 +98,6 @@ def prepare(job: RunJob) -> Prepared:
         require_available_model(config.model.name, revision=config.model.revision)
         # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
         tokenizer = load_tokenizer(config)
-        _log(tokenizer.notes)
         model_spec = _build_model_spec(job, tokenizer)
         problem = _unsloth_problem(model_spec, job.plan.precision) if backend.name == "unsloth" else None
         if problem is not None:
@@ -112,7 +112,8 @@ def prepare(job: RunJob) -> Prepared:
         if base_adapter is not None:
             model_spec = replace(model_spec, notes=(*model_spec.notes, base_adapter.note))
         splits = _build_splits(job, tokenizer, model_spec)
-        _log(model_spec.notes)
+        for note in (*tokenizer.notes, *splits.notes, *model_spec.notes):
+            logger.debug("%s", note)
         if peft_warning := peft_loading_warning(model_spec, trust_remote_code=config.model.trust_remote_code):
             logger.warning("Adapter: %s", peft_warning)
         renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
@@ -135,22 +136,25 @@ def _unsloth_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
 
 
 def _build_model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
-    config, plan = job.loaded.config, job.plan
-    step = plan.choice.step
+    """The model's spec, with warnings where it needs more memory than was planned, or another attention."""
+    config, plan, step = job.loaded.config, job.plan, job.plan.choice.step
     model_spec = build_model_spec(
         config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), new_rows=tokenizer.new_rows,
         layout=plan.choice.layout,
         repeats_kv=plan.repeats_kv, uses_masks=step.masks, uses_boundaries=step.varlen,
     )  # fmt: skip
-    keeps_mask = step.varlen and model_spec.attention.name == "sdpa"
-    if keeps_mask or (model_spec.uses_masks and not step.masks):
-        reason = "Attention: the plan left out masks that a small model of the class needs; with them"
-        warn_about_memory(plan, plan.masked_bytes, reason)
-    planned_attention = step.attention
-    if model_spec.attention.name in ("sdpa", "eager") and model_spec.attention.name != planned_attention:
+    attention = model_spec.attention.name
+    needs_masks = (step.varlen and attention == "sdpa") or (model_spec.uses_masks and not step.masks)
+    if needs_masks and plan.masked_bytes is not None:
+        logger.warning(
+            "Attention: the plan left out masks that a small model of the class needs; with them this run needs %.2f "
+            "GiB, where %.2f were planned and %.2f are there",
+            plan.masked_bytes / GIB, plan.memory.required / GIB, plan.budget_bytes / GIB,
+        )  # fmt: skip
+    if attention in ("sdpa", "eager") and attention != step.attention:
         logger.warning(
             "Attention: the model's class runs %s, but the plan assumed %s: memory and speed will differ from the plan",
-            model_spec.attention.name, planned_attention,
+            attention, step.attention,
         )  # fmt: skip
     return model_spec
 
@@ -166,27 +170,24 @@ def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec
         max_positions=positions if isinstance(positions, int) and positions > 0 else None,
         today=job.today,
     )
-    _log(splits.notes)
     if config.train.load_best_model_at_end and splits.val is None:
         raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
-    for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
-        report = replace(split.stats, split=name) if split else None
-        for finding in (
-            judge_split(report, config.data, max_seq_len=plan.max_seq_len, max_positions=None) if report else ()
-        ):
+    for name, split in splits.named.items():
+        stats = replace(split.stats, split=name)
+        for finding in judge_split(stats, config.data, max_seq_len=plan.max_seq_len, max_positions=None):
             is_reported_for_train = name != "train" and finding.name.startswith("columns")
             level = logging.INFO if finding.verdict == "WARN" and not is_reported_for_train else logging.DEBUG
             logger.log(level, "Data %s: %s: %s", name, finding.name.partition(":")[0], finding.found.partition("\n")[0])
-    train = replace(splits.train.stats, split="train")
-    train_findings = (*judge_roles(train), *judge_special_tokens(train, tokenizer.tokenizer))
-    _log(f"Data train: {finding.name}: {finding.found}" for finding in train_findings)
+        if name == "train":
+            for finding in (*judge_roles(stats), *judge_special_tokens(stats, tokenizer.tokenizer)):
+                logger.debug("Data train: %s: %s", finding.name, finding.found)
     return splits
 
 
 def log_rows(job: RunJob, prepared: Prepared) -> None:
     """Log what is trained and held out, and the first row; of a stage when it begins."""
     plan, splits, tokenizer = job.plan, prepared.splits, prepared.tokenizer
-    held_out = [f"{len(split.rows):,} {name}" for name, split in (("val", splits.val), ("test", splits.test)) if split]
+    held_out = [f"{len(split.rows):,} {name}" for name, split in splits.named.items() if name != "train"]
     line = splits.train.stats.short_line(max_seq_len=plan.max_seq_len)
     logger.info("Data: %s; held out: %s", line, " and ".join(held_out) or "none")
     row_count, effective_batch = len(splits.train.rows), plan.batch.effective_batch
@@ -205,61 +206,34 @@ def log_rows(job: RunJob, prepared: Prepared) -> None:
     logger.info("First training row, trained part in [[ ]]: %s", line)
 
 
-def _log(lines: Iterable[str]) -> None:
-    for line in lines:
-        logger.debug("%s", line)
-
-
 def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]) -> dict[str, Any]:
     """`data` of the manifest: path, digest and report of each file, with its stage's name before it."""
     facts: dict[str, Any] = {}
-    for stage_job, prepared_stage in zip(stage_jobs, prepared_stages, strict=True):
-        stage_prefix = f"stage {stage_job.folder.stage_name} " if stage_job.folder.stage_name else ""
-        files: dict[str, dict[str, Any]] = {
-            name: {"path": str(path), "sha256": source_digest(path)}
-            for name, path in stage_job.data_paths.named_paths()
-        }
-        for name, split in (
-            ("train", prepared_stage.splits.train),
-            ("val", prepared_stage.splits.val),
-            ("test", prepared_stage.splits.test),
-        ):
-            if split is not None:
-                files.setdefault(name, {})["report"] = split.stats.as_json()
-        facts |= {f"{stage_prefix}{name}": fact for name, fact in files.items()}
-        facts["weights"] = base_weights_identity(
-            stage_job.loaded.config.model.name, prepared_stage.model_spec.hf_config
-        )
-        facts["tokenizer"] = {"path": "tokenizer", "sha256": prepared_stage.tokenizer.sha256}
-        if prepared_stage.base_adapter is not None:
-            facts["adapter"] = prepared_stage.base_adapter.manifest_facts()
+    for job, prepared in zip(stage_jobs, prepared_stages, strict=True):
+        stage_prefix = f"stage {job.folder.stage_name} " if job.folder.stage_name else ""
+        for name, path in job.data_paths.named_paths():
+            facts[f"{stage_prefix}{name}"] = {"path": str(path), "sha256": source_digest(path)}
+        for name, split in prepared.splits.named.items():
+            facts.setdefault(f"{stage_prefix}{name}", {})["report"] = split.stats.as_json()
+        facts["weights"] = base_weights_identity(job.loaded.config.model.name, prepared.model_spec.hf_config)
+        facts["tokenizer"] = {"path": "tokenizer", "sha256": prepared.tokenizer.sha256}
+        if prepared.base_adapter is not None:
+            facts["adapter"] = prepared.base_adapter.manifest_facts()
     return facts
 
 
 def require_agreement(job: RunJob, prepared: Prepared, facts: Mapping[str, Any]) -> None:
-    """Raises SftPlayError on all ranks where they do not read the same data, model, settings and versions."""
-    writes_date = prepared.renderer.tokenizer_parts.writes_date
-    distributed.require_same_inputs(input_digests(job, facts, writes_date=writes_date))
-
-
-def input_digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
-    """What every rank reads from its own disk and must agree on (`distributed.require_same_inputs`): data (`facts`),
-    model, settings and versions, each with a short digest; `writes_date`: the chat template writes the day."""
-    versions = installed_versions()
-    settings = resolved_config_without_paths(job.loaded.config)
-    return {
-        **{
-            f"the {name}" if name in MODEL_FACTS else f"the content of the {name} file": str(fact["sha256"])[:12]
-            for name, fact in facts.items()
-            if "sha256" in fact
-        },
-        **({"the day that the chat template writes": str(job.today)} if writes_date else {}),
-        "the settings of the run": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
-        **{f"the version of {name}": str(versions[name]) for name in ("sft_play", *COMPUTE_PACKAGES)},
+    """Raises SftPlayError on all ranks where they do not read the same data (`facts`), model, settings and versions,
+    each from its own disk."""
+    inputs = {
+        f"the {name}" if name in MODEL_FACTS else f"the content of the {name} file": str(fact["sha256"])[:12]
+        for name, fact in facts.items()
+        if "sha256" in fact
     }
-
-
-def choice_lines(job: RunJob, prepared: Prepared) -> list[str]:
-    """Everything that was decided for the user, for the manifest."""
-    backend = f"Backend: {prepared.backend.reason}"
-    return [backend, *job.plan.reasons, *prepared.tokenizer.notes, *prepared.splits.notes, *prepared.model_spec.notes]
+    if prepared.renderer.tokenizer_parts.writes_date:
+        inputs["the day that the chat template writes"] = str(job.today)
+    settings = json.dumps(resolved_config_without_paths(job.loaded.config), sort_keys=True)
+    inputs["the settings of the run"] = hashlib.sha256(settings.encode()).hexdigest()[:12]
+    versions = installed_versions()
+    inputs |= {f"the version of {name}": str(versions[name]) for name in ("sft_play", *COMPUTE_PACKAGES)}
+    distributed.require_same_inputs(inputs)

@@ -22,7 +22,7 @@ from sft_play.runs.oom import OOM_ENTRY
 from sft_play.training import distributed
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.job import RunJob
-from sft_play.training.prepare.prepare import Prepared, choice_lines
+from sft_play.training.prepare.prepare import Prepared
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,8 @@ def open_run_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
         distributed.barrier()  # rank 0 creates the folder, or fails and says why
         yield
         return
-    with (
-        explain_disk_refusals(),
-        _resume_folder(job, prepared_stages, facts) if job.resume else _create_folder(job, prepared_stages, facts),
-    ):
+    claim_folder = _resume_folder if job.resume else _create_folder
+    with explain_disk_refusals(), claim_folder(job, prepared_stages, facts):
         log_handler = start_log_file(job.folder.log_path, buffer=job.log_buffer)
         try:
             distributed.barrier()
@@ -63,11 +61,12 @@ def open_run_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
 
 def log_start(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
     """Log what begins, or goes on from a checkpoint: the backend, its precision, where it runs, and its folder."""
-    ranks, on_gpu = job.plan.choice.layout.ranks, bool(job.plan.hardware.gpus)
-    device = f"{ranks} GPU{'s' if ranks != 1 else ''}" if on_gpu else "the CPU"
-    device += f" ({ranks} ranks)" if ranks > 1 and not on_gpu else ""
+    ranks = job.plan.choice.layout.ranks
+    device = f"{ranks} GPU{'s' * (ranks != 1)}"
+    if not job.plan.hardware.gpus:
+        device = "the CPU" + (f" ({ranks} ranks)" if ranks > 1 else "")
     precision = DTYPE_SHORT_NAMES[job.plan.precision.compute]
-    backend = f"{prepared.backend.name}{' distributed' if ranks > 1 else ''}"
+    backend = f"{prepared.backend.name}{' distributed' * (ranks > 1)}"
     if checkpoint is not None:
         step = checkpoints.checkpoint_step(checkpoint)
         logger.info("Resuming %s run from step %d with %s precision on %s", backend, step, precision, device)
@@ -134,11 +133,10 @@ def _build_manifest(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
         previous_manifest = job.folder.read_manifest()
         manifest |= {name: previous_manifest[name] for name in (OOM_ENTRY, RESTARTS_ENTRY) if name in previous_manifest}
     manifest["backend"] = prepared_stages[0].backend.name
-    manifest["choices"] = [
-        line
-        for stage_job, prepared_stage in zip(job.stage_jobs, prepared_stages, strict=True)
-        for line in choice_lines(stage_job, prepared_stage)
-    ]
+    manifest["choices"] = []  # everything that was decided for the user
+    for stage_job, prepared in zip(job.stage_jobs, prepared_stages, strict=True):
+        manifest["choices"] += [f"Backend: {prepared.backend.reason}", *stage_job.plan.reasons]
+        manifest["choices"] += [*prepared.tokenizer.notes, *prepared.splits.notes, *prepared.model_spec.notes]
     if prepared_stages[0].renderer.tokenizer_parts.writes_date:
         manifest["template_date"] = str(prepared_stages[0].renderer.today)
     return manifest

@@ -1,1 +1,1 @@
-"""Unsloth, in processes of its own: `bridge` on this side, the others on that side."""
+"""Unsloth, in processes of its own: `unsloth_run` on both sides; `unsloth_worker` is their program."""

@@ -1,90 +1,318 @@
-"""A run on Unsloth, in its environment: Unsloth's model and adapters in this project's training loop (on transformers'
-Trainer, not TRL's), on rows that were handed over."""
+"""Runs on Unsloth: what is handed over, its processes, and the adapter read back, on this side; on that side Unsloth's
+model and adapters in this project's training loop (on transformers' Trainer, not TRL's).
+
+Unsloth's process trains rows that are built and masked here, and writes into the run's own folder; both sides run the
+code of this checkout. `planner.backend` decides whether Unsloth can.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
-from collections.abc import Sequence
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa  # type: ignore[import-untyped]
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig
+from pydantic import BaseModel, ConfigDict
 from transformers import TrainingArguments
 
-from sft_play.config.load import LoadedConfig
+from sft_play import errors
+from sft_play.config.load import LoadedConfig, resolved_config
+from sft_play.config.schema import LoraConfig as LoraOptions
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import DataSplit, DataSplits
-from sft_play.errors import BackendError
+from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.log import one_line, start_log_file
+from sft_play.machine.software import WORKER_SCRIPT, worker_environment
+from sft_play.models.config_json import find_model_folder
 from sft_play.planner.backend import Backend, check_trackers
 from sft_play.planner.plan import Plan, plan_from_json
+from sft_play.process import failures, signals
+from sft_play.process.failures import Failure
+from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.training import distributed, engines
-from sft_play.training.checkpoints.model_saving import saved_shapes
+from sft_play.training.checkpoints.checkpoints import record_digests
+from sft_play.training.checkpoints.model_saving import check_saved_weights, saved_shapes
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import build_run_trainer, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
-from sft_play.training.measure.exact_match import Question, configured_eos_token_ids
+from sft_play.training.measure.exact_match import Question, collect_stop_ids, configured_eos_token_ids
 from sft_play.training.measure.monitor import MemoryMeter, RunMonitors
+from sft_play.training.measure.summary import write_model_card
 from sft_play.training.model.model_loading import keep_4bit_trainable
 from sft_play.training.prepare.device_checks import check_device, check_gpu
 from sft_play.training.prepare.library_messages import quiet_libraries
-from sft_play.training.prepare.model_spec import ModelSpec
+from sft_play.training.prepare.model_spec import ModelSpec, build_meta_model
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.prepare.tokenizer import LoadedTokenizer
-from sft_play.training.run import train_stage as train_model
-from sft_play.training.unsloth.bridge import Handover
 
+logger = logging.getLogger(__name__)
+
+# In a run folder: what was handed over. The rows and the tokenizer are removed once Unsloth's process has ended.
+WORK_FOLDER = "unsloth"
+# Seconds that the other processes have to end once one has failed.
+PEER_TIMEOUT_S = 20.0
+_BATCH_ROWS = 10_000
+_ROW_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
+
+
+# --- what is handed over ----------------------------------------------------------------------------------------------
+class Handover(BaseModel):
+    """All that the worker needs beside the settings and the plan; times are in seconds, `started` since 1970."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    folder: str
+    config_path: str
+    overrides: list[str]
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    resume: bool
+    started: float
+    timeout_s: float
+    tokenizer: str
+    own_template: str | None
+    splits: dict[str, str]
+    """The file of each split's rows."""
+    held_out: str
+    asked: list[Question]
+    asked_while_training: list[Question]
+    stop_ids: list[int]
+    model_path: str
+    """The folder of the base weights, or their name on the hub."""
+    target_modules: list[str]
+    tensors: dict[str, list[int]]
+    """Name and shape of every tensor that the adapter's file will hold."""
+
+
+def write_rows(dataset: Any, path: Path) -> str:
+    """Write a `datasets.Dataset` of token rows as an Arrow stream, which `Dataset.from_file` reads; rows without a
+    source are chats. Returns the path."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _ROW_SCHEMA) as stream:
+        for table in dataset.with_format("arrow").iter(batch_size=_BATCH_ROWS):
+            columns = {name: table[name] for name in table.column_names}
+            columns.setdefault("source", pa.array([0] * table.num_rows, type=pa.int8()))
+            stream.write_table(pa.table({name: columns[name] for name in _ROW_SCHEMA.names}).cast(_ROW_SCHEMA))
+    return str(path)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, start_time: float) -> dict[str, Any]:
+    """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises SftPlayError: as
+    Unsloth's process raised it; ModelError: the adapter that it wrote is not the run's; RuntimeError: another error,
+    whose traceback was printed."""
+    python, info = prepared.backend.python, prepared.backend.unsloth_info
+    assert python is not None
+    assert info is not None
+    job.folder.update_manifest(unsloth={"python": str(python), "device": info.device, **info.versions})
+    logger.info("Unsloth: %s; its process is %s on %s", info.versions_text, python, info.device)
+    if info.device == "cpu":
+        logger.warning("Unsloth trains on the CPU without its kernels, as transformers and PEFT do")
+    handover = _build_handover(job, prepared, eval_set, start_time)
+    work_folder = job.folder.path.absolute() / WORK_FOLDER
+    try:
+        path = work_folder / "handover.json"
+        write_text(path, handover.model_dump_json(indent=1) + "\n")
+        _run_workers(python, path, job.plan)
+    except Interrupted:
+        if job.folder.read_manifest().get("status") == "running":  # stopped before it could record so
+            job.folder.update_manifest(status="stopped")
+        raise
+    finally:
+        for name in ("rows", "tokenizer", "ranks"):
+            shutil.rmtree(work_folder / name, ignore_errors=True)
+    summary: dict[str, Any] = json.loads((job.folder.path / "summary.json").read_text(encoding="utf-8"))
+    if "model_path" in summary:  # else it was stopped before its end
+        path, lora = job.folder.model_path(is_adapter=True), job.loaded.config.tuning.lora
+        check_adapter(path, lora, handover, tokenizer=prepared.tokenizer, steps=summary["steps"])
+        write_model_card(job, prepared, summary)
+    summary["backend"] = "unsloth"
+    job.folder.write_json("summary.json", summary)
+    return summary
+
+
+def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, start_time: float) -> Handover:
+    config, plan = job.loaded.config, job.plan
+    has_questions = bool(eval_set.questions or eval_set.training_questions)
+    work_folder = job.folder.path.absolute() / WORK_FOLDER
+    shutil.rmtree(work_folder, ignore_errors=True)
+    (work_folder / "rows").mkdir(parents=True)
+    prepared.tokenizer.tokenizer.save_pretrained(work_folder / "tokenizer")
+    folder = find_model_folder(config.model.name)
+    # never None: Unsloth trains only adapters (`unsupported_options`)
+    peft_config: Any = prepared.model_spec.peft_config
+    shapes = saved_shapes(build_meta_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code))
+    return Handover(
+        folder=str(job.folder.path.absolute()),
+        config_path=str(job.loaded.path),
+        overrides=list(job.loaded.overrides),
+        config=resolved_config(config, effective_batch=plan.batch.effective_batch),
+        plan=plan.as_json(),
+        resume=job.resume,
+        started=start_time,
+        timeout_s=job.timeout_s,
+        tokenizer=str(work_folder / "tokenizer"),
+        own_template=prepared.tokenizer.original_template,
+        splits={
+            name: write_rows(split.rows, work_folder / "rows" / f"{name}.arrow")
+            for name, split in prepared.splits.named.items()
+        },
+        held_out=eval_set.name,
+        asked=eval_set.questions,
+        asked_while_training=eval_set.training_questions,
+        stop_ids=collect_stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None)
+        if has_questions
+        else [],
+        model_path=str(folder.absolute()) if folder is not None else config.model.name,
+        target_modules=sorted(peft_config.target_modules),
+        tensors={name: list(shape) for name, shape in shapes.items()},
+    )
+
+
+def check_adapter(path: Path, lora: LoraOptions, handover: Handover, *, tokenizer: Any, steps: int) -> None:
+    """Check that the adapter is complete and the run's own, as PEFT reads it here, and save our tokenizer beside it.
+    Raises ModelError: a tensor is missing, not finite, never trained, or of other settings."""
+    expected_shapes = {name: tuple(shape) for name, shape in handover.tensors.items()}
+    check_saved_weights(path, expected_shapes=expected_shapes, must_have_learned=steps > 1)
+    adapter_config = PeftConfig.from_pretrained(str(path))
+    settings = {
+        "r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
+        "base_model_name_or_path": handover.model_path,
+    }  # fmt: skip
+    differing = [f"{name}={getattr(adapter_config, name)!r} and not {value!r}" for name, value in settings.items()
+                 if getattr(adapter_config, name) != value]  # fmt: skip
+    if differing:
+        raise ModelError(f"{path}: the adapter that Unsloth wrote is not the run's: {'; '.join(differing)}")
+    if tokenizer.original_template is not None:
+        tokenizer.tokenizer.chat_template = tokenizer.original_template
+    tokenizer.tokenizer.save_pretrained(path)
+    record_digests(path)
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
+    """Run the workers to their end. The first signal is passed on (they save and stop); a second ends them at once.
+    Raises the first failure."""
+    ranks = plan.choice.layout.ranks
+    variables = worker_environment(os.environ) | (_rendezvous_variables(plan) if ranks > 1 else {})
+    error_files = [handover_path.parent / "ranks" / str(rank) / "error.json" for rank in range(ranks)]
+    processes: list[subprocess.Popen[Any]] = []
+
+    def log_stop(signal_number: int) -> None:
+        logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(signal_number).name)
+
+    with signals.supervise(processes, on_stop=log_stop) as received_signals:
+        for rank, error_file in enumerate(error_files):
+            error_file.parent.mkdir(parents=True, exist_ok=True)
+            variables |= {failures.ERROR_FILE_VARIABLE: str(error_file)}
+            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            processes.append(
+                signals.start_child([str(python), str(WORKER_SCRIPT), str(handover_path)], environment=variables)
+            )
+            if received_signals:
+                processes[-1].terminate()
+        deadline = None
+        while None in (codes := [process.poll() for process in processes]):
+            if deadline is None and any(code not in (None, 0, Interrupted.exit_code) for code in codes):
+                deadline = time.monotonic() + PEER_TIMEOUT_S  # the others wait for it in a collective, and would hang
+            if deadline is not None and time.monotonic() > deadline:
+                break  # which ends them
+            time.sleep(0.05)
+    exits = [
+        (process.returncode, failures.read_failure(error_file))
+        for process, error_file in zip(processes, error_files, strict=True)
+    ]
+    _raise_first_failure(exits, signal_count=len(received_signals))
+
+
+def _rendezvous_variables(plan: Plan) -> dict[str, str]:
+    ranks = plan.choice.layout.ranks
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]  # free again until rank 0 listens on it: nothing reserves a port
+    variables = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if not plan.hardware.gpus:
+        variables["OMP_NUM_THREADS"] = max(1, plan.hardware.cpu_cores // ranks)
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _raise_first_failure(exits: Sequence[tuple[int, Failure | None]], *, signal_count: int) -> None:
+    """Raise the first failure of processes that ended with these exit codes, and recorded this; a broken connection or
+    a killed process counts only where there is no other."""
+    failed = [(code, failure) for code, failure in exits if code]
+    if not failed:
+        return
+    code, failure = min(
+        failed, key=lambda result: (result[1] is None or result[1].kind == "peer", result[1].time if result[1] else 0.0)
+    )
+    if signal_count > 1 or (signal_count and failure is None):
+        raise Interrupted("ended at once; what was saved until then is kept")
+    if failure is None:
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise BackendError(f"Unsloth's process {ending} (out of memory? see dmesg); what was saved until then is kept")
+    if failure.kind == "stopped":
+        raise Interrupted(failure.message or "stopped by the user; what was saved until then is kept")
+    error_class = getattr(errors, failure.name, None)
+    if isinstance(error_class, type) and issubclass(error_class, SftPlayError):
+        raise error_class(failure.message)
+    raise RuntimeError(f"Unsloth's process ended with {failure.name}: {failure.message}; its traceback is above")
+
+
+# --- in Unsloth's process ---------------------------------------------------------------------------------------------
 # Stands for what only `prepare` needs: data files, reports, attention, renderer.
 _NOT_HANDED_OVER: Any = None
 
 
-def train_handover(path: Path) -> None:
-    """Train as the document at `path` says; the run folder then holds what every run writes. Raises BackendError:
-    Unsloth would train something else; SftPlayError: as any run."""
+def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> None:
+    """Train as the document at `path` says, by `training.run.train_stage`; the run folder then holds what every run
+    writes. Raises BackendError: Unsloth would train something else; SftPlayError: as any run."""
     handover = Handover.model_validate_json(path.read_text(encoding="utf-8"))
     quiet_libraries()
-    job = _build_job(handover)
-    check_device(job.plan, job.loaded.config)
-    check_trackers(job.loaded.config)  # `prepare` has looked in the other environment, whose packages are not these
-    check_gpu(job.plan, job.loaded.config)
-    memory_meter = MemoryMeter(job.plan)
-    with distributed.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as heartbeat:
-        log_handler = start_log_file(job.folder.log_path) if distributed.is_first() else None
-        try:
-            train_model(
-                job, _build_prepared(handover, job.loaded.config), RunMonitors(memory_meter, heartbeat,
-                handover.started),
-                build_eval_set=functools.partial(_build_eval_set, handover),
-                load_trainer=functools.partial(_build_trainer, handover),
-            )  # fmt: skip
-        finally:
-            if log_handler is not None:
-                logging.getLogger().removeHandler(log_handler)
-                log_handler.close()
-
-
-def _build_job(handover: Handover) -> RunJob:
-    config = RunConfig.model_validate_json(json.dumps(handover.config))
+    config, plan = RunConfig.model_validate_json(json.dumps(handover.config)), plan_from_json(handover.plan)
     loaded = LoadedConfig(config, Path(handover.config_path), "", tuple(handover.overrides))
-    folder = RunFolder(Path(handover.folder))
-    plan = plan_from_json(handover.plan)
-    return RunJob(
-        loaded, plan, _NOT_HANDED_OVER, folder, resume=handover.resume, folder_exists=True, timeout_s=handover.timeout_s
-    )
+    job = RunJob(
+        loaded, plan, _NOT_HANDED_OVER, RunFolder(Path(handover.folder)),
+        resume=handover.resume, folder_exists=True, timeout_s=handover.timeout_s,
+    )  # fmt: skip
+    check_device(plan, config)
+    check_trackers(config)  # `prepare` has looked in the other environment, whose packages are not these
+    check_gpu(plan, config)
+    memory_meter, prepared = MemoryMeter(plan), _build_prepared(handover, config)
+    with (
+        distributed.process_group(plan, timeout_s=job.timeout_s),
+        Heartbeat(job.timeout_s) as heartbeat,
+        contextlib.ExitStack() as stack,
+    ):
+        if distributed.is_first():
+            log_handler = start_log_file(job.folder.log_path)
+            stack.callback(log_handler.close)
+            stack.callback(logging.getLogger().removeHandler, log_handler)
+        train_stage(
+            job, prepared, RunMonitors(memory_meter, heartbeat, handover.started),
+            build_eval_set=functools.partial(_build_eval_set, handover),
+            load_trainer=functools.partial(_build_trainer, handover),
+        )  # fmt: skip
 
 
 def _build_prepared(handover: Handover, config: RunConfig) -> Prepared:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    trust_remote_code = config.model.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(handover.tokenizer, trust_remote_code=trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(handover.tokenizer, trust_remote_code=config.model.trust_remote_code)
     splits = {name: DataSplit(Dataset.from_file(file), _NOT_HANDED_OVER) for name, file in handover.splits.items()}
     peft_config = LoraConfig(task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=handover.target_modules)
     return Prepared(
@@ -97,8 +325,7 @@ def _build_prepared(handover: Handover, config: RunConfig) -> Prepared:
 
 
 def _build_eval_set(handover: Handover, _: RunJob, prepared: Prepared) -> EvalSet:
-    splits = prepared.splits
-    split = {"train": splits.train, "val": splits.val, "test": splits.test}.get(handover.held_out)
+    split = getattr(prepared.splits, handover.held_out)
     return EvalSet(split, handover.held_out, handover.asked, handover.asked_while_training)
 
 
@@ -138,24 +365,22 @@ def _build_trainer(
 
 def _build_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
     """Without checkpointing: the Trainer would replace Unsloth's own with its."""
-    kwargs: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
 
     def make(**options: Any) -> TrainingArguments:
-        for name, value in options.items():
-            if name.removesuffix("_kwargs") not in ("gradient_checkpointing", "activation_checkpointing"):
-                kwargs[name] = value
-        return TrainingArguments(**kwargs)
+        requested.update({name: value for name, value in options.items() if "_checkpointing" not in name})
+        return TrainingArguments(**requested)
 
     engine = engines.engine_arguments(plan, config, layer_class="", deepspeed=None)
     arguments: TrainingArguments = training_arguments(
         config, plan, folder, has_eval=has_eval, engine_options=engine, arguments_class=make
     )
-    changes = []
-    for name, value in kwargs.items():
-        actual = getattr(arguments, name)
-        actual = getattr(actual, "value", actual)  # of an enumeration
-        if isinstance(value, (bool, int, float, str)) and value != actual:
-            changes.append(f"{name}={one_line(str(value))} to {one_line(str(actual))}")
+    actual = {name: getattr(getattr(arguments, name), "value", getattr(arguments, name)) for name in requested}
+    changes = [
+        f"{name}={one_line(str(value))} to {one_line(str(actual[name]))}"
+        for name, value in requested.items()
+        if isinstance(value, (bool, int, float, str)) and value != actual[name]
+    ]
     if changes:
         raise BackendError(f"Unsloth would change what the run asks for on this machine: {', '.join(changes)}; set "
                            "these to Unsloth's values, or use tuning.backend=bnb")  # fmt: skip

@@ -93,9 +93,10 @@ def run_handover(path: Path) -> int:
             except Exception as error:
                 reason = one_line(f"{type(error).__name__}: {error}", limit=400)
                 raise BackendError(f"Unsloth cannot be imported: {reason}") from error
+            from sft_play.training.run import train_stage
             from sft_play.training.unsloth.unsloth_run import train_handover
 
-            train_handover(path)
+            train_handover(path, train_stage)
         return 0
     except SftPlayError as error:
         failures.report_to_agent(error)

@@ -1,0 +1,307 @@
+"""`make gpu-info`: this machine's GPUs, driver, host and disk, read in under a second and without importing torch; or
+what a plan assumes of a machine that is only named. Each as JSON, and as lines that fit a narrow terminal.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sft_play.log import escape_control, one_line
+from sft_play.machine import nvml
+from sft_play.machine.gpu import GpuSnapshot, GpuStatus, Topology
+from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.machine.host import nearest_disk_space
+from sft_play.machine.software import installed_version, nccl_package, torch_cuda_version, torch_hip_version
+from sft_play.machine.visible_gpus import find_unusable_accelerator
+from sft_play.planner.plan import device_budget_bytes
+from sft_play.text import NOT_KNOWN, build_table, gib_or_na, render_lines, value_or_na, yes_no_or_na
+
+# An import of torch from a cold network disk takes a minute and more.
+TORCH_TIMEOUT_S = 120.0
+
+# What works on a machine without a GPU that can be used.
+CPU_CAPABILITIES = (
+    "make plan HARDWARE=2xH200 plans for any GPU in the catalogue, or for one that you describe",
+    "make train trains on the CPU: the starter, and models of a few million parameters",
+    "make train-distributed runs every layout over CPU ranks (ddp, fsdp, ZeRO-1 to 3, with and without offload)",
+    "make verify-layouts and make doctor work as they do with GPUs",
+)
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """The machine around the GPUs: cores, RAM as far as this process may use it, and the disk of the run folders."""
+
+    cpu: str
+    physical_cores: int | None
+    logical_cores: int | None
+    usable_cores: int
+    ram_bytes: int
+    ram_free_bytes: int
+    outputs: str
+    disk_folder: str
+    """The nearest folder above the outputs that exists."""
+    disk_bytes: int | None
+    disk_free_bytes: int | None
+
+
+@dataclass(frozen=True)
+class MachineInfo:
+    """One look at this machine. `visible_gpus` are the indices of the GPUs that a run here would see, in its order;
+    `software` has the versions of what computes on GPUs (None: not installed); `torch_report` is torch's own, None
+    where it was not asked; `unused_accelerator` an accelerator that a run would not see."""
+
+    gpu_snapshot: GpuSnapshot
+    visible_gpus: tuple[int, ...]
+    visible_setting: str | None
+    hardware: Hardware
+    host: HostInfo
+    software: Mapping[str, str | None]
+    torch_report: list[str] | None
+    unused_accelerator: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """One JSON object: bytes, watts and degrees Celsius as numbers, null where the driver does not say."""
+        snapshot, gpu_count = asdict(self.gpu_snapshot), len(self.hardware.gpus)
+        return {
+            "number_of_gpus": gpu_count,
+            "assumed": False,
+            "source": snapshot["source"],
+            "visible_setting": self.visible_setting,
+            "visible_gpus": list(self.visible_gpus),
+            "usable_by_a_plan": gpu_count > 0,
+            "notes": list(self.hardware.notes),
+            "gpus": snapshot["gpus"],
+            "topology": snapshot["topology"],
+            "driver": {"version": snapshot["driver"], "newest_cuda": snapshot["driver_cuda"]},
+            "host": asdict(self.host),
+            "software": dict(self.software),
+            "torch": self.torch_report,
+            "unused_accelerator": self.unused_accelerator,
+            "without_a_gpu": [] if gpu_count else list(CPU_CAPABILITIES),
+        }
+
+
+def read_machine_info(outputs: Path, environment: Mapping[str, str], *, includes_torch: bool = False) -> MachineInfo:
+    """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`);
+    `includes_torch`: torch is asked too, in a process of its own."""
+    hardware = detect_hardware(environment)
+    visible_devices = environment.get("CUDA_VISIBLE_DEVICES")
+    nccl_name, nccl_version = nccl_package() or (None, None)
+    disk_folder, disk = nearest_disk_space(outputs)
+    return MachineInfo(
+        gpu_snapshot=read_all_gpus(),
+        visible_gpus=tuple(dict.fromkeys(gpu.index for gpu in hardware.gpus)),
+        visible_setting=None if visible_devices is None else f"CUDA_VISIBLE_DEVICES={visible_devices}",
+        hardware=hardware,
+        host=HostInfo(
+            cpu=hardware.cpu_name,
+            physical_cores=psutil.cpu_count(logical=False),
+            logical_cores=psutil.cpu_count(),
+            usable_cores=hardware.cpu_cores,
+            ram_bytes=hardware.ram_bytes,
+            ram_free_bytes=hardware.ram_free_bytes,
+            outputs=str(outputs),
+            disk_folder=str(disk_folder),
+            disk_bytes=disk.total if disk else None,
+            disk_free_bytes=disk.free if disk else None,
+        ),
+        software={
+            "torch": installed_version("torch"),
+            "torch_cuda": torch_cuda_version(),
+            "torch_hip": torch_hip_version(),
+            "nccl": nccl_version,
+            "nccl_package": nccl_name,
+        },
+        torch_report=read_torch_report(environment) if includes_torch else None,
+        unused_accelerator=None if hardware.gpus else find_unusable_accelerator(environment),
+    )
+
+
+def read_all_gpus(*, includes_topology: bool = True) -> GpuSnapshot:
+    """Every GPU of this machine, visible to this process or not."""
+    return nvml.gpu_snapshot(topology=includes_topology) or GpuSnapshot()
+
+
+def read_torch_report(environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOUT_S) -> list[str]:
+    """Torch's own report of its build and of the GPUs that it sees, line by line (`torch.utils.collect_env`)."""
+    command = [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"]
+    try:
+        result = subprocess.run(
+            command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=timeout_s, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"it did not answer: {one_line(str(error))}"]
+    if result.returncode:
+        last_line = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        return [f"it ended with exit code {result.returncode}: {one_line(last_line)}"]
+    report = result.stdout.partition("\nCPU:")[0]  # the rest is of the machine, and known
+    return [one_line(line) for line in report.splitlines()[1:] if line.strip()]
+
+
+# --- this machine as lines --------------------------------------------------------------------------------------------
+
+
+def machine_lines(machine: MachineInfo) -> list[str]:
+    """The page; its first line names the source, the second the number of GPUs."""
+    snapshot, visible_count = machine.gpu_snapshot, len(machine.hardware.gpus)
+    silent_gpus = [gpu for gpu in snapshot.gpus if gpu.trouble]
+    lines = [
+        f"This machine: GPUs as {snapshot.source} shows them" if snapshot.source else
+        "This machine: no driver shows a GPU",
+        f"Number of GPUs: {visible_count}",
+    ]  # fmt: skip
+    if machine.visible_setting is not None:
+        order = ", ".join(f"GPU {index} is cuda:{device}" for device, index in enumerate(machine.visible_gpus))
+        lines.append(f"{one_line(machine.visible_setting)}: {order or 'no GPU is visible'}")
+    lines += [f"GPU {gpu.index} does not answer: {one_line(str(gpu.trouble))}" for gpu in silent_gpus]
+    lines += machine.hardware.notes
+    selected = snapshot.select([*machine.visible_gpus, *(gpu.index for gpu in silent_gpus)])
+    if selected.gpus:
+        lines += ["", *_gpu_lines(selected), *_process_lines(selected.gpus)]
+    if selected.topology is not None:
+        lines += ["", *_topology_lines(selected.topology)]
+    lines += ["", *_software_lines(machine), *_host_lines(machine.host)]
+    if machine.torch_report is not None:
+        lines += ["", "torch, asked:", *(f"  {line}" for line in machine.torch_report)]
+    if not visible_count:
+        reason = machine.unused_accelerator
+        if snapshot.gpus and not reason:
+            reason = "No GPU is visible to a run, or one does not answer"
+        lines += ["", f"{reason}. What still works:" if reason else "Without a GPU this works:"]
+        lines += [f"  {text}" for text in CPU_CAPABILITIES]
+    return [escape_control(line) for line in lines]
+
+
+def _gpu_lines(snapshot: GpuSnapshot) -> list[str]:
+    """The table of GPUs, and below it what it has no column for."""
+    headers = ("GPU", "name", "total\nGiB", "used\nGiB", "free\nGiB", "cc", "bf16", "fp8", "cap\nW", "°C",
+             "PCIe\nnow/max", "MIG")  # fmt: skip
+    lines = render_lines(build_table(headers, [_gpu_row(gpu) for gpu in snapshot.gpus], text_columns=(1,)))
+    for gpu in snapshot.gpus:
+        if gpu.unified:
+            lines.append(f"GPU {gpu.index} shares the machine's memory")
+        if gpu.withheld and not gpu.trouble:
+            withheld_text = ", ".join(f"{fact} ({one_line(reason)})" for fact, reason in gpu.withheld.items())
+            lines.append(f"GPU {gpu.index}: {snapshot.source} does not tell its {withheld_text}")
+        lines += [
+            f"GPU {gpu.index} instance {value_or_na(item.profile)}: {gib_or_na(item.total_bytes)} GiB, "
+            f"{gib_or_na(item.free_bytes)} free, {value_or_na(item.uuid)}"
+            for item in gpu.instances
+        ]
+    return lines
+
+
+def _gpu_row(gpu: GpuStatus) -> list[str]:
+    link = gpu.pcie
+    return [
+        str(gpu.index), value_or_na(gpu.name),
+        gib_or_na(gpu.total_bytes), gib_or_na(gpu.used_bytes), gib_or_na(gpu.free_bytes),
+        value_or_na(gpu.compute_capability), yes_no_or_na(gpu.bf16), yes_no_or_na(gpu.fp8),
+        value_or_na(gpu.power_cap_watts), value_or_na(gpu.temperature_celsius),
+        f"{_format_pcie_link(link.generation, link.lanes)}/{_format_pcie_link(link.max_generation, link.max_lanes)}",
+        {None: NOT_KNOWN, True: "on", False: "off"}[gpu.mig_enabled],
+    ]  # fmt: skip
+
+
+def _format_pcie_link(generation: int | None, lanes: int | None) -> str:
+    """`5x16`, with `?` for the one of both that is not known."""
+    if generation is None and lanes is None:
+        return NOT_KNOWN
+    return "x".join("?" if number is None else str(number) for number in (generation, lanes))
+
+
+def _process_lines(gpus: tuple[GpuStatus, ...]) -> list[str]:
+    lines = []
+    rows = [
+        [str(gpu.index), str(item.pid), value_or_na(item.name), gib_or_na(item.used_bytes, digits=2)]
+        for gpu in gpus
+        for item in gpu.all_processes
+    ]
+    if rows:
+        lines += ["", *render_lines(build_table(("GPU", "pid", "process", "GiB"), rows, text_columns=(2,)))]
+    unlisted = [str(gpu.index) for gpu in gpus if gpu.processes is None and not gpu.trouble and not gpu.unified]
+    if unlisted:
+        lines.append(f"Processes: none is listed for GPU {', '.join(unlisted)} (n/a)")
+    return lines
+
+
+def _topology_lines(topology: Topology) -> list[str]:
+    rows = [
+        [f"GPU{index}", *(f"{link}!" if peer is False else link for link, peer in zip(links, peers, strict=True))]
+        for index, links, peers in zip(topology.indices, topology.links, topology.peer, strict=True)
+    ]
+    headers = ["", *(f"GPU{index}" for index in topology.indices)]
+    matrix = render_lines(build_table(headers, rows, text_columns=range(len(headers))), width=None)
+    return [*matrix, "Links as nvidia-smi topo -m names them; !: no peer-to-peer access"]
+
+
+def _software_lines(machine: MachineInfo) -> list[str]:
+    snapshot, software = machine.gpu_snapshot, machine.software
+    driver, nccl = f"{NOT_KNOWN} (none answers)", "none installed beside torch"
+    torch_text = "not installed (make setup)"
+    if snapshot.driver:
+        newest_cuda = f", which runs CUDA up to {snapshot.driver_cuda}" if snapshot.driver_cuda else ""
+        driver = f"{one_line(snapshot.driver)}{newest_cuda}"
+    if software["nccl"]:
+        nccl = f"{software['nccl']} ({software['nccl_package']})"
+    if software["torch"]:
+        build = "the CPU alone"
+        for name, version in (("CUDA", software["torch_cuda"]), ("ROCm", software["torch_hip"])):
+            build = f"{name} {version}" if version else build
+        hint = "; FULL=1 asks it what it sees" if machine.torch_report is None else ""
+        torch_text = f"{software['torch']}, built for {build}{hint}"
+    return [f"Driver: {driver}", f"NCCL: {nccl}", f"torch: {torch_text}"]
+
+
+def _host_lines(host: HostInfo) -> list[str]:
+    cores = f"{value_or_na(host.physical_cores)} physical cores, {value_or_na(host.logical_cores)} logical"
+    if host.usable_cores != host.logical_cores:
+        cores += f", {host.usable_cores} for this process"
+    disk = f"{gib_or_na(host.disk_free_bytes)} of {gib_or_na(host.disk_bytes)} GiB free at {one_line(host.outputs)}"
+    if host.disk_folder != str(Path(host.outputs).expanduser().absolute()):
+        disk += f" (not there yet; the disk of {one_line(host.disk_folder)})"
+    return [
+        f"CPU: {one_line(host.cpu)}, {cores}",
+        f"RAM: {gib_or_na(host.ram_bytes)} GiB, {gib_or_na(host.ram_free_bytes)} free",
+        f"Disk: {disk}",
+    ]
+
+
+# --- a machine that is only named (HARDWARE=); nothing is measured ----------------------------------------------------
+
+
+def assumed_machine_json(hardware: Hardware) -> dict[str, Any]:
+    """What a plan assumes of a named machine: bytes, rates per second, dense operations; null: not known."""
+    assumptions = {"number_of_gpus": len(hardware.gpus), "assumed": True, "budget_bytes": device_budget_bytes(hardware)}
+    return assumptions | hardware.as_json()
+
+
+def assumed_machine_lines(hardware: Hardware, text: str) -> list[str]:
+    """The same as lines, with `text`, by which it is named."""
+    assumptions = assumed_machine_json(hardware)
+    gpus = assumptions.pop("gpus")
+    lines = [
+        f"Assumed, not detected: HARDWARE={one_line(text)}, as in make plan (catalogue: docs/gpus.md)",
+        f"Number of GPUs: {len(gpus)}",
+    ]
+    for header, facts in (("Each GPU:", gpus[0] if gpus else {}), ("Machine:", assumptions)):
+        lines += [header] if facts else []
+        lines += [f"  {key}: {_format_fact(key, value)}" for key, value in facts.items() if value not in (None, ())]
+    return [escape_control(line) for line in lines]
+
+
+def _format_fact(key: str, value: Any) -> str:
+    """A value in the unit that the end of its key tells."""
+    for suffix, unit, size in (("bytes_per_s", "GB/s", 1e9), ("bandwidth", "GB/s", 1e9), ("flops", "TFLOPS", 1e12)):
+        if key.endswith(suffix):
+            return f"{value / size:,.4g} {unit}"
+    return f"{gib_or_na(value, digits=2)} GiB" if key.endswith("bytes") else value_or_na(value)
