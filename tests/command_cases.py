@@ -117,19 +117,19 @@ def record() -> Any:
     from sft_play.finished.record import RunPart, RunRecord
     from sft_play.runs.folder import RunFolder
 
-    return RunRecord(RunFolder(RUN), "finished", {}, {}, {}, (RunPart(None, {}, {}, {}, {}, {}),), ())
+    return RunRecord(RunFolder(RUN), "finished", {}, {}, {}, (RunPart(None, {}, {}, {}),), ())
 
 
 def report() -> Any:
     from sft_play.finished.report import RunReport
 
-    return RunReport(record(), OTHER, (), 0, None)
+    return RunReport(record(), OTHER, (), ())
 
 
 def compare() -> Any:
     from sft_play.finished.compare import Comparison
 
-    return Comparison(("first", "other"), (record(), record()), {}, (), OTHER, None)
+    return Comparison(("first", "other"), (record(), record()), {}, {}, OTHER, None)
 
 
 def reproduce(*differing: Any) -> Any:

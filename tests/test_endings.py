@@ -274,7 +274,6 @@ ENDED_OTHERWISE = {
     "sft_play.runs.folder": "git, with a time limit",
     "sft_play.diagnose.this_machine": "torch's report of itself, with a time limit",
     "sft_play.commands.accelerate": "accelerate's questions, in the same terminal",
-    "sft_play.finished.page": "the charts of a report, with a time limit",
     "sft_play.process.signals": "start_child, which sets the variable",
     "sft_play.machine.software": "what Unsloth's environment says of itself, with a time limit",
 }

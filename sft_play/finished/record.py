@@ -25,13 +25,12 @@ from sft_play.text import GIB, format_duration, format_size
 Points = Sequence[tuple[float, float]]
 
 _RANK_SUFFIX = re.compile(r"_rank_\d+$")
-_WARNING_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (WARNING|ERROR|CRITICAL) \S+?: (.*)$")
+_WARNING_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (?:WARNING|ERROR|CRITICAL) \S+?: (.*)$", re.MULTILINE)
 # Keys of metrics.jsonl that are kept; the losses of sources (`loss_NAME`, `eval_loss_NAME`) are kept too.
 _CURVE_KEYS = {
     *("loss", "eval_loss", "test_loss", "eval_exact_match", "test_exact_match", "learning_rate", "grad_norm"),
-    *("tokens_per_s", "step_time_s", "padding_share", "mfu", "memory_peak_gib", "memory_allocated_gib"),
-    *("memory_reserved_gib", "memory_resident_gib", "memory_predicted_gib"),
-    *("eval_generated_rows", "test_generated_rows"),
+    *("tokens_per_s", "step_time_s", "padding_share", "memory_peak_gib", "memory_allocated_gib"),
+    *("memory_reserved_gib", "memory_resident_gib", "memory_predicted_gib", "eval_generated_rows"),
 }
 
 
@@ -41,12 +40,9 @@ class RunPart:
 
     name: str | None
     plan: dict[str, Any]
-    settings: dict[str, Any]
     summary: dict[str, Any]
+    # By the names of metrics.jsonl; steps are counted within this part. NaN and infinite values are left out.
     curves: Mapping[str, Points]
-    """By the names of metrics.jsonl; steps are counted within this part. NaN and infinite values are left out."""
-    last_metrics: dict[str, Any]
-    """The last line of metrics.jsonl that has a training loss."""
 
     @property
     def steps(self) -> int:
@@ -69,11 +65,11 @@ class RunPart:
     @cached_property
     def tokens_per_s(self) -> float | None:
         """Mean speed: that of the summary, else of what was logged so far."""
-        recorded = self.summary.get("tokens_per_s")
-        if isinstance(recorded, (int, float)):
-            return float(recorded)
+        recorded: float | None = self.summary.get("tokens_per_s")
         speeds = [speed for _, speed in self.curves.get("tokens_per_s", ())]
-        return sum(speeds) / len(speeds) if speeds else None
+        if recorded is None and speeds:
+            return sum(speeds) / len(speeds)
+        return recorded
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,8 @@ class RunRecord:
     settings: dict[str, Any]
     summary: dict[str, Any]
     parts: tuple[RunPart, ...]
+    # Of the log, each once, with the time of its first.
     warnings: tuple[str, ...]
-    """Of the log, each once, with the time of its first."""
 
     @property
     def name(self) -> str:
@@ -100,27 +96,21 @@ class RunRecord:
         return sum(part.steps for part in self.parts)
 
     @property
-    def has_stages(self) -> bool:
-        """True if it has stages."""
-        return self.parts[0].name is not None
-
-    @property
-    def stage_starts(self) -> list[tuple[str, int]]:
-        """Name and first step of each stage, counted over the whole run."""
-        first_steps = itertools.accumulate((part.steps for part in self.parts), initial=0)
-        return [(part.name or "", first_step) for part, first_step in zip(self.parts, first_steps, strict=False)]
+    def stage_starts(self) -> list[int]:
+        """The first step of each part, counted over the whole run."""
+        return list(itertools.accumulate((part.steps for part in self.parts[:-1]), initial=0))
 
     def held_out_metric(self, moment: Literal["before", "after"], name: str) -> float | None:
         """A held-out figure (`loss`, `exact_match`), or a count of rows, before or after training."""
         # of a run that was killed: its manifest has what was measured first
-        metrics = self.summary.get(moment) or (self.manifest.get(moment) if not self.summary else None) or {}
-        value = metrics.get(name)
+        record = self.summary or self.manifest
+        value = (record.get(moment) or {}).get(name)
         return float(value) if isinstance(value, (int, float)) else None
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """One curve over all parts, its steps counted over the whole run."""
         joined: list[tuple[float, float]] = []
-        for part, (_, first_step) in zip(self.parts, self.stage_starts, strict=True):
+        for part, first_step in zip(self.parts, self.stage_starts, strict=True):
             joined += [(first_step + step, value) for step, value in part.curves.get(name, ())]
         return joined
 
@@ -132,62 +122,43 @@ class RunRecord:
 
 def read_record(folder: RunFolder) -> RunRecord:
     """Read everything that the folder of a run records; raises RunFolderError where it is not a run of this toolkit."""
-    manifest = folder.read_manifest()
-    settings = read_json(folder.path / "resolved.json")
-    # of stages those that have a folder: a run that failed in its first stage has no others
-    curriculum = settings.get("curriculum")
-    stages = (
-        [str(stage["name"]) for stage in curriculum if isinstance(stage, dict) and "name" in stage]
-        if curriculum
-        else []
+    manifest, settings = folder.read_manifest(), read_json(folder.path / "resolved.json")
+    stages = [folder.stage_folder(str(stage.get("name"))) for stage in settings.get("curriculum") or ()]
+    # a run that failed in its first stage has no folders of the others
+    part_folders = [stage for stage in stages if stage.path.is_dir()] or [folder]
+    curves = _read_curves(folder.metrics_path)
+    parts = tuple(
+        RunPart(
+            part.stage_name,
+            read_json(part.path / "plan.json"),
+            read_summary(part.path),
+            curves.get(part.stage_name, {}),
+        )
+        for part in part_folders
     )
-    metrics = _read_stage_metrics(folder.metrics_path)
-    parts = [
-        _read_part(folder.stage_folder(name), metrics) for name in stages if folder.stage_folder(name).path.is_dir()
-    ]
-    summary, warnings = read_summary(folder.path), tuple(_read_warnings(folder.log_path))
-    parts = parts or [_read_part(folder, metrics)]
-    return RunRecord(folder, run_status(folder, manifest), manifest, settings, summary, tuple(parts), warnings)
+    summary, warnings = read_summary(folder.path), _read_warnings(folder.log_path)
+    return RunRecord(folder, run_status(folder, manifest), manifest, settings, summary, parts, warnings)
 
 
-# What metrics.jsonl says of one stage, or of a run without stages: the curves, and the last line with a loss.
-_StageMetrics = tuple[dict[str, list[tuple[float, float]]], dict[str, Any]]
-
-
-def _read_stage_metrics(path: Path) -> dict[str | None, _StageMetrics]:
-    """The curves by stage (None without stages), read line by line: a long run has 100,000 of them."""
-    by_stage: dict[str | None, _StageMetrics] = {}
+def _read_curves(path: Path) -> dict[str | None, dict[str, list[tuple[float, float]]]]:
+    """The curves of each stage (None: of a run without stages) by name."""
+    by_stage: dict[str | None, dict[str, list[tuple[float, float]]]] = {}
     for _, entry in read_metric_lines(path) if path.is_file() else ():
-        curves, last_metrics = by_stage.setdefault(entry.get("stage"), ({}, {}))
+        curves = by_stage.setdefault(entry.get("stage"), {})
         for key, value in entry.items():
             # a bool is an int to Python, and no point of a curve
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if is_number and (key in _CURVE_KEYS or ("loss_" in key and not _RANK_SUFFIX.search(key))):
                 curves.setdefault(key, []).append((entry["step"], value))
-        if "loss" in entry:
-            last_metrics.clear()
-            last_metrics.update(entry)
     return by_stage
 
 
-def _read_part(folder: RunFolder, metrics: Mapping[str | None, _StageMetrics]) -> RunPart:
-    plan, settings = (read_json(folder.path / f"{name}.json") for name in ("plan", "resolved"))
-    return RunPart(
-        folder.stage_name, plan, settings, read_summary(folder.path), *metrics.get(folder.stage_name, ({}, {}))
-    )
-
-
-def _read_warnings(log_path: Path) -> list[str]:
-    try:
-        text = log_path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
+def _read_warnings(log_path: Path) -> tuple[str, ...]:
+    text = log_path.read_text(encoding="utf-8", errors="replace") if log_path.is_file() else ""
     first_times: dict[str, str] = {}
-    for line in text.splitlines():
-        match = _WARNING_LINE.match(line)
-        if match:
-            first_times.setdefault(match[3], match[1])
-    return [f"{time} {message}" for message, time in first_times.items()]
+    for time, message in _WARNING_LINE.findall(text):
+        first_times.setdefault(message, time)
+    return tuple(f"{time} {message}" for message, time in first_times.items())
 
 
 def settings_by_path(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,21 +172,23 @@ def settings_by_path(resolved: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def headline_metrics(record: RunRecord) -> list[tuple[str, str]]:
-    """The few figures that matter, as (name, value) in words; unknown ones are left out."""
-    planned_steps = [(part.plan.get("run") or {}).get("steps") for part in record.parts]
-    total = sum(steps for steps in planned_steps if isinstance(steps, (int, float)))
-    suffix = f" of {total:,}" if total and total != record.steps and not record.has_stages else ""
-    headline = [("Status", record.status), ("Steps", f"{record.steps:,}{suffix}")]
+def headline_metrics(record: RunRecord) -> dict[str, str]:
+    """The few figures that matter, by name and in words; unknown ones are left out."""
+    headline = {"Status": record.status, "Steps": f"{record.steps:,}"}
+    planned_steps = (record.parts[0].plan.get("run") or {}).get("steps")
+    if record.parts[0].name is None and isinstance(planned_steps, int) and planned_steps != record.steps:
+        headline["Steps"] += f" of {planned_steps:,}"
     for name, label, number_format in (("loss", "Held-out loss", "{:.4f}"), ("exact_match", "Exact match", "{:.1%}")):
-        before_value, after_value = (record.held_out_metric(moment, name) for moment in ("before", "after"))
-        formatted = [number_format.format(value) for value in (before_value, after_value) if value is not None]
-        if formatted:
-            generated_rows = record.held_out_metric("before" if after_value is None else "after", "generated_rows")
-            suffix = f" of {generated_rows:,.0f} rows" if generated_rows and name == "exact_match" else ""
-            headline.append(
-                (label, (" → ".join(formatted) if after_value is not None else f"{formatted[0]} before") + suffix)
-            )
+        values = {moment: record.held_out_metric(moment, name) for moment in ("before", "after")}
+        texts = [number_format.format(value) for value in values.values() if value is not None]
+        if not texts:
+            continue
+        headline[label] = " → ".join(texts)
+        if values["after"] is None:
+            headline[label] += " before"
+        rows = record.held_out_metric("before" if values["after"] is None else "after", "generated_rows")
+        if rows and name == "exact_match":
+            headline[label] += f" of {rows:,.0f} rows"
     answered_rows = max((rows for _, rows in record.curve("eval_generated_rows")), default=None)
     evaluations = [
         {name: value, "eval_generated_rows": answered_rows}
@@ -223,47 +196,37 @@ def headline_metrics(record: RunRecord) -> list[tuple[str, str]]:
         for _, value in record.curve(name)
     ]
     best = find_best_evaluation(evaluations, record.summary)
-    if best is not None and not isinstance(record.summary.get("after"), dict):
-        suffix = f" of {best[2]:,} rows" if best[2] else ""
-        headline.append((f"Best held-out {best[0].replace('_', ' ')}", f"{best[1]:.4g}{suffix}"))
-    speed = mean_tokens_per_s(record)
-    headline += [("Tokens/s", f"{speed:,.0f}")] if speed else []
-    kind, _, peak = max(map(compare_peak_memory, record.parts), key=lambda part: part[2] or 0)
-    headline += [(f"Peak memory, {kind}", format_size(peak))] if peak else []
-    wall_s = record.summary.get("wall_s")
-    headline += [("Time", format_duration(wall_s))] if wall_s else []
+    if best is not None and not record.summary.get("after"):
+        metric, value, rows = best
+        label = f"Best held-out {metric.replace('_', ' ')}"
+        headline[label] = f"{value:.4g} of {rows:,} rows" if rows else f"{value:.4g}"
+    speed, wall_s = mean_tokens_per_s(record), record.summary.get("wall_s")
+    if speed:
+        headline["Tokens/s"] = f"{speed:,.0f}"
+    kind, _, peak = max(map(compare_peak_memory, record.parts), key=lambda part_peak: part_peak[2] or 0)
+    if peak:
+        headline[f"Peak memory, {kind}"] = format_size(peak)
+    if wall_s:
+        headline["Time"] = format_duration(wall_s)
     return headline
 
 
 def mean_tokens_per_s(record: RunRecord) -> float | None:
     """Speed in training: of the whole run where it has ended, else of the part that it has come to."""
-    recorded = record.summary.get("tokens_per_s")
-    return float(recorded) if recorded else record.parts[-1].tokens_per_s
+    return record.summary.get("tokens_per_s") or record.parts[-1].tokens_per_s
 
 
 def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
     """The peak by which plan and run are compared: what is counted (reserved on a GPU, resident on a CPU) and in which
     moment of the run, its highest; predicted and measured bytes; of a run that has not ended what it has logged."""
-    peak = part.summary.get("peak_bytes") or {}
-    planned_peak = part.plan.get("peak_bytes") or {}
+    peak, planned_peak = part.summary.get("peak_bytes") or {}, part.plan.get("peak_bytes") or {}
+    kind, key = ("reserved", "measured_reserved") if part.is_on_gpu else ("resident", "measured_rss")
     predicted = peak.get("predicted_reserved", planned_peak.get("reserved"))
-    memory_kind, key = ("reserved", "measured_reserved") if part.is_on_gpu else ("resident", "measured_rss")
-    measured = peak.get(key)
-    if measured is None:  # killed or still running: no summary, but every log line has the peak so far
-        logged_gib = part.last_metrics.get("memory_peak_gib")  # of allocated bytes on a GPU
-        if isinstance(logged_gib, (int, float)) and not part.summary:
-            measured = int(logged_gib * GIB)
-            memory_kind, predicted = (
-                ("allocated", planned_peak.get("allocated")) if part.is_on_gpu else (memory_kind, predicted)
-            )
-    # runs of earlier versions have the peak of their training steps
-    return (
-        f"{memory_kind}, in {peak.get('moment') or 'training'}" if peak else f"{memory_kind} so far",
-        predicted,
-        measured,
-    )
-
-
-def format_percent_difference(predicted: float | None, measured: float | None) -> str:
-    """How far the measured value is from the predicted one."""
-    return f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else ""
+    if part.summary:
+        # runs of earlier versions have the peak of their training steps
+        return f"{kind}, in {peak.get('moment') or 'training'}", predicted, peak.get(key)
+    # killed or still running: no summary, but every log line has the peak so far, on a GPU of allocated bytes
+    if part.is_on_gpu:
+        kind, predicted = "allocated", planned_peak.get("allocated")
+    logged = part.curves.get("memory_peak_gib")
+    return f"{kind} so far", predicted, int(logged[-1][1] * GIB) if logged else None
