@@ -64,12 +64,12 @@ def evaluate() -> Any:
 
 
 def ship(*, reason: str = "") -> Any:
-    from sft_play.finished.ship import ShipResult
-    from sft_play.finished.ship_rule import (
+    from sft_play.finished.ship import (
         Evidence,
         GeneralEvidence,
         MergeEvidence,
         ShipCheck,
+        ShipResult,
         ShipVerdict,
         TaskEvidence,
         Thresholds,

@@ -25,9 +25,8 @@ from sft_play.finished import eval_rows, respond
 from sft_play.finished.eval_rows import RowScore, eval_batch_tokens, score_rows
 from sft_play.finished.evaluation import evaluate_run
 from sft_play.finished.load import load_held_out_rows, load_trained_model
-from sft_play.finished.metrics import MetricComparison, rouge_l, select_metrics, split_words
+from sft_play.finished.metrics import Interval, MetricComparison, rouge_l, select_metrics, split_words
 from sft_play.finished.run import FinishedRun, find_finished_run
-from sft_play.finished.statistics import Interval
 from tests.conftest import chat
 from tests.finished_runs import SMALL, finished_run, make_base
 
@@ -201,7 +200,7 @@ def test_every_figure_follows_from_the_rows_that_are_written(lora):
     for whose in ("base", "tuned"):
         loss = sum(row[whose]["nll"] for row in rows) / tokens
         assert getattr(figures["loss"], whose) == pytest.approx(loss)
-        assert evaluation.perplexity[whose] == pytest.approx(math.exp(loss))
+        assert evaluation.comparisons[0].perplexity[whose] == pytest.approx(math.exp(loss))
         right = sum(row[whose]["correct"] for row in rows)
         assert getattr(figures["token_accuracy"], whose) == pytest.approx(right / tokens)
         for name in ("exact_match", "rouge_l", "chrf"):

@@ -41,7 +41,7 @@ def run_finished_runs(request: Request) -> CommandResult | int:
     if request.command in ("report", "compare"):
         return _write_report(request)
     if request.command == "ship" and request.replay is not None:
-        from sft_play.finished.ship_rule import replay_verdict
+        from sft_play.finished.ship import replay_verdict
 
         return command_result(replay_verdict(request.replay))
     with redirect_stdout_to_stderr(enabled=request.json):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -31,21 +31,17 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 
-# The loss of a model on token rows: each row's own, in the arithmetic of the trainer's evaluation.
+# --- the loss of a model on token rows: each row's own, in the arithmetic of the trainer's evaluation -----------------
 #
 # TRL's fused head gives the log-probability of each trained token without whole logits: only tiles
 # of at most 4,096 tokens by 32,768 words of the vocabulary exist at a time. The trainer evaluates
 # through the same head.
-@dataclass(frozen=True)
-class RowScore:
+class RowScore(NamedTuple):
     """How well a model predicts the trained tokens of one row."""
 
-    nll: float
-    """Negative log-likelihood, summed over the trained tokens, in nats."""
-    tokens: int
-    """Trained tokens; the first of a row is never predicted."""
-    correct: int
-    """Trained tokens that the model thinks likeliest."""
+    nll: float  # negative log-likelihood, summed over the trained tokens, in nats
+    tokens: int  # trained ones; the first of a row is never predicted
+    correct: int  # trained tokens that the model thinks likeliest
 
 
 @torch.no_grad()
@@ -112,39 +108,30 @@ def _score_batch(
             **{name: tensor.to(model.device) for name, tensor in batch.items()},
             use_cache=False, fused_lm_head=True,
         )  # fmt: skip
-    nll_B = -output.log_probs.double().sum(1).cpu()
-    tokens_B, correct_B = output.label_mask.sum(1).cpu(), output.is_top1.sum(1).cpu()
-    return [
-        RowScore(nll, tokens, round(correct))
-        for nll, tokens, correct in zip(nll_B.tolist(), tokens_B.tolist(), correct_B.tolist(), strict=True)
-    ]
+    sums = (-output.log_probs.double().sum(1), output.label_mask.sum(1), output.is_top1.sum(1).round().long())
+    return [RowScore(*row) for row in zip(*(values_B.tolist() for values_B in sums), strict=True)]
 
 
-# The rows that `make eval` reads: the run's held-out ones, or a file's, each with its question
-# where it has one.
+# --- the rows that `make eval` reads ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class QuestionRow:
-    """A question: the index of its row, and the messages before the answer."""
+    """A question, with the messages before the answer."""
 
-    row_index: int
     question: Question
     messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
 class EvalRows:
-    """Token rows to score, their indices in the split, and the questions among them."""
+    """Token rows to score: the run's held-out ones, or a file's."""
 
-    name: str
-    """`val`, `test`, or the file that DATA= named."""
+    name: str  # `val`, `test`, or the file that DATA= named
     is_run_split: bool
     rows: Any
-    row_indices: list[int]
-    split_size: int
-    """Rows of the split, of which LIMIT= takes some."""
-    questions: list[QuestionRow]
-    rows_trained_on: int | None
-    """Rows of the split whose tokens the run was trained on; None where that is not known."""
+    row_indices: list[int]  # of the rows in their split
+    split_size: int  # rows of the split, of which LIMIT= takes some
+    questions: dict[int, QuestionRow]  # by the position among the rows
+    rows_trained_on: int | None  # of the split, token for token; None where that is not known
 
 
 def load_eval_rows(
@@ -156,16 +143,15 @@ def load_eval_rows(
     require_split(split, data)
     tokenizer = load_tokenizer(run.config).tokenizer
     if data is not None:
-        name, split_rows, trained_on = data, *_load_file_split(run, tokenizer, data)
+        name, split_rows, rows_trained_on = data, *_load_file_split(run, tokenizer, data)
     else:
         name, split_rows = _load_run_split(run, tokenizer, split)
-        trained_on = split_rows.stats.shared_rows.get("train", 0)
+        rows_trained_on = split_rows.stats.shared_rows.get("train", 0)
     split_size = len(split_rows.rows)
     row_indices = evenly_spaced_indices(split_size, limit or split_size)
-    questions = _select_questions(run, tokenizer, split_rows, set(row_indices)) if needs_questions else []
-    return EvalRows(
-        name, data is None, split_rows.rows.select(row_indices), row_indices, split_size, questions, trained_on
-    )
+    questions = _select_questions(run, tokenizer, split_rows, row_indices) if needs_questions else {}
+    rows = split_rows.rows.select(row_indices)
+    return EvalRows(name, data is None, rows, row_indices, split_size, questions, rows_trained_on)
 
 
 def _load_run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, DataSplit]:
@@ -174,11 +160,11 @@ def _load_run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tupl
     if not available:
         reason = f"{run.folder.path} was trained without validation or test rows"
         raise DataError(f"{reason}: name a file that it has not seen with DATA=FILE")
-    for name, rows in available.items():
-        if split in (None, name):
-            return name, rows
-    alternatives = f"only {', '.join(available)}; leave SPLIT= out, or name a DATA=FILE"
-    raise DataError(f"{run.folder.path} has no {split} rows, {alternatives}")
+    name = split or next(iter(available))
+    if name not in available:
+        alternatives = f"only {', '.join(available)}; leave SPLIT= out, or name a DATA=FILE"
+        raise DataError(f"{run.folder.path} has no {name} rows, {alternatives}")
+    return name, available[name]
 
 
 def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataSplit, int | None]:
@@ -188,37 +174,40 @@ def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataS
         find_source(data)
     except DataError as error:
         raise DataError(f"DATA={error}") from None
+    config, settings, label = run.config, {"test_path": data}, "data.test_path"  # shared rows are counted
     try:
-        run_paths = find_data_paths(run.config.data)
+        find_data_paths(config.data)
+        is_own_data_present = True
     except DataError as error:
         reason = "whether rows of DATA= were trained on is not known"
         logger.warning("The data that the run was trained on is gone (%s): %s", one_line(str(error)), reason)
-        run_paths = None
-    data_settings: dict[str, Any] = {"test_path": data}  # shared rows are counted
-    if run_paths is None:
-        data_settings |= {"train_path": data, "val_path": None, "text_path": None, "sources": (), "val_fraction": 0.0}
-    config = run.config.model_copy(update={"data": run.config.data.model_copy(update=data_settings)})
-    if run_paths is None and config.task_mode == "cpt_mixed":
-        config = config.model_copy(update={"task_mode": "sft"})
+        is_own_data_present, label = False, "data.train_path"
+        settings |= {"train_path": data, "val_path": None, "text_path": None, "sources": (), "val_fraction": 0.0}
+        if config.task_mode == "cpt_mixed":
+            config = config.model_copy(update={"task_mode": "sft"})
+    config = config.model_copy(update={"data": config.data.model_copy(update=settings)})
     try:
         splits = build_run_splits(run, config, tokenizer)
     except DataError as error:
-        raise DataError(str(error).replace("data.test_path" if run_paths else "data.train_path", "DATA")) from error
+        raise DataError(str(error).replace(label, "DATA")) from error
     if splits.test is None:
         raise DataError(f"DATA={one_line(data)} holds no rows for this run: {'; '.join(splits.notes)}")
-    return splits.test, None if run_paths is None else splits.test.stats.shared_rows.get("train", 0)
+    return splits.test, splits.test.stats.shared_rows.get("train", 0) if is_own_data_present else None
 
 
-def _select_questions(run: FinishedRun, tokenizer: Any, split: DataSplit, row_indices: set[int]) -> list[QuestionRow]:
+def _select_questions(
+    run: FinishedRun, tokenizer: Any, split: DataSplit, row_indices: Sequence[int]
+) -> dict[int, QuestionRow]:
     """The questions among the chosen rows, by the rule of the run's own exact match."""
+    positions = {row_index: position for position, row_index in enumerate(row_indices)}
     chats = {
-        row_index: split.chats[chat_index]
+        positions[row_index]: split.chats[chat_index]
         for chat_index, row_index in enumerate(split.chats.row_indices)
-        if row_index in row_indices
+        if row_index in positions
     }
     questions = build_questions([*chats.values()], build_run_renderer(run, tokenizer), tokenizer)
-    return [
-        QuestionRow(row_index, question, tuple(chat.messages[:-1]))
-        for (row_index, chat), question in zip(chats.items(), questions, strict=True)
+    return {
+        position: QuestionRow(question, tuple(chat.messages[:-1]))
+        for (position, chat), question in zip(chats.items(), questions, strict=True)
         if question is not None
-    ]
+    }

@@ -35,11 +35,11 @@ class TaskComparison:
         """In plain data."""
         return asdict(self) | {"difference": self.tuned - self.base}
 
-    def lines(self, *, base_label: str = "base") -> list[str]:
+    def format_line(self, *, base_label: str) -> str:
         """In words; `base_label` names the model that was trained on."""
+        values = f"{self.base:.4f} {base_label}, {self.tuned:.4f} tuned, {self.tuned - self.base:+.4f}"
         stderr_note = "" if self.stderr is None else f" (standard error {self.stderr:.4f})"
-        values = f"{self.base:.4f} {base_label}, {self.tuned:.4f} tuned"
-        return [f"{self.task} {self.metric}: {values}, {self.tuned - self.base:+.4f}{stderr_note}"]
+        return f"{self.task} {self.metric}: {values}{stderr_note}"
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,9 @@ def run_tasks(
             log_samples=False,
         )
     except Exception as error:  # of the harness, the hub, and what tasks run
-        task_names, reason = (
-            one_line(",".join(tasks.names)),
-            f"{type(error).__name__}: {one_line(str(error), limit=300)}",
-        )
-        raise ConfigError(f"TASKS={task_names}: lm-evaluation-harness failed: {reason}") from error
+        task_names, reason = one_line(",".join(tasks.names)), one_line(str(error), limit=300)
+        message = f"TASKS={task_names}: lm-evaluation-harness failed: {type(error).__name__}: {reason}"
+        raise ConfigError(message) from error
     return dict(results or {})
 
 
@@ -118,19 +116,15 @@ def _disable_tying(model: Any) -> Iterator[None]:
 
 
 def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComparison, ...]:
-    """Compare the metrics that both results of the harness have, by task."""
+    """Compare the metrics that both results of the harness have, by task; empty results have none."""
     comparisons = []
     for task, values in tuned.get("results", {}).items():
-        for metric, value in values.items():
-            base_value = base.get("results", {}).get(task, {}).get(metric)
+        # others are names, and "N/A" where a standard error is not known
+        numbers = {metric: float(value) for metric, value in values.items() if isinstance(value, (int, float))}
+        base_numbers = base["results"].get(task, {})
+        for metric, value in numbers.items():
             name, _, filter_name = metric.partition(",")
-            if not filter_name or name.endswith("_stderr") or not (_is_number(value) and _is_number(base_value)):
-                continue
-            stderr_value = values.get(f"{name}_stderr,{filter_name}")
-            stderr = float(stderr_value) if _is_number(stderr_value) else None  # "N/A" where it is not known
-            comparisons.append(TaskComparison(task, metric, float(base_value), float(value), stderr))
+            if filter_name and not name.endswith("_stderr") and isinstance(base_numbers.get(metric), (int, float)):
+                stderr = numbers.get(f"{name}_stderr,{filter_name}")
+                comparisons.append(TaskComparison(task, metric, float(base_numbers[metric]), value, stderr))
     return tuple(comparisons)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
