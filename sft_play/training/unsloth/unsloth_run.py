@@ -30,7 +30,7 @@ from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import build_run_trainer, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question, configured_eos_token_ids
-from sft_play.training.measure.monitor import MemoryMeter, RunMonitors
+from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
 from sft_play.training.model.model_loading import keep_4bit_trainable
 from sft_play.training.prepare.device_checks import check_device, check_gpu
 from sft_play.training.prepare.library_messages import quiet_libraries
@@ -53,12 +53,12 @@ def train_handover(path: Path) -> None:
     check_device(job.plan, job.loaded.config)
     check_trackers(job.loaded.config)  # `prepare` has looked in the other environment, whose packages are not these
     check_gpu(job.plan, job.loaded.config)
-    memory_meter = MemoryMeter(job.plan)
+    memory_peaks = start_memory_peaks(job.plan)
     with distributed.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as heartbeat:
         log_handler = start_log_file(job.folder.log_path) if distributed.is_first() else None
         try:
             train_model(
-                job, _build_prepared(handover, job.loaded.config), RunMonitors(memory_meter, heartbeat,
+                job, _build_prepared(handover, job.loaded.config), RunMonitors(memory_peaks, heartbeat,
                 handover.started),
                 build_eval_set=functools.partial(_build_eval_set, handover),
                 load_trainer=functools.partial(_build_trainer, handover),
