@@ -58,9 +58,9 @@ def serve() -> Any:
 
 
 def evaluate() -> Any:
-    from sft_play.finished.evaluation import Evaluation
+    from sft_play.finished.evaluation import EvalRows, Evaluation
 
-    return Evaluation(RUN, None, 0, (), (), {"before": None}, None, OTHER)
+    return Evaluation(RUN, EvalRows(), 0, (), (), {"before": None}, None, OTHER)
 
 
 def ship(*, reason: str = "") -> Any:
@@ -114,7 +114,7 @@ def push() -> Any:
 
 
 def record() -> Any:
-    from sft_play.finished.record import RunPart, RunRecord
+    from sft_play.finished.report import RunPart, RunRecord
     from sft_play.runs.folder import RunFolder
 
     return RunRecord(RunFolder(RUN), "finished", {}, {}, {}, (RunPart(None, {}, {}, {}),), ())

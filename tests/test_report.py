@@ -20,8 +20,15 @@ from sft_play.finished.compare import compare_results
 from sft_play.finished.export.places import describe_merge
 from sft_play.finished.listing import list_runs
 from sft_play.finished.page import PLOT_HEIGHT, Chart, Curve, draw_chart, plot_as_text, thin_points
-from sft_play.finished.record import headline_metrics, read_record
-from sft_play.finished.report import build_run_charts, report_on_exit, report_sections, write_final_report, write_report
+from sft_play.finished.report import (
+    build_run_charts,
+    headline_metrics,
+    read_record,
+    report_on_exit,
+    report_sections,
+    write_final_report,
+    write_report,
+)
 from sft_play.finished.run import find_run_folder
 from sft_play.runs.files import read_evaluations, read_summary
 from sft_play.runs.folder import RunFolder

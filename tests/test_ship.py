@@ -540,7 +540,7 @@ def test_rows_that_cannot_be_enough_refuse_the_run_before_a_model_loads(tmp_path
 
 @pytest.mark.build
 def test_damaged_weights_refuse_the_run_before_the_base_is_measured(tmp_path, command, monkeypatch):
-    from sft_play.finished import eval_rows
+    from sft_play.finished import evaluation
     from sft_play.training.checkpoints.checkpoints import record_digests
 
     folder = random_run(tmp_path, "full", rows=120)
@@ -549,7 +549,7 @@ def test_damaged_weights_refuse_the_run_before_the_base_is_measured(tmp_path, co
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    monkeypatch.setattr(eval_rows, "score_rows", lambda *_, **__: pytest.fail("a model was measured"))
+    monkeypatch.setattr(evaluation, "score_rows", lambda *_, **__: pytest.fail("a model was measured"))
     code, printed = command("ship", "--run", str(folder))
     assert code == 2
     assert "model.safetensors: the contents are not those that were written" in printed

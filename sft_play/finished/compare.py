@@ -14,13 +14,12 @@ from sft_play.answers import Answer
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import find_best_checkpoint
 from sft_play.finished.page import Chart, Curve, ReportSection, ReportTable, plot_as_text, write_page
-from sft_play.finished.record import RunRecord, compare_peak_memory, mean_tokens_per_s, read_record, settings_by_path
+from sft_play.finished.report import RunRecord, compare_peak_memory, mean_tokens_per_s, read_record, settings_by_path
 from sft_play.finished.run import next_command_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
 from sft_play.text import build_table, format_duration, format_size, render_lines
 
-# In the folder of the first run that is named.
 COMPARE_FILE = "compare.html"
 _ABSENT_TEXT = "-"
 
@@ -104,15 +103,17 @@ class Comparison(Answer):
         return [*lines, f"Written to: {self.path}", next_line]
 
 
-def compare_runs(folders: Sequence[RunFolder], *, path: Path) -> Comparison:
-    """Compare runs, and write the page. Raises ConfigError where they are fewer than two, one is named twice, or the
-    page cannot be written; RunFolderError where one is not a run of this toolkit."""
+def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> Comparison:
+    """Compare runs, and write the page (None: into the folder of the first). Raises ConfigError where they are fewer
+    than two, one is named twice, or the page cannot be written; RunFolderError where one is not a run of this
+    toolkit."""
     resolved_paths = [folder.path.resolve() for folder in folders]  # `last` and a name may be the same run
     if len(resolved_paths) < 2:
         raise ConfigError('RUNS= has to name two runs or more: make compare RUNS="first second" (make runs lists them)')
     for resolved_path in resolved_paths:
         if resolved_paths.count(resolved_path) > 1:
             raise ConfigError(f"RUNS= names {one_line(resolved_path.name)} twice; name different runs")
+    path = path or folders[0].path / COMPARE_FILE
     records = tuple(read_record(folder) for folder in folders)
     short_names = [record.name for record in records]
     names = tuple(record.name if short_names.count(record.name) == 1 else str(record.folder.path) for record in records)

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import is_peft_model
 
 from sft_play.errors import ConfigError
-from sft_play.finished.eval_rows import compute_dtype
+from sft_play.finished.load import compute_dtype
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 

@@ -273,6 +273,8 @@ def compare_metrics(
 ) -> list[MetricComparison]:
     """Loss and token accuracy over trained tokens, then each metric over the answers; the rows are those of
     eval.jsonl."""
+    if not tuned_rows:
+        return []
     tokens = [row["tokens"] for row in tuned_rows]
 
     def compare(name: str, get_value: Callable[[dict[str, Any]], float], **flags: bool) -> MetricComparison:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from sft_play.errors import ConfigError
-from sft_play.finished.record import Points
 from sft_play.finished.run import translate_write_errors
 from sft_play.log import escape_control, one_line, redact, secret_values
 from sft_play.runs.files import write_text
+
+Points = Sequence[tuple[float, float]]
 
 # Of curves, in their order.
 COLOURS = ("#4c8bf5", "#f28e2b", "#3aa655", "#d1495b", "#9467bd", "#17a2b8", "#b58900", "#e377c2", "#7f7f7f", "#8c564b")
@@ -40,6 +41,11 @@ class Curve:
     colour_index: int | None = 0
     # Of what was measured now and then: its points are shown, and joined where there are more than two.
     shows_points: bool = False
+
+    @property
+    def colour(self) -> str:
+        """As HTML writes it."""
+        return GREY if self.colour_index is None else COLOURS[self.colour_index % len(COLOURS)]
 
 
 @dataclass(frozen=True)
@@ -89,10 +95,10 @@ def draw_chart(chart: Chart) -> dict[str, Any]:
         ticks, scale = _linear_ticks(lowest, highest), float
         lowest, highest = ticks[0], ticks[-1]
 
-    def x(step: float) -> float:
+    def x(step: float) -> Any:
         return round(_LEFT + (_RIGHT - _LEFT) * (step - first_step) / (last_step - first_step or 1), 1)
 
-    def y(value: float) -> float:
+    def y(value: float) -> Any:
         share = (scale(value) - scale(lowest)) / (scale(highest) - scale(lowest))
         return round(_BOTTOM - (_BOTTOM - _TOP) * share, 1)
 
@@ -100,11 +106,10 @@ def draw_chart(chart: Chart) -> dict[str, Any]:
     for curve in chart.curves:
         places = [(x(step), y(value)) for step, value in thin_points(curve.points)]
         is_joined = len(places) > (2 if curve.shows_points else 1)
-        is_predicted = curve.colour_index is None
         curves.append({
             "name": curve.name,
-            "colour": GREY if is_predicted else COLOURS[curve.colour_index % len(COLOURS)],
-            "is_dashed": is_predicted,
+            "colour": curve.colour,
+            "is_dashed": curve.colour_index is None,
             "line": " ".join(f"{left},{top}" for left, top in places) if is_joined else "",
             "dots": places if curve.shows_points or not is_joined else [],
         })  # fmt: skip
@@ -166,8 +171,9 @@ def plot_as_text(chart: Chart | None) -> list[str]:
     figure.legend(False)
     if chart.uses_log_scale:
         figure.ruler("y").scale("log")
-    steps = [step for curve in chart.curves for step, _ in curve.points]
-    ticks = sorted({round(min(steps) + (max(steps) - min(steps)) * quarter / 4) for quarter in range(5)})  # whole steps
+    first = min(curve.points[0][0] for curve in chart.curves)
+    last = max(curve.points[-1][0] for curve in chart.curves)
+    ticks = sorted({round(first + (last - first) * quarter / 4) for quarter in range(5)})  # whole steps
     figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
     text = figure.build().string(True)
     lines = [f"{chart.heading}:  {'  '.join(legend)}", *text.rstrip("\n").splitlines()]

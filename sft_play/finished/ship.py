@@ -48,7 +48,7 @@ from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from sft_play.finished.eval_rows import RowScore
+    from sft_play.finished.evaluation import RowScore
     from sft_play.finished.load import HeldOutRows
 
 logger = logging.getLogger(__name__)
@@ -351,17 +351,16 @@ def _judge_rise(name: str, losses: Losses, bound: float, thresholds: Thresholds)
 def _judge_merge(merge: MergeEvidence) -> ShipCheck:
     figures = {name: getattr(merge, name) for name in ("state", "kl_merged", "kl_limit", "kl_base")}
     if merge.state == "no adapter":
-        return ShipCheck("merge", ok=True, line="not needed (all weights were trained)", figures=figures)
+        return ShipCheck("merge", True, "not needed (all weights were trained)", figures=figures)
     if merge.state == "not needed":
-        return ShipCheck("merge", ok=None, line="not tested, since the run is refused already", figures=figures)
+        return ShipCheck("merge", None, "not tested, since the run is refused already", figures=figures)
     if merge.state == "failed" or merge.kl_limit is None:
-        reason = merge.reason or "it was not compared"
-        return ShipCheck("merge", ok=False, line="not tested", reason=reason, figures=figures)
+        return ShipCheck("merge", False, "not tested", merge.reason or "it was not compared", figures)
     kl = math.nan if merge.kl_merged is None else merge.kl_merged
     line = f"KL divergence from the adapter {kl:.2g} nats (limit {merge.kl_limit:.2g})"
     if kl <= merge.kl_limit:
-        return ShipCheck("merge", ok=True, line=line, figures=figures)
-    return ShipCheck("merge", ok=False, line=line, reason="the merged model is not the adapter's", figures=figures)
+        return ShipCheck("merge", True, line, figures=figures)
+    return ShipCheck("merge", False, line, "the merged model is not the adapter's", figures)
 
 
 # --- a verdict computed again -----------------------------------------------------------------------------------------
@@ -500,8 +499,8 @@ def _measure_losses(
     thresholds: Thresholds,
 ) -> Evidence:
     """All evidence but the merge; raises ModelError if a model cannot be loaded. None is where the rows are too few."""
-    from sft_play.finished.eval_rows import RowScore, compute_dtype, eval_batch_tokens, score_rows
-    from sft_play.finished.load import build_run_renderer, measure_both_models
+    from sft_play.finished.evaluation import RowScore, eval_batch_tokens, score_rows
+    from sft_play.finished.load import build_run_renderer, compute_dtype, measure_both_models
     from sft_play.finished.respond import Responder
     from sft_play.training.measure.exact_match import select_questions
 
