@@ -115,14 +115,20 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
             raise ConfigError(f"RUNS= names {one_line(resolved_path.name)} twice; name different runs")
     path = path or folders[0].path / COMPARE_FILE
     records = tuple(read_record(folder) for folder in folders)
-    short_names = [record.name for record in records]
-    names = tuple(record.name if short_names.count(record.name) == 1 else str(record.folder.path) for record in records)
+    names = tuple(folder.path.name for folder in folders)
+    if len(set(names)) < len(names):
+        names = tuple(str(folder.path) for folder in folders)
     charts = comparison_charts(names, records)
     comparison = Comparison(
         names, records, find_differences(records), compare_results(records), path, charts[0] if charts else None
     )
     rows = [
-        (name, record.status, str(record.settings.get("model", {}).get("name")), str(record.manifest.get("started")))
+        (
+            name,
+            record.status,
+            str((record.settings.get("model") or {}).get("name", "")),
+            str(record.manifest.get("started", "")),
+        )
         for name, record in zip(names, records, strict=True)
     ]
     results = ReportTable(("", *names), comparison.result_rows)

@@ -99,11 +99,6 @@ class RunRecord:
     warnings: tuple[str, ...]
 
     @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.folder.path.name
-
-    @property
     def steps(self) -> int:
         """The last step that was logged, over all parts."""
         return sum(part.steps for part in self.parts)
@@ -265,7 +260,7 @@ class RunReport(Answer):
     def lines(self) -> list[str]:
         loss_chart = next((chart for chart in self.charts if chart.title == "Loss"), None)
         metrics = ", ".join(f"{name.lower()} {value}" for name, value in headline_metrics(self.record).items())
-        lines = [*plot_as_text(loss_chart), f"Run {self.record.name}: {metrics}"]
+        lines = [*plot_as_text(loss_chart), f"Run {self.record.folder.path.name}: {metrics}"]
         if self.record.warnings:
             lines.append(f"Warnings in the log: {len(self.record.warnings)}")
         compare_command = next_command_line("compare", RUNS=f"{self.record.folder.path} OTHER")
@@ -277,7 +272,7 @@ def write_report(record: RunRecord, *, path: Path | None = None) -> RunReport:
     charts = build_run_charts(record)
     sections = report_sections(record, charts)
     target = path or record.folder.path / REPORT_FILE
-    title = f"{record.name}: training report"
+    title = f"{record.folder.path.name}: training report"
     write_page(target, title, headline=[*headline_metrics(record).items()], sections=sections)
     titles = tuple(section.title for section in sections if not section.is_empty)
     return RunReport(record, target, titles, tuple(charts))
