@@ -334,7 +334,7 @@ def evaluate_run(
         responder = Responder(run, model)
         logger.info("Evaluating the %s: %s rows", model_label, f"{len(rows.row_indices):,}")
         figures = _measure_rows(responder, rows, chosen_metrics, model_label, max_answer_tokens)
-        if chosen_tasks is None:
+        if not chosen_tasks:
             return figures, {}
         return figures, run_tasks(run, model, responder.tokenizer, chosen_tasks, limit=limit)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,19 +41,11 @@ class TaskComparison:
         return f"{self.task} {self.metric}: {values}{stderr_note}"
 
 
-@dataclass(frozen=True)
-class HarnessTasks:
-    """Tasks that the harness knows, and its own object that loads them."""
-
-    names: tuple[str, ...]
-    manager: Any
-
-
-def find_tasks(tasks: Sequence[str]) -> HarnessTasks | None:
-    """The tasks of TASKS=: the harness's names, patterns of them (`mmlu_*`), and YAML files; None without any. Raises
+def find_tasks(tasks: Sequence[str]) -> list[str]:
+    """The harness's names of the tasks of TASKS=: its names, patterns of them (`mmlu_*`), and YAML files. Raises
     ConfigError where the harness is not installed, or does not know one."""
     if not tasks:
-        return None
+        return []
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(f"TASKS={one_line(','.join(tasks))} needs lm-evaluation-harness: {_INSTALL_TASKS}")
     from lm_eval.tasks import TaskManager
@@ -65,11 +56,11 @@ def find_tasks(tasks: Sequence[str]) -> HarnessTasks | None:
     if unknown:
         task_names = one_line(",".join(unknown))
         raise ConfigError(f"TASKS={task_names}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them")
-    return HarnessTasks(tuple(name for names in matches.values() for name in names), manager)
+    return [name for names in matches.values() for name in names]
 
 
 def run_tasks(
-    run: FinishedRun, model: Any, tokenizer: Any, tasks: HarnessTasks, *, limit: int | None
+    run: FinishedRun, model: Any, tokenizer: Any, task_names: Sequence[str], *, limit: int | None
 ) -> dict[str, Any]:
     """Run the tasks on a model; returns what the harness's `simple_evaluate` does. Runs on chats use their
     chat template. Raises ConfigError where the harness fails, for example because a task's data cannot be fetched."""
@@ -80,39 +71,29 @@ def run_tasks(
     is_mixed = compute in (torch.bfloat16, torch.float16)
     # it wants transformers' class: the base model, in whose layers the adapter sits
     base_model = model.get_base_model() if is_peft_model(model) else model
-    batch_size = "auto" if base_model.device.type == "cuda" else run.plan().eval_batch
+    # it ties weights, and transformers would tie embeddings again that training made different, or fail at PEFT's
+    # wrapper of them
+    base_model.tie_weights = lambda *_, **__: None
     try:
-        with _disable_tying(base_model):
-            harness = HFLM(
-                pretrained=base_model,
-                tokenizer=tokenizer,
-                batch_size=batch_size,
-                mixed_precision_dtype=str(compute).removeprefix("torch.") if is_mixed else None,
-            )
+        harness = HFLM(
+            pretrained=base_model,
+            tokenizer=tokenizer,
+            batch_size="auto" if base_model.device.type == "cuda" else run.plan().eval_batch,
+            mixed_precision_dtype=str(compute).removeprefix("torch.") if is_mixed else None,
+        )
         results = simple_evaluate(
             model=harness,
-            tasks=list(tasks.names),
-            task_manager=tasks.manager,
+            tasks=list(task_names),
             limit=limit,
             apply_chat_template=run.config.task_mode != "cpt",  # a run on plain text learnt no turns
             log_samples=False,
         )
     except Exception as error:  # of the harness, the hub, and what tasks run
-        task_names, reason = one_line(",".join(tasks.names)), one_line(str(error), limit=300)
-        message = f"TASKS={task_names}: lm-evaluation-harness failed: {type(error).__name__}: {reason}"
-        raise ConfigError(message) from error
-    return dict(results or {})
-
-
-@contextlib.contextmanager
-def _disable_tying(model: Any) -> Iterator[None]:
-    """Let `tie_weights` do nothing in this context: the harness calls it, and transformers would tie embeddings again
-    that training made different, or fail at PEFT's wrapper of them."""
-    model.tie_weights = lambda *_, **__: None
-    try:
-        yield
+        reason = f"{type(error).__name__}: {one_line(str(error), limit=300)}"
+        raise ConfigError(f"TASKS={one_line(','.join(task_names))}: lm-evaluation-harness failed: {reason}") from error
     finally:
-        del model.tie_weights
+        del base_model.tie_weights
+    return dict(results or {})
 
 
 def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComparison, ...]:

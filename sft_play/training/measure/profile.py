@@ -6,7 +6,6 @@ them; times those of the backend's own work: NCCL's kernels, gloo's calls.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
@@ -27,7 +25,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.planner.speed import sent_bytes
-from sft_play.training.distributed import gather_values, is_first
+from sft_play.training.distributed import gather_values, is_first, rank
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class ProfileWindow(TrainerCallback):
     """Profiles `steps` optimizer steps of this rank, from the third on; rank 0 writes the trace into `folder`, and the
     `trainer` logs the times. With a `plan`, on every rank, `communication.json` counts what they send."""
 
-    def __init__(self, folder: Path, steps: int, *, plan: Plan | None = None, trainer: Any = None) -> None:
+    def __init__(self, folder: Path, steps: int, trainer: Any, *, plan: Plan | None = None) -> None:
         self._folder, self._steps, self._plan, self._trainer = folder, steps, plan, trainer
         self._steps_begun, self._start_time = 0, 0.0
         self._profile: Any = None  # while the window is open
@@ -113,7 +111,7 @@ class ProfileWindow(TrainerCallback):
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._start_time
         # reading and writing the trace takes longer than a step, whose time it is not
-        with contextlib.nullcontext() if self._trainer is None else self._trainer._monitor.timed_part("profile"):
+        with self._trainer._monitor.timed_part("profile"):
             self._profile.stop()
             communication, computation = split_spans(self._profile.events(), on_gpu=on_gpu)
             busy_s = covered_time(communication) / 1e6
@@ -126,13 +124,12 @@ class ProfileWindow(TrainerCallback):
                     "trace: %s (https://ui.perfetto.dev opens it)",
                     steps, busy_s / steps, exposed_s / steps, self._folder / TRACE_FILE,
                 )  # fmt: skip
-                if self._trainer is not None:
-                    control = self._trainer.control
-                    is_due = control.should_log  # logging resets it, and the step's own figures would not be logged
-                    self._trainer.log(
-                        {"time_communication_s": busy_s / steps, "time_exposed_communication_s": exposed_s / steps}
-                    )
-                    control.should_log = is_due
+                control = self._trainer.control
+                is_due = control.should_log  # logging resets it, and the step's own figures would not be logged
+                self._trainer.log(
+                    {"time_communication_s": busy_s / steps, "time_exposed_communication_s": exposed_s / steps}
+                )
+                control.should_log = is_due
             if self._plan is not None:
                 self._write_communication(self._plan, steps, seconds=seconds, busy_s=busy_s, exposed_s=exposed_s)
         self._profile, self._has_ended = None, True
@@ -141,9 +138,8 @@ class ProfileWindow(TrainerCallback):
         collectives = list_collectives(self._profile.profiler.kineto_results.experimental_event_tree())
         spans = [(event.name, event.time_range.start, event.time_range.end) for event in self._profile.events()]
         work_times = collective_times(spans, collectives)
-        rank = dist.get_rank() if dist.is_initialized() else 0
         rank_communication = RankCommunication(
-            rank, socket.gethostname(), seconds, busy_s, exposed_s, collectives, work_times
+            rank(), socket.gethostname(), seconds, busy_s, exposed_s, collectives, work_times
         )
         communication_by_rank = gather_values(rank_communication)
         if not is_first():
@@ -162,13 +158,13 @@ class ProfileWindow(TrainerCallback):
                     f"{report['sent_bytes']:,}", f"{report['planned_sent_bytes']:,}", verdict, path)  # fmt: skip
 
 
-def build_profile_window(config: RunConfig, plan: Plan, folder: Path, trainer: Any = None) -> ProfileWindow | None:
+def build_profile_window(config: RunConfig, plan: Plan, folder: Path, trainer: Any) -> ProfileWindow | None:
     """The window that a run asks for: on all ranks where communication is counted, else on the first."""
     profile_setting, steps = config.distributed.profile_communication, config.train.profile_steps or 0
     if profile_setting is not False and plan.layout != "single":
         counted_steps = DEFAULT_COUNTED_STEPS if profile_setting is True else int(profile_setting)
-        return ProfileWindow(folder, max(steps, counted_steps), plan=plan, trainer=trainer)
-    return ProfileWindow(folder, steps, trainer=trainer) if steps and is_first() else None
+        return ProfileWindow(folder, max(steps, counted_steps), trainer, plan=plan)
+    return ProfileWindow(folder, steps, trainer) if steps and is_first() else None
 
 
 # --- what ranks send --------------------------------------------------------------------------------------------------
