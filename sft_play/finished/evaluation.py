@@ -376,6 +376,8 @@ def _has_rows(run: FinishedRun, split: str | None, data: str | None) -> bool:
 def _measure_rows(
     responder: Responder, rows: EvalRows, metrics: Sequence[Metric], model_label: str, max_new_tokens: int
 ) -> RowFigures:
+    if not rows.row_indices:
+        return []
     run = responder.run
     scores = score_rows(
         responder.model, rows.rows, max_batch_tokens=eval_batch_tokens(run), autocast_dtype=compute_dtype(run)

@@ -489,19 +489,23 @@ def _format_lines(values: Mapping[str, Any]) -> str:
 
 def _machine_pairs(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     hardware, versions, git = (manifest.get(name) or {} for name in ("hardware", "versions", "git"))
-    gpus = [f"{gpu.get('name')} ({format_size(gpu.get('total_bytes') or 0)})" for gpu in hardware.get("gpus") or []]
+    gpus = [f"{gpu.get('name')} ({_format_size(gpu.get('total_bytes'))})" for gpu in hardware.get("gpus") or []]
     texts = {}
     if hardware:
         texts = {
             "GPUs": ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none",
             "CPU": f"{hardware.get('cpu_name')}, {hardware.get('cpu_cores')} cores",
-            "RAM": format_size(hardware.get("ram_bytes") or 0),
+            "RAM": _format_size(hardware.get("ram_bytes")),
         }
     texts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if git.get("commit"):
         texts["code"] = f"commit {str(git['commit'])[:12]} ({git.get('branch')})"
         texts["code"] += ", with changes that were not committed" if git.get("dirty") else ""
     return _filled_pairs(texts)
+
+
+def _format_size(count: int | None) -> str:
+    return "-" if count is None else format_size(count)
 
 
 def _data_section(manifest: Mapping[str, Any]) -> ReportSection:

@@ -478,7 +478,10 @@ def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float |
             held_out_rows = load_held_out_rows(run)
             rows, left_out = distinct_rows(held_out_rows, max_rows)
             provenance["rows_sha256"] = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-            evidence = _measure_losses(run, held_out_rows, rows, left_out, sample, thresholds)
+            evidence = _measure_losses(
+                run, held_out_rows, rows, left_out, sample, thresholds,
+                max_questions=min(max_rows, run.config.eval.generate_rows),
+            )  # fmt: skip
         except ModelError as error:
             evidence = Evidence(TaskEvidence(""), GeneralEvidence(), MergeEvidence("not needed"), str(error))
         if not judge_evidence(evidence, thresholds).reasons:
@@ -497,6 +500,8 @@ def _measure_losses(
     left_out: int,
     sample: GeneralSample,
     thresholds: Thresholds,
+    *,
+    max_questions: int,
 ) -> Evidence:
     """All evidence but the merge; raises ModelError if a model cannot be loaded. None is where the rows are too few."""
     from sft_play.finished.evaluation import RowScore, eval_batch_tokens, score_rows
@@ -510,12 +515,9 @@ def _measure_losses(
     refusal = too_few_rows_reason(task, thresholds)
     if refusal:
         return Evidence(task, GeneralEvidence(), MergeEvidence("not needed"), refusal)
-    eval_options = run.config.eval
     tokenizer = load_tokenizer(run.config).tokenizer
     renderer = build_run_renderer(run, tokenizer)
-    questions = select_questions(
-        held_out_rows.split, renderer, tokenizer, max_questions=min(len(rows), eval_options.generate_rows)
-    )
+    questions = select_questions(held_out_rows.split, renderer, tokenizer, max_questions=max_questions)
     # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
     data_options = run.config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"})
     general_renderer = Renderer(tokenizer, data_options, max_seq_len=_MAX_ROW_TOKENS, today=renderer.today)
@@ -539,7 +541,7 @@ def _measure_losses(
                     autocast_dtype=compute_dtype(run),
                 )
             )
-        answers = Responder(run, model).answers(questions, max_new_tokens=eval_options.max_new_tokens)
+        answers = Responder(run, model).answers(questions, max_new_tokens=run.config.eval.max_new_tokens)
         return scores, tuple(answer.is_correct for answer in answers)
 
     (base_scores, right_base), (tuned_scores, right_tuned) = measure_both_models(run, measure_model)
