@@ -122,11 +122,6 @@ class RunRecord:
             joined += [(first_step + step, value) for step, value in part.curves.get(name, ())]
         return joined
 
-    def curve_names(self, prefix: str) -> list[str]:
-        """The names of all curves that begin with `prefix` and are longer than it."""
-        names = {name for part in self.parts for name in part.curves if name.startswith(prefix) and name != prefix}
-        return sorted(names)
-
 
 def read_record(folder: RunFolder) -> RunRecord:
     """Read everything that the folder of a run records; raises RunFolderError where it is not a run of this toolkit."""
@@ -355,7 +350,7 @@ def _held_out_curves(record: RunRecord, metric: str) -> tuple[Curve, ...]:
 
 
 def _source_curves(record: RunRecord) -> tuple[Curve, ...]:
-    names = record.curve_names("loss_")
+    names = sorted({name for part in record.parts for name in part.curves if name.startswith("loss_")})
     training = [Curve(name.removeprefix("loss_"), record.curve(name), index) for index, name in enumerate(names)]
     held_out = [
         Curve(f"{name.removeprefix('loss_')}, validation", record.curve(f"eval_{name}"), index, shows_points=True)
@@ -371,13 +366,19 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
     warnings = [*record.warnings[:MAX_WARNINGS]]
     if len(record.warnings) > MAX_WARNINGS:
         warnings.append(f"and {len(record.warnings) - MAX_WARNINGS} more in train.log")
+    decisions = {
+        "What was decided, and why": "\n".join(
+            map(str, record.manifest.get("choices") or record.parts[0].plan.get("reasons") or [])
+        ),
+        "Every setting": _format_lines(settings_by_path(record.settings)),
+    }
     return [
         ReportSection("How it ended", items=[str(error)] if error and record.status == "failed" else []),
         ReportSection("Warnings", items=warnings),
         ReportSection("Curves", charts=charts),
         _plan_section(record),
         ReportSection("Answers before and after", samples=record.summary.get("samples") or []),
-        ReportSection("What was run", pairs=_run_pairs(record), folded=_decision_texts(record)),
+        ReportSection("What was run", pairs=_run_pairs(record), folded=_filled_pairs(decisions)),
         ReportSection("On what", pairs=_machine_pairs(record.manifest)),
         _data_section(record.manifest),
         _reproduce_section(record),
@@ -468,15 +469,6 @@ def _run_pairs(record: RunRecord) -> list[tuple[str, str]]:
 
 def _filled_pairs(texts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, str(text)) for name, text in texts.items() if text]
-
-
-def _decision_texts(record: RunRecord) -> list[tuple[str, str]]:
-    choices = record.manifest.get("choices") or record.parts[0].plan.get("reasons") or []
-    texts = {
-        "What was decided, and why": "\n".join(map(str, choices)),
-        "Every setting": _format_lines(settings_by_path(record.settings)),
-    }
-    return _filled_pairs(texts)
 
 
 def _format_lines(values: Mapping[str, Any]) -> str:
