@@ -292,7 +292,7 @@ def test_every_process_that_the_package_starts_ends_with_it():
     careless.remove("sft_play.finished.export.llama_cpp")  # it imports it as a whole
     assert "signals.child_environment(" in starting["sft_play.finished.export.llama_cpp"]
     assert careless == set(ENDED_OTHERWISE), careless ^ set(ENDED_OTHERWISE)
-    assert len(starting) > 10
+    assert len(starting) > 5
 
 
 SAVES = """
