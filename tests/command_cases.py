@@ -58,18 +58,18 @@ def serve() -> Any:
 
 
 def evaluate() -> Any:
-    from sft_play.finished.evaluation import Evaluation
+    from sft_play.finished.evaluation import EvalRows, Evaluation
 
-    return Evaluation(RUN, None, 0, (), (), {"before": None}, None, OTHER)
+    return Evaluation(RUN, EvalRows(), 0, (), (), {"before": None}, None, OTHER)
 
 
 def ship(*, reason: str = "") -> Any:
-    from sft_play.finished.ship import ShipResult
-    from sft_play.finished.ship_rule import (
+    from sft_play.finished.ship import (
         Evidence,
         GeneralEvidence,
         MergeEvidence,
         ShipCheck,
+        ShipResult,
         ShipVerdict,
         TaskEvidence,
         Thresholds,
@@ -114,22 +114,22 @@ def push() -> Any:
 
 
 def record() -> Any:
-    from sft_play.finished.record import RunPart, RunRecord
+    from sft_play.finished.report import RunPart, RunRecord
     from sft_play.runs.folder import RunFolder
 
-    return RunRecord(RunFolder(RUN), "finished", {}, {}, {}, (RunPart(None, {}, {}, {}, {}, {}),), ())
+    return RunRecord(RunFolder(RUN), "finished", {}, {}, {}, (RunPart(None, {}, {}, {}),), ())
 
 
 def report() -> Any:
     from sft_play.finished.report import RunReport
 
-    return RunReport(record(), OTHER, (), 0, None)
+    return RunReport(record(), OTHER, (), ())
 
 
 def compare() -> Any:
     from sft_play.finished.compare import Comparison
 
-    return Comparison(("first", "other"), (record(), record()), {}, (), OTHER, None)
+    return Comparison(("first", "other"), (record(), record()), {}, {}, OTHER, None)
 
 
 def reproduce(*differing: Any) -> Any:

@@ -131,17 +131,6 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-DRAWING = ("test_report", "test_compare", "test_trained_story")
-"""Files whose tests look at charts."""
-
-
-@pytest.fixture(autouse=True)
-def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run ends with a report, whose charts take a second to draw: elsewhere it is written without them."""
-    if request.path.stem not in DRAWING:
-        monkeypatch.setattr("sft_play.finished.report.draw_charts", lambda charts: [])
-
-
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
     root = logging.getLogger()

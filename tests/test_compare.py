@@ -11,10 +11,8 @@ import pytest
 
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished import compare as compare_module
-from sft_play.finished.compare import compare_runs, find_differences
-from sft_play.finished.page import build_run_charts
-from sft_play.finished.record import read_record
+from sft_play.finished.compare import compare_runs, comparison_charts, find_differences
+from sft_play.finished.report import build_run_charts, read_record
 from sft_play.finished.run import find_run_folder
 from tests.recorded_runs import MANIFEST, SUMMARY, planned_folder, recorded_run, steps
 from tests.test_report import HOSTILE, _Reader
@@ -23,11 +21,6 @@ from tests.test_report import HOSTILE, _Reader
 @pytest.fixture(scope="module")
 def plan_of(tmp_path_factory, tiny_llama) -> Path:
     return planned_folder(tmp_path_factory.mktemp("planned") / "run", tiny_llama)
-
-
-@pytest.fixture
-def undrawn(monkeypatch) -> None:
-    monkeypatch.setattr(compare_module, "draw_charts", lambda charts: ["<svg></svg>"] * len(charts))
 
 
 def changed(resolved: dict, path: str, value: object) -> None:
@@ -113,7 +106,7 @@ def test_make_compare_as_it_is_typed(tmp_path, plan_of, command):
     assert f"{tmp_path}/elsewhere/first" in page.text
     colours = [value for name, value in page.attributes if name == "style"]
     assert len(set(colours)) == 2
-    assert all(colour.removeprefix("background: ") in text.replace("style=", "") for colour in colours)
+    assert all(f'stroke="{colour.removeprefix("background: ")}"' in text for colour in colours)
 
     out = str(tmp_path / "other.html")
     code, printed = command(*words, "--runs", f"last {tmp_path}/elsewhere/first", "--json", "--out", out)
@@ -122,7 +115,7 @@ def test_make_compare_as_it_is_typed(tmp_path, plan_of, command):
     assert [run["status"] for run in answer["runs"]] == ["finished", "stopped"]
     assert [run["best_val_loss"] for run in answer["runs"]] == [pytest.approx(0.2), pytest.approx(1 / 3)]
     assert [run["loss_after"] for run in answer["runs"]] == [0.5, None]
-    for runs, told in (("", "RUNS= names no runs"), ("first", "two runs or more"), ("first nobody", "no run nobody")):
+    for runs, told in (("", "two runs or more"), ("first", "two runs or more"), ("first nobody", "no run nobody")):
         code, printed = command(*words, *(("--runs", runs) if runs else ()))
         assert code == 2
         assert told in printed
@@ -131,7 +124,7 @@ def test_make_compare_as_it_is_typed(tmp_path, plan_of, command):
 def test_the_curves_of_all_runs_are_in_one_frame(tmp_path, plan_of):
     folders = [recorded_run(tmp_path / name, like=plan_of, metrics=steps(3)) for name in ("a", "b", "c")]
     records = [read_record(folder) for folder in folders]
-    charts = {chart.title: chart for chart in compare_module._comparison_charts(("a", "b", "c"), records)}
+    charts = {chart.title: chart for chart in comparison_charts(("a", "b", "c"), records)}
     assert list(charts) == ["Training loss", "Learning rate", "Tokens per second"]
     for chart in charts.values():
         assert [(curve.name, curve.colour_index) for curve in chart.curves] == [("a", 0), ("b", 1), ("c", 2)]

@@ -21,13 +21,11 @@ import pytest
 import torch
 
 from sft_play.errors import ConfigError, DataError
-from sft_play.finished import eval_rows, respond
-from sft_play.finished.eval_rows import RowScore, eval_batch_tokens, score_rows
-from sft_play.finished.evaluation import evaluate_run
+from sft_play.finished import evaluation, respond
+from sft_play.finished.evaluation import RowScore, eval_batch_tokens, evaluate_run, score_rows
 from sft_play.finished.load import load_held_out_rows, load_trained_model
-from sft_play.finished.metrics import MetricComparison, rouge_l, select_metrics, split_words
-from sft_play.finished.run import FinishedRun, find_finished_run
-from sft_play.finished.statistics import Interval
+from sft_play.finished.metrics import Interval, MetricComparison, rouge_l, select_metrics, split_words
+from sft_play.finished.run import FinishedRun, find_finished_run, require_split
 from tests.conftest import chat
 from tests.finished_runs import SMALL, finished_run, make_base
 
@@ -41,7 +39,7 @@ pytestmark = [
 
 def mean_loss(scores: list[RowScore]) -> float:
     """Mean over all trained tokens, in nats, without a balance loss."""
-    return sum(eval_rows.nll for eval_rows in scores) / sum(eval_rows.tokens for eval_rows in scores)
+    return sum(score.nll for score in scores) / sum(score.tokens for score in scores)
 
 
 def mixtral() -> Any:
@@ -161,7 +159,7 @@ def test_a_batch_has_the_tokens_that_the_plan_evaluates_at_a_time():
 def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monkeypatch, caplog):
     model, rows = load_trained_model(lora), random_rows(16, seed=2)
     expected = score_rows(model, rows, max_batch_tokens=1_000)
-    seen, whole = [], eval_rows._score_batch
+    seen, whole = [], evaluation._score_batch
 
     def small(model, tables, compute):
         if sum(len(table["input_ids"]) for table in tables) > 60:
@@ -169,7 +167,7 @@ def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monke
         seen.append(len(tables))
         return whole(model, tables, compute)
 
-    monkeypatch.setattr(eval_rows, "_score_batch", small)
+    monkeypatch.setattr(evaluation, "_score_batch", small)
     halved = score_rows(model, rows, max_batch_tokens=1_000)
     assert [one.nll for one in halved] == pytest.approx([one.nll for one in expected], abs=1e-5)
     assert "Out of memory: continuing with at most" in caplog.text
@@ -180,7 +178,7 @@ def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monke
     def broken(model, tables, compute):
         raise RuntimeError("another fault")
 
-    monkeypatch.setattr(eval_rows, "_score_batch", broken)
+    monkeypatch.setattr(evaluation, "_score_batch", broken)
     with pytest.raises(RuntimeError, match="another fault"):
         score_rows(model, rows, max_batch_tokens=1_000)
 
@@ -201,7 +199,7 @@ def test_every_figure_follows_from_the_rows_that_are_written(lora):
     for whose in ("base", "tuned"):
         loss = sum(row[whose]["nll"] for row in rows) / tokens
         assert getattr(figures["loss"], whose) == pytest.approx(loss)
-        assert evaluation.perplexity[whose] == pytest.approx(math.exp(loss))
+        assert evaluation.comparisons[0].perplexity[whose] == pytest.approx(math.exp(loss))
         right = sum(row[whose]["correct"] for row in rows)
         assert getattr(figures["token_accuracy"], whose) == pytest.approx(right / tokens)
         for name in ("exact_match", "rouge_l", "chrf"):
@@ -250,7 +248,7 @@ def test_rows_of_a_file_are_read_as_the_run_read_its_own_and_what_was_trained_on
     with pytest.raises(DataError, match="DATA: 1 of 1 row of "):
         evaluate_run(lora, data=str(tmp_path / "bad.jsonl"))
     with pytest.raises(ConfigError, match="leave it out with DATA="):
-        evaluate_run(lora, data=str(other), split="val")
+        require_split("val", str(other))
 
 
 def test_a_file_can_be_read_where_the_training_data_is_gone(tmp_path, lora, caplog):
@@ -273,6 +271,8 @@ def test_training_rows_are_never_evaluated_silently(tmp_path, lora):
     with pytest.raises(DataError, match="DATA=FILE"):
         evaluate_run(run)
     with pytest.raises(ConfigError, match="training rows are not evaluated"):
+        require_split("train", None)
+    with pytest.raises(DataError, match="without validation or test rows"):
         evaluate_run(run, split="train")
     with pytest.raises(DataError, match="has no test rows, only val"):
         evaluate_run(lora, split="test")

@@ -266,7 +266,7 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
 
     from sft_play.finished.compare import compare_results
     from sft_play.finished.evaluation import evaluate_run
-    from sft_play.finished.record import read_record
+    from sft_play.finished.report import read_record
     from sft_play.finished.run import find_finished_run
     from sft_play.runs.folder import RunFolder
 
@@ -312,8 +312,8 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
     assert "| exact match of 3 answers | 100.0% | 100.0% |" in card
     assert "exact match 100.0% of 3 rows" in command("runs", "--config", str(tmp_path / "run.yaml"))[1]
     assert "100.0% → 100.0% of 3 rows" in (folder / "report.html").read_text()
-    compared = {row.title: row.formatted_values for row in compare_results([read_record(RunFolder(folder))])}
-    assert compared["rows of exact match after"] == compared["rows of validation exact match"] == ["3"]
+    compared = compare_results([read_record(RunFolder(folder))])
+    assert compared["generated_rows_after"] == compared["val_generated_rows"] == (3,)
     run = find_finished_run(tmp_path / "outputs", "one")
     figures = {one.name: one for one in evaluate_run(run, metrics=["exact_match", "rouge_l", "chrf"]).comparisons}
     assert [figures[name].tuned for name in ("exact_match", "rouge_l", "chrf")] == pytest.approx([1.0, 1.0, 100.0])

@@ -87,9 +87,9 @@ def test_what_libraries_annotate_on_a_gpu_hides_no_communication():
 
 
 def test_communication_is_exposed_where_nothing_is_computed():
-    from sft_play.training.measure.profile import exposed_time, merge_spans
+    from sft_play.training.measure.profile import covered_time, exposed_time
 
-    assert merge_spans([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert covered_time([(5, 6), (0, 2), (1, 3), (3, 4)]) == 5
     assert exposed_time([(0, 10)], []) == 10
     assert exposed_time([(0, 10)], [(2, 4), (3, 5), (9, 20)]) == 6  # 0-2 and 5-9
     assert exposed_time([(0, 4), (2, 6)], [(0, 6)]) == 0

@@ -562,7 +562,7 @@ def over_ranks(config: RunConfig) -> Facts:
     only = ("ddp",) if any(layout.name == "ddp" for layout in possible) else LAYOUT_NAMES
     made = make_plan(PlanRequest(config, shape, machine, allowed_layouts=only))
     told = engine_arguments(made, config, layer_class="Layer", deepspeed=None)
-    window = build_profile_window(config, made, Path("/nowhere"))
+    window = build_profile_window(config, made, Path("/nowhere"), None)
     return {**facts, "unused": told["ddp_find_unused_parameters"], "window": window and window._steps,
             "checkpoint": made.memory.checkpoint}  # fmt: skip
 

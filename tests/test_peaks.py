@@ -20,8 +20,8 @@ from sft_play.planner import calibration
 from sft_play.planner.memory.estimate import MemoryEstimate, RunPhase
 from sft_play.text import GIB
 from sft_play.training.measure import monitor as peaks_module
-from sft_play.training.measure.monitor import SAMPLE_INTERVAL_S, MemoryMeter, MemoryPeaks
-from sft_play.training.measure.summary import _memory_line
+from sft_play.training.measure.monitor import SAMPLE_INTERVAL_S, MemoryPeaks, start_memory_peaks
+from sft_play.training.measure.summary import format_peak
 from tests.conftest import chat
 
 pytestmark = pytest.mark.build
@@ -119,19 +119,19 @@ def test_nothing_is_counted_after_the_end_and_a_stage_begins_anew(card):
 def test_the_one_figure_of_a_gpu_is_reserved_in_its_highest_moment(card):
     memory = MemoryEstimate(reserved=70, by_moment={"training": (40, 50), "evaluation": (60, 70)})
     plan: Any = SimpleNamespace(hardware=SimpleNamespace(device="cuda"), memory=memory)
-    meter = MemoryMeter(plan)
-    meter.peaks.start("training")
+    peaks = start_memory_peaks(plan)
+    peaks.start("training")
     card.take(30)
-    with meter.peaks.during("evaluation"):
+    with peaks.during("evaluation"):
         card.take(50)
         card.give(50)
     figures = {"predicted_allocated": 60, "measured_allocated": 80, "predicted_reserved": 70, "measured_reserved": 80}
-    assert (
-        meter.peak_bytes()
-        == {"moment": "evaluation", **figures}
-        == {"moment": "evaluation", **meter.peak_bytes_by_phase()["evaluation"]}
+    fields = peaks.summary_fields(plan)
+    assert fields["peak_bytes"] == {"moment": "evaluation", **figures}
+    assert fields["peak_bytes_by_moment"]["evaluation"] == figures
+    line = format_peak(
+        {name: value if name == "moment" else GIB * value for name, value in fields["peak_bytes"].items()}
     )
-    line = _memory_line({name: GIB * size if name != "moment" else size for name, size in meter.peak_bytes().items()})
     assert line == "Peak memory reserved on a GPU, in evaluation: 70.00 GiB predicted, 80.00 GiB measured"
 
 
@@ -229,7 +229,7 @@ def test_what_an_earlier_run_freed_is_not_part_of_a_runs_level():
     del earlier
     before = psutil.Process().memory_info().rss
     plan: Any = SimpleNamespace(hardware=SimpleNamespace(device="cpu"))
-    assert MemoryMeter(plan).baseline_bytes < before - 250 * MIB
+    assert start_memory_peaks(plan).baseline_bytes < before - 250 * MIB
     assert len(last) == 64 << 10
 
 

@@ -14,19 +14,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft_play.finished.ship import GENERAL_SAMPLE_VERSION, general_sample
-from sft_play.finished.ship_rule import (
+from sft_play.finished.metrics import paired_bootstrap
+from sft_play.finished.ship import (
+    GENERAL_SAMPLE_VERSION,
     Evidence,
     GeneralEvidence,
     Losses,
     MergeEvidence,
+    ShipResult,
     TaskEvidence,
     Thresholds,
     chance_losses,
+    chat_rows,
+    distinct_rows,
+    general_sample,
     judge_evidence,
     loss_gain,
+    replay_verdict,
+    text_rows,
 )
-from sft_play.finished.statistics import paired_bootstrap
 from sft_play.models.config_json import base_weights_identity
 from tests.conftest import chat
 
@@ -236,7 +242,7 @@ def test_noise_does_not_pass_as_a_gain(kind, rows):
         change = 0.1 * NO_GAIN[kind](draw, rows) * tokens
         base = 2.0 * tokens
         losses = Losses(*(tuple(column.tolist()) for column in (base, base - change, tokens, 9.0 * tokens)))
-        passed += loss_gain(losses, QUICK).is_above_zero
+        passed += loss_gain(losses, QUICK).low > 0
     assert passed <= 0.025 * trials + 3 * math.sqrt(0.025 * 0.975 * trials) / 2
 
 
@@ -302,7 +308,6 @@ def world(tmp_path_factory) -> Path:
 
     from sft_play.cli import main
     from sft_play.data.masks.render import Renderer
-    from sft_play.finished.ship import chat_rows, text_rows
     from tests.models import make_llama
 
     folder = tmp_path_factory.mktemp("ship")
@@ -486,7 +491,6 @@ def test_a_merge_that_is_not_numbers_is_not_the_adapters(world):
 def test_repeated_rows_and_training_rows_are_no_evidence(world, tmp_path):
     from sft_play.finished.load import load_held_out_rows
     from sft_play.finished.run import find_finished_run
-    from sft_play.finished.ship import distinct_rows
 
     run = find_finished_run(world / "outputs", "good")
     held = load_held_out_rows(run)
@@ -535,7 +539,7 @@ def test_rows_that_cannot_be_enough_refuse_the_run_before_a_model_loads(tmp_path
 
 @pytest.mark.build
 def test_damaged_weights_refuse_the_run_before_the_base_is_measured(tmp_path, command, monkeypatch):
-    from sft_play.finished import ship as module
+    from sft_play.finished import evaluation
     from sft_play.training.checkpoints.checkpoints import record_digests
 
     folder = random_run(tmp_path, "full", rows=120)
@@ -544,7 +548,7 @@ def test_damaged_weights_refuse_the_run_before_the_base_is_measured(tmp_path, co
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    monkeypatch.setattr(module, "score_rows", lambda *_, **__: pytest.fail("a model was measured"))
+    monkeypatch.setattr(evaluation, "score_rows", lambda *_, **__: pytest.fail("a model was measured"))
     code, printed = command("ship", "--run", str(folder))
     assert code == 2
     assert "model.safetensors: the contents are not those that were written" in printed
@@ -570,16 +574,12 @@ def random_run(folder: Path, mode: str, *, rows: int) -> Path:
 @pytest.fixture
 def recorded(tmp_path) -> dict:
     """What ship.json holds of evidence that ships."""
-    from sft_play.finished.ship import ShipResult
-
     given = evidence()
     whole = ShipResult(tmp_path, given, Thresholds(), judge_evidence(given, Thresholds()), {})
     return json.loads(json.dumps(whole.as_json()))
 
 
 def replayed(tmp_path: Path, data) -> object:
-    from sft_play.finished.ship_rule import replay_verdict
-
     path = tmp_path / "ship.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
     return replay_verdict(path)
@@ -612,8 +612,6 @@ def test_an_edited_file_does_not_replay(tmp_path, recorded, at):
 
 
 def test_a_refusal_that_was_turned_into_a_verdict_to_ship_does_not_replay(tmp_path):
-    from sft_play.finished.ship import ShipResult
-
     given = evidence(text=half([1.0] * 40, [3.0] * 40))
     data = ShipResult(tmp_path, given, Thresholds(), judge_evidence(given, Thresholds()), {}).as_json()
     assert not replayed(tmp_path, data).ok
@@ -624,8 +622,6 @@ def test_a_refusal_that_was_turned_into_a_verdict_to_ship_does_not_replay(tmp_pa
 
 
 def test_looser_thresholds_are_said(tmp_path):
-    from sft_play.finished.ship import ShipResult
-
     loose = Thresholds(max_text_rise=5.0)
     given = evidence(text=half([1.0] * 40, [3.0] * 40))
     again = replayed(tmp_path, ShipResult(tmp_path, given, loose, judge_evidence(given, loose), {}).as_json())

@@ -19,10 +19,9 @@ from sft_play.commands.answer import (
 from sft_play.commands.lookups import find_request_run, request_output_dir, require_source
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
-from sft_play.finished.compare import COMPARE_FILE, Comparison, compare_runs
+from sft_play.finished.compare import compare_runs
 from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable
-from sft_play.finished.record import read_record
-from sft_play.finished.report import RunReport, write_report
+from sft_play.finished.report import read_record, write_report
 from sft_play.finished.run import find_run_folder, next_command_line, require_split
 from sft_play.log import escape_control, one_line
 from sft_play.runs.lookup import check_run_name, open_run
@@ -34,33 +33,17 @@ logger = logging.getLogger(__name__)
 
 def run_finished_runs(request: Request) -> CommandResult | int:
     """Run a command on finished runs. Exit code 2: do not ship (ship), or a tensor differs (reproduce)."""
-    if request.command == "runs":
-        return command_result(list_runs(request_output_dir(request)))
-    if request.command in _COMMAND_FUNCTIONS:
-        return _COMMAND_FUNCTIONS[request.command](request)
-    if request.command in ("report", "compare"):
-        return _write_report(request)
-    if request.command == "ship" and request.replay is not None:
-        from sft_play.finished.ship_rule import replay_verdict
-
-        return command_result(replay_verdict(request.replay))
+    if request.command == "serve":
+        return _serve(request)
     with redirect_stdout_to_stderr(enabled=request.json):
-        return _run_model_command(request)
+        return _COMMAND_FUNCTIONS[request.command](request)
 
 
-def _run_model_command(request: Request) -> CommandResult:
+def _eval(request: Request) -> CommandResult:
+    require_split(request.split, request.data)
     if request.data is not None:
         require_source(request.data, "DATA")
     finished = find_request_run(request)
-    if request.command == "reproduce":
-        from sft_play.finished.reproduce import reproduce
-
-        return command_result(reproduce(finished))
-    if request.command == "ship":
-        from sft_play.finished.ship import SHIP_ROWS, judge_run
-
-        return command_result(judge_run(finished, max_rows=request.limit or SHIP_ROWS, tolerance=request.tolerance))
-    require_split(request.split, request.data)
     from sft_play.finished.evaluation import evaluate_run
 
     evaluation = evaluate_run(
@@ -76,17 +59,35 @@ def _run_model_command(request: Request) -> CommandResult:
     return command_result(evaluation, is_written_to_out=False)
 
 
-def _write_report(request: Request) -> CommandResult:
+def _ship(request: Request) -> CommandResult:
+    from sft_play.finished.ship import SHIP_ROWS, judge_run, replay_verdict
+
+    if request.replay is not None:
+        return command_result(replay_verdict(request.replay))
+    finished = find_request_run(request)
+    return command_result(judge_run(finished, max_rows=request.limit or SHIP_ROWS, tolerance=request.tolerance))
+
+
+def _report(request: Request) -> CommandResult:
+    record = read_record(find_run_folder(request_output_dir(request), request.run))
+    return command_result(write_report(record, path=request.out), is_written_to_out=False)
+
+
+def _compare(request: Request) -> CommandResult:
     output = request_output_dir(request)
-    report_page: RunReport | Comparison
-    if request.command == "report":
-        report_page = write_report(read_record(find_run_folder(output, request.run)), path=request.out)
-    elif not request.runs:
-        raise ConfigError('RUNS= names no runs: make compare RUNS="first second" (make runs lists them)')
-    else:
-        folders = [find_run_folder(output, name) for name in request.runs]
-        report_page = compare_runs(folders, path=request.out or folders[0].path / COMPARE_FILE)
-    return command_result(report_page, is_written_to_out=False)
+    folders = [find_run_folder(output, name) for name in request.runs]
+    return command_result(compare_runs(folders, path=request.out), is_written_to_out=False)
+
+
+def _reproduce(request: Request) -> CommandResult:
+    finished = find_request_run(request)
+    from sft_play.finished.reproduce import reproduce
+
+    return command_result(reproduce(finished))
+
+
+def _runs(request: Request) -> CommandResult:
+    return command_result(list_runs(request_output_dir(request)))
 
 
 def _prune(request: Request) -> CommandResult:
@@ -124,9 +125,8 @@ def _infer(request: Request) -> CommandResult:
     quiet_libraries()
     from sft_play.finished.infer import infer
 
-    with redirect_stdout_to_stderr(enabled=request.json):
-        max_new_tokens = request.max_new_tokens or _INFER_TOKENS
-        return command_result(infer(finished, request.input, request.output, max_new_tokens=max_new_tokens))
+    max_new_tokens = request.max_new_tokens or _INFER_TOKENS
+    return command_result(infer(finished, request.input, request.output, max_new_tokens=max_new_tokens))
 
 
 def _chat(request: Request) -> CommandResult:
@@ -134,36 +134,35 @@ def _chat(request: Request) -> CommandResult:
     quiet_libraries()
     from sft_play.finished.respond import CHAT_HELP, Conversation, Responder
 
-    with redirect_stdout_to_stderr(enabled=request.json):
-        responder = Responder(finished)
-        is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    responder = Responder(finished)
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
 
-        def show(text: str) -> None:
-            sys.stdout.write(escape_control(text))  # the model's text, and names of the run's folder
-            sys.stdout.flush()
+    def show(text: str) -> None:
+        sys.stdout.write(escape_control(text))  # the model's text, and names of the run's folder
+        sys.stdout.flush()
 
-        conversation = Conversation(
-            responder,
-            show,
-            max_new_tokens=request.max_new_tokens or _CHAT_TOKENS,
-            temperature=request.temperature or 0.0,
-            system=finished.config.data.style.system if request.system is None else request.system,
-        )
-        if is_terminal:
-            show(f"{finished.folder.path.name}: {finished.config.model.name}. {CHAT_HELP}\n")
-            if conversation.system:
-                show(f"(the system prompt: {conversation.system})\n")
-        while not conversation.has_ended:
-            try:
-                # input() for its line editing; from a pipe it would write the prompt into the output
-                line = input("> ") if is_terminal else next(sys.stdin, None)
-            except (EOFError, KeyboardInterrupt):
-                break
-            if line is None:
-                break
-            conversation.handle_line(line.rstrip("\n"))
-        if is_terminal:
-            show(f"{next_command_line('eval', RUN=finished.folder.path)}\n")
+    conversation = Conversation(
+        responder,
+        show,
+        max_new_tokens=request.max_new_tokens or _CHAT_TOKENS,
+        temperature=request.temperature or 0.0,
+        system=finished.config.data.style.system if request.system is None else request.system,
+    )
+    if is_terminal:
+        show(f"{finished.folder.path.name}: {finished.config.model.name}. {CHAT_HELP}\n")
+        if conversation.system:
+            show(f"(the system prompt: {conversation.system})\n")
+    while not conversation.has_ended:
+        try:
+            # input() for its line editing; from a pipe it would write the prompt into the output
+            line = input("> ") if is_terminal else next(sys.stdin, None)
+        except (EOFError, KeyboardInterrupt):
+            break
+        if line is None:
+            break
+        conversation.handle_line(line.rstrip("\n"))
+    if is_terminal:
+        show(f"{next_command_line('eval', RUN=finished.folder.path)}\n")
     return CommandResult({"ok": True, "run": str(finished.folder.path), "messages": conversation.messages})
 
 
@@ -188,6 +187,7 @@ def _serve(request: Request) -> int:
     return exit_code
 
 
-_COMMAND_FUNCTIONS: dict[str, Callable[[Request], CommandResult | int]] = {
-    "prune": _prune, "chat": _chat, "infer": _infer, "serve": _serve,
+_COMMAND_FUNCTIONS: dict[str, Callable[[Request], CommandResult]] = {
+    "chat": _chat, "compare": _compare, "eval": _eval, "infer": _infer, "prune": _prune, "report": _report,
+    "reproduce": _reproduce, "runs": _runs, "ship": _ship,
 }  # fmt: skip

@@ -27,7 +27,7 @@ from sft_play.commands.request import Request, require_config_for_model_and_data
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, error_prefix, stage_context
-from sft_play.finished.compare import COMPARE_FILE, Comparison, compare_runs
+from sft_play.finished.compare import Comparison, compare_runs
 from sft_play.finished.run import find_changed_data
 from sft_play.launch.planning import (
     build_stage_requests,
@@ -114,7 +114,7 @@ def _compare_finished(request: Request, cells: list[SweepCell]) -> Comparison | 
     folders = [cell.folder for cell in cells if cell.state == "finished"]
     if len(folders) < 2:
         return None
-    return compare_runs(folders, path=request.out or folders[0].path / COMPARE_FILE)
+    return compare_runs(folders, path=request.out)
 
 
 # --- read -------------------------------------------------------------------------------------------------------------

@@ -4,9 +4,8 @@
 
 - Answers: `respond` (in the terminal, and for the others), `infer` (over files), `serve` and
   `openai` (over HTTP).
-- Is it better? `evaluation` on `eval_rows`, by `metrics`, `statistics` and `harness`; `ship`
-  measures and `ship_rule` decides.
-- Pages: `report` and `compare`, of what `record` reads, written by `page`.
+- Is it better? `evaluation` by `metrics` and `harness`; `ship` judges.
+- Pages: `report` and `compare`, written by `page`.
 - `listing` lists and removes runs, `reproduce` trains one again. `export/` makes the model ready
   for others.
 """

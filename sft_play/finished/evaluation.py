@@ -1,30 +1,40 @@
-"""`make eval`: the figures of a finished run's model beside those of its base, on the same held-out
-rows.
+"""`make eval`: the figures of a finished run's model beside those of its base, on the same held-out rows, or a file's;
+and the loss of a model on token rows.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from datasets import Dataset
 
 from sft_play.answers import Answer
-from sft_play.errors import ConfigError
-from sft_play.finished.eval_rows import EvalRows, compute_dtype, eval_batch_tokens, load_eval_rows, score_rows
-from sft_play.finished.harness import HarnessTasks, TaskComparison, compare_tasks, find_tasks, run_tasks
-from sft_play.finished.load import find_continued_adapter, measure_both_models
+from sft_play.data.build.splits import DataSplit
+from sft_play.data.sources.files import find_data_paths, find_source
+from sft_play.data.sources.messages import Message
+from sft_play.errors import ConfigError, DataError
+from sft_play.finished.harness import TaskComparison, compare_tasks, find_tasks, run_tasks
+from sft_play.finished.load import (
+    build_run_renderer,
+    build_run_splits,
+    compute_dtype,
+    evenly_spaced_indices,
+    find_continued_adapter,
+    measure_both_models,
+)
 from sft_play.finished.metrics import (
     BOOTSTRAP_RESAMPLES,
     BOOTSTRAP_SEED,
     Metric,
     MetricComparison,
-    ModelMetrics,
     compare_metrics,
-    exp_or_inf,
-    finite_or_none,
     format_comparisons,
     select_metrics,
 )
@@ -33,58 +43,233 @@ from sft_play.finished.run import FinishedRun, next_command_line, translate_writ
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.files import write_json, write_text
+from sft_play.training.class_checks.adapter_trial import has_custom_logits
+from sft_play.training.loop.rows import Collator, row_lengths
+from sft_play.training.measure.exact_match import Question, build_questions
+from sft_play.training.model.fused_head import fused_head
+from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-ROWS_FILE, SUMMARY_FILE = "eval.jsonl", "eval.json"
+ROWS_FILE = "eval.jsonl"  # beside it the summary, eval.json
+
+# Of each row what one model made of it, as eval.jsonl has it: nll, tokens, correct, and the answer with its metrics.
+RowFigures = list[dict[str, Any]]
 
 
+# --- the loss of a model on token rows: each row's own, in the arithmetic of the trainer's evaluation -----------------
+#
+# TRL's fused head gives the log-probability of each trained token without whole logits: only tiles
+# of at most 4,096 tokens by 32,768 words of the vocabulary exist at a time. The trainer evaluates
+# through the same head.
+class RowScore(NamedTuple):
+    """How well a model predicts the trained tokens of one row."""
+
+    nll: float  # negative log-likelihood, summed over the trained tokens, in nats
+    tokens: int  # trained ones; the first of a row is never predicted
+    correct: int  # trained tokens that the model thinks likeliest
+
+
+@torch.no_grad()
+def score_rows(
+    model: Any, rows: Sequence[Any], *, max_batch_tokens: int, autocast_dtype: torch.dtype | None = None
+) -> list[RowScore]:
+    """The score of each row, in the rows' order.
+
+    Args:
+        model: a causal language model, with an adapter or without; it is left as it was.
+        rows: with `input_ids` and `labels` (-100: not trained); a Dataset is read batch by batch.
+        max_batch_tokens: tokens of a batch, with padding; halved where memory runs out.
+        autocast_dtype: the dtype of matrix products; None for that of the weights. A run's is `compute_dtype(run)`.
+
+    Raises:
+        RuntimeError: a single row does not fit into memory (torch's own error).
+    """
+    lengths = row_lengths(rows).tolist() if isinstance(rows, Dataset) else [len(row["input_ids"]) for row in rows]
+    # longest first: where memory is too small that shows at the first batch, not after most of the work
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    scores: dict[int, RowScore] = {}
+    was_training, start = model.training, 0
+    model.eval()
+    try:
+        with fused_head(model, from_class_logits=has_custom_logits(model.config)):
+            while start < len(order):
+                longest = max(1, lengths[order[start]])
+                batch = order[start : start + max(1, max_batch_tokens // longest)]
+                batch_rows = [{name: rows[index][name] for name in ("input_ids", "labels")} for index in batch]
+                try:
+                    scores |= dict(zip(batch, _score_batch(model, batch_rows, autocast_dtype), strict=True))
+                    start += len(batch)
+                    continue
+                except RuntimeError as error:
+                    if len(batch) == 1 or not should_reduce_batch_size(error):
+                        raise
+                # only here: while the exception lives, so does what its frames hold
+                max_batch_tokens = longest * len(batch) // 2
+                logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{max_batch_tokens:,}")
+                free_memory()
+    finally:
+        model.train(was_training)
+    return [scores[index] for index in range(len(lengths))]
+
+
+def eval_batch_tokens(run: FinishedRun) -> int:
+    """Tokens, with padding, of the largest batch that the run's plan evaluates at a time."""
+    plan = run.plan()
+    return plan.eval_batch * plan.choice.step.seq_len  # of the longest row, which may be shorter than max_seq_len
+
+
+def _score_batch(
+    model: Any, batch_rows: Sequence[dict[str, Any]], autocast_dtype: torch.dtype | None
+) -> list[RowScore]:
+    batch = Collator(pad_id=0)(batch_rows)  # padding is masked: which token it is does not matter
+    dtype = autocast_dtype or next(model.parameters()).dtype
+    with torch.autocast(model.device.type, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+        output = model(
+            **{name: tensor.to(model.device) for name, tensor in batch.items()},
+            use_cache=False, fused_lm_head=True,
+        )  # fmt: skip
+    sums = (-output.log_probs.double().sum(1), output.label_mask.sum(1), output.is_top1.sum(1).round().long())
+    return [RowScore(*row) for row in zip(*(values_B.tolist() for values_B in sums), strict=True)]
+
+
+# --- the rows that `make eval` reads ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class QuestionRow:
+    """A question, with the messages before the answer."""
+
+    question: Question
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class EvalRows:
+    """Token rows to score: the run's held-out ones, or a file's; none where TASKS= is all that was asked for."""
+
+    split: str | None = None  # `val` or `test`
+    data: str | None = None  # the file that DATA= named
+    rows: Any = ()
+    row_indices: Sequence[int] = ()  # of the rows in their split
+    split_size: int = 0  # rows of the split, of which LIMIT= takes some
+    questions: Mapping[int, QuestionRow] = field(default_factory=dict)  # by the position among the rows
+    rows_trained_on: int | None = None  # of the split, token for token; None where that is not known
+
+    @property
+    def name(self) -> str:
+        """The split or the file."""
+        return self.data or self.split or ""
+
+
+def load_eval_rows(
+    run: FinishedRun, *, split: str | None, data: str | None, limit: int | None, needs_questions: bool
+) -> EvalRows:
+    """The rows of a split (None: test where there is one, else val), or of a file, evenly spaced where limited; with
+    `needs_questions` their questions too. Raises DataError where the run has no such rows, or they cannot be read."""
+    tokenizer = load_tokenizer(run.config).tokenizer
+    if data is not None:
+        split_rows, rows_trained_on = _load_file_split(run, tokenizer, data)
+    else:
+        split, split_rows = _load_run_split(run, tokenizer, split)
+        rows_trained_on = split_rows.stats.shared_rows.get("train", 0)
+    split_size = len(split_rows.rows)
+    row_indices = evenly_spaced_indices(split_size, limit or split_size)
+    questions = _select_questions(run, tokenizer, split_rows, row_indices) if needs_questions else {}
+    rows = split_rows.rows.select(row_indices)
+    return EvalRows(split, data, rows, row_indices, split_size, questions, rows_trained_on)
+
+
+def _load_run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, DataSplit]:
+    splits = build_run_splits(run, run.config, tokenizer)
+    available = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
+    if not available:
+        reason = f"{run.folder.path} was trained without validation or test rows"
+        raise DataError(f"{reason}: name a file that it has not seen with DATA=FILE")
+    name = split or next(iter(available))
+    if name not in available:
+        alternatives = f"only {', '.join(available)}; leave SPLIT= out, or name a DATA=FILE"
+        raise DataError(f"{run.folder.path} has no {name} rows, {alternatives}")
+    return name, available[name]
+
+
+def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataSplit, int | None]:
+    """The rows of a file, read as the run's test rows would be, and how many of them were trained on (the run's own
+    rows are read for that alone)."""
+    try:
+        find_source(data)
+    except DataError as error:
+        raise DataError(f"DATA={error}") from None
+    config, label = run.config, "data.test_path"
+    settings: dict[str, Any] = {"test_path": data}  # shared rows are counted
+    try:
+        find_data_paths(config.data)
+        is_own_data_present = True
+    except DataError as error:
+        reason = "whether rows of DATA= were trained on is not known"
+        logger.warning("The data that the run was trained on is gone (%s): %s", one_line(str(error)), reason)
+        is_own_data_present, label = False, "data.train_path"
+        settings |= {"train_path": data, "val_path": None, "text_path": None, "sources": (), "val_fraction": 0.0}
+        if config.task_mode == "cpt_mixed":
+            config = config.model_copy(update={"task_mode": "sft"})
+    config = config.model_copy(update={"data": config.data.model_copy(update=settings)})
+    try:
+        splits = build_run_splits(run, config, tokenizer)
+    except DataError as error:
+        raise DataError(str(error).replace(label, "DATA")) from error
+    if splits.test is None:
+        raise DataError(f"DATA={one_line(data)} holds no rows for this run: {'; '.join(splits.notes)}")
+    return splits.test, splits.test.stats.shared_rows.get("train", 0) if is_own_data_present else None
+
+
+def _select_questions(
+    run: FinishedRun, tokenizer: Any, split: DataSplit, row_indices: Sequence[int]
+) -> dict[int, QuestionRow]:
+    """The questions among the chosen rows, by the rule of the run's own exact match."""
+    positions = {row_index: position for position, row_index in enumerate(row_indices)}
+    chats = {
+        positions[row_index]: split.chats[chat_index]
+        for chat_index, row_index in enumerate(split.chats.row_indices)
+        if row_index in positions
+    }
+    questions = build_questions([*chats.values()], build_run_renderer(run, tokenizer), tokenizer)
+    return {
+        position: QuestionRow(question, tuple(chat.messages[:-1]))
+        for (position, chat), question in zip(chats.items(), questions, strict=True)
+        if question is not None
+    }
+
+
+# --- make eval --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Evaluation(Answer):
     """What `make eval` measured, and where it is written."""
 
     run: Path
-    rows: EvalRows | None
+    rows: EvalRows
     tokens: int
-    comparisons: tuple[MetricComparison, ...]
-    tasks: tuple[TaskComparison, ...]
+    comparisons: Sequence[MetricComparison]
+    tasks: Sequence[TaskComparison]
+    # Further fields of the summary: what was used, and `before`: the adapter that the run continued, which `base` then
+    # means, or None.
     summary_fields: dict[str, Any]
-    """Further fields of the summary: what was used, and `before`: the adapter that the run continued, which `base` then
-    means, or None."""
     rows_path: Path | None
     path: Path
-
-    @property
-    def base_label(self) -> str:
-        """What the model before training is called in a table: the base, unless the run continued an adapter."""
-        return "base" if self.summary_fields["before"] is None else "before"
-
-    @property
-    def perplexity(self) -> dict[str, float | None] | None:
-        """That of base and tuned, and their ratio with its interval, from the loss."""
-        loss = next((comparison for comparison in self.comparisons if comparison.is_loss), None)
-        if loss is None:
-            return None
-        values = {"base": loss.base, "tuned": loss.tuned, "ratio": loss.interval.difference, "low": loss.interval.low,
-                "high": loss.interval.high}  # fmt: skip
-        return {name: finite_or_none(exp_or_inf(value)) for name, value in values.items()}
 
     def as_json(self) -> dict[str, Any]:
         rows = self.rows
         return {
             "ok": True,
             "run": str(self.run),
-            "split": rows.name if rows and rows.is_run_split else None,
-            "data": rows.name if rows and not rows.is_run_split else None,
-            "rows": len(rows.row_indices) if rows else 0,
-            "rows_of_split": rows.split_size if rows else 0,
-            "answers": len(rows.questions) if rows else 0,
-            "trained_on": rows.rows_trained_on if rows else None,
+            "split": rows.split,
+            "data": rows.data,
+            "rows": len(rows.row_indices),
+            "rows_of_split": rows.split_size,
+            "answers": len(rows.questions),
+            "trained_on": rows.rows_trained_on,
             "tokens": self.tokens,
             "figures": {comparison.name: comparison.as_json() for comparison in self.comparisons},
-            "perplexity": self.perplexity,
+            "perplexity": next((figure.perplexity for figure in self.comparisons if figure.is_loss), None),
             "tasks": [task.as_json() for task in self.tasks],
             **self.summary_fields,
             "rows_path": str(self.rows_path) if self.rows_path else None,
@@ -92,28 +277,22 @@ class Evaluation(Answer):
         }
 
     def lines(self) -> list[str]:
-        lines = self._rows_lines()
-        if self.summary_fields["before"] is not None:
-            lines.append(f"Before: {self.summary_fields['before']}, which this run continued")
-        lines += format_comparisons(self.comparisons, self.perplexity, base_label=self.base_label)
-        for task in self.tasks:
-            lines += task.lines(base_label=self.base_label)
-        paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
-        return [*lines, f"Written to: {paths}", next_command_line("ship", RUN=self.run)]
-
-    def _rows_lines(self) -> list[str]:
-        rows = self.rows
-        if rows is None:
-            return []
-        total = f" of {rows.split_size:,}" if len(rows.row_indices) < rows.split_size else ""
-        answers = f", {len(rows.questions):,} answers" if rows.questions else ""
-        lines = [
-            f"Evaluated: {len(rows.row_indices):,}{total} rows of {rows.name} ({self.tokens:,} trained tokens{answers})"
-        ]
+        lines, rows, before = [], self.rows, self.summary_fields["before"]
+        if rows.row_indices:
+            total = f" of {rows.split_size:,}" if len(rows.row_indices) < rows.split_size else ""
+            answers = f", {len(rows.questions):,} answers" if rows.questions else ""
+            counts = f"{len(rows.row_indices):,}{total} rows of {rows.name}"
+            lines.append(f"Evaluated: {counts} ({self.tokens:,} trained tokens{answers})")
         if rows.rows_trained_on:
             warning = f"{rows.rows_trained_on:,} of {rows.split_size:,} rows were trained on, token for token"
             lines.append(f"Warning: {warning}, and say nothing about new data")
-        return lines
+        if before is not None:
+            lines.append(f"Before: {before}, which this run continued")
+        base_label = "base" if before is None else "before"
+        lines += format_comparisons(self.comparisons, base_label=base_label)
+        lines += [task.format_line(base_label=base_label) for task in self.tasks]
+        paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
+        return [*lines, f"Written to: {paths}", next_command_line("ship", RUN=self.run)]
 
 
 def evaluate_run(
@@ -131,65 +310,58 @@ def evaluate_run(
     docs/trained.md (eval). Raises ConfigError where a name is wrong, a package is missing, or a place cannot be
     written; DataError where there are no rows; ModelError where the base is gone."""
     # whatever a wrong word can stop is asked before the models load: they take minutes
-    rows_path, path = _output_paths(run, out)
+    rows_path = out or run.folder.path / ROWS_FILE
+    if rows_path.suffix == ".json":
+        message = "names the rows, a JSONL; the summary is written beside it as .json"
+        raise ConfigError(f"OUT={one_line(str(rows_path))} {message}")
+    if rows_path.is_dir():
+        raise ConfigError(f"OUT={one_line(str(rows_path))} is a folder; name a file, such as {rows_path / ROWS_FILE}")
+    path = rows_path.with_suffix(".json")
     chosen_tasks = find_tasks(tasks)
     chosen_metrics = select_metrics(metrics)
     quiet_libraries()
-    rows = None
+    rows = EvalRows()
     if not tasks or _has_rows(run, split, data):
         rows = load_eval_rows(run, split=split, data=data, limit=limit, needs_questions=bool(chosen_metrics))
-        _require_answers(rows, metrics, chosen_metrics)
+        if metrics and chosen_metrics and not rows.questions:
+            reason = f"no row of {rows.name} ends with an answer to generate"
+            raise ConfigError(f"METRICS={one_line(' '.join(metrics))}: {reason}")
+        for position, question_row in [*rows.questions.items()][:1]:  # a function that fails does so now
+            _metric_values(rows, chosen_metrics, position, question_row.question.reference)
     max_answer_tokens = max_new_tokens or run.config.eval.max_new_tokens
-    base_metrics, tuned_metrics = _evaluate_models(
-        run, rows, chosen_metrics, tasks=chosen_tasks, limit=limit, max_new_tokens=max_answer_tokens
-    )
-    comparisons, continued_adapter = (
-        compare_metrics(rows, chosen_metrics, base_metrics, tuned_metrics) if rows else (),
-        find_continued_adapter(run),
-    )
+
+    def measure_model(model_label: str, model: Any) -> tuple[RowFigures, dict[str, Any]]:
+        responder = Responder(run, model)
+        logger.info("Evaluating the %s: %s rows", model_label, f"{len(rows.row_indices):,}")
+        figures = _measure_rows(responder, rows, chosen_metrics, model_label, max_answer_tokens)
+        if not chosen_tasks:
+            return figures, {}
+        return figures, run_tasks(run, model, responder.tokenizer, chosen_tasks, limit=limit)
+
+    (base_figures, base_tasks), (tuned_figures, tuned_tasks) = measure_both_models(run, measure_model)
+    continued_adapter = find_continued_adapter(run)
     summary_fields = {
         "by": {"weights": base_weights_identity(str(run.weights), None)["sha256"], "max_new_tokens": max_answer_tokens,
                "resamples": BOOTSTRAP_RESAMPLES, "seed": BOOTSTRAP_SEED},
         "before": continued_adapter.name if continued_adapter else None,
     }  # fmt: skip
-    task_results = (
-        compare_tasks(base_metrics.tasks, tuned_metrics.tasks) if base_metrics.tasks and tuned_metrics.tasks else ()
-    )
-    tokens = sum(score.tokens for score in tuned_metrics.scores)
     evaluation = Evaluation(
-        run.folder.path, rows, tokens, comparisons, task_results, summary_fields, rows_path if rows else None, path
+        run.folder.path,
+        rows,
+        tokens=sum(row["tokens"] for row in tuned_figures),
+        comparisons=compare_metrics(base_figures, tuned_figures, chosen_metrics),
+        tasks=compare_tasks(base_tasks, tuned_tasks),
+        summary_fields=summary_fields,
+        rows_path=rows_path if rows.row_indices else None,
+        path=path,
     )
-    if rows:
-        rows_jsonl = _rows_jsonl(run, rows, base_metrics, tuned_metrics)
+    if rows.row_indices:
+        rows_jsonl = _rows_jsonl(run, rows, base_figures, tuned_figures)
         with translate_write_errors(rows_path):
             write_text(rows_path, rows_jsonl)
     with translate_write_errors(path):
         write_json(path, evaluation.as_json())
     return evaluation
-
-
-def _output_paths(run: FinishedRun, out: Path | None) -> tuple[Path, Path]:
-    if out is None:
-        return run.folder.path / ROWS_FILE, run.folder.path / SUMMARY_FILE
-    out_text = one_line(str(out))
-    if out.suffix == ".json":
-        raise ConfigError(f"OUT={out_text} names the rows, a JSONL; the summary is written beside it as .json")
-    if out.is_dir():
-        raise ConfigError(f"OUT={out_text} is a folder; name a file, such as OUT={out_text}/eval.jsonl")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"OUT={out_text} cannot be written: {error.strerror}") from None
-    return out, out.with_suffix(".json")
-
-
-def _require_answers(rows: EvalRows, metric_names: Sequence[str], metrics: Sequence[Metric]) -> None:
-    if metric_names and metrics and not rows.questions:
-        raise ConfigError(
-            f"METRICS={one_line(' '.join(metric_names))}: no row of {rows.name} ends with an answer to generate"
-        )
-    if rows.questions:
-        _metric_values(rows, metrics, [rows.questions[0].question.reference])
 
 
 def _has_rows(run: FinishedRun, split: str | None, data: str | None) -> bool:
@@ -201,70 +373,45 @@ def _has_rows(run: FinishedRun, split: str | None, data: str | None) -> bool:
     return bool(split or data or has_held_out)
 
 
-def _evaluate_models(
-    run: FinishedRun,
-    rows: EvalRows | None,
-    metrics: Sequence[Metric],
-    *,
-    tasks: HarnessTasks | None,
-    limit: int | None,
-    max_new_tokens: int,
-) -> tuple[ModelMetrics, ModelMetrics]:
-    def evaluate_model(model_label: str, model: Any) -> ModelMetrics:
-        scores, answers, responder = [], [], Responder(run, model)
-        if rows is not None:
-            logger.info("Evaluating the %s: %s rows", model_label, f"{len(rows.row_indices):,}")
-            scores = score_rows(
-                model, rows.rows, max_batch_tokens=eval_batch_tokens(run), autocast_dtype=compute_dtype(run)
-            )
-            questions = [question_row.question for question_row in rows.questions]
-            answers = [
-                answer.text
-                for answer in responder.answers(questions, max_new_tokens=max_new_tokens, model_label=model_label)
-            ]
-        task_results = run_tasks(run, model, responder.tokenizer, tasks, limit=limit) if tasks else None
-        return ModelMetrics(scores, answers, _metric_values(rows, metrics, answers), task_results)
-
-    return measure_both_models(run, evaluate_model)
+def _measure_rows(
+    responder: Responder, rows: EvalRows, metrics: Sequence[Metric], model_label: str, max_new_tokens: int
+) -> RowFigures:
+    if not rows.row_indices:
+        return []
+    run = responder.run
+    scores = score_rows(
+        responder.model, rows.rows, max_batch_tokens=eval_batch_tokens(run), autocast_dtype=compute_dtype(run)
+    )
+    figures = [score._asdict() for score in scores]
+    questions = [question_row.question for question_row in rows.questions.values()]
+    answers = responder.answers(questions, max_new_tokens=max_new_tokens, model_label=model_label)
+    for position, answer in zip(rows.questions, answers, strict=True):
+        values = _metric_values(rows, metrics, position, answer.text)
+        figures[position] = {"answer": answer.text, **figures[position], **values}
+    return figures
 
 
-def _metric_values(rows: EvalRows | None, metrics: Sequence[Metric], answers: Sequence[str]) -> dict[str, list[float]]:
-    values: dict[str, list[float]] = {metric.name: [] for metric in metrics} if answers and rows else {}
-    for question_row, answer in zip(rows.questions if rows else (), answers, strict=False):
-        for metric in metrics:
-            try:
-                value = metric.score(answer, question_row.question.reference, question_row.messages)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"row {question_row.row_index + 1} of {rows.name if rows else ''}: {error}"
-                ) from error
-            values[metric.name].append(value)
-    return values
+def _metric_values(rows: EvalRows, metrics: Sequence[Metric], position: int, answer: str) -> dict[str, float]:
+    question_row = rows.questions[position]
+    try:
+        return {
+            metric.name: metric.score(answer, question_row.question.reference, question_row.messages)
+            for metric in metrics
+        }
+    except ConfigError as error:
+        raise ConfigError(f"row {rows.row_indices[position] + 1} of {rows.name}: {error}") from error
 
 
-def _rows_jsonl(run: FinishedRun, rows: EvalRows, base_metrics: ModelMetrics, tuned_metrics: ModelMetrics) -> str:
+def _rows_jsonl(run: FinishedRun, rows: EvalRows, base_figures: RowFigures, tuned_figures: RowFigures) -> str:
     tokenizer = load_tokenizer(run.config).tokenizer
-    question_indices = {
-        question_row.row_index: question_index for question_index, question_row in enumerate(rows.questions)
-    }
     lines = []
-    for index, row_index in enumerate(rows.row_indices):
+    for position, row_index in enumerate(rows.row_indices):
         record: dict[str, Any] = {"row": row_index + 1}
-        question_index = question_indices.get(row_index)
-        if question_index is None:
-            record["text"] = tokenizer.decode(rows.rows[index]["input_ids"])
+        question_row = rows.questions.get(position)
+        if question_row is None:
+            record["text"] = tokenizer.decode(rows.rows[position]["input_ids"])
         else:
-            record |= {
-                "prompt": list(rows.questions[question_index].messages),
-                "reference": rows.questions[question_index].question.reference,
-            }
-        for name, model_metrics in (("base", base_metrics), ("tuned", tuned_metrics)):
-            score = model_metrics.scores[index]
-            record[name] = {
-                **({} if question_index is None else {"answer": model_metrics.answers[question_index]}),
-                "nll": score.nll, "tokens": score.tokens, "correct": score.correct,
-                **({} if question_index is None else {metric: values[question_index] for metric,
-                values in model_metrics.values.items()}),
-            }  # fmt: skip
+            record |= {"prompt": list(question_row.messages), "reference": question_row.question.reference}
+        record |= {"base": base_figures[position], "tuned": tuned_figures[position]}
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     return "".join(lines)

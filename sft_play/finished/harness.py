@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from accelerate.utils import is_peft_model
 
 from sft_play.errors import ConfigError
-from sft_play.finished.eval_rows import compute_dtype
+from sft_play.finished.load import compute_dtype
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 
@@ -35,26 +34,18 @@ class TaskComparison:
         """In plain data."""
         return asdict(self) | {"difference": self.tuned - self.base}
 
-    def lines(self, *, base_label: str = "base") -> list[str]:
+    def format_line(self, *, base_label: str) -> str:
         """In words; `base_label` names the model that was trained on."""
+        values = f"{self.base:.4f} {base_label}, {self.tuned:.4f} tuned, {self.tuned - self.base:+.4f}"
         stderr_note = "" if self.stderr is None else f" (standard error {self.stderr:.4f})"
-        values = f"{self.base:.4f} {base_label}, {self.tuned:.4f} tuned"
-        return [f"{self.task} {self.metric}: {values}, {self.tuned - self.base:+.4f}{stderr_note}"]
+        return f"{self.task} {self.metric}: {values}{stderr_note}"
 
 
-@dataclass(frozen=True)
-class HarnessTasks:
-    """Tasks that the harness knows, and its own object that loads them."""
-
-    names: tuple[str, ...]
-    manager: Any
-
-
-def find_tasks(tasks: Sequence[str]) -> HarnessTasks | None:
-    """The tasks of TASKS=: the harness's names, patterns of them (`mmlu_*`), and YAML files; None without any. Raises
+def find_tasks(tasks: Sequence[str]) -> list[str]:
+    """The harness's names of the tasks of TASKS=: its names, patterns of them (`mmlu_*`), and YAML files. Raises
     ConfigError where the harness is not installed, or does not know one."""
     if not tasks:
-        return None
+        return []
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(f"TASKS={one_line(','.join(tasks))} needs lm-evaluation-harness: {_INSTALL_TASKS}")
     from lm_eval.tasks import TaskManager
@@ -65,11 +56,11 @@ def find_tasks(tasks: Sequence[str]) -> HarnessTasks | None:
     if unknown:
         task_names = one_line(",".join(unknown))
         raise ConfigError(f"TASKS={task_names}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them")
-    return HarnessTasks(tuple(name for names in matches.values() for name in names), manager)
+    return [name for names in matches.values() for name in names]
 
 
 def run_tasks(
-    run: FinishedRun, model: Any, tokenizer: Any, tasks: HarnessTasks, *, limit: int | None
+    run: FinishedRun, model: Any, tokenizer: Any, task_names: Sequence[str], *, limit: int | None
 ) -> dict[str, Any]:
     """Run the tasks on a model; returns what the harness's `simple_evaluate` does. Runs on chats use their
     chat template. Raises ConfigError where the harness fails, for example because a task's data cannot be fetched."""
@@ -80,57 +71,41 @@ def run_tasks(
     is_mixed = compute in (torch.bfloat16, torch.float16)
     # it wants transformers' class: the base model, in whose layers the adapter sits
     base_model = model.get_base_model() if is_peft_model(model) else model
-    batch_size = "auto" if base_model.device.type == "cuda" else run.plan().eval_batch
+    # it ties weights, and transformers would tie embeddings again that training made different, or fail at PEFT's
+    # wrapper of them
+    base_model.tie_weights = lambda *_, **__: None
     try:
-        with _disable_tying(base_model):
-            harness = HFLM(
-                pretrained=base_model,
-                tokenizer=tokenizer,
-                batch_size=batch_size,
-                mixed_precision_dtype=str(compute).removeprefix("torch.") if is_mixed else None,
-            )
+        harness = HFLM(
+            pretrained=base_model,
+            tokenizer=tokenizer,
+            batch_size="auto" if base_model.device.type == "cuda" else run.plan().eval_batch,
+            mixed_precision_dtype=str(compute).removeprefix("torch.") if is_mixed else None,
+        )
         results = simple_evaluate(
             model=harness,
-            tasks=list(tasks.names),
-            task_manager=tasks.manager,
+            tasks=list(task_names),
             limit=limit,
             apply_chat_template=run.config.task_mode != "cpt",  # a run on plain text learnt no turns
             log_samples=False,
         )
     except Exception as error:  # of the harness, the hub, and what tasks run
-        task_names, reason = (
-            one_line(",".join(tasks.names)),
-            f"{type(error).__name__}: {one_line(str(error), limit=300)}",
-        )
-        raise ConfigError(f"TASKS={task_names}: lm-evaluation-harness failed: {reason}") from error
+        reason = f"{type(error).__name__}: {one_line(str(error), limit=300)}"
+        raise ConfigError(f"TASKS={one_line(','.join(task_names))}: lm-evaluation-harness failed: {reason}") from error
+    finally:
+        del base_model.tie_weights
     return dict(results or {})
 
 
-@contextlib.contextmanager
-def _disable_tying(model: Any) -> Iterator[None]:
-    """Let `tie_weights` do nothing in this context: the harness calls it, and transformers would tie embeddings again
-    that training made different, or fail at PEFT's wrapper of them."""
-    model.tie_weights = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        del model.tie_weights
-
-
 def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComparison, ...]:
-    """Compare the metrics that both results of the harness have, by task."""
+    """Compare the metrics that both results of the harness have, by task; empty results have none."""
     comparisons = []
     for task, values in tuned.get("results", {}).items():
-        for metric, value in values.items():
-            base_value = base.get("results", {}).get(task, {}).get(metric)
+        # others are names, and "N/A" where a standard error is not known
+        numbers = {metric: float(value) for metric, value in values.items() if isinstance(value, (int, float))}
+        base_numbers = base["results"].get(task, {})
+        for metric, value in numbers.items():
             name, _, filter_name = metric.partition(",")
-            if not filter_name or name.endswith("_stderr") or not (_is_number(value) and _is_number(base_value)):
-                continue
-            stderr_value = values.get(f"{name}_stderr,{filter_name}")
-            stderr = float(stderr_value) if _is_number(stderr_value) else None  # "N/A" where it is not known
-            comparisons.append(TaskComparison(task, metric, float(base_value), float(value), stderr))
+            if filter_name and not name.endswith("_stderr") and isinstance(base_numbers.get(metric), (int, float)):
+                stderr = numbers.get(f"{name}_stderr,{filter_name}")
+                comparisons.append(TaskComparison(task, metric, float(base_numbers[metric]), value, stderr))
     return tuple(comparisons)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))

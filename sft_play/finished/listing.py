@@ -40,11 +40,9 @@ class ListedRun:
     path: Path
     model: str
     mode: str
-    status: RunStatus
-    """`failed` also where the manifest says running and no process writes it: it was killed."""
+    status: RunStatus  # `failed` also where the manifest says running and no process writes it: it was killed
     step: int | None
-    best_metric: str | None
-    """Name of the metric of the best evaluation: `exact_match`, else `loss`."""
+    best_metric: str | None  # of the best evaluation: `exact_match`, else `loss`
     best_value: float | None
     best_step: int | None
     best_checkpoint: str | None
@@ -67,22 +65,23 @@ class RunList(Answer):
             return [f"There are no runs in {self.output}", next_command_line("train")]
         rows = [("run", "status", "step", "best", "size", "age", "model")]
         for run in self.runs:
-            metric_format = {"exact_match": "exact match {:.1%}", "loss": "loss {:.4g}"}.get(run.best_metric or "", "-")
-            metric_format += f" of {run.best_rows:,} rows" if run.best_rows else ""
+            best = age = "-"
+            if run.best_value is not None:
+                best = f"exact match {run.best_value:.1%}"
+                if run.best_metric == "loss":
+                    best = f"loss {run.best_value:.4g}"
+                if run.best_rows:
+                    best += f" of {run.best_rows:,} rows"
+            if run.started is not None:
+                age = format_duration((self.now - run.started).total_seconds())
             step = "-" if run.step is None else str(run.step)
-            age = "-" if run.started is None else format_duration((self.now - run.started).total_seconds())
             name, model = one_line(run.name, limit=48), one_line(f"{run.mode} {run.model}", limit=48)
-            rows.append(
-                (name, run.status, step, metric_format.format(run.best_value), format_size(run.bytes), age, model)
-            )
+            rows.append((name, run.status, step, best, format_size(run.bytes), age, model))
         count, total_bytes = len(self.runs), sum(run.bytes for run in self.runs)
-        checkpoints = sum(run.checkpoint_bytes for run in self.runs)
-        return [
-            *align_columns(rows),
-            f"{count} run{'s' * (count != 1)}, {format_size(total_bytes)}, of which checkpoints "
-            f"{format_size(checkpoints)}",
-            next_command_line("report", RUN=self.runs[0].path),
-        ]
+        checkpoint_bytes = sum(run.checkpoint_bytes for run in self.runs)
+        sizes = f"{format_size(total_bytes)}, of which checkpoints {format_size(checkpoint_bytes)}"
+        next_line = next_command_line("report", RUN=self.runs[0].path)
+        return [*align_columns(rows), f"{count} run{'s' * (count != 1)}, {sizes}", next_line]
 
 
 def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
@@ -94,11 +93,13 @@ def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
 
 
 def _list_run(folder: RunFolder) -> ListedRun:
-    manifest = folder.read_manifest()
-    resolved = read_json(folder.path / "resolved.json")
-    path = folder.metrics_path
-    metrics = [entry for _, entry in read_metric_lines(path)] if path.is_file() else []
+    manifest, resolved = folder.read_manifest(), read_json(folder.path / "resolved.json")
+    metrics = [entry for _, entry in read_metric_lines(folder.metrics_path)]
     metric, value, rows = find_best_evaluation(metrics, read_summary(folder.path)) or (None, None, None)
+    try:
+        started = datetime.fromisoformat(str(manifest.get("started"))).astimezone(UTC)
+    except ValueError:
+        started = None
     return ListedRun(
         folder.path.name,
         folder.path,
@@ -110,12 +111,15 @@ def _list_run(folder: RunFolder) -> ListedRun:
         best_value=value,
         **find_best_checkpoint(folder),
         bytes=_folder_bytes(folder.path),
-        checkpoint_bytes=sum(
-            _folder_bytes(checkpoints) for checkpoints in folder.path.rglob("checkpoints") if checkpoints.is_dir()
-        ),
-        started=_parse_date(manifest.get("started")),
+        checkpoint_bytes=sum(map(_folder_bytes, _checkpoint_folders(folder))),
+        started=started,
         best_rows=rows,
     )
+
+
+def _checkpoint_folders(folder: RunFolder) -> list[Path]:
+    """Those of the run and of its stages."""
+    return sorted(path for path in folder.path.rglob("checkpoints") if path.is_dir())
 
 
 def run_status(folder: RunFolder, manifest: dict[str, Any]) -> RunStatus:
@@ -134,10 +138,9 @@ def find_best_evaluation(
 ) -> tuple[str, float, int | None] | None:
     """The best of all evaluations, the one after training among them: exact match where it was measured, with how many
     rows it is of where that was recorded, else loss."""
-    summary_metrics = summary.get("after") if isinstance(summary.get("after"), dict) else {}
-    evaluations = [*metrics, {f"eval_{name}": value for name, value in (summary_metrics or {}).items()}]
+    after = {f"eval_{name}": value for name, value in (summary.get("after") or {}).items()}
     for name, choose in (("exact_match", max), ("loss", min)):
-        values = [(entry.get(f"eval_{name}"), entry.get("eval_generated_rows")) for entry in evaluations]
+        values = [(entry.get(f"eval_{name}"), entry.get("eval_generated_rows")) for entry in (*metrics, after)]
         numbers = [(float(value), rows) for value, rows in values if isinstance(value, (int, float))]
         if numbers:
             value, rows = choose(numbers, key=lambda candidate: candidate[0])
@@ -148,26 +151,21 @@ def find_best_evaluation(
 def find_best_checkpoint(folder: RunFolder) -> dict[str, Any]:
     """`best_step` and `best_checkpoint` for programs: the step of the best evaluation, by train.metric_for_best_model,
     and the path of its checkpoint; None where there is none. Of a run with stages those of its newest stage."""
-    entries = [entry for _, entry in read_metric_lines(folder.metrics_path)] if folder.metrics_path.is_file() else []
-    last_stage = next((str(entry["stage"]) for entry in reversed(entries) if entry.get("stage")), None)
-    part = folder.stage_folder(last_stage, is_last_stage=True) if last_stage else folder
-    train = read_json(part.path / "resolved.json").get("train")
-    uses_exact_match = isinstance(train, dict) and train.get("metric_for_best_model") == "exact_match"
-    metric, sign = ("exact_match", 1) if uses_exact_match else ("loss", -1)
-    scored_steps = [(sign * entry[metric], entry["step"])
-              for entry in read_evaluations(folder.metrics_path, stage_name=part.stage_name)
-              if entry["step"] and isinstance(entry[metric], (int,
-              float)) and math.isfinite(entry[metric])]  # fmt: skip
-    step = max(scored_steps, key=lambda scored: (scored[0], -scored[1]))[1] if scored_steps else None
+    stages = [entry["stage"] for _, entry in read_metric_lines(folder.metrics_path) if entry.get("stage")]
+    last_stage = next(reversed(stages), None)
+    part = folder.stage_folder(str(last_stage), is_last_stage=True) if last_stage else folder
+    train = read_json(part.path / "resolved.json").get("train") or {}
+    metric, sign = "loss", -1
+    if train.get("metric_for_best_model") == "exact_match":
+        metric, sign = "exact_match", 1
+    scored_steps = [
+        (sign * entry[metric], -entry["step"])
+        for entry in read_evaluations(folder.metrics_path, stage_name=part.stage_name)
+        if entry["step"] and isinstance(entry[metric], (int, float)) and math.isfinite(entry[metric])
+    ]
+    step = -max(scored_steps)[1] if scored_steps else None
     path = part.checkpoints_path / f"checkpoint-{step}"
     return {"best_step": step, "best_checkpoint": str(path) if path.is_dir() else None}
-
-
-def _parse_date(text: Any) -> datetime | None:
-    try:
-        return datetime.fromisoformat(str(text)).astimezone(UTC)
-    except ValueError:
-        return None
 
 
 def _folder_bytes(folder: Path) -> int:
@@ -225,11 +223,7 @@ def _prunable_paths(folder: RunFolder, scope: PruneScope) -> dict[Path, int]:
         raise RunFolderError(f"{folder.path} is a link to {link_target}: name that folder, or remove the link")
     if scope == "run":
         return {folder.path: _folder_bytes(folder.path)}
-    return {
-        checkpoints: _folder_bytes(checkpoints)
-        for checkpoints in sorted(folder.path.rglob("checkpoints"))
-        if checkpoints.is_dir()
-    }
+    return {checkpoints: _folder_bytes(checkpoints) for checkpoints in _checkpoint_folders(folder)}
 
 
 def _require_finished(folder: RunFolder, status: str) -> None:

@@ -40,6 +40,11 @@ def default_device() -> str:
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
+def compute_dtype(run: FinishedRun) -> torch.dtype:
+    """The dtype that the run's own evaluations computed in."""
+    return TORCH_DTYPES[run.plan().precision.compute]
+
+
 def load_trained_model(run: FinishedRun) -> Any:
     """The run's model as training left it, in eval mode on the first GPU or the CPU: the base in the precision that it
     was trained in (NF4 for QLoRA) with the adapter on it, or the whole trained model; raises ModelError where the base

@@ -1,5 +1,5 @@
-"""The figures of `make eval`: of an answer beside its reference (exact match, ROUGE-L, chrF, your own
-functions), and of the base beside the trained model, with the interval of each difference.
+"""The figures of `make eval`: of an answer beside its reference (exact match, ROUGE-L, chrF, your own functions), and
+of the base beside the trained model, with the interval of each difference, which `make ship` judges by too.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import regex
 
 from sft_play.data.sources.messages import Message
 from sft_play.errors import ConfigError
-from sft_play.finished.eval_rows import EvalRows, RowScore
-from sft_play.finished.statistics import Interval, paired_bootstrap
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
 from sft_play.text import align_columns
-from sft_play.training.measure.exact_match import GeneratedAnswer, Question
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +33,15 @@ MetricFunction = Callable[[str, str, Sequence[Message]], float]
 
 NO_METRICS = "none"
 
-# Metrics that need a package of the extra `eval`.
-METRIC_PACKAGES = {"rouge_l": "rapidfuzz", "chrf": "sacrebleu"}
-
-BUILT_IN_METRICS = ("exact_match", *METRIC_PACKAGES)
+# The built-in metrics, each with the package of the extra `eval` that it needs.
+BUILT_IN_METRICS = {"exact_match": None, "rouge_l": "rapidfuzz", "chrf": "sacrebleu"}
 
 METRIC_TITLES = {"token_accuracy": "token accuracy", "exact_match": "exact match", "rouge_l": "ROUGE-L", "chrf": "chrF"}
+
+CONFIDENCE_LEVEL, BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED = 0.95, 10_000, 0
+
+# Drawn rows that are held in memory at a time: some 100 MB with what is gathered for them.
+_MAX_DRAWN_ROWS = 4_000_000
 
 _INSTALL_EVAL = "pip install 'sft-play[eval]'"
 
@@ -53,6 +54,7 @@ _WORD_PATTERN = (
 )
 
 
+# --- how good an answer is --------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Metric:
     """A figure of each answer; `is_share`: between 0 and 1, shown in percent."""
@@ -66,7 +68,7 @@ def select_metrics(names: Sequence[str]) -> list[Metric]:
     """Select the metrics of METRICS=; without names all built-in ones that are installed. Raises ConfigError where a
     name is unknown, its package is not installed, or a `module:function` cannot be imported."""
     if not names:
-        missing = [name for name in METRIC_PACKAGES if not _is_installed(name)]
+        missing = [name for name in BUILT_IN_METRICS if not _is_installed(name)]
         if missing:
             logger.info("Not measured: %s; %s adds what they need", ", ".join(missing), _INSTALL_EVAL)
         return [_built_in_metric(name) for name in BUILT_IN_METRICS if name not in missing]
@@ -79,18 +81,19 @@ def select_metrics(names: Sequence[str]) -> list[Metric]:
 
 def _find_metric(name: str) -> Metric:
     if ":" in name:
-        return Metric(name, _import_metric(name))
+        return Metric(name, functools.partial(_call_user_metric, name, _import_function(name)))
     if name not in BUILT_IN_METRICS:
         known_metrics = f"there are {', '.join(BUILT_IN_METRICS)}, {NO_METRICS} and your own module:function"
         hint = did_you_mean(name, [*BUILT_IN_METRICS, NO_METRICS]) or known_metrics
         raise ConfigError(f"METRICS={one_line(name)} is not a metric; {hint}")
     if not _is_installed(name):
-        raise ConfigError(f"METRICS={name} needs the package {METRIC_PACKAGES[name]}: {_INSTALL_EVAL}")
+        raise ConfigError(f"METRICS={name} needs the package {BUILT_IN_METRICS[name]}: {_INSTALL_EVAL}")
     return _built_in_metric(name)
 
 
 def _is_installed(name: str) -> bool:
-    return name not in METRIC_PACKAGES or importlib.util.find_spec(METRIC_PACKAGES[name]) is not None
+    package = BUILT_IN_METRICS[name]
+    return package is None or importlib.util.find_spec(package) is not None
 
 
 def _built_in_metric(name: str) -> Metric:
@@ -101,11 +104,8 @@ def _built_in_metric(name: str) -> Metric:
         return Metric(name, lambda answer, reference, _: float(chrf.sentence_score(answer, [reference]).score))
     if name == "rouge_l":
         return Metric(name, lambda answer, reference, _: rouge_l(answer, reference), is_share=True)
-    return Metric(
-        name,
-        lambda answer, reference, _: float(GeneratedAnswer(Question([], "", reference), answer).is_correct),
-        is_share=True,
-    )
+    # as GeneratedAnswer.is_correct of the run's own evaluations
+    return Metric(name, lambda answer, reference, _: float(answer.strip() == reference.strip()), is_share=True)
 
 
 def rouge_l(answer: str, reference: str) -> float:
@@ -127,7 +127,7 @@ def split_words(text: str) -> list[str]:
     return words
 
 
-def _import_metric(name: str) -> MetricFunction:
+def _import_function(name: str) -> Any:
     module_name, _, attribute_path = name.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:  # a console script has its own folder first, not the current one
@@ -141,7 +141,7 @@ def _import_metric(name: str) -> MetricFunction:
         raise ConfigError(f"METRICS={one_line(name)} cannot be imported from {folder}: {reason}") from error
     if not callable(function):
         raise ConfigError(f"METRICS={one_line(name)} is of type {type(function).__name__}, not a function")
-    return functools.partial(_call_user_metric, name, function)
+    return function
 
 
 def _call_user_metric(name: str, function: Any, answer: str, reference: str, messages: Sequence[Message]) -> float:
@@ -155,19 +155,67 @@ def _call_user_metric(name: str, function: Any, answer: str, reference: str, mes
     return value
 
 
-CONFIDENCE_LEVEL, BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED = 0.95, 10_000, 0
-
-
+# --- how sure a difference between two models on the same rows is -----------------------------------------------------
 @dataclass(frozen=True)
-class ModelMetrics:
-    """One model's figures: of each row, and of each question its answer and the metrics' values."""
+class Interval:
+    """A difference, tuned less base, and the interval that holds the true one with probability `level`; of one row,
+    which says nothing about the spread, it is unbounded."""
 
-    scores: list[RowScore]
-    answers: list[str]
-    values: dict[str, list[float]]
-    tasks: dict[str, Any] | None
+    difference: float
+    low: float
+    high: float
+    level: float
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data; an unbounded end, or one without data, is null."""
+        values = {"difference": self.difference, "low": self.low, "high": self.high}
+        return {name: finite_or_none(value) for name, value in values.items()} | {"level": self.level}
 
 
+def paired_bootstrap(
+    base: npt.ArrayLike,
+    tuned: npt.ArrayLike,
+    *,
+    weights: npt.ArrayLike | None = None,
+    level: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """The difference of the weighted means of two models' figures [rows], with its bootstrap interval; NaN where no row
+    has a weight. Rows are drawn with replacement, each with both figures and its weight [rows] (None: all alike; rows
+    of weight 0 do not count). The percentile interval, widened for few rows: its tails are Phi(-t * sqrt(n / (n - 1))),
+    with t of n - 1 degrees of freedom (Hesterberg 2015, What Teachers Should Know About the Bootstrap, section 5.3,
+    "expanded percentile interval"). Raises ValueError where the arrays do not have the same length."""
+    from scipy.stats import norm, t
+
+    base_values, tuned_values = np.asarray(base, dtype=np.float64), np.asarray(tuned, dtype=np.float64)
+    row_weights = np.ones(len(base_values)) if weights is None else np.asarray(weights, dtype=np.float64)
+    if not base_values.shape == tuned_values.shape == row_weights.shape:
+        raise ValueError("one figure of each model and one weight for each row")
+    has_weight = row_weights > 0
+    row_weights = row_weights[has_weight]
+    # of each row, both models': the pairing takes their spread out
+    weighted_differences = row_weights * (tuned_values[has_weight] - base_values[has_weight])
+    row_count = len(weighted_differences)
+    if not row_count:
+        return Interval(math.nan, math.nan, math.nan, level)
+    difference = float(weighted_differences.sum() / row_weights.sum())
+    if row_count == 1:
+        bound = 0.0 if difference == 0 else math.inf
+        return Interval(difference, -bound, bound, level)
+    generator, ratios = np.random.default_rng(seed), np.empty(resamples)
+    chunk_size = max(1, _MAX_DRAWN_ROWS // row_count)
+    for offset in range(0, resamples, chunk_size):
+        count = min(chunk_size, resamples - offset)
+        rows = generator.integers(0, row_count, size=(count, row_count), dtype=np.int32)  # half of what int64 takes
+        ratios[offset : offset + count] = weighted_differences[rows].sum(axis=1) / row_weights[rows].sum(axis=1)
+    t_quantile = t.ppf(0.5 + level / 2, row_count - 1)
+    tail = float(norm.cdf(-t_quantile * math.sqrt(row_count / (row_count - 1))))
+    low, high = np.quantile(ratios, [tail, 1 - tail])
+    return Interval(difference, float(low), float(high), level)
+
+
+# --- base and trained model beside each other -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class MetricComparison:
     """A figure of base and trained model, and the interval of its difference."""
@@ -182,57 +230,72 @@ class MetricComparison:
     @property
     def verdict(self) -> str:
         """better or worse, where the whole interval says so."""
-        if self.interval.is_above_zero or self.interval.is_below_zero:
-            return "better" if self.interval.is_above_zero != self.is_loss else "worse"
+        is_above_zero, is_below_zero = self.interval.low > 0, self.interval.high < 0
+        if is_above_zero or is_below_zero:
+            return "better" if is_above_zero != self.is_loss else "worse"
         return "same" if self.interval.low == self.interval.high == 0 else "not sure"
+
+    @property
+    def perplexity(self) -> dict[str, float | None]:
+        """Of a loss: that of base and tuned, and their ratio with its interval."""
+        interval = self.interval
+        nats = {"base": self.base, "tuned": self.tuned, "ratio": interval.difference, "low": interval.low,
+                "high": interval.high}  # fmt: skip
+        with np.errstate(over="ignore"):
+            return {name: finite_or_none(float(np.exp(value))) for name, value in nats.items()}
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
         values = {"base": finite_or_none(self.base), "tuned": finite_or_none(self.tuned)}
         return {**values, **self.interval.as_json(), "verdict": self.verdict}
 
-    def table_cells(self) -> list[str]:
-        """Its line of the table."""
-        number_format = "{:.1%}" if self.is_share else "{:.4f}"
-        low, high = (
-            _format_difference(bound, is_share=self.is_share) for bound in (self.interval.low, self.interval.high)
+    def table_rows(self) -> list[list[str]]:
+        """Its line of the table, of a loss also that of its perplexity."""
+        number_format, scale, difference_format = "{:.4f}", 1, "{:+.4f}"
+        if self.is_share:
+            number_format, scale, difference_format = "{:.1%}", 100, "{:+.1f} pts"
+        difference, low, high = (
+            difference_format.format(scale * value) if math.isfinite(value) else "?"
+            for value in (self.interval.difference, self.interval.low, self.interval.high)
         )
-        difference = _format_difference(self.interval.difference, is_share=self.is_share)
-        return [
-            METRIC_TITLES.get(self.name, self.name),
-            number_format.format(self.base),
-            number_format.format(self.tuned),
-            f"{difference} [{low}, {high}]",
-            self.verdict,
-        ]
+        title, values = METRIC_TITLES.get(self.name, self.name), (self.base, self.tuned)
+        rows = [[title, *map(number_format.format, values), f"{difference} [{low}, {high}]", self.verdict]]
+        if self.is_loss:
+            base, tuned, ratio, low, high = (
+                "?" if value is None else f"{value:.4g}" for value in self.perplexity.values()
+            )
+            rows.append(["perplexity", base, tuned, f"x{ratio} [x{low}, x{high}]", self.verdict])
+        return rows
 
 
 def compare_metrics(
-    rows: EvalRows, metrics: Sequence[Metric], base: ModelMetrics, tuned: ModelMetrics
-) -> tuple[MetricComparison, ...]:
-    """Loss and token accuracy over trained tokens, then each metric over the answers."""
-    # rows count by their trained tokens, so that the weighted mean over rows is the mean over tokens
-    tokens = np.array([score.tokens for score in tuned.scores])
-    losses, shares = (
-        [
-            np.array([getattr(score, field) / max(1, score.tokens) for score in model_metrics.scores])
-            for model_metrics in (base, tuned)
-        ]
-        for field in ("nll", "correct")
-    )
+    base_rows: Sequence[dict[str, Any]], tuned_rows: Sequence[dict[str, Any]], metrics: Sequence[Metric]
+) -> list[MetricComparison]:
+    """Loss and token accuracy over trained tokens, then each metric over the answers; the rows are those of
+    eval.jsonl."""
+    if not tuned_rows:
+        return []
+    tokens = [row["tokens"] for row in tuned_rows]
+
+    def compare(name: str, get_value: Callable[[dict[str, Any]], float], **flags: bool) -> MetricComparison:
+        # rows count by their trained tokens, so that the weighted mean over rows is the mean over tokens
+        base, tuned = ([get_value(row) / max(1, row["tokens"]) for row in rows] for rows in (base_rows, tuned_rows))
+        return _compare_values(name, base, tuned, tokens, **flags)
+
     comparisons = [
-        _compare_metric("loss", *losses, weights=tokens, is_loss=True),
-        _compare_metric("token_accuracy", *shares, weights=tokens, is_share=True),
+        compare("loss", lambda row: row["nll"], is_loss=True),
+        compare("token_accuracy", lambda row: row["correct"], is_share=True),
     ]
-    for metric in metrics if rows.questions else ():
-        values = [np.array(model_metrics.values[metric.name]) for model_metrics in (base, tuned)]
-        comparisons.append(
-            _compare_metric(metric.name, *values, weights=np.ones(len(values[0])), is_share=metric.is_share)
-        )
-    return tuple(comparisons)
+    for metric in metrics:
+        base, tuned = ([row[metric.name] for row in rows if metric.name in row] for rows in (base_rows, tuned_rows))
+        if tuned:
+            comparisons.append(_compare_values(metric.name, base, tuned, [1] * len(tuned), is_share=metric.is_share))
+    return comparisons
 
 
-def _compare_metric(name: str, base: Any, tuned: Any, *, weights: Any, **flags: bool) -> MetricComparison:
+def _compare_values(
+    name: str, base: Sequence[float], tuned: Sequence[float], weights: Sequence[float], **flags: bool
+) -> MetricComparison:
     interval = paired_bootstrap(
         base, tuned, weights=weights, level=CONFIDENCE_LEVEL, resamples=BOOTSTRAP_RESAMPLES, seed=BOOTSTRAP_SEED
     )
@@ -240,32 +303,14 @@ def _compare_metric(name: str, base: Any, tuned: Any, *, weights: Any, **flags: 
     return MetricComparison(name, base_mean, tuned_mean, interval, **flags)
 
 
-def format_comparisons(
-    comparisons: Sequence[MetricComparison], perplexity: dict[str, float | None] | None, *, base_label: str
-) -> list[str]:
+def format_comparisons(comparisons: Sequence[MetricComparison], *, base_label: str) -> list[str]:
     """The figures as a table; `base_label` names the model that was trained. Empty where there are none."""
     if not comparisons:
         return []
-    cells = [["", base_label, "tuned", f"difference [{CONFIDENCE_LEVEL:.0%} interval]", ""]]
-    for comparison in comparisons:
-        cells.append(comparison.table_cells())
-        if comparison.is_loss and perplexity is not None:
-            base, tuned, ratio, low, high = ("?" if value is None else f"{value:.4g}" for value in perplexity.values())
-            cells.append(["perplexity", base, tuned, f"x{ratio} [x{low}, x{high}]", comparison.verdict])
-    return align_columns(cells)
-
-
-def _format_difference(value: float, *, is_share: bool) -> str:
-    if not math.isfinite(value):
-        return "?"
-    return f"{100 * value:+.1f} pts" if is_share else f"{value:+.4f}"
+    header = ["", base_label, "tuned", f"difference [{CONFIDENCE_LEVEL:.0%} interval]", ""]
+    return align_columns([header, *(row for comparison in comparisons for row in comparison.table_rows())])
 
 
 def finite_or_none(value: float) -> float | None:
     """The value, or None if it is NaN or infinite, which JSON cannot hold."""
     return value if math.isfinite(value) else None
-
-
-def exp_or_inf(value: float) -> float:
-    """exp(value), infinite where it is too large."""
-    return math.exp(value) if value < 700 else math.inf  # above 709.8 math.exp raises OverflowError

@@ -1,54 +1,241 @@
-"""`make report`: one page about a run, from what its folder records; nothing is measured or computed
-a second time.
+"""`make report`: what a run's folder records, read once, and one page about it; nothing is measured or computed a
+second time. The run may be finished, stopped, failed or running: every part may be missing, since a run that was killed
+early has written little.
 
-Its sections, in their order: how it ended, curves, the plan beside what was measured, answers,
-settings, machine, data, and how to reproduce it.
+The page's sections, in their order: how it ended, curves, the plan beside what was measured, answers, settings,
+machine, data, and how to reproduce it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.answers import Answer
+from sft_play.config.options import all_options
 from sft_play.errors import SftPlayError
-from sft_play.finished.page import (
-    AnsweredQuestion,
-    Chart,
-    ChartError,
-    ReportSection,
-    ReportTable,
-    build_run_charts,
-    draw_charts,
-    plot_as_text,
-    render_page,
-    write_page,
-)
-from sft_play.finished.record import (
-    RunPart,
-    RunRecord,
-    compare_peak_memory,
-    format_percent_difference,
-    headline_metrics,
-    read_record,
-    settings_by_path,
-)
+from sft_play.finished.listing import RunStatus, find_best_evaluation, run_status
+from sft_play.finished.page import Chart, Curve, Points, ReportSection, ReportTable, plot_as_text, write_page
 from sft_play.finished.run import next_command_line
 from sft_play.log import one_line
+from sft_play.runs.files import read_json, read_metric_lines, read_summary
 from sft_play.runs.folder import RunFolder
-from sft_play.text import format_duration, format_size
+from sft_play.text import GIB, format_duration, format_size
 
 logger = logging.getLogger(__name__)
 
 MAX_WARNINGS = 60
 REPORT_FILE = "report.html"
 
+_RANK_SUFFIX = re.compile(r"_rank_\d+$")
+_WARNING_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (?:WARNING|ERROR|CRITICAL) \S+?: (.*)$", re.MULTILINE)
+# Keys of metrics.jsonl that are kept; the losses of sources (`loss_NAME`, `eval_loss_NAME`) are kept too.
+_CURVE_KEYS = {
+    *("loss", "eval_loss", "test_loss", "eval_exact_match", "test_exact_match", "learning_rate", "grad_norm"),
+    *("tokens_per_s", "step_time_s", "padding_share", "memory_peak_gib", "memory_allocated_gib"),
+    *("memory_reserved_gib", "memory_resident_gib", "memory_predicted_gib", "eval_generated_rows"),
+}
 
+
+# --- what the folder records ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class RunPart:
+    """A run without stages, or one of its stages."""
+
+    name: str | None
+    plan: dict[str, Any]
+    summary: dict[str, Any]
+    # By the names of metrics.jsonl; steps are counted within this part. NaN and infinite values are left out.
+    curves: Mapping[str, Points]
+
+    @property
+    def steps(self) -> int:
+        """The last step that was logged."""
+        return int(max((points[-1][0] for points in self.curves.values()), default=0))
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """True if the plan is for GPUs."""
+        return bool((self.plan.get("hardware") or {}).get("gpus"))
+
+    @cached_property
+    def training_s(self) -> float | None:
+        """Seconds of all steps that were logged, evaluation and saving left out; None before the first."""
+        total, last_step = 0.0, 0.0
+        for step, seconds in self.curves.get("step_time_s", ()):  # a log speaks for every step since the one before
+            total, last_step = total + seconds * (step - last_step), step
+        return total if last_step else None
+
+    @cached_property
+    def tokens_per_s(self) -> float | None:
+        """Mean speed: that of the summary, else of what was logged so far."""
+        recorded: float | None = self.summary.get("tokens_per_s")
+        speeds = [speed for _, speed in self.curves.get("tokens_per_s", ())]
+        if recorded is None and speeds:
+            return sum(speeds) / len(speeds)
+        return recorded
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its folder tells it."""
+
+    folder: RunFolder
+    status: RunStatus
+    manifest: dict[str, Any]
+    settings: dict[str, Any]
+    summary: dict[str, Any]
+    parts: tuple[RunPart, ...]
+    # Of the log, each once, with the time of its first.
+    warnings: tuple[str, ...]
+
+    @property
+    def steps(self) -> int:
+        """The last step that was logged, over all parts."""
+        return sum(part.steps for part in self.parts)
+
+    @property
+    def stage_starts(self) -> list[int]:
+        """The first step of each part, counted over the whole run."""
+        return list(itertools.accumulate((part.steps for part in self.parts[:-1]), initial=0))
+
+    def held_out_metric(self, moment: Literal["before", "after"], name: str) -> float | None:
+        """A held-out figure (`loss`, `exact_match`), or a count of rows, before or after training."""
+        # of a run that was killed: its manifest has what was measured first
+        record = self.summary or self.manifest
+        value = (record.get(moment) or {}).get(name)
+        return float(value) if isinstance(value, (int, float)) else None
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """One curve over all parts, its steps counted over the whole run."""
+        joined: list[tuple[float, float]] = []
+        for part, first_step in zip(self.parts, self.stage_starts, strict=True):
+            joined += [(first_step + step, value) for step, value in part.curves.get(name, ())]
+        return joined
+
+
+def read_record(folder: RunFolder) -> RunRecord:
+    """Read everything that the folder of a run records; raises RunFolderError where it is not a run of this toolkit."""
+    manifest, settings = folder.read_manifest(), read_json(folder.path / "resolved.json")
+    stages = [folder.stage_folder(str(stage.get("name"))) for stage in settings.get("curriculum") or ()]
+    # a run that failed in its first stage has no folders of the others
+    part_folders = [stage for stage in stages if stage.path.is_dir()] or [folder]
+    curves = _read_curves(folder.metrics_path)
+    parts = tuple(
+        RunPart(
+            part.stage_name,
+            read_json(part.path / "plan.json"),
+            read_summary(part.path),
+            curves.get(part.stage_name, {}),
+        )
+        for part in part_folders
+    )
+    summary, warnings = read_summary(folder.path), _read_warnings(folder.log_path)
+    return RunRecord(folder, run_status(folder, manifest), manifest, settings, summary, parts, warnings)
+
+
+def _read_curves(path: Path) -> dict[str | None, dict[str, list[tuple[float, float]]]]:
+    """The curves of each stage (None: of a run without stages) by name."""
+    by_stage: dict[str | None, dict[str, list[tuple[float, float]]]] = {}
+    for _, entry in read_metric_lines(path):
+        curves = by_stage.setdefault(entry.get("stage"), {})
+        for key, value in entry.items():
+            # a bool is an int to Python, and no point of a curve
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_number and (key in _CURVE_KEYS or ("loss_" in key and not _RANK_SUFFIX.search(key))):
+                curves.setdefault(key, []).append((entry["step"], value))
+    return by_stage
+
+
+def _read_warnings(log_path: Path) -> tuple[str, ...]:
+    text = log_path.read_text(encoding="utf-8", errors="replace") if log_path.is_file() else ""
+    first_times: dict[str, str] = {}
+    for time, message in _WARNING_LINE.findall(text):
+        first_times.setdefault(message, time)
+    return tuple(f"{time} {message}" for message, time in first_times.items())
+
+
+def settings_by_path(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a resolved.json by their dotted paths, in the order of the reference; those it lacks left out."""
+    settings = {}
+    for path in all_options():
+        *sections, name = path.split(".")
+        section = functools.reduce(lambda mapping, key: mapping.get(key) or {}, sections, resolved)
+        if name in section:
+            settings[path] = section[name]
+    return settings
+
+
+def headline_metrics(record: RunRecord) -> dict[str, str]:
+    """The few figures that matter, by name and in words; unknown ones are left out."""
+    headline = {"Status": record.status, "Steps": f"{record.steps:,}"}
+    planned_steps = (record.parts[0].plan.get("run") or {}).get("steps")
+    if record.parts[0].name is None and isinstance(planned_steps, int) and planned_steps != record.steps:
+        headline["Steps"] += f" of {planned_steps:,}"
+    for name, label, number_format in (("loss", "Held-out loss", "{:.4f}"), ("exact_match", "Exact match", "{:.1%}")):
+        values = {moment: record.held_out_metric(moment, name) for moment in ("before", "after")}
+        texts = [number_format.format(value) for value in values.values() if value is not None]
+        if not texts:
+            continue
+        headline[label] = " → ".join(texts)
+        if values["after"] is None:
+            headline[label] += " before"
+        rows = record.held_out_metric("before" if values["after"] is None else "after", "generated_rows")
+        if rows and name == "exact_match":
+            headline[label] += f" of {rows:,.0f} rows"
+    answered_rows = max((rows for _, rows in record.curve("eval_generated_rows")), default=None)
+    evaluations = [
+        {name: value, "eval_generated_rows": answered_rows}
+        for name in ("eval_loss", "eval_exact_match")
+        for _, value in record.curve(name)
+    ]
+    best = find_best_evaluation(evaluations, record.summary)
+    if best is not None and not record.summary.get("after"):
+        metric, value, rows = best
+        label = f"Best held-out {metric.replace('_', ' ')}"
+        headline[label] = f"{value:.4g} of {rows:,} rows" if rows else f"{value:.4g}"
+    speed, wall_s = mean_tokens_per_s(record), record.summary.get("wall_s")
+    if speed:
+        headline["Tokens/s"] = f"{speed:,.0f}"
+    kind, _, peak = max(map(compare_peak_memory, record.parts), key=lambda part_peak: part_peak[2] or 0)
+    if peak:
+        headline[f"Peak memory, {kind}"] = format_size(peak)
+    if wall_s:
+        headline["Time"] = format_duration(wall_s)
+    return headline
+
+
+def mean_tokens_per_s(record: RunRecord) -> float | None:
+    """Speed in training: of the whole run where it has ended, else of the part that it has come to."""
+    return record.summary.get("tokens_per_s") or record.parts[-1].tokens_per_s
+
+
+def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
+    """The peak by which plan and run are compared: what is counted (reserved on a GPU, resident on a CPU) and in which
+    moment of the run, its highest; predicted and measured bytes; of a run that has not ended what it has logged."""
+    peak, planned_peak = part.summary.get("peak_bytes") or {}, part.plan.get("peak_bytes") or {}
+    kind, key = ("reserved", "measured_reserved") if part.is_on_gpu else ("resident", "measured_rss")
+    predicted = peak.get("predicted_reserved", planned_peak.get("reserved"))
+    if part.summary:
+        # runs of earlier versions have the peak of their training steps
+        return f"{kind}, in {peak.get('moment') or 'training'}", predicted, peak.get(key)
+    # killed or still running: no summary, but every log line has the peak so far, on a GPU of allocated bytes
+    if part.is_on_gpu:
+        kind, predicted = "allocated", planned_peak.get("allocated")
+    logged = part.curves.get("memory_peak_gib")
+    return f"{kind} so far", predicted, int(logged[-1][1] * GIB) if logged else None
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RunReport(Answer):
     """A report that was written."""
@@ -56,63 +243,47 @@ class RunReport(Answer):
     record: RunRecord
     path: Path
     sections: tuple[str, ...]
-    chart_count: int
-    loss_chart: Chart | None
+    charts: tuple[Chart, ...]
 
     def as_json(self) -> dict[str, Any]:
         return {
             "ok": True, "run": str(self.record.folder.path), "path": str(self.path), "status": self.record.status,
-            "sections": list(self.sections), "charts": self.chart_count, "figures": dict(headline_metrics(self.record)),
+            "sections": list(self.sections), "charts": len(self.charts), "figures": headline_metrics(self.record),
             "warnings": list(self.record.warnings),
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        metrics = ", ".join(f"{name.lower()} {value}" for name, value in headline_metrics(self.record))
-        warning_count = len(self.record.warnings)
-        return [
-            *(plot_as_text(self.loss_chart) if self.loss_chart else []),
-            f"Run {self.record.name}: {metrics}",
-            *([f"Warnings in the log: {warning_count}"] if warning_count else []),
-            f"Written to: {self.path}",
-            f"{next_command_line('compare', RUNS=f'{self.record.folder.path} OTHER')} shows it beside another run",
-        ]
+        loss_chart = next((chart for chart in self.charts if chart.title == "Loss"), None)
+        metrics = ", ".join(f"{name.lower()} {value}" for name, value in headline_metrics(self.record).items())
+        lines = [*plot_as_text(loss_chart), f"Run {self.record.folder.path.name}: {metrics}"]
+        if self.record.warnings:
+            lines.append(f"Warnings in the log: {len(self.record.warnings)}")
+        compare_command = next_command_line("compare", RUNS=f"{self.record.folder.path} OTHER")
+        return [*lines, f"Written to: {self.path}", f"{compare_command} shows it beside another run"]
 
 
 def write_report(record: RunRecord, *, path: Path | None = None) -> RunReport:
     """Write the report of a run; raises ConfigError where the page cannot be written there."""
-    charts, problem = build_run_charts(record), None
-    try:
-        svgs = draw_charts(charts)
-    except ChartError as error:
-        svgs, problem = [], f"The charts are missing: {error}"
-        logger.warning("%s", problem)
-    drawn_charts = [(chart.heading, svg) for chart, svg in zip(charts, svgs, strict=False)]
-    sections = [section for section in report_sections(record, drawn_charts, problem) if not section.is_empty]
+    charts = build_run_charts(record)
+    sections = report_sections(record, charts)
     target = path or record.folder.path / REPORT_FILE
-    write_page(
-        target, render_page(f"{record.name}: training report", headline=headline_metrics(record), sections=sections)
-    )
-    loss_chart = charts[0] if charts and charts[0].title == "Loss" else None
-    return RunReport(record, target, tuple(section.title for section in sections), len(svgs), loss_chart)
+    title = f"{record.folder.path.name}: training report"
+    write_page(target, title, headline=[*headline_metrics(record).items()], sections=sections)
+    titles = tuple(section.title for section in sections if not section.is_empty)
+    return RunReport(record, target, titles, tuple(charts))
 
 
 @contextlib.contextmanager
 def report_on_exit(folder: RunFolder) -> Iterator[None]:
     """Write the report once the run inside has ended, however it ended; not where it was refused before it began."""
-    state_before = _manifest_state(folder)
+    path = folder.manifest_path
+    manifest_before = path.read_bytes() if path.is_file() else None
     try:
         yield
     finally:
-        if _manifest_state(folder) != state_before:  # a refused run leaves an earlier report alone
+        # a refused run leaves an earlier report alone
+        if path.is_file() and path.read_bytes() != manifest_before:
             write_final_report(folder)
-
-
-def _manifest_state(folder: RunFolder) -> tuple[int, int] | None:
-    try:
-        status = folder.manifest_path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def write_final_report(folder: RunFolder) -> None:
@@ -127,145 +298,206 @@ def write_final_report(folder: RunFolder) -> None:
         logger.warning("The report was not written: %s; make report RUN=%s writes it", message, folder.path)
 
 
+# --- the curves -------------------------------------------------------------------------------------------------------
+def build_run_charts(record: RunRecord) -> list[Chart]:
+    """The curves of a run; a chart that the run cannot fill is left out."""
+    curve = record.curve
+    held_memory = "memory_allocated_gib" if any(part.is_on_gpu for part in record.parts) else "memory_resident_gib"
+    padding = curve("padding_share")
+    if len({value for _, value in padding}) == 1:  # rows without padding
+        padding = []
+    predicted_speeds = [
+        (start + step, part.summary["predicted_tokens_per_s"])
+        for part, start in zip(record.parts, record.stage_starts, strict=True)
+        if part.summary.get("predicted_tokens_per_s")
+        for step in (1, part.steps)
+    ]
+    all_charts = [
+        Chart("Loss", (Curve("training", curve("loss")), *_held_out_curves(record, "loss")), may_use_log=True),
+        Chart("Exact match", _held_out_curves(record, "exact_match"), is_share=True, starts_at_zero=True),
+        Chart("Loss by source", _source_curves(record), may_use_log=True),
+        Chart("Learning rate", (Curve("learning rate", curve("learning_rate")),), starts_at_zero=True),
+        Chart("Gradient norm", (Curve("gradient norm", curve("grad_norm")),), may_use_log=True),
+        Chart(
+            "Tokens per second",
+            (Curve("measured", curve("tokens_per_s")), Curve("predicted", predicted_speeds, None)),
+            starts_at_zero=True,
+        ),
+        Chart(
+            "Memory of a rank, in GiB",
+            (
+                Curve("peak", curve("memory_peak_gib")),
+                Curve("held", curve(held_memory), 1),
+                Curve("reserved", curve("memory_reserved_gib"), 2),
+                Curve("predicted peak", curve("memory_predicted_gib"), None),
+            ),
+            starts_at_zero=True,
+        ),
+        Chart("Padding", (Curve("padding", padding),), is_share=True, starts_at_zero=True),
+    ]
+    charts = []
+    for chart in all_charts:
+        filled = tuple(chart_curve for chart_curve in chart.curves if chart_curve.points)
+        # what was predicted says nothing about the run where it is alone
+        if any(chart_curve.colour_index is not None for chart_curve in filled):
+            charts.append(replace(chart, curves=filled, stage_starts=tuple(record.stage_starts)))
+    return charts
+
+
+def _held_out_curves(record: RunRecord, metric: str) -> tuple[Curve, ...]:
+    validation, test = record.curve(f"eval_{metric}"), record.curve(f"test_{metric}")
+    return Curve("validation", validation, 1, shows_points=True), Curve("test", test, 2, shows_points=True)
+
+
+def _source_curves(record: RunRecord) -> tuple[Curve, ...]:
+    names = sorted({name for part in record.parts for name in part.curves if name.startswith("loss_")})
+    training = [Curve(name.removeprefix("loss_"), record.curve(name), index) for index, name in enumerate(names)]
+    held_out = [
+        Curve(f"{name.removeprefix('loss_')}, validation", record.curve(f"eval_{name}"), index, shows_points=True)
+        for index, name in enumerate(names)
+    ]
+    return (*training, *held_out)
+
+
 # --- the sections -----------------------------------------------------------------------------------------------------
-def report_sections(
-    record: RunRecord, charts: Sequence[tuple[str, str]], problem: str | None
-) -> Iterator[ReportSection]:
+def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSection]:
     """The parts of the page, in their order; some may be empty."""
     error = record.manifest.get("error")
-    yield ReportSection("How it ended", items=[str(error)] if error and record.status == "failed" else [])
-    shown_warnings, hidden_count = record.warnings[:MAX_WARNINGS], len(record.warnings) - MAX_WARNINGS
-    yield ReportSection(
-        "Warnings", items=[*shown_warnings, *([f"and {hidden_count} more in train.log"] if hidden_count > 0 else [])]
-    )
-    yield ReportSection("Curves", charts=charts, items=[problem] if problem else [])
-    yield _plan_section(record)
-    yield ReportSection("Answers before and after", samples=answered_questions(record.summary.get("samples")))
-    yield ReportSection(
-        "What was run", pairs=[pair for pair in _run_pairs(record) if pair[1]], folded=_decision_texts(record)
-    )
-    yield ReportSection("On what", pairs=[pair for pair in _machine_pairs(record.manifest) if pair[1]])
-    yield _data_section(record.manifest)
-    yield _reproduce_section(record)
+    warnings = [*record.warnings[:MAX_WARNINGS]]
+    if len(record.warnings) > MAX_WARNINGS:
+        warnings.append(f"and {len(record.warnings) - MAX_WARNINGS} more in train.log")
+    decisions = {
+        "What was decided, and why": "\n".join(
+            map(str, record.manifest.get("choices") or record.parts[0].plan.get("reasons") or [])
+        ),
+        "Every setting": _format_lines(settings_by_path(record.settings)),
+    }
+    return [
+        ReportSection("How it ended", items=[str(error)] if error and record.status == "failed" else []),
+        ReportSection("Warnings", items=warnings),
+        ReportSection("Curves", charts=charts),
+        _plan_section(record),
+        ReportSection("Answers before and after", samples=record.summary.get("samples") or []),
+        ReportSection("What was run", pairs=_run_pairs(record), folded=_filled_pairs(decisions)),
+        ReportSection("On what", pairs=_machine_pairs(record.manifest)),
+        _data_section(record.manifest),
+        _reproduce_section(record),
+    ]
 
 
 def _plan_section(record: RunRecord) -> ReportSection:
     tables = []
     for part in record.parts:
         rows = [*_memory_rows(part), *_speed_rows(part)]
-        prefix = f"{part.name}: " if part.name else ""
+        title = "predicted against measured" if part.name is None else f"{part.name}: predicted against measured"
         if rows:
-            tables.append(
-                ReportTable((f"{prefix}predicted against measured", "predicted", "measured", "difference"), rows)
-            )
-    cpu_note = "On a CPU the memory is what the process has resident beyond Python and the libraries."
-    speed_note = "Speed and time are predicted for rows of full length unless the plan knew their lengths."
-    notes = [*([] if record.parts[0].is_on_gpu else [cpu_note]), speed_note] if tables else []
-    return ReportSection("Predicted and measured", tables=tables, notes=notes)
+            tables.append(ReportTable((title, "predicted", "measured", "difference"), rows))
+    notes = ["Speed and time are predicted for rows of full length unless the plan knew their lengths."]
+    if not record.parts[0].is_on_gpu:
+        notes.append("On a CPU the memory is what the process has resident beyond Python and the libraries.")
+    return ReportSection("Predicted and measured", tables=tables, items=notes if tables else [])
+
+
+def _plan_row(
+    label: str, predicted: float | None, measured: float | None, format_value: Callable[[Any], str]
+) -> tuple[str, str, str, str]:
+    predicted_text, measured_text = ("-" if value is None else format_value(value) for value in (predicted, measured))
+    difference = f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else ""
+    return label, predicted_text, measured_text, difference
 
 
 def _memory_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
+    # tensors on a GPU; on a CPU resident memory, which older runs did not predict by moment
+    keys = ("predicted_reserved", "measured_rss")
+    if part.is_on_gpu:
+        keys = ("predicted_allocated", "measured_allocated")
     for moment, peak in (part.summary.get("peak_bytes_by_moment") or {}).items():
-        if not isinstance(peak, dict):
-            continue
-        # tensors on a GPU; on a CPU resident memory, which older runs did not predict by moment
-        predicted = peak.get("predicted_allocated" if part.is_on_gpu else "predicted_reserved")
-        measured = peak.get("measured_allocated" if part.is_on_gpu else "measured_rss")
-        yield (
-            f"memory in {moment}",
-            _format_size(predicted),
-            _format_size(measured),
-            format_percent_difference(predicted, measured),
-        )
+        if isinstance(peak, dict):
+            yield _plan_row(f"memory in {moment}", peak.get(keys[0]), peak.get(keys[1]), format_size)
     memory_kind, predicted, measured = compare_peak_memory(part)
     if predicted is not None:
-        yield (
-            f"peak, {memory_kind}",
-            _format_size(predicted),
-            _format_size(measured),
-            format_percent_difference(predicted, measured),
-        )
+        yield _plan_row(f"peak, {memory_kind}", predicted, measured, format_size)
 
 
 def _speed_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
-    is_speed_known, planned_run = part.plan.get("speed_known"), part.plan.get("run") or {}
-    predicted = part.summary.get("predicted_tokens_per_s", part.plan.get("tokens_per_s") if is_speed_known else None)
-    speed = part.tokens_per_s
-    if speed is not None:
-        predicted_text = f"{predicted:,.0f}" if predicted else "-"
-        yield "tokens/s in training", predicted_text, f"{speed:,.0f}", format_percent_difference(predicted, speed)
-    seconds = planned_run["hours"] * 3600 if isinstance(planned_run.get("hours"), (int, float)) else None
-    if part.training_s is not None:
+    plan, planned_run = part.plan, part.plan.get("run") or {}
+    planned_speed = plan.get("tokens_per_s") if plan.get("speed_known") else None
+    if part.tokens_per_s is not None:
+        predicted = part.summary.get("predicted_tokens_per_s", planned_speed)
+        yield _plan_row("tokens/s in training", predicted, part.tokens_per_s, "{:,.0f}".format)
+    hours = planned_run.get("hours")
+    seconds = hours * 3600 if isinstance(hours, (int, float)) else None
+    if part.training_s is not None and part.steps == planned_run.get("steps"):
+        yield _plan_row("time of all steps", seconds, part.training_s, format_duration)
+    elif part.training_s is not None:
         # of a run that stopped early the plan's time, which is that of all steps, has nothing to be compared with
-        has_all_steps = part.steps == planned_run.get("steps")
-        label = "time of all steps" if has_all_steps else f"time of {part.steps:,} steps, of all predicted"
-        difference = format_percent_difference(seconds, part.training_s) if has_all_steps else ""
-        yield label, "-" if seconds is None else format_duration(seconds), format_duration(part.training_s), difference
+        label = f"time of {part.steps:,} steps, of all predicted"
+        yield (*_plan_row(label, seconds, part.training_s, format_duration)[:-1], "")
     if part.summary.get("wall_s"):
-        yield "wall time, with loading, evaluation and saving", "-", format_duration(part.summary["wall_s"]), ""
+        yield _plan_row("wall time, with loading, evaluation and saving", None, part.summary["wall_s"], format_duration)
+
+
+def _run_pairs(record: RunRecord) -> list[tuple[str, str]]:
+    settings, manifest, plan = record.settings, record.manifest, record.parts[-1].plan
+    model, tuning = settings.get("model") or {}, settings.get("tuning") or {}
+    model_text = str(model.get("name", ""))
+    # a digest of local files, or the commit of a hub model
+    weights = ((manifest.get("data") or {}).get("weights") or {}).get("sha256")
+    if weights:
+        model_text += f" (weights {str(weights)[:12]})"
+    training = f"{settings.get('task_mode', '')}, {tuning.get('mode', '')}"
+    if tuning.get("mode") in ("lora", "qlora"):
+        lora = tuning.get("lora") or {}
+        training += f", r {lora.get('r')}, alpha {lora.get('alpha')}"
+    layout = ""
+    if plan:
+        layout = str(plan.get("layout"))
+        if plan.get("ranks") != 1:
+            layout += f" over {plan.get('ranks')} ranks"
+        layout += f", micro {plan.get('micro_batch')} x accum {plan.get('grad_accum')}"
+        layout += f" = effective {plan.get('effective_batch')}"
+    starts = [manifest.get("started", ""), *(f"resumed {timestamp}" for timestamp in manifest.get("resumed") or [])]
+    return _filled_pairs({
+        "model": model_text,
+        "training": training,
+        "stages": ", ".join(f"{part.name} ({part.steps:,} steps)" for part in record.parts if part.name),
+        "layout": layout,
+        "started": ", ".join(map(str, starts)),
+        "weights": record.summary.get("model_path"),
+    })  # fmt: skip
+
+
+def _filled_pairs(texts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name, str(text)) for name, text in texts.items() if text]
+
+
+def _format_lines(values: Mapping[str, Any]) -> str:
+    """A line for each value; texts as they are, others as JSON."""
+    return "\n".join(
+        f"{key}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)}"
+        for key, value in values.items()
+    )
+
+
+def _machine_pairs(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    hardware, versions, git = (manifest.get(name) or {} for name in ("hardware", "versions", "git"))
+    gpus = [f"{gpu.get('name')} ({_format_size(gpu.get('total_bytes'))})" for gpu in hardware.get("gpus") or []]
+    texts = {}
+    if hardware:
+        texts = {
+            "GPUs": ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none",
+            "CPU": f"{hardware.get('cpu_name')}, {hardware.get('cpu_cores')} cores",
+            "RAM": _format_size(hardware.get("ram_bytes")),
+        }
+    texts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    if git.get("commit"):
+        texts["code"] = f"commit {str(git['commit'])[:12]} ({git.get('branch')})"
+        texts["code"] += ", with changes that were not committed" if git.get("dirty") else ""
+    return _filled_pairs(texts)
 
 
 def _format_size(count: int | None) -> str:
     return "-" if count is None else format_size(count)
-
-
-def answered_questions(samples: Any) -> list[AnsweredQuestion]:
-    """The questions of a summary with the answers of both models."""
-    if not isinstance(samples, list):
-        return []
-    questions = []
-    for sample in samples:
-        is_correct = bool(sample.get("right"))
-        answers = [] if sample.get("before") is None else [("before", str(sample["before"]), "")]
-        answers.append(("after", f"{sample.get('after')}", "good" if is_correct else "bad"))
-        if not is_correct:
-            answers.append(("expected", str(sample.get("expected")), ""))
-        questions.append(AnsweredQuestion(str(sample.get("asked")), answers))
-    return questions
-
-
-def _run_pairs(record: RunRecord) -> Iterator[tuple[str, str]]:
-    settings, manifest, part = record.settings, record.manifest, record.parts[-1]
-    plan, model, tuning = part.plan, settings.get("model") or {}, settings.get("tuning") or {}
-    # a digest of local files, or the commit of a hub model
-    weights = str(((manifest.get("data") or {}).get("weights") or {}).get("sha256") or "")[:12]
-    yield "model", str(model.get("name", "")) + (f" (weights {weights})" if weights else "")
-    lora = tuning.get("lora") or {}
-    adapter = f", r {lora.get('r')}, alpha {lora.get('alpha')}" if tuning.get("mode") in ("lora", "qlora") else ""
-    yield "training", f"{settings.get('task_mode', '')}, {tuning.get('mode', '')}{adapter}"
-    yield "stages", ", ".join(f"{part.name} ({part.steps:,} steps)" for part in record.parts if part.name)
-    if plan:
-        batch = f"micro {plan.get('micro_batch')} x accum {plan.get('grad_accum')}"
-        ranks_note = f" over {plan.get('ranks')} ranks" if plan.get("ranks") != 1 else ""
-        yield "layout", f"{plan.get('layout')}{ranks_note}, {batch} = effective {plan.get('effective_batch')}"
-    resumed = ", ".join(str(timestamp) for timestamp in manifest.get("resumed") or [])
-    yield "started", f"{manifest.get('started', '')}{f', resumed {resumed}' if resumed else ''}"
-    yield "weights", str(record.summary.get("model_path") or "")
-
-
-def _decision_texts(record: RunRecord) -> list[tuple[str, str]]:
-    choices = record.manifest.get("choices") or record.parts[0].plan.get("reasons") or []
-    settings = settings_by_path(record.settings)
-    settings_text = "\n".join(f"{key}: {_format_value(value)}" for key, value in settings.items())
-    folded = [("What was decided, and why", "\n".join(map(str, choices)))] if choices else []
-    return [*folded, *([("Every setting", settings_text)] if settings_text else [])]
-
-
-def _format_value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _machine_pairs(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    hardware, versions = manifest.get("hardware") or {}, manifest.get("versions") or {}
-    gpus = [f"{gpu.get('name')} ({_format_size(gpu.get('total_bytes'))})" for gpu in hardware.get("gpus") or []]
-    yield "GPUs", ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or ("none" if hardware else "")
-    if hardware:
-        yield "CPU", f"{hardware.get('cpu_name')}, {hardware.get('cpu_cores')} cores"
-        yield "RAM", _format_size(hardware.get("ram_bytes"))
-    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    git = manifest.get("git") or {}
-    dirty = ", with changes that were not committed" if git.get("dirty") else ""
-    yield "code", f"commit {str(git['commit'])[:12]} ({git.get('branch')}){dirty}" if git.get("commit") else ""
 
 
 def _data_section(manifest: Mapping[str, Any]) -> ReportSection:
@@ -276,25 +508,23 @@ def _data_section(manifest: Mapping[str, Any]) -> ReportSection:
             continue
         tokens, trained_tokens = row_report.get("tokens") or 0, row_report.get("tokens_trained") or 0
         left_out_rows = sum(count for count in (row_report.get("dropped") or {}).values() if isinstance(count, int))
-        share = f" ({trained_tokens / tokens:.0%})" if tokens else ""
-        rows.append((
-            name, f"{row_report.get('rows_kept', 0):,}", f"{left_out_rows:,}", f"{row_report.get('rows_cut', 0):,}",
-            f"{tokens:,}",
-            f"{trained_tokens:,}{share}",
-        ))  # fmt: skip
-        digest = f"\nsha256 {facts['sha256']}" if facts.get("sha256") else ""
-        counts = {key: value for key, value in row_report.items() if value not in (0, 0.0, {}, None, "")}
-        text = "\n".join(f"{key}: {_format_value(value)}" for key, value in counts.items())
-        folded.append((f"{name}: {facts.get('path') or row_report.get('source')}", f"{text}{digest}"))
+        counts = (row_report.get("rows_kept", 0), left_out_rows, row_report.get("rows_cut", 0), tokens)
+        trained_text = f"{trained_tokens:,} ({trained_tokens / tokens:.0%})" if tokens else f"{trained_tokens:,}"
+        rows.append((name, *(f"{count:,}" for count in counts), trained_text))
+        details = {key: value for key, value in row_report.items() if value not in (0, 0.0, {}, None, "")}
+        if facts.get("sha256"):
+            details["sha256"] = facts["sha256"]
+        folded.append((f"{name}: {facts.get('path') or row_report.get('source')}", _format_lines(details)))
     headers = ("rows of", "kept", "left out", "cut", "tokens", "trained")
     return ReportSection("Data", tables=[ReportTable(headers, rows)] if rows else [], folded=folded)
 
 
 def _reproduce_section(record: RunRecord) -> ReportSection:
     path = record.folder.path / "config.yaml"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    command = f"make reproduce RUN={record.folder.shell_path}" if record.manifest.get("config_path") else ""
+    config_text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return ReportSection(
         "How to reproduce it",
-        commands=f"make reproduce RUN={record.folder.shell_path}" if record.manifest.get("config_path") else "",
-        folded=[("config.yaml, as given", text)] if text else [],
+        pairs=_filled_pairs({"command": command}),
+        folded=_filled_pairs({"config.yaml, as given": config_text}),
     )

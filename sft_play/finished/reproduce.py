@@ -9,16 +9,20 @@ recorded commit trains the run again.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import logging
 import math
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from sft_play.answers import Answer
 from sft_play.config.adapter import ADAPTER_WEIGHTS_FILE
@@ -51,8 +55,8 @@ class ReproduceResult(Answer):
     path: Path
     code: str
     tensors: int
+    # Those that are not equal bit for bit, with their largest difference, in the order of the files.
     differing_tensors: Mapping[str, float]
-    """Tensors that are not equal bit for bit, with their largest difference, in the order of the files."""
     steps: int
 
     @property
@@ -60,14 +64,12 @@ class ReproduceResult(Answer):
         return not self.differing_tensors
 
     def as_json(self) -> dict[str, Any]:
-        first_difference = next(iter(self.differing_tensors.items()), None)
+        first_differing = None
+        for name, max_diff in [*self.differing_tensors.items()][:1]:
+            first_differing = {"name": name, "max_diff": max_diff}
         return {
-            "ok": self.ok, "run": str(self.run), "path": str(self.path), "code": self.code,
-            "tensors": self.tensors,
-            "tensors_differing": len(self.differing_tensors),
-            "first_differing": {"name": first_difference[0],
-            "max_diff": first_difference[1]} if first_difference else None,
-            "steps": self.steps,
+            "ok": self.ok, "run": str(self.run), "path": str(self.path), "code": self.code, "tensors": self.tensors,
+            "tensors_differing": len(self.differing_tensors), "first_differing": first_differing, "steps": self.steps,
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -76,47 +78,53 @@ class ReproduceResult(Answer):
             equal_note = f"Weights: all {self.tensors} tensors are equal bit for bit, after {self.steps:,} steps"
             return [equal_note, written_note, next_command_line("prune", RUNS=self.path.name)]
         name, largest = next(iter(self.differing_tensors.items()))
-        difference_note = f"{len(self.differing_tensors)} of {self.tensors} tensors differ"
-        summary = f"Weights: {difference_note}; the first is {name}, by up to {largest:.3g}"
+        counts = f"{len(self.differing_tensors)} of {self.tensors} tensors differ"
         next_command = next_command_line("compare", RUNS=f"{self.run.name} {self.path.name}")
-        return [summary, written_note, f"{next_command} says whether versions, machine or plan are others"]
+        return [
+            f"Weights: {counts}; the first is {name}, by up to {largest:.3g}",
+            written_note,
+            f"{next_command} says whether versions, machine or plan are others",
+        ]
 
 
 def reproduce(run: FinishedRun) -> ReproduceResult:
     """Train a run again as its folder records it, into a new folder beside it, and compare the weights. Raises
     DataError or ModelError where what training read is gone or has changed; RunFolderError where other code trained it,
     or its settings cannot be read; TrainingError where the repetition failed; Interrupted where the user stopped it."""
-    run_folder, new_name = run.folder.path, _free_name(run.folder)
+    run_folder = run.folder.path
+    config_path, new_folder = run_folder.absolute() / "resolved.json", _free_folder(run_folder)
     working_folder = Path(str(run.manifest.get("cwd")))  # its paths are relative to where it was started
-    working_folder, config_path = (
-        working_folder if working_folder.is_dir() else Path.cwd(),
-        run_folder.absolute() / "resolved.json",
-    )
+    if not working_folder.is_dir():
+        working_folder = Path.cwd()
     with contextlib.chdir(working_folder):
         loaded = load_config(config_path)
         _require_inputs(run, loaded)
     code_description = describe_code(run.manifest)
     logger.info("Code: %s", code_description)
     with tempfile.TemporaryDirectory(prefix="sft_play_deepspeed_") as temporary_folder:
-        arguments = _training_command(run, loaded, deepspeed=_write_deepspeed_file(run.folder, Path(temporary_folder)))
-        arguments += [f"output.dir={json.dumps(str(run_folder.absolute().parent))}", f"output.name={new_name}"]
+        deepspeed_settings, deepspeed_path = requested_deepspeed(run.folder), None
+        if deepspeed_settings is not None:
+            deepspeed_path = Path(temporary_folder) / DEEPSPEED_FILE
+            deepspeed_path.write_text(json.dumps(deepspeed_settings), encoding="utf-8")
+        arguments = _training_command(run, loaded, deepspeed_path)
+        arguments += [f"output.dir={json.dumps(str(new_folder.absolute().parent))}", f"output.name={new_folder.name}"]
         logger.info("Training again: sft-play %s", shlex.join(arguments))
         exit_code = _run_training(arguments, working_folder, run.manifest)
     if exit_code == Interrupted.exit_code:
-        raise Interrupted(f"stopped by the user; what was trained is in {run_folder.with_name(new_name)}")
+        raise Interrupted(f"stopped by the user; what was trained is in {new_folder}")
     if exit_code:
         raise TrainingError(f"{run_folder} could not be trained again: it ended with exit code {exit_code}; see above")
-    reproduced_run = RunFolder(run_folder.with_name(new_name))
-    tensors, differing = compare_weights(run.weights, reproduced_run.model_path(is_adapter=run.is_adapter))
-    steps = int(read_summary(reproduced_run.path)["steps"])
-    return ReproduceResult(run_folder, reproduced_run.path, code_description, tensors, differing, steps)
+    tensors, differing = compare_weights(run.weights, RunFolder(new_folder).model_path(is_adapter=run.is_adapter))
+    steps = int(read_summary(new_folder)["steps"])
+    return ReproduceResult(run_folder, new_folder, code_description, tensors, differing, steps)
 
 
-def _free_name(folder: RunFolder) -> str:
-    name, attempt = f"{folder.path.name}{REPRODUCED_SUFFIX}", 2
-    while folder.path.with_name(name).exists():
-        name, attempt = f"{folder.path.name}{REPRODUCED_SUFFIX}-{attempt}", attempt + 1
-    return check_run_name(name, key="RUN")
+def _free_folder(run_folder: Path) -> Path:
+    names = itertools.chain([REPRODUCED_SUFFIX], (f"{REPRODUCED_SUFFIX}-{number}" for number in itertools.count(2)))
+    candidates = (run_folder.with_name(f"{run_folder.name}{name}") for name in names)
+    free_folder = next(candidate for candidate in candidates if not candidate.exists())
+    check_run_name(free_folder.name, key="RUN")
+    return free_folder
 
 
 def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
@@ -137,31 +145,26 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
             raise ModelError(f"{run.folder.path} cannot be trained again: {reason}")
 
 
-def _write_deepspeed_file(folder: RunFolder, target_folder: Path) -> Path | None:
-    settings = requested_deepspeed(folder)
-    if settings is None:
-        return None
-    file = target_folder / DEEPSPEED_FILE
-    file.write_text(json.dumps(settings), encoding="utf-8")
-    return file
-
-
-def _training_command(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path | None) -> list[str]:
+def _training_command(run: FinishedRun, loaded: LoadedConfig, deepspeed_path: Path | None) -> list[str]:
     manifest, config, folder = run.manifest, loaded.config, run.folder
     layout, processes = manifest.get("layout", "single"), manifest.get("processes", 1)
-    arguments = ["train" if layout == "single" and processes == 1 else "train-distributed"]
-    arguments += ["--config", str(folder.path.absolute() / "resolved.json")]
-    if arguments[0] == "train-distributed":
-        arguments += ["--nproc", str(processes)]
-        arguments += ["--strategy", layout] if config.model.mesh_shape is None else []
-        arguments += ["--deepspeed_config", str(deepspeed)] if deepspeed is not None else []
-    for prefix, part, settings in _stage_parts(folder, loaded):
-        arguments += _batch_overrides(prefix, part, settings)
+    config_path = str(folder.path.absolute() / "resolved.json")
+    arguments = ["train", "--config", config_path]
+    if layout != "single" or processes != 1:
+        arguments = ["train-distributed", "--config", config_path, "--nproc", str(processes)]
+        if config.model.mesh_shape is None:
+            arguments += ["--strategy", layout]
+        if deepspeed_path is not None:
+            arguments += ["--deepspeed_config", str(deepspeed_path)]
+    if not loaded.stages:
+        arguments += _batch_overrides("", folder, config)
+    for stage in loaded.stages:
+        prefix = f"curriculum.{stage.number - 1}."
+        arguments += _batch_overrides(prefix, folder.stage_folder(stage.name), stage.config)
     arguments += ["output.if_exists=fail", "train.stop_after_steps=null", "train.max_hours=null"]
     # TensorBoard writes into the run folder; other trackers would log the run a second time to somebody's account
-    arguments.append(
-        f"train.report_to={json.dumps([name for name in config.train.report_to if name == 'tensorboard'])}"
-    )
+    report_to = [name for name in config.train.report_to if name == "tensorboard"]
+    arguments.append(f"train.report_to={json.dumps(report_to)}")
     weights = (manifest.get("data") or {}).get("weights") or {}
     if find_model_folder(config.model.name) is None and weights.get("sha256"):  # of a hub model that is its commit
         arguments.append(f"model.revision={weights['sha256']}")
@@ -172,26 +175,17 @@ def _training_command(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path
     return arguments
 
 
-def _stage_parts(folder: RunFolder, loaded: LoadedConfig) -> Iterator[tuple[str, RunFolder, RunConfig]]:
-    if not loaded.stages:
-        yield "", folder, loaded.config
-    for stage in loaded.stages:
-        yield f"curriculum.{stage.number - 1}.", folder.stage_folder(stage.name), stage.config
-
-
 def _batch_overrides(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
     batch, plan = folder.read_manifest().get("batch"), read_json(folder.path / "plan.json")
     if not isinstance(batch, dict) or not plan:
         raise RunFolderError(f"{folder.path} does not record how its batch was divided, and cannot be trained again")
     overrides = [f"{prefix}train.batch_size={batch['micro_batch']}", f"{prefix}train.grad_accum={batch['grad_accum']}"]
     if config.train.batch_by == "auto":
-        by_tokens = (plan.get("micro_batches") or {}).get("tokens") is not None
-        overrides.append(f"{prefix}train.batch_by={'tokens' if by_tokens else 'rows'}")
+        is_by_rows = (plan.get("micro_batches") or {}).get("tokens") is None
+        overrides.append(f"{prefix}train.batch_by={'rows' if is_by_rows else 'tokens'}")
     if config.train.gradient_checkpointing == "auto":
-        checkpointed_layers, layer_count = plan["checkpointed_layers"], plan["layers"]
-        value = json.dumps(
-            bool(checkpointed_layers) if checkpointed_layers in (0, layer_count) else checkpointed_layers
-        )
+        layers = plan["checkpointed_layers"]
+        value = {0: "false", plan["layers"]: "true"}.get(layers, str(layers))
         overrides.append(f"{prefix}train.gradient_checkpointing={value}")
     if config.eval.batch_size == "auto" and plan.get("eval_batch"):
         overrides.append(f"{prefix}eval.batch_size={plan['eval_batch']}")
@@ -211,10 +205,12 @@ def describe_code(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER
     recorded = manifest.get("code") or {}
     git = recorded.get("git") or {}
     commit = str(git.get("commit") or "")[:12]
-    commit_note = f"commit {commit}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
+    commit_note, checkout = "no commit", ""
+    if commit:
+        commit_note = f"commit {commit}, with changes" if git.get("dirty") else f"commit {commit}"
+        checkout = f": git worktree add ../then {commit} has it, and make reproduce there"
     if recorded.get("sha256") == code_state(package)["sha256"]:
         return f"{package.parent}, unchanged since the run ({commit_note})"
-    checkout = f": git worktree add ../then {commit} has it, and make reproduce there" if commit else ""
     raise RunFolderError(f"the run was trained by other code than {package.parent} ({commit_note}){checkout}")
 
 
@@ -222,30 +218,26 @@ def compare_weights(first_folder: Path, second_folder: Path) -> tuple[int, dict[
     """Count the tensors of two folders of weights, and find those that differ bit by bit, in the order of the first
     one's files: by how much at most, infinite where shapes or dtypes do, or one is not a number; raises ModelError
     where a file cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
     differing: dict[str, float] = {}
-    count = 0
-    with contextlib.ExitStack() as open_files:
-        try:
-            files = [
-                [open_files.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder)]
-                for folder in (first_folder, second_folder)
-            ]
-            second_tensors = {name: file for file in files[1] for name in file.keys()}  # noqa: SIM118  (no mapping)
-            for file in files[0]:
-                for name in file.offset_keys():
-                    count += 1
-                    second_file = second_tensors.pop(name, None)
-                    if second_file is None:
-                        differing[name] = math.inf
-                    elif (difference := _difference(file.get_tensor(name), second_file.get_tensor(name))) is not None:
-                        differing[name] = difference
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"the weights in {first_folder} or {second_folder} cannot be read: {one_line(str(error))}"
-            ) from None
-    return count + len(second_tensors), differing | dict.fromkeys(sorted(second_tensors), math.inf)
+    try:
+        first_count, second_tensors = 0, dict(_iter_tensors(second_folder))
+        for name, tensor in _iter_tensors(first_folder):
+            first_count += 1
+            difference = _difference(tensor(), second_tensors.pop(name)()) if name in second_tensors else math.inf
+            if difference is not None:
+                differing[name] = difference
+    except (OSError, SafetensorError) as error:
+        folders = f"{first_folder} or {second_folder}"
+        raise ModelError(f"the weights in {folders} cannot be read: {one_line(str(error))}") from None
+    return first_count + len(second_tensors), differing | dict.fromkeys(sorted(second_tensors), math.inf)
+
+
+def _iter_tensors(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The names of the tensors in a folder, in the order of its files, each with what reads it."""
+    for path in weight_files(folder):
+        file = safe_open(path, framework="pt")
+        for name in file.offset_keys():  # type: ignore[no-untyped-call]
+            yield name, functools.partial(file.get_tensor, name)
 
 
 def _difference(first: Any, second: Any) -> float | None:

@@ -18,8 +18,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
-from sft_play.finished.eval_rows import compute_dtype
-from sft_play.finished.load import build_run_renderer, load_trained_model
+from sft_play.finished.load import build_run_renderer, compute_dtype, load_trained_model
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import write_text
 from sft_play.training.measure.exact_match import (

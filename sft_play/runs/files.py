@@ -155,7 +155,7 @@ def read_evaluations(path: Path, *, stage_name: str | None = None) -> list[dict[
     A resumed run has those of its earlier starts too.
     """
     by_step: dict[int, dict[str, Any]] = {}
-    for _, entry in read_metric_lines(path) if path.exists() else ():
+    for _, entry in read_metric_lines(path):
         if entry.get("stage") != stage_name:
             continue
         metrics = {
@@ -168,7 +168,9 @@ def read_evaluations(path: Path, *, stage_name: str | None = None) -> list[dict[
 
 
 def read_metric_lines(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Complete lines of metrics.jsonl, each with its content."""
+    """Complete lines of metrics.jsonl, each with its content; none where there is no such file."""
+    if not path.is_file():
+        return
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)

@@ -24,7 +24,7 @@ from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.out_of_memory import record_oom
 from sft_play.training.loop.trainer import build_plan_callbacks, load_trainer
 from sft_play.training.measure.evaluate import EvalSet, InitialEvaluation, build_eval_set, estimate_remaining, evaluate
-from sft_play.training.measure.monitor import MemoryMeter, RunMonitors
+from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
 from sft_play.training.measure.summary import TrainingSummary, build_summary, finish_run
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import attention_functions
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 def run_training(job: RunJob) -> dict[str, Any]:
     """Train as the job says, stage by stage; returns the summary. Raises SftPlayError: what the user can fix; a folder
     in which nothing was trained is removed; Interrupted: the user stopped the run, its state saved."""
-    start_time, memory_meter = time.time(), MemoryMeter(job.plan)
+    start_time, memory_peaks = time.time(), start_memory_peaks(job.plan)
     prepared_stages = prepare_stages(job)
     first_stage, facts = prepared_stages[0], data_facts(job.stage_jobs, prepared_stages)
     if first_stage.backend.name == "unsloth":
@@ -48,11 +48,11 @@ def run_training(job: RunJob) -> dict[str, Any]:
     with (
         distributed.process_group(job.plan, timeout_s=job.timeout_s, uses_deepspeed=job.deepspeed is not None),
         Heartbeat(job.timeout_s) as heartbeat,
-        contextlib.closing(memory_meter.peaks),
+        contextlib.closing(memory_peaks),
     ):
         require_agreement(job, first_stage, facts)
         with open_run_folder(job, prepared_stages, facts):
-            monitors = RunMonitors(memory_meter, heartbeat, start_time)
+            monitors = RunMonitors(memory_peaks, heartbeat, start_time)
             if job.stages:
                 return StageSequence(job, prepared_stages, monitors, train_stage).train()
             return train_stage(job, first_stage, monitors, begins_from=first_stage.base_adapter_folder)
@@ -75,7 +75,7 @@ def train_stage(
     attention_functions.enable_cudnn(enabled=False)
     with explain_out_of_memory(job.plan):
         checkpoint = find_last_checkpoint(job.folder.checkpoints_path, monitors.heartbeat) if job.resume else None
-        monitors.memory.peaks.clear()  # those of the stage before
+        monitors.peaks.clear()  # those of the stage before
         is_disk_shared = distributed.check_shared_disk(job.folder.manifest_path, job.plan)
         distributed.require_all(
             is_disk_shared or not job.loaded.config.train.async_save,
@@ -84,23 +84,23 @@ def train_stage(
         )
         log_start(job, prepared, checkpoint)
         eval_set = build_eval_set(job, prepared)
-        monitors.memory.peaks.start("loading")
+        monitors.peaks.start("loading")
         trainer = load_trainer(
             job, prepared, eval_set, monitors, begins_from=begins_from,
             saves_shards=is_disk_shared and job.plan.memory.checkpoint == "sharded",
         )  # fmt: skip
         initial_evaluation = InitialEvaluation(
-            job, trainer, eval_set, monitors.memory.peaks, is_resumed=checkpoint is not None
+            job, trainer, eval_set, monitors.peaks, is_resumed=checkpoint is not None
         )
         trainer.step_memory.on_oom.append(functools.partial(record_oom, job))
         with trainer.step_memory.raise_out_of_memory():
             callbacks = RunCallbacks(job, prepared, trainer, eval_set, monitors, checkpoint)
             training = _run_training_loop(job, trainer, callbacks, initial_evaluation, checkpoint)
-            monitors.memory.peaks.close()
+            monitors.peaks.close()
             metrics_after = None if training.stop_controller.has_stopped_early else evaluate(trainer, eval_set)
         monitors.heartbeat.note(trainer.state.global_step, "saving the trained weights")
         summary = build_summary(job, trainer, training, initial_evaluation, metrics_after, monitors)
-        finish_run(job, prepared, trainer, summary, monitors.memory, start_step=training.progress.start_step)
+        finish_run(job, prepared, trainer, summary, monitors.peaks, start_step=training.progress.start_step)
     if job.folder.stage_name is not None:  # another model is loaded into this process
         engines.release_engine(trainer)
     return summary

@@ -431,7 +431,7 @@ def build_run_trainer(
             plan,
             tensor_parallel=plan.choice.layout.tensor_parallel,
             sources=splits.sources.names if splits.sources else DEFAULT_SOURCES,
-            peaks=monitors.memory.peaks,
+            peaks=monitors.peaks,
         ),
         **options,
     )

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +68,15 @@ def _kernel_peak_bytes() -> int:
     return 0
 
 
-@dataclass
 class MemoryPeaks:
     """The peak of each phase in this process: bytes of tensors, and of the allocator's reserved memory; on a CPU both
-    are resident memory. `baseline_bytes`: resident memory that is not the run's."""
+    are resident memory beyond `baseline_bytes`."""
 
-    on_gpu: bool = False
-    baseline_bytes: int = 0
-    _peaks: dict[RunPhase, tuple[int, int]] = field(default_factory=dict)
-    _phase: RunPhase | None = None
-    _sampler: _ResidentSampler | None = None
-    """Samples the present phase on a CPU."""
+    def __init__(self, *, on_gpu: bool = False, baseline_bytes: int = 0) -> None:
+        self.on_gpu, self.baseline_bytes = on_gpu, baseline_bytes
+        self._peaks: dict[RunPhase, tuple[int, int]] = {}
+        self._phase: RunPhase | None = None
+        self._sampler: _ResidentSampler | None = None  # of the present phase on a CPU
 
     def start(self, phase: RunPhase) -> None:
         """Begin a phase, and keep the peak of the one before."""
@@ -92,7 +91,7 @@ class MemoryPeaks:
 
     def close(self) -> None:
         """End the phase without beginning another."""
-        self._record_peak()
+        self.by_phase()
         if self._sampler is not None:
             self._sampler.stop_event.set()
         self._phase = self._sampler = None
@@ -116,72 +115,55 @@ class MemoryPeaks:
 
     def by_phase(self) -> dict[RunPhase, tuple[int, int]]:
         """The peaks of all phases so far."""
-        self._record_peak()
-        return dict(self._peaks)
-
-    def _record_peak(self) -> None:
         if self._phase is not None:
             (allocated, reserved), earlier_peak = self._current_peak(), self._peaks.get(self._phase, (0, 0))
             self._peaks[self._phase] = max(allocated, earlier_peak[0]), max(reserved, earlier_peak[1])
+        return dict(self._peaks)
 
     def _current_peak(self) -> tuple[int, int]:
         if self._sampler is None:
             return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        mark = _kernel_peak_bytes()  # what it rose to in this phase is exact
-        highest = mark if mark > self._sampler.start_mark else max(self._sampler.highest, _resident_bytes())
+        highest = _kernel_peak_bytes()  # what it rose to in this phase is exact
+        if highest <= self._sampler.start_mark:
+            highest = max(self._sampler.highest, _resident_bytes())
         return (max(0, highest - self.baseline_bytes),) * 2
 
+    def summary_fields(self, plan: Plan) -> dict[str, Any]:
+        """`peak_bytes_by_moment` of the summary, predicted and measured, and `peak_bytes`: those of the highest."""
+        by_moment: dict[str, dict[str, Any]] = {}
+        peaks = self.by_phase()
+        for phase, (allocated, reserved) in peaks.items():
+            predicted_allocated, predicted_reserved = plan.memory.phase_bytes(phase)
+            measured: dict[str, Any] = {"measured_allocated": allocated, "measured_reserved": reserved}
+            if not self.on_gpu:
+                measured = dict.fromkeys(measured) | {"measured_rss": reserved, "level_rss": self.baseline_bytes}
+            predicted = {"predicted_allocated": predicted_allocated, "predicted_reserved": predicted_reserved}
+            by_moment[phase] = predicted | measured
+        highest = max(peaks, key=lambda phase: peaks[phase][1])
+        return {"peak_bytes": {"moment": highest, **by_moment[highest]}, "peak_bytes_by_moment": by_moment}
 
-class MemoryMeter:
-    """Predicted and measured peaks of a run: torch's counters on a GPU, resident memory on a CPU."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        on_gpu = plan.hardware.device == "cuda"
-        if not on_gpu:
-            # What an earlier run in this process freed and the C library kept is resident already. This run would take
-            # from it without the process growing, and its measured peak would be 0.
-            gc.collect()
-            release_free_memory()
-        self.baseline_bytes = psutil.Process().memory_info().rss
-        """Resident bytes before anything of the run was loaded."""
-        self.peaks = MemoryPeaks(on_gpu=on_gpu, baseline_bytes=self.baseline_bytes)
-
-    def peak_bytes(self) -> dict[str, Any]:
-        """`peak_bytes` of the summary: the run's highest phase, predicted and measured."""
-        peaks = self.peaks.by_phase()
-        phase = max(peaks, key=lambda name: peaks[name][1], default=None)
-        return {"moment": phase, **self._predicted_and_measured(phase, peaks.get(phase) if phase else None)}
-
-    def peak_bytes_by_phase(self) -> dict[str, dict[str, Any]]:
-        """`peak_bytes_by_moment` of the summary: the same of each phase."""
-        return {phase: self._predicted_and_measured(phase, highest) for phase, highest in self.peaks.by_phase().items()}
-
-    def _predicted_and_measured(self, phase: RunPhase | None, highest: tuple[int, int] | None) -> dict[str, Any]:
-        memory = self._plan.memory
-        allocated, reserved = (memory.allocated, memory.reserved) if phase is None else memory.phase_bytes(phase)
-        figures: dict[str, Any] = {
-            "predicted_allocated": allocated, "measured_allocated": None,
-            "predicted_reserved": reserved, "measured_reserved": None,
-        }  # fmt: skip
-        measured = highest or (None, None)
-        if self.peaks.on_gpu:
-            return figures | {"measured_allocated": measured[0], "measured_reserved": measured[1]}
-        return figures | {"measured_rss": measured[1], "level_rss": self.baseline_bytes}
+def start_memory_peaks(plan: Plan) -> MemoryPeaks:
+    """The peaks of a run of which nothing is loaded yet."""
+    on_gpu = plan.hardware.device == "cuda"
+    if not on_gpu:
+        # What an earlier run in this process freed and the C library kept is resident already. This run would take
+        # from it without the process growing, and its measured peak would be 0.
+        gc.collect()
+        release_free_memory()
+    return MemoryPeaks(on_gpu=on_gpu, baseline_bytes=_resident_bytes())
 
 
 @dataclass(frozen=True)
 class RunMonitors:
     """What is tracked during a run: memory peaks, signs of life, and its start (seconds since 1970)."""
 
-    memory: MemoryMeter
+    peaks: MemoryPeaks
     heartbeat: Heartbeat
     start_time: float
 
 
-# --------------------------------------------------------------------------------------------------
-# What a run measures of itself between two logs: speed, utilisation, where a step's time goes,
-# memory, padding.
+# --- what a run measures of itself between two logs: speed, where a step's time goes, memory, padding -----------------
 #
 # Everything is summed on the device and read once per log, so that no step waits for it. Times on a
 # GPU are those between two events of the device; on a CPU, of the clock.
@@ -191,10 +173,6 @@ STEP_PARTS = ("data", "forward_backward", "optimizer")
 # What happens between steps, and the phase that its memory is counted for, None for training's. Its time is logged,
 # but counts neither for the step nor for the speed.
 PAUSES: dict[str, RunPhase | None] = {"checkpoint": "saving", "evaluation": "evaluation", "profile": None}
-# What a micro-step adds to.
-_SUM_ATTRIBUTES = (
-    "_loss", "_trained_tokens", "_tokens", "_padded_tokens", "_samples", "_head_sums", "_source_sums",
-)  # fmt: skip
 # What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24.
 _SUM_DTYPE = torch.float64
 
@@ -246,52 +224,49 @@ class Monitor(TrainerCallback):
         self._plan, self._on_gpu = plan, self._peaks.on_gpu
         self._clock = _Clock(on_gpu=self._on_gpu)
         self._optimizer_start: Any = None
-        self.samples_seen = 0.0
-        """Rows with a trained token (chats of packs) that all ranks have seen in the run, as of the last log."""
-        self.tokens_seen = 0.0
-        """Tokens without padding that all ranks have seen in the run, as of the last log."""
+        # Rows with a trained token (chats of packs), and tokens without padding, that all ranks have seen in the run,
+        # as of the last log.
+        self.samples_seen, self.tokens_seen = 0.0, 0.0
+        # Of those tokens: seen before this process started.
         self.tokens_before_start = 0.0
-        """Of those: seen before this process started."""
+        # Seconds of each pause so far, of evaluations by the prefix of their figures.
         self.pause_seconds: defaultdict[str, list[float]] = defaultdict(list)
-        """Seconds of each pause so far, of evaluations by the prefix of their figures."""
-        self._reset()
+        self._start_window()
 
     def seen_counts(self) -> dict[str, float]:
         """Rows and tokens of all ranks until now, for a checkpoint; every rank calls it."""
-        return {
-            "samples": self.samples_seen
-            + distributed.sum_over_ranks(round(float(self._samples))) / self._tensor_parallel,
-            "tokens": self.tokens_seen + distributed.sum_over_ranks(int(self._tokens)) / self._tensor_parallel,
-        }
+        samples, tokens = (
+            distributed.sum_over_ranks(round(float(self._sums[name]))) / self._tensor_parallel
+            for name in ("samples", "tokens")
+        )
+        return {"samples": self.samples_seen + samples, "tokens": self.tokens_seen + tokens}
 
     def continue_from(self, seen_counts: Mapping[str, float]) -> None:
         """Count on from what a checkpoint says."""
         self.samples_seen, self.tokens_seen = seen_counts["samples"], seen_counts["tokens"]
         self.tokens_before_start = self.tokens_seen
 
-    def _reset(self) -> None:
-        self._loss: torch.Tensor | float = 0.0
-        self._trained_tokens: torch.Tensor | int = 0
-        self._tokens: torch.Tensor | int = 0
-        self._padded_tokens = 0
-        self._samples: torch.Tensor | float = 0.0
-        self._head_sums: torch.Tensor | None = None
-        self._source_sums: torch.Tensor | None = None
+    def _start_window(self) -> None:
+        # what micro-steps add to, on this rank since the last log; the head's and the sources' are vectors
+        self._sums: dict[str, Any] = dict.fromkeys(("loss", "trained_tokens", "tokens", "places", "samples"), 0)
         self._paused_s, self._compile_s, self._window_start = 0.0, 0.0, time.perf_counter()
+
+    def _add(self, **values: Any) -> None:
+        self._sums |= {name: self._sums.get(name, 0) + value for name, value in values.items()}
 
     def running_sums(self) -> dict[str, Any]:
         """What was summed since the last log, for `restore_sums`."""
-        return {name: vars(self)[name] for name in _SUM_ATTRIBUTES}
+        return dict(self._sums)
 
     def restore_sums(self, sums: Mapping[str, Any]) -> None:
         """Count on from an earlier state: what came after it is repeated."""
-        self.__dict__.update(sums)
+        self._sums = dict(sums)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start measuring: what loading and the evaluation before training took is not counted."""
         self._peaks.start("training")
         self._clock.take_totals()
-        self._paused_s, self._compile_s, self._window_start = 0.0, 0.0, time.perf_counter()
+        self._start_window()
 
     @contextlib.contextmanager
     def timed_part(self, name: str, *, label: str | None = None) -> Iterator[None]:
@@ -325,22 +300,23 @@ class Monitor(TrainerCallback):
 
     def count_batch(self, inputs: Any, *, ignored_label: int) -> None:
         """Count a batch that is about to be trained on; `ignored_label` is the label of tokens that are not."""
-        labels = inputs["labels"]
         trained = scored_labels(inputs) != ignored_label
-        self._tokens = self._tokens + count_tokens(inputs)
-        self._trained_tokens = self._trained_tokens + trained.sum()
-        self._samples = self._samples + (inputs["sample_count"] if "sample_count" in inputs else trained.any(1).sum())
-        self._padded_tokens += labels.numel()
+        self._add(
+            tokens=count_tokens(inputs),
+            trained_tokens=trained.sum(),
+            samples=inputs["sample_count"] if "sample_count" in inputs else trained.any(1).sum(),
+            places=inputs["labels"].numel(),
+        )
 
     def add_loss(self, loss: torch.Tensor, *, step_tokens: Any, ranks: int) -> None:
         """Count the loss of a micro-step, which was scaled by `ranks` / `step_tokens` (trained tokens of the step)."""
-        self._loss = self._loss + loss.detach() * step_tokens / ranks
+        self._add(loss=loss.detach() * step_tokens / ranks)
 
     def add_scores(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
         """Count a micro-step: the sums of `head_sums`, and of `source_sums` where sources are reported."""
-        self._head_sums = head if self._head_sums is None else self._head_sums + head
+        self._add(head=head)
         if sources is not None:
-            self._source_sums = sources if self._source_sums is None else self._source_sums + sources
+            self._add(sources=sources)
 
     def take_metrics(self, *, steps: int, device: torch.device) -> dict[str, float]:
         """The figures since the last log, `steps` optimizer steps ago, then start again; all ranks call it."""
@@ -349,45 +325,37 @@ class Monitor(TrainerCallback):
             seconds["compile"] = self._compile_s
             seconds["forward_backward"] = max(0.0, seconds.get("forward_backward", 0.0) - self._compile_s)
         elapsed = max(1e-9, time.perf_counter() - self._window_start - self._paused_s)
-        has_head, has_sources = self._head_sums is not None, self._source_sums is not None
-        head_values = [] if self._head_sums is None else list(self._head_sums)
-        source_values = [] if self._source_sums is None else list(self._source_sums.flatten())
-        # one vector and one collective per log, whatever is measured. Indices: 0 loss, 1 trained tokens,
-        # 2 tokens, 3 padded tokens, 4 samples, 5 to 7 memory; from 8 on the head's sums, at the end those by source
-        local_values = [
-            self._loss,
-            self._trained_tokens,
-            self._tokens,
-            self._padded_tokens,
-            self._samples,
-            *self._read_memory(),
-        ]
-        local_values += [*head_values, *source_values]
-        vector = torch.stack([torch.as_tensor(number, dtype=_SUM_DTYPE, device=device) for number in local_values])
-        values_by_rank = distributed.gather_numbers(vector)
-        counted_ranks = values_by_rank[:: self._tensor_parallel]  # one of each tensor-parallel group
-        self._reset()
-        tokens = sum(rank[2] for rank in counted_ranks)
+        sums_by_rank = _gather_sums(self._sums | {"memory": self._read_memory()}, device)
+        counted_ranks = sums_by_rank[:: self._tensor_parallel]  # one of each tensor-parallel group
+        tokens, places, samples = (
+            sum(sums[name][0] for sums in counted_ranks) for name in ("tokens", "places", "samples")
+        )
+        self._start_window()
         speed = tokens / elapsed
-        self.samples_seen += sum(rank[4] for rank in counted_ranks)
+        self.samples_seen += samples
         self.tokens_seen += tokens
         metrics = {
             "tokens_per_s": speed,
-            "tokens_per_s_per_gpu" if self._on_gpu else "tokens_per_s_per_rank": speed / len(values_by_rank),
+            "tokens_per_s_per_gpu" if self._on_gpu else "tokens_per_s_per_rank": speed / len(sums_by_rank),
             "step_time_s": elapsed / max(1, steps),
-            "padding_share": 1 - tokens / max(1.0, sum(rank[3] for rank in counted_ranks)),
+            "padding_share": 1 - tokens / max(1.0, places),
             "samples_seen": self.samples_seen,
             "num_tokens": self.tokens_seen,
         }
-        if has_head:
-            metrics |= head_metrics([rank[8 : 8 + len(head_values)] for rank in counted_ranks])
-        if has_sources:
-            metrics |= source_losses([rank[-2 * len(self.sources) :] for rank in counted_ranks], self.sources)
+        if "head" in sums_by_rank[0]:
+            metrics |= head_metrics([sums["head"] for sums in counted_ranks])
+        if "sources" in sums_by_rank[0]:
+            metrics |= source_losses([sums["sources"] for sums in counted_ranks], self.sources)
         metrics |= {f"time_{name}_s": seconds.get(name, 0.0) / max(1, steps) for name in STEP_PARTS}
         metrics |= {f"time_{name}_s": seconds[name] for name in (*PAUSES, "compile") if name in seconds}
-        if len(values_by_rank) > 1:
-            metrics |= {f"loss_rank_{n}": rank[0] / rank[1] for n, rank in enumerate(values_by_rank) if rank[1]}
-        metrics |= self._memory_metrics([rank[5:8] for rank in values_by_rank])
+        for rank, sums in enumerate(sums_by_rank):
+            if len(sums_by_rank) > 1 and sums["trained_tokens"][0]:
+                metrics[f"loss_rank_{rank}"] = sums["loss"][0] / sums["trained_tokens"][0]
+        names = ("allocated", "reserved", "peak") if self._on_gpu else ("resident", "peak")
+        for name, *values in zip(names, *(sums["memory"] for sums in sums_by_rank), strict=True):
+            metrics[f"memory_{name}_gib"] = max(values)
+            if len(values) > 1:
+                metrics |= {f"memory_{name}_gib_rank_{rank}": value for rank, value in enumerate(values)}
         if self._plan is not None:  # allocated bytes on a GPU, resident ones on a CPU
             memory = self._plan.memory
             metrics["memory_predicted_gib"] = (memory.allocated if self._on_gpu else memory.reserved) / GIB
@@ -396,26 +364,25 @@ class Monitor(TrainerCallback):
         return metrics
 
     def _read_memory(self) -> list[float]:
-        """Allocated and reserved memory of this rank now in GiB (on a CPU resident, and 0), and the highest since
-        loading."""
+        """Allocated and reserved memory of this rank now in GiB (on a CPU resident), and the highest since loading."""
         if self._on_gpu:
-            current, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
         else:
-            current, reserved = max(0, psutil.Process().memory_info().rss - self._peaks.baseline_bytes), 0
-        peaks = self._peaks.by_phase()
-        highest = max((allocated for name, (allocated, _) in peaks.items() if name != "loading"), default=0)
-        return [current / GIB, reserved / GIB, max(current, highest) / GIB]
+            present = [max(0, _resident_bytes() - self._peaks.baseline_bytes)]
+        peaks = [allocated for name, (allocated, _) in self._peaks.by_phase().items() if name != "loading"]
+        return [size / GIB for size in (*present, max([present[0], *peaks]))]
 
-    def _memory_metrics(self, memory_by_rank: list[list[float]]) -> dict[str, float]:
-        names = ("allocated", "reserved", "peak") if self._on_gpu else ("resident", None, "peak")
-        metrics: dict[str, float] = {}
-        for name, values in zip(names, zip(*memory_by_rank, strict=True), strict=True):
-            if name is None:
-                continue
-            metrics[f"memory_{name}_gib"] = max(values)
-            if len(values) > 1:
-                metrics |= {f"memory_{name}_gib_rank_{n}": value for n, value in enumerate(values)}
-        return metrics
+
+def _gather_sums(sums: Mapping[str, Any], device: torch.device) -> list[dict[str, list[float]]]:
+    """The sums of every rank by name, each as a list: one vector and one collective, whatever is measured."""
+    parts = [torch.as_tensor(value, dtype=_SUM_DTYPE, device=device).flatten() for value in sums.values()]
+    sums_by_rank = []
+    for numbers in distributed.gather_numbers(torch.cat(parts)):
+        remaining = iter(numbers)
+        sums_by_rank.append({
+            name: list(itertools.islice(remaining, part.numel())) for name, part in zip(sums, parts, strict=True)
+        })  # fmt: skip
+    return sums_by_rank
 
 
 def scored_labels(inputs: Any) -> torch.Tensor:

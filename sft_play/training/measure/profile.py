@@ -6,7 +6,6 @@ them; times those of the backend's own work: NCCL's kernels, gloo's calls.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
@@ -27,7 +25,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.planner.speed import sent_bytes
-from sft_play.training.distributed import gather_values, is_first
+from sft_play.training.distributed import gather_values, is_first, rank
 
 logger = logging.getLogger(__name__)
 
@@ -43,25 +41,18 @@ _COPY_PREFIXES = ("Memcpy", "Memset")
 TimeSpan = tuple[float, float]
 
 
-def merge_spans(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
-    """The union of spans, as spans that do not touch, in order."""
-    union: list[TimeSpan] = []
+def covered_time(spans: Iterable[TimeSpan]) -> float:
+    """How long at least one of the spans lasts, in their unit."""
+    total, last_end = 0.0, -math.inf
     for start, end in sorted(spans):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], end))
-        else:
-            union.append((start, end))
-    return union
-
-
-def exposed_time(communication: Iterable[TimeSpan], computation: Iterable[TimeSpan]) -> float:
-    """How long communication runs while nothing is computed, in the spans' unit."""
-    busy = merge_spans(computation)
-    total = 0.0
-    for start, end in merge_spans(communication):
-        hidden = sum(max(0.0, min(end, until) - max(start, since)) for since, until in busy)
-        total += (end - start) - hidden
+        total += max(0.0, end - max(start, last_end))
+        last_end = max(last_end, end)
     return total
+
+
+def exposed_time(communication: Sequence[TimeSpan], computation: Sequence[TimeSpan]) -> float:
+    """How long communication runs while nothing is computed, in the spans' unit."""
+    return covered_time([*communication, *computation]) - covered_time(computation)
 
 
 def split_spans(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[TimeSpan], list[TimeSpan]]:
@@ -85,53 +76,45 @@ class ProfileWindow(TrainerCallback):
     """Profiles `steps` optimizer steps of this rank, from the third on; rank 0 writes the trace into `folder`, and the
     `trainer` logs the times. With a `plan`, on every rank, `communication.json` counts what they send."""
 
-    def __init__(self, folder: Path, steps: int, *, plan: Plan | None = None, trainer: Any = None) -> None:
+    def __init__(self, folder: Path, steps: int, trainer: Any, *, plan: Plan | None = None) -> None:
         self._folder, self._steps, self._plan, self._trainer = folder, steps, plan, trainer
-        self._start_step: int | None = None
-        self._profile: Any = None
-        self._start_time, self._has_ended = 0.0, False
+        self._steps_begun, self._start_time = 0, 0.0
+        self._profile: Any = None  # while the window is open
+        self._has_ended = False
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start with the third step of this process."""
-        if self._start_step is None:
-            self._start_step = state.global_step
-        if self._profile is None and state.global_step == self._start_step + FIRST_STEP - 1:
-            on_gpu = torch.cuda.is_available()
-            self._profile = profile(
-                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-                acc_events=True,  # else torch warns that it keeps the last cycle only, and there is one
-                record_shapes=self._plan is not None,
-            )
+        self._steps_begun += 1
+        if self._steps_begun == FIRST_STEP:
+            activities = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if torch.cuda.is_available() else set())
+            # acc_events: else torch warns that it keeps the last cycle only, and there is one
+            self._profile = profile(activities=activities, acc_events=True, record_shapes=self._plan is not None)
             self._profile.start()
             self._start_time = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop after the last step of the window, or of the run."""
-        if self._profile is None or self._start_step is None:
-            return
-        steps_done = state.global_step - self._start_step - FIRST_STEP + 1
-        if steps_done == self._steps or (state.global_step >= state.max_steps and 0 < steps_done <= self._steps):
-            self._finish(steps_done)
+        is_last = self._steps_begun == FIRST_STEP + self._steps - 1 or state.global_step >= state.max_steps
+        if self._profile is not None and is_last:
+            self._finish()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop with a run that ends inside the window; warn if it ended before the window began."""
-        steps_done = state.global_step - (self._start_step or 0) - FIRST_STEP + 1
-        if self._profile is not None and not self._has_ended and steps_done > 0:
-            self._finish(steps_done)
+        if self._profile is not None:
+            self._finish()
         elif not self._has_ended and is_first():
             logger.warning("Profile: nothing was traced, since the run ended before its step %d did", FIRST_STEP)
 
-    def _finish(self, steps: int) -> None:
-        on_gpu, self._has_ended = torch.cuda.is_available(), True
+    def _finish(self) -> None:
+        on_gpu, steps = torch.cuda.is_available(), self._steps_begun - FIRST_STEP + 1
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._start_time
         # reading and writing the trace takes longer than a step, whose time it is not
-        with contextlib.nullcontext() if self._trainer is None else self._trainer._monitor.timed_part("profile"):
+        with self._trainer._monitor.timed_part("profile"):
             self._profile.stop()
-            events = self._profile.events()
-            communication, computation = split_spans(events, on_gpu=on_gpu)
-            busy_s = sum(end - start for start, end in merge_spans(communication)) / 1e6
+            communication, computation = split_spans(self._profile.events(), on_gpu=on_gpu)
+            busy_s = covered_time(communication) / 1e6
             exposed_s = exposed_time(communication, computation) / 1e6
             if is_first():
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -141,23 +124,22 @@ class ProfileWindow(TrainerCallback):
                     "trace: %s (https://ui.perfetto.dev opens it)",
                     steps, busy_s / steps, exposed_s / steps, self._folder / TRACE_FILE,
                 )  # fmt: skip
-                if self._trainer is not None:
-                    control = self._trainer.control
-                    is_due = control.should_log  # logging resets it, and the step's own figures would not be logged
-                    self._trainer.log(
-                        {"time_communication_s": busy_s / steps, "time_exposed_communication_s": exposed_s / steps}
-                    )
-                    control.should_log = is_due
+                control = self._trainer.control
+                is_due = control.should_log  # logging resets it, and the step's own figures would not be logged
+                self._trainer.log(
+                    {"time_communication_s": busy_s / steps, "time_exposed_communication_s": exposed_s / steps}
+                )
+                control.should_log = is_due
             if self._plan is not None:
                 self._write_communication(self._plan, steps, seconds=seconds, busy_s=busy_s, exposed_s=exposed_s)
+        self._profile, self._has_ended = None, True
 
     def _write_communication(self, plan: Plan, steps: int, *, seconds: float, busy_s: float, exposed_s: float) -> None:
         collectives = list_collectives(self._profile.profiler.kineto_results.experimental_event_tree())
         spans = [(event.name, event.time_range.start, event.time_range.end) for event in self._profile.events()]
         work_times = collective_times(spans, collectives)
-        rank = dist.get_rank() if dist.is_initialized() else 0
         rank_communication = RankCommunication(
-            rank, socket.gethostname(), seconds, busy_s, exposed_s, collectives, work_times
+            rank(), socket.gethostname(), seconds, busy_s, exposed_s, collectives, work_times
         )
         communication_by_rank = gather_values(rank_communication)
         if not is_first():
@@ -176,13 +158,13 @@ class ProfileWindow(TrainerCallback):
                     f"{report['sent_bytes']:,}", f"{report['planned_sent_bytes']:,}", verdict, path)  # fmt: skip
 
 
-def build_profile_window(config: RunConfig, plan: Plan, folder: Path, trainer: Any = None) -> ProfileWindow | None:
+def build_profile_window(config: RunConfig, plan: Plan, folder: Path, trainer: Any) -> ProfileWindow | None:
     """The window that a run asks for: on all ranks where communication is counted, else on the first."""
     profile_setting, steps = config.distributed.profile_communication, config.train.profile_steps or 0
     if profile_setting is not False and plan.layout != "single":
         counted_steps = DEFAULT_COUNTED_STEPS if profile_setting is True else int(profile_setting)
-        return ProfileWindow(folder, max(steps, counted_steps), plan=plan, trainer=trainer)
-    return ProfileWindow(folder, steps, trainer=trainer) if steps and is_first() else None
+        return ProfileWindow(folder, max(steps, counted_steps), trainer, plan=plan)
+    return ProfileWindow(folder, steps, trainer) if steps and is_first() else None
 
 
 # --- what ranks send --------------------------------------------------------------------------------------------------
@@ -283,12 +265,8 @@ def waiting_times(work_by_rank: Sequence[Sequence[tuple[str, float]]]) -> list[f
     it last; what it takes longer on the others is waiting. None where ranks did not run the same ones."""
     if len({tuple(kind for kind, _ in work_times) for work_times in work_by_rank}) != 1:
         return None
-    waiting_s = [0.0] * len(work_by_rank)
-    for collective in zip(*work_by_rank, strict=True):
-        shortest = min(seconds for _, seconds in collective)
-        for rank, (_, seconds) in enumerate(collective):
-            waiting_s[rank] += seconds - shortest
-    return waiting_s
+    shortest_s = sum(min(seconds for _, seconds in collective) for collective in zip(*work_by_rank, strict=True))
+    return [sum(seconds for _, seconds in work_times) - shortest_s for work_times in work_by_rank]
 
 
 def list_collectives(tree: Iterable[Any]) -> list[tuple[str, int, bool]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from sft_play.training.job import RunJob, resume_command
 from sft_play.training.loop.callbacks import Progress, StopController
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.measure.evaluate import EvalMetrics, InitialEvaluation
-from sft_play.training.measure.monitor import MemoryMeter, RunMonitors
+from sft_play.training.measure.monitor import MemoryPeaks, RunMonitors
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.prepare.prepare import Prepared
 
@@ -56,52 +56,56 @@ def build_summary(
     monitors: RunMonitors,
 ) -> dict[str, Any]:
     """`summary.json`; `finish_run` adds `model_path` once the weights are saved."""
-    stop_controller, predicted_speed, compile_monitor = (
-        training.stop_controller,
-        job.plan.speed.tokens_per_s,
-        trainer.compile_monitor,
-    )
-    was_signalled = stop_controller.signal is not None and stop_controller.has_stopped_early
-    metrics_path = job.folder.metrics_path
-    return {
-        "status": "stopped" if stop_controller.has_stopped_early else "finished",
+    stop_controller, compile_monitor = training.stop_controller, trainer.compile_monitor
+    is_stopped = stop_controller.has_stopped_early
+    metrics_before, updates = initial_evaluation.metrics, training.update_check.facts
+    evaluations = []
+    if distributed.is_first():
+        evaluations = read_evaluations(job.folder.metrics_path, stage_name=job.folder.stage_name)
+    summary = {
+        "status": "stopped" if is_stopped else "finished",
         "split": initial_evaluation.eval_set.name,
-        "before": initial_evaluation.metrics.as_json() if initial_evaluation.metrics else None,
+        "before": metrics_before.as_json() if metrics_before else None,
         "after": metrics_after.as_json() if metrics_after else None,
-        "samples": sample_answers(initial_evaluation.metrics, metrics_after),
-        "peak_bytes": monitors.memory.peak_bytes(),
-        "peak_bytes_by_moment": monitors.memory.peak_bytes_by_phase(),
+        "samples": sample_answers(metrics_before, metrics_after),
+        **monitors.peaks.summary_fields(job.plan),
         "tokens_per_s": round(training.tokens_per_s, 2),
         "steps": trainer.state.global_step,
         "skipped_steps": trainer.non_finite_guard.skipped_steps,
         "ran_out": trainer.step_memory.has_halved,
         "wall_s": round(time.time() - monitors.start_time, 2),
-        "exit": Interrupted.exit_code if was_signalled else 0,
+        "exit": Interrupted.exit_code if is_stopped and stop_controller.signal is not None else 0,
         "engine_proof": plain_data(initial_evaluation.engine_check),
-        "updates": training.update_check.facts.as_json() if training.update_check.facts else None,
+        "updates": updates.as_json() if updates else None,
         "compile": compile_monitor.figures() if compile_monitor else None,
-        "evaluations": read_evaluations(metrics_path, stage_name=job.folder.stage_name)
-        if distributed.is_first()
-        else [],
-        "predicted_tokens_per_s": round(predicted_speed, 2) if job.plan.speed_known else None,
-        **({"kernels": trainer.kernels.as_json(job.plan)} if job.plan.kernels else {}),
+        "evaluations": evaluations,
+        "predicted_tokens_per_s": round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None,
     }
+    if job.plan.kernels:
+        summary["kernels"] = trainer.kernels.as_json(job.plan)
+    return summary
 
 
 def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -> list[str]:
     """The last lines of a run; `start_step`: steps of earlier starts."""
     predicted, steps = summary["predicted_tokens_per_s"], summary["steps"]
     steps_text = f"{steps - start_step} of {steps}, after a resume," if start_step else f"{steps}"
-    steps_text += f" ({summary['skipped_steps']} skipped: not finite)" if summary["skipped_steps"] else ""
+    if summary["skipped_steps"]:
+        steps_text += f" ({summary['skipped_steps']} skipped: not finite)"
     speed = f"{summary['tokens_per_s']:,.0f} tokens/s in training"
-    speed += f" ({predicted:,.0f} predicted)" if predicted is not None else ""
-    lines = [
-        f"Steps: {steps_text} in {format_duration(summary['wall_s'])}; {speed}",
-        *_metric_lines(summary),
-        *_sample_lines(summary["samples"][:MAX_SHOWN_SAMPLES]),
-        _memory_line(summary["peak_bytes"]),
-        f"Written to: {job.folder.path}",
-    ]
+    if predicted is not None:
+        speed += f" ({predicted:,.0f} predicted)"
+    lines = [f"Steps: {steps_text} in {format_duration(summary['wall_s'])}; {speed}"]
+    rows = (summary["after"] or summary["before"] or {}).get("rows")
+    for name, before, after in result_figures(summary):
+        lines.append(f"Held-out {name} ({summary['split']}, {rows} rows): {before} before, {after} after")
+    for sample in summary["samples"][:MAX_SHOWN_SAMPLES]:
+        verdict = "right" if sample["right"] else f"expected: {one_line(sample['expected'])}"
+        lines.append(f"Asked: {one_line(sample['asked'])}")
+        if sample["before"] is not None:
+            lines.append(f"  before: {one_line(sample['before'])}")
+        lines.append(f"  after:  {one_line(sample['after'])}  ({verdict})")
+    lines += [format_peak(summary["peak_bytes"]), f"Written to: {job.folder.path}"]
     # the error says how to resume, the last stage what is next
     if summary["exit"] or job.folder.parent_run is not None:
         return lines
@@ -110,39 +114,17 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -
     return [*lines, f"Talk to it: make chat RUN={job.folder.shell_path}", *_next_step_lines(job)]
 
 
-def _metric_lines(summary: Mapping[str, Any]) -> list[str]:
-    rows = (summary["after"] or {}).get("rows") or (summary["before"] or {}).get("rows")
-    split_note = f"({summary['split']}, {rows} rows)"
-    return [
-        f"Held-out {name} {split_note}: {before} before, {after} after"
-        for name, before, after in result_figures(summary)
-    ]
-
-
-def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = []
-    for sample in samples:
-        verdict = "right" if sample["right"] else f"expected: {one_line(sample['expected'])}"
-        lines.append(f"Asked: {one_line(sample['asked'])}")
-        lines += [f"  before: {one_line(sample['before'])}"] if sample["before"] is not None else []
-        lines.append(f"  after:  {one_line(sample['after'])}  ({verdict})")
-    return lines
-
-
 def sample_answers(metrics_before: EvalMetrics | None, metrics_after: EvalMetrics | None) -> list[dict[str, Any]]:
     """Some questions, evenly spaced, with the answers of the untrained (if asked) and the trained model."""
     answers = metrics_after.answers if metrics_after else ()
-    answers_before = (
-        {answer.question.prompt_text: _truncate(answer.text) for answer in metrics_before.answers}
-        if metrics_before
-        else {}
-    )
+    answers_before = metrics_before.answers if metrics_before else ()
+    before_by_prompt = {answer.question.prompt_text: _truncate(answer.text) for answer in answers_before}
     count = min(MAX_KEPT_SAMPLES, len(answers))
     return [
         {
             "asked": _truncate(answer.question.prompt_text),
             "expected": _truncate(answer.question.reference),
-            "before": answers_before.get(answer.question.prompt_text),
+            "before": before_by_prompt.get(answer.question.prompt_text),
             "after": _truncate(answer.text),
             "right": answer.is_correct,
         }
@@ -154,14 +136,14 @@ def _truncate(text: str) -> str:
     return text if len(text) <= _MAX_SAMPLE_CHARACTERS else text[: _MAX_SAMPLE_CHARACTERS - 1] + "…"
 
 
-def _memory_line(peak: Mapping[str, Any]) -> str:
+def format_peak(peak: Mapping[str, Any]) -> str:
     """The run's highest phase, predicted and measured."""
-    on_cpu = "measured_rss" in peak
-    scope, predicted = "above the libraries' own" if on_cpu else "reserved on a GPU", peak["predicted_reserved"] or 0
-    measured = peak["measured_rss" if on_cpu else "measured_reserved"]
-    measured_text = "not measured" if measured is None else f"{measured / GIB:.2f} GiB measured"
-    phase_note = f", in {peak['moment']}" if peak["moment"] else ""
-    return f"Peak memory {scope}{phase_note}: {predicted / GIB:.2f} GiB predicted, {measured_text}"
+    scope, measured = "reserved on a GPU", peak["measured_reserved"]
+    if "measured_rss" in peak:
+        scope, measured = "above the libraries' own", peak["measured_rss"]
+    predicted = peak["predicted_reserved"] or 0  # plans of earlier versions know no phases
+    figures = f"{predicted / GIB:.2f} GiB predicted, {measured / GIB:.2f} GiB measured"
+    return f"Peak memory {scope}, in {peak['moment']}: {figures}"
 
 
 def _next_step_lines(job: RunJob) -> list[str]:
@@ -176,16 +158,16 @@ def finish_run(
     prepared: Prepared,
     trainer: PlannedLoop,
     summary: dict[str, Any],
-    memory_meter: MemoryMeter,
+    peaks: MemoryPeaks,
     *,
     start_step: int,
 ) -> dict[str, Any]:
     """Save what was trained, write and log the summary; raises Interrupted if the user stopped the run."""
     steps, is_finished = summary["steps"], summary["status"] == "finished"
     if is_finished:
-        with memory_meter.peaks.during("saving"):
+        with peaks.during("saving"):
             _save_trained_weights(job, prepared, trainer, steps=steps)
-        summary |= {"peak_bytes": memory_meter.peak_bytes(), "peak_bytes_by_moment": memory_meter.peak_bytes_by_phase()}
+        summary |= peaks.summary_fields(job.plan)
         summary["model_path"] = str(job.folder.model_path(is_adapter=prepared.trains_adapter))
     if distributed.is_first():
         job.folder.write_json("summary.json", summary)
@@ -223,30 +205,28 @@ def _save_trained_weights(job: RunJob, prepared: Prepared, trainer: PlannedLoop,
     path, tokenizer = job.folder.model_path(is_adapter=prepared.trains_adapter), prepared.tokenizer.tokenizer
     dtype = None if prepared.trains_adapter else prepared.model_spec.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)
-    needed_bytes, free_space = (
-        engines.trained_bytes(trainer, dtype),
-        distributed.broadcast_value(free_disk_bytes(path.parent)),
-    )
+    needed_bytes = engines.trained_bytes(trainer, dtype)
+    free_space = distributed.broadcast_value(free_disk_bytes(path.parent))
+    tensors = state = None
     with (
         require_disk_space(path.parent, needed_bytes, "the trained weights", available_bytes=free_space),
         trainer.watch_writing(path.parent),
     ):
-        streams_tensors = trainer.is_fsdp_enabled and not prepared.trains_adapter
-        tensors = full_state_dict.full_tensors(trainer.model) if streams_tensors else None
-        state = (
-            None
-            if streams_tensors
-            else full_state_dict.gather_state_dict(trainer, from_fp32_masters=dtype is torch.float32)
-        )
+        if trainer.is_fsdp_enabled and not prepared.trains_adapter:
+            tensors = full_state_dict.full_tensors(trainer.model)
+        else:
+            state = full_state_dict.gather_state_dict(trainer, from_fp32_masters=dtype is torch.float32)
         if distributed.is_first():
             if prepared.tokenizer.original_template is not None:
                 tokenizer.chat_template = prepared.tokenizer.original_template
             has_trained_lora_b = any(
                 weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name
             )
-            base_model = job.loaded.config.model  # of which a whole model of images and text keeps what did not train
-            keeps_base_files = prepared.model_spec.text_tower is not None and not prepared.trains_adapter
-            base_folder = fetch_base_folder(base_model.name, revision=base_model.revision) if keeps_base_files else None
+            base_folder = None
+            if prepared.model_spec.text_tower is not None and not prepared.trains_adapter:
+                # a whole model of images and text keeps of its base what did not train
+                base_model = job.loaded.config.model
+                base_folder = fetch_base_folder(base_model.name, revision=base_model.revision)
             save_model(
                 model, tokenizer, path, base_folder=base_folder, state_dict=state, tensors=tensors, dtype=dtype,
                 steps=steps if has_trained_lora_b else 0, on_bytes=trainer.heartbeat.add_moved_bytes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,8 +33,7 @@ class UpdateFacts:
 
     weights: tuple[str, ...]
     adapters: tuple[str, ...]
-    masters: tuple[str, ...]
-    """Copies that an engine's optimizer steps in place of the weights."""
+    masters: tuple[str, ...]  # copies that an engine's optimizer steps in place of the weights
     optimizer_states: tuple[str, ...]
     moved_share: float | None
     rounding: WeightUpdates
@@ -107,15 +105,9 @@ class UpdateCheck(TrainerCallback):
             self._report_facts()
 
     def _report_facts(self) -> None:
-        moved, compared = (
-            distributed.sum_over_ranks(self._moved_count),
-            distributed.sum_over_ranks(self._compared_count),
-        )
-        self.facts = UpdateFacts(
-            *training_dtypes(self._trainer),
-            moved_share=round(moved / compared, 4) if compared else None,
-            rounding=self._rounding,
-        )
+        moved, compared = map(distributed.sum_over_ranks, (self._moved_count, self._compared_count))
+        moved_share = round(moved / compared, 4) if compared else None
+        self.facts = UpdateFacts(**training_dtypes(self._trainer), moved_share=moved_share, rounding=self._rounding)
         if self.facts.is_lost:
             logger.warning("%s", self.facts.warning)
 
@@ -137,40 +129,27 @@ def stepped_tensors(trainer: Any) -> list[torch.Tensor]:
     return [engines.local_shard(parameter) for parameter in _trainable_parameters(trainer)]
 
 
-def training_dtypes(trainer: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Dtypes of the base's weights (`nf4` in 4 bits), adapters, DeepSpeed's copies and optimizer states."""
+def training_dtypes(trainer: Any) -> dict[str, Any]:
+    """Dtypes of the base's weights (`nf4` in 4 bits), adapters, DeepSpeed's copies and optimizer states, the most
+    frequent first."""
     from accelerate.utils import is_peft_model
 
-    has_adapters = is_peft_model(trainer.model)
-    base_dtypes, adapter_dtypes = list[str](), list[str]()
+    has_adapters, wrapped = is_peft_model(trainer.model), trainer.model_wrapped
+    counters = {name: Counter[str]() for name in ("weights", "adapters", "masters", "optimizer_states")}
     for module in trainer.model.modules():
         packed = ("weight",) if type(module).__name__ == "Linear4bit" else vars(module).get(PACKED_ATTRIBUTE, ())
         for name, parameter in module.named_parameters(recurse=False):
-            is_adapter = has_adapters and parameter.requires_grad
-            (adapter_dtypes if is_adapter else base_dtypes).append("nf4" if name in packed else _dtype_name(parameter))
-    wrapped = trainer.model_wrapped
-    master_dtypes = (
-        [_dtype_name(tensor) for tensor in engines.fp32_partitions(wrapped)] if engines.is_deepspeed(wrapped) else []
-    )
-    return (
-        _by_frequency(base_dtypes),
-        _by_frequency(adapter_dtypes),
-        _by_frequency(master_dtypes),
-        _by_frequency(_optimizer_state_dtypes(trainer)),
-    )
-
-
-def _optimizer_state_dtypes(trainer: Any) -> Iterator[str]:
-    """Dtypes of the optimizer's states, without counters and the scales and code tables of 8-bit states."""
+            part = "adapters" if has_adapters and parameter.requires_grad else "weights"
+            counters[part]["nf4" if name in packed else _dtype_name(parameter)] += 1
+    if engines.is_deepspeed(wrapped):
+        counters["masters"].update(map(_dtype_name, engines.fp32_partitions(wrapped)))
     for state in engines.unwrap_optimizer(trainer.optimizer).state.values():
         for name, value in state.items():
+            # without counters and the scales and code tables of 8-bit states
             if isinstance(value, torch.Tensor) and value.dim() and not name.startswith(("qmap", "absmax")):
-                yield _dtype_name(value)
+                counters["optimizer_states"][_dtype_name(value)] += 1
+    return {part: tuple(name for name, _ in counter.most_common()) for part, counter in counters.items()}
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _by_frequency(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name for name, _ in Counter(names).most_common())

@@ -51,7 +51,7 @@ from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import build_run_trainer, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question, collect_stop_ids, configured_eos_token_ids
-from sft_play.training.measure.monitor import MemoryMeter, RunMonitors
+from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
 from sft_play.training.measure.summary import write_model_card
 from sft_play.training.model.model_loading import keep_4bit_trainable
 from sft_play.training.prepare.device_checks import check_device, check_gpu
@@ -291,7 +291,7 @@ def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> No
     check_device(plan, config)
     check_trackers(config)  # `prepare` has looked in the other environment, whose packages are not these
     check_gpu(plan, config)
-    memory_meter, prepared = MemoryMeter(plan), _build_prepared(handover, config)
+    memory_peaks, prepared = start_memory_peaks(plan), _build_prepared(handover, config)
     with (
         distributed.process_group(plan, timeout_s=job.timeout_s),
         Heartbeat(job.timeout_s) as heartbeat,
@@ -302,7 +302,7 @@ def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> No
             stack.callback(log_handler.close)
             stack.callback(logging.getLogger().removeHandler, log_handler)
         train_stage(
-            job, prepared, RunMonitors(memory_meter, heartbeat, handover.started),
+            job, prepared, RunMonitors(memory_peaks, heartbeat, handover.started),
             build_eval_set=functools.partial(_build_eval_set, handover),
             load_trainer=functools.partial(_build_trainer, handover),
         )  # fmt: skip
