@@ -17,7 +17,6 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.splits import MIN_HASHED_DOCUMENTS, build_splits
 from sft_play.data.build.stats import RowStats, length_remedy
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.template import MAX_CHARS, LimitExceededError, _check_product
 from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.preview import choose_row_indices, split_signs
@@ -167,18 +166,6 @@ def test_long_texts_are_cut_into_pieces_that_are_the_text(times, more):
     pieces = [piece for _, piece in split_pieces([text])]
     assert "".join(pieces) == text
     assert all(len(piece) <= 2 * TEXT_CHARS for piece in pieces)
-
-
-@given(st.integers(-2, 2), st.sampled_from(["x", b"x", [1], (1,)]), st.booleans())
-def test_a_product_is_bounded_by_what_it_makes(more, unit, turned):
-    each = 1 if isinstance(unit, (str, bytes)) else 8
-    times = MAX_CHARS // each + more
-    sides = (times, unit) if turned else (unit, times)
-    if each * times > MAX_CHARS:
-        with pytest.raises(LimitExceededError):
-            _check_product("*", *sides)
-    else:
-        _check_product("*", *sides)
 
 
 def splits_of(folder: Path, tokenizer: Any, rows: list[Any], *words: str, **more: Any) -> Any:

@@ -322,7 +322,7 @@ def test_the_judge_knows_nothing_of_how_masks_are_found():
     tree = ast.parse(Path(exact.__file__).read_text(encoding="utf-8"))
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     own = {name for name in names if name and name.startswith("sft_play")}
-    assert own == {"sft_play.data.masks.template", "sft_play.log"}
+    assert own == {"sft_play.data.masks.sandbox", "sft_play.data.masks.template", "sft_play.log"}
 
 
 MULTI = next(case for case in CASES if case.name == "multi_turn")

@@ -2,7 +2,7 @@
 
 From the template to the tokens:
 
-- `template.py` renders a conversation as transformers does, inside limits;
+- `template.py` renders a conversation as transformers does, in the process of `sandbox.py`, which has limits;
 - `fitted_template.py` learns once what the template does, by probe conversations: the form of messages that it takes,
   and what ends its turns;
 - `turns.py` finds the assistant's turns of a row and verifies them, with a marked copy of it, or that of its shape;

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from sft_play.data.masks.template import ChatTemplate, EndlessTemplateError, RenderError
+from sft_play.data.masks.sandbox import EndlessTemplateError, RenderError
+from sft_play.data.masks.template import ChatTemplate
 from sft_play.data.masks.token_row import TEMPLATE_REFUSES_ROW, InexactMaskError
 from sft_play.data.sources.messages import (
     AUTHOR_MESSAGE,

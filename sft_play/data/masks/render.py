@@ -20,11 +20,11 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.rendered_chats import RenderedChatParser
+from sft_play.data.masks.sandbox import RenderError
 from sft_play.data.masks.template import (
     PLAIN_ROW,
     THINK_END,
     ChatTemplate,
-    RenderError,
     has_value_per_kind,
     row_kind,
     select_template_kwargs,

@@ -38,7 +38,8 @@ from sft_play.data.masks.fitted_template import (
     map_message_texts,
     probe_template,
 )
-from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.data.masks.sandbox import RenderError
+from sft_play.data.masks.template import ChatTemplate
 from sft_play.data.masks.token_row import NO_TURN_END, PROMPT_MISMATCH, TEMPLATE_REFUSES_ROW, InexactMaskError, Span
 from sft_play.data.sources.messages import Message
 from sft_play.log import one_line
