@@ -42,7 +42,6 @@ from sft_play.data.masks.token_row import (
 )
 from sft_play.data.masks.tokenizer import (
     Encoder,
-    MaskedTokens,
     SpecialTokenGuard,
     TokenizerParts,
     conversation_texts,
@@ -251,24 +250,21 @@ class Renderer:
         ]
 
     def _encode_drafts(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
-        """For each draft an `Encoding`, or `MaskedTokens` where every word of the text is known; None for bad rows and
-        for texts with hidden special tokens, which need another copy of the tokenizer (`_tokenise`)."""
-        results: list[Any] = [None] * len(drafts)
+        """For each draft its encoding; None for bad rows and for texts with hidden special tokens, which need another
+        copy of the tokenizer (`_tokenise`)."""
+        encodings: list[Any] = [None] * len(drafts)
         for source, has_marks in ((CHAT, False), (TEXT, True)):
-            pending_texts: dict[int, str] = {}
-            for index, draft in enumerate(drafts):
-                if (
-                    isinstance(draft, TokenRow)
-                    and draft.source == source
-                    and not self._should_hide(draft.special_token_count)
-                ):
-                    results[index] = self.encoder.encode_with_mask(draft.text, draft.spans) if source == CHAT else None
-                    if results[index] is None:
-                        pending_texts[index] = draft.text
-            encodings = self._backend.encode_batch(list(pending_texts.values()), add_special_tokens=has_marks)
-            for index, encoding in zip(pending_texts, encodings, strict=True):
-                results[index] = encoding
-        return results
+            texts = {
+                index: draft.text
+                for index, draft in enumerate(drafts)
+                if isinstance(draft, TokenRow)
+                and draft.source == source
+                and not self._should_hide(draft.special_token_count)
+            }
+            batch = self._backend.encode_batch(list(texts.values()), add_special_tokens=has_marks)
+            for index, encoding in zip(texts, batch, strict=True):
+                encodings[index] = encoding
+        return encodings
 
     def _should_hide(self, special_count: int) -> bool:
         """True if texts with so many special tokens have them hidden from the template and tokenised as plain text."""
@@ -499,11 +495,7 @@ class Renderer:
             encoding, spans, encoded_text, draft.text, draft.spans = self.special_token_guard.encode(
                 encoded_text, spans
             )
-        masked = (
-            encoding
-            if isinstance(encoding, MaskedTokens)
-            else mask_encoding(encoding, encoded_text, spans, self._added_ids)
-        )
+        masked = mask_encoding(encoding, encoded_text, spans, self._added_ids)
         draft.merged_edges = masked.crossed_edges
         if masked.crossed_edges:
             split_tokens = (
