@@ -302,7 +302,6 @@ ArgumentForm = Literal["object", "text"]
 ARGUMENT_FORMS: tuple[ArgumentForm, ...] = ("object", "text")
 
 _ENTITY = re.compile(r"&(?:[a-z]{2,6}|#\d{1,5}|#x[0-9A-Fa-f]{1,4});")
-_DIFFERS_FROM_AUTHORED = "the row is not rendered as apply_chat_template renders its messages"
 
 
 # Forms of messages, and what is changed in a row for its template.
@@ -482,7 +481,10 @@ class FittedTemplate:
             return  # calls in a form of their own are noted where rows are read
         authored_text, text = self.try_render(authored, tools), self.try_render(fitted, tools)
         if authored_text and authored_text != text:
-            raise InexactMaskError(_DIFFERS_FROM_AUTHORED, format_first_difference(authored_text, text))
+            raise InexactMaskError(
+                "the row is not rendered as apply_chat_template renders its messages",
+                format_first_difference(authored_text, text),
+            )
 
     def _authored_message(self, message: Message, notes: dict[str, None]) -> Message:
         """A message with its author's role, content and keys; what cannot be kept is noted."""

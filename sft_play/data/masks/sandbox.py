@@ -54,15 +54,13 @@ class EndlessTemplateError(RenderError):
 # The end of those who render.
 
 _lock = threading.Lock()
-_process: subprocess.Popen[bytes] | None = None
+_process: Any = None
 
 
 def ask(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function of this module returns in the process of templates; raises RenderError."""
     with _lock:
         process = _running_process()
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
             pickle.dump((MAX_RENDER_SECONDS, function, arguments), process.stdin)
             process.stdin.flush()
@@ -79,7 +77,7 @@ def ask(function: Callable[..., Any], *arguments: Any) -> Any:
     return answer
 
 
-def _running_process() -> subprocess.Popen[bytes]:
+def _running_process() -> Any:
     global _process
     if _process is None or _process.poll() is not None:
         _process = subprocess.Popen(

@@ -205,10 +205,9 @@ class TokenizerParts:
                 "a loss mask needs a fast one (a tokenizer.json in the model's folder)"
             )
         # transformers: one template as a text, or several as {name: text}
-        chat_template = tokenizer.chat_template
-        templates = (
-            chat_template if isinstance(chat_template, dict) else {"default": chat_template} if chat_template else {}
-        )
+        templates = tokenizer.chat_template or {}
+        if isinstance(templates, str):
+            templates = {"default": templates}
         special_map = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         added = tokenizer.added_tokens_decoder.items()
         return cls(
