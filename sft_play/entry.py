@@ -71,7 +71,6 @@ def main(command: "Optional[str]" = None) -> int:
         _write_missing_answer(argv, exit_codes.EXIT_FAULT, repr(error))
         raise
     log.survive_lost_output()
-    sys.unraisablehook = _repeat_lost_interrupt
     sys.excepthook = _write_redacted_traceback
     if catches_interrupt:
         signal.signal(signal.SIGINT, handle_interrupt)
@@ -115,16 +114,6 @@ def _is_interrupt(error: "Optional[BaseException]") -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _repeat_lost_interrupt(unraisable: "Any") -> None:
-    """Repeat a Ctrl-C that came where nothing can be raised (in a weak reference's callback)."""
-    if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        import threading  # from a thread, a moment later: raised in this hook it would be lost again
-
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-    else:
-        sys.__unraisablehook__(unraisable)
 
 
 def _write_redacted_traceback(error_type: "Any", error: "Any", error_traceback: "Any") -> None:
