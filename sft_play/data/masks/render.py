@@ -182,7 +182,7 @@ class Renderer:
     def special_token_guard(self) -> SpecialTokenGuard:
         """The special tokens that texts of the data may hold."""
         end_tokens: list[str] = []
-        for with_tools in (False, True) if self.tokenizer_parts.templates else ():
+        for with_tools in (False, True):
             with contextlib.suppress(TokenizerError):
                 end_tokens += self.turn_locator(with_tools=with_tools).ends.end_tokens
         return SpecialTokenGuard(self.tokenizer_parts, end_tokens)
@@ -193,10 +193,7 @@ class Renderer:
         """Parse a text that is a chat rendered by this template back into a Chat; return other examples unchanged."""
         if not isinstance(example, Text):
             return example
-        try:
-            messages = self._chat_parser.parse(example.text) if self._chat_parser is not None else None
-        except InexactMaskError:
-            messages = None
+        messages = None if self._chat_parser is None else self._chat_parser.parse(example.text)
         if messages is not None:
             return Chat(example.where, messages, (), (*example.notes, NOTE_RENDERED_CHAT), unused=example.unused)
         mark = find_rendered_mark(example.text)
@@ -205,8 +202,6 @@ class Renderer:
 
     @functools.cached_property
     def _chat_parser(self) -> RenderedChatParser | None:
-        if not self.tokenizer_parts.templates:
-            return None
         try:
             locator = self.turn_locator()
         except TokenizerError:

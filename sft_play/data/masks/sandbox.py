@@ -81,7 +81,8 @@ def _running_process() -> Any:
     global _process
     if _process is None or _process.poll() is not None:
         _process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+            # -P: modules are those of this process, and none of the current folder
+            [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -104,7 +105,8 @@ def _limit_error(exit_code: int) -> EndlessTemplateError:
 
 def serve() -> None:
     """Answer requests from standard input, each a function with its arguments, until whoever asks has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asks, whose end closes the pipe
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are for who asks, whose end closes the pipe
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     limit = MAX_SANDBOX_BYTES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, MAX_SANDBOX_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))

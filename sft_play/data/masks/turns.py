@@ -161,7 +161,7 @@ def to_first_sentinels(text: str) -> str:
 def searched_texts_pattern(searched_texts: frozenset[str]) -> re.Pattern[str]:
     """A pattern of what the template looks for in texts, the longest first."""
     longest_first = sorted(searched_texts, key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, longest_first))) if searched_texts else MATCHES_NOTHING
+    return re.compile("|".join(map(re.escape, longest_first)) or MATCHES_NOTHING.pattern)
 
 
 def split_text_pieces(text: str, searched_pattern: re.Pattern[str]) -> Iterator[tuple[int, int, bool]]:
@@ -257,17 +257,16 @@ class MarkedText:
     def message_extent(self, message_index: int, start: int) -> tuple[int | None, int | None, PieceKind | None]:
         """Where the message's pieces begin and end from `start` on, and the kind of the last one; repetitions of a
         piece do not count. Nones where none is written."""
-        first: int | None = None
-        last: tuple[int | None, PieceKind | None] = (None, None)
+        extents: list[tuple[int, int, PieceKind]] = []
         counted_pieces: set[int] = set()
         for index, begin, end in self._written_spans:
             piece = self._pieces[index]
-            if piece.message_index != message_index or begin < start or index in counted_pieces:
-                continue
-            counted_pieces.add(index)
-            first = begin if first is None else first
-            last = (end, piece.kind)
-        return first, *last
+            if piece.message_index == message_index and begin >= start and index not in counted_pieces:
+                counted_pieces.add(index)
+                extents.append((begin, end, piece.kind))
+        if not extents:
+            return None, None, None
+        return extents[0][0], *extents[-1][1:]
 
     def is_end_certain(self, message_index: int, message_count: int) -> bool:
         """Whether the turn and the message after it are written with texts of their own, so that what stands between
@@ -821,13 +820,11 @@ class TurnLocator:
         for turn in template_layout.turns:
             if turn.start is not None and turn.end is not None:
                 start = gap_starts[turn.start.gap] + turn.start.offset
-                # the answer's own text may begin as the prompt goes on
-                text_suffix = (
-                    turn.prompt_suffix if turn.prompt_suffix and text.startswith(turn.prompt_suffix, start) else ""
-                )
-                start += len(text_suffix)
-                if turn.prompt_suffix and not text_suffix:
-                    prompt_suffixes[start] = turn.prompt_suffix
+                suffix = turn.prompt_suffix or ""
+                if text.startswith(suffix, start):  # the answer's own text may begin as the prompt goes on
+                    start += len(suffix)
+                else:
+                    prompt_suffixes[start] = suffix
                 if turn.unprompted_header:
                     headers[turn.message_index] = turn.unprompted_header
                 spans[turn.message_index] = (start, gap_starts[turn.end.gap] + turn.end.offset)
