@@ -29,7 +29,7 @@ from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
+from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -145,7 +145,7 @@ def rows(template: str) -> dict[str, Any]:
         parts = TokenizerParts.from_tokenizer(tokenizer(begins=number % 2 == 1))
         try:
             limit, one = 24 if number > 2 else 400, parts.replace_template(template)
-            renderer = Renderer(one, DataConfig(**options), max_seq_len=limit, encoder=Encoder(parts))
+            renderer = Renderer(one, DataConfig(**options), max_seq_len=limit)
             renderer.turn_locator()
         except SftPlayError as error:
             lines.append(str(error))

@@ -34,10 +34,11 @@ from sft_play.data.masks.token_row import (
     count_trained_tokens,
 )
 from sft_play.data.masks.tokenizer import (
-    Encoder,
     SpecialTokenGuard,
+    SplittingTokenizer,
     TokenizerParts,
     conversation_texts,
+    load_backend,
     mask_encoding,
     splice,
 )
@@ -93,7 +94,7 @@ TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
 class Renderer:
     """Renders examples with one tokenizer and a run's data section. `today` is the day for templates that write the
-    date; `encoder` one that there is already. Raises TokenizerError where a token's characters cannot be known."""
+    date. Raises TokenizerError where a token's characters cannot be known."""
 
     def __init__(
         self,
@@ -102,14 +103,12 @@ class Renderer:
         *,
         max_seq_len: int,
         today: date | None = None,
-        encoder: Encoder | None = None,
     ) -> None:
         self.tokenizer_parts = TokenizerParts.from_tokenizer(tokenizer)
         self.data = data or DataConfig()
         self.max_seq_len = max_seq_len
         self.today = date.fromisoformat(self.data.template_date) if self.data.template_date else today or date.today()
-        self.encoder = encoder or Encoder(self.tokenizer_parts)
-        self._backend = self.encoder.backend
+        self.backend = load_backend(self.tokenizer_parts.backend_json)
         self._added_ids = frozenset(token_id for token_id, _, _ in self.tokenizer_parts.added_tokens)
         self._bos_id = self.tokenizer_parts.bos_id
         # by template, whether it is for rows with tools alone, and its variables
@@ -177,6 +176,11 @@ class Renderer:
         except TokenizerError as error:
             reason = f"no chat template for rows {'with' if with_tools else 'without'} tools"
             raise InexactMaskError(reason, str(error)) from error
+
+    @functools.cached_property
+    def splitting_tokenizer(self) -> SplittingTokenizer:
+        """The copy of the tokenizer that splits at edges of answers."""
+        return SplittingTokenizer(self.backend)
 
     @functools.cached_property
     def special_token_guard(self) -> SpecialTokenGuard:
@@ -259,7 +263,7 @@ class Renderer:
                 and draft.source == source
                 and not self._should_hide(draft.special_token_count)
             }
-            batch = self._backend.encode_batch(list(texts.values()), add_special_tokens=has_marks)
+            batch = self.backend.encode_batch(list(texts.values()), add_special_tokens=has_marks)
             for index, encoding in zip(texts, batch, strict=True):
                 encodings[index] = encoding
         return encodings
@@ -480,9 +484,8 @@ class Renderer:
         masked = mask_encoding(encoding, encoded_text, spans, self._added_ids)
         draft.merged_edges = masked.crossed_edges
         if masked.crossed_edges:
-            split_tokens = (
-                self.encoder if is_encoded else self.special_token_guard
-            ).splitting_tokenizer.encode_with_mask(encoded_text, spans)
+            owner = self if is_encoded else self.special_token_guard
+            split_tokens = owner.splitting_tokenizer.encode_with_mask(encoded_text, spans)
             if split_tokens is None and self.data.on_inexact_mask == "fail":
                 return BadRow(
                     draft.location, "a token crosses the edge of an answer", encoding.tokens[masked.crossed_index]
@@ -550,7 +553,7 @@ class Renderer:
         encoding = (
             self.special_token_guard.encode(text, [])[0]
             if is_hiding
-            else self._backend.encode(text, add_special_tokens=False)
+            else self.backend.encode(text, add_special_tokens=False)
         )
         return list(encoding.ids)
 

@@ -270,9 +270,7 @@ def _find_searched_texts(tree: nodes.Template) -> Iterator[str]:
     holders: list[nodes.Node] = [*tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test, nodes.Assign))]
     for holder in holders:
         for constant in holder.find_all(nodes.Const):
-            text = constant.value
-            if isinstance(text, str):
-                stripped = text.strip()
-                # a role's name may stand in any answer: marks around it would cut the answer into pieces
-                if len(stripped) >= _MIN_SEARCHED_CHARS and _NOT_A_WORD.search(stripped):
-                    yield stripped
+            text = str(constant.value).strip()
+            # a role's name may stand in any answer: marks around it would cut the answer into pieces
+            if isinstance(constant.value, str) and len(text) >= _MIN_SEARCHED_CHARS and _NOT_A_WORD.search(text):
+                yield text

@@ -253,24 +253,14 @@ def end_of_text_id(tokenizer: Any) -> int | None:
 
 
 @functools.lru_cache(maxsize=2)  # reading a large vocabulary takes half a second
-def _load_backend(backend_json: str) -> Any:
+def load_backend(backend_json: str) -> Any:
+    """A tokenizer's backend that neither pads nor truncates."""
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_str(backend_json)
-
-
-class Encoder:
-    """A tokenizer's backend that neither pads nor truncates, and a copy of it that splits at edges of answers."""
-
-    def __init__(self, parts: TokenizerParts) -> None:
-        self.backend = _load_backend(parts.backend_json)
-        self.backend.no_padding()
-        self.backend.no_truncation()
-
-    @functools.cached_property
-    def splitting_tokenizer(self) -> SplittingTokenizer:
-        """The copy of the tokenizer that splits at edges of answers."""
-        return SplittingTokenizer(self.backend)
+    backend = Tokenizer.from_str(backend_json)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
 
 
 @dataclass(frozen=True)
