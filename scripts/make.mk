@@ -16,10 +16,11 @@ override GIVEN := $(strip $(foreach .v,$(.VARIABLES),$(if $(filter command,$(fir
 override TARGETS := $(if $(filter benchmarks/Makefile,$(MAKEFILE_LIST)),benchmarks/Makefile,Makefile)
 override EVERY := $(shell sed -n 's/^\([a-z][a-z-]*\):.*/\1/p' $(TARGETS))
 .PHONY: $(EVERY)
+override PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 override quoted = $(foreach .v,$(1),'$(subst ','\'',$(.v))')
 ifneq ($(GIVEN)$(filter-out $(EVERY),$(MAKECMDGOALS)),)
 override EMPTY := $(foreach .v,$(GIVEN),$(if $(strip $(value $(.v))),,$(.v)))
-override refused = $(shell for python in .venv/bin/python python3 python3.14 python3.13 python3.12 python3.11 \
+override refused = $(shell for python in .venv/bin/python $(PYTHONS) \
   '$(subst ','\'',$(value VENV))/bin/python'; do "$$python" -EsSB scripts/check_variables.py $(call quoted,$(MAKECMDGOALS)) \
   --targets $(EVERY) --given $(call quoted,$(GIVEN)) --empty $(call quoted,$(EMPTY)) $(1) 2>/dev/null && break; done)
 override REFUSED := $(call refused)
@@ -52,14 +53,11 @@ override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.spl
   ["-n3", "--dist=loadfile", "--no-loadscope-reorder"]))
 override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
 
-# The targets that add an extra to .venv (EXTRAS of scripts/setup_env.py).
-override ADDING := dapt-docx eval ship serve export export-test test coverage fuzz
-
 # Any Python 3 can run the scripts: they look for a suitable one themselves and say so when there is none.
-override NO_PYTHON := [setup] No Python 3 answers (asked: PYTHON=, python3, python3.14, python3.13, python3.12, python3.11). \
+override NO_PYTHON := [setup] No Python 3 answers (asked: PYTHON= $(PYTHONS)). \
 Install Python 3.11 to 3.14, or name one: make setup PYTHON=/path/to/python3
 override define ANY_PYTHON
-for python in .venv/bin/python "$$PYTHON" python3 python3.14 python3.13 python3.12 python3.11; do \
+for python in .venv/bin/python "$$PYTHON" $(PYTHONS); do \
   if "$$python" -EsSB -c 'import sys; sys.exit(sys.version_info < (3, 6))' >/dev/null 2>&1; then \
     exec "$$python" -EsSB $(1); \
   fi; \
@@ -93,7 +91,7 @@ help:
 	  awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
 	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-20s %s\n", name, $$0}' $(TARGETS)
 setup:
-	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py $(filter $(ADDING),$(MAKECMDGOALS)))
+	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py $(MAKECMDGOALS))
 setup-unsloth:
 	@$(call ANY_PYTHON,scripts/setup_env.py unsloth)
 test:

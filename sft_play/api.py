@@ -32,10 +32,11 @@ def plan(run: LoadedConfig, *, hardware: str | Hardware | None = None, trace: bo
     says what would. `hardware`: a machine by name, such as `2xH200`; None is this one. `trace`: confirm the choice by
     tracing the step (seconds; imports torch). Raises ConfigError where the batch does not divide over the GPUs,
     HardwareError for an unknown machine, ModelError for a config.json that cannot be read."""
-    machine = (
-        detect_hardware() if hardware is None else parse_hardware(hardware) if isinstance(hardware, str) else hardware
-    )
-    machine = mesh_hardware(run.longest_config, restrict_to_device(run.longest_config, machine))
+    if hardware is None:
+        hardware = detect_hardware()
+    elif isinstance(hardware, str):
+        hardware = parse_hardware(hardware)
+    machine = mesh_hardware(run.longest_config, restrict_to_device(run.longest_config, hardware))
     return plan_run(run.longest_config, machine, trace=trace)
 
 

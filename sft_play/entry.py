@@ -71,7 +71,6 @@ def main(command: "Optional[str]" = None) -> int:
         _write_missing_answer(argv, exit_codes.EXIT_FAULT, repr(error))
         raise
     log.survive_lost_output()
-    sys.unraisablehook = _repeat_lost_interrupt
     sys.excepthook = _write_redacted_traceback
     if catches_interrupt:
         signal.signal(signal.SIGINT, handle_interrupt)
@@ -115,16 +114,6 @@ def _is_interrupt(error: "Optional[BaseException]") -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _repeat_lost_interrupt(unraisable: "Any") -> None:
-    """Repeat a Ctrl-C that came where nothing can be raised (in a weak reference's callback)."""
-    if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        import threading  # from a thread, a moment later: raised in this hook it would be lost again
-
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-    else:
-        sys.__unraisablehook__(unraisable)
 
 
 def _write_redacted_traceback(error_type: "Any", error: "Any", error_traceback: "Any") -> None:
@@ -176,7 +165,12 @@ def _install_hint(argv: "Sequence[str]", package: str = "") -> str:
 
 def _exit_with_message(command_name: str, argv: "Sequence[str]", text: str, code: int = exit_codes.EXIT_USER) -> int:
     _write_missing_answer(argv, code, text)
-    _write_stderr(f"[{command_name}] {'' if code == exit_codes.EXIT_STOPPED else 'error: '}{text}")
+    line = f"[{command_name}] {'' if code == exit_codes.EXIT_STOPPED else 'error: '}{text}"
+    printable = "".join(letter if letter.isprintable() else "?" for letter in line)
+    try:  # noqa: SIM105  (contextlib would have to be imported)
+        os.write(2, (printable + "\n").encode("utf-8", "replace"))
+    except OSError:
+        pass  # nobody reads it
     return code
 
 
@@ -186,12 +180,3 @@ def _write_missing_answer(argv: "Sequence[str]", code: int, error: str) -> None:
     is_first = os.environ.get("RANK", "0") == "0" and "SFT_PLAY_AGENT" not in os.environ
     if code and is_first and exit_codes.wants_json(argv):
         exit_codes.write_missing_answer(code, error)
-
-
-def _write_stderr(text: str) -> None:
-    """One line on standard error; errors of writing it are ignored."""
-    printable = "".join(letter if letter.isprintable() else "?" for letter in text)
-    try:
-        os.write(2, (printable + "\n").encode("utf-8", "replace"))
-    except OSError:
-        return

@@ -22,21 +22,14 @@ def nearest_name(name: str, *choices: Iterable[str], min_similarity: Optional[fl
     Case, hyphens and underscores do not count. `min_similarity` is that of a slip where it is not given.
     """
     normalized = normalize_name(name[:100])
-    cutoff = (
-        min_similarity
-        if min_similarity is not None
-        else SHORT_NAME_SIMILARITY
-        if len(normalized) <= 3
-        else TYPO_SIMILARITY
-    )
+    if min_similarity is None:
+        min_similarity = SHORT_NAME_SIMILARITY if len(normalized) <= 3 else TYPO_SIMILARITY
     for names in choices:
         forms = {normalize_name(choice): choice for choice in sorted(names, reverse=True)}
-        completions = (
-            [form for form in forms if form.startswith(normalized)] if len(normalized) >= MIN_PREFIX_LETTERS else []
-        )
-        matches = difflib.get_close_matches(
-            normalized, completions or list(forms), n=1, cutoff=0.0 if completions else cutoff
-        )
+        matches = difflib.get_close_matches(normalized, list(forms), n=1, cutoff=min_similarity)
+        completions = [form for form in forms if form.startswith(normalized)]
+        if completions and len(normalized) >= MIN_PREFIX_LETTERS:
+            matches = difflib.get_close_matches(normalized, completions, n=1, cutoff=0.0)
         if matches:
             return forms[matches[0]]
     return None

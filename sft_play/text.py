@@ -74,7 +74,7 @@ def value_or_na(value: Any, unit: str = "") -> str:
 
 def yes_no_or_na(value: bool | None) -> str:
     """`yes`, `no` or `n/a`."""
-    return NOT_KNOWN if value is None else "yes" if value else "no"
+    return {None: NOT_KNOWN, True: "yes", False: "no"}[value]
 
 
 def build_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: Sequence[int] = ()) -> Table:

@@ -17,12 +17,9 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.splits import MIN_HASHED_DOCUMENTS, build_splits
 from sft_play.data.build.stats import RowStats, length_remedy
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.template import MAX_CHARS, LimitExceededError, _check_product
 from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
-from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.preview import choose_row_indices, split_signs
 from sft_play.data.sources.files import find_data_paths
-from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import LISTED_BAD_ROWS, TEXT_CHARS, BadRow, is_long_text, split_pieces
 from sft_play.errors import DataError
 from tests.models import CHATML, make_tokenizer
@@ -169,18 +166,6 @@ def test_long_texts_are_cut_into_pieces_that_are_the_text(times, more):
     assert all(len(piece) <= 2 * TEXT_CHARS for piece in pieces)
 
 
-@given(st.integers(-2, 2), st.sampled_from(["x", b"x", [1], (1,)]), st.booleans())
-def test_a_product_is_bounded_by_what_it_makes(more, unit, turned):
-    each = 1 if isinstance(unit, (str, bytes)) else 8
-    times = MAX_CHARS // each + more
-    sides = (times, unit) if turned else (unit, times)
-    if each * times > MAX_CHARS:
-        with pytest.raises(LimitExceededError):
-            _check_product("*", *sides)
-    else:
-        _check_product("*", *sides)
-
-
 def splits_of(folder: Path, tokenizer: Any, rows: list[Any], *words: str, **more: Any) -> Any:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = config_from_text(
@@ -226,21 +211,3 @@ def test_text_is_mixed_in_by_its_share(tmp_path_factory, tokenizer, chats, share
     sources = [row["source"] for row in made.train.rows]
     assert sources.count(0) == chats
     assert sources.count(1) == max(1, round(chats * share / (1 - share)))
-
-
-def test_words_that_the_tokenizer_cuts_otherwise_are_noticed(tokenizer):
-    """Texts are put together from known words; the first ones, and one of many, are compared with the tokenizer."""
-    parts = TokenizerParts.from_tokenizer(tokenizer)
-    encoder = Encoder(parts)
-    renderer = Renderer(parts, DataConfig(), max_seq_len=64, encoder=encoder)
-    words = encoder.word_tokenizer
-    assert words is not None
-
-    class Wrong:
-        def encode_with_spans(self, text: str, spans: Any) -> Any:
-            ids, trained = words.encode_with_spans(text, spans)
-            return [*ids[:-1], ids[-1] + 1], trained
-
-    encoder.word_tokenizer = Wrong()
-    with pytest.raises(AssertionError, match="other tokens than the text"):
-        renderer.render(Chat("f:1", tuple(CHAT)))

@@ -17,7 +17,7 @@ from benchmarks.mask_score.score import CASES, score
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import NO_END_TOKEN, Renderer
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
+from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from tests.bundled import template_of, there
@@ -90,10 +90,9 @@ def tokenizer(folder):
 def make(tokenizer):
     """Renderers of one tokenizer with other templates and options."""
     parts = TokenizerParts.from_tokenizer(tokenizer)
-    encoder = Encoder(parts)
 
     def made(template: str, **data: Any) -> Renderer:
-        return Renderer(parts.replace_template(template), DataConfig(**data), max_seq_len=1 << 30, encoder=encoder)
+        return Renderer(parts.replace_template(template), DataConfig(**data), max_seq_len=1 << 30)
 
     return made
 
@@ -322,7 +321,7 @@ def test_the_judge_knows_nothing_of_how_masks_are_found():
     tree = ast.parse(Path(exact.__file__).read_text(encoding="utf-8"))
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     own = {name for name in names if name and name.startswith("sft_play")}
-    assert own == {"sft_play.data.masks.template", "sft_play.log"}
+    assert own == {"sft_play.data.masks.sandbox", "sft_play.data.masks.template", "sft_play.log"}
 
 
 MULTI = next(case for case in CASES if case.name == "multi_turn")

@@ -211,19 +211,6 @@ def test_ctrl_c_that_a_library_rewords_is_still_one(raised, monkeypatch, capfd):
         entry._run_guarded(lambda words: 1 // 0, ["plan"], "plan")
 
 
-def test_ctrl_c_in_a_callback_is_given_again():
-    code = (
-        "import os, signal, sys, time, weakref\nfrom sft_play import cli, entry\n"
-        "class A: pass\n"
-        "def run(words):\n"
-        "    a = A(); keep = weakref.ref(a, lambda _: os.kill(os.getpid(), signal.SIGINT) or time.sleep(0.1))\n"
-        "    del a\n    time.sleep(20)\n    return 0\n"
-        "cli.main = run\n"
-    )
-    answer = program("plan", code=code)
-    assert (answer.returncode, answer.stderr) == (130, "[plan] stopped by the user\n")
-
-
 # Pythons and environments that cannot run it
 
 
@@ -322,37 +309,21 @@ def test_a_module_of_ours_that_is_missing_keeps_its_traceback():
 
 
 @pytest.mark.parametrize(
-    ("make_it", "found"),
+    "make_it",
     [
-        (lambda path: (path / "bin").mkdir(parents=True), "there is no program"),
-        (lambda path: path.touch(), "there is no program"),
-        (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links"),
-        (lambda path: (path / "bin" / "python").mkdir(parents=True), "there is no program"),
+        lambda path: (path / "bin").mkdir(parents=True),
+        lambda path: path.symlink_to(path),
+        lambda path: (path / "bin" / "python").mkdir(parents=True),
     ],
 )
-def test_a_venv_that_is_none_is_one_message(tmp_path, make_it, found):
+def test_a_venv_that_is_none_is_one_message(tmp_path, make_it):
     venv = tmp_path / "venv"
     make_it(venv)
     kept = {name: value for name, value in environment().items() if not name.startswith(("MAKE", "MFLAGS"))}
     answer = subprocess.run(["make", "plan", f"VENV={venv}"], cwd=ROOT, env=kept, capture_output=True, text=True)
     assert answer.returncode == 2
-    assert f"[setup] VENV={venv} was asked for, but " in answer.stderr
-    assert found in answer.stderr
+    assert f"[setup] VENV={venv} was asked for, but there is no program {venv}/bin/python" in answer.stderr
     assert "Traceback" not in answer.stderr
-
-
-def test_a_venv_without_permission_is_one_message(tmp_path, monkeypatch, capsys):
-    """By the system's own answer, since root may read everything."""
-    import setup_env
-
-    def refuse(self: Path, **_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    monkeypatch.setenv("VENV", "/closed")
-    assert setup_env.main(tmp_path) == 2
-    said = capsys.readouterr().err
-    assert "VENV=/closed was asked for, but /closed/bin/python cannot be read: Permission denied" in said
 
 
 def test_a_checkout_without_permission_is_one_message(tmp_path, monkeypatch, capsys):

@@ -163,7 +163,7 @@ def test_a_call_that_is_cut_in_half_is_called_wrong(tmp_path, tokenizer, monkeyp
         row = real(self, example)
         if not hasattr(row, "labels") or "<calls>" not in row.text:
             return row
-        encoding = self._backend.encode(row.text, add_special_tokens=False)
+        encoding = self.backend.encode(row.text, add_special_tokens=False)
         end = row.text.index("3}", row.text.index("<calls>")) + 2
         until = row.text.index("<|im_end|>", end) + len("<|im_end|>")
         labels = [

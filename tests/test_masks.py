@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer, drop_text_beside_calls
 from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
-from sft_play.data.masks.tokenizer import Encoder, TokenizerParts, end_of_text_id, mask_encoding
+from sft_play.data.masks.tokenizer import TokenizerParts, end_of_text_id, mask_encoding
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import merge_turns
 from sft_play.data.sources.raw import BadRow
@@ -83,12 +83,11 @@ def tokenizer(tmp_path_factory):
 def make(tokenizer):
     """Renderers of one tokenizer with other templates and options."""
     parts = TokenizerParts.from_tokenizer(tokenizer)
-    encoder = Encoder(parts)
 
     def made(template: str = CHATML, *, limit: int = NO_LIMIT, on_missing_end: str = "train", **data: Any) -> Renderer:
         tokenizer.chat_template = template
         options = DataConfig(on_missing_end=on_missing_end, **data)
-        return Renderer(parts.replace_template(template), options, max_seq_len=limit, encoder=encoder)
+        return Renderer(parts.replace_template(template), options, max_seq_len=limit)
 
     return made
 

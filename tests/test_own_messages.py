@@ -12,7 +12,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.masks import fitted_template
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
+from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.process import processed_row
 from sft_play.data.sources.formats import content_digest, recognise_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -72,7 +72,7 @@ def rendered(tokenizer: Any, template: str, messages: Any) -> tuple[TokenRow | B
     """What a row becomes, and what transformers renders of it."""
     parts = TokenizerParts.from_tokenizer(tokenizer).replace_template(template)
     options = DataConfig(on_missing_end="train")
-    renderer = Renderer(parts, options, max_seq_len=1 << 30, encoder=Encoder(parts))
+    renderer = Renderer(parts, options, max_seq_len=1 << 30)
     made = renderer.render(example_of(messages))
     try:
         own = tokenizer.apply_chat_template(copy.deepcopy(messages), chat_template=template, tokenize=False)

@@ -16,8 +16,8 @@ import pytest
 from sft_play.commands.rows import Preview
 from sft_play.commands.rows import preview as preview_of
 from sft_play.config.load import load_config
-from sft_play.data.masks.words import BYTE_LETTERS
 from sft_play.data.preview import (
+    BYTE_LETTERS,
     HiddenTokens,
     PreviewRow,
     TokenBytes,

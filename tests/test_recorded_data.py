@@ -29,7 +29,7 @@ from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
+from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -145,7 +145,7 @@ def rows(template: str) -> dict[str, Any]:
         parts = TokenizerParts.from_tokenizer(tokenizer(begins=number % 2 == 1))
         try:
             limit, one = 24 if number > 2 else 400, parts.replace_template(template)
-            renderer = Renderer(one, DataConfig(**options), max_seq_len=limit, encoder=Encoder(parts))
+            renderer = Renderer(one, DataConfig(**options), max_seq_len=limit)
             renderer.turn_locator()
         except SftPlayError as error:
             lines.append(str(error))
@@ -437,42 +437,6 @@ def split(seed: int) -> dict[str, Any]:
         return found
 
 
-BODIES = (
-    "{{ 'a' * N }}", "{{ [1] * N }}", "{{ 2 ** N }}", "{{ 'ab'.center(N) }}", "{{ 'ab' | center(N) }}",
-    "{{ '\t\t'.expandtabs(N) }}", "{{ '%0Nd' % 3 }}", "{{ '{:N}'.format(3) }}",
-    "{{ ('x' * 999).replace('', 'y' * N) }}", "{{ ('y' * N).join('abcdef' * 99) }}",
-    "{{ 'abcdef' | list | join('y' * N) }}", "{{ 'a'.ljust(N) }}", "{{ 'a'.zfill(N) }}",
-    "{{ 'ab'.translate({97: 'y' * N}) }}", "{% for a in range(N) %}x{% endfor %}",
-    "{% for a in range(3) %}{% for b in range(N) %}{% endfor %}{% endfor %}", "{{ 'a b' | indent(N) }}",
-    "{{ 'a b' | wordwrap(N) | length }}", "{{ 'abc' | batch(N, 'z') | list | length }}", "{{ 'abc' | truncate(N) }}",
-    "{{ 'abc' | slice(N) | list | length }}", "{{ {'a': [N]} | tojson(indent=N) }}", "{{ 'x' ~ 'y' * N }}",
-    "{{ 10 * N * N }}", "{{ [messages] is eq [messages] }}", "{{ 'a' in messages[0].content }}", "{{ N | abs + 1 }}",
-    "{{ messages | map(attribute='role') | unique | join(',') }}", "{{ namespace(a=N).a }}",
-    "{{ dict(a=N) | length }}",
-    "{% set ns = namespace(t='a') %}{% for a in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}{{ ns.t | count }}",
-    "{{ cycler('a', 'b').next() * 2 }}", "{{ lipsum(N) }}", "{{ messages | random }}",
-    "{{ 'a,b' .split(',') | length }}", "{{ messages.__class__ }}",
-    "{{ ''.join(messages | map(attribute='content')) | length }}", "{{ raise_exception('no') }}",
-    "{{ (1, N) | sum }}", "{{ '%s' * 3 % (N, 2, 3) }}", "{{ 'b' | default('c') | upper * 2 }}",
-    "{{ N // 7 }}{{ N % 7 }}",
-)  # fmt: skip
-
-
-def bounded(number: int) -> dict[str, Any]:
-    """What templates that take much memory come to, from small to huge; none of them comes near the limit of time."""
-    became, parts = [], TokenizerParts.from_tokenizer(tokenizer())
-    for size in (0, 1, 9, 2_000, 300_000, 10**9, 10**15):
-        one = parts.replace_template(TEMPLATES["chatml"] + BODIES[number].replace("N", str(size)))
-        try:
-            renderer = Renderer(one, DataConfig(on_missing_end="train"), max_seq_len=400, encoder=Encoder(parts))
-            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            text_of = renderer.turn_locator().template.render(messages)
-            became.append(text_of if len(text_of) < 200 else digest(text_of))
-        except SftPlayError as error:
-            became.append(re.sub(r"0x\w+|\d+(\.\d+)? s\b", "_", str(error)))
-    return {"digest": digest(became)}
-
-
 def packed(seed: int) -> dict[str, Any]:
     """How random lengths are packed."""
     draw = random.Random(seed)
@@ -489,7 +453,6 @@ ASKED: dict[str, tuple[Any, Any]] = {
     **{f"packed {seed}": (packed, seed) for seed in range(6)},
     **{f"read {seed}": (read, seed) for seed in range(12)},
     **{f"split {seed}": (split, seed) for seed in range(60)},
-    **{f"bounded {number}": (bounded, number) for number in range(len(BODIES))},
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import NOTE_RENDERED_CHAT, Renderer
-from sft_play.data.masks.template import RenderError
+from sft_play.data.masks.sandbox import RenderError
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.sources.columns import find_rendered_mark
 from sft_play.data.sources.formats import Chat, Text

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from datetime import date
 from typing import Any
 
 import pytest
 
 from benchmarks.mask_score.score import CASES
-from sft_play.data.masks.template import ChatTemplate, EndlessTemplateError, RenderError
+from sft_play.data.masks import sandbox
+from sft_play.data.masks.sandbox import EndlessTemplateError, RenderError
+from sft_play.data.masks.template import ChatTemplate
 from sft_play.errors import TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import shared
@@ -120,10 +121,9 @@ def test_what_a_template_raises_is_a_render_error_on_one_line():
         ("{% for m in messages %}", "the chat template is not valid Jinja"),
         ("a\nb\n{{ nothing | closed", r"\(line 3\)"),
         ("{% nonsense %}", "unknown tag 'nonsense'"),
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
         ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "not valid Jinja"),
         ("{% break %}", "outside loop"),
-        ("x" * 1_000_001, "has 1,000,001 characters; the limit is 1,000,000"),
     ],
 )
 def test_what_is_no_template_is_a_tokenizer_error_with_its_place(source, message):
@@ -140,93 +140,69 @@ def test_the_sandbox_keeps_a_template_inside(source):
 
 
 NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+TUPLES = "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
 DOUBLED = "{% set ns = namespace(x='x') %}{% for i in range(60) %}"
 ENDLESS = {
-    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{{ j }}{% endfor %}{% endfor %}",
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "a macro that calls itself": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-    "a loop that calls itself": "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
-    "a text times a number": "{{ ('x' * 100000) * 100000 }}",
-    "a list times a number": "{{ ([1] * 100000) * 100000 }}",
-    "bytes": "{{ 'a'.encode().center(10 ** 10) }}",
-    "a text that doubles": DOUBLED + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
-    "a text that joins itself": DOUBLED + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "a block that doubles": DOUBLED + "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
+    "a text times a number": "{{ messages[0].role * 10 ** 11 }}",
+    "a text that doubles": DOUBLED + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "output": "{% set b = 'x' * 60000000 %}{% for i in range(1000) %}{{ b }}{% endfor %}",
-    "powers": "{{ ((10 ** 1000) ** 1000) ** 1000 }}",
     "squares": DOUBLED.replace("'x'", "3") + "{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "lists in lists, written": NESTED + "{{ ns.x }}",
     "lists in lists, as JSON": NESTED + "{{ ns.x | tojson }}",
-    "lists in lists, joined": NESTED + "{{ 'a' ~ ns.x }}",
-    "lists in lists, as text": NESTED + "{{ ns.x | upper }}",
     "lists in lists, compared": NESTED + NESTED.replace("ns", "other") + "{{ ns.x == other.x }}",
-    "a padded format": "{{ ('%(a)99999d' * 100000) % {'a': 1} }}",
-    "a format's method": "{{ '{:99999999999}'.format('x') }}",
-    "a width within a format": "{{ '{:{w}}'.format('x', w=10 ** 10) }}",
-    "tabs": "{{ ('\t' * 100000).expandtabs(100000) }}",
-    "indents": "{{ ('\n' * 100000) | indent(100000) }}",
-    "wraps": "{{ ('x' * 100000) | wordwrap(1, wrapstring='y' * 100000) }}",
-    "JSON with indents": "{{ (range(100000) | list) | tojson(indent=100000) }}",
-    "replacements": "{{ ('x' * 1000000) | replace('x', 'y' * 1000) }}",
-    "translations": "{{ ('x' * 1000000).translate({120: 'y' * 100000}) }}",
-    "joins": "{{ ('x' * 1000000) | join('y' * 1000) }}",
-    "tuples in tuples, as a key": NESTED.replace("[1]", "1").replace("[ns.x, ns.x]", "(ns.x, ns.x)")
-                                  + "{{ {ns.x: 1} }}",
-    "a tuple times two, as a key": NESTED.replace("[1]", "1").replace("[ns.x, ns.x]", "(ns.x,) * 2")
-                                   + "{{ {ns.x: 1} }}",
-    "a wrapped text": "{{ ('x' * 60000000) | wordwrap(1) }}",
-    "wrapped texts": "{{ range(100000) | map('string') | map('center', 9999) | map('wordwrap', 1) | list | length }}",
-    "padded texts, kept": "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}"
-                          "{% set ns.x = [ns.x, i | string | center(99999)] %}{% endfor %}",
-    "padded texts of a map, kept": "{{ range(100000) | map('string') | map('center', 99999) | list | length }}",
-    "padded texts by a method, kept": "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}"
-                                      "{% set ns.x = [ns.x, 'é'.ljust(99999)] %}{% endfor %}",
-}  # fmt: skip
+    "tuples in tuples, as a key": TUPLES + "{{ {ns.x: 1} }}",
+    "a wrapped text": "{{ (messages[0].role * 20000000) | wordwrap(1) }}",
+}
+
+
+@pytest.fixture
+def short_limit(monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_RENDER_SECONDS", 1)
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_without_end_is_stopped(name):
+def test_a_template_without_end_is_stopped(name, short_limit):
     made = template(ENDLESS[name])
-    with pytest.raises(EndlessTemplateError, match=r"does not end in reasonable time or size|calls itself without end"):
+    with pytest.raises(EndlessTemplateError, match=r"more than (1 seconds|2 GiB of memory)|calls itself without end"):
         made.render(CHAT)
+    assert template("{{ messages[0].content }}").render(CHAT) == "hello there"  # the next one is rendered as ever
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99) %}{{ ('x ' * 400000) | wordwrap(1) | length }}{% endfor %}",
-        "{% for i in range(1400) %}{% for j in range(1400) %}" + "{% if j == 'a' %}{% endif %}" * 300
-        + "{% endfor %}{% endfor %}",
-        "{% for i in range(1400) %}{% for j in range(1400) if j is mapping %}{% endfor %}{% endfor %}",
-        "{% for i in range(1400) recursive %}{{ loop(range(1400)) if i % 1400 == 0 and loop.depth < 900 }}{% endfor %}",
-    ],
-    ids=["a filter", "conditions", "loops with a test", "recursion"],
-)  # fmt: skip
-def test_what_takes_long_is_stopped_where_it_is(source, monkeypatch):
-    """In any thread: the server renders in one of its own."""
-    monkeypatch.setattr("sft_play.data.masks.template.MAX_RENDER_SECONDS", 0.05)
-    made, found = template(source), []
+def test_what_would_not_end_before_it_renders_is_no_template(short_limit):
+    with pytest.raises(TokenizerError, match="does not end in reasonable time or size: more than 1 seconds"):
+        template("{{ ((10 ** 1000) ** 1000) ** 1000 }}")
+
+
+def test_a_template_is_stopped_in_any_thread(short_limit):
+    """The server renders in one of its own."""
+    made, found = template(ENDLESS["lists in lists, compared"]), []
 
     def render():
-        try:
+        with pytest.raises(EndlessTemplateError) as error:
             made.render(CHAT)
-        except EndlessTemplateError as error:
-            found.append(str(error))
+        found.append(str(error.value))
 
-    began = time.thread_time()
-    render()
-    assert time.thread_time() - began < 3
     thread = threading.Thread(target=render)
     thread.start()
-    thread.join(30)
-    assert len(found) == 2
-    assert all("seconds" in text or "calls itself" in text for text in found)
+    thread.join(60)
+    assert found == ["the chat template does not end in reasonable time or size: more than 1 seconds"]
 
 
-def test_a_slow_template_is_stopped_by_the_clock(monkeypatch):
-    monkeypatch.setattr("sft_play.data.masks.template.MAX_RENDER_SECONDS", 0.2)
-    made = template("{% for i in range(1400) %}{% for j in range(1400) %}{% set y = 'x' ~ i %}{% endfor %}{% endfor %}")
-    with pytest.raises(EndlessTemplateError, match="more than 0 seconds"):
-        made.render(CHAT)
+def test_a_rendering_that_was_interrupted_gives_its_text_to_no_other(monkeypatch):
+    slow = template("{% for i in range(99999) %}{% endfor %}{{ messages[0].content }}")
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox.pickle, "load", raising(KeyboardInterrupt))  # while the answer is waited for
+        with pytest.raises(KeyboardInterrupt):
+            slow.render(CHAT)
+    assert template("other").render(CHAT) == "other"
+
+
+def raising(error: type[BaseException]) -> Any:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
 
 
 @pytest.mark.parametrize("source", ["{{ ['a', 'b'] | random }}", "{{ lipsum() }}"])

@@ -17,7 +17,7 @@ from sft_play.data.checks import judge_split
 from sft_play.data.masks import fitted_template, token_row
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
-from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
+from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat, recognise_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -171,7 +171,6 @@ def test_calls_are_what_transformers_renders_or_what_was_changed_is_said(name):
 @pytest.mark.slow
 def test_calls_of_every_shared_template_are_what_transformers_renders_or_said(mistral):
     parts = TokenizerParts.from_tokenizer(mistral)
-    encoder = Encoder(parts)
     for file in sorted(shared("chat_templates").glob("*/*.jinja")):
         tokenizer = copy.copy(mistral)
         tokenizer.chat_template = file.read_text(encoding="utf-8")
@@ -180,7 +179,6 @@ def test_calls_of_every_shared_template_are_what_transformers_renders_or_said(mi
                 parts.replace_template(tokenizer.chat_template),
                 DataConfig(**ENDLESS),
                 max_seq_len=NO_LIMIT,
-                encoder=encoder,
             )
             renderer.turn_locator()
         except TokenizerError:

@@ -141,7 +141,8 @@ def _messages(draw: random.Random) -> list[dict[str, Any]]:
 
 
 def _renders(draw: random.Random, source: str) -> bool:
-    from sft_play.data.masks.template import ChatTemplate, RenderError
+    from sft_play.data.masks.sandbox import RenderError
+    from sft_play.data.masks.template import ChatTemplate
 
     try:
         template = ChatTemplate(source, variables={"eos_token": "<|im_end|>"}, today=date(2026, 11, 1))

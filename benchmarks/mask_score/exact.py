@@ -21,7 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.masks.template import ChatTemplate, EndlessTemplateError, RenderError
+from sft_play.data.masks.sandbox import EndlessTemplateError, RenderError
+from sft_play.data.masks.template import ChatTemplate
 from sft_play.log import one_line
 
 Message = dict[str, Any]

@@ -18,7 +18,7 @@ from benchmarks.mask_score.exact import NOTHING_ENDS, JudgedMask, MaskCase, Rend
 from sft_play.answers import Answer
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
+from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import ConfigError, TokenizerError
@@ -223,8 +223,7 @@ def score(folder: Path, tokenizer: str) -> MaskScore:
         raise ConfigError(f"TEMPLATES={folder} holds no templates; looked for {', '.join(sorted(SUFFIXES))}")
     loaded = _load(tokenizer)
     parts = TokenizerParts.from_tokenizer(loaded)
-    encoder = Encoder(parts)
-    return MaskScore(tuple(row for file in files for row in _score_template(file, folder, loaded, parts, encoder)))
+    return MaskScore(tuple(row for file in files for row in _score_template(file, folder, loaded, parts)))
 
 
 def _load(name: str) -> Any:
@@ -243,14 +242,12 @@ def _load(name: str) -> Any:
     return tokenizer
 
 
-def _score_template(
-    file: Path, folder: Path, tokenizer: Any, parts: TokenizerParts, encoder: Encoder
-) -> Iterator[MaskScoreRow]:
+def _score_template(file: Path, folder: Path, tokenizer: Any, parts: TokenizerParts) -> Iterator[MaskScoreRow]:
     name = file.relative_to(folder).as_posix()
     try:
         own = copy.copy(tokenizer)
         own.chat_template = _read(file)
-        renderer = Renderer(parts.replace_template(own.chat_template), _OPTIONS, max_seq_len=_NO_LIMIT, encoder=encoder)
+        renderer = Renderer(parts.replace_template(own.chat_template), _OPTIONS, max_seq_len=_NO_LIMIT)
         renderer.turn_locator()
     except TokenizerError as error:
         for case in CASES:

@@ -21,7 +21,6 @@ from typing import Any, Literal
 from sft_play.data.build.stats import format_row_count
 from sft_play.data.build.survey import RowOutcome, RowRenderer
 from sft_play.data.masks.token_row import IGNORED, MASK_METHODS, TokenRow
-from sft_play.data.masks.words import BYTE_LETTERS
 from sft_play.data.sources.examples import ExampleReader, read_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
@@ -376,6 +375,12 @@ class TokenBytes:
         return token.encode("utf-8", "replace")
 
 
+_INVISIBLE_BYTES = [*range(33), *range(127, 161), 173]
+# The letters in which byte-level vocabularies write bytes (GPT-2's `bytes_to_unicode`): visible characters of
+# Latin-1 as they are, the others as characters from U+0100.
+BYTE_LETTERS = {byte: chr(byte) for byte in range(256)} | {
+    byte: chr(256 + at) for at, byte in enumerate(_INVISIBLE_BYTES)
+}
 _BYTE_BY_LETTER = {letter: byte for byte, letter in BYTE_LETTERS.items()}
 _BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

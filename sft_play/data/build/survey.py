@@ -131,7 +131,7 @@ class RowCounter:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        tokenizer_parts, backend = renderer.tokenizer_parts, renderer.encoder.backend
+        tokenizer_parts, backend = renderer.tokenizer_parts, renderer.backend
         pad_token = dict(tokenizer_parts.special_tokens_map).get("pad_token")
         # a tokenizer without a pad token of its own pads with eos
         self._pad_id = (
@@ -179,7 +179,7 @@ class RowCounter:
     def _count_roles(self, stats: RowStats, chat: Chat, whole_row: TokenRow) -> None:
         if stats.role_rows == ROLE_ROWS:
             return
-        encoded = self._renderer.encoder.backend.encode(whole_row.text, add_special_tokens=False)
+        encoded = self._renderer.backend.encode(whole_row.text, add_special_tokens=False)
         if encoded.ids != list(whole_row.input_ids):
             return  # a text that spells a special token is tokenised differently
         stats.role_rows += 1

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from sft_play.data.masks.template import ChatTemplate, EndlessTemplateError, RenderError
+from sft_play.data.masks.sandbox import EndlessTemplateError, RenderError
+from sft_play.data.masks.template import ChatTemplate
 from sft_play.data.masks.token_row import TEMPLATE_REFUSES_ROW, InexactMaskError
 from sft_play.data.sources.messages import (
     AUTHOR_MESSAGE,
@@ -144,7 +145,7 @@ class TurnEnds:
     @property
     def end_of_turn(self) -> str:
         """The text that ends an assistant turn, such as `<|im_end|>`; empty where the template writes nothing."""
-        return self.end_markers[0] if self.end_markers else ""
+        return next(iter(self.end_markers), "")
 
     @property
     def end_tokens(self) -> frozenset[str]:
@@ -214,7 +215,7 @@ class TurnEnds:
     def _possible_ends(self, text: str, *, is_answer_text: bool) -> list[tuple[int, str]]:
         """Places of control tokens that may end a turn. Tags such as `</tool_call>` open or close a part of one, unless
         they are tokens that end an answer."""
-        known_markers = "".join(self.end_markers) if not is_answer_text else ""
+        known_markers = "".join(self.end_markers)
 
         def may_end(token: str) -> bool:
             if token == self.eos_token or not MARKUP_TAG.fullmatch(token):
@@ -301,7 +302,6 @@ ArgumentForm = Literal["object", "text"]
 ARGUMENT_FORMS: tuple[ArgumentForm, ...] = ("object", "text")
 
 _ENTITY = re.compile(r"&(?:[a-z]{2,6}|#\d{1,5}|#x[0-9A-Fa-f]{1,4});")
-_DIFFERS_FROM_AUTHORED = "the row is not rendered as apply_chat_template renders its messages"
 
 
 # Forms of messages, and what is changed in a row for its template.
@@ -481,7 +481,10 @@ class FittedTemplate:
             return  # calls in a form of their own are noted where rows are read
         authored_text, text = self.try_render(authored, tools), self.try_render(fitted, tools)
         if authored_text and authored_text != text:
-            raise InexactMaskError(_DIFFERS_FROM_AUTHORED, format_first_difference(authored_text, text))
+            raise InexactMaskError(
+                "the row is not rendered as apply_chat_template renders its messages",
+                format_first_difference(authored_text, text),
+            )
 
     def _authored_message(self, message: Message, notes: dict[str, None]) -> Message:
         """A message with its author's role, content and keys; what cannot be kept is noted."""
@@ -538,7 +541,7 @@ def content_part_kinds(content: Any) -> list[str]:
     kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
     # `{"type": "text", "text": …}`, and `{"type": "thinking", "thinking": …}` with the text under the type's own name
     are_texts = all(
-        kind in ("text", "thinking", "reasoning") and isinstance(part.get("text" if kind == "text" else kind), str)
+        kind in ("text", "thinking", "reasoning") and isinstance(part.get(kind), str)
         for kind, part in zip(kinds, parts, strict=True)
     )
     return kinds if are_texts else []
@@ -575,8 +578,8 @@ def map_message_texts(message: Message, index: int, change: Callable[[str, int, 
 def to_template_messages(messages: Sequence[Message], *, as_parts: bool) -> list[Message]:
     """The messages without `train`, which is ours, and with `as_parts` their content as lists of parts."""
     copies = [{key: value for key, value in message.items() if key != "train"} for message in messages]
-    for copy in copies if as_parts else ():
-        if isinstance(copy.get("content"), str):
+    for copy in copies:
+        if as_parts and isinstance(copy.get("content"), str):
             copy["content"] = [{"type": "text", "text": copy["content"]}]
     return copies
 

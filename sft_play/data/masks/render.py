@@ -20,15 +20,8 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.rendered_chats import RenderedChatParser
-from sft_play.data.masks.template import (
-    PLAIN_ROW,
-    THINK_END,
-    ChatTemplate,
-    RenderError,
-    has_value_per_kind,
-    row_kind,
-    select_template_kwargs,
-)
+from sft_play.data.masks.sandbox import RenderError
+from sft_play.data.masks.template import PLAIN_ROW, THINK_END, ChatTemplate, row_kind, select_template_kwargs
 from sft_play.data.masks.token_row import (
     CHAT,
     IGNORED,
@@ -41,11 +34,11 @@ from sft_play.data.masks.token_row import (
     count_trained_tokens,
 )
 from sft_play.data.masks.tokenizer import (
-    Encoder,
-    MaskedTokens,
     SpecialTokenGuard,
+    SplittingTokenizer,
     TokenizerParts,
     conversation_texts,
+    load_backend,
     mask_encoding,
     splice,
 )
@@ -101,7 +94,7 @@ TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
 class Renderer:
     """Renders examples with one tokenizer and a run's data section. `today` is the day for templates that write the
-    date; `encoder` one that there is already. Raises TokenizerError where a token's characters cannot be known."""
+    date. Raises TokenizerError where a token's characters cannot be known."""
 
     def __init__(
         self,
@@ -110,43 +103,48 @@ class Renderer:
         *,
         max_seq_len: int,
         today: date | None = None,
-        encoder: Encoder | None = None,
     ) -> None:
         self.tokenizer_parts = TokenizerParts.from_tokenizer(tokenizer)
         self.data = data or DataConfig()
         self.max_seq_len = max_seq_len
         self.today = date.fromisoformat(self.data.template_date) if self.data.template_date else today or date.today()
-        self.encoder = encoder or Encoder(self.tokenizer_parts)
-        self._backend = self.encoder.backend
+        self.backend = load_backend(self.tokenizer_parts.backend_json)
         self._added_ids = frozenset(token_id for token_id, _, _ in self.tokenizer_parts.added_tokens)
         self._bos_id = self.tokenizer_parts.bos_id
-        self._turn_locators: dict[tuple[bool, str], TurnLocator | TokenizerError] = {}
-        self._end_tokens: dict[bool, tuple[str, ...]] = {}
-        self._uses_row_kinds = any(map(has_value_per_kind, self.data.chat_template_kwargs.values()))
-        # for rows with chat_template_kwargs of their own, by these
-        self._kwargs_renderers: dict[str, Renderer] = {}
+        # by template, whether it is for rows with tools alone, and its variables
+        self._turn_locators: dict[tuple[str, bool, str], TurnLocator | TokenizerError] = {}
+        # rows' own chat_template_kwargs that were seen
+        self._row_kwargs: set[str] = set()
 
     # What the template does.
 
-    def turn_locator(self, *, with_tools: bool | None = None, kind: str = PLAIN_ROW) -> TurnLocator:
+    def turn_locator(
+        self,
+        *,
+        with_tools: bool | None = None,
+        kind: str = PLAIN_ROW,
+        row_kwargs: Mapping[str, Any] | None = None,
+    ) -> TurnLocator:
         """Return the locator of turns for rows with tools or without; with_tools=None: that of the template which most
-        rows use. `kind` matters where data.chat_template_kwargs go by it. Raises TokenizerError."""
+        rows use. `kind` matters where data.chat_template_kwargs go by it; `row_kwargs` are the row's own. Raises
+        TokenizerError."""
+        templates = dict(self.tokenizer_parts.templates)
         if with_tools is None:
             # transformers takes `tool_use` for rows with tools where there is one, and `default` for all others
-            names = {name for name, _ in self.tokenizer_parts.templates}
-            with_tools = "tool_use" in names and "default" not in names
-        key = (with_tools, kind if self._uses_row_kinds else PLAIN_ROW)
+            with_tools = "tool_use" in templates and "default" not in templates
+        source = self.tokenizer_parts.template(with_tools=with_tools)
+        # a template for all rows is probed once, without tools
+        is_for_tools = with_tools and len(templates) > 1 and source != templates.get("default")
+        template_kwargs = {**self.data.chat_template_kwargs, **(row_kwargs or {})}
+        variables = {
+            **dict(self.tokenizer_parts.special_tokens_map),
+            **select_template_kwargs(template_kwargs, kind),
+        }
+        key = (source, is_for_tools, json.dumps(variables, sort_keys=True, default=str))
         if key not in self._turn_locators:
             try:
-                source = self.tokenizer_parts.template(with_tools=with_tools)
-                other_locator = self._turn_locators.get((not with_tools, key[1]))
-                if isinstance(other_locator, TurnLocator) and other_locator.template.chat_template.source == source:
-                    self._turn_locators[key] = other_locator
-                else:
-                    has_several = len(self.tokenizer_parts.templates) > 1
-                    self._turn_locators[key] = self._build_locator(
-                        source, with_tools=with_tools and has_several, kind=key[1]
-                    )
+                template = ChatTemplate(source, variables=variables, today=self.today)
+                self._turn_locators[key] = self._probe(template, with_tools=is_for_tools)
             except TokenizerError as error:  # kept: every row would probe the broken template again
                 self._turn_locators[key] = error
         locator = self._turn_locators[key]
@@ -154,33 +152,41 @@ class Renderer:
             raise locator
         return locator
 
-    def _locator_for(self, messages: Sequence[Message], tools: Sequence[Any]) -> TurnLocator:
+    def _probe(self, template: ChatTemplate, *, with_tools: bool) -> TurnLocator:
+        special_texts = (text for _, text, is_special in self.tokenizer_parts.added_tokens if is_special)
+        special_tokens = [*dict.fromkeys((*self.tokenizer_parts.special_tokens, *special_texts))]
+        eos_token = self.tokenizer_parts.eos_token
+        return TurnLocator(template, special_tokens=special_tokens, eos_token=eos_token, with_tools=with_tools)
+
+    def _locator_for(self, chat: Chat) -> TurnLocator:
+        """The locator of a chat's turns. Raises InexactMaskError where there is none."""
+        own_kwargs = json.dumps(chat.template_kwargs, sort_keys=True, default=str)
+        if chat.template_kwargs and own_kwargs not in self._row_kwargs:
+            if len(self._row_kwargs) >= MAX_ROW_KWARGS:
+                raise InexactMaskError(
+                    f"the rows have more than {MAX_ROW_KWARGS} different chat_template_kwargs",
+                    "the template is probed with each of them",
+                )
+            self._row_kwargs.add(own_kwargs)
+        with_tools = bool(chat.tools)
         try:
             return self.turn_locator(
-                with_tools=bool(tools), kind=row_kind(messages) if self._uses_row_kinds else PLAIN_ROW
+                with_tools=with_tools, kind=row_kind(chat.messages), row_kwargs=chat.template_kwargs
             )
         except TokenizerError as error:
-            raise InexactMaskError(
-                f"no chat template for rows {'with' if tools else 'without'} tools", str(error)
-            ) from error
+            reason = f"no chat template for rows {'with' if with_tools else 'without'} tools"
+            raise InexactMaskError(reason, str(error)) from error
 
-    def _build_locator(self, source: str, *, with_tools: bool, kind: str) -> TurnLocator:
-        variables = {
-            **dict(self.tokenizer_parts.special_tokens_map),
-            **select_template_kwargs(self.data.chat_template_kwargs, kind),
-        }
-        template = ChatTemplate(source, variables=variables, today=self.today)
-        special_texts = (text for _, text, is_special in self.tokenizer_parts.added_tokens if is_special)
-        special_tokens = dict.fromkeys((*self.tokenizer_parts.special_tokens, *special_texts))
-        return TurnLocator(
-            template, special_tokens=[*special_tokens], eos_token=self.tokenizer_parts.eos_token, with_tools=with_tools
-        )
+    @functools.cached_property
+    def splitting_tokenizer(self) -> SplittingTokenizer:
+        """The copy of the tokenizer that splits at edges of answers."""
+        return SplittingTokenizer(self.backend)
 
     @functools.cached_property
     def special_token_guard(self) -> SpecialTokenGuard:
         """The special tokens that texts of the data may hold."""
         end_tokens: list[str] = []
-        for with_tools in (False, True) if self.tokenizer_parts.templates else ():
+        for with_tools in (False, True):
             with contextlib.suppress(TokenizerError):
                 end_tokens += self.turn_locator(with_tools=with_tools).ends.end_tokens
         return SpecialTokenGuard(self.tokenizer_parts, end_tokens)
@@ -191,10 +197,7 @@ class Renderer:
         """Parse a text that is a chat rendered by this template back into a Chat; return other examples unchanged."""
         if not isinstance(example, Text):
             return example
-        try:
-            messages = self._chat_parser.parse(example.text) if self._chat_parser is not None else None
-        except InexactMaskError:
-            messages = None
+        messages = None if self._chat_parser is None else self._chat_parser.parse(example.text)
         if messages is not None:
             return Chat(example.where, messages, (), (*example.notes, NOTE_RENDERED_CHAT), unused=example.unused)
         mark = find_rendered_mark(example.text)
@@ -203,8 +206,6 @@ class Renderer:
 
     @functools.cached_property
     def _chat_parser(self) -> RenderedChatParser | None:
-        if not self.tokenizer_parts.templates:
-            return None
         try:
             locator = self.turn_locator()
         except TokenizerError:
@@ -251,24 +252,21 @@ class Renderer:
         ]
 
     def _encode_drafts(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
-        """For each draft an `Encoding`, or `MaskedTokens` where every word of the text is known; None for bad rows and
-        for texts with hidden special tokens, which need another copy of the tokenizer (`_tokenise`)."""
-        results: list[Any] = [None] * len(drafts)
+        """For each draft its encoding; None for bad rows and for texts with hidden special tokens, which need another
+        copy of the tokenizer (`_tokenise`)."""
+        encodings: list[Any] = [None] * len(drafts)
         for source, has_marks in ((CHAT, False), (TEXT, True)):
-            pending_texts: dict[int, str] = {}
-            for index, draft in enumerate(drafts):
-                if (
-                    isinstance(draft, TokenRow)
-                    and draft.source == source
-                    and not self._should_hide(draft.special_token_count)
-                ):
-                    results[index] = self.encoder.encode_with_mask(draft.text, draft.spans) if source == CHAT else None
-                    if results[index] is None:
-                        pending_texts[index] = draft.text
-            encodings = self._backend.encode_batch(list(pending_texts.values()), add_special_tokens=has_marks)
-            for index, encoding in zip(pending_texts, encodings, strict=True):
-                results[index] = encoding
-        return results
+            texts = {
+                index: draft.text
+                for index, draft in enumerate(drafts)
+                if isinstance(draft, TokenRow)
+                and draft.source == source
+                and not self._should_hide(draft.special_token_count)
+            }
+            batch = self.backend.encode_batch(list(texts.values()), add_special_tokens=has_marks)
+            for index, encoding in zip(texts, batch, strict=True):
+                encodings[index] = encoding
+        return encodings
 
     def _should_hide(self, special_count: int) -> bool:
         """True if texts with so many special tokens have them hidden from the template and tokenised as plain text."""
@@ -282,18 +280,14 @@ class Renderer:
                 example.where, [], [], source=TEXT, method="document", text=text, spans=((0, len(text)),),
                 special_token_count=self.special_token_guard.count(text),
             )  # fmt: skip
-        if example.template_kwargs:
-            renderer = self._renderer_for_kwargs(example.template_kwargs)
-            if renderer is None:
-                reason = f"the rows have more than {MAX_ROW_KWARGS} different chat_template_kwargs"
-                return BadRow(example.where, reason, "the template is probed with each of them")
-            return renderer._make_draft(replace(example, template_kwargs={}))
-        messages: Sequence[Message] = example.messages
+        chat = example
         try:
-            messages = self._adapt_messages(messages, example.tools)
-            locator = self._locator_for(messages, example.tools)
-            fitted = locator.template.fit(messages, example.tools)
+            # the messages in the form that the template takes
+            chat = self._adapt_chat(chat)
+            locator = self._locator_for(chat)
+            fitted = locator.template.fit(chat.messages, chat.tools)
             messages = fitted.messages
+            chat = replace(chat, messages=tuple(messages))
             special_count = sum(map(self.special_token_guard.count, conversation_texts(messages)))
             if special_count and self.data.special_tokens_in_text == "fail":
                 raise InexactMaskError(
@@ -301,20 +295,23 @@ class Renderer:
                 )
             is_hiding = self._should_hide(special_count)
             rendered_messages = self.special_token_guard.hide(messages) if is_hiding else messages
-            located = locator.locate(rendered_messages, example.tools)
+            # the text, with the spans of its turns
+            located = locator.locate(rendered_messages, chat.tools)
             if is_hiding:
                 # without the end that was added, which the template's own rendering does not have
-                self._check_hidden_rendering(located.text.removesuffix(located.added_end), messages, example.tools)
+                written_text = located.text.removesuffix(located.added_end)
+                self._check_hidden_rendering(locator, written_text, chat)
+            # the spans that are trained
             spans, untrained_turns, method = self._select_trained_spans(located, messages)
             prompt_suffixes = {
                 start: located.prompt_suffixes[start] for start, _ in spans if start in located.prompt_suffixes
             }
-            notes = (*fitted.notes, *self._row_notes(locator, located, messages, example.tools, prompt_suffixes))
+            notes = (*fitted.notes, *self._row_notes(locator, located, chat, prompt_suffixes))
             if not self.data.loss_on_empty_think and self.data.loss_on != "all":
                 spans = [self._skip_empty_think(locator, located, span) for span in spans]
             # with loss_on=all the one span is the whole text, whose end says nothing of the answers'
             answer_spans = [*located.spans.values()] if self.data.loss_on == "all" else spans
-            self._check_end_tokens(located.text, answer_spans, example.tools)
+            self._check_end_tokens(locator, located.text, answer_spans)
             added_suffixes = prompt_suffixes.items() if self.data.add_empty_think else ()
             insertions = [(start, start, suffix) for start, suffix in added_suffixes if THINK_END.search(suffix)]
             text, trained_spans = splice(located.text, insertions, spans)
@@ -322,9 +319,9 @@ class Renderer:
             details = [error.detail]
             # the form of the row is at fault there, not one of its texts or an option
             if error.reason.startswith(("the chat template", "the generation prompt")) and "data." not in error.reason:
-                details.append(self._find_remedy(messages, example.tools, inexact_count=len(messages)))
+                details.append(self._find_remedy(chat, inexact_count=len(chat.messages)))
             if error.reason == PROMPT_MISMATCH:
-                details.append(self._settable_kwargs_hint(self._locator_for(messages, example.tools)))
+                details.append(self._settable_kwargs_hint(self._locator_for(chat)))
             return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
         return TokenRow(
             example.where, [], [], method=method, untrained_turns=untrained_turns,
@@ -346,8 +343,7 @@ class Renderer:
         self,
         locator: TurnLocator,
         located: LocatedTurns,
-        messages: Sequence[Message],
-        tools: Sequence[Any],
+        chat: Chat,
         prompt_suffixes: Mapping[int, str],
     ) -> Iterator[str]:
         """What is odd about the prompts and turns of a row; `prompt_suffixes`: of the turns that are trained."""
@@ -362,45 +358,36 @@ class Renderer:
                 remedies.append("data.add_empty_think=true writes the prompt's empty think block before it")
             remedies = [*filter(None, remedies)]
             yield f"{NOTE_PROMPT_DIVERGES} ({'; '.join(remedies)})" if remedies else NOTE_PROMPT_DIVERGES
-        remedy = (
-            self._find_remedy(messages, tools, inexact_count=len(located.inexact_turns))
-            if located.inexact_turns
-            else ""
-        )
-        if remedy:
+        inexact_count = len(located.inexact_turns)
+        if inexact_count and (remedy := self._find_remedy(chat, inexact_count=inexact_count)):
             yield f"a turn has no exact mask and is not trained: {remedy}"
         if locator.template.traits.answer_header:
             yield NOTE_NO_PROMPT.format(header=repr(locator.template.traits.answer_header))
         headers_after_results = [
             text
             for index, text in located.unprompted_headers.items()
-            if index and messages[index - 1]["role"] == "tool"
+            if index and chat.messages[index - 1]["role"] == "tool"
         ]
         if headers_after_results:
             yield NOTE_NO_HEADER.format(header=one_line(headers_after_results[0].strip()))
 
-    def _check_end_tokens(self, text: str, spans: Sequence[Span], tools: Sequence[Any]) -> None:
+    def _check_end_tokens(self, locator: TurnLocator, text: str, spans: Sequence[Span]) -> None:
         if self.data.on_missing_end == "train":
             return
-        with_tools = bool(tools)
-        if with_tools not in self._end_tokens:  # special tokens, and the template's own ends that are one token
-            end_tokens = self.turn_locator(with_tools=with_tools).ends.end_tokens
-            special_tokens = (
-                token for _, token, is_special in self.tokenizer_parts.added_tokens if is_special or token in end_tokens
-            )
-            self._end_tokens[with_tools] = tuple(
-                token for token in (*special_tokens, self.tokenizer_parts.eos_token) if token
-            )
+        # special tokens, and the template's own ends that are one token
+        own_ends = locator.ends.end_tokens
+        ends = [token for _, token, is_special in self.tokenizer_parts.added_tokens if is_special or token in own_ends]
+        end_tokens = tuple(token for token in (*ends, self.tokenizer_parts.eos_token) if token)
         for start, end in spans:
             trained_text = text[start:end].rstrip()  # a line break after the end token may be trained with it
-            if not trained_text.endswith(self._end_tokens[with_tools]):
+            if not trained_text.endswith(end_tokens):
                 excerpt = one_line(repr(trained_text[-40:]), limit=60)
                 raise InexactMaskError(NO_END_TOKEN, f"{excerpt}: {END_TOKEN_REMEDY}")
 
-    def _check_hidden_rendering(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> None:
+    def _check_hidden_rendering(self, locator: TurnLocator, text: str, chat: Chat) -> None:
         """Raise InexactMaskError where the template does not treat a special token in a text as plain text."""
         try:
-            visible_text = self._locator_for(messages, tools).template.render(messages, tools)
+            visible_text = locator.template.render(chat.messages, chat.tools)
         except RenderError as error:
             raise InexactMaskError(TEMPLATE_REFUSES_ROW, str(error)) from error
         if self.special_token_guard.reveal(text) != visible_text:
@@ -409,31 +396,25 @@ class Renderer:
                 "(data.special_tokens_in_text=control takes it as the template does)"
             )
 
-    def _find_remedy(self, messages: Sequence[Message], tools: Sequence[Any], *, inexact_count: int) -> str:
+    def _find_remedy(self, chat: Chat, *, inexact_count: int) -> str:
         """The option, or the change of the row, that leaves fewer turns inexact, tried on it; empty where none does."""
-        index = next(
-            (index for index in range(1, len(messages)) if messages[index]["role"] == messages[index - 1]["role"]), 1
-        )
-        merge_remedy = (
-            f"messages[{index - 1}] and messages[{index}] are both {messages[index - 1]['role']} turns: {MERGE_REMEDY}"
-        )
-        remedies: tuple[tuple[str, Callable[[Sequence[Message]], Sequence[Message]]], ...] = (
-            (merge_remedy, merge_turns),
-            (MOVE_SYSTEM_REMEDY, lambda rows: self._move_system_into_user(rows, tools)),
-            (
-                f"{merge_remedy} and {MOVE_SYSTEM_REMEDY}",
-                lambda rows: self._move_system_into_user(merge_turns(rows), tools),
-            ),
-            (DROP_TEXT_REMEDY, drop_text_beside_calls),
-            (NAMED_IDS_REMEDY, name_call_ids),
+        roles = [message["role"] for message in chat.messages]
+        index = next((index for index in range(1, len(roles)) if roles[index] == roles[index - 1]), 1)
+        merge_remedy = f"messages[{index - 1}] and messages[{index}] are both {roles[index - 1]} turns: {MERGE_REMEDY}"
+        remedies: tuple[tuple[str, Callable[[Chat], Chat]], ...] = (
+            (merge_remedy, _merge_chat),
+            (MOVE_SYSTEM_REMEDY, self._move_system_into_user),
+            (f"{merge_remedy} and {MOVE_SYSTEM_REMEDY}", lambda row: self._move_system_into_user(_merge_chat(row))),
+            (DROP_TEXT_REMEDY, lambda row: replace(row, messages=tuple(drop_text_beside_calls(row.messages)))),
+            (NAMED_IDS_REMEDY, lambda row: replace(row, messages=tuple(name_call_ids(row.messages)))),
         )
         for remedy, change in remedies:
             with contextlib.suppress(InexactMaskError):
-                changed_messages = change(messages)
-                if changed_messages == messages:
+                changed = change(chat)
+                if changed.messages == chat.messages:
                     continue
-                locator = self._locator_for(changed_messages, tools)
-                located = locator.locate(locator.template.fit(changed_messages, tools).messages, tools)
+                locator = self._locator_for(changed)
+                located = locator.locate(locator.template.fit(changed.messages, chat.tools).messages, chat.tools)
                 if located.spans and len(located.inexact_turns) < inexact_count:
                     return remedy
         return ""
@@ -442,23 +423,24 @@ class Renderer:
         names = locator.template.chat_template.settable_variables
         return f"the template reads {', '.join(names)}, which data.chat_template_kwargs sets" if names else ""
 
-    def _adapt_messages(self, messages: Sequence[Message], tools: Sequence[Any]) -> Sequence[Message]:
-        """The messages as the run YAML has them changed for the template's sake."""
+    def _adapt_chat(self, chat: Chat) -> Chat:
+        """The chat as the run YAML has it changed for the template's sake."""
         if self.data.drop_text_beside_calls:
-            messages = drop_text_beside_calls(messages)
-        return self._move_system_into_user(messages, tools) if self.data.system_into_user else messages
+            chat = replace(chat, messages=tuple(drop_text_beside_calls(chat.messages)))
+        return self._move_system_into_user(chat) if self.data.system_into_user else chat
 
-    def _move_system_into_user(self, messages: Sequence[Message], tools: Sequence[Any]) -> Sequence[Message]:
-        """The messages with the system prompt before the first user turn, where the template has no place for it."""
-        if messages[0]["role"] != "system" or self._locator_for(messages, tools).template.traits.system == "written":
-            return messages
-        system, other_messages = messages[0]["content"], [dict(message) for message in messages[1:]]
+    def _move_system_into_user(self, chat: Chat) -> Chat:
+        """The chat with the system prompt before the first user turn, where the template has no place for it."""
+        system, *others = chat.messages
+        if system["role"] != "system" or self._locator_for(chat).template.traits.system == "written":
+            return chat
+        other_messages = [dict(message) for message in others]
         first_user_turn = next((message for message in other_messages if message["role"] == "user"), None)
         if first_user_turn is None:
             raise InexactMaskError("there is no user turn to put the system prompt before")
-        first_user_turn["content"] = f"{system}\n\n{first_user_turn['content']}"
+        first_user_turn["content"] = f"{system['content']}\n\n{first_user_turn['content']}"
         first_user_turn.pop(AUTHOR_MESSAGE, None)  # its author's own message no longer says the same
-        return other_messages
+        return replace(chat, messages=tuple(other_messages))
 
     def _select_trained_spans(self, located: LocatedTurns, messages: Sequence[Message]) -> tuple[list[Span], int, str]:
         """The spans to train, how many turns are left out, and the method. Raises InexactMaskError without any span."""
@@ -499,16 +481,11 @@ class Renderer:
             encoding, spans, encoded_text, draft.text, draft.spans = self.special_token_guard.encode(
                 encoded_text, spans
             )
-        masked = (
-            encoding
-            if isinstance(encoding, MaskedTokens)
-            else mask_encoding(encoding, encoded_text, spans, self._added_ids)
-        )
+        masked = mask_encoding(encoding, encoded_text, spans, self._added_ids)
         draft.merged_edges = masked.crossed_edges
         if masked.crossed_edges:
-            split_tokens = (
-                self.encoder if is_encoded else self.special_token_guard
-            ).splitting_tokenizer.encode_with_mask(encoded_text, spans)
+            owner = self if is_encoded else self.special_token_guard
+            split_tokens = owner.splitting_tokenizer.encode_with_mask(encoded_text, spans)
             if split_tokens is None and self.data.on_inexact_mask == "fail":
                 return BadRow(
                     draft.location, "a token crosses the edge of an answer", encoding.tokens[masked.crossed_index]
@@ -560,15 +537,11 @@ class Renderer:
     def prompt_ids(self, chat: Chat) -> list[int] | None:
         """Tokens of everything before the last turn with the generation prompt. None where the last turn is not the
         assistant's, or its prompt cannot be rendered."""
-        if chat.template_kwargs:
-            renderer = self._renderer_for_kwargs(chat.template_kwargs)
-            return renderer.prompt_ids(replace(chat, template_kwargs={})) if renderer is not None else None
         if chat.messages[-1]["role"] != "assistant":
             return None
         try:
-            messages = self._adapt_messages(chat.messages, chat.tools)
-            locator = self._locator_for(chat.messages, chat.tools)
-            prompt_messages = locator.template.fit(messages, chat.tools).messages[:-1]
+            locator = self._locator_for(chat)
+            prompt_messages = locator.template.fit(self._adapt_chat(chat).messages, chat.tools).messages[:-1]
             is_hiding = self.hides_special_tokens(prompt_messages)
             text = locator.template.render(
                 self.special_token_guard.hide(prompt_messages) if is_hiding else prompt_messages,
@@ -580,16 +553,13 @@ class Renderer:
         encoding = (
             self.special_token_guard.encode(text, [])[0]
             if is_hiding
-            else self._backend.encode(text, add_special_tokens=False)
+            else self.backend.encode(text, add_special_tokens=False)
         )
         return list(encoding.ids)
 
     def prompt_and_answer_ids(self, chat: Chat) -> tuple[list[int], list[int]] | None:
         """Token ids of the last turn's prompt, and of the answer that training teaches after it, its end of turn
         included. None if there is no such prompt, or the turn is not trained."""
-        if chat.template_kwargs:
-            renderer = self._renderer_for_kwargs(chat.template_kwargs)
-            return renderer.prompt_and_answer_ids(replace(chat, template_kwargs={})) if renderer is not None else None
         prompt = self.prompt_ids(chat)
         last_turn_renderer = copy.copy(self)  # shares the probed template
         last_turn_renderer.data = self.data.model_copy(update={"loss_on": "completion"})
@@ -603,17 +573,6 @@ class Renderer:
         # the prompt may have closed the think text that the turn closes: it is not asked for a second time
         overlap = next((size for size in range(len(answer), 0, -1) if prompt[-size:] == answer[:size]), 0)
         return prompt, answer[overlap:]
-
-    def _renderer_for_kwargs(self, template_kwargs: Mapping[str, Any]) -> Renderer | None:
-        """A renderer of rows that have these chat_template_kwargs; None where there are too many others."""
-        key = json.dumps(template_kwargs, sort_keys=True, default=str)
-        if key not in self._kwargs_renderers and len(self._kwargs_renderers) < MAX_ROW_KWARGS:
-            merged_kwargs = {**self.data.chat_template_kwargs, **template_kwargs}
-            data = self.data.model_copy(update={"chat_template_kwargs": merged_kwargs})
-            self._kwargs_renderers[key] = Renderer(
-                self.tokenizer_parts, data, max_seq_len=self.max_seq_len, today=self.today, encoder=self.encoder
-            )
-        return self._kwargs_renderers.get(key)
 
     def hides_special_tokens(self, messages: Sequence[Message]) -> bool:
         """Whether special tokens that the messages' texts spell are tokenised as plain text, as in training."""
@@ -631,19 +590,24 @@ def drop_text_beside_calls(messages: Sequence[Message]) -> list[Message]:
     return copies
 
 
+def _merge_chat(chat: Chat) -> Chat:
+    return replace(chat, messages=tuple(merge_turns(chat.messages)))
+
+
 def name_call_ids(messages: Sequence[Message]) -> list[Message]:
     """The messages with ids of calls that hold the call's name, as Kimi's models write them."""
     count = itertools.count()
     return [
-        {**message, "tool_calls": [{**call, "id": _named_call_id(call, next(count))} for call in message["tool_calls"]]}
+        {
+            **message,
+            "tool_calls": [
+                {**call, "id": f"functions.{call['function']['name']}:{next(count)}"} for call in message["tool_calls"]
+            ],
+        }
         if message.get("tool_calls")
         else message
         for message in messages
     ]
-
-
-def _named_call_id(call: Mapping[str, Any], index: int) -> str:
-    return f"functions.{call['function']['name']}:{index}"
 
 
 def is_trained_turn(message: Message) -> bool:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from sft_play.data.masks.fitted_template import FittedTemplate, control_tokens, find_control_tokens
-from sft_play.data.masks.template import RenderError
+from sft_play.data.masks.sandbox import RenderError
 from sft_play.data.sources.messages import Message
 
 _PROBE_ROLES: tuple[tuple[str, ...], ...] = (

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.data.masks.token_row import IGNORED, InexactMaskError, Span
-from sft_play.data.masks.words import WordTokenizer, build_word_tokenizer
 from sft_play.data.sources.messages import Message, iter_texts, map_texts
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
@@ -170,8 +169,8 @@ def _rename_strings(value: Any, names: Mapping[str, str]) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# What masks need of a tokenizer, and texts with spans to ids with labels: by words seen before, by
-# the tokenizer's encoding, or split at the spans' edges.
+# What masks need of a tokenizer, and texts with spans to ids with labels: by the tokenizer's encoding,
+# or split at the spans' edges.
 #
 # Shape letters: T tokens of one row.
 
@@ -206,10 +205,9 @@ class TokenizerParts:
                 "a loss mask needs a fast one (a tokenizer.json in the model's folder)"
             )
         # transformers: one template as a text, or several as {name: text}
-        chat_template = tokenizer.chat_template
-        templates = (
-            chat_template if isinstance(chat_template, dict) else {"default": chat_template} if chat_template else {}
-        )
+        templates = tokenizer.chat_template or {}
+        if isinstance(templates, str):
+            templates = {"default": templates}
         special_map = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         added = tokenizer.added_tokens_decoder.items()
         return cls(
@@ -255,50 +253,14 @@ def end_of_text_id(tokenizer: Any) -> int | None:
 
 
 @functools.lru_cache(maxsize=2)  # reading a large vocabulary takes half a second
-def _load_backend(backend_json: str) -> Any:
+def load_backend(backend_json: str) -> Any:
+    """A tokenizer's backend that neither pads nor truncates."""
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_str(backend_json)
-
-
-# Texts whose tokens were put together from words that are compared with the tokenizer's own ids.
-FULLY_COMPARED_TEXTS, COMPARISON_INTERVAL = 64, 256
-
-
-class Encoder:
-    """A tokenizer's backend that neither pads nor truncates, and a copy of it that splits at edges of answers."""
-
-    def __init__(self, parts: TokenizerParts) -> None:
-        self._text_count = 0
-        self.backend = _load_backend(parts.backend_json)
-        self.backend.no_padding()
-        self.backend.no_truncation()
-
-    @functools.cached_property
-    def word_tokenizer(self) -> WordTokenizer | None:
-        """The tokens of words seen before; None where this tokenizer has no such words."""
-        return build_word_tokenizer(self.backend)
-
-    def encode_with_mask(self, text: str, spans: Sequence[Span]) -> MaskedTokens | None:
-        """Encode a text from words seen before, with labels; None if the tokenizer itself is needed."""
-        words_result = self.word_tokenizer.encode_with_spans(text, spans) if self.word_tokenizer is not None else None
-        if words_result is None:
-            return None
-        ids, trained_spans = words_result
-        self._text_count += 1
-        # our words against the tokenizer's own ids: a difference would train other tokens than are generated
-        if self._text_count <= FULLY_COMPARED_TEXTS or self._text_count % COMPARISON_INTERVAL == 0:
-            expected = self.backend.encode(text, add_special_tokens=False).ids
-            assert ids == expected, f"the words of {one_line(text)!r} have other tokens than the text"
-        labels = [IGNORED] * len(ids)
-        for first, last in trained_spans:
-            labels[first:last] = ids[first:last]
-        return MaskedTokens(ids, labels, 0)
-
-    @functools.cached_property
-    def splitting_tokenizer(self) -> SplittingTokenizer:
-        """The copy of the tokenizer that splits at edges of answers."""
-        return SplittingTokenizer(self.backend)
+    backend = Tokenizer.from_str(backend_json)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
 
 
 @dataclass(frozen=True)

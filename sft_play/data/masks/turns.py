@@ -22,7 +22,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sft_play.data.masks.fitted_template import (
@@ -38,7 +38,8 @@ from sft_play.data.masks.fitted_template import (
     map_message_texts,
     probe_template,
 )
-from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.data.masks.sandbox import RenderError
+from sft_play.data.masks.template import ChatTemplate
 from sft_play.data.masks.token_row import NO_TURN_END, PROMPT_MISMATCH, TEMPLATE_REFUSES_ROW, InexactMaskError, Span
 from sft_play.data.sources.messages import Message
 from sft_play.log import one_line
@@ -160,7 +161,7 @@ def to_first_sentinels(text: str) -> str:
 def searched_texts_pattern(searched_texts: frozenset[str]) -> re.Pattern[str]:
     """A pattern of what the template looks for in texts, the longest first."""
     longest_first = sorted(searched_texts, key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, longest_first))) if searched_texts else MATCHES_NOTHING
+    return re.compile("|".join(map(re.escape, longest_first)) or MATCHES_NOTHING.pattern)
 
 
 def split_text_pieces(text: str, searched_pattern: re.Pattern[str]) -> Iterator[tuple[int, int, bool]]:
@@ -256,17 +257,16 @@ class MarkedText:
     def message_extent(self, message_index: int, start: int) -> tuple[int | None, int | None, PieceKind | None]:
         """Where the message's pieces begin and end from `start` on, and the kind of the last one; repetitions of a
         piece do not count. Nones where none is written."""
-        first: int | None = None
-        last: tuple[int | None, PieceKind | None] = (None, None)
+        extents: list[tuple[int, int, PieceKind]] = []
         counted_pieces: set[int] = set()
         for index, begin, end in self._written_spans:
             piece = self._pieces[index]
-            if piece.message_index != message_index or begin < start or index in counted_pieces:
-                continue
-            counted_pieces.add(index)
-            first = begin if first is None else first
-            last = (end, piece.kind)
-        return first, *last
+            if piece.message_index == message_index and begin >= start and index not in counted_pieces:
+                counted_pieces.add(index)
+                extents.append((begin, end, piece.kind))
+        if not extents:
+            return None, None, None
+        return extents[0][0], *extents[-1][1:]
 
     def is_end_certain(self, message_index: int, message_count: int) -> bool:
         """Whether the turn and the message after it are written with texts of their own, so that what stands between
@@ -322,10 +322,6 @@ _ROLE_POSSESSIVES = {
     "assistant": "an assistant's",
     "tool": "a tool's",
 }
-_DROPPED_SYSTEM = (
-    "the chat template drops the system prompt (data.system_into_user=true puts it before the first user turn)"
-)
-_WRITES_ENTITIES = "the chat template writes HTML entities in an assistant's turn"
 
 
 class TemplateLayoutBuilder:
@@ -442,7 +438,11 @@ class TemplateLayoutBuilder:
                     "the chat template drops a tool call", f"{location}: {one_line(piece.text, limit=60)}"
                 )
             if role in ("system", "developer"):
-                raise InexactMaskError(_DROPPED_SYSTEM, location)
+                raise InexactMaskError(
+                    "the chat template drops the system prompt (data.system_into_user=true puts it before the first "
+                    "user turn)",
+                    location,
+                )
             if role != "assistant" or not piece.is_think or piece_index == last_content.get(piece.message_index):
                 raise InexactMaskError(f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location)
             stripped_pieces.append(piece_index)
@@ -451,16 +451,6 @@ class TemplateLayoutBuilder:
 
 # --------------------------------------------------------------------------------------------------
 # One marked row: where its assistant turns begin and end.
-
-
-@dataclass(frozen=True)
-class _TurnEndPosition:
-    """Where a turn ends; `added_end` is the end of it that the template does not write."""
-
-    position: GapPosition | None = None
-    ended_by_prefix: bool = False
-    ended_by_next_turn: bool = False
-    added_end: str = ""
 
 
 @dataclass(frozen=True)
@@ -487,6 +477,7 @@ class _MarkedRow:
         common_size = len(common_prefix(prompt, marked_text.text, self.ends.special_tokens))
         is_prefix = common_size == len(prompt)
         first_piece_start, last_piece_end, kind = marked_text.message_extent(index, common_size)
+        # Where it begins: behind its prompt, or behind the header that both have.
         begin, prompt_suffix, without_prompt = None, None, False
         # Without a question or a result before the turn, some templates write no prompt but do write the turn's header.
         if not (index and messages[index - 1]["role"] in ("user", "tool")):
@@ -510,15 +501,18 @@ class _MarkedRow:
         if begin is not None and not prompt_suffix and not without_prompt:
             begin += len(self._unprompted_header(index, begin))
         start = None if begin is None else marked_text.to_gap_position(begin)
+        # Where it ends, and what would be trained where either place is not certain.
         last_end = common_size if last_piece_end is None else last_piece_end
         # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
         if entity := self.template.find_added_entity(
             marked_text.text[begin or common_size : marked_text.next_piece_start(last_end)], messages
         ):
-            raise InexactMaskError(_WRITES_ENTITIES, f"messages[{index}]: {entity}")
-        end = self._locate_end(index, piece_end=last_end, is_answer_text=kind == "content")
+            raise InexactMaskError(
+                "the chat template writes HTML entities in an assistant's turn", f"messages[{index}]: {entity}"
+            )
+        turn = self._locate_end(index, piece_end=last_end, is_answer_text=kind == "content")
         detail = f"messages[{index}]"
-        if begin is None or start is None or end.position is None:
+        if begin is None or start is None or turn.end is None:
             if not is_prefix:
                 detail = f"{detail}: the prompt continues with {one_line(repr(prompt[common_size:][:40]))}"
             # The best guess, for data.on_inexact_mask=train, begins where prompt and text part.
@@ -527,25 +521,18 @@ class _MarkedRow:
                 if not is_prefix and (first_piece_start is None or common_size <= first_piece_start)
                 else None
             )
-            guessed_span = (
-                (guessed_start, end.position) if guessed_start is not None and end.position is not None else None
-            )
-            reason = NO_TURN_END if end.position is None else PROMPT_MISMATCH
-            return Turn(index, reason=reason, detail=detail, guessed_span=guessed_span, added_end=end.added_end)
-        problem = marked_text.span_problem(index, begin, marked_text.to_offset(end.position))
+            guessed_span = None if guessed_start is None or turn.end is None else (guessed_start, turn.end)
+            reason = NO_TURN_END if turn.end is None else PROMPT_MISMATCH
+            return Turn(index, reason=reason, detail=detail, guessed_span=guessed_span, added_end=turn.added_end)
+        problem = marked_text.span_problem(index, begin, marked_text.to_offset(turn.end))
         if problem:
             return Turn(index, reason=problem, detail=detail)
-        unprompted_header = marked_text.text[prompt_end:begin]
-        return Turn(
-            index,
-            start,
-            end.position,
-            end.ended_by_prefix,
-            end.ended_by_next_turn,
-            end.added_end,
-            unprompted_header,
-            prompt_suffix,
-            without_prompt,
+        return replace(
+            turn,
+            start=start,
+            unprompted_header=marked_text.text[prompt_end:begin],
+            prompt_suffix=prompt_suffix,
+            without_prompt=without_prompt,
         )
 
     def _lacks_header(self, tail: str, size: int) -> bool:
@@ -615,8 +602,8 @@ class _MarkedRow:
         ) and self.template.has_only_think_marks(plain_header[size:plain_size])
         return min(size, plain_size) if differs_in_think_only else None
 
-    def _locate_end(self, index: int, *, piece_end: int, is_answer_text: bool) -> _TurnEndPosition:
-        """Where a turn ends whose last piece ends at `piece_end`, and whether its own rendering ends there too."""
+    def _locate_end(self, index: int, *, piece_end: int, is_answer_text: bool) -> Turn:
+        """A turn with its end alone, whose last piece ends at `piece_end`; without one where that is not certain."""
         marked_text, ends = self.marked_text, self.ends
         limit = marked_text.next_piece_start(piece_end)
         turn_text = self.template.try_render(self.messages[: index + 1], self.tools)
@@ -643,20 +630,26 @@ class _MarkedRow:
             # An end that the turn alone does not show is its own only where this turn's and the next one's texts stand.
             is_in_final_tail = final_tail is not None and final_tail.startswith(end.text)
             if not (is_in_final_tail or end.opens_next_turn or marked_text.is_end_certain(index, len(self.messages))):
-                return _TurnEndPosition()
+                return Turn(index)
             # The last turn may be written without its end, which a next turn would bring: it is added to the text.
             added_end = end.text[len(written_tail) :] if is_last else ""
             if added_end and not (end.text.startswith(written_tail) and limit == len(marked_text.text)):
-                return _TurnEndPosition()
+                return Turn(index)
             position = marked_text.to_gap_position(piece_end + len(end.text) - len(added_end))
             if position is not None and added_end:
                 position = GapPosition(position.gap, position.offset + len(added_end))
-            return _TurnEndPosition(position, prefix_end is not None, end.opens_next_turn, added_end)
+            return Turn(
+                index,
+                end=position,
+                ended_by_prefix=prefix_end is not None,
+                ended_by_next_turn=end.opens_next_turn,
+                added_end=added_end,
+            )
         if ends.end_markers:
-            return _TurnEndPosition()  # this template ends turns, and this one has no end
+            return Turn(index)  # this template ends turns, and this one has no end
         if prefix_end is not None:
-            return _TurnEndPosition(marked_text.to_gap_position(prefix_end), True)
-        return _TurnEndPosition(marked_text.to_gap_position(piece_end)) if is_answer_text else _TurnEndPosition()
+            return Turn(index, end=marked_text.to_gap_position(prefix_end), ended_by_prefix=True)
+        return Turn(index, end=marked_text.to_gap_position(piece_end) if is_answer_text else None)
 
     def _continued_tail(self, piece_end: int) -> str | None:
         """What stands after the last piece of the last turn when the conversation goes on; None where it cannot."""
@@ -827,13 +820,11 @@ class TurnLocator:
         for turn in template_layout.turns:
             if turn.start is not None and turn.end is not None:
                 start = gap_starts[turn.start.gap] + turn.start.offset
-                # the answer's own text may begin as the prompt goes on
-                text_suffix = (
-                    turn.prompt_suffix if turn.prompt_suffix and text.startswith(turn.prompt_suffix, start) else ""
-                )
-                start += len(text_suffix)
-                if turn.prompt_suffix and not text_suffix:
-                    prompt_suffixes[start] = turn.prompt_suffix
+                suffix = turn.prompt_suffix or ""
+                if text.startswith(suffix, start):  # the answer's own text may begin as the prompt goes on
+                    start += len(suffix)
+                else:
+                    prompt_suffixes[start] = suffix
                 if turn.unprompted_header:
                     headers[turn.message_index] = turn.unprompted_header
                 spans[turn.message_index] = (start, gap_starts[turn.end.gap] + turn.end.offset)

@@ -15,7 +15,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from sft_play.data.build.splits import DataSplit
-from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.data.masks.sandbox import RenderError
+from sft_play.data.masks.template import ChatTemplate
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import TokenizerError
 from sft_play.finished.load import build_run_renderer, evenly_spaced_indices

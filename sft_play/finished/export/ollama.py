@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sft_play.data.masks.template import RenderError
+from sft_play.data.masks.sandbox import RenderError
 from sft_play.errors import TokenizerError
 from sft_play.finished.export.engine_prompts import EnginePrompts, probe_conversations, shared_prefix_length
 from sft_play.finished.run import FinishedRun
