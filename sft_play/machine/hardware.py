@@ -17,7 +17,7 @@ from sft_play.log import one_line
 from sft_play.machine import host
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.gpu_catalog import CatalogEntry, catalog_key, find_catalog_entries, nearest_gpu_names
-from sft_play.machine.named import MachineSpec, is_machine_file, normalize_machine_text, parse_machine_spec
+from sft_play.machine.named import MachineSpec, parse_machine_spec
 from sft_play.machine.visible_gpus import ListedGpu, visible_gpus
 from sft_play.text import GIB
 
@@ -61,11 +61,6 @@ class Hardware:
     def ranks(self) -> int:
         """Processes that use all of it: one for each GPU."""
         return len(self.gpus) or self.cpu_ranks
-
-    @property
-    def is_mig_instance(self) -> bool:
-        """Whether its GPU is an instance of a split one."""
-        return any(gpu.mig for gpu in self.gpus)
 
     @property
     def gpu_groups(self) -> tuple[tuple[Gpu, ...], ...]:
@@ -114,10 +109,9 @@ AMD_NOTE = (
 
 # --- a machine that is named ------------------------------------------------------------------------------------------
 def parse_hardware(text: str) -> Hardware:
-    """A machine that is only named: `2xH200`, `2x8xH100` (nodes x GPUs), `2xMyGPU,mem=24GiB`, `cpu`, a YAML file
-    (`named`). Raises HardwareError for another text, or an unknown GPU without `mem=`."""
-    normalized, note = (text, "") if is_machine_file(text) else normalize_machine_text(text)
-    spec = parse_machine_spec(normalized)
+    """A machine that is only named: `2xH200`, `2x8xH100` (nodes x GPUs), `2xMyGPU,mem=24GiB`, `cpu` (`named`).
+    Raises HardwareError for another text, or an unknown GPU without `mem=`."""
+    spec = parse_machine_spec(text)
     ram_total, _ = host.total_and_free_ram()
     ram = spec.ram or ram_total
     machine = Hardware(
@@ -134,7 +128,7 @@ def parse_hardware(text: str) -> Hardware:
         link_bytes_per_s=spec.link or (entry.link if entry else None),
         network_bytes_per_s=spec.network,
         price_per_gpu_hour=spec.price,
-        notes=(*([note] if note else []), *notes, *spec.notes, *((AMD_NOTE,) if gpu.is_amd else ())),
+        notes=(*notes, *spec.notes, *((AMD_NOTE,) if gpu.is_amd else ())),
     )
 
 
@@ -154,12 +148,11 @@ def _find_entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tupl
         return None, ()
     size = 8 if catalog_key(name).startswith("laptop") else 24
     short = re.sub(r"[^A-Za-z0-9_.+()/-]", "", name)
-    remedy = f"mem: {size}GiB beside its name" if is_machine_file(text) else f"HARDWARE=1x{short},mem={size}GiB"
     suggestions = nearest_gpu_names(name)
     hint = f"nearest: {', '.join(suggestions)}" if suggestions else "docs/gpus.md lists those that are"
     raise HardwareError(
         f"HARDWARE={one_line(text)}: the GPU {one_line(name)} is not in the catalogue; {hint}; or give its memory, for "
-        f"one with {size} GiB {remedy}"
+        f"one with {size} GiB HARDWARE=1x{short},mem={size}GiB"
     )
 
 
