@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS, help_line
-from sft_play.config.load import check_quotes, load_config, split_overrides
+from sft_play.config.load import load_config, split_overrides
 from sft_play.config.options import sections
-from sft_play.config.other_tools import flag_hint
 from sft_play.config.schema import OutputConfig
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.files import relative_to_cwd
@@ -189,18 +188,9 @@ def _config_path(text: str) -> Path:
     return shipped if os.path.isfile(shipped) else path  # noqa: PTH113
 
 
-# Variables whose text may begin with any quote.
-_FREE_TEXT_VARIABLES = frozenset({"STYLE", "SYSTEM"})
-
-
 def _variable_text(parsed: argparse.Namespace, environment: Mapping[str, str], name: str) -> str | None:
     flag = getattr(parsed, name.lower()) if VARIABLES[name].has_flag else None
-    if flag is None:
-        flag = environment.get(name) or None
-    text = "1" if flag is True else flag
-    if text is not None and name not in _FREE_TEXT_VARIABLES:
-        check_quotes(text, name)
-    return text
+    return "1" if flag is True else flag or environment.get(name) or None
 
 
 def _parse_variable_value(name: str, text: str | None) -> Any:
@@ -218,22 +208,15 @@ def _parse_variable_value(name: str, text: str | None) -> Any:
             raise ConfigError(f"{name}={one_line(text)} is not a number of {variable.counted_noun}, such as {name}=4")
         return int(text)
     if variable.kind == "number":
-        amount = (
-            re.sub(r"^\$|(\$| ?usd)$", "", text.strip(), flags=re.IGNORECASE)
-            if "money" in variable.counted_noun
-            else text
-        )
+        is_money = "money" in variable.counted_noun
+        amount = re.sub(r"^\$|(\$| ?usd)$", "", text.strip(), flags=re.IGNORECASE) if is_money else text
         if name == "BUDGET" and amount == "0":
             raise ConfigError("BUDGET=0 pays for nothing; a shell reads $20 as $2 and 0: write BUDGET=20")
-        try:
-            value = float(amount) if text.isascii() else -1.0
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < float("inf"):
+        if not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?", amount, re.IGNORECASE):
             raise ConfigError(
                 f"{name}={one_line(text)} is not {variable.counted_noun}, such as {name}={variable.example}"
             )
-        return value
+        return float(amount)
     return text
 
 
@@ -274,7 +257,7 @@ def flag_commands_table() -> dict[str, Sequence[str]]:
 
 def _check_flags(parsed: argparse.Namespace, argv: Sequence[str], unknown: Sequence[str]) -> None:
     command, flags = parsed.command, flag_commands_table()
-    problems = [_unknown_flag_problem(command, word, argv, flags) for word in unknown]
+    problems = [_unknown_flag_problem(command, word, flags) for word in unknown]
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems:", *problems]))
     for flag, commands in flags.items():
@@ -291,27 +274,14 @@ def _check_flags(parsed: argparse.Namespace, argv: Sequence[str], unknown: Seque
             raise ConfigError(f"{flag} is given twice; give it once")
 
 
-def _unknown_flag_problem(command: str, word: str, argv: Sequence[str], flags: Mapping[str, Sequence[str]]) -> str:
-    flag, equals, value = word.partition("=")
-    next_word = [*argv, ""][argv.index(word) + 1] if word in argv else ""
-    flag_text = (
-        value
-        if equals
-        else next_word
-        if next_word and not next_word.startswith("--") and "=" not in next_word
-        else None
-    )
-    setting_hint = flag_hint(flag, flag_text) if command in flag_commands("SET") else None
+def _unknown_flag_problem(command: str, word: str, flags: Mapping[str, Sequence[str]]) -> str:
+    flag = word.partition("=")[0]
     command_flags = [name for name, commands in flags.items() if command in commands]
-    suggestion = None if setting_hint else nearest_name(flag, command_flags, list(flags))
-    owner_note = (
-        "" if suggestion is None or suggestion in command_flags else f" (a flag of {', '.join(flags[suggestion])})"
-    )
-    hint = setting_hint or (
-        f"did you mean {suggestion}{owner_note}?"
-        if suggestion
-        else f"{command} takes {', '.join(command_flags) or 'none'}"
-    )
+    suggestion = nearest_name(flag, command_flags, list(flags))
+    hint = f"{command} takes {', '.join(command_flags) or 'none'}"
+    if suggestion is not None:
+        owner_note = "" if suggestion in command_flags else f" (a flag of {', '.join(flags[suggestion])})"
+        hint = f"did you mean {suggestion}{owner_note}?"
     return f"{command} has no flag {one_line(flag)}; {hint}"
 
 

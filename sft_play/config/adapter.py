@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sft_play.config.options import all_options, option_accepts
-from sft_play.config.yaml_io import JsonValue, Problem, YamlDocument, find_value, format_value
+from sft_play.config.yaml_io import JsonValue, KeyPath, Problem, YamlDocument, find_value, format_value
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 
@@ -53,46 +53,45 @@ class EarlierAdapter:
 def apply_adapter(document: YamlDocument) -> list[Problem]:
     """Put the settings of `model.adapter` into a document; returns a problem for each that contradicts it."""
     key_path = ("model", "adapter")
-    name, output_dir = (find_value(document.data, section_path) for section_path in (key_path, ("output", "dir")))
+    name, output_dir = find_value(document.data, key_path), find_value(document.data, ("output", "dir"))
     if not isinstance(name, str) or not name:
         return []
+    if not isinstance(output_dir, str):
+        output_dir = all_options()["output.dir"].default
     try:
-        output_root = Path(output_dir if isinstance(output_dir, str) else all_options()["output.dir"].default)
-        adapter = find_adapter(name, output_dir=output_root)
+        adapter = find_adapter(name, output_dir=Path(output_dir))
     except ConfigError as error:
         return [document.problem(key_path, str(error))]
-    model, tuning, lora = (
-        document.ensure_section(section_path) for section_path in (("model",), ("tuning",), ("tuning", "lora"))
-    )
-    if model is None or tuning is None or lora is None:
+    sections = [document.ensure_section(path) for path in (("model",), ("tuning",), ("tuning", "lora"))]
+    if None in sections:
         return []  # reported as a section that holds a value
-    problems = []
+    model, tuning, lora = cast("list[dict[str, JsonValue]]", sections)
+    adapter_name = f"the adapter {one_line(adapter.path)}"
+    contradictions: list[tuple[KeyPath, str]] = []
+    for option, value in adapter.settings.items():
+        if option == "dropout":  # changes nothing of what is stored
+            lora.setdefault(option, value)
+        elif _is_same_value(option, lora.get(option, value), value):
+            lora[option] = value
+        else:
+            reason = f"{format_value(lora[option])}, and {adapter_name} has {format_value(value)}"
+            contradictions.append((("tuning", "lora", option), f"{reason}; leave it out: the adapter's is taken"))
+    if adapter.added_tokens and model.setdefault("add_tokens", adapter.added_tokens) != adapter.added_tokens:
+        reason = f"{adapter_name} has rows of {format_value(adapter.added_tokens)}"
+        contradictions.append((("model", "add_tokens"), f"{reason}; leave it out: the adapter's is taken"))
     if tuning.get("mode") == "full":
         reason = (
-            f"full trains all weights, and {ADAPTER_KEY} continues an adapter: use lora or qlora, or merge the adapter"
+            f"full trains all weights, and {ADAPTER_KEY} continues an adapter: use lora or qlora, or merge the adapter "
+            "(make merge) and name the merged model in model.name"
         )
-        problems.append(
-            document.problem(("tuning", "mode"), f"{reason} (make merge) and name the merged model in model.name")
-        )
-    for option, adapter_value in adapter.settings.items():
-        if option in lora and option != "dropout" and not _is_same_value(option, lora[option], adapter_value):
-            adapter_name = f"the adapter {one_line(adapter.path)}"
-            reason = f"{format_value(lora[option])}, and {adapter_name} has {format_value(adapter_value)}"
-            problems.append(
-                document.problem(("tuning", "lora", option), f"{reason}; leave it out: the adapter's is taken")
-            )
-        elif option != "dropout" or option not in lora:
-            lora[option] = adapter_value
-    if adapter.added_tokens and model.setdefault("add_tokens", adapter.added_tokens) != adapter.added_tokens:
-        reason = f"the adapter {one_line(adapter.path)} has rows of {format_value(adapter.added_tokens)}; leave it out"
-        problems.append(document.problem(("model", "add_tokens"), f"{reason}: the adapter's is taken"))
+        contradictions.append((("tuning", "mode"), reason))
     if adapter.mode is not None:
         tuning.setdefault("mode", adapter.mode)
     if adapter.needs_nf4 and tuning.get("mode") == "lora":
-        reason = f"lora, and the adapter {one_line(adapter.path)} was started at what NF4 lost (tuning.lora.init=loftq)"
-        problems.append(document.problem(("tuning", "mode"), f"{reason}; use qlora, or merge it (make merge)"))
+        reason = f"lora, and {adapter_name} was started at what NF4 lost (tuning.lora.init=loftq)"
+        contradictions.append((("tuning", "mode"), f"{reason}; use qlora, or merge it (make merge)"))
     model["adapter"] = adapter.path
-    return problems
+    return [document.problem(path, message) for path, message in contradictions]
 
 
 def _is_same_value(name: str, value: JsonValue, adapter_value: JsonValue) -> bool:
@@ -120,49 +119,44 @@ def find_adapter(name: str, *, output_dir: Path) -> EarlierAdapter:
 
 
 def _find_adapter_folder(name: str, output_dir: Path) -> Path:
-    last_run = _find_last_finished_run(output_dir) if name == LAST_RUN else None
+    candidates = [_find_last_finished_run(output_dir)] if name == LAST_RUN else []
     try:
-        path = Path(name).expanduser()
-        candidates = [last_run] if last_run is not None else [*([output_dir / name] if path.name == name else []), path]
-        adapter_dir = next((folder for folder in candidates if folder.is_dir()), None)
+        if not candidates:
+            path = Path(name).expanduser()
+            candidates = [output_dir / name, path] if path.name == name else [path]
+        folder = next((candidate for candidate in candidates if candidate.is_dir()), None)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{one_line(name)} cannot be a folder: {one_line(str(error))}") from None
-    if adapter_dir is None:
-        searched = " and ".join(one_line(str(folder)) for folder in candidates)
+    if folder is None:
+        searched = " and ".join(one_line(str(candidate)) for candidate in candidates)
         raise ConfigError(
             f"there is no run or adapter {one_line(name)}: looked for {searched} (from {Path.cwd()}); name a run of "
             f"{output_dir}, a run's folder, {LAST_RUN}, or a folder with {ADAPTER_CONFIG_FILE} (one of the hub: "
             "hf download)"
         )
-    if (adapter_dir / ADAPTER_CONFIG_FILE).is_file():
-        return adapter_dir
-    manifest = _read_manifest(adapter_dir)
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        return folder
+    manifest = _read_manifest(folder)
     if manifest is None:
-        raise ConfigError(
-            f"{adapter_dir} is neither a run of this toolkit nor an adapter: it has no {ADAPTER_CONFIG_FILE}"
-        )
+        raise ConfigError(f"{folder} is neither a run of this toolkit nor an adapter: it has no {ADAPTER_CONFIG_FILE}")
     if manifest.get("status") != "finished":
         raise ConfigError(
-            f"the run {adapter_dir} is not finished (its manifest says {one_line(str(manifest.get('status')))}): make "
-            f"resume RUN={adapter_dir.name} trains it to its end; one of its checkpoints is named by its own path"
+            f"the run {folder} is not finished (its manifest says {one_line(str(manifest.get('status')))}): make "
+            f"resume RUN={folder.name} trains it to its end; one of its checkpoints is named by its own path"
         )
-    if not (adapter_dir / "adapter" / ADAPTER_CONFIG_FILE).is_file():
-        advice = (
-            f"; it trained all weights: give model.name: {adapter_dir / 'model'}"
-            if (adapter_dir / "model").is_dir()
-            else ""
-        )
-        raise ConfigError(
-            f"the run {adapter_dir} has no adapter ({adapter_dir / 'adapter' / ADAPTER_CONFIG_FILE}){advice}"
-        )
-    return adapter_dir / "adapter"
+    if not (folder / "adapter" / ADAPTER_CONFIG_FILE).is_file():
+        problem = f"the run {folder} has no adapter ({folder / 'adapter' / ADAPTER_CONFIG_FILE})"
+        if (folder / "model").is_dir():
+            problem += f"; it trained all weights: give model.name: {folder / 'model'}"
+        raise ConfigError(problem)
+    return folder / "adapter"
 
 
 def _find_last_finished_run(output_dir: Path) -> Path:
     finished = []
-    for path in sorted(output_dir.iterdir()) if output_dir.is_dir() else []:
-        manifest = None if path.name.startswith(".") or ".replaced-" in path.name else _read_manifest(path)
-        if manifest is not None and manifest.get("status") == "finished":
+    for path in output_dir.glob("[!.]*"):
+        manifest = _read_manifest(path) or {}
+        if manifest.get("status") == "finished" and ".replaced-" not in path.name:
             finished.append((str(manifest.get("ended")), str(path)))
     if not finished:
         raise ConfigError(f"there is no finished run in {output_dir}; name another run, or train one first")

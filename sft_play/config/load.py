@@ -23,7 +23,6 @@ from sft_play.config.schema import RunConfig, Section
 from sft_play.config.validation import find_conflicts, validate
 from sft_play.config.yaml_io import (
     OVERRIDE_LOCATION,
-    TYPOGRAPHIC_QUOTES,
     JsonValue,
     KeyPath,
     Problem,
@@ -93,11 +92,11 @@ def _parse_config(
     # What contradicts something else is looked for only where every value by itself is right. With stages each stage is
     # a run of its own, so that what is wrong with the run's own settings may be put right by all of them.
     stages: tuple[Stage, ...] = ()
-    if config is not None and not problems and config.curriculum:
-        stages, further_problems = _build_stages(document)
+    if config is not None and not problems:
+        stages, further_problems = (
+            _build_stages(document) if config.curriculum else ((), find_conflicts(config, document))
+        )
         problems += further_problems
-    elif config is not None and not problems:
-        problems += find_conflicts(config, document)
     if problems or config is None:
         # in the order of the file, overrides last; a problem of the run is found in each of its stages, and shown once
         lines = list(dict.fromkeys(str(problem) for problem in sorted(problems, key=_problem_line)))
@@ -107,58 +106,31 @@ def _parse_config(
 
 
 def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Problem]]:
-    stages: list[Stage] = []
     curriculum = document.data["curriculum"]
     assert isinstance(curriculum, list), "validated"
     overlays = [
-        _build_overlay(document, stage_path, stage)
-        for stage_path, stage in enumerate(curriculum)
-        if isinstance(stage, dict)
+        _build_overlay(document, index, stage) for index, stage in enumerate(curriculum) if isinstance(stage, dict)
     ]
-    problems = [
-        *(problem for stage in overlays for problem in stage.problems),
-        *ineffective_overrides(document, overlays),
-    ]
-    names = Counter(stage.name.lower() for stage in overlays)
-
+    problems = [problem for overlay in overlays for problem in overlay.problems]
+    problems += ineffective_overrides(document, overlays)
+    names = Counter(overlay.name.lower() for overlay in overlays)
+    stages: list[Stage] = []
     for overlay in overlays:
         index: KeyPath = ("curriculum", overlay.number - 1)
-        stage_config, stage_problems = validate(overlay.document)
-        stage_problems += (
-            find_conflicts(stage_config, overlay.document) if stage_config is not None and not stage_problems else []
-        )
+        config, stage_problems = validate(overlay.document)
+        if config is not None and not stage_problems:
+            stage_problems = find_conflicts(config, overlay.document)
         problems += map(overlay.relocate_problem, stage_problems)
-        if names[overlay.name.lower()] > 1:
-            problems.append(
-                document.problem(
-                    (*index, "name"), f"{overlay.name} is the name of {names[overlay.name.lower()]} stages"
-                )
-            )
-        if stage_config is None:
-            continue
-        # the stage just before, unless that one has problems of its own
-        previous_stage = stages[-1] if stages and stages[-1].number == overlay.number - 1 else None
-        if previous_stage is not None and learned_settings(stage_config) == learned_settings(previous_stage.config):
-            reason = (
-                f"changes nothing: stage {overlay.name} has the data and settings of {previous_stage.name} before it"
-            )
-            advice = "give it something of its own, or give that stage more epochs"
-            problems.append(document.problem(index, f"{reason}; {advice}"))
-        stages.append(Stage(overlay.name, overlay.number, stage_config))
+        if (count := names[overlay.name.lower()]) > 1:
+            problems.append(document.problem((*index, "name"), f"{overlay.name} is the name of {count} stages"))
+        if config is not None:
+            stages.append(Stage(overlay.name, overlay.number, config))
     return tuple(stages), problems
 
 
 def _problem_line(problem: Problem) -> int:
     line_number = problem.location.rpartition(":")[2]
     return int(line_number) if line_number.isdigit() else 1_000_000
-
-
-def check_quotes(text: str, name: str) -> None:
-    """Raise ConfigError for a text that begins with a typographic quote."""
-    if text and text[0] in TYPOGRAPHIC_QUOTES:
-        raise ConfigError(
-            f"{name}={format_value(text)}: {text[0]} is a typographic quote, which nothing reads; write ' or \""
-        )
 
 
 def split_overrides(text: str) -> list[str]:
@@ -170,8 +142,6 @@ def split_overrides(text: str) -> list[str]:
         raise ConfigError(f"{OVERRIDE_LOCATION}={format_value(text)}: {str(error).lower()}; close the quote") from None
     overrides: list[str] = []
     for word in words:
-        check_quotes(word, OVERRIDE_LOCATION)
-        check_quotes(word.partition("=")[2], OVERRIDE_LOCATION)
         value = overrides[-1].partition("=")[2] if overrides else ""  # that of the word before
         is_open = sum(map(value.count, "[{")) > sum(map(value.count, "]}"))
         if value.startswith(("[", "{")) and is_open:
@@ -187,61 +157,48 @@ def apply_overrides(document: YamlDocument, overrides: Iterable[str]) -> list[Pr
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
-        if not equals or not key:
-            display_text = format_value(override)
-            problems.append(Problem("", OVERRIDE_LOCATION, f"{display_text} is not key=value, such as train.epochs=1"))
-            continue
         next_setting = re.search(r",\s*([a-z_.]+)=", text)
-        if next_setting and next_setting[1] in all_options():
+        message = None
+        if not equals or not key:
+            key, message = "", f"{format_value(override)} is not key=value, such as train.epochs=1"
+        elif next_setting and next_setting[1] in all_options():
             separated = f"{key}={text[: next_setting.start()]} {text[next_setting.start() + 1 :].strip()}"
-            problems.append(
-                Problem(key, OVERRIDE_LOCATION, f"settings stand apart by spaces, not commas: SET='{separated}'")
-            )
-            continue
-        try:
-            value = parse_yaml_value(text, name=f"{OVERRIDE_LOCATION} {key}")
-        except ConfigError as error:
-            problems.append(Problem("", "", f"{error}; put the value in quotes to mean it as text"))
-            continue
-        problems += _set_value(document, tuple(key.split(".")), value, text)
+            message = f"settings stand apart by spaces, not commas: SET='{separated}'"
+        else:
+            try:
+                value = parse_yaml_value(text, name=f"{OVERRIDE_LOCATION} {key}")
+                message = _set_value(document, tuple(key.split(".")), value, text)
+            except ConfigError as error:
+                problems.append(Problem("", "", f"{error}; put the value in quotes to mean it as text"))
+        if message is not None:
+            problems.append(Problem(key, OVERRIDE_LOCATION, message))
     return problems
 
 
-def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonValue, text: str) -> list[Problem]:
-    """Put `train.epochs=1`, or `curriculum.0.train.epochs=1`, a key of a stage; stages are counted from 0."""
+def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonValue, text: str) -> str | None:
+    """Put `train.epochs=1`, or `curriculum.0.train.epochs=1`, a key of a stage (counted from 0); returns what is wrong
+    with the key."""
     path: KeyPath = key_parts
     if len(key_parts) > 2 and key_parts[0] == "curriculum" and key_parts[1].isdigit():
         path = (key_parts[0], int(key_parts[1]), *key_parts[2:])
         stages = document.data.get("curriculum")
         count = len(stages) if isinstance(stages, list) else 0
-        if int(key_parts[1]) >= count or len(key_parts) > 4:
-            reason = "names a key inside a key" if len(key_parts) > 4 else f"there are {count} stages, counted from 0"
-            return [
-                Problem(
-                    ".".join(key_parts),
-                    OVERRIDE_LOCATION,
-                    f"{reason}: curriculum.0.train.epochs=1 sets a key of the first",
-                )
-            ]
+        if len(key_parts) > 4:
+            return "names a key inside a key: curriculum.0.train.epochs=1 sets a key of the first"
+        if int(key_parts[1]) >= count:
+            return f"there are {count} stages, counted from 0: curriculum.0.train.epochs=1 sets a key of the first"
     section = document.ensure_section(path[:-1])
     if section is None:
         parent = next(path[:end] for end in range(1, len(path)) if document.ensure_section(path[:end]) is None)
-        display_value = format_value(find_value(document.data, parent))
-        return [
-            Problem(
-                ".".join(key_parts),
-                OVERRIDE_LOCATION,
-                f"{'.'.join(map(str, parent))} is {display_value}, not a section",
-            )
-        ]
+        value_there = format_value(find_value(document.data, parent))
+        return f"{'.'.join(map(str, parent))} is {value_there}, not a section"
     section[key_parts[-1]] = value
     # a section that is replaced as a whole leaves no lines of its old keys behind
-    for texts_by_path in (document.lines, document.raw_texts):
-        for stale_path in [old_path for old_path in texts_by_path if old_path[: len(path)] == path]:
-            del texts_by_path[stale_path]
+    document.lines = {old: line for old, line in document.lines.items() if old[: len(path)] != path}
+    document.raw_texts = {old: raw for old, raw in document.raw_texts.items() if old[: len(path)] != path}
     document.raw_texts[path] = text
     document.overridden_paths.add(path)
-    return []
+    return None
 
 
 def resolved_config(config: RunConfig, *, effective_batch: int | None = None) -> dict[str, Any]:
@@ -318,12 +275,6 @@ _JOB_WIDE_OPTIONS = frozenset({
     "train.fp16", "train.report_to", "train.stop_after_steps", "train.max_hours", "train.profile_steps",
     "train.dataloader_num_workers", "train.dataloader_pin_memory",
 })  # fmt: skip
-# Keys that change how a stage is monitored, but not what it learns.
-_MONITORING_OPTIONS = (
-    "train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end",
-    "train.async_save", "train.metric_for_best_model", "train.early_stopping_patience", "data.val_path",
-    "data.test_path", "data.max_lost_fraction",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -362,14 +313,12 @@ def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValu
     file_paths: dict[KeyPath, KeyPath] = {}
     problems: list[Problem] = []
     for path, file_path, value in _stage_settings(stage, ("curriculum", index)):
-        if path in file_paths or _is_job_wide(path):
-            duplicate_message = (
-                f"set twice: here and as {dotted_path(file_paths[path])}; remove one of them"
-                if path in file_paths
-                else ""
-            )
-            message = duplicate_message or f"applies to all stages; set {dotted_path(path)} of the run"
+        if path in file_paths:
+            message = f"set twice: here and as {dotted_path(file_paths[path])}; remove one of them"
             problems.append(document.problem(file_path, message))
+            continue
+        if _is_job_wide(path):
+            problems.append(document.problem(file_path, f"applies to all stages; set {dotted_path(path)} of the run"))
             continue
         file_paths[path] = file_path
         section = stage_document.ensure_section(path[:-1])
@@ -425,15 +374,3 @@ def ineffective_overrides(document: YamlDocument, stages: list[StageOverlay]) ->
             yield Problem(
                 dotted_path(path), "SET", f"every stage of the curriculum sets its own; set it there: {stage_key}=…"
             )
-
-
-def learned_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that decide what a stage learns, as plain data, to compare two stages."""
-    data = config.model_dump(mode="json", exclude={"eval", "curriculum", "output", "plan", "distributed"})
-    for path in _MONITORING_OPTIONS:
-        section, key = path.split(".")
-        data[section].pop(key, None)
-    data["train"]["learning_rate"] = config.learning_rate
-    if config.train.max_steps is not None:  # which takes precedence over epochs
-        data["train"].pop("epochs")
-    return data

@@ -172,17 +172,13 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
 
 
 def _describe_limits(constraints: tuple[Any, ...], *, is_number: bool) -> str:
-    def format_number(number: Any) -> str:
-        return f"{number:g}" if isinstance(number, float) else str(number)
-
-    words_by_constraint = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
-    bounds = (
-        (word, getattr(limit, name, None))
-        for limit in constraints
-        if is_number
-        for name, word in words_by_constraint.items()
-    )
-    phrases = [f"{word} {format_number(value)}" for word, value in bounds if value is not None]
+    words = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
+    limits = [(word, getattr(limit, name, None)) for limit in constraints for name, word in words.items()]
+    phrases = [
+        f"{word} {value:g}" if isinstance(value, float) else f"{word} {value}"
+        for word, value in limits
+        if is_number and value is not None
+    ]
     return (" " + " and ".join(phrases)) if phrases else ""
 
 

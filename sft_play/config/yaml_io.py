@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 import yaml
 
@@ -36,9 +36,6 @@ MAX_VALUES = 100_000
 
 # More than any such file has; weights or a log named by mistake stop here.
 MAX_FILE_BYTES = 64 * 2**20
-
-# Quotes that word processors write; to YAML, and to a shell, they are letters.
-TYPOGRAPHIC_QUOTES = "“”„‟‘’‚‛«»"
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -141,19 +138,16 @@ def read_text(
 
 
 def _suggest_file(path: Path, suffixes: tuple[str, ...]) -> str:
-    def files_in(folder: Path) -> list[Path]:
-        return [path for path in sorted(folder.glob("*")) if path.suffix in suffixes and not path.name.startswith(".")]
-
-    siblings, shipped_configs = files_in(path.parent), files_in(Path("configs"))
-    stem = path.stem if path.suffix in suffixes else path.name
-    for files in [siblings, shipped_configs] if path.parent == Path() else [siblings]:
-        match = nearest_name(stem, [file.stem for file in files]) or nearest_name(
-            path.name, [file.name for file in files]
-        )
-        if match is not None:
-            return f"; did you mean {next(file for file in files if match in (file.stem, file.name))}?"
-    names = [str(file) for file in siblings or shipped_configs]
-    return f"; there are: {', '.join(names[:20])}" if names else ""
+    """The file that was probably meant, else those that there are: beside it, or in configs/."""
+    for folder in (path.parent, Path("configs")):
+        files = {file.name: file for file in sorted(folder.glob("[!.]*")) if file.suffix in suffixes}
+        stem = path.stem if path.suffix in suffixes else path.name
+        stems = {file.stem: file for file in files.values()}
+        if match := nearest_name(stem, stems) or nearest_name(path.name, files):
+            return f"; did you mean {stems.get(match) or files[match]}?"
+        if files:
+            return f"; there are: {', '.join(map(str, list(files.values())[:20]))}"
+    return ""
 
 
 def parse_yaml(text: str, *, name: str) -> YamlDocument:
@@ -187,11 +181,7 @@ def parse_yaml_value(text: str, *, name: str) -> JsonValue:
 
 def _compose(text: str, *, name: str) -> yaml.Node | None:
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-        finally:
-            loader.dispose()
+        node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_message(error, name=name)) from None
     except yaml.reader.ReaderError as error:
@@ -230,18 +220,18 @@ class _DocumentBuilder:
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, JsonValue]:
         """A mapping's plain data; duplicate and non-text keys become problems."""
-        key_lines: dict[str, int] = {}
         result: dict[str, JsonValue] = {}
         for key_node, value_node in node.value:
-            key = self._key(key_node, path)
-            if key is None:
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._problem(path, key_node, "a key must be a word")
                 continue
-            if key in key_lines:
-                self._problem((*path, key), key_node, f"the key appears twice, first on line {key_lines[key]}")
+            key_path = (*path, key := str(key_node.value))
+            if key in result:
+                first_line = self._document.lines[key_path]
+                self._problem(key_path, key_node, f"the key appears twice, first on line {first_line}")
                 continue
-            key_lines[key] = _line_number(key_node)
-            self._document.lines[(*path, key)] = _line_number(key_node)
-            result[key] = self.value(value_node, (*path, key))
+            self._document.lines[key_path] = _line_number(key_node)
+            result[key] = self.value(value_node, key_path)
         return result
 
     def value(self, node: yaml.Node, path: KeyPath) -> JsonValue:
@@ -256,7 +246,11 @@ class _DocumentBuilder:
             self._problem(path, node, f"the tag {one_line(node.tag)} is refused: a run YAML holds plain values only")
             return None
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, path)
+            text = str(node.value)
+            self._document.lines.setdefault(path, _line_number(node))
+            self._document.raw_texts[path] = text
+            is_quoted = node.style is not None  # a quoted "1" is text, also as a block (| or >)
+            return text if is_quoted else resolve_scalar(text)
         self._open_node_ids.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
@@ -265,19 +259,6 @@ class _DocumentBuilder:
             return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         finally:
             self._open_node_ids.discard(id(node))
-
-    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> JsonValue:
-        text = str(node.value)
-        self._document.lines.setdefault(path, _line_number(node))
-        self._document.raw_texts[path] = text
-        is_quoted = node.style is not None  # a quoted "1" is text, also as a block (| or >)
-        return text if is_quoted else resolve_scalar(text)
-
-    def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
-        if isinstance(node, yaml.ScalarNode):
-            return str(node.value)
-        self._problem(path, node, "a key must be a word")
-        return None
 
     def _problem(self, path: KeyPath, node: yaml.Node, message: str) -> None:
         self._document.problems.append(
@@ -302,10 +283,8 @@ def resolve_scalar(text: str) -> JsonValue:
 
 def dotted_path(path: KeyPath) -> str:
     """`('data', 'columns', 0)` as `data.columns[0]`, with odd characters escaped."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return one_line(text)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return one_line(text.removeprefix("."))
 
 
 def walk_leaves(data: JsonValue, path: KeyPath = ()) -> Iterator[tuple[KeyPath, JsonValue]]:
@@ -315,6 +294,18 @@ def walk_leaves(data: JsonValue, path: KeyPath = ()) -> Iterator[tuple[KeyPath, 
             yield from walk_leaves(value, (*path, key))
     else:
         yield path, data
+
+
+def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted paths as nested mappings."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, name = path.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+    return tree
 
 
 def find_value(data: JsonValue, path: KeyPath) -> JsonValue:
