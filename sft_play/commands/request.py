@@ -122,9 +122,12 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
     # the last of several values of a key counts: words win over short flags, and these over SET
     # a rank's words repeat SET, which it also inherits
     set_text = "" if parsed.command == "rank" else environment.get("SET", "")
-    flag_values = {row["setting"]: _flag_value(parsed, flag) for flag, row in EXTRA_FLAGS.items() if "setting" in row}
-    flag_overrides = (f"{key}={json.dumps(value) if 'path' in key or 'dir' in key else value}"
-                for key, value in flag_values.items() if value is not None)  # fmt: skip
+    flag_overrides = []
+    for flag, row in EXTRA_FLAGS.items():
+        value = getattr(parsed, flag[2:].replace("-", "_"))
+        if "setting" in row and value is not None:
+            is_path = "path" in row["setting"] or "dir" in row["setting"]  # it may begin like a number, or have a colon
+            flag_overrides.append(f"{row['setting']}={json.dumps(value) if is_path else value}")
     overrides = (*split_overrides(set_text), *flag_overrides, *parsed.overrides)
     launch_values, notes = _launch_values(parsed, environment)
     _check_override_words(parsed.command, overrides)
@@ -154,12 +157,8 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
 def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
     """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG; raises
     RunFolderError where there is no such run, and no starter whose runs it could be one of."""
-    run = (
-        _variable_text(parsed, environment, "RUN")
-        if parsed.command == "resume" and "CONFIG" not in environment
-        else None
-    )
-    if run is None:
+    run = _variable_text(parsed, environment, "RUN")
+    if run is None or parsed.command != "resume" or "CONFIG" in environment:
         return None
     try:
         folder = resolve_run(Path(OutputConfig().dir), run)
@@ -169,10 +168,6 @@ def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str])
         raise
     files = (str(folder.read_manifest().get("config_path")), str(folder.path / "config.yaml"))
     return next((file for file in files if Path(file).is_file()), None)
-
-
-def _flag_value(parsed: argparse.Namespace, flag: str) -> Any:
-    return getattr(parsed, flag.strip("-").replace("-", "_"))
 
 
 _CONFIGS_FOLDER = Path("configs")
@@ -226,23 +221,27 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _build_parser(command: str | None) -> argparse.ArgumentParser:
-    description = help_line(command) if command else "Plan, explain and run supervised fine-tuning."
-    commands = None if command else "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in COMMAND_FILES)
+    description = "Plan, explain and run supervised fine-tuning."
+    commands: str | None = "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in COMMAND_FILES)
+    if command is not None:
+        description, commands = help_line(command), None
     parser = _Parser(prog="sft-play", description=description, epilog=commands, allow_abbrev=False)
     parser.add_argument("command", help=", ".join(COMMAND_FILES))
-
-    def add_flag(*flags: str, commands: Sequence[str], text: str, is_switch: bool = False) -> None:
-        help_text = text if command is None or command in commands else argparse.SUPPRESS
-        parser.add_argument(*flags, help=help_text, default=None, action="store_true" if is_switch else "store")
-
-    for name, variable in VARIABLES.items():
-        if variable.has_flag:
-            flags = {f"--{name.lower()}": None, f"--{name.lower().replace('_', '-')}": None}
-            text = f"{variable.help} (make: {name}={variable.example})".replace("%", "%%")
-            add_flag(*flags, commands=flag_commands(name), text=text, is_switch=variable.kind == "switch")
-    for flag, row in EXTRA_FLAGS.items():
-        spellings = {flag: None, flag.replace("_", "-"): None}  # deepspeed's launcher passes --local_rank
-        add_flag(*spellings, commands=row["for"], text=row["help"] or argparse.SUPPRESS, is_switch="switch" in row)
+    rows = [
+        (f"--{name.lower()}", f"{variable.help} (make: {name}={variable.example})".replace("%", "%%"), variable.kind)
+        for name, variable in VARIABLES.items()
+        if variable.has_flag
+    ]
+    rows += [
+        (flag, row["help"] or argparse.SUPPRESS, "switch" * ("switch" in row)) for flag, row in EXTRA_FLAGS.items()
+    ]
+    commands_by_flag = flag_commands_table()
+    for flag, text, kind in rows:
+        if command is not None and command not in commands_by_flag[flag]:
+            text = argparse.SUPPRESS
+        spellings = dict.fromkeys((flag, flag.replace("_", "-")))  # deepspeed's launcher passes --local_rank
+        action = "store_true" if kind == "switch" else "store"
+        parser.add_argument(*spellings, help=text, default=None, action=action)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)")
     return parser
 
@@ -261,7 +260,7 @@ def _check_flags(parsed: argparse.Namespace, argv: Sequence[str], unknown: Seque
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems:", *problems]))
     for flag, commands in flags.items():
-        value = _flag_value(parsed, flag)
+        value = getattr(parsed, flag[2:].replace("-", "_"))
         if value is None:
             continue
         if command not in commands:

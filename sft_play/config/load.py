@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sft_play.config.adapter import apply_adapter
 from sft_play.config.options import all_options, sections
@@ -108,23 +108,22 @@ def _parse_config(
 def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Problem]]:
     curriculum = document.data["curriculum"]
     assert isinstance(curriculum, list), "validated"
-    overlays = [
-        _build_overlay(document, index, stage) for index, stage in enumerate(curriculum) if isinstance(stage, dict)
-    ]
+    stage_data = cast("list[dict[str, JsonValue]]", curriculum)
+    overlays = [_build_overlay(document, index, stage) for index, stage in enumerate(stage_data)]
     problems = [problem for overlay in overlays for problem in overlay.problems]
     problems += ineffective_overrides(document, overlays)
-    names = Counter(overlay.name.lower() for overlay in overlays)
+    names = [str(stage["name"]) for stage in stage_data]
+    counts = Counter(map(str.lower, names))
     stages: list[Stage] = []
-    for overlay in overlays:
-        index: KeyPath = ("curriculum", overlay.number - 1)
-        config, stage_problems = validate(overlay.document)
+    for index, (name, overlay) in enumerate(zip(names, overlays, strict=True)):
+        config, stage_problems = validate(overlay)
         if config is not None and not stage_problems:
-            stage_problems = find_conflicts(config, overlay.document)
-        problems += map(overlay.relocate_problem, stage_problems)
-        if (count := names[overlay.name.lower()]) > 1:
-            problems.append(document.problem((*index, "name"), f"{overlay.name} is the name of {count} stages"))
+            stage_problems = find_conflicts(config, overlay)
+        problems += stage_problems
+        if (count := counts[name.lower()]) > 1:
+            problems.append(document.problem(("curriculum", index, "name"), f"{name} is the name of {count} stages"))
         if config is not None:
-            stages.append(Stage(overlay.name, overlay.number, config))
+            stages.append(Stage(name, index + 1, config))
     return tuple(stages), problems
 
 
@@ -193,9 +192,7 @@ def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonVa
         value_there = format_value(find_value(document.data, parent))
         return f"{'.'.join(map(str, parent))} is {value_there}, not a section"
     section[key_parts[-1]] = value
-    # a section that is replaced as a whole leaves no lines of its old keys behind
-    document.lines = {old: line for old, line in document.lines.items() if old[: len(path)] != path}
-    document.raw_texts = {old: raw for old, raw in document.raw_texts.items() if old[: len(path)] != path}
+    document.forget(path)
     document.raw_texts[path] = text
     document.overridden_paths.add(path)
     return None
@@ -278,27 +275,6 @@ _JOB_WIDE_OPTIONS = frozenset({
 
 
 @dataclass(frozen=True)
-class StageOverlay:
-    """A stage as a document; `file_paths` maps the path of each key that the stage sets to its path in the file."""
-
-    number: int
-    name: str
-    document: YamlDocument
-    file_paths: dict[KeyPath, KeyPath]
-    problems: tuple[Problem, ...]
-
-    def relocate_problem(self, problem: Problem) -> Problem:
-        """A problem of the stage's document, as a problem of the file."""
-        for path, file_path in self.file_paths.items():
-            stage_key = dotted_path(path)
-            if problem.path == stage_key or problem.path.startswith((f"{stage_key}.", f"{stage_key}[")):
-                return Problem(
-                    dotted_path(file_path) + problem.path[len(stage_key) :], problem.location, problem.message
-                )
-        return problem
-
-
-@dataclass(frozen=True)
 class Stage:
     """A stage of a run: its name, its number from 1, and its complete settings."""
 
@@ -307,36 +283,30 @@ class Stage:
     config: RunConfig
 
 
-def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValue]) -> StageOverlay:
-    data = copy.deepcopy({key: value for key, value in document.data.items() if key != "curriculum"})  # the run's
-    stage_document = YamlDocument(document.name, data, dict(document.lines), {}, [], set(document.overridden_paths))
-    file_paths: dict[KeyPath, KeyPath] = {}
-    problems: list[Problem] = []
+def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValue]) -> YamlDocument:
+    """The run's document with the settings of a stage in place of its own; problems are those of the stage's keys."""
+    data = copy.deepcopy({key: value for key, value in document.data.items() if key != "curriculum"})
+    overlay = YamlDocument(document.name, data, dict(document.lines), {}, [], set(document.overridden_paths))
     for path, file_path, value in _stage_settings(stage, ("curriculum", index)):
-        if path in file_paths:
-            message = f"set twice: here and as {dotted_path(file_paths[path])}; remove one of them"
-            problems.append(document.problem(file_path, message))
-            continue
-        if _is_job_wide(path):
-            problems.append(document.problem(file_path, f"applies to all stages; set {dotted_path(path)} of the run"))
-            continue
-        file_paths[path] = file_path
-        section = stage_document.ensure_section(path[:-1])
-        assert section is not None, "validated"
-        section[str(path[-1])] = copy.deepcopy(value)
-        stage_document.overridden_paths = {
-            old_path for old_path in stage_document.overridden_paths if old_path[: len(path)] != path
-        }
-        stage_document.lines = {
-            old_path: line for old_path, line in stage_document.lines.items() if old_path[: len(path)] != path
-        }
-        # an override of a stage's key has no line: that of the stage stands for it
-        stage_document.lines[path] = document.lines.get(file_path, document.lines.get(file_path[:2], 1))
-    for set_path, replaced_path in _REPLACED_OPTIONS.items():
-        section = stage_document.ensure_section(replaced_path[:1])
-        if set_path in file_paths and replaced_path not in file_paths and section is not None:
-            section.pop(replaced_path[1], None)
-    return StageOverlay(index + 1, str(stage["name"]), stage_document, file_paths, tuple(problems))
+        if path in overlay.stage_paths:
+            message = f"set twice: here and as {dotted_path(overlay.stage_paths[path])}; remove one of them"
+            overlay.problems.append(document.problem(file_path, message))
+        elif _is_job_wide(path):
+            message = f"applies to all stages; set {dotted_path(path)} of the run"
+            overlay.problems.append(document.problem(file_path, message))
+        else:
+            section = overlay.ensure_section(path[:-1])
+            assert section is not None, "validated"
+            section[str(path[-1])] = copy.deepcopy(value)
+            overlay.forget(path)
+            overlay.stage_paths[path] = file_path
+            # an override of a stage's key has no line: that of the stage stands for it
+            overlay.lines[path] = document.lines.get(file_path, document.lines.get(file_path[:2], 1))
+    for set_path, (section_name, replaced_key) in _REPLACED_OPTIONS.items():
+        section = overlay.ensure_section((section_name,))
+        if set_path in overlay.stage_paths and (section_name, replaced_key) not in overlay.stage_paths and section:
+            section.pop(replaced_key, None)
+    return overlay
 
 
 # Settings that a stage gives in another form than the run: files for sources, epochs for steps.
@@ -366,11 +336,10 @@ def _is_job_wide(path: KeyPath) -> bool:
     return any(name == key or name.startswith(f"{key}.") for name in all_options())
 
 
-def ineffective_overrides(document: YamlDocument, stages: list[StageOverlay]) -> Iterator[Problem]:
+def ineffective_overrides(document: YamlDocument, overlays: list[YamlDocument]) -> Iterator[Problem]:
     """Overrides of the run's keys that every stage sets for itself: they would change nothing."""
     for path in sorted(document.overridden_paths, key=str):
-        if stages and all(path in stage.file_paths for stage in stages):
-            stage_key = ".".join(map(str, stages[0].file_paths[path]))
-            yield Problem(
-                dotted_path(path), "SET", f"every stage of the curriculum sets its own; set it there: {stage_key}=…"
-            )
+        if overlays and all(path in overlay.stage_paths for overlay in overlays):
+            stage_key = ".".join(map(str, overlays[0].stage_paths[path]))
+            message = f"every stage of the curriculum sets its own; set it there: {stage_key}=…"
+            yield Problem(dotted_path(path), OVERRIDE_LOCATION, message)

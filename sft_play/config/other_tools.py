@@ -28,7 +28,6 @@ from sft_play.config.yaml_io import (
     KeyPath,
     Problem,
     YamlDocument,
-    dotted_path,
     format_value,
     parse_yaml,
     parse_yaml_value,
@@ -139,8 +138,9 @@ def _parse_known_key(entry: dict[str, Any]) -> KnownKey:
         for spellings, answer in entry.get("values", {}).items()
         for spelling in spellings.split()
     }
-    read_value = _READERS[entry["read"]] if "read" in entry else None
-    return KnownKey(path, translations, read_value, entry.get("words", ""), entry.get("switch", False))
+    return KnownKey(
+        path, translations, _READERS.get(entry.get("read", "")), entry.get("words", ""), entry.get("switch", False)
+    )
 
 
 def parse_translation(answer: str | dict[str, JsonValue], path: str = "") -> KeyTranslation:
@@ -194,8 +194,10 @@ DATA_SET_OPTIONS = ("data.train_path", "data.val_path")  # where data sets are n
 def _read_data_files(value: Any, path: str, *further_settings: tuple[str, JsonValue]) -> KeyTranslation:
     """The data sets of a key: one as a path; several, or a part of one, as sources; `further_settings` beside."""
     is_trained = path == DATA_SET_OPTIONS[0]
-    found = [source for entry in parse_data_sets(value) for source in _data_set_sources(entry, is_trained=is_trained)]
-    sources = list({source["path"]: source for source in found}.values())  # no source may be there twice
+    all_sources: list[dict[str, Any]] = [
+        source for entry in parse_data_sets(value) for source in _data_set_sources(entry, is_trained=is_trained)
+    ]
+    sources = list({source["path"]: source for source in all_sources}.values())  # no source may be there twice
     if not sources:
         return explain_only("it names no file, and of the hub no data set in the split that is read here")
     if not all(_FILE_OR_HUB_PATH.match(source["path"]) or _DATA_FILE.search(source["path"]) for source in sources):
@@ -204,8 +206,9 @@ def _read_data_files(value: Any, path: str, *further_settings: tuple[str, JsonVa
             f"{path} (several: data.sources)"
         )
     if is_trained and (len(sources) > 1 or len(sources[0]) > 1):
-        settings = (("data.sources", sources), *further_settings)
-        return KeyTranslation(settings, "a weight in each sets its share of an epoch")
+        return KeyTranslation(
+            (("data.sources", [*sources]), *further_settings), "a weight in each sets its share of an epoch"
+        )
     explanation = "the format is detected, see make preview"
     if len(sources) > 1:
         explanation = "one file is taken, not several: make process joins them"
@@ -432,7 +435,11 @@ def find_foreign_keys(path: KeyPath, value: JsonValue, *, section: str | None) -
     if not isinstance(value, dict) or not value or (mapped_section is None and (is_translated_whole or is_misspelt)):
         yield _foreign_key(path, value, section)
         return
-    known_names = [name for name in value if mapped_section is not None or _is_known_key((*path, name))]
+    known_names = [
+        name
+        for name in value
+        if mapped_section is not None or find_option(name) or find_known_key((*map(str, path), name)) is not None
+    ]
     if mapped_section is None and (section is not None or not known_names):
         yield _foreign_key(path, value, section)
     for name in known_names:
@@ -441,11 +448,17 @@ def find_foreign_keys(path: KeyPath, value: JsonValue, *, section: str | None) -
 
 def _foreign_key(path: KeyPath, value: JsonValue, section: str | None) -> ForeignKey:
     parts = tuple(map(str, path))
-    option_paths = _possible_options(parts, section)
-    is_option_value = (
-        len(option_paths) == 1 and option_paths[0] in all_options() and option_accepts(option_paths[0], value)
-    )
-    return ForeignKey(path, value, section, translate_key(parts, value), option_paths[0] if is_option_value else None)
+    homes = [home for home in _possible_options(parts, section) if home in all_options()]
+    option_path, translation, known_key = None, None, find_known_key(parts)
+    if len(homes) == 1 and option_accepts(homes[0], value):
+        option_path = homes[0]
+    if known_key is not None:
+        has_words_only = not (known_key.path or known_key.translations or known_key.read_value)
+        # our own key of that name says more than words, but less than a row for both names (compile.mode)
+        has_own_row = len(parts) > 1 and ".".join(parts[-2:]).lower() in key_table().known_keys
+        if has_own_row or not (has_words_only and find_option(parts[-1])):
+            translation = translate_value(known_key, value)
+    return ForeignKey(path, value, section, translation, option_path)
 
 
 def _possible_options(parts: tuple[str, ...], section: str | None) -> list[str]:
@@ -459,28 +472,12 @@ def _possible_options(parts: tuple[str, ...], section: str | None) -> list[str]:
     return paths if is_in_own_section or len(paths) == 1 or key not in _VAGUE_NAMES else []
 
 
-def translate_key(parts: tuple[str, ...], value: JsonValue) -> KeyTranslation | None:
-    """What the table of other tools answers; None without an answer, or where our own key says more than words."""
-    known_key = find_known_key(parts)
-    if known_key is None:
-        return None
-    depends_on_value = known_key.path or known_key.translations or known_key.read_value
-    # a row for both names (compile.mode) says more than the home of the last one (tuning.mode)
-    has_own_row = len(parts) > 1 and ".".join(parts[-2:]).lower() in key_table().known_keys
-    if find_option(parts[-1]) and not depends_on_value and not has_own_row:
-        return None
-    return translate_value(known_key, value)
-
-
-def _is_known_key(path: KeyPath) -> bool:
-    return find_known_key(tuple(map(str, path))) is not None or bool(find_option(str(path[-1])))
-
-
 def unknown_key_problem(document: YamlDocument, key: ForeignKey) -> Problem:
     """The problem of an unknown key."""
-    location, raw_text = document.location(key.path), document.raw_texts.get(key.path)
-    hint = _explain_key(key, raw_text=raw_text, separator="=" if location == OVERRIDE_LOCATION else ": ")
-    return Problem(dotted_path(key.path), location, f"unknown key ({format_key_value(key, raw_text)}); {hint}")
+    raw_text = document.raw_texts.get(key.path)
+    separator = "=" if document.location(key.path) == OVERRIDE_LOCATION else ": "
+    hint = _explain_key(key, raw_text=raw_text, separator=separator)
+    return document.problem(key.path, f"unknown key ({format_key_value(key, raw_text)}); {hint}")
 
 
 def format_key_value(key: ForeignKey, raw_text: str | None) -> str:
@@ -488,8 +485,9 @@ def format_key_value(key: ForeignKey, raw_text: str | None) -> str:
     words = [
         str(part) for path, value in walk_leaves(key.value, key.path[-1:]) if isinstance(value, str) for part in path
     ]
-    is_secret = any(map(_SECRET_NAME.search, words))
-    return "not shown" if is_secret else f"value {format_value(key.value, raw_text=raw_text)}"
+    if any(map(_SECRET_NAME.search, words)):
+        return "not shown"
+    return f"value {format_value(key.value, raw_text=raw_text)}"
 
 
 def _explain_key(key: ForeignKey, *, raw_text: str | None, separator: str) -> str:

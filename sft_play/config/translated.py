@@ -20,7 +20,6 @@ from sft_play.config.validation import find_conflicts, find_unknown_keys, valida
 from sft_play.config.yaml_io import (
     JsonValue,
     KeyPath,
-    Problem,
     YamlDocument,
     dotted_path,
     find_value,
@@ -87,7 +86,10 @@ def translate_file(
     for index, key in enumerate(keys):
         if known_key := result.tool.known_keys.get(key.name):
             keys[index] = dataclasses.replace(key, translation=other_tools.translate_value(known_key, key.value))
-    _check_no_preferences(keys, name)
+    for key in keys:  # what was written would train something else
+        if key.translation is not None and key.value and key.translation.explanation.startswith("preference tuning"):
+            shown_key = f"{dotted_path(key.path)}: {format_value(key.value)}"
+            raise ConfigError(f"{name}: {shown_key}: {key.translation.explanation}; nothing is written")
     keys = merge_keys([*keys, *_default_keys(result.tool, keys)])
     # what another setting decides (steps of each epoch) behind it; of the defaults the mode first
     for key in sorted(keys, key=lambda key: not all(option_accepts(*setting) for setting in key.settings.items())):
@@ -132,12 +134,12 @@ def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[Fo
             result.settings.setdefault(path, value)
             continue
         known_key = other_tools.key_table().known_keys.get(str(key_path[-1]))
-        refusal = (
-            other_tools.explain_only(f"expected {all_options()[path].accepted_values}")
-            if path in all_options()
-            else None
-        )
-        yield ForeignKey(key_path, value, None, other_tools.translate_value(known_key, value) if known_key else refusal)
+        translation = None
+        if known_key is not None:
+            translation = other_tools.translate_value(known_key, value)
+        elif path in all_options():
+            translation = other_tools.explain_only(f"expected {all_options()[path].accepted_values}")
+        yield ForeignKey(key_path, value, None, translation)
 
 
 def _data_set_keys(keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
@@ -151,14 +153,6 @@ def _data_set_keys(keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
             for inner_path, value in walk_leaves(entry):
                 inner_key = other_tools.find_known_key(("entry", *map(str, inner_path))) or _UNKNOWN_KEY
                 yield ForeignKey((*entry_path, *inner_path), value, None, other_tools.translate_value(inner_key, value))
-
-
-def _check_no_preferences(keys: list[ForeignKey], name: str) -> None:
-    """Raises ConfigError where a key says that answers are compared: what was written would train something else."""
-    for key in keys:
-        if key.translation is not None and key.value and key.translation.explanation.startswith("preference tuning"):
-            shown_key = f"{dotted_path(key.path)}: {format_value(key.value)}"
-            raise ConfigError(f"{name}: {shown_key}: {key.translation.explanation}; nothing is written")
 
 
 def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
@@ -279,19 +273,19 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
 
 def _drop_refused_settings(result: Translation) -> None:
     """Take out settings, with the reason, until what is left is a run YAML without a problem."""
-    while problems := _find_problems(format_run_yaml(result.settings)):
+    while True:
+        document = parse_yaml(format_run_yaml(result.settings), name="the run YAML")
+        config, problems = validate(document)
+        if config is not None and not problems:
+            problems = find_conflicts(config, document)
+        if not problems:
+            return
         refused_settings = [(path, problem.message) for path in result.settings for problem in problems
                  if f"{problem.path}.".startswith((f"{path}.", f"{path}["))]  # fmt: skip
         if not refused_settings:
             raise ConfigError("\n".join(map(str, problems)))
         path, reason = refused_settings[0]
         result.left_out_keys.append((f"{path}: {format_value(result.settings.pop(path))}", reason))
-
-
-def _find_problems(text: str) -> list[Problem]:
-    document = parse_yaml(text, name="the run YAML")
-    config, problems = validate(document)
-    return problems or (find_conflicts(config, document) if config is not None else [])
 
 
 # --- written ----------------------------------------------------------------------------------------------------------

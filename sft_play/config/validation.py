@@ -81,11 +81,8 @@ def _misplaced_values(document: YamlDocument) -> dict[KeyPath, Problem]:
         first_key = next(iter(section.model_fields))
         display_value = format_value(value, raw_text=document.raw_texts.get(path))
         example = f"{name}: {{{first_key}: {display_value if first_key == 'name' else '…'}}}"
-        problems[path] = Problem(
-            name,
-            document.location(path),
-            f"expected a section, found {display_value}; write {example} (its keys: {', '.join(section.model_fields)})",
-        )
+        message = f"expected a section, found {display_value}; write {example}"
+        problems[path] = document.problem(path, f"{message} (its keys: {', '.join(section.model_fields)})")
     return problems
 
 
@@ -293,39 +290,30 @@ def _negative_power(rate: float) -> str:
 
 def _source_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     data, sources_path = config.data, ("data", "sources")
+    if not data.sources and data.train_path is None:
+        yield ("data", "train_path"), "null, and data.sources is empty; give one of them"
     if not data.sources:
-        if data.train_path is None:
-            yield ("data", "train_path"), "null, and data.sources is empty; give one of them"
         return
     if data.train_path is not None:
-        yield (
-            ("data", "train_path"),
-            "given together with data.sources; remove it (SET: data.train_path=null), or add it to them",
-        )
+        remedy = "remove it (SET: data.train_path=null), or add it to them"
+        yield ("data", "train_path"), f"given together with data.sources; {remedy}"
     if config.task_mode == "cpt_mixed":
         mixed_paths = "data.train_path and data.text_path by data.text_fraction"
         yield sources_path, f"task_mode cpt_mixed mixes {mixed_paths}; use task_mode sft or cpt with sources"
-    unweighted = [source for source in data.sources if source.weight is None]
-    if unweighted and len(unweighted) < len(data.sources):
-        index = data.sources.index(unweighted[0])
-        yield (*sources_path, index), "has no weight, and other sources have one; give every source a weight, or none"
     if data.val_path is not None and any(source.val_path for source in data.sources):
         yield ("data", "val_path"), "given together with a source's val_path; keep one of them"
-    first_indices: dict[str, int] = {}
-    for index, source in enumerate(data.sources):
-        first_index = first_indices.setdefault(f"path {source.path.rstrip('/')}", index)
-        if first_index != index:
-            yield (
-                (*sources_path, index, "path"),
-                f"is data.sources[{first_index}] already; give one of them the weight of both",
-            )
-    for index, name in enumerate(data.source_names):
+    has_weights = any(source.weight is not None for source in data.sources)
+    first_paths: dict[str, int] = {}
+    first_names: dict[str, int] = {}
+    for index, (source, name) in enumerate(zip(data.sources, data.source_names, strict=True)):
+        path: KeyPath = (*sources_path, index)
+        if has_weights and source.weight is None:
+            yield path, "has no weight, and other sources have one; give every source a weight, or none"
         if name.startswith("rank_"):
-            yield (*sources_path, index), f"is named {name}, but loss_{name} is a rank's loss; give it another name"
-        first_index = first_indices.setdefault(f"name {name}", index)
-        if first_index != index and data.sources[index].path != data.sources[first_index].path:
-            key = ("name",) if data.sources[index].name else ()
-            yield (
-                (*sources_path, index, *key),
-                f"is named {name}, as data.sources[{first_index}] is; give it another name",
-            )
+            yield path, f"is named {name}, but loss_{name} is a rank's loss; give it another name"
+        same_path = first_paths.setdefault(source.path.rstrip("/"), index)
+        same_name = first_names.setdefault(name, index)
+        if same_path != index:
+            yield (*path, "path"), f"is data.sources[{same_path}] already; give one of them the weight of both"
+        elif same_name != index:
+            yield (*path, "name"), f"is named {name}, as data.sources[{same_name}] is; give it another name"

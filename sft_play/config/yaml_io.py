@@ -42,7 +42,9 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+
 _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _NULLS = {"", "~", "null", "Null", "NULL"}
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_CORE_TAGS = {"tag:yaml.org,2002:" + name for name in ("str", "int", "float", "bool", "null", "seq", "map")}
+# Tags of plain data; ? and ! are of nodes without one. A timestamp stays the text that it is.
+_YAML_TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")
+_PLAIN_TAGS = {"?", "!", *(f"tag:yaml.org,2002:{name}" for name in _YAML_TAGS)}
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class YamlDocument:
     raw_texts: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     overridden_paths: set[KeyPath] = field(default_factory=set)
+    stage_paths: dict[KeyPath, KeyPath] = field(default_factory=dict)
+    """Of a stage: where each setting of its own stands in the file."""
 
     def location(self, path: KeyPath) -> str:
         """Where a value stands: `SET` for an override, else `file:line`, its own or its nearest ancestor's."""
@@ -96,7 +100,19 @@ class YamlDocument:
 
     def problem(self, path: KeyPath, message: str) -> Problem:
         """A problem of the value at `path`."""
-        return Problem(dotted_path(path), self.location(path), message)
+        own_key = next((key for key in self.stage_paths if path[: len(key)] == key), ())
+        shown_path = (*self.stage_paths.get(own_key, ()), *path[len(own_key) :])
+        return Problem(dotted_path(shown_path), self.location(path), message)
+
+    def forget(self, path: KeyPath) -> None:
+        """Drop lines, texts and overrides of a value that is replaced, and of what is in it."""
+        self.lines = {old: line for old, line in self.lines.items() if old[: len(path)] != path}
+        self.raw_texts = {old: text for old, text in self.raw_texts.items() if old[: len(path)] != path}
+        self.overridden_paths = {old for old in self.overridden_paths if old[: len(path)] != path}
+
+    def add_problem(self, path: KeyPath, node: yaml.Node, message: str) -> None:
+        """Note a problem of the text itself."""
+        self.problems.append(Problem(dotted_path(path), f"{self.name}:{_line_number(node)}", message))
 
 
 class _Loader(yaml.SafeLoader):
@@ -162,8 +178,7 @@ def parse_yaml(text: str, *, name: str) -> YamlDocument:
             f"{name}:{_line_number(node)}: the root is {kind}; expected sections such as `model: {{name: …}}`"
         )
     document = YamlDocument(name=name)
-    builder = _DocumentBuilder(document)
-    document.data = builder.mapping(node, ())
+    document.data = _read_mapping(document, node, (), (id(node),))
     return document
 
 
@@ -173,7 +188,7 @@ def parse_yaml_value(text: str, *, name: str) -> JsonValue:
     if node is None:
         return None
     document = YamlDocument(name=name)
-    value = _DocumentBuilder(document).value(node, ())
+    value = _read_value(document, node, ())
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
     return value
@@ -210,60 +225,44 @@ def _line_number(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-class _DocumentBuilder:
-    """Turns nodes into plain data, and records lines, raw texts and problems."""
+def _read_mapping(
+    document: YamlDocument, node: yaml.MappingNode, path: KeyPath, parents: tuple[int, ...]
+) -> dict[str, JsonValue]:
+    """A mapping's plain data; duplicate and non-text keys become problems."""
+    result: dict[str, JsonValue] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            document.add_problem(path, key_node, "a key must be a word")
+            continue
+        key_path = (*path, key := str(key_node.value))
+        if key in result:
+            first_line = document.lines[key_path]
+            document.add_problem(key_path, key_node, f"the key appears twice, first on line {first_line}")
+            continue
+        document.lines[key_path] = _line_number(key_node)
+        result[key] = _read_value(document, value_node, key_path, parents)
+    return result
 
-    def __init__(self, document: YamlDocument) -> None:
-        self._document = document
-        self._open_node_ids: set[int] = set()
-        self._value_count = 0
 
-    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, JsonValue]:
-        """A mapping's plain data; duplicate and non-text keys become problems."""
-        result: dict[str, JsonValue] = {}
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                self._problem(path, key_node, "a key must be a word")
-                continue
-            key_path = (*path, key := str(key_node.value))
-            if key in result:
-                first_line = self._document.lines[key_path]
-                self._problem(key_path, key_node, f"the key appears twice, first on line {first_line}")
-                continue
-            self._document.lines[key_path] = _line_number(key_node)
-            result[key] = self.value(value_node, key_path)
-        return result
-
-    def value(self, node: yaml.Node, path: KeyPath) -> JsonValue:
-        """The plain data of any node."""
-        self._value_count += 1
-        # an open node is one that contains this one: an alias that names its own ancestor
-        if self._value_count > MAX_VALUES or id(node) in self._open_node_ids:
-            raise ConfigError(f"{self._document.name}:{_line_number(node)}: aliases expand without end")
-        if node.tag.startswith("tag:yaml.org,2002:python") or (
-            node.tag not in _CORE_TAGS and node.tag not in ("?", "!") and not node.tag.endswith(":timestamp")
-        ):
-            self._problem(path, node, f"the tag {one_line(node.tag)} is refused: a run YAML holds plain values only")
-            return None
-        if isinstance(node, yaml.ScalarNode):
-            text = str(node.value)
-            self._document.lines.setdefault(path, _line_number(node))
-            self._document.raw_texts[path] = text
-            is_quoted = node.style is not None  # a quoted "1" is text, also as a block (| or >)
-            return text if is_quoted else resolve_scalar(text)
-        self._open_node_ids.add(id(node))
-        try:
-            if isinstance(node, yaml.MappingNode):
-                return self.mapping(node, path)
-            self._document.lines |= {(*path, index): _line_number(item) for index, item in enumerate(node.value)}
-            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-        finally:
-            self._open_node_ids.discard(id(node))
-
-    def _problem(self, path: KeyPath, node: yaml.Node, message: str) -> None:
-        self._document.problems.append(
-            Problem(dotted_path(path), f"{self._document.name}:{_line_number(node)}", message)
-        )
+def _read_value(document: YamlDocument, node: yaml.Node, path: KeyPath, parents: tuple[int, ...] = ()) -> JsonValue:
+    """The plain data of a node, with its line and raw text in the document. `parents`: the nodes that contain it."""
+    if path:
+        document.lines.setdefault(path, _line_number(node))
+    # an alias that names its own ancestor, or aliases of aliases
+    if len(document.lines) > MAX_VALUES or id(node) in parents:
+        raise ConfigError(f"{document.name}:{_line_number(node)}: aliases expand without end")
+    if node.tag not in _PLAIN_TAGS:
+        message = f"the tag {one_line(node.tag)} is refused: a run YAML holds plain values only"
+        document.add_problem(path, node, message)
+        return None
+    parents = (*parents, id(node))
+    if isinstance(node, yaml.MappingNode):
+        return _read_mapping(document, node, path, parents)
+    if isinstance(node, yaml.SequenceNode):
+        return [_read_value(document, item, (*path, index), parents) for index, item in enumerate(node.value)]
+    document.raw_texts[path] = str(node.value)
+    # a quoted "1" is text, also as a block (| or >)
+    return resolve_scalar(str(node.value)) if node.style is None else str(node.value)
 
 
 def resolve_scalar(text: str) -> JsonValue:

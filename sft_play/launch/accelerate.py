@@ -161,7 +161,9 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
     if not isinstance(data, dict) or "distributed_type" not in data:
         raise ConfigError(f"{name} has no distributed_type; is this {ACCELERATE_FILE_DESCRIPTION}?")
     # accelerate's marker for "given at launch" is -1, and null is a key that is not there
-    values = {key: value for key, value in data.items() if value is not None and (key, value) != ("num_processes", -1)}
+    values: dict[str, Any] = {key: value for key, value in data.items() if value is not None}
+    if values.get("num_processes") == -1:
+        del values["num_processes"]
     # false: an unquoted no, in a file that a tool with YAML 1.1 has read and written again
     values.setdefault("distributed_type", "no")
     for key in ("distributed_type", "mixed_precision"):
@@ -179,7 +181,7 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
         problems = list(config.contradictions())
     except ValidationError as error:
         problems = [
-            f"{detail['loc'][0]}: {format_value(data[detail['loc'][0]])} is not valid: {detail['msg']}"
+            f"{detail['loc'][0]}: {format_value(data[str(detail['loc'][0])])} is not valid: {detail['msg']}"
             for detail in error.errors(include_url=False)
         ]
     if problems:

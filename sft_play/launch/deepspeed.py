@@ -90,9 +90,9 @@ def read_deepspeed_file(path: Path) -> DeepspeedConfig:
     file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice."""
     text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", expected=DEEPSPEED_FILE_DESCRIPTION)
     name = one_line(str(path))
-    if text.lstrip().startswith(("{", "[", "//", "/*", "#")) and path.suffix.lower() not in (".yaml", ".yml"):
-        text = _NOT_YAML.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)  # lines and columns stay
-    data = yaml_io.parse_yaml_value(text, name=name)
+    json_text = _NOT_YAML.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)  # lines and columns stay
+    is_json = json_text.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".yaml", ".yml")
+    data = yaml_io.parse_yaml_value(json_text if is_json else text, name=name)
     if not isinstance(data, dict):
         raise ConfigError(f"{name} holds {yaml_io.format_value(data)}; expected {DEEPSPEED_FILE_DESCRIPTION}")
     return data
@@ -152,43 +152,39 @@ def merge_deepspeed_batch(
     and accumulation "auto", the effective batch not set), and a line for each value taken from it. Raises ConfigError
     where numbers of the two contradict each other, or do not multiply over the data-parallel `ranks`; all of them at
     once."""
-    file_values = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}  # without "auto"
+    keys = {field: key for key, field in BATCH_KEYS.items()}
+    file_values = {field: config[key] for field, key in keys.items() if isinstance(config.get(key), int)}  # no "auto"
     if not file_values:
         return train, ()
     run_values = {field: value for field in ("batch_size", "grad_accum") if (value := getattr(train, field)) != AUTO}
     # It has a number as its default, so "given" is what the file or SET holds, even if that is the default.
     if "effective_batch_size" in train.model_fields_set:
         run_values["effective_batch_size"] = train.effective_batch_size
-    taken_values: dict[str, int] = {}
-    sources = {field: f"train.{field}={value}" for field, value in run_values.items()}
-    lines, problems = [], []
-    for key, value in file_values.items():
-        field = BATCH_KEYS[key]
-        if run_values.get(field, value) != value:
-            problems.append(
-                f'{key}: {value} contradicts train.{field}={run_values[field]}; keep one of them ("auto" here)'
-            )
-        elif field not in run_values:
-            taken_values[field], sources[field] = value, f"{key}: {value}"
-            lines.append(f"{key}: {value} is the run's train.{field}, which the run YAML leaves open")
-    if not problems:
-        merged_values = run_values | taken_values
-        micro_batch, grad_accum = (merged_values.get(field) for field in ("batch_size", "grad_accum"))
-        if "effective_batch_size" not in merged_values and micro_batch and grad_accum:
-            taken_values["effective_batch_size"] = micro_batch * grad_accum * ranks
-            lines.append(f"train.effective_batch_size → {micro_batch} × {grad_accum} × {ranks} ranks = "
-                         f"{micro_batch * grad_accum * ranks}, which neither file gives")  # fmt: skip
-        # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
-        if not (is_single_rank_batch(train) and file_values.keys() == {"train_batch_size"}):
-            default_text = f"train.effective_batch_size={train.effective_batch_size} (its default)"
-            source_texts = {"effective_batch_size": default_text, **sources}
-            problem = batch_product_problem(
-                train.model_copy(update=taken_values), ranks=ranks, option_texts=source_texts
-            )
-            problems += [problem] if problem else []
+    problems = [
+        f'{keys[field]}: {value} contradicts train.{field}={run_values[field]}; keep one of them ("auto" here)'
+        for field, value in file_values.items()
+        if run_values.get(field, value) != value
+    ]
+    taken_values = {field: value for field, value in file_values.items() if field not in run_values}
+    source_texts = {"effective_batch_size": f"train.effective_batch_size={train.effective_batch_size} (its default)"}
+    source_texts |= {field: f"train.{field}={value}" for field, value in run_values.items()}
+    source_texts |= {field: f"{keys[field]}: {value}" for field, value in taken_values.items()}
+    lines = [
+        f"{source_texts[field]} is the run's train.{field}, which the run YAML leaves open" for field in taken_values
+    ]
+    micro_batch, grad_accum = ((run_values | taken_values).get(field) for field in ("batch_size", "grad_accum"))
+    if "effective_batch_size" not in run_values | taken_values and micro_batch and grad_accum:
+        taken_values["effective_batch_size"] = micro_batch * grad_accum * ranks
+        lines.append(f"train.effective_batch_size → {micro_batch} × {grad_accum} × {ranks} ranks = "
+                     f"{micro_batch * grad_accum * ranks}, which neither file gives")  # fmt: skip
+    merged = train.model_copy(update=taken_values)
+    # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
+    is_kept = is_single_rank_batch(train) and file_values.keys() == {"effective_batch_size"}
+    if not problems and not is_kept:
+        problems += filter(None, [batch_product_problem(merged, ranks=ranks, option_texts=source_texts)])
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    return train.model_copy(update=taken_values), tuple(lines)
+    return merged, tuple(lines)
 
 
 SHORT_DTYPES = {short_name: name for name, short_name in DTYPE_ALIASES.items()}
@@ -234,7 +230,7 @@ def translate_deepspeed_keys(
         comment = next((key for key in path if _COMMENT_KEY.fullmatch(str(key))), None)
         if comment is not None:
             notes.append(f"{one_line(str(comment))} is read as a comment")
-        elif path:
+        elif path and value is not None:
             values[".".join(map(str, path))] = copy.deepcopy(value)
     problems = [*_rename_old_keys(values, notes), *_drop_removed_keys(values, notes), *_unknown_key_problems(values)]
     # a value under a wrong key would be reported twice
@@ -254,17 +250,17 @@ def _rename_old_keys(values: dict[str, Any], notes: list[str]) -> Iterator[str]:
         for path in _paths_below(values, old):
             value = new_value = values.pop(path)
             new_path = new + path.removeprefix(old)
-            if path.endswith(("cpu_offload", "cpu_offload_param", "cpu_offload_params")):  # a switch, now a section
-                new_path, new_value = f"{new}.device", "cpu" if value is True else None
+            if "cpu_offload" in path and value in (True, False, None):  # a switch, now a section
+                new_path, new_value = f"{new}.device", "cpu" if value else None
             present_value = values.get(new_path)
-            shown = f"{path}: {format_value(value)}"
+            display_text = f"{path}: {format_value(value)}"
             if new_value is None or present_value == new_value:
-                notes.append(f"{shown} is an old key that says nothing more; left out")
+                notes.append(f"{display_text} is an old key that says nothing more; left out")
             elif present_value is None:
                 values[new_path] = new_value
-                notes.append(f"{shown} is an old key; read as {new_path}: {format_value(new_value)}")
+                notes.append(f"{display_text} is an old key; read as {new_path}: {format_value(new_value)}")
             else:
-                yield f"{shown} (an old key) and {new_path}: {format_value(present_value)} disagree; keep the second"
+                yield f"{display_text} (an old key) and {new_path}: {format_value(present_value)} disagree; keep the second"
 
 
 def _drop_removed_keys(values: dict[str, Any], notes: list[str]) -> Iterator[str]:
@@ -482,12 +478,12 @@ class _ConfigFiller:
         """Set a value whatever the file says."""
         if self.values.get(path) != value:
             self.values[path] = value
-            shown = f"{value:,}" if type(value) is int else format_value(value).strip('"')
-            self.lines.append(f"{path} → {shown} ({reason})")
+            display_value = f"{value:,}" if type(value) is int else format_value(value).strip('"')
+            self.lines.append(f"{path} → {display_value} ({reason})")
 
     def is_open(self, path: str) -> bool:
         """True where the file leaves a value to the run."""
-        return self.values.get(path, AUTO) == AUTO
+        return bool(self.values.get(path, AUTO) == AUTO)
 
     def fill_numbers(self) -> None:
         """Fill or compare the batch, and the training options outside the optimizer's block: DeepSpeed asserts that the
@@ -569,7 +565,8 @@ class _ConfigFiller:
             self.problems.append(f"{shown_type} is not supported; train.optim of the run YAML chooses")
         for path, value in block.items():
             # it leaves the number to the run, or chooses between implementations of the same update
-            if value == AUTO or (path.endswith(_ADAM_SWITCHES) and isinstance(value, bool)):
+            is_switch = path.endswith(_ADAM_SWITCHES) and isinstance(value, bool)
+            if value == AUTO or is_switch or not path.startswith("optimizer.params."):
                 continue
             source, planned = expected.get(path, ("the run YAML's optimizer, which has no such number", None))
             if not are_numbers_equal(value, planned):

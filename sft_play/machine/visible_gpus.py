@@ -40,11 +40,6 @@ class ListedGpu:
     obstacle: str | None = None
 
 
-def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
-    """The GPUs that a process with this environment sees, in its order, and what a person should know about them."""
-    return _apply_visibility(_list_gpus(), environment)
-
-
 def _list_gpus() -> tuple[ListedGpu, ...]:
     snapshot = nvml.gpu_snapshot(details=False, topology=False)
     return tuple(item for gpu in (snapshot.gpus if snapshot else ()) for item in _expand_gpu(gpu))
@@ -81,15 +76,15 @@ def _expand_gpu(gpu: GpuStatus) -> list[ListedGpu]:
     for item in gpu.instances:
         if item.total_bytes:
             profile = item.profile or f"{item.total_bytes / GIB:.0f}gb"
-            facts = {"total_bytes": item.total_bytes, "free_bytes": item.free_bytes, "mig": profile}
-            instances.append(ListedGpu(item.uuid, replace(gpu_facts, name=f"{name} MIG {profile}", **facts), uuid))
+            instance = replace(gpu_facts, name=f"{name} MIG {profile}", total_bytes=item.total_bytes,
+                               free_bytes=item.free_bytes, mig=profile)  # fmt: skip
+            instances.append(ListedGpu(item.uuid, instance, uuid))
     return instances
 
 
-def _apply_visibility(
-    listed_gpus: tuple[ListedGpu, ...], environment: Mapping[str, str]
-) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
-    variable = environment.get("CUDA_VISIBLE_DEVICES")
+def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
+    """The GPUs that a process with this environment sees, in its order, and what a person should know about them."""
+    listed_gpus, variable = _list_gpus(), environment.get("CUDA_VISIBLE_DEVICES")
     visible = listed_gpus if variable is None else _filter_visible(listed_gpus, variable)  # set and empty: none at all
     visible = tuple(item for item in visible if item.obstacle is None)
     notes = [item.obstacle for item in listed_gpus if item.obstacle is not None]
