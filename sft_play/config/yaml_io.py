@@ -260,6 +260,7 @@ def _read_value(document: YamlDocument, node: yaml.Node, path: KeyPath, parents:
         return _read_mapping(document, node, path, parents)
     if isinstance(node, yaml.SequenceNode):
         return [_read_value(document, item, (*path, index), parents) for index, item in enumerate(node.value)]
+    assert isinstance(node, yaml.ScalarNode)
     document.raw_texts[path] = str(node.value)
     # a quoted "1" is text, also as a block (| or >)
     return resolve_scalar(str(node.value)) if node.style is None else str(node.value)

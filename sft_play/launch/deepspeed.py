@@ -260,7 +260,7 @@ def _rename_old_keys(values: dict[str, Any], notes: list[str]) -> Iterator[str]:
                 values[new_path] = new_value
                 notes.append(f"{display_text} is an old key; read as {new_path}: {format_value(new_value)}")
             else:
-                yield f"{display_text} (an old key) and {new_path}: {format_value(present_value)} disagree; keep the second"
+                yield f"{display_text} (an old key) and {new_path}: {format_value(present_value)} disagree; keep one"
 
 
 def _drop_removed_keys(values: dict[str, Any], notes: list[str]) -> Iterator[str]:
