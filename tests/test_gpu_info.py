@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from sft_play.diagnose import pages, this_machine
-from sft_play.machine import host
 from sft_play.machine.gpu import PcieLink
 from sft_play.machine.hardware import parse_hardware
 from sft_play.machine.software import installed_version, nccl_package, torch_cuda_version, torch_hip_version
