@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,26 +30,15 @@ _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _UNSUPPORTED_SETTINGS = (
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"),
     *("trainable_token_indices", "lora_bias", "use_qalora", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
-    *("velora_config", "monteclora_config"),
+    *("velora_config", "monteclora_config", "bias"),
 )
-
-
-@dataclass(frozen=True)
-class EarlierAdapter:
-    """An adapter to continue: `path` is its folder (absolute), `settings` those of `tuning.lora`."""
-
-    path: str
-    settings: Mapping[str, JsonValue]
-    mode: str | None
-    """`tuning.mode` of the run that trained it; None where no run of this toolkit is beside it."""
-    added_tokens: list[JsonValue]
-    """`model.add_tokens` of that run, whose rows the adapter has."""
-    needs_nf4: bool = False
-    """Whether it was started at what NF4 lost of the base (tuning.lora.init=loftq)."""
+_TOKENS_KEY = "trainable_token_indices"
 
 
 def apply_adapter(document: YamlDocument) -> list[Problem]:
-    """Put the settings of `model.adapter` into a document; returns a problem for each that contradicts it."""
+    """Put the settings of `model.adapter` into a document: `last`, a run in the output folder, a run's or an adapter's
+    folder. Returns a problem where nothing of that name is found or it is none that is trained here, and for each
+    setting that contradicts it."""
     key_path = ("model", "adapter")
     name, output_dir = find_value(document.data, key_path), find_value(document.data, ("output", "dir"))
     if not isinstance(name, str) or not name:
@@ -59,16 +46,20 @@ def apply_adapter(document: YamlDocument) -> list[Problem]:
     if not isinstance(output_dir, str):
         output_dir = all_options()["output.dir"].default
     try:
-        adapter = find_adapter(name, output_dir=Path(output_dir))
+        folder = _find_adapter_folder(name, Path(output_dir).expanduser())
+        owner_run = find_adapter_run(folder) or (folder, {})
+        run_settings = _read_mapping(owner_run[0] / "resolved.json")  # of the run that trained it, if it is one of ours
+        added_tokens = run_settings.get("model", {}).get("add_tokens") or []
+        settings = _lora_settings(folder, has_added_tokens=bool(added_tokens))
     except ConfigError as error:
         return [document.problem(key_path, str(error))]
     sections = [document.ensure_section(path) for path in (("model",), ("tuning",), ("tuning", "lora"))]
     if None in sections:
         return []  # reported as a section that holds a value
     model, tuning, lora = cast("list[dict[str, JsonValue]]", sections)
-    adapter_name = f"the adapter {one_line(adapter.path)}"
+    adapter_name = f"the adapter {one_line(str(folder.absolute()))}"
     contradictions: list[tuple[KeyPath, str]] = []
-    for option, value in adapter.settings.items():
+    for option, value in settings.items():
         if option == "dropout":  # changes nothing of what is stored
             lora.setdefault(option, value)
         elif _is_same_value(option, lora.get(option, value), value):
@@ -76,8 +67,8 @@ def apply_adapter(document: YamlDocument) -> list[Problem]:
         else:
             reason = f"{format_value(lora[option])}, and {adapter_name} has {format_value(value)}"
             contradictions.append((("tuning", "lora", option), f"{reason}; leave it out: the adapter's is taken"))
-    if adapter.added_tokens and model.setdefault("add_tokens", adapter.added_tokens) != adapter.added_tokens:
-        reason = f"{adapter_name} has rows of {format_value(adapter.added_tokens)}"
+    if added_tokens and model.setdefault("add_tokens", added_tokens) != added_tokens:
+        reason = f"{adapter_name} has rows of {format_value(added_tokens)}"
         contradictions.append((("model", "add_tokens"), f"{reason}; leave it out: the adapter's is taken"))
     if tuning.get("mode") == "full":
         reason = (
@@ -85,12 +76,13 @@ def apply_adapter(document: YamlDocument) -> list[Problem]:
             "(make merge) and name the merged model in model.name"
         )
         contradictions.append((("tuning", "mode"), reason))
-    if adapter.mode is not None:
-        tuning.setdefault("mode", adapter.mode)
-    if adapter.needs_nf4 and tuning.get("mode") == "lora":
+    run_tuning = run_settings.get("tuning") or {}
+    if run_tuning.get("mode") is not None:
+        tuning.setdefault("mode", run_tuning["mode"])
+    if (run_tuning.get("lora") or {}).get("init") == "loftq" and tuning.get("mode") == "lora":
         reason = f"lora, and {adapter_name} was started at what NF4 lost (tuning.lora.init=loftq)"
         contradictions.append((("tuning", "mode"), f"{reason}; use qlora, or merge it (make merge)"))
-    model["adapter"] = adapter.path
+    model["adapter"] = str(folder.absolute())
     return [document.problem(path, message) for path, message in contradictions]
 
 
@@ -100,22 +92,6 @@ def _is_same_value(name: str, value: JsonValue, adapter_value: JsonValue) -> boo
     if isinstance(value, list) and isinstance(adapter_value, list):
         return sorted(map(str, value)) == sorted(map(str, adapter_value))
     return value == adapter_value
-
-
-def find_adapter(name: str, *, output_dir: Path) -> EarlierAdapter:
-    """The adapter that `name` names: `last`, a run in `output_dir`, a run's or an adapter's folder. Raises
-    ConfigError where nothing of that name is found, or it is none that is trained here."""
-    folder = _find_adapter_folder(name, output_dir.expanduser())
-    path = str(folder.absolute())
-    owner_run = find_adapter_run(folder)
-    resolved = _read_mapping(owner_run[0] / "resolved.json") if owner_run is not None else {}
-    added_tokens = resolved.get("model", {}).get("add_tokens") or []
-    settings = _lora_settings(_read_mapping(folder / ADAPTER_CONFIG_FILE), path, has_added_tokens=bool(added_tokens))
-    if not (folder / ADAPTER_WEIGHTS_FILE).is_file():
-        raise ConfigError(f"{path} holds no {ADAPTER_WEIGHTS_FILE}; pickled weights (.bin) are not read")
-    tuning = resolved.get("tuning") or {}
-    needs_nf4 = (tuning.get("lora") or {}).get("init") == "loftq"
-    return EarlierAdapter(path, settings, tuning.get("mode"), added_tokens, needs_nf4)
 
 
 def _find_adapter_folder(name: str, output_dir: Path) -> Path:
@@ -184,52 +160,66 @@ def find_adapter_run(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def _lora_settings(config: Mapping[str, Any], path: str, *, has_added_tokens: bool) -> dict[str, JsonValue]:
+def _lora_settings(folder: Path, *, has_added_tokens: bool) -> dict[str, JsonValue]:
     """An adapter's settings of `tuning.lora`; `has_added_tokens`: its run names those it added. Raises ConfigError."""
-    name = f"the adapter {one_line(path)}"
-    peft_type = config.get("peft_type")
-    if str(peft_type).upper() != "LORA":
-        raise ConfigError(
-            f"{name} has peft_type={one_line(str(peft_type))} in its {ADAPTER_CONFIG_FILE}, and only LORA can be "
-            "trained here"
-        )
+    config = _read_mapping(folder / ADAPTER_CONFIG_FILE)
     init_method = str(config.get("init_lora_weights", True)).lower()  # true, false, or the name of a method
-    if init_method.startswith(_BASE_CHANGING_INITS):
-        raise ConfigError(f"{name} was started with {one_line(init_method)}, which changes its base too, and the "
-                          "change is not in its files: convert it to a plain LoRA adapter with PEFT first")  # fmt: skip
-    unsupported = [one_line(f"{key}={json.dumps(config[key])}", limit=120) for key in _UNSUPPORTED_SETTINGS
-           if config.get(key) and not (key == "trainable_token_indices" and has_added_tokens)]  # fmt: skip
-    unsupported += [f"bias={config['bias']}"] if config.get("bias") not in (None, "none") else []
-    if unsupported:
-        raise ConfigError(f"{name} has {', '.join(unsupported)}, which this toolkit does not train: merge it into "
-                          "its base with PEFT, and name the merged model in model.name")  # fmt: skip
-    targets = config.get("target_modules")
-    target_parameters = [str(target) for target in config.get("target_parameters") or ()]
-    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
-        display_value = one_line(json.dumps(targets), limit=80)
-        raise ConfigError(
-            f"{name} has target_modules={display_value} in its {ADAPTER_CONFIG_FILE}; write the modules' names as "
-            "a list"
-        )
-    # Modules are named without their layer here. An adapter of some layers only is refused later, by its tensors
-    # (training/prepare/base_adapter).
-    module_names: list[JsonValue] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in targets})]
-    parameter_names: list[JsonValue] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in target_parameters})]
-    modules_to_save: list[JsonValue] = [*sorted(config.get("modules_to_save") or ())]
+    unsupported = [
+        one_line(f"{key}={json.dumps(config[key])}", limit=120)
+        for key in _UNSUPPORTED_SETTINGS
+        if config.get(key) not in (None, False, [], {}, "none", "") and not (key == _TOKENS_KEY and has_added_tokens)
+    ]
+    targets, parameters = config.get("target_modules"), config.get("target_parameters") or []
+    is_list_of_names = isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
     rank, alpha = (int(value) if isinstance(value, float) and value.is_integer() else value
                    for value in (config.get("r"), config.get("lora_alpha")))  # fmt: skip
-    if not (option_accepts("tuning.lora.r", rank) and option_accepts("tuning.lora.alpha", alpha)):
-        display_value = one_line(f"r={json.dumps(rank)} and lora_alpha={json.dumps(alpha)}")
-        raise ConfigError(
-            f"{name} has {display_value} in its {ADAPTER_CONFIG_FILE}, and whole numbers from 1 are needed"
-        )
+    has_whole_numbers = option_accepts("tuning.lora.r", rank) and option_accepts("tuning.lora.alpha", alpha)
+    peft_type = str(config.get("peft_type"))
+    display_numbers = one_line(f"r={json.dumps(rank)} and lora_alpha={json.dumps(alpha)}")
+    problems = (
+        (
+            peft_type.upper() != "LORA",
+            f"has peft_type={one_line(peft_type)} in its {ADAPTER_CONFIG_FILE}, and only LORA can be trained here",
+        ),
+        (
+            init_method.startswith(_BASE_CHANGING_INITS),
+            f"was started with {one_line(init_method)}, which changes its base too, and the change is not in its "
+            "files: convert it to a plain LoRA adapter with PEFT first",
+        ),
+        (
+            unsupported,
+            f"has {', '.join(unsupported)}, which this toolkit does not train: merge it into its base with PEFT, and "
+            "name the merged model in model.name",
+        ),
+        (
+            not is_list_of_names,
+            f"has target_modules={one_line(json.dumps(targets), limit=80)} in its {ADAPTER_CONFIG_FILE}; write the "
+            "modules' names as a list",
+        ),
+        (
+            not has_whole_numbers,
+            f"has {display_numbers} in its {ADAPTER_CONFIG_FILE}, and whole numbers from 1 are needed",
+        ),
+        (
+            not (folder / ADAPTER_WEIGHTS_FILE).is_file(),
+            f"holds no {ADAPTER_WEIGHTS_FILE}; pickled weights (.bin) are not read",
+        ),
+    )
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise ConfigError(f"the adapter {one_line(str(folder.absolute()))} {message}")
+    # Modules are named without their layer here. An adapter of some layers only is refused later, by its tensors
+    # (training/prepare/base_adapter).
+    module_names, parameter_names = (
+        sorted({re.sub(r"^.*\.\d+\.", "", str(target)) for target in names}) for names in (targets or (), parameters)
+    )
     return {
         "r": rank,
         "alpha": alpha,
         "dropout": config.get("lora_dropout") or 0.0,
-        "target_modules": module_names,
-        "target_parameters": parameter_names,
-        "modules_to_save": modules_to_save,
+        "target_modules": [*module_names],
+        "target_parameters": [*parameter_names],
+        "modules_to_save": sorted(config.get("modules_to_save") or ()),
         "use_rslora": bool(config.get("use_rslora")),
         "use_dora": bool(config.get("use_dora")),
     }

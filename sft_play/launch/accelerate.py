@@ -121,28 +121,41 @@ class AccelerateConfig(BaseModel):
             return ZERO_LAYOUTS.get((int(self.deepspeed_config.get("zero_stage", 2)), offloads_states))
         return None
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> list[str]:
         """What is wrong with values that are valid alone."""
-        machines, total, ids = self.num_machines, self.num_processes, self.gpu_ids
-        if self.machine_rank >= machines:
-            rank_text = f"machine_rank: {self.machine_rank}"
-            yield f"{rank_text} is not one of num_machines: {machines}; ranks go from 0 to {machines - 1}"
-        if self.main_process_ip is not None and not is_host_address(self.main_process_ip):
-            yield f"main_process_ip: {format_value(self.main_process_ip)} is not a host name or an IP address"
-        if ids is not None and len(set(ids)) < len(ids):
-            yield "gpu_ids names a GPU twice"
-        total_text = f"num_processes: {total} is the total over num_machines: {machines}"
-        if total is not None and total % machines:
-            divisible_totals = [machines * (total // machines), machines * -(-total // machines)]
-            options = " or ".join(str(option) for option in divisible_totals if option)
-            yield f"{total_text} and is not divisible by it; use {options}"
-        elif total is not None and ids is not None and not self.use_cpu and total // machines > len(ids):
-            listed_ids = ",".join(map(str, ids))
-            yield f"{total_text}, and gpu_ids: {listed_ids} has {len(ids)} for each; one process needs one GPU"
+        machines, total, ids = self.num_machines, self.num_processes or 0, self.gpu_ids or ()
+        nearest_totals = (machines * (total // machines), machines * -(-total // machines))
+        remedy = "use " + " or ".join(str(number) for number in nearest_totals if number)
         stage = self.deepspeed_config.get("zero_stage", 2)
-        if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-            yield f"deepspeed_config.zero_stage: {format_value(stage)} is not 0, 1, 2 or 3"
-        yield from _parallelism_problems(self.parallelism_config)
+        total_text = f"num_processes: {total} is the total over num_machines: {machines}"
+        rules = (
+            (
+                self.machine_rank >= machines,
+                f"machine_rank: {self.machine_rank} is not one of num_machines: {machines}; ranks go from 0 to "
+                f"{machines - 1}",
+            ),
+            (
+                self.main_process_ip is not None and not is_host_address(self.main_process_ip),
+                f"main_process_ip: {format_value(self.main_process_ip)} is not a host name or an IP address",
+            ),
+            (len(set(ids)) < len(ids), "gpu_ids names a GPU twice"),
+            (
+                total % machines,
+                f"{total_text} and is not divisible by it; {remedy}",
+            ),
+            (
+                self.gpu_ids is not None and not self.use_cpu and not total % machines and total // machines > len(ids),
+                f"{total_text}, and gpu_ids: {','.join(map(str, ids))} has {len(ids)} for each; one process needs one "
+                "GPU",
+            ),
+            (
+                self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)),
+                f"deepspeed_config.zero_stage: {format_value(stage)} is not 0, 1, 2 or 3",
+            ),
+        )
+        return [message for is_wrong, message in rules if is_wrong] + list(
+            _parallelism_problems(self.parallelism_config)
+        )
 
 
 def _parallelism_problems(block: Mapping[str, Any]) -> Iterator[str]:
@@ -178,7 +191,7 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
         values.setdefault("num_processes", 1)
     try:
         config = AccelerateConfig.model_validate({**values, "path": path})
-        problems = list(config.contradictions())
+        problems = config.contradictions()
     except ValidationError as error:
         problems = [
             f"{detail['loc'][0]}: {format_value(data[str(detail['loc'][0])])} is not valid: {detail['msg']}"
