@@ -504,7 +504,7 @@ def test_every_gpu_of_the_catalogue_has_a_source_and_plausible_figures():
 
 
 def test_gpus_before_ampere_have_no_bf16():
-    assert {key for key, family in GPU_GENERATIONS.items() if not family.bf16} == {
+    assert {key for key, family in GPU_GENERATIONS.items() if not family["bf16"]} == {
         "gp100", "gp102", "volta", "turing", "turing_geforce", "turing_gtx",
     }  # fmt: skip
     assert CATALOG_BY_KEY["t4"].bf16 is None

@@ -40,8 +40,11 @@ MAX_FILE_BYTES = 64 * 2**20
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_NULLS = {"", "~", "null", "Null", "NULL"}
-_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_WORDS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
 # Tags of plain data; ? and ! are of nodes without one. A timestamp stays the text that it is.
 _YAML_TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")
 _PLAIN_TAGS = {"?", "!", *(f"tag:yaml.org,2002:{name}" for name in _YAML_TAGS)}
@@ -268,16 +271,14 @@ def _read_value(document: YamlDocument, node: yaml.Node, path: KeyPath, parents:
 
 def resolve_scalar(text: str) -> JsonValue:
     """What an unquoted scalar means in the YAML 1.2 core schema; a number with a leading zero stays a string."""
-    if text in _NULLS:
-        return None
-    if text in _BOOLS:
-        return _BOOLS[text]
+    if text in _WORDS:
+        return _WORDS[text]
     if _INT.fullmatch(text):
         return int(text) if len(text) < 4_000 else text  # int() refuses texts of more than 4,300 digits
     if _FLOAT.fullmatch(text):
         return float(text)
     if _SPECIAL_FLOAT.fullmatch(text):
-        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        return float(text.replace(".", ""))
     return text
 
 

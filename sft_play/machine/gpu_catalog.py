@@ -38,20 +38,6 @@ BF16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
-class GpuGeneration:
-    """A generation's matrix units: dense operations per multiprocessor and clock, 32-bit accumulation. `fp16` is 0
-    where half precision is not faster than nothing (Pascal's consumer chips); `fp8` is twice `fp16` where the units
-    have it. `fp32` counts the ordinary units (no TF32)."""
-
-    capability: tuple[int, int]
-    fp16: int
-    bf16: bool
-    fp8: bool
-    fp32: int
-    source: str
-
-
-@dataclass(frozen=True)
 class CatalogEntry:
     """A GPU: memory in bytes, rates in operations per second, links in bytes per second one way; None: not known."""
 
@@ -102,15 +88,15 @@ def _parse_entry(row: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogE
     kinds = (("torch", torch_mib), ("nvidia-smi less reserve", smi_mib), ("box less reserve", box_gb))
     unit_cycles_per_s = row["units"] * row["boost_mhz"] * 1e6
     dense_fp16, dense_fp8 = row.get("dense") or (0, 0)
-    fp16_flops = dense_fp16 * _TERA or unit_cycles_per_s * generation.fp16 or None
-    fp8_flops = (dense_fp8 or 0) * _TERA or unit_cycles_per_s * generation.fp16 * 2
+    fp16_flops = dense_fp16 * _TERA or unit_cycles_per_s * generation["fp16"] or None
+    fp8_flops = (dense_fp8 or 0) * _TERA or unit_cycles_per_s * generation["fp16"] * 2
     pcie_generation, pcie_lanes = row["pcie"]
     citations = []
     for text in row["sources"]:
         name, slash, file = text.partition("/")  # some begin with the short name of a repository
         citations.append(f"{sources.get(name, name)}{slash}{file}")
     if not dense_fp16:
-        citations.append(generation.source)
+        citations.append(generation["source"])
     return CatalogEntry(
         row["name"],
         row.get("vendor", "NVIDIA"),
@@ -119,13 +105,13 @@ def _parse_entry(row: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogE
         driver_bytes=driver_bytes,
         box_gb=box_gb,
         bandwidth=row["bandwidth_gb"] * _GIGA,
-        bf16=fp16_flops if generation.bf16 else None,
+        bf16=fp16_flops if generation["bf16"] else None,
         fp16=fp16_flops,
-        fp8=fp8_flops if generation.fp8 else None,
-        fp32=unit_cycles_per_s * generation.fp32,
+        fp8=fp8_flops if generation["fp8"] else None,
+        fp32=unit_cycles_per_s * generation["fp32"],
         nvlink=row.get("nvlink_gb", 0) * _GIGA or None,
         pcie=pcie_lanes * 2.0 ** (pcie_generation - 3) * _GIGA,  # 1 GB/s per lane of generation 3, doubling with each
-        capability=generation.capability,
+        capability=tuple(generation["capability"]),
         tdp_watts=row["watts"],
         source="; ".join(citations),
         aliases=tuple(row.get("aliases", ())),
@@ -134,10 +120,10 @@ def _parse_entry(row: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogE
 
 
 _CATALOG_DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-GPU_GENERATIONS: dict[str, GpuGeneration] = {
-    name: GpuGeneration(**{**one, "capability": tuple(one["capability"])})
-    for name, one in _CATALOG_DATA["families"].items()
-}
+# A generation's matrix units: dense operations per multiprocessor and clock, 32-bit accumulation. `fp16` is 0 where
+# half precision is not faster than nothing (Pascal's consumer chips); `fp8` is twice `fp16` where the units have it.
+# `fp32` counts the ordinary units (no TF32).
+GPU_GENERATIONS: dict[str, dict[str, Any]] = _CATALOG_DATA["families"]
 # All entries; of those that share an alias, the first is what the alias alone means.
 CATALOG_ENTRIES: tuple[CatalogEntry, ...] = tuple(
     _parse_entry(row, _CATALOG_DATA["sources"]) for row in _CATALOG_DATA["gpus"]
@@ -260,8 +246,6 @@ def lowest_prices(prices: tuple[Price, ...] | None = None) -> Iterator[tuple[Pri
     lowest: dict[tuple[str, int], Price] = {}
     for price in load_prices() if prices is None else prices:
         for count in price.gpu_counts:
-            best = lowest.get((price.gpu, count))
-            if best is None or price.usd < best.usd:
-                lowest[price.gpu, count] = price
-    for (_, count), price in lowest.items():
-        yield price, count
+            best = lowest.get((price.gpu, count), price)
+            lowest[price.gpu, count] = min(best, price, key=lambda candidate: candidate.usd)
+    yield from ((price, count) for (_, count), price in lowest.items())

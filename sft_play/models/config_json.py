@@ -376,23 +376,19 @@ def find_model_folder(name: str) -> Path | None:
     ModelError for a path (from `/`, `.` or `~`, or whose first part exists here) that is no folder."""
     if name == BASE_NAME:
         return BASE
-    path = Path(name)
-    with contextlib.suppress(RuntimeError):  # ~user of a user who does not exist
-        path = path.expanduser()
-    with contextlib.suppress(OSError):  # a name too long for the file system
-        if path.is_dir():
-            return path
-    first = Path(path.parts[0]) if path.parts else path
+    # os.path has no error for ~nobody, or for a name that is too long
+    path = Path(os.path.expanduser(name))  # noqa: PTH111
+    if os.path.isdir(path):  # noqa: PTH112
+        return path
     # a hub id is owner/name or a bare name: anything else can only be a path
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or (len(path.parts) > 1 and first.exists())
-    with contextlib.suppress(OSError):
-        is_path |= path.is_file()
-    if is_path:
-        problem = f"does not exist or is no folder (looked from {Path.cwd()})"
-        raise ModelError(
-            f"model path {one_line(name)} {f'is {_GGUF_DESCRIPTION}' if path.suffix.lower() == '.gguf' else problem}"
-        )
-    return None
+    begins_here = len(path.parts) > 1 and os.path.exists(path.parts[0])  # noqa: PTH110
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or begins_here or os.path.isfile(path)  # noqa: PTH113
+    if not is_path:
+        return None
+    problem = f"does not exist or is no folder (looked from {Path.cwd()})"
+    if path.suffix.lower() == ".gguf":
+        problem = f"is {_GGUF_DESCRIPTION}"
+    raise ModelError(f"model path {one_line(name)} {problem}")
 
 
 def base_weights_identity(name: str, hf_config: Any) -> dict[str, str | None]:
