@@ -337,6 +337,10 @@ def test_the_old_offload_key_is_translated_aloud():
     ("old", "new"),
     [
         ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": {"device": "nvme", "pin_memory": True}}},
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "pin_memory": True}}},
+        ),
         ({"zero_optimization": {"stage": 2, "cpu_offload": False}}, {"zero_optimization": {"stage": 2}}),
         ({"aio": {"thread_count": 2}}, {"aio": {"intra_op_parallelism": 2}}),
         ({"sparse_gradients": False, "amp": {"enabled": False}}, {}),

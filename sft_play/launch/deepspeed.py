@@ -250,7 +250,7 @@ def _rename_old_keys(values: dict[str, Any], notes: list[str]) -> Iterator[str]:
         for path in _paths_below(values, old):
             value = new_value = values.pop(path)
             new_path = new + path.removeprefix(old)
-            if "cpu_offload" in path and value in (True, False, None):  # a switch, now a section
+            if path == old and "cpu_offload" in old and value in (True, False):  # a switch, now a section
                 new_path, new_value = f"{new}.device", "cpu" if value else None
             present_value = values.get(new_path)
             display_text = f"{path}: {format_value(value)}"
@@ -307,7 +307,7 @@ def _is_whole_number(value: Any) -> bool:
 
 
 # Of a path the test of its values, and what it accepts: the first row that matches; DeepSpeed itself checks the others.
-# The last rows of the first group change which ranks hold what: the run would not be the planned one.
+# Parallelism, dtypes and modes that are refused here would make the run another one than was planned.
 _VALUE_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps",
