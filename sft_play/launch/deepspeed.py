@@ -449,15 +449,12 @@ def fill_auto_values(
         filler.problems.append(
             f"the file asks for {layout}, but the plan is for {plan_values.layout}; leave STRATEGY= out"
         )
-    filler.fill_numbers()
+    filler.fill_from_plan()
     filler.fill_precision()
-    filler.fill_zero()
     filler.drop_optimizer()
     filler.drop_scheduler()
     if filler.problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in filler.problems))
-    # DeepSpeed stops at optimizer classes that it does not know
-    filler.set_value("zero_allow_untested_optimizer", True, "train.optim is the plan's choice")
     if adam_obstacle and filler.values.get("zero_optimization.offload_optimizer.device") in OFFLOAD_DEVICES:
         reason = f"torch's AdamW steps on the CPU instead, more slowly: {adam_obstacle}"
         filler.set_value("zero_force_ds_cpu_optimizer", False, reason)
@@ -481,34 +478,43 @@ class _ConfigFiller:
             display_value = f"{value:,}" if type(value) is int else format_value(value).strip('"')
             self.lines.append(f"{path} → {display_value} ({reason})")
 
-    def is_open(self, path: str) -> bool:
-        """True where the file leaves a value to the run."""
-        return bool(self.values.get(path, AUTO) == AUTO)
-
-    def fill_numbers(self) -> None:
-        """Fill or compare the batch, and the training options outside the optimizer's block: DeepSpeed asserts that the
-        batch is the product of the others and the ranks, and its engine clips by its own number only."""
+    def fill_from_plan(self) -> None:
+        """Fill what the file leaves open with the plan's, and compare the rest: DeepSpeed asserts that the batch is the
+        product of the others and the ranks, and its engine clips by its own number only. Its default bucket, 5e8
+        elements, would take another GiB."""
         plan = self.plan_values
+        stage, size = ZERO_STAGES[plan.layout][0], plan.hidden_size
         product = f"{plan.micro_batch} × {plan.grad_accum} × {plan.data_parallel_ranks} ranks = {plan.effective_batch}"
         batch = {
             "train_batch_size": plan.effective_batch,
             "train_micro_batch_size_per_gpu": plan.micro_batch,
             "gradient_accumulation_steps": plan.grad_accum,
         }
+        # path, value, where it is from, and the key of the run YAML where a file must not contradict it
         rows = [
-            (key, f"train.{BATCH_KEYS[key]}", value, f"the plan's {value} ({product})") for key, value in batch.items()
+            (key, value, f"the plan's {value} ({product})", f"train.{BATCH_KEYS[key]}") for key, value in batch.items()
         ]
         rows += [
-            (path, run_key, value, f"{run_key}: {value:g}")
+            (path, value, f"{run_key}: {value:g}", run_key)
             for path, (run_key, value) in plan.options.items()
             if not path.startswith("optimizer.")
         ]
-        for path, run_key, value, source in rows:
-            if self.is_open(path):
+        rows.append(("zero_optimization.stage", stage, f"the plan's layout, {plan.layout}", ""))
+        for key, (formula, formula_text) in HIDDEN_SIZE_FORMULAS.items():
+            path = f"zero_optimization.{key}"
+            if key == "reduce_bucket_size" or (stage == 3 and self.values.get(path) == AUTO):
+                rows.append((path, formula(size), f"{formula_text}: {size:,}", ""))
+        for path, value, source, run_key in rows:
+            if self.values.get(path, AUTO) == AUTO:
                 self.set_value(path, value, source)
-            elif not are_numbers_equal(self.values[path], value):
+            elif run_key and not are_numbers_equal(self.values[path], value):
                 remedy = f'set it to "auto", or run with {run_key}={self.values[path]:g}'
                 self.problems.append(f"{path}: {self.values[path]:g} contradicts {source}; {remedy}")
+        if stage == 3:
+            gather_path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+            self.set_value(gather_path, True, "checkpoints hold whole weights")
+        # DeepSpeed stops at optimizer classes that it does not know
+        self.set_value("zero_allow_untested_optimizer", True, "train.optim is the plan's choice")
 
     def fill_precision(self) -> None:
         """`bf16.enabled` and `fp16.enabled` by the run's compute dtype, whatever the file says: it may have been
@@ -520,7 +526,7 @@ class _ConfigFiller:
         for path, is_enabled in ((f"{key}.enabled", is_enabled) for key, is_enabled in switches.items()):
             if path not in self.values and not is_enabled:
                 continue
-            if self.is_open(path):
+            if self.values.get(path, AUTO) == AUTO:
                 self.set_value(path, is_enabled, reason)
             elif self.values[path] is not is_enabled:
                 changed.append(f"{path}: {format_value(self.values[path])} → {format_value(is_enabled)}")
@@ -532,21 +538,6 @@ class _ConfigFiller:
             dtype = getattr(self.plan_values, option)
             if dtype is not None:
                 self.set_value(path, dtype, f"distributed.mixed_precision.{option}")
-
-    def fill_zero(self) -> None:
-        """ZeRO's stage and sizes. DeepSpeed's default bucket, 5e8 elements, would take another GiB."""
-        layout, hidden_size = self.plan_values.layout, self.plan_values.hidden_size
-        stage = ZERO_STAGES[layout][0]
-        self.values.setdefault("zero_optimization.reduce_bucket_size", AUTO)
-        if self.is_open("zero_optimization.stage"):
-            self.set_value("zero_optimization.stage", stage, f"the plan's layout, {layout}")
-        if stage == 3:
-            gather_path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-            self.set_value(gather_path, True, "checkpoints hold whole weights")
-        for key, (formula, formula_text) in HIDDEN_SIZE_FORMULAS.items():
-            path = f"zero_optimization.{key}"
-            if self.values.get(path) == AUTO and (stage == 3 or not key.startswith("stage3_")):
-                self.set_value(path, formula(hidden_size), f"{formula_text}: {hidden_size:,}")
 
     def drop_optimizer(self) -> None:
         """The plan counted the run YAML's optimizer; a block may repeat it, but not change it."""
