@@ -181,10 +181,8 @@ def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonVa
     if len(key_parts) > 2 and key_parts[0] == "curriculum" and key_parts[1].isdigit():
         path = (key_parts[0], int(key_parts[1]), *key_parts[2:])
         stages = document.data.get("curriculum")
-        count = len(stages) if isinstance(stages, list) else 0
-        if len(key_parts) > 4:
-            return "names a key inside a key: curriculum.0.train.epochs=1 sets a key of the first"
-        if int(key_parts[1]) >= count:
+        if not isinstance(stages, list) or int(key_parts[1]) >= len(stages):
+            count = len(stages) if isinstance(stages, list) else 0
             return f"there are {count} stages, counted from 0: curriculum.0.train.epochs=1 sets a key of the first"
     section = document.ensure_section(path[:-1])
     if section is None:

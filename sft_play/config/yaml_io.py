@@ -325,4 +325,4 @@ def format_value(value: JsonValue, *, raw_text: str | None = None) -> str:
     """A value as shown in a message: the raw text if there is one, else JSON, cut to one line."""
     if isinstance(value, str):
         return one_line(json.dumps(value, ensure_ascii=False), limit=80)
-    return one_line(raw_text if raw_text else json.dumps(value, ensure_ascii=False), limit=80)
+    return one_line(raw_text or json.dumps(value, ensure_ascii=False), limit=80)
