@@ -41,7 +41,7 @@ GIB = 2**30
         (["plan", "--config"], "expected one argument"),
         (["plan", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["plan", "--config", "configs"], "is a folder"),
-        (["plan", "--config", "configs/run_bnb.yaml", "--hardware", "3xH300"], "nearest: H200"),
+        (["plan", "--config", "configs/run_bnb.yaml", "--hardware", "3xH300"], "nearest: H800, H200"),
         (["plan", "--config", "configs/run_bnb.yaml", "epochs"], "is not key=value"),
         (["plan", "--config", "é" * 300], "cannot be read: File name too long"),
         (

@@ -69,7 +69,6 @@ def test_a_learning_rate_is_a_number_however_it_is_written(text):
         ("train: {learning_rate: .nan}", "found .nan"),
         ("train: {learning_rate: -1e-4}", "expected auto or a number above 0, found -1e-4"),
         ("train: {batch_size: 2.5}", "expected auto or a whole number of at least 1, found 2.5"),
-        ("train: {optim: adamw}", "write train.optim: adamw_torch_fused"),
         ("train: {optim: adamw_torhc}", "did you mean adamw_torch?"),
         ("train: {learing_rate: 1e-4}", "unknown key (value 1e-4); did you mean train.learning_rate?"),
         ("learning_rate: 1e-4", "it belongs at train.learning_rate"),

@@ -139,7 +139,6 @@ SCHEMAS = {
             ),
         }
     ),
-    "machine/cloud_machines.json": record({"source": TEXT, "machines": listed(listed(TEXT))}),
     "machine/gpu_prices.json": record(
         {
             "lists": mapping(record({"provider": TEXT, "read": TEXT, "address": TEXT}, kept_at=TEXT)),

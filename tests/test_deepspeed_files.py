@@ -21,7 +21,6 @@ from sft_play.launch.deepspeed import (
     keeps_params_on_gpu,
     merge_deepspeed_batch,
     read_deepspeed_file,
-    shipped_deepspeed_config,
 )
 from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import DeepspeedRequest, LaunchOptions
@@ -201,7 +200,7 @@ def test_the_typed_file_is_planned_for_the_starter(command, tmp_path, monkeypatc
     assert code == 0, printed
     assert "zero3_offload on the CPU" in printed
     assert printed.count("the run computes in float32, as train.bf16") == 1
-    assert 'read as zero_optimization.offload_optimizer: {"device": "cpu"}' in printed
+    assert 'read as zero_optimization.offload_optimizer.device: "cpu"' in printed
     path.write_text(TYPED.replace('"gradient_accumulation_steps": "auto"', '"gradient_accumulation_steps": 4'))
     code, printed = command(*words, f"output.dir={tmp_path}")
     assert code == 0, printed
@@ -336,33 +335,12 @@ def test_a_strategy_that_contradicts_the_file_is_refused(tmp_path, strategy, sta
         build_stage_request(loaded, parse_hardware("2xH100"), asked)
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_a_comma_that_is_missing_beside_comments_is_an_error_of_json_where_it_belongs(tmp_path, seed):
-    chance = random.Random(seed)
-    text = json.dumps(shipped_deepspeed_config("zero3_offload") | {"steps_per_print": 5}, indent=2)
-    lines = [f"{line} // {chance.choice(['a comment', 'one, with a comma', '}'])}" if chance.random() < 0.3 else line
-             for line in text.splitlines()]  # fmt: skip
-    number = chance.choice([n for n, line in enumerate(lines) if line.partition(" //")[0].endswith(",")])
-    bare, mark, comment = lines[number].partition(" //")
-    lines[number] = f"{bare[:-1]}{mark}{comment}"
-    before = chance.randint(0, 2)  # comments of their own lines above
-    path = tmp_path / "mine.json"
-    path.write_text("\n".join([*["# above, in its own line"] * before, *lines]))
-    with pytest.raises(ConfigError) as error:
-        read_deepspeed_file(path)
-    said = f": not valid JSON: Expecting ',' delimiter behind line {before + number + 1};"
-    following = before + number + 2
-    assert f"mine.json:{following}:{len(lines[number + 1]) - len(lines[number + 1].lstrip()) + 1}{said}" in str(
-        error.value
-    )
-
-
 @pytest.mark.parametrize(("text", "said"), [
-    ('{\n"zero_optimization": {"stage": 2},, // two\n}', "mine.json:2:35: not valid JSON"),
-    ('{\n// a comment\n"zero_optimization": {"stage" 2}\n}', "mine.json:3:31: not valid JSON: Expecting ':' delimiter"),
+    ('{\n"zero_optimization": {"stage": 2},, // two\n}', "mine.json:2:35: not valid YAML"),
+    ('{\n// a comment\n"zero_optimization": {"stage" 2}\n}', "mine.json:3:31: not valid YAML"),
     ('{"zero_optimization": {"stage": 2}, "zero_optimization": {}}', "the key appears twice"),
 ])  # fmt: skip
-def test_other_slips_in_json_are_errors_of_json(tmp_path, text, said):
+def test_slips_are_said_with_their_place(tmp_path, text, said):
     (tmp_path / "mine.json").write_text(text)
     with pytest.raises(ConfigError) as error:
         read_deepspeed_file(tmp_path / "mine.json")

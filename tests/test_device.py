@@ -79,7 +79,6 @@ CASES: dict[str, tuple[dict[str, str], NvmlStatus, dict[str, str], tuple[str, ..
          "runs are planned for NVIDIA's GPUs and for CPUs")),
     "AMD without its driver": (
         pci("0000:03:00.0", "0x1002", "0x038000"), NvmlStatus(), {}, ("1 AMD", "nothing is known")),
-    "AMD's variable hides nothing of NVIDIA's": (NVIDIA_S, NO, {"HIP_VISIBLE_DEVICES": ""}, ("NVML says no",)),
 }  # fmt: skip
 
 
@@ -108,7 +107,6 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, 
         ({"dev/dxg": ""}, {}),  # a Windows whose GPU is not NVIDIA's
         (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": ""}),
         (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": " -1"}),
-        (pci("0000:03:00.0", "0x1002", "0x120000"), {"HIP_VISIBLE_DEVICES": "-1"}),
     ],
 )
 def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, environment, tmp_path):

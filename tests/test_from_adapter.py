@@ -163,7 +163,7 @@ def bare(folder: Path, world: Path, **changes: Any) -> Path:
     [
         ({"peft_type": "IA3"}, "has peft_type=IA3 in its adapter_config.json, and only LORA can be trained here"),
         ({"rank_pattern": {"q_proj": 8}}, 'has rank_pattern={"q_proj": 8}, which this toolkit does not train'),
-        ({"bias": "all"}, "has bias=all"),
+        ({"bias": "all"}, 'has bias="all"'),
         ({"layers_to_transform": [1]}, "has layers_to_transform=[1]"),
         ({"init_lora_weights": "pissa_niter_4"}, "was started with pissa_niter_4, which changes its base too"),
         ({"r": 0}, "has r=0 and lora_alpha="),

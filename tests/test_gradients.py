@@ -200,14 +200,6 @@ def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, com
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.parametrize(("value", "ours"), [("bf16", "train.bf16: true"), ("'no'", "train.bf16: false")])
-def test_a_precision_where_the_dtypes_belong_is_answered_as_other_tools_mean_it(value, ours):
-    text = f"model: {{name: {MODEL}}}\ndistributed:\n  mixed_precision: {value}\n"
-    with pytest.raises(ConfigError, match="its keys: param, reduce, buffer") as said:
-        config_from_text(text, name="run.yaml")
-    assert f"as other tools mean it, here it is {ours}" in str(said.value)
-
-
 # --- what it costs ----------------------------------------------------------------------------------------------------
 def step_of(layout: str, *, ranks: int = 4, accum: int = 4, rows: int = 1) -> Step:
     return Step(micro_batch=rows, grad_accum=accum, seq_len=512, layout=layout_of(layout, ranks))

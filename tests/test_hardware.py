@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -131,7 +130,7 @@ def test_gpus_are_read_from_nvml_with_their_free_memory(nvml):
     assert not fake.open
 
 
-def test_a_gpu_that_fell_off_the_bus_hides_no_other(nvml, monkeypatch, caplog):
+def test_a_gpu_that_fell_off_the_bus_hides_no_other(nvml, monkeypatch):
     fake = nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA A100-SXM4-80GB", 81_920) for n in range(3)))
     monkeypatch.setattr(FakeNvml, "NVMLError", Unsupported, raising=False)
     real = fake.nvmlDeviceGetUUID
@@ -142,8 +141,9 @@ def test_a_gpu_that_fell_off_the_bus_hides_no_other(nvml, monkeypatch, caplog):
         return real(handle)
 
     monkeypatch.setattr(fake, "nvmlDeviceGetUUID", lost)
-    assert [gpu.index for gpu in detect_hardware({}).gpus] == [0, 2]
-    assert "GPU 1 does not answer its driver (GPU is lost)" in caplog.text
+    found = detect_hardware({})
+    assert [gpu.index for gpu in found.gpus] == [0, 2]
+    assert found.notes == ("GPU 1 does not answer its driver (GPU is lost)",)
 
 
 def test_an_sxm_board_whose_nvlink_is_off_has_its_pcie(nvml):
@@ -191,7 +191,7 @@ def test_cuda_sees_one_instance_of_a_split_gpu(nvml, variable, profile):
     nvml(SPLIT, FakeGpu("GPU-bbb", "NVIDIA A100-SXM4-40GB", 40_960))
     found = detect_hardware({} if variable is None else {"CUDA_VISIBLE_DEVICES": variable})
     assert [gpu.mig for gpu in found.gpus] == ([] if profile == "nothing" else [profile])
-    assert found.is_mig_instance == (profile not in (None, "nothing"))
+    assert any(gpu.mig for gpu in found.gpus) == (profile not in (None, "nothing"))
 
 
 def test_an_instance_has_its_own_memory_and_its_share_of_the_rates(nvml):
@@ -334,6 +334,8 @@ def test_a_limit_above_the_machines_ram_is_none(cgroup):
         ("1xRTX4060", 1, "NVIDIA RTX 4060"),
         ("4xL40", 4, "NVIDIA L40"),
         ("2x8xH100", 16, "NVIDIA H100"),
+        ("H100x4", 4, "NVIDIA H100"),
+        ("RTX 4090 x 2", 2, "NVIDIA RTX 4090"),
         (" 2 x h200 ", 2, "NVIDIA H200"),
         ("2*H200", 2, "NVIDIA H200"),
         ("rtx 4090", 1, "NVIDIA RTX 4090"),
@@ -448,7 +450,7 @@ def test_a_host_without_gpus_can_be_named():
         ("0x8xH200", "names 0 GPUs"),
         ("200000xH100", "names 200000 GPUs; name 1 to 100000"),
         (f"{10**20}xH100", "name 1 to 100000"),
-        ("3xH300", r"H300 is not in the catalogue; nearest: H200, .*HARDWARE=1xH300,mem=24GiB"),
+        ("3xH300", r"H300 is not in the catalogue; nearest: .*H200.*HARDWARE=1xH300,mem=24GiB"),
         ("RTX4095", "nearest: RTX 4090"),
         ("2xMyGPU", "not in the catalogue"),
         ("H200-80GB", "not in the catalogue; nearest: H200"),
@@ -480,104 +482,6 @@ def test_a_machine_that_cannot_be_meant_is_refused(text, message):
     assert "\n" not in str(refused.value)
 
 
-# --- a file ----------------------------------------------------------------------------------------------------------
-
-BOX = """\
-gpus:
-  name: MyGPU
-  count: 4
-  mem: 80GiB
-  bandwidth: 2TB/s
-  bf16: 300TFLOPS
-  link: 600GB/s
-  cc: 8.0
-  tdp: 400
-nodes: 2
-ram: 1TiB
-cores: 64
-network: 200Gbps
-price: 1.5
-"""
-
-
-def test_a_machine_can_be_described_in_a_file(tmp_path):
-    path = tmp_path / "box.yaml"
-    path.write_text(BOX)
-    found = parse_hardware(str(path))
-    gpu = found.gpus[7]
-    assert (len(found.gpus), found.nodes, found.ranks_per_node) == (8, 2, 4)
-    assert (gpu.name, gpu.total_bytes, gpu.flops("bfloat16"), gpu.capability) == ("MyGPU", 80 * GIB, 300e12, (8, 0))
-    assert (gpu.tdp_watts, gpu.bandwidth) == (400, 2e12)
-    assert (found.ram_bytes, found.cpu_cores, found.price_per_gpu_hour) == (1024 * GIB, 64, 1.5)
-    assert (found.link_bytes_per_s, found.network_bytes_per_s) == (300e9, 25e9)
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "nodes"),
-    [
-        ("gpus: 8xH200\nnodes: 2\n", 16, 2),
-        ("gpus: 2x8xH200\n", 16, 2),
-        ("gpus: {name: 8xH200}\n", 8, 1),
-        ("gpus: none\nram: 64GiB\n", 0, 1),
-        ("ram: 64GiB\ncores: 8\n", 0, 1),
-    ],
-)
-def test_a_file_may_be_short(tmp_path, text, count, nodes):
-    path = tmp_path / "machine"  # its ending does not matter where it is there
-    path.write_text(text)
-    found = parse_hardware(str(path))
-    assert (len(found.gpus), found.nodes) == (count, nodes)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is not a mapping"),
-        ("- H200\n", "is not a mapping; a machine's file has gpus"),
-        ("gpus: [\n", "cannot be read as YAML"),
-        ("gpu: H200\n", "gpus has no name|'gpu' is not an option of a machine"),
-        ("gpus: {name: H200}\nram: 64\n", "ram takes a size with its unit"),
-        ("gpus:\n  name: H200\n  memory: 24GiB\n", "'memory' is not an option of a machine; nearest: mem"),
-        ("gpus:\n  name: H300\n", r"H300 is not in the catalogue; nearest: H200.*mem: 24GiB beside its name"),
-        ("gpus:\n  count: 2\n", "gpus has no name"),
-        ("gpus:\n  name: H200\n  count: 0\n", "count: 0 is not a number of GPUs from 1"),
-        ("gpus:\n  name: H200\n  count: true\n", "count: true is not a number of GPUs"),
-        ("gpus:\n  name: H200\n  count: [1]\n", "a value is a list or a mapping"),
-        ("gpus:\n  name: 2xH200\n  count: 4\n", "count: 4 is not .* that the name does not have"),
-        ("gpus: 2x8xH200\nnodes: 2\n", "nodes: 2 is not .* that the name does not have"),
-        ("gpus: 8xH200\nnodes: 90000\n", "nodes: 90000 is not a number of GPUs from 1 to 100000"),
-        ("gpus: [{name: H200}, {name: L4}]\n", "gpus has no name, or a value is a list"),
-        ("gpus: []\n", "gpus has no name, or a value is a list"),
-        ("nodes: 2\nram: 64GiB\n", "nodes: 2 is not a number of GPUs"),
-        ("price: 2\n", "a machine without GPUs takes ram and cores, not price"),
-        ("gpus: !!python/object/apply:os.system [ls]\n", "gpus has no name, or a value is a list"),
-        ("\x00", "cannot be read as YAML"),
-    ],
-)
-def test_a_file_that_describes_no_machine_is_refused(tmp_path, text, message):
-    path = tmp_path / "box.yaml"
-    path.write_text(text)
-    with pytest.raises(HardwareError, match=message) as refused:
-        parse_hardware(str(path))
-    assert str(path) in str(refused.value)
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(HardwareError, match=r"cannot be read as YAML.*No such file"):
-        parse_hardware(str(tmp_path / "none.yaml"))
-    folder = tmp_path / "folder.yaml"
-    folder.mkdir()
-    with pytest.raises(HardwareError, match="cannot be read"):
-        parse_hardware(str(folder))
-    binary = tmp_path / "binary.yml"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(HardwareError, match="cannot be read"):
-        parse_hardware(str(binary))
-    (tmp_path / "deep.yaml").write_text("[" * 5000)
-    with pytest.raises(HardwareError, match="cannot be read as YAML"):
-        parse_hardware(str(tmp_path / "deep.yaml"))
-
-
 # --- the catalogue ---------------------------------------------------------------------------------------------------
 
 
@@ -602,7 +506,7 @@ def test_every_gpu_of_the_catalogue_has_a_source_and_plausible_figures():
 
 
 def test_gpus_before_ampere_have_no_bf16():
-    assert {key for key, family in GPU_GENERATIONS.items() if not family.bf16} == {
+    assert {key for key, family in GPU_GENERATIONS.items() if not family["bf16"]} == {
         "gp100", "gp102", "volta", "turing", "turing_geforce", "turing_gtx",
     }  # fmt: skip
     assert CATALOG_BY_KEY["t4"].bf16 is None
@@ -758,10 +662,3 @@ def test_the_page_shows_the_catalogue():
         PAGE.write_text(f"{before}<!-- table -->\n{table()}\n<!-- end of table -->{after}", encoding="utf-8")
         return
     assert shown == table(), "the catalogue changed: UPDATE_DOCS=1 pytest tests/test_hardware.py -k page"
-
-
-def test_the_pages_example_of_a_file_is_one(tmp_path):
-    example = re.search(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    path = tmp_path / "box.yaml"
-    path.write_text(example[1])
-    assert len(parse_hardware(str(path)).gpus) == 16

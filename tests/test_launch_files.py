@@ -223,7 +223,7 @@ def test_what_files_say_in_other_words_is_understood(tmp_path, change, field, va
     [
         (("num_processes: 16", "num_processes: 15"), ["num_processes: 15", "num_machines: 2", "14 or 16"]),
         (("num_processes: 16", "num_processes: 1"), ["num_processes: 1", "use 2"]),
-        (("num_processes: 16", "num_processes: many"), ["many", "whole number"]),
+        (("num_processes: 16", "num_processes: many"), ["many", "integer"]),
         (("machine_rank: 1", "machine_rank: 2"), ["machine_rank: 2", "0 to 1"]),
         (("gpu_ids: all", "gpu_ids: 0,1"), ["gpu_ids: 0,1", "num_processes: 16"]),
         (("gpu_ids: all", "gpu_ids: first"), ["gpu_ids", "first"]),
@@ -337,6 +337,10 @@ def test_the_old_offload_key_is_translated_aloud():
     ("old", "new"),
     [
         ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": {"device": "nvme", "pin_memory": True}}},
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "pin_memory": True}}},
+        ),
         ({"zero_optimization": {"stage": 2, "cpu_offload": False}}, {"zero_optimization": {"stage": 2}}),
         ({"aio": {"thread_count": 2}}, {"aio": {"intra_op_parallelism": 2}}),
         ({"sparse_gradients": False, "amp": {"enabled": False}}, {}),

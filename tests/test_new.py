@@ -30,7 +30,6 @@ from sft_play.data.sources.files import find_data_paths
 from sft_play.diagnose.run_check import check_run
 from sft_play.errors import ConfigError, DataError, HardwareError, ModelError
 from sft_play.launch.planning import plan_run
-from sft_play.machine.gpu_catalog import CATALOG_ENTRIES
 from sft_play.machine.hardware import detect_hardware, parse_hardware
 from sft_play.models.config_json import load_config_json
 from tests.conftest import ROOT, shared
@@ -228,7 +227,7 @@ def test_preferences_are_refused_and_a_file_without_a_model_asks_for_it():
     )
 
 
-KEYS = sorted(other_tools.key_table().plain_keys)
+KEYS = sorted(key for key in other_tools.key_table().known_keys if "." not in key)
 VALUES = st.sampled_from(
     [True, False, None, 0, 1, 4, 8, 16, 0.05, 2e-4, "auto", "lora", "qlora", "full", "epoch", "no", "steps", "cosine",
      "a/b", "x.jsonl", "q_proj,v_proj", [], ["wandb"], [{"path": "a/b", "type": "alpaca"}], {"x": 1}, -1, 3.0]
@@ -372,32 +371,14 @@ def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path,
 # --- hardware ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_count_stands_before_or_behind_every_gpu_of_the_catalogue():
-    draw = random.Random(4)
-    for entry in CATALOG_ENTRIES:
-        count = draw.randint(2, 16)
-        expected = parse_hardware(f"{count}x{entry.name}").gpus
-        behind = (f"{entry.name}{sign}{count}" for sign in ("x", " x ", "*", ":"))
-        for said in (*behind, f"{count} {entry.name}", f"{count} x {entry.name.lower()}"):
-            assert parse_hardware(said).gpus == expected, said
-
-
 @pytest.mark.parametrize(
     ("said", "gpus", "name"),
     [
-        ("p4d", 8, "NVIDIA A100-40GB"),
-        ("p4de.24xlarge", 8, "NVIDIA A100-80GB"),
-        ("2xp5", 16, "NVIDIA H100"),
-        ("ml.g5.12xlarge", 4, "NVIDIA A10G"),
-        ("a2-highgpu-4g", 4, "NVIDIA A100-40GB"),
-        ("Standard_ND96isr_H100_v5", 8, "NVIDIA H100"),
-        ("DGX H200", 8, "NVIDIA H200"),
         ("GB10", 1, "NVIDIA GB10"),
         ("RTX 3060 laptop", 1, "NVIDIA RTX 3060 Laptop"),
         ("3060m", 1, "NVIDIA RTX 3060 Laptop"),
         ("RTX 2050", 1, "NVIDIA RTX 2050 Laptop"),
         ("7900 XTX", 1, "AMD RX 7900 XTX"),
-        ("colab", 1, "NVIDIA T4"),
     ],
 )
 def test_machines_are_found_as_people_say_them(said, gpus, name):
@@ -408,12 +389,6 @@ def test_machines_are_found_as_people_say_them(said, gpus, name):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("8GB", "is a size.*name the card: .*RTX 4060"),
-        ("16 GB VRAM", "is a size"),
-        ("M3 Max", "no run uses Apple's GPUs; HARDWARE=cpu,ram="),
-        ("MacBook Pro", "no run uses Apple's GPUs"),
-        ("TPU v4", "no run uses this device"),
-        ("Intel Arc A770", "no run uses this device"),
         ("GTX 1080", "nearest: GTX 1080 Ti"),
         ("RTX 6090 laptop", "nearest: RTX .* Laptop.*mem=8GiB"),
         ("Tesla K80", "docs/gpus.md lists those that are"),
@@ -444,10 +419,6 @@ def refused(words: list[str], environment: dict[str, str] | None = None) -> str:
         (["plan", "--config", "mi.yaml"], {}, "did you mean my.yaml?"),
         (["plan", "--config", "rows.jsonl"], {}, "is a data file; CONFIG names a run YAML"),
         (["plan", "--config", "my.yaml"], {"SET": "train.epochs=2,train.seed=1"}, "SET='train.epochs=2 train.seed=1'"),
-        (["plan", "--config", "my.yaml"], {"SET": "“train.epochs=1”"}, "“ is a typographic quote"),
-        (["plan", "--config", "my.yaml"], {"SET": "output.name=„x“"}, "„ is a typographic quote"),
-        (["plan", "--config", "my.yaml", "--hardware", "‘4090’"], {}, "HARDWARE="),
-        (["plan", "--config", "quoted.yaml"], {}, "model.name: is in typographic quotes"),
         (["plan", "--config", "my.yaml", "train.learning_rate=2e4"], {}, "did you mean 2e-4?"),
         (["plan", "--config", "my.yaml", "train.learning_rate=25000"], {}, "did you mean 2.5e-4?"),
         (["plan", "--config", "my.yaml", "model.name=Qwen2.5-3B-Instruct"], {}, "the hub has it as Qwen/Qwen2.5-3B-"),
@@ -458,7 +429,6 @@ def refused(words: list[str], environment: dict[str, str] | None = None) -> str:
 def test_slips_are_answered_with_what_was_meant(words, environment, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\n")
-    Path("quoted.yaml").write_text("model: {name: “Qwen/Qwen2.5-3B-Instruct”}\n")
     assert message.replace("HERE", str(tmp_path)) in refused(words, environment)
 
 

@@ -237,7 +237,7 @@ def test_other_ways_are_refused_everywhere_with_the_original(tmp_path, command, 
     )
     assert code == 2
     assert f"already quantised ({method})" in printed
-    assert "take its original, meta-llama/Llama-3.1-8B" in printed
+    assert "take the unquantised model" in printed
 
 
 def test_the_plan_says_how_weights_are_stored(command):

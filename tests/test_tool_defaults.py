@@ -42,7 +42,7 @@ def checks(source_of) -> tuple[int, list[str]]:
 def test_defaults_are_those_of_the_installed_libraries():
     compared, wrong = checks(lambda file: installed_source(file) if file.split("/")[0] in INSTALLED else None)
     assert not wrong
-    assert compared > 30
+    assert compared > 25
 
 
 @pytest.mark.skipif(not wheels(), reason=f"{WHEELS} names no folder with wheels of the tools")
@@ -105,9 +105,7 @@ NEUTRAL = {
     "llamafactory": "overwrite_cache: true",
     "swift": "model_author: me",
     "torchtune": "optimizer_in_bwd: true",
-    "automodel": "recipe: r",
     "unsloth": "finetune_language_layers: true",
-    "peft": "inference_mode: false",
     "trl": "dataset_train_split: train",
     "transformers": "dataset_config_name: c",
 }
@@ -145,4 +143,4 @@ def test_each_default_reaches_the_yaml_or_a_comment(tool, mode):
         if isinstance(value, dict) and set(value) == {"words"}:
             assert f"{key} (not in the file): {value['words']}" in said
             seen.add(key)
-    assert len(seen) > 2 or (tool, mode) == ("peft", "full")
+    assert len(seen) > 2

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.commands import new
-from sft_play.commands.preparing import run_preparing as prepare
 from sft_play.commands.request import Request
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import RunConfig
@@ -52,11 +51,6 @@ TUNE = (
     "model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: [q_proj, output_proj]}\n"
     "checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /m}\n"
     "optimizer: {_component_: torch.optim.AdamW, lr: 3e-4}\nbatch_size: 2\ngradient_accumulation_steps: 4\n"
-)
-NEMO = (
-    "recipe: TrainFinetuneRecipeForNextTokenPrediction\nstep_scheduler: {global_batch_size: 64, local_batch_size: 8}\n"
-    "model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: a/b}\n"
-    "optimizer: {_target_: torch.optim.Adam, lr: 1e-5}\n"
 )
 UNSLOTH = "model: a/b\ndata: {dataset: o/d, format_type: auto}\ntraining: {max_steps: 60}\n"
 
@@ -119,26 +113,11 @@ UNSLOTH = "model: a/b\ndata: {dataset: o/d, format_type: auto}\ntraining: {max_s
              "train.warmup_steps": 0, "train.max_grad_norm": 0.0, "train.weight_decay": 0.01, "model.name": "a/b"},
         ),
         (
-            NEMO,
-            {"tuning.mode": "full", "train.lr_scheduler_type": "constant", "train.warmup_steps": 0, "train.epochs": 10,
-             "train.effective_batch_size": 64, "train.batch_size": 8, "train.max_grad_norm": 1.0},
-        ),
-        (
-            f"{NEMO}peft: {{dim: 4}}\nlr_scheduler: {{min_lr: 0}}\n",
-            {"tuning.mode": "lora", "tuning.lora.r": 4, "tuning.lora.alpha": 32, "train.lr_scheduler_type": "cosine",
-             "train.warmup_steps": 0.1},
-        ),
-        (
             UNSLOTH,
             {"tuning.mode": "qlora", "tuning.lora.r": 64, "tuning.lora.alpha": 16, "train.learning_rate": 2e-4,
              "train.batch_size": 2, "train.grad_accum": 4, "train.warmup_steps": 5, "train.weight_decay": 0.01,
              "train.optim": "adamw_8bit", "train.lr_scheduler_type": "linear", "train.seed": 3407,
              "train.max_steps": 60, "data.loss_on": "all"},
-        ),
-        (
-            "base_model_name_or_path: a/b\npeft_type: LORA\n",
-            {"tuning.mode": "lora", "tuning.lora.r": 8, "tuning.lora.alpha": 8,
-             "tuning.lora.target_modules": ["q_proj", "v_proj"]},
         ),
         (
             "model_name_or_path: a/b\nper_device_train_batch_size: 4\n",
@@ -290,11 +269,6 @@ def test_the_columns_that_a_file_names_are_those_that_are_trained(tmp_path, monk
             "column_map: {input: q, output: a}}\n",
             {"input": "q", "output": "a"},
         ),
-        (
-            f"{NEMO}dataset: {{_target_: x.ColumnMappedTextInstructionDataset, path_or_dataset_id: o/d, "
-            "column_mapping: {context: c, question: q, answer: a}}\n",
-            {"input": "c", "instruction": "q", "output": "a"},
-        ),
     ],
 )
 def test_columns_are_named_in_each_tools_way(text, columns):
@@ -306,7 +280,6 @@ def test_columns_are_named_in_each_tools_way(text, columns):
     [
         (f"{TRL}dataset_config: cn\n", "hub:o/d:cn"),
         (f"{AXOLOTL}datasets: [{{path: o/d, name: cn, type: alpaca}}]\n", "hub:o/d:cn"),
-        (f"{NEMO}dataset: {{_target_: x.ChatDataset, path_or_dataset_id: o/d, name: cn}}\n", "hub:o/d:cn"),
         (f"{TUNE}dataset: {{_component_: torchtune.datasets.chat_dataset, source: o/d, subset: cn}}\n", "hub:o/d:cn"),
         (f"{SWIFT}dataset: o/d:cn\n", "hub:o/d:cn"),
         (f"{AXOLOTL}datasets: [{{path: json, data_files: my.json, name: cn}}]\n", "my.json"),
@@ -325,8 +298,6 @@ def test_a_configuration_of_a_data_set_is_part_of_its_name(text, expected):
         (f"{FACTORY}dataset: a.jsonl, b.jsonl\nmax_samples: 9\n", [("a.jsonl", 9), ("b.jsonl", 9)]),
         ("model_name_or_path: a/b\ndataset_mixer: {o/d: 1.0, o/e: 0.5}\n", [("hub:o/d", None), ("hub:o/e", None)]),
         (f"{AXOLOTL}datasets: [{{path: o/d, split: 'train[:100]'}}]\n", [("hub:o/d", 100)]),
-        (f"{NEMO}dataset: {{_target_: x.ChatDataset, path_or_dataset_id: o/d, limit_dataset_samples: 3}}\n",
-         [("hub:o/d", 3)]),
     ],
 )  # fmt: skip
 def test_a_number_of_rows_is_a_number_of_rows_here(text, sources):
@@ -361,15 +332,14 @@ def test_every_file_of_a_data_set_is_taken_and_a_list_of_data_sets_is_no_file():
 
 
 def test_a_key_of_two_names_is_answered_by_both():
-    text = f"{NEMO}compile: {{enabled: true, mode: default}}\ndevice: cuda\n"
+    text = f"{TUNE}compile: {{enabled: true, mode: default}}\n"
     assert "compile.mode (value default): train.compile compiles each block" in comments(text).replace('"', "")
-    assert "device" not in comments(text)
     assert config_of(f"{TUNE}device: cpu\n").train.device == "cpu"
 
 
 def test_the_words_of_a_mode_are_said_where_it_is_the_mode():
     assert "all weights, not adapters" in comments(TRL)
-    assert "all weights, not adapters" not in comments(f"{NEMO}peft: {{dim: 4}}\n")
+    assert "all weights, not adapters" not in comments(f"{TRL}use_peft: true\n")
 
 
 def test_another_split_of_the_hub_is_not_taken_for_the_one_that_is_read():
@@ -388,28 +358,13 @@ def test_a_part_of_a_split_that_cannot_be_read_is_said_with_what_to_do():
     assert "split" not in comments(f"{AXOLOTL}datasets: [{{path: o/d, type: chat_template, split: train}}]\n")
 
 
-def test_columns_of_several_data_sets_name_the_command_that_writes_the_others(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    entries = "".join(f"  - {{path: {at}.jsonl, type: {{field_output: {at}}}}}\n" for at in ("a", "b"))
-    text = f"{AXOLOTL}datasets:\n{entries}"
-    assert config_of(text).data.columns == {"output": "a"}
-    (words,) = re.findall(r"make process SET='([^']+)' writes its rows", comments(text))
-    overrides = words.replace("FILE", "b.jsonl").split()
-    Path("my.yaml").write_text("model: {name: a/b}\n")
-    Path("b.jsonl").write_text(json.dumps({"instruction": "q", "b": "answer"}) + "\n")
-    request = Request(command="process", config=Path("my.yaml"), is_config_given=True, overrides=tuple(overrides))
-    prepare(request)
-    (file,) = [file for file in Path("data/processed").glob("*.jsonl") if file.stat().st_size]
-    assert json.loads(file.read_text())["messages"][-1]["content"] == "answer"
-
-
 def test_held_out_rows_of_the_training_split_are_no_validation_file():
     """`hub:o/d` would read the split validation, which the other tool does not."""
     data = "{_component_: torchtune.datasets.chat_dataset, source: o/d, split: 'train[%s]'}"
     text = f"{TUNE}dataset: {data % ':95%'}\ndataset_val: {data % '95%:'}\n"
     assert config_of(text).data.val_path is None
-    assert "dataset_val.split" in comments(text)
-    kept = f"{NEMO}validation_dataset: {{_target_: x.ChatDataset, path_or_dataset_id: o/d, split: validation}}\n"
+    assert "dataset_val (value" in comments(text)
+    kept = f"{TUNE}dataset_val: {data.replace('train[%s]', 'validation')}\n"
     assert config_of(kept).data.val_path == "hub:o/d"
 
 

@@ -34,8 +34,11 @@ _RunYaml = tuple[list[str], Mapping[str, JsonValue], list[str]]
 
 def run_new(request: Request) -> CommandResult:
     """Write the run YAML, after it has been loaded once, and show it."""
-    if request.from_ is None and (request.model is None or request.data is None):
-        raise ConfigError(_missing_message(request))
+    required = {"MODEL=owner/name (or a folder)": request.model, "DATA=my.jsonl": request.data}
+    missing = " and ".join(example for example, value in required.items() if value is None)
+    if request.from_ is None and missing:
+        tools = "axolotl, LLaMA-Factory, ms-swift, torchtune, TRL or Unsloth"
+        raise ConfigError(f"make new needs {missing}; or FROM=their.yaml, a file of {tools}")
     out = _output_path(request)
     if request.data and request.data.startswith("hub:"):
         go_offline_without_hub(request.data)
@@ -57,12 +60,6 @@ def run_new(request: Request) -> CommandResult:
     return CommandResult(
         {"ok": True, "path": str(out), "settings": settings, "next": next_command}, lines, is_written_to_out=False
     )
-
-
-def _missing_message(request: Request) -> str:
-    required = {"MODEL=owner/name (or a folder)": request.model, "DATA=my.jsonl": request.data}
-    missing = " and ".join(example for example, value in required.items() if value is None)
-    return f"make new needs {missing}; or FROM=their.yaml, a file of axolotl, LLaMA-Factory, TRL or Unsloth"
 
 
 def _output_path(request: Request) -> Path:

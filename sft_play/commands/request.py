@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS, help_line
-from sft_play.config.load import check_quotes, load_config, split_overrides
+from sft_play.config.load import load_config, split_overrides
 from sft_play.config.options import sections
-from sft_play.config.other_tools import flag_hint
 from sft_play.config.schema import OutputConfig
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.files import relative_to_cwd
@@ -122,9 +121,12 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
     # the last of several values of a key counts: words win over short flags, and these over SET
     # a rank's words repeat SET, which it also inherits
     set_text = "" if parsed.command == "rank" else environment.get("SET", "")
-    flag_values = {row["setting"]: _flag_value(parsed, flag) for flag, row in EXTRA_FLAGS.items() if "setting" in row}
-    flag_overrides = (f"{key}={json.dumps(value) if 'path' in key or 'dir' in key else value}"
-                for key, value in flag_values.items() if value is not None)  # fmt: skip
+    flag_overrides = []
+    for flag, row in EXTRA_FLAGS.items():
+        value = getattr(parsed, flag[2:].replace("-", "_"))
+        if "setting" in row and value is not None:
+            is_path = "path" in row["setting"] or "dir" in row["setting"]  # it may begin like a number, or have a colon
+            flag_overrides.append(f"{row['setting']}={json.dumps(value) if is_path else value}")
     overrides = (*split_overrides(set_text), *flag_overrides, *parsed.overrides)
     launch_values, notes = _launch_values(parsed, environment)
     _check_override_words(parsed.command, overrides)
@@ -154,12 +156,8 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
 def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
     """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG; raises
     RunFolderError where there is no such run, and no starter whose runs it could be one of."""
-    run = (
-        _variable_text(parsed, environment, "RUN")
-        if parsed.command == "resume" and "CONFIG" not in environment
-        else None
-    )
-    if run is None:
+    run = _variable_text(parsed, environment, "RUN")
+    if run is None or parsed.command != "resume" or "CONFIG" in environment:
         return None
     try:
         folder = resolve_run(Path(OutputConfig().dir), run)
@@ -169,10 +167,6 @@ def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str])
         raise
     files = (str(folder.read_manifest().get("config_path")), str(folder.path / "config.yaml"))
     return next((file for file in files if Path(file).is_file()), None)
-
-
-def _flag_value(parsed: argparse.Namespace, flag: str) -> Any:
-    return getattr(parsed, flag.strip("-").replace("-", "_"))
 
 
 _CONFIGS_FOLDER = Path("configs")
@@ -188,18 +182,9 @@ def _config_path(text: str) -> Path:
     return shipped if os.path.isfile(shipped) else path  # noqa: PTH113
 
 
-# Variables whose text may begin with any quote.
-_FREE_TEXT_VARIABLES = frozenset({"STYLE", "SYSTEM"})
-
-
 def _variable_text(parsed: argparse.Namespace, environment: Mapping[str, str], name: str) -> str | None:
     flag = getattr(parsed, name.lower()) if VARIABLES[name].has_flag else None
-    if flag is None:
-        flag = environment.get(name) or None
-    text = "1" if flag is True else flag
-    if text is not None and name not in _FREE_TEXT_VARIABLES:
-        check_quotes(text, name)
-    return text
+    return "1" if flag is True else flag or environment.get(name) or None
 
 
 def _parse_variable_value(name: str, text: str | None) -> Any:
@@ -217,22 +202,15 @@ def _parse_variable_value(name: str, text: str | None) -> Any:
             raise ConfigError(f"{name}={one_line(text)} is not a number of {variable.counted_noun}, such as {name}=4")
         return int(text)
     if variable.kind == "number":
-        amount = (
-            re.sub(r"^\$|(\$| ?usd)$", "", text.strip(), flags=re.IGNORECASE)
-            if "money" in variable.counted_noun
-            else text
-        )
+        is_money = "money" in variable.counted_noun
+        amount = re.sub(r"^\$|(\$| ?usd)$", "", text.strip(), flags=re.IGNORECASE) if is_money else text
         if name == "BUDGET" and amount == "0":
             raise ConfigError("BUDGET=0 pays for nothing; a shell reads $20 as $2 and 0: write BUDGET=20")
-        try:
-            value = float(amount) if text.isascii() else -1.0
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < float("inf"):
+        if not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?", amount, re.IGNORECASE):
             raise ConfigError(
                 f"{name}={one_line(text)} is not {variable.counted_noun}, such as {name}={variable.example}"
             )
-        return value
+        return float(amount)
     return text
 
 
@@ -242,23 +220,27 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _build_parser(command: str | None) -> argparse.ArgumentParser:
-    description = help_line(command) if command else "Plan, explain and run supervised fine-tuning."
-    commands = None if command else "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in COMMAND_FILES)
+    description = "Plan, explain and run supervised fine-tuning."
+    commands: str | None = "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in COMMAND_FILES)
+    if command is not None:
+        description, commands = help_line(command), None
     parser = _Parser(prog="sft-play", description=description, epilog=commands, allow_abbrev=False)
     parser.add_argument("command", help=", ".join(COMMAND_FILES))
-
-    def add_flag(*flags: str, commands: Sequence[str], text: str, is_switch: bool = False) -> None:
-        help_text = text if command is None or command in commands else argparse.SUPPRESS
-        parser.add_argument(*flags, help=help_text, default=None, action="store_true" if is_switch else "store")
-
-    for name, variable in VARIABLES.items():
-        if variable.has_flag:
-            flags = {f"--{name.lower()}": None, f"--{name.lower().replace('_', '-')}": None}
-            text = f"{variable.help} (make: {name}={variable.example})".replace("%", "%%")
-            add_flag(*flags, commands=flag_commands(name), text=text, is_switch=variable.kind == "switch")
-    for flag, row in EXTRA_FLAGS.items():
-        spellings = {flag: None, flag.replace("_", "-"): None}  # deepspeed's launcher passes --local_rank
-        add_flag(*spellings, commands=row["for"], text=row["help"] or argparse.SUPPRESS, is_switch="switch" in row)
+    rows = [
+        (f"--{name.lower()}", f"{variable.help} (make: {name}={variable.example})".replace("%", "%%"), variable.kind)
+        for name, variable in VARIABLES.items()
+        if variable.has_flag
+    ]
+    rows += [
+        (flag, row["help"] or argparse.SUPPRESS, "switch" * ("switch" in row)) for flag, row in EXTRA_FLAGS.items()
+    ]
+    commands_by_flag = flag_commands_table()
+    for flag, text, kind in rows:
+        if command is not None and command not in commands_by_flag[flag]:
+            text = argparse.SUPPRESS
+        spellings = dict.fromkeys((flag, flag.replace("_", "-")))  # deepspeed's launcher passes --local_rank
+        action = "store_true" if kind == "switch" else "store"
+        parser.add_argument(*spellings, help=text, default=None, action=action)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)")
     return parser
 
@@ -273,11 +255,11 @@ def flag_commands_table() -> dict[str, Sequence[str]]:
 
 def _check_flags(parsed: argparse.Namespace, argv: Sequence[str], unknown: Sequence[str]) -> None:
     command, flags = parsed.command, flag_commands_table()
-    problems = [_unknown_flag_problem(command, word, argv, flags) for word in unknown]
+    problems = [_unknown_flag_problem(command, word, flags) for word in unknown]
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems:", *problems]))
     for flag, commands in flags.items():
-        value = _flag_value(parsed, flag)
+        value = getattr(parsed, flag[2:].replace("-", "_"))
         if value is None:
             continue
         if command not in commands:
@@ -290,27 +272,14 @@ def _check_flags(parsed: argparse.Namespace, argv: Sequence[str], unknown: Seque
             raise ConfigError(f"{flag} is given twice; give it once")
 
 
-def _unknown_flag_problem(command: str, word: str, argv: Sequence[str], flags: Mapping[str, Sequence[str]]) -> str:
-    flag, equals, value = word.partition("=")
-    next_word = [*argv, ""][argv.index(word) + 1] if word in argv else ""
-    flag_text = (
-        value
-        if equals
-        else next_word
-        if next_word and not next_word.startswith("--") and "=" not in next_word
-        else None
-    )
-    setting_hint = flag_hint(flag, flag_text) if command in flag_commands("SET") else None
+def _unknown_flag_problem(command: str, word: str, flags: Mapping[str, Sequence[str]]) -> str:
+    flag = word.partition("=")[0]
     command_flags = [name for name, commands in flags.items() if command in commands]
-    suggestion = None if setting_hint else nearest_name(flag, command_flags, list(flags))
-    owner_note = (
-        "" if suggestion is None or suggestion in command_flags else f" (a flag of {', '.join(flags[suggestion])})"
-    )
-    hint = setting_hint or (
-        f"did you mean {suggestion}{owner_note}?"
-        if suggestion
-        else f"{command} takes {', '.join(command_flags) or 'none'}"
-    )
+    suggestion = nearest_name(flag, command_flags, list(flags))
+    hint = f"{command} takes {', '.join(command_flags) or 'none'}"
+    if suggestion is not None:
+        owner_note = "" if suggestion in command_flags else f" (a flag of {', '.join(flags[suggestion])})"
+        hint = f"did you mean {suggestion}{owner_note}?"
     return f"{command} has no flag {one_line(flag)}; {hint}"
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sft_play.config.adapter import apply_adapter
 from sft_play.config.options import all_options, sections
@@ -23,7 +23,6 @@ from sft_play.config.schema import RunConfig, Section
 from sft_play.config.validation import find_conflicts, validate
 from sft_play.config.yaml_io import (
     OVERRIDE_LOCATION,
-    TYPOGRAPHIC_QUOTES,
     JsonValue,
     KeyPath,
     Problem,
@@ -93,11 +92,11 @@ def _parse_config(
     # What contradicts something else is looked for only where every value by itself is right. With stages each stage is
     # a run of its own, so that what is wrong with the run's own settings may be put right by all of them.
     stages: tuple[Stage, ...] = ()
-    if config is not None and not problems and config.curriculum:
-        stages, further_problems = _build_stages(document)
+    if config is not None and not problems:
+        stages, further_problems = (
+            _build_stages(document) if config.curriculum else ((), find_conflicts(config, document))
+        )
         problems += further_problems
-    elif config is not None and not problems:
-        problems += find_conflicts(config, document)
     if problems or config is None:
         # in the order of the file, overrides last; a problem of the run is found in each of its stages, and shown once
         lines = list(dict.fromkeys(str(problem) for problem in sorted(problems, key=_problem_line)))
@@ -107,58 +106,30 @@ def _parse_config(
 
 
 def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Problem]]:
-    stages: list[Stage] = []
     curriculum = document.data["curriculum"]
     assert isinstance(curriculum, list), "validated"
-    overlays = [
-        _build_overlay(document, stage_path, stage)
-        for stage_path, stage in enumerate(curriculum)
-        if isinstance(stage, dict)
-    ]
-    problems = [
-        *(problem for stage in overlays for problem in stage.problems),
-        *ineffective_overrides(document, overlays),
-    ]
-    names = Counter(stage.name.lower() for stage in overlays)
-
-    for overlay in overlays:
-        index: KeyPath = ("curriculum", overlay.number - 1)
-        stage_config, stage_problems = validate(overlay.document)
-        stage_problems += (
-            find_conflicts(stage_config, overlay.document) if stage_config is not None and not stage_problems else []
-        )
-        problems += map(overlay.relocate_problem, stage_problems)
-        if names[overlay.name.lower()] > 1:
-            problems.append(
-                document.problem(
-                    (*index, "name"), f"{overlay.name} is the name of {names[overlay.name.lower()]} stages"
-                )
-            )
-        if stage_config is None:
-            continue
-        # the stage just before, unless that one has problems of its own
-        previous_stage = stages[-1] if stages and stages[-1].number == overlay.number - 1 else None
-        if previous_stage is not None and learned_settings(stage_config) == learned_settings(previous_stage.config):
-            reason = (
-                f"changes nothing: stage {overlay.name} has the data and settings of {previous_stage.name} before it"
-            )
-            advice = "give it something of its own, or give that stage more epochs"
-            problems.append(document.problem(index, f"{reason}; {advice}"))
-        stages.append(Stage(overlay.name, overlay.number, stage_config))
+    stage_data = cast("list[dict[str, JsonValue]]", curriculum)
+    overlays = [_build_overlay(document, index, stage) for index, stage in enumerate(stage_data)]
+    problems = [problem for overlay in overlays for problem in overlay.problems]
+    problems += ineffective_overrides(document, overlays)
+    names = [str(stage["name"]) for stage in stage_data]
+    counts = Counter(map(str.lower, names))
+    stages: list[Stage] = []
+    for index, (name, overlay) in enumerate(zip(names, overlays, strict=True)):
+        config, stage_problems = validate(overlay)
+        if config is not None and not stage_problems:
+            stage_problems = find_conflicts(config, overlay)
+        problems += stage_problems
+        if (count := counts[name.lower()]) > 1:
+            problems.append(document.problem(("curriculum", index, "name"), f"{name} is the name of {count} stages"))
+        if config is not None:
+            stages.append(Stage(name, index + 1, config))
     return tuple(stages), problems
 
 
 def _problem_line(problem: Problem) -> int:
     line_number = problem.location.rpartition(":")[2]
     return int(line_number) if line_number.isdigit() else 1_000_000
-
-
-def check_quotes(text: str, name: str) -> None:
-    """Raise ConfigError for a text that begins with a typographic quote."""
-    if text and text[0] in TYPOGRAPHIC_QUOTES:
-        raise ConfigError(
-            f"{name}={format_value(text)}: {text[0]} is a typographic quote, which nothing reads; write ' or \""
-        )
 
 
 def split_overrides(text: str) -> list[str]:
@@ -170,8 +141,6 @@ def split_overrides(text: str) -> list[str]:
         raise ConfigError(f"{OVERRIDE_LOCATION}={format_value(text)}: {str(error).lower()}; close the quote") from None
     overrides: list[str] = []
     for word in words:
-        check_quotes(word, OVERRIDE_LOCATION)
-        check_quotes(word.partition("=")[2], OVERRIDE_LOCATION)
         value = overrides[-1].partition("=")[2] if overrides else ""  # that of the word before
         is_open = sum(map(value.count, "[{")) > sum(map(value.count, "]}"))
         if value.startswith(("[", "{")) and is_open:
@@ -187,61 +156,44 @@ def apply_overrides(document: YamlDocument, overrides: Iterable[str]) -> list[Pr
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
-        if not equals or not key:
-            display_text = format_value(override)
-            problems.append(Problem("", OVERRIDE_LOCATION, f"{display_text} is not key=value, such as train.epochs=1"))
-            continue
         next_setting = re.search(r",\s*([a-z_.]+)=", text)
-        if next_setting and next_setting[1] in all_options():
+        message = None
+        if not equals or not key:
+            key, message = "", f"{format_value(override)} is not key=value, such as train.epochs=1"
+        elif next_setting and next_setting[1] in all_options():
             separated = f"{key}={text[: next_setting.start()]} {text[next_setting.start() + 1 :].strip()}"
-            problems.append(
-                Problem(key, OVERRIDE_LOCATION, f"settings stand apart by spaces, not commas: SET='{separated}'")
-            )
-            continue
-        try:
-            value = parse_yaml_value(text, name=f"{OVERRIDE_LOCATION} {key}")
-        except ConfigError as error:
-            problems.append(Problem("", "", f"{error}; put the value in quotes to mean it as text"))
-            continue
-        problems += _set_value(document, tuple(key.split(".")), value, text)
+            message = f"settings stand apart by spaces, not commas: SET='{separated}'"
+        else:
+            try:
+                value = parse_yaml_value(text, name=f"{OVERRIDE_LOCATION} {key}")
+                message = _set_value(document, tuple(key.split(".")), value, text)
+            except ConfigError as error:
+                problems.append(Problem("", "", f"{error}; put the value in quotes to mean it as text"))
+        if message is not None:
+            problems.append(Problem(key, OVERRIDE_LOCATION, message))
     return problems
 
 
-def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonValue, text: str) -> list[Problem]:
-    """Put `train.epochs=1`, or `curriculum.0.train.epochs=1`, a key of a stage; stages are counted from 0."""
+def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonValue, text: str) -> str | None:
+    """Put `train.epochs=1`, or `curriculum.0.train.epochs=1`, a key of a stage (counted from 0); returns what is wrong
+    with the key."""
     path: KeyPath = key_parts
     if len(key_parts) > 2 and key_parts[0] == "curriculum" and key_parts[1].isdigit():
         path = (key_parts[0], int(key_parts[1]), *key_parts[2:])
         stages = document.data.get("curriculum")
-        count = len(stages) if isinstance(stages, list) else 0
-        if int(key_parts[1]) >= count or len(key_parts) > 4:
-            reason = "names a key inside a key" if len(key_parts) > 4 else f"there are {count} stages, counted from 0"
-            return [
-                Problem(
-                    ".".join(key_parts),
-                    OVERRIDE_LOCATION,
-                    f"{reason}: curriculum.0.train.epochs=1 sets a key of the first",
-                )
-            ]
+        if not isinstance(stages, list) or int(key_parts[1]) >= len(stages):
+            count = len(stages) if isinstance(stages, list) else 0
+            return f"there are {count} stages, counted from 0: curriculum.0.train.epochs=1 sets a key of the first"
     section = document.ensure_section(path[:-1])
     if section is None:
         parent = next(path[:end] for end in range(1, len(path)) if document.ensure_section(path[:end]) is None)
-        display_value = format_value(find_value(document.data, parent))
-        return [
-            Problem(
-                ".".join(key_parts),
-                OVERRIDE_LOCATION,
-                f"{'.'.join(map(str, parent))} is {display_value}, not a section",
-            )
-        ]
+        value_there = format_value(find_value(document.data, parent))
+        return f"{'.'.join(map(str, parent))} is {value_there}, not a section"
     section[key_parts[-1]] = value
-    # a section that is replaced as a whole leaves no lines of its old keys behind
-    for texts_by_path in (document.lines, document.raw_texts):
-        for stale_path in [old_path for old_path in texts_by_path if old_path[: len(path)] == path]:
-            del texts_by_path[stale_path]
+    document.forget(path)
     document.raw_texts[path] = text
     document.overridden_paths.add(path)
-    return []
+    return None
 
 
 def resolved_config(config: RunConfig, *, effective_batch: int | None = None) -> dict[str, Any]:
@@ -318,33 +270,6 @@ _JOB_WIDE_OPTIONS = frozenset({
     "train.fp16", "train.report_to", "train.stop_after_steps", "train.max_hours", "train.profile_steps",
     "train.dataloader_num_workers", "train.dataloader_pin_memory",
 })  # fmt: skip
-# Keys that change how a stage is monitored, but not what it learns.
-_MONITORING_OPTIONS = (
-    "train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end",
-    "train.async_save", "train.metric_for_best_model", "train.early_stopping_patience", "data.val_path",
-    "data.test_path", "data.max_lost_fraction",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class StageOverlay:
-    """A stage as a document; `file_paths` maps the path of each key that the stage sets to its path in the file."""
-
-    number: int
-    name: str
-    document: YamlDocument
-    file_paths: dict[KeyPath, KeyPath]
-    problems: tuple[Problem, ...]
-
-    def relocate_problem(self, problem: Problem) -> Problem:
-        """A problem of the stage's document, as a problem of the file."""
-        for path, file_path in self.file_paths.items():
-            stage_key = dotted_path(path)
-            if problem.path == stage_key or problem.path.startswith((f"{stage_key}.", f"{stage_key}[")):
-                return Problem(
-                    dotted_path(file_path) + problem.path[len(stage_key) :], problem.location, problem.message
-                )
-        return problem
 
 
 @dataclass(frozen=True)
@@ -356,38 +281,30 @@ class Stage:
     config: RunConfig
 
 
-def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValue]) -> StageOverlay:
-    data = copy.deepcopy({key: value for key, value in document.data.items() if key != "curriculum"})  # the run's
-    stage_document = YamlDocument(document.name, data, dict(document.lines), {}, [], set(document.overridden_paths))
-    file_paths: dict[KeyPath, KeyPath] = {}
-    problems: list[Problem] = []
+def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValue]) -> YamlDocument:
+    """The run's document with the settings of a stage in place of its own; problems are those of the stage's keys."""
+    data = copy.deepcopy({key: value for key, value in document.data.items() if key != "curriculum"})
+    overlay = YamlDocument(document.name, data, dict(document.lines), {}, [], set(document.overridden_paths))
     for path, file_path, value in _stage_settings(stage, ("curriculum", index)):
-        if path in file_paths or _is_job_wide(path):
-            duplicate_message = (
-                f"set twice: here and as {dotted_path(file_paths[path])}; remove one of them"
-                if path in file_paths
-                else ""
-            )
-            message = duplicate_message or f"applies to all stages; set {dotted_path(path)} of the run"
-            problems.append(document.problem(file_path, message))
-            continue
-        file_paths[path] = file_path
-        section = stage_document.ensure_section(path[:-1])
-        assert section is not None, "validated"
-        section[str(path[-1])] = copy.deepcopy(value)
-        stage_document.overridden_paths = {
-            old_path for old_path in stage_document.overridden_paths if old_path[: len(path)] != path
-        }
-        stage_document.lines = {
-            old_path: line for old_path, line in stage_document.lines.items() if old_path[: len(path)] != path
-        }
-        # an override of a stage's key has no line: that of the stage stands for it
-        stage_document.lines[path] = document.lines.get(file_path, document.lines.get(file_path[:2], 1))
-    for set_path, replaced_path in _REPLACED_OPTIONS.items():
-        section = stage_document.ensure_section(replaced_path[:1])
-        if set_path in file_paths and replaced_path not in file_paths and section is not None:
-            section.pop(replaced_path[1], None)
-    return StageOverlay(index + 1, str(stage["name"]), stage_document, file_paths, tuple(problems))
+        if path in overlay.stage_paths:
+            message = f"set twice: here and as {dotted_path(overlay.stage_paths[path])}; remove one of them"
+            overlay.problems.append(document.problem(file_path, message))
+        elif _is_job_wide(path):
+            message = f"applies to all stages; set {dotted_path(path)} of the run"
+            overlay.problems.append(document.problem(file_path, message))
+        else:
+            section = overlay.ensure_section(path[:-1])
+            assert section is not None, "validated"
+            section[str(path[-1])] = copy.deepcopy(value)
+            overlay.forget(path)
+            overlay.stage_paths[path] = file_path
+            # an override of a stage's key has no line: that of the stage stands for it
+            overlay.lines[path] = document.lines.get(file_path, document.lines.get(file_path[:2], 1))
+    for set_path, (section_name, replaced_key) in _REPLACED_OPTIONS.items():
+        section = overlay.ensure_section((section_name,))
+        if set_path in overlay.stage_paths and (section_name, replaced_key) not in overlay.stage_paths and section:
+            section.pop(replaced_key, None)
+    return overlay
 
 
 # Settings that a stage gives in another form than the run: files for sources, epochs for steps.
@@ -417,23 +334,10 @@ def _is_job_wide(path: KeyPath) -> bool:
     return any(name == key or name.startswith(f"{key}.") for name in all_options())
 
 
-def ineffective_overrides(document: YamlDocument, stages: list[StageOverlay]) -> Iterator[Problem]:
+def ineffective_overrides(document: YamlDocument, overlays: list[YamlDocument]) -> Iterator[Problem]:
     """Overrides of the run's keys that every stage sets for itself: they would change nothing."""
     for path in sorted(document.overridden_paths, key=str):
-        if stages and all(path in stage.file_paths for stage in stages):
-            stage_key = ".".join(map(str, stages[0].file_paths[path]))
-            yield Problem(
-                dotted_path(path), "SET", f"every stage of the curriculum sets its own; set it there: {stage_key}=…"
-            )
-
-
-def learned_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that decide what a stage learns, as plain data, to compare two stages."""
-    data = config.model_dump(mode="json", exclude={"eval", "curriculum", "output", "plan", "distributed"})
-    for path in _MONITORING_OPTIONS:
-        section, key = path.split(".")
-        data[section].pop(key, None)
-    data["train"]["learning_rate"] = config.learning_rate
-    if config.train.max_steps is not None:  # which takes precedence over epochs
-        data["train"].pop("epochs")
-    return data
+        if overlays and all(path in overlay.stage_paths for overlay in overlays):
+            stage_key = ".".join(map(str, overlays[0].stage_paths[path]))
+            message = f"every stage of the curriculum sets its own; set it there: {stage_key}=…"
+            yield Problem(dotted_path(path), OVERRIDE_LOCATION, message)

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from sft_play.config import schema
 from sft_play.config.schema import EXTERNAL_NAMES, HUB_KERNEL_PATTERN, OWNER, ExternalNames, RunConfig, Section
+from sft_play.config.yaml_io import nest_values
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,12 @@ class Option:
 @cache
 def all_options() -> dict[str, Option]:
     """Every option by its dotted path, in the order of the schema."""
-    return {option.path: option for option in _walk_options(RunConfig, "")}
+    return {path: _field_option(path, field) for path, field, section in _walk_fields(RunConfig) if section is None}
 
 
 def option_accepts(path: str, value: Any) -> bool:
     """True if an option accepts a value (plain data), whatever the other options are."""
-    data: dict[str, Any] = {"model": {"name": "any"}}  # the one key without a default
-    *holders, name = path.split(".")
-    section = data
-    for holder in holders:
-        section = section.setdefault(holder, {})
-    section[name] = value
+    data = nest_values({"model.name": "any", path: value})  # the one key without a default
     try:
         RunConfig.model_validate_json(json.dumps(data))
     except ValidationError:
@@ -61,27 +57,14 @@ def find_option(name: str) -> list[str]:
 @cache
 def sections() -> dict[str, type[Section]]:
     """Every section by its dotted path; the root is the empty path."""
-    return {"": RunConfig, **dict(_walk_sections(RunConfig, ""))}
-
-
-def _walk_sections(model: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    for name, field in model.model_fields.items():
-        section = _section_class(field)
-        if section is not None:
-            yield prefix + name, section
-            yield from _walk_sections(section, f"{prefix}{name}.")
+    return {"": RunConfig} | {path: section for path, _, section in _walk_fields(RunConfig) if section is not None}
 
 
 @cache
 def list_item_sections() -> dict[str, type[Section]]:
     """The sections that are items of lists, by the dotted path of the list (`data.sources`)."""
-    return {
-        prefix + name: item_section
-        for parent, section in sections().items()
-        for prefix in [f"{parent}." if parent else ""]
-        for name, field in section.model_fields.items()
-        if (item_section := _list_item_section(field.annotation)) is not None
-    }
+    items = ((path, _list_item_section(field.annotation)) for path, field, _ in _walk_fields(RunConfig))
+    return {path: section for path, section in items if section is not None}
 
 
 def list_item_option(path: str, name: str) -> Option:
@@ -95,18 +78,15 @@ def _list_item_section(annotation: Any) -> type[Section] | None:
     return item_type if isinstance(item_type, type) and issubclass(item_type, Section) else None
 
 
-def _walk_options(model: type[Section], prefix: str) -> Iterator[Option]:
+def _walk_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[Section] | None]]:
+    """Every field at and below a section by its dotted path, with the section that it holds; None for an option."""
     for name, field in model.model_fields.items():
-        section = _section_class(field)
-        if section is not None:
-            yield from _walk_options(section, f"{prefix}{name}.")
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            yield prefix + name, field, section
+            yield from _walk_fields(section, f"{prefix}{name}.")
         else:
-            yield _field_option(prefix + name, field)
-
-
-def _section_class(field: FieldInfo) -> type[Section] | None:
-    annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+            yield prefix + name, field, None
 
 
 def _field_option(path: str, field: FieldInfo) -> Option:
@@ -126,9 +106,7 @@ def _field_option(path: str, field: FieldInfo) -> Option:
 
 def to_plain_data(value: Any) -> Any:
     """A default as JSON has it: tuples become lists."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    return [to_plain_data(item) for item in value] if isinstance(value, (tuple, list)) else value
+    return to_jsonable_python(value)
 
 
 def format_yaml_value(value: Any) -> str:
@@ -172,17 +150,13 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
 
 
 def _describe_limits(constraints: tuple[Any, ...], *, is_number: bool) -> str:
-    def format_number(number: Any) -> str:
-        return f"{number:g}" if isinstance(number, float) else str(number)
-
-    words_by_constraint = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
-    bounds = (
-        (word, getattr(limit, name, None))
-        for limit in constraints
-        if is_number
-        for name, word in words_by_constraint.items()
-    )
-    phrases = [f"{word} {format_number(value)}" for word, value in bounds if value is not None]
+    words = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
+    limits = [(word, getattr(limit, name, None)) for limit in constraints for name, word in words.items()]
+    phrases = [
+        f"{word} {value:g}" if isinstance(value, float) else f"{word} {value}"
+        for word, value in limits
+        if is_number and value is not None
+    ]
     return (" " + " and ".join(phrases)) if phrases else ""
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from sft_play.config.options import (
     all_options,
@@ -28,13 +28,12 @@ from sft_play.config.yaml_io import (
     KeyPath,
     Problem,
     YamlDocument,
-    dotted_path,
     format_value,
     parse_yaml,
     parse_yaml_value,
+    resolve_scalar,
     walk_leaves,
 )
-from sft_play.errors import ConfigError
 from sft_play.spelling import nearest_name
 
 # What keys of other tools mean here: the table of `other_tools.yaml`, and how other tools' values
@@ -67,22 +66,16 @@ class KnownKey:
     explanation: str = ""
     is_switch: bool = False
 
-    @property
-    def has_fixed_answer(self) -> bool:
-        """True if the answer does not depend on the value."""
-        return not (self.path or self.translations or self.read_value)
-
 
 @dataclass(frozen=True)
 class KeyTable:
     """The table: `known_keys` by name, `prefixed_keys` share a row by prefix, `sections` has ours for each of theirs,
-    `data_set_names` the names of each part of a data set, `plain_keys` stand alone, for spelling suggestions."""
+    `data_set_names` the names of each part of a data set."""
 
     known_keys: Mapping[str, KnownKey]
     prefixed_keys: tuple[tuple[tuple[str, ...], KnownKey], ...]
     sections: Mapping[str, str]
     data_set_names: Mapping[str, list[str]]
-    plain_keys: list[str]
 
 
 @functools.cache
@@ -105,9 +98,7 @@ def key_table() -> KeyTable:
     tables = _load_tables()
     data_set = {part: names.split() for part, names in tables["data_set"].items()}
     # what is part of a source's entry needs no answer, unless a row has one
-    data_set_keys = [
-        f"{holder}.{name}" for holder in ("entry", "held_out") for names in data_set.values() for name in names
-    ]
+    data_set_keys = [f"entry.{name}" for names in data_set.values() for name in names]
     known_keys = dict.fromkeys(
         data_set_keys, KnownKey(read_value=lambda value, path: KeyTranslation())
     ) | parse_known_keys(tables["rows"])
@@ -115,11 +106,10 @@ def key_table() -> KeyTable:
         known_keys |= dict.fromkeys(option.other_names, KnownKey(option.path))
     prefixes = tuple((tuple(entry["keys"].split()), _parse_known_key(entry)) for entry in tables["prefixes"])
     sections = {name: section for section, names in tables["sections"].items() for name in names.split()}
-    return KeyTable(known_keys, prefixes, sections, data_set, [key for key in known_keys if "." not in key])
+    return KeyTable(known_keys, prefixes, sections, data_set)
 
 
-@dataclass(frozen=True)
-class OtherTool:
+class OtherTool(NamedTuple):
     """Another tool, as `tool_defaults.yaml` describes the version that was read: `known_keys` mean something else
     in its files than in others', `defaults` is what it takes for a key that its file leaves out."""
 
@@ -148,8 +138,9 @@ def _parse_known_key(entry: dict[str, Any]) -> KnownKey:
         for spellings, answer in entry.get("values", {}).items()
         for spelling in spellings.split()
     }
-    read_value = _READERS[entry["read"]] if "read" in entry else None
-    return KnownKey(path, translations, read_value, entry.get("words", ""), entry.get("switch", False))
+    return KnownKey(
+        path, translations, _READERS.get(entry.get("read", "")), entry.get("words", ""), entry.get("switch", False)
+    )
 
 
 def parse_translation(answer: str | dict[str, JsonValue], path: str = "") -> KeyTranslation:
@@ -189,16 +180,12 @@ def normalize_spelling(value: JsonValue) -> str:
 # --- readers of values that need more than a lookup -------------------------------------------------------------------
 def _read_held_out_share(value: Any, path: str) -> KeyTranslation | None:
     """`val_set_size: 0.05`. Other tools also take a number of rows there, which is no share."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if type(value) not in (int, float) or value < 1:
         return None
-    if value >= 1:
-        return explain_only(
-            f"{path} is a fraction (0.05), not a number of rows; put {{value}} rows of your choice into a file of "
-            "their own and name it in data.val_path"
-        )
-    if value > 0.5:
-        return explain_only(f"{path} is the fraction held out, at most 0.5, not the fraction trained on")
-    return translate_to(path, float(value))
+    return explain_only(
+        f"{path} is a fraction (0.05), not a number of rows; put {{value}} rows of your choice into a file of "
+        "their own and name it in data.val_path"
+    )
 
 
 DATA_SET_OPTIONS = ("data.train_path", "data.val_path")  # where data sets are named
@@ -206,12 +193,11 @@ DATA_SET_OPTIONS = ("data.train_path", "data.val_path")  # where data sets are n
 
 def _read_data_files(value: Any, path: str, *further_settings: tuple[str, JsonValue]) -> KeyTranslation:
     """The data sets of a key: one as a path; several, or a part of one, as sources; `further_settings` beside."""
-    entries = [
-        _data_set_sources(entry, "train" if path == DATA_SET_OPTIONS[0] else "val|dev")
-        for entry in parse_data_sets(value)
+    is_trained = path == DATA_SET_OPTIONS[0]
+    all_sources: list[dict[str, Any]] = [
+        source for entry in parse_data_sets(value) for source in _data_set_sources(entry, is_trained=is_trained)
     ]
-    # by their paths, since no source may be there twice
-    sources = list({source["path"]: source for entry in entries for source in entry}.values())
+    sources = list({source["path"]: source for source in all_sources}.values())  # no source may be there twice
     if not sources:
         return explain_only("it names no file, and of the hub no data set in the split that is read here")
     if not all(_FILE_OR_HUB_PATH.match(source["path"]) or _DATA_FILE.search(source["path"]) for source in sources):
@@ -219,12 +205,13 @@ def _read_data_files(value: Any, path: str, *further_settings: tuple[str, JsonVa
             "a data set is given by its file, or hub:owner/name, not by a name in a registry: "
             f"{path} (several: data.sources)"
         )
-    if path == DATA_SET_OPTIONS[0] and (len(sources) > 1 or len(sources[0]) > 1):
+    if is_trained and (len(sources) > 1 or len(sources[0]) > 1):
         return KeyTranslation(
-            (("data.sources", list(sources)), *further_settings), "a weight in each sets its share of an epoch"
+            (("data.sources", [*sources]), *further_settings), "a weight in each sets its share of an epoch"
         )
-    explanation_of_several = "one file is taken, not several: make process joins them"
-    explanation = explanation_of_several if len(sources) > 1 else "the format is detected, see make preview"
+    explanation = "the format is detected, see make preview"
+    if len(sources) > 1:
+        explanation = "one file is taken, not several: make process joins them"
     return KeyTranslation(((path, sources[0]["path"]), *further_settings), explanation)
 
 
@@ -232,54 +219,49 @@ def parse_data_sets(value: Any) -> list[dict[str, Any]]:
     """What a key says of each data set that it names, and what torchtune's function for one takes by default."""
     if isinstance(value, dict) and value and all(isinstance(share, int | float) for share in value.values()):
         value = [{"id": name, "weight": share} for name, share in value.items()]  # the handbook's dataset_mixer
-    data_sets_value = value.split(",") if isinstance(value, str) else value
-    items = data_sets_value if isinstance(data_sets_value, list) else [data_sets_value]
-    entries = [item if isinstance(item, dict) else {"path": item} for item in items if item]
-    # the handbook's entries have an `id`, and a `weight` that is the share of the data set's own rows
-    entries = [
-        {"share" if "id" in entry and key == "weight" else key: entry[key] for key in entry} for entry in entries
-    ]
-    return [
-        _load_tables("tool_defaults.yaml")["torchtune"]["data_sets"].get(
-            str(entry.get("_component_")).rpartition(".")[2], {}
-        )
-        | entry
-        for entry in entries
-    ]
+    if isinstance(value, str):
+        value = value.split(",")
+    defaults = _load_tables("tool_defaults.yaml")["torchtune"]["data_sets"]
+    entries = []
+    for item in value if isinstance(value, list) else [value]:
+        entry = dict(item) if isinstance(item, dict) else {"path": item}
+        if "id" in entry and "weight" in entry:  # the handbook's: the share of the data set's own rows
+            entry["share"] = entry.pop("weight")
+        if item:
+            entries.append(defaults.get(str(entry.get("_component_")).rpartition(".")[2], {}) | entry)
+    return entries
 
 
-def _source_path(value: str) -> str:
-    is_hub_id = _HUB_ID.fullmatch(value) and not _DATA_FILE.search(value) and not value.startswith((".", "/", "~"))
-    return f"hub:{value}" if is_hub_id else value
-
-
-def _data_set_sources(entry: Mapping[str, Any], split_pattern: str) -> list[dict[str, Any]]:
-    """The files of a data set, or its name on the hub, as entries of data.sources; empty where no text names it, or it
-    is another split of the hub."""
-    path_key = next((name for name in key_table().data_set_names["path"] if entry.get(name)), "path")
-    options = {key: value for key, value in entry.items() if key != path_key and value}
+def _data_set_sources(entry: Mapping[str, Any], *, is_trained: bool) -> Iterator[dict[str, Any]]:
+    """The files of a data set, or its name on the hub, as entries of data.sources; nothing where no text names it, or
+    it is another split of the hub."""
+    read_splits = "train" if is_trained else "val|dev"
+    names = key_table().data_set_names
+    path_key = next((name for name in names["path"] if entry.get(name)), "path")
     parts = {
-        part: next((options[alias] for alias in names if alias in options), None)
-        for part, names in key_table().data_set_names.items()
+        part: next((entry[alias] for alias in aliases if alias != path_key and entry.get(alias)), None)
+        for part, aliases in names.items()
     }
-    data_path, split = entry.get(path_key), str(parts["split"] or split_pattern)
+    data_path, split = entry.get(path_key), str(parts["split"] or read_splits)
     if data_path in ("json", "csv", "parquet", "arrow", "text"):  # of `datasets`, for files
-        files = options.get("data_files")
-        data_path = files.get(split, files) if isinstance(files, dict) else files
-    sources: list[dict[str, Any]] = []
-    for path in data_path if isinstance(data_path, list) else [data_path]:
-        text = path.strip() if isinstance(path, str) else ""
-        source = _source_path(re.sub(r"^(hf|ms)::|#\d+$", "", text))
-        hub_config = f":{parts['config']}" if parts["config"] and re.fullmatch(r"hub:[^:]+", source) else ""
+        data_path = entry.get("data_files")
+        if isinstance(data_path, dict):
+            data_path = data_path.get(split, data_path)
+    for text in data_path if isinstance(data_path, list) else [data_path]:
+        if not isinstance(text, str) or not text.strip():
+            continue
+        source = re.sub(r"^(hf|ms)::|#\d+$", "", text.strip())
+        if _HUB_ID.fullmatch(source) and not _DATA_FILE.search(source) and not source.startswith((".", "/", "~")):
+            source = f"hub:{source}"
+        is_on_hub = source.startswith("hub:")
+        if is_on_hub and not re.match(read_splits, split):
+            continue
+        if parts["config"] and is_on_hub and source.count(":") == 1:
+            source += f":{parts['config']}"
         # ms-swift writes a number of rows as FILE#500, `datasets` as train[:500]
-        row_limit = re.search(r"#(\d+)$", text) or re.search(r"^\w+\[:(\d+)\]$", split)
-        numeric_options = {"weight": parts["weight"], "max_rows": int(row_limit[1]) if row_limit else parts["max_rows"]}
-        if source and (not source.startswith("hub:") or re.match(split_pattern, split)):
-            sources.append(
-                {"path": source + hub_config}
-                | {option: number for option, number in numeric_options.items() if type(number) in (int, float)}
-            )
-    return sources
+        row_limit = re.search(r"#(\d+)$", text.strip()) or re.search(r"^\w+\[:(\d+)\]$", split)
+        numbers = {"weight": parts["weight"], "max_rows": int(row_limit[1]) if row_limit else parts["max_rows"]}
+        yield {"path": source} | {part: number for part, number in numbers.items() if type(number) in (int, float)}
 
 
 def _read_template(value: Any, _: str) -> KeyTranslation | None:
@@ -398,8 +380,7 @@ def translate_value(known_key: KnownKey, value: JsonValue) -> KeyTranslation:
 
 def _candidate_values(value: JsonValue) -> list[JsonValue]:
     """A value as given, and the number that it spells in another form (`16.0`, `"2e-5"`)."""
-    text = value.strip() if isinstance(value, str) else ""
-    number = float(text) if re.fullmatch(r"[-+]?[\d.]*\d\.?([eE][-+]?\d+)?", text) and text.count(".") < 2 else value
+    number = resolve_scalar(value.strip()) if isinstance(value, str) else value
     return [value, number, int(number) if isinstance(number, float) and number.is_integer() else number]
 
 
@@ -444,44 +425,40 @@ class ForeignKey:
         return {} if self.option_path is None else {self.option_path: self.value}
 
 
-def find_foreign_keys(
-    document: YamlDocument, path: KeyPath, value: JsonValue, *, section: str | None
-) -> Iterator[ForeignKey]:
+def find_foreign_keys(path: KeyPath, value: JsonValue, *, section: str | None) -> Iterator[ForeignKey]:
     """Yield an unknown key, or every key in it if it is a section that the table does not answer as a whole.
     `section`: ours that holds it, or that the other tool's section corresponds to; None if unknown."""
     key, known_key = str(path[-1]), find_known_key(tuple(map(str, path)))
     mapped_section = key_table().sections.get(key.lower())
-    is_translated_whole = (
-        known_key is not None and (not known_key.path or known_key.path in DATA_SET_OPTIONS) and mapped_section is None
-    )
-    if not isinstance(value, dict) or not value or is_translated_whole:
+    is_translated_whole = known_key is not None and (not known_key.path or known_key.path in DATA_SET_OPTIONS)
+    is_misspelt = nearest_name(key, filter(None, sections())) is not None
+    if not isinstance(value, dict) or not value or (mapped_section is None and (is_translated_whole or is_misspelt)):
         yield _foreign_key(path, value, section)
         return
-    similar_section = None if mapped_section is not None else nearest_name(key, [name for name in sections() if name])
-    fields = (
-        sections()[mapped_section or similar_section or ""].model_fields if mapped_section or similar_section else {}
-    )
     known_names = [
-        inner_key
-        for inner_key in value
-        if mapped_section is not None or (inner_key not in fields and _is_known_key((*path, inner_key)))
+        name
+        for name in value
+        if mapped_section is not None or find_option(name) or find_known_key((*map(str, path), name)) is not None
     ]
     if mapped_section is None and (section is not None or not known_names):
         yield _foreign_key(path, value, section)
-    for inner_key in value:
-        if inner_key in known_names or (similar_section is not None and inner_key not in fields):
-            yield from find_foreign_keys(
-                document, (*path, inner_key), value[inner_key], section=mapped_section or similar_section
-            )
+    for name in known_names:
+        yield from find_foreign_keys((*path, name), value[name], section=mapped_section)
 
 
 def _foreign_key(path: KeyPath, value: JsonValue, section: str | None) -> ForeignKey:
     parts = tuple(map(str, path))
-    option_paths = _possible_options(parts, section)
-    is_option_value = (
-        len(option_paths) == 1 and option_paths[0] in all_options() and option_accepts(option_paths[0], value)
-    )
-    return ForeignKey(path, value, section, translate_key(parts, value), option_paths[0] if is_option_value else None)
+    homes = [home for home in _possible_options(parts, section) if home in all_options()]
+    option_path, translation, known_key = None, None, find_known_key(parts)
+    if len(homes) == 1 and option_accepts(homes[0], value):
+        option_path = homes[0]
+    if known_key is not None:
+        has_words_only = not (known_key.path or known_key.translations or known_key.read_value)
+        # our own key of that name says more than words, but less than a row for both names (compile.mode)
+        has_own_row = len(parts) > 1 and ".".join(parts[-2:]).lower() in key_table().known_keys
+        if has_own_row or not (has_words_only and find_option(parts[-1])):
+            translation = translate_value(known_key, value)
+    return ForeignKey(path, value, section, translation, option_path)
 
 
 def _possible_options(parts: tuple[str, ...], section: str | None) -> list[str]:
@@ -495,31 +472,12 @@ def _possible_options(parts: tuple[str, ...], section: str | None) -> list[str]:
     return paths if is_in_own_section or len(paths) == 1 or key not in _VAGUE_NAMES else []
 
 
-def translate_key(parts: tuple[str, ...], value: JsonValue) -> KeyTranslation | None:
-    """What the table of other tools answers; None without an answer, or where our own key says more than words."""
-    known_key = find_known_key(parts)
-    # a row for both names (compile.mode) says more than the home of the last one (tuning.mode)
-    is_two_part_name = len(parts) > 1 and ".".join(parts[-2:]).lower() in key_table().known_keys
-    if known_key is None or (find_option(parts[-1]) and known_key.has_fixed_answer and not is_two_part_name):
-        return None
-    return translate_value(known_key, value)
-
-
-def _is_known_key(path: KeyPath) -> bool:
-    return find_known_key(tuple(map(str, path))) is not None or bool(find_option(str(path[-1])))
-
-
 def unknown_key_problem(document: YamlDocument, key: ForeignKey) -> Problem:
     """The problem of an unknown key."""
-    location, raw_text = document.location(key.path), document.raw_texts.get(key.path)
-    separator = "=" if location == OVERRIDE_LOCATION else ": "
-    if key.translation is not None:
-        hint = f"; {format_translation(key.translation, key.value, raw_text=raw_text, separator=separator)}"
-    else:
-        hint = _suggestion(
-            tuple(map(str, key.path)), key.value, raw_text=raw_text, section=key.section, separator=separator
-        )
-    return Problem(dotted_path(key.path), location, f"unknown key ({format_key_value(key, raw_text)}){hint}")
+    raw_text = document.raw_texts.get(key.path)
+    separator = "=" if document.location(key.path) == OVERRIDE_LOCATION else ": "
+    hint = _explain_key(key, raw_text=raw_text, separator=separator)
+    return document.problem(key.path, f"unknown key ({format_key_value(key, raw_text)}); {hint}")
 
 
 def format_key_value(key: ForeignKey, raw_text: str | None) -> str:
@@ -527,53 +485,30 @@ def format_key_value(key: ForeignKey, raw_text: str | None) -> str:
     words = [
         str(part) for path, value in walk_leaves(key.value, key.path[-1:]) if isinstance(value, str) for part in path
     ]
-    is_secret = any(map(_SECRET_NAME.search, words))
-    return "not shown" if is_secret else f"value {format_value(key.value, raw_text=raw_text)}"
+    if any(map(_SECRET_NAME.search, words)):
+        return "not shown"
+    return f"value {format_value(key.value, raw_text=raw_text)}"
 
 
-def flag_hint(flag: str, value: str | None) -> str | None:
-    """What another tool's flag (`--mixed_precision`) with its value means here; None if unknown."""
-    parts = tuple(flag.lstrip("-").replace("-", "_").split("."))
-    try:
-        parsed = True if value is None else parse_yaml_value(value, name=flag)
-    except ConfigError:
-        parsed = value
-    if ".".join(parts) not in all_options() and (parts[-1] in _VAGUE_NAMES or not _is_known_key(parts)):
-        return None
-    translation = translate_key(parts, parsed)
-    if translation is not None:
-        return format_translation(translation, parsed, raw_text=value, separator="=")
-    return _suggestion(parts, parsed, raw_text=value, section=None, separator="=").removeprefix("; ")
-
-
-def _suggestion(
-    parts: tuple[str, ...], value: JsonValue, *, raw_text: str | None, section: str | None, separator: str
-) -> str:
-    key, paths = parts[-1], _possible_options(parts, section)
+def _explain_key(key: ForeignKey, *, raw_text: str | None, separator: str) -> str:
+    """What a key means here: what the table answers, its home, a near spelling, or the keys that there are."""
+    if key.translation is not None:
+        return format_translation(key.translation, key.value, raw_text=raw_text, separator=separator)
+    if key.option_path is not None:
+        return f"it belongs at {key.option_path}{separator}{format_setting_value(key.value, raw_text)}"
+    name = str(key.path[-1])
+    paths = _possible_options(tuple(map(str, key.path)), key.section)
     if paths:
-        value_text = (
-            f"{separator}{format_setting_value(value, raw_text)}"
-            if len(paths) == 1 and paths[0] in all_options() and option_accepts(paths[0], value)
-            else ""
-        )
-        return f"; it belongs at {' or '.join(paths[:3])}{value_text}"
-    section_keys = list(sections()[section].model_fields) if section is not None else []
-    similar_name = nearest_name(key, section_keys)
+        return f"it belongs at {' or '.join(paths[:3])}"
+    section_keys = list(sections()[key.section].model_fields) if key.section is not None else []
+    similar_name = nearest_name(name, section_keys)
     if similar_name:
-        return f"; did you mean {f'{section}.' if section else ''}{similar_name}?"
+        return f"did you mean {f'{key.section}.' if key.section else ''}{similar_name}?"
     other_names = {path.rpartition(".")[2] for path in [*all_options(), *sections()]} - _VAGUE_NAMES - {""}
-    similar_name = (
-        None
-        if key in _VAGUE_NAMES
-        else nearest_name(key, other_names, key_table().plain_keys, min_similarity=_MIN_SIMILARITY)
-    )
+    similar_name = None if name in _VAGUE_NAMES else nearest_name(name, other_names, min_similarity=_MIN_SIMILARITY)
     if similar_name:
-        if similar_paths := find_option(similar_name):
-            return f"; did you mean {' or '.join(similar_paths[:3])}?"
-        translation = translate_value(key_table().known_keys[similar_name], value)
-        meaning = format_translation(translation, value, raw_text=raw_text, separator=separator)
-        return f"; did you mean {similar_name} ({meaning})?"
-    return f"; {section or 'the root'} takes {', '.join(section_keys or sections()[''].model_fields)}"
+        return f"did you mean {' or '.join(find_option(similar_name)[:3])}?"
+    return f"{key.section or 'the root'} takes {', '.join(section_keys or sections()[''].model_fields)}"
 
 
 def format_translation(translation: KeyTranslation, value: JsonValue, *, raw_text: str | None, separator: str) -> str:
@@ -631,12 +566,9 @@ def merge_keys(keys: Sequence[ForeignKey]) -> list[ForeignKey]:
             value, explanation = list(dict.fromkeys(items)), ""  # the trackers, the tokens, the modules of both
         for index, key in enumerate(merged_keys):
             if option in key.settings and normalize_spelling(key.settings[option]) != normalize_spelling(value):
-                reason = "" if key.is_default else explanation
-                if reason and option.startswith("data.columns."):  # one name of a column holds for all data sets
-                    column = f"{option}={key.settings[option]}"
-                    reason += f"; make process SET='data.process.raw_path=FILE {column}' writes its rows"
                 settings = tuple({**key.settings, option: value}.items())
-                merged_keys[index] = dataclasses.replace(key, translation=KeyTranslation(settings, reason))
+                translation = KeyTranslation(settings, "" if key.is_default else explanation)
+                merged_keys[index] = dataclasses.replace(key, translation=translation)
     return merged_keys
 
 

@@ -3,6 +3,7 @@ what it leaves out, and what has no equivalent as comments with the reason."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 import textwrap
@@ -19,17 +20,18 @@ from sft_play.config.validation import find_conflicts, find_unknown_keys, valida
 from sft_play.config.yaml_io import (
     JsonValue,
     KeyPath,
-    Problem,
     YamlDocument,
     dotted_path,
     find_value,
     format_value,
+    nest_values,
     parse_yaml,
     resolve_scalar,
     walk_leaves,
 )
 from sft_play.errors import ConfigError
 
+_UNKNOWN_KEY = KnownKey(explanation="there is no such option here")
 _REMOVE_ADVICE = re.compile(r"[:,;]? ?remove it$")
 # Words beside a setting that say that it is not all that was asked for.
 _PARTIAL_WORDS = re.compile(r"\bnot\b|longest|together|with tuning")
@@ -84,7 +86,10 @@ def translate_file(
     for index, key in enumerate(keys):
         if known_key := result.tool.known_keys.get(key.name):
             keys[index] = dataclasses.replace(key, translation=other_tools.translate_value(known_key, key.value))
-    _check_no_preferences(keys, name)
+    for key in keys:  # what was written would train something else
+        if key.translation is not None and key.value and key.translation.explanation.startswith("preference tuning"):
+            shown_key = f"{dotted_path(key.path)}: {format_value(key.value)}"
+            raise ConfigError(f"{name}: {shown_key}: {key.translation.explanation}; nothing is written")
     keys = merge_keys([*keys, *_default_keys(result.tool, keys)])
     # what another setting decides (steps of each epoch) behind it; of the defaults the mode first
     for key in sorted(keys, key=lambda key: not all(option_accepts(*setting) for setting in key.settings.items())):
@@ -129,42 +134,25 @@ def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[Fo
             result.settings.setdefault(path, value)
             continue
         known_key = other_tools.key_table().known_keys.get(str(key_path[-1]))
-        refusal = (
-            other_tools.explain_only(f"expected {all_options()[path].accepted_values}")
-            if path in all_options()
-            else None
-        )
-        yield ForeignKey(key_path, value, None, other_tools.translate_value(known_key, value) if known_key else refusal)
+        translation = None
+        if known_key is not None:
+            translation = other_tools.translate_value(known_key, value)
+        elif path in all_options():
+            translation = other_tools.explain_only(f"expected {all_options()[path].accepted_values}")
+        yield ForeignKey(key_path, value, None, translation)
 
 
 def _data_set_keys(keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
-    """What is said of each data set (a split, columns), as keys of their own; of those that are held out no setting."""
+    """What is said of each data set that is trained on (a split, columns), as keys of their own."""
     for key in keys:
         known_key = other_tools.find_known_key(tuple(map(str, key.path)))
-        if known_key is None or known_key.path not in other_tools.DATA_SET_OPTIONS or isinstance(key.value, str):
+        if known_key is None or known_key.path != other_tools.DATA_SET_OPTIONS[0] or isinstance(key.value, str):
             continue
-        is_trained = known_key.path == other_tools.DATA_SET_OPTIONS[0]
         for index, entry in enumerate(other_tools.parse_data_sets(key.value)):
+            entry_path = (*key.path, index) if isinstance(key.value, list) else key.path
             for inner_path, value in walk_leaves(entry):
-                inner_key = other_tools.find_known_key(("entry" if is_trained else "held_out", *map(str, inner_path)))
-                translation = other_tools.translate_value(
-                    inner_key or KnownKey(explanation="there is no such option here"), value
-                )
-                key_path = (*key.path, index, *inner_path) if isinstance(key.value, list) else (*key.path, *inner_path)
-                yield ForeignKey(
-                    key_path,
-                    value,
-                    None,
-                    KeyTranslation(translation.settings if is_trained else (), translation.explanation),
-                )
-
-
-def _check_no_preferences(keys: list[ForeignKey], name: str) -> None:
-    """Raises ConfigError where a key says that answers are compared: what was written would train something else."""
-    for key in keys:
-        if key.translation is not None and key.value and key.translation.explanation.startswith("preference tuning"):
-            shown_key = f"{dotted_path(key.path)}: {format_value(key.value)}"
-            raise ConfigError(f"{name}: {shown_key}: {key.translation.explanation}; nothing is written")
+                inner_key = other_tools.find_known_key(("entry", *map(str, inner_path))) or _UNKNOWN_KEY
+                yield ForeignKey((*entry_path, *inner_path), value, None, other_tools.translate_value(inner_key, value))
 
 
 def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
@@ -220,13 +208,7 @@ def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> 
             if accepted
             else ""
         )
-        paths = [path for path in find_option(key.name) if path in all_options()]
-        fallback_reason = (
-            f"{paths[0]} takes {all_options()[paths[0]].accepted_values}"
-            if len(paths) == 1
-            else "there is no such option here"
-        )
-        reason = "; ".join(filter(None, [settings_text, explanation])) or fallback_reason
+        reason = "; ".join(filter(None, [settings_text, explanation])) or _UNKNOWN_KEY.explanation
         result.left_out_keys.append((f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})", reason))
 
 
@@ -291,7 +273,13 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
 
 def _drop_refused_settings(result: Translation) -> None:
     """Take out settings, with the reason, until what is left is a run YAML without a problem."""
-    while problems := _find_problems(format_run_yaml(result.settings)):
+    while True:
+        document = parse_yaml(format_run_yaml(result.settings), name="the run YAML")
+        config, problems = validate(document)
+        if config is not None and not problems:
+            problems = find_conflicts(config, document)
+        if not problems:
+            return
         refused_settings = [(path, problem.message) for path in result.settings for problem in problems
                  if f"{problem.path}.".startswith((f"{path}.", f"{path}["))]  # fmt: skip
         if not refused_settings:
@@ -300,25 +288,14 @@ def _drop_refused_settings(result: Translation) -> None:
         result.left_out_keys.append((f"{path}: {format_value(result.settings.pop(path))}", reason))
 
 
-def _find_problems(text: str) -> list[Problem]:
-    document = parse_yaml(text, name="the run YAML")
-    config, problems = validate(document)
-    return problems or (find_conflicts(config, document) if config is not None else [])
-
-
 # --- written ----------------------------------------------------------------------------------------------------------
 
 
 def format_run_yaml(settings: Mapping[str, JsonValue]) -> str:
     """The text for settings by their dotted paths, in the order of the schema."""
-    tree: dict[str, Any] = {}
     # a setting may be one of a mapping: data.columns.prompt
-    for path in (setting for option in all_options() for setting in settings if f"{setting}.".startswith(f"{option}.")):
-        *parents, name = path.split(".")
-        section = tree
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[name] = dict(value) if isinstance(value := settings[path], dict) else value
+    ordered = [path for option in all_options() for path in settings if f"{path}.".startswith(f"{option}.")]
+    tree = nest_values({path: copy.copy(settings[path]) for path in ordered})
     return "".join(_format_section({name: value}) for name, value in tree.items())
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 import yaml
 
@@ -37,15 +37,17 @@ MAX_VALUES = 100_000
 # More than any such file has; weights or a log named by mistake stop here.
 MAX_FILE_BYTES = 64 * 2**20
 
-# Quotes that word processors write; to YAML, and to a shell, they are letters.
-TYPOGRAPHIC_QUOTES = "“”„‟‘’‚‛«»"
-
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_NULLS = {"", "~", "null", "Null", "NULL"}
-_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_CORE_TAGS = {"tag:yaml.org,2002:" + name for name in ("str", "int", "float", "bool", "null", "seq", "map")}
+_WORDS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+# Tags of plain data; ? and ! are of nodes without one. A timestamp stays the text that it is.
+_YAML_TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")
+_PLAIN_TAGS = {"?", "!", *(f"tag:yaml.org,2002:{name}" for name in _YAML_TAGS)}
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class YamlDocument:
     raw_texts: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     overridden_paths: set[KeyPath] = field(default_factory=set)
+    stage_paths: dict[KeyPath, KeyPath] = field(default_factory=dict)
+    """Of a stage: where each setting of its own stands in the file."""
 
     def location(self, path: KeyPath) -> str:
         """Where a value stands: `SET` for an override, else `file:line`, its own or its nearest ancestor's."""
@@ -99,7 +103,19 @@ class YamlDocument:
 
     def problem(self, path: KeyPath, message: str) -> Problem:
         """A problem of the value at `path`."""
-        return Problem(dotted_path(path), self.location(path), message)
+        own_key = next((key for key in self.stage_paths if path[: len(key)] == key), ())
+        shown_path = (*self.stage_paths.get(own_key, ()), *path[len(own_key) :])
+        return Problem(dotted_path(shown_path), self.location(path), message)
+
+    def forget(self, path: KeyPath) -> None:
+        """Drop lines, texts and overrides of a value that is replaced, and of what is in it."""
+        self.lines = {old: line for old, line in self.lines.items() if old[: len(path)] != path}
+        self.raw_texts = {old: text for old, text in self.raw_texts.items() if old[: len(path)] != path}
+        self.overridden_paths = {old for old in self.overridden_paths if old[: len(path)] != path}
+
+    def add_problem(self, path: KeyPath, node: yaml.Node, message: str) -> None:
+        """Note a problem of the text itself."""
+        self.problems.append(Problem(dotted_path(path), f"{self.name}:{_line_number(node)}", message))
 
 
 class _Loader(yaml.SafeLoader):
@@ -141,19 +157,16 @@ def read_text(
 
 
 def _suggest_file(path: Path, suffixes: tuple[str, ...]) -> str:
-    def files_in(folder: Path) -> list[Path]:
-        return [path for path in sorted(folder.glob("*")) if path.suffix in suffixes and not path.name.startswith(".")]
-
-    siblings, shipped_configs = files_in(path.parent), files_in(Path("configs"))
-    stem = path.stem if path.suffix in suffixes else path.name
-    for files in [siblings, shipped_configs] if path.parent == Path() else [siblings]:
-        match = nearest_name(stem, [file.stem for file in files]) or nearest_name(
-            path.name, [file.name for file in files]
-        )
-        if match is not None:
-            return f"; did you mean {next(file for file in files if match in (file.stem, file.name))}?"
-    names = [str(file) for file in siblings or shipped_configs]
-    return f"; there are: {', '.join(names[:20])}" if names else ""
+    """The file that was probably meant, else those that there are: beside it, or in configs/."""
+    for folder in (path.parent, Path("configs")):
+        files = {file.name: file for file in sorted(folder.glob("[!.]*")) if file.suffix in suffixes}
+        stem = path.stem if path.suffix in suffixes else path.name
+        stems = {file.stem: file for file in files.values()}
+        if match := nearest_name(stem, stems) or nearest_name(path.name, files):
+            return f"; did you mean {stems.get(match) or files[match]}?"
+        if files:
+            return f"; there are: {', '.join(map(str, list(files.values())[:20]))}"
+    return ""
 
 
 def parse_yaml(text: str, *, name: str) -> YamlDocument:
@@ -168,8 +181,7 @@ def parse_yaml(text: str, *, name: str) -> YamlDocument:
             f"{name}:{_line_number(node)}: the root is {kind}; expected sections such as `model: {{name: …}}`"
         )
     document = YamlDocument(name=name)
-    builder = _DocumentBuilder(document)
-    document.data = builder.mapping(node, ())
+    document.data = _read_mapping(document, node, (), (id(node),))
     return document
 
 
@@ -179,7 +191,7 @@ def parse_yaml_value(text: str, *, name: str) -> JsonValue:
     if node is None:
         return None
     document = YamlDocument(name=name)
-    value = _DocumentBuilder(document).value(node, ())
+    value = _read_value(document, node, ())
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
     return value
@@ -187,11 +199,7 @@ def parse_yaml_value(text: str, *, name: str) -> JsonValue:
 
 def _compose(text: str, *, name: str) -> yaml.Node | None:
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-        finally:
-            loader.dispose()
+        node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_message(error, name=name)) from None
     except yaml.reader.ReaderError as error:
@@ -220,92 +228,64 @@ def _line_number(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-class _DocumentBuilder:
-    """Turns nodes into plain data, and records lines, raw texts and problems."""
+def _read_mapping(
+    document: YamlDocument, node: yaml.MappingNode, path: KeyPath, parents: tuple[int, ...]
+) -> dict[str, JsonValue]:
+    """A mapping's plain data; duplicate and non-text keys become problems."""
+    result: dict[str, JsonValue] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            document.add_problem(path, key_node, "a key must be a word")
+            continue
+        key_path = (*path, key := str(key_node.value))
+        if key in result:
+            first_line = document.lines[key_path]
+            document.add_problem(key_path, key_node, f"the key appears twice, first on line {first_line}")
+            continue
+        document.lines[key_path] = _line_number(key_node)
+        result[key] = _read_value(document, value_node, key_path, parents)
+    return result
 
-    def __init__(self, document: YamlDocument) -> None:
-        self._document = document
-        self._open_node_ids: set[int] = set()
-        self._value_count = 0
 
-    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, JsonValue]:
-        """A mapping's plain data; duplicate and non-text keys become problems."""
-        key_lines: dict[str, int] = {}
-        result: dict[str, JsonValue] = {}
-        for key_node, value_node in node.value:
-            key = self._key(key_node, path)
-            if key is None:
-                continue
-            if key in key_lines:
-                self._problem((*path, key), key_node, f"the key appears twice, first on line {key_lines[key]}")
-                continue
-            key_lines[key] = _line_number(key_node)
-            self._document.lines[(*path, key)] = _line_number(key_node)
-            result[key] = self.value(value_node, (*path, key))
-        return result
-
-    def value(self, node: yaml.Node, path: KeyPath) -> JsonValue:
-        """The plain data of any node."""
-        self._value_count += 1
-        # an open node is one that contains this one: an alias that names its own ancestor
-        if self._value_count > MAX_VALUES or id(node) in self._open_node_ids:
-            raise ConfigError(f"{self._document.name}:{_line_number(node)}: aliases expand without end")
-        if node.tag.startswith("tag:yaml.org,2002:python") or (
-            node.tag not in _CORE_TAGS and node.tag not in ("?", "!") and not node.tag.endswith(":timestamp")
-        ):
-            self._problem(path, node, f"the tag {one_line(node.tag)} is refused: a run YAML holds plain values only")
-            return None
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, path)
-        self._open_node_ids.add(id(node))
-        try:
-            if isinstance(node, yaml.MappingNode):
-                return self.mapping(node, path)
-            self._document.lines |= {(*path, index): _line_number(item) for index, item in enumerate(node.value)}
-            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-        finally:
-            self._open_node_ids.discard(id(node))
-
-    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> JsonValue:
-        text = str(node.value)
-        self._document.lines.setdefault(path, _line_number(node))
-        self._document.raw_texts[path] = text
-        is_quoted = node.style is not None  # a quoted "1" is text, also as a block (| or >)
-        return text if is_quoted else resolve_scalar(text)
-
-    def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
-        if isinstance(node, yaml.ScalarNode):
-            return str(node.value)
-        self._problem(path, node, "a key must be a word")
+def _read_value(document: YamlDocument, node: yaml.Node, path: KeyPath, parents: tuple[int, ...] = ()) -> JsonValue:
+    """The plain data of a node, with its line and raw text in the document. `parents`: the nodes that contain it."""
+    if path:
+        document.lines.setdefault(path, _line_number(node))
+    # an alias that names its own ancestor, or aliases of aliases
+    if len(document.lines) > MAX_VALUES or id(node) in parents:
+        raise ConfigError(f"{document.name}:{_line_number(node)}: aliases expand without end")
+    if node.tag not in _PLAIN_TAGS:
+        message = f"the tag {one_line(node.tag)} is refused: a run YAML holds plain values only"
+        document.add_problem(path, node, message)
         return None
-
-    def _problem(self, path: KeyPath, node: yaml.Node, message: str) -> None:
-        self._document.problems.append(
-            Problem(dotted_path(path), f"{self._document.name}:{_line_number(node)}", message)
-        )
+    parents = (*parents, id(node))
+    if isinstance(node, yaml.MappingNode):
+        return _read_mapping(document, node, path, parents)
+    if isinstance(node, yaml.SequenceNode):
+        return [_read_value(document, item, (*path, index), parents) for index, item in enumerate(node.value)]
+    assert isinstance(node, yaml.ScalarNode)
+    document.raw_texts[path] = str(node.value)
+    # a quoted "1" is text, also as a block (| or >)
+    return resolve_scalar(str(node.value)) if node.style is None else str(node.value)
 
 
 def resolve_scalar(text: str) -> JsonValue:
     """What an unquoted scalar means in the YAML 1.2 core schema; a number with a leading zero stays a string."""
-    if text in _NULLS:
-        return None
-    if text in _BOOLS:
-        return _BOOLS[text]
+    if text in _WORDS:
+        return _WORDS[text]
     if _INT.fullmatch(text):
         return int(text) if len(text) < 4_000 else text  # int() refuses texts of more than 4,300 digits
     if _FLOAT.fullmatch(text):
         return float(text)
     if _SPECIAL_FLOAT.fullmatch(text):
-        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        return float(text.replace(".", ""))
     return text
 
 
 def dotted_path(path: KeyPath) -> str:
     """`('data', 'columns', 0)` as `data.columns[0]`, with odd characters escaped."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return one_line(text)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return one_line(text.removeprefix("."))
 
 
 def walk_leaves(data: JsonValue, path: KeyPath = ()) -> Iterator[tuple[KeyPath, JsonValue]]:
@@ -315,6 +295,18 @@ def walk_leaves(data: JsonValue, path: KeyPath = ()) -> Iterator[tuple[KeyPath, 
             yield from walk_leaves(value, (*path, key))
     else:
         yield path, data
+
+
+def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted paths as nested mappings."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, name = path.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+    return tree
 
 
 def find_value(data: JsonValue, path: KeyPath) -> JsonValue:
@@ -333,4 +325,4 @@ def format_value(value: JsonValue, *, raw_text: str | None = None) -> str:
     """A value as shown in a message: the raw text if there is one, else JSON, cut to one line."""
     if isinstance(value, str):
         return one_line(json.dumps(value, ensure_ascii=False), limit=80)
-    return one_line(raw_text if raw_text else json.dumps(value, ensure_ascii=False), limit=80)
+    return one_line(raw_text or json.dumps(value, ensure_ascii=False), limit=80)

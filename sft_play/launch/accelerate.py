@@ -9,15 +9,13 @@ is false; a false where a word belongs is read as `no` here.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sft_play.config.options import describe_values
 from sft_play.config.yaml_io import format_value, parse_yaml_value, read_text
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.errors import ConfigError
@@ -77,8 +75,7 @@ def read_accelerate_file_with_notes(
 
 
 class AccelerateConfig(BaseModel):
-    """The keys of a file that are read, by accelerate's names and with its defaults; a validator's error says what is
-    expected. Keys that are not here are not read."""
+    """The keys of a file that are read, by accelerate's names and with its defaults. Others are not read."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -89,7 +86,7 @@ class AccelerateConfig(BaseModel):
     """The total over machines; None: one for each GPU."""
     num_machines: int = Field(default=1, ge=1)
     machine_rank: int = Field(default=0, ge=0)
-    gpu_ids: tuple[int, ...] | None = None
+    gpu_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Those of each machine; None: all."""
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
     use_cpu: bool = False
@@ -99,45 +96,10 @@ class AccelerateConfig(BaseModel):
     deepspeed_config: dict[str, Any] = Field(default_factory=dict)
     parallelism_config: dict[str, Any] = Field(default_factory=dict)
 
-    # false: an unquoted NO, in a file that a tool with YAML 1.1 has read and written again
-    @field_validator("distributed_type", mode="before")
-    @classmethod
-    def _normalize_distributed_type(cls, value: Any) -> str:
-        return "NO" if value is False else str(value).upper()
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _normalize_precision(cls, value: Any) -> str:
-        return "no" if value is False else str(value).strip().lower()
-
-    @field_validator("num_processes", "num_machines", "machine_rank", "main_process_port", mode="before")
-    @classmethod
-    def _refuse_boolean(cls, value: Any) -> Any:
-        if isinstance(value, bool):
-            raise ValueError("a whole number")
-        return value
-
-    @field_validator("gpu_ids", mode="before")
-    @classmethod
-    def _parse_gpu_ids(cls, value: Any) -> list[str] | None:
-        if isinstance(value, str) and value.strip().lower() in ("all", ""):
-            return None
-        ids = [str(gpu_id).strip() for gpu_id in (value if isinstance(value, list) else str(value).split(","))]
-        if not all(re.fullmatch(r"[0-9]{1,4}", gpu_id) for gpu_id in ids) or len(set(ids)) < len(ids):
-            raise ValueError("all, or numbers such as 0,1, each once")
-        return ids
-
-    @field_validator("main_process_ip")
-    @classmethod
-    def _check_address(cls, value: str | None) -> str | None:
-        if value is not None and not is_host_address(value):
-            raise ValueError("a host name or an IP address")
-        return value
-
     @property
     def processes_per_machine(self) -> int | None:
         """Processes that this machine starts; None: one per GPU."""
-        return None if self.num_processes is None else self.num_processes // self.num_machines
+        return self.num_processes and self.num_processes // self.num_machines
 
     @property
     def deepspeed_config_file(self) -> Path | None:
@@ -159,24 +121,41 @@ class AccelerateConfig(BaseModel):
             return ZERO_LAYOUTS.get((int(self.deepspeed_config.get("zero_stage", 2)), offloads_states))
         return None
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> list[str]:
         """What is wrong with values that are valid alone."""
-        machines, total, ids = self.num_machines, self.num_processes, self.gpu_ids
-        if self.machine_rank >= machines:
-            rank_text = f"machine_rank: {self.machine_rank}"
-            yield f"{rank_text} is not one of num_machines: {machines}; ranks go from 0 to {machines - 1}"
-        total_text = f"num_processes: {total} is the total over num_machines: {machines}"
-        if total is not None and total % machines:
-            divisible_totals = [machines * (total // machines), machines * -(-total // machines)]
-            options = " or ".join(str(option) for option in divisible_totals if option)
-            yield f"{total_text} and is not divisible by it; use {options}"
-        elif total is not None and ids is not None and not self.use_cpu and total // machines > len(ids):
-            listed_ids = ",".join(map(str, ids))
-            yield f"{total_text}, and gpu_ids: {listed_ids} has {len(ids)} for each; one process needs one GPU"
+        machines, total, ids = self.num_machines, self.num_processes or 0, self.gpu_ids or ()
+        nearest_totals = (machines * (total // machines), machines * -(-total // machines))
+        remedy = "use " + " or ".join(str(number) for number in nearest_totals if number)
         stage = self.deepspeed_config.get("zero_stage", 2)
-        if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-            yield f"deepspeed_config.zero_stage: {format_value(stage)} is not 0, 1, 2 or 3"
-        yield from _parallelism_problems(self.parallelism_config)
+        total_text = f"num_processes: {total} is the total over num_machines: {machines}"
+        rules = (
+            (
+                self.machine_rank >= machines,
+                f"machine_rank: {self.machine_rank} is not one of num_machines: {machines}; ranks go from 0 to "
+                f"{machines - 1}",
+            ),
+            (
+                self.main_process_ip is not None and not is_host_address(self.main_process_ip),
+                f"main_process_ip: {format_value(self.main_process_ip)} is not a host name or an IP address",
+            ),
+            (len(set(ids)) < len(ids), "gpu_ids names a GPU twice"),
+            (
+                total % machines,
+                f"{total_text} and is not divisible by it; {remedy}",
+            ),
+            (
+                self.gpu_ids is not None and not self.use_cpu and not total % machines and total // machines > len(ids),
+                f"{total_text}, and gpu_ids: {','.join(map(str, ids))} has {len(ids)} for each; one process needs one "
+                "GPU",
+            ),
+            (
+                self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)),
+                f"deepspeed_config.zero_stage: {format_value(stage)} is not 0, 1, 2 or 3",
+            ),
+        )
+        return [message for is_wrong, message in rules if is_wrong] + list(
+            _parallelism_problems(self.parallelism_config)
+        )
 
 
 def _parallelism_problems(block: Mapping[str, Any]) -> Iterator[str]:
@@ -198,28 +177,29 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
     values: dict[str, Any] = {key: value for key, value in data.items() if value is not None}
     if values.get("num_processes") == -1:
         del values["num_processes"]
+    # false: an unquoted no, in a file that a tool with YAML 1.1 has read and written again
+    values.setdefault("distributed_type", "no")
+    for key in ("distributed_type", "mixed_precision"):
+        if key in values:
+            values[key] = "no" if values[key] is False else str(values[key]).strip().lower()
+    values["distributed_type"] = values["distributed_type"].upper()
+    if str(values.get("gpu_ids", "all")).strip().lower() in ("all", ""):
+        values["gpu_ids"] = None
+    elif not isinstance(values["gpu_ids"], list):
+        values["gpu_ids"] = str(values["gpu_ids"]).split(",")
+    if values["distributed_type"] == "NO":
+        values.setdefault("num_processes", 1)
     try:
         config = AccelerateConfig.model_validate({**values, "path": path})
-        if config.distributed_type == "NO" and config.num_processes is None:
-            config = config.model_copy(update={"num_processes": 1})
-        problems = list(config.contradictions())
+        problems = config.contradictions()
     except ValidationError as error:
-        problems = _validation_problems(error, data)
+        problems = [
+            f"{detail['loc'][0]}: {format_value(data[str(detail['loc'][0])])} is not valid: {detail['msg']}"
+            for detail in error.errors(include_url=False)
+        ]
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
     return config
-
-
-def _validation_problems(error: ValidationError, data: Mapping[str, Any]) -> list[str]:
-    problems = {}  # a union reports one error for each of its members
-    for detail in error.errors(include_url=False):
-        key, field = str(detail["loc"][0]), AccelerateConfig.model_fields[str(detail["loc"][0])]
-        is_own_message = detail["type"] == "value_error"
-        expected = (
-            str(detail["ctx"]["error"]) if is_own_message else describe_values(field.annotation, tuple(field.metadata))
-        )
-        problems[key] = f"{key}: {format_value(data[key])} is not valid; expected {expected}"
-    return list(problems.values())
 
 
 # --- accelerate launch ------------------------------------------------------------------------------------------------
@@ -310,7 +290,9 @@ def write_accelerate_file(
     return its text. The engine is left to the plan. Raises DataError where the file is not ours or was edited and
     `overwrite` is False, or it cannot be written; nothing is written then."""
     process_count = hardware.ranks  # accelerate counts over all machines, torchrun on each
-    distributed_type: DistributedType = "NO" if process_count == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
+    distributed_type: DistributedType = "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
+    if process_count == 1:
+        distributed_type = "NO"
     fields = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,

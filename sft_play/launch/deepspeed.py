@@ -89,37 +89,18 @@ def read_deepspeed_file(path: Path) -> DeepspeedConfig:
     """A person's file as plain data: JSON (comments and trailing commas allowed) or YAML; raises ConfigError where the
     file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice."""
     text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", expected=DEEPSPEED_FILE_DESCRIPTION)
-    json_text = _NOT_JSON.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)  # lines and columns stay
+    name = one_line(str(path))
+    json_text = _NOT_YAML.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)  # lines and columns stay
     is_json = json_text.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".yaml", ".yml")
-    try:
-        data = yaml_io.parse_yaml_value(json_text if is_json else text, name=one_line(str(path)))
-    except ConfigError:
-        if is_json:
-            _raise_json_error(json_text, name=one_line(str(path)))
-        raise
+    data = yaml_io.parse_yaml_value(json_text if is_json else text, name=name)
     if not isinstance(data, dict):
-        raise ConfigError(
-            f"{one_line(str(path))} holds {yaml_io.format_value(data)}; expected {DEEPSPEED_FILE_DESCRIPTION}"
-        )
+        raise ConfigError(f"{name} holds {yaml_io.format_value(data)}; expected {DEEPSPEED_FILE_DESCRIPTION}")
     return data
-
-
-def _raise_json_error(text: str, *, name: str) -> None:
-    """Raise ConfigError in the words of JSON where a text is none; a comma behind the last item is allowed."""
-    try:
-        json.loads(re.sub(r"(?<!,),(?=\s*[}\]])", " ", text))
-    except json.JSONDecodeError as error:
-        # what lacks a comma may end lines above
-        previous_line = text.count("\n", 0, len(text[: error.pos].rstrip())) + 1
-        position = f" behind line {previous_line}" if "delimiter" in error.msg else ""
-        raise ConfigError(
-            f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}{position}; not valid YAML either"
-        ) from None
 
 
 # What people write in JSON that YAML, of which JSON is a part, does not take: comments, and tabs. Strings are matched
 # first, so that the // of a URL begins no comment.
-_NOT_JSON = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|\t', re.DOTALL)
+_NOT_YAML = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|\t', re.DOTALL)
 
 
 def deepspeed_layout(
@@ -147,10 +128,14 @@ def keeps_params_on_gpu(config: DeepspeedConfig, layout: LayoutName) -> bool:
     return layout == "zero3_offload" and not is_offloaded(config.get("zero_optimization") or {}, "offload_param")
 
 
+# Where DeepSpeed moves optimizer states and weights.
+OFFLOAD_DEVICES = ("cpu", "nvme")
+
+
 def is_offloaded(zero: DeepspeedConfig, key: str) -> bool:
     """Whether the section `key` of `zero_optimization` moves something off the GPUs."""
     section = zero.get(key)
-    return isinstance(section, dict) and section.get("device", "none") in ("cpu", "nvme")
+    return isinstance(section, dict) and section.get("device") in OFFLOAD_DEVICES
 
 
 BATCH_KEYS = {
@@ -167,47 +152,41 @@ def merge_deepspeed_batch(
     and accumulation "auto", the effective batch not set), and a line for each value taken from it. Raises ConfigError
     where numbers of the two contradict each other, or do not multiply over the data-parallel `ranks`; all of them at
     once."""
-    file_values = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}  # without "auto"
+    keys = {field: key for key, field in BATCH_KEYS.items()}
+    file_values = {field: config[key] for field, key in keys.items() if isinstance(config.get(key), int)}  # no "auto"
     if not file_values:
         return train, ()
     run_values = {field: value for field in ("batch_size", "grad_accum") if (value := getattr(train, field)) != AUTO}
     # It has a number as its default, so "given" is what the file or SET holds, even if that is the default.
     if "effective_batch_size" in train.model_fields_set:
         run_values["effective_batch_size"] = train.effective_batch_size
-    taken_values: dict[str, int] = {}
-    sources = {field: f"train.{field}={value}" for field, value in run_values.items()}
-    lines, problems = [], []
-    for key, value in file_values.items():
-        field = BATCH_KEYS[key]
-        if run_values.get(field, value) != value:
-            problems.append(
-                f'{key}: {value} contradicts train.{field}={run_values[field]}; keep one of them ("auto" here)'
-            )
-        elif field not in run_values:
-            taken_values[field], sources[field] = value, f"{key}: {value}"
-            lines.append(f"{key}: {value} is the run's train.{field}, which the run YAML leaves open")
-    if not problems:
-        merged_values = run_values | taken_values
-        micro_batch, grad_accum = (merged_values.get(field) for field in ("batch_size", "grad_accum"))
-        if "effective_batch_size" not in merged_values and micro_batch and grad_accum:
-            taken_values["effective_batch_size"] = micro_batch * grad_accum * ranks
-            lines.append(f"train.effective_batch_size → {micro_batch} × {grad_accum} × {ranks} ranks = "
-                         f"{micro_batch * grad_accum * ranks}, which neither file gives")  # fmt: skip
-        # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
-        if not (is_single_rank_batch(train) and file_values.keys() == {"train_batch_size"}):
-            default_text = f"train.effective_batch_size={train.effective_batch_size} (its default)"
-            source_texts = {"effective_batch_size": default_text, **sources}
-            problem = batch_product_problem(
-                train.model_copy(update=taken_values), ranks=ranks, option_texts=source_texts
-            )
-            problems += [problem] if problem else []
+    problems = [
+        f'{keys[field]}: {value} contradicts train.{field}={run_values[field]}; keep one of them ("auto" here)'
+        for field, value in file_values.items()
+        if run_values.get(field, value) != value
+    ]
+    taken_values = {field: value for field, value in file_values.items() if field not in run_values}
+    source_texts = {"effective_batch_size": f"train.effective_batch_size={train.effective_batch_size} (its default)"}
+    source_texts |= {field: f"train.{field}={value}" for field, value in run_values.items()}
+    source_texts |= {field: f"{keys[field]}: {value}" for field, value in taken_values.items()}
+    lines = [
+        f"{source_texts[field]} is the run's train.{field}, which the run YAML leaves open" for field in taken_values
+    ]
+    micro_batch, grad_accum = ((run_values | taken_values).get(field) for field in ("batch_size", "grad_accum"))
+    if "effective_batch_size" not in run_values | taken_values and micro_batch and grad_accum:
+        taken_values["effective_batch_size"] = micro_batch * grad_accum * ranks
+        lines.append(f"train.effective_batch_size → {micro_batch} × {grad_accum} × {ranks} ranks = "
+                     f"{micro_batch * grad_accum * ranks}, which neither file gives")  # fmt: skip
+    merged = train.model_copy(update=taken_values)
+    # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
+    is_kept = is_single_rank_batch(train) and file_values.keys() == {"effective_batch_size"}
+    if not problems and not is_kept:
+        problems += filter(None, [batch_product_problem(merged, ranks=ranks, option_texts=source_texts)])
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    return train.model_copy(update=taken_values), tuple(lines)
+    return merged, tuple(lines)
 
 
-# Dtypes that the run YAML alone sets: `distributed.mixed_precision`.
-DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
 SHORT_DTYPES = {short_name: name for name, short_name in DTYPE_ALIASES.items()}
 
 # --- in current keys --------------------------------------------------------------------------------------------------
@@ -245,183 +224,147 @@ def translate_deepspeed_keys(
     """The configuration in DeepSpeed's current keys, and notes on what was translated or left out. Raises ConfigError
     where a key is unknown (the nearest known one is named), was removed while it is switched on, or holds a value of
     the wrong kind. All of them at once."""
-    config = copy.deepcopy(raw)
-    notes: list[str] = []
-    for path, section in walk_sections(config):
-        for key in [key for key in section if _COMMENT_KEY.fullmatch(str(key))]:
-            del section[key]
-            notes.append(f"{_join_path(path, key)} is read as a comment")
-    problems = [*_rename_old_keys(config, notes), *_drop_removed_keys(config, notes), *_unknown_key_problems(config)]
-    if not problems:  # a value under a wrong key would be reported twice
-        problems = _value_problems(config)
+    values: dict[str, Any] = {}
+    notes = []
+    for path, value in yaml_io.walk_leaves(raw):
+        comment = next((key for key in path if _COMMENT_KEY.fullmatch(str(key))), None)
+        if comment is not None:
+            notes.append(f"{one_line(str(comment))} is read as a comment")
+        elif path and value is not None:
+            values[".".join(map(str, path))] = copy.deepcopy(value)
+    problems = [*_rename_old_keys(values, notes), *_drop_removed_keys(values, notes), *_unknown_key_problems(values)]
+    # a value under a wrong key would be reported twice
+    problems = list(dict.fromkeys(problems)) or list(_value_problems(values))
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    return config, tuple(notes)
+    return yaml_io.nest_values(values), tuple(dict.fromkeys(notes))
 
 
-def _rename_old_keys(config: DeepspeedConfig, notes: list[str]) -> Iterator[str]:
+def _paths_below(values: Mapping[str, Any], path: str) -> list[str]:
+    """The path and those inside it, as far as there are values."""
+    return [inner for inner in values if inner == path or inner.startswith(f"{path}.")]
+
+
+def _rename_old_keys(values: dict[str, Any], notes: list[str]) -> Iterator[str]:
     for old, new in _KEY_TABLE["renamed"].items():
-        parent, key = find_parent(config, old)
-        if parent is None or key not in parent:
-            continue
-        value = new_value = parent.pop(key)
-        if "cpu_offload" in old:
-            new_value = {"device": "cpu"} if value is True else None if value is False else value
-        present_value = get_value_at(config, new)
-        if new_value is None or present_value == new_value:
-            notes.append(f"{old}: {format_value(value)} is an old key that says nothing more; left out")
-        elif present_value is None:
-            set_value_at(config, new, new_value)
-            notes.append(f"{old}: {format_value(value)} is an old key; read as {new}: {format_value(new_value)}")
-        else:
-            yield (
-                f"{old}: {format_value(value)} (an old key) and {new}: {format_value(present_value)} disagree; "
-                f"keep {new} only"
-            )
+        for path in _paths_below(values, old):
+            value = new_value = values.pop(path)
+            new_path = new + path.removeprefix(old)
+            if path == old and "cpu_offload" in old and value in (True, False):  # a switch, now a section
+                new_path, new_value = f"{new}.device", "cpu" if value else None
+            present_value = values.get(new_path)
+            display_text = f"{path}: {format_value(value)}"
+            if new_value is None or present_value == new_value:
+                notes.append(f"{display_text} is an old key that says nothing more; left out")
+            elif present_value is None:
+                values[new_path] = new_value
+                notes.append(f"{display_text} is an old key; read as {new_path}: {format_value(new_value)}")
+            else:
+                yield f"{display_text} (an old key) and {new_path}: {format_value(present_value)} disagree; keep one"
 
 
-def _drop_removed_keys(config: DeepspeedConfig, notes: list[str]) -> Iterator[str]:
-    for path, reason in _KEY_TABLE["removed"].items():
-        parent, key = find_parent(config, path)
-        if parent is None or key not in parent:
-            continue
-        value = parent.pop(key)
-        switch = value.get("enabled", bool(value)) if isinstance(value, dict) else value
-        if switch in (False, None, -1):  # -1 is how sizes such as mics_shard_size were switched off
-            notes.append(f"{path}, which newer versions of DeepSpeed refuse, is switched off and left out")
-        else:
-            yield f"{path} was removed from DeepSpeed: {reason}; remove the key"
+def _drop_removed_keys(values: dict[str, Any], notes: list[str]) -> Iterator[str]:
+    for key, reason in _KEY_TABLE["removed"].items():
+        removed = {path: values.pop(path) for path in _paths_below(values, key)}
+        # -1 is how sizes such as mics_shard_size were switched off
+        if removed and removed.get(f"{key}.enabled", removed.get(key, True)) in (False, None, -1, {}):
+            notes.append(f"{key}, which newer versions of DeepSpeed refuse, is switched off and left out")
+        elif removed:
+            yield f"{key} was removed from DeepSpeed: {reason}; remove the key"
 
 
-def _unknown_key_problems(config: DeepspeedConfig) -> Iterator[str]:
-    for path, section in walk_sections(config):
-        for key in section if path in KNOWN_DEEPSPEED_KEYS else ():
-            if key not in KNOWN_DEEPSPEED_KEYS[path]:
-                yield f"{_join_path(path, key)} is not a DeepSpeed key; {_suggest_key(path, str(key))}"
+def _unknown_key_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    for path in values:
+        section = ""
+        for key in path.split("."):
+            if section in KNOWN_DEEPSPEED_KEYS and key not in KNOWN_DEEPSPEED_KEYS[section]:
+                yield f"{_join_path(section, key)} is not a DeepSpeed key; {_suggest_key(section, key)}"
+                break
+            section = f"{section}.{key}" if section else key
 
 
-def _suggest_key(path: str, key: str) -> str:
-    sections = sorted(
-        (section_path for section_path, names in KNOWN_DEEPSPEED_KEYS.items() if key in names),
-        key=lambda section: section.count("."),
-    )
-    if sections:
-        return f"it belongs at {' or '.join(_join_path(home, key) for home in sections[:3])}"
-    return f"the nearest is {_join_path(path, nearest_name(key, KNOWN_DEEPSPEED_KEYS[path], min_similarity=0.0) or '')}"
+def _suggest_key(section: str, key: str) -> str:
+    homes = [path for path, names in KNOWN_DEEPSPEED_KEYS.items() if key in names]
+    if homes:
+        homes.sort(key=lambda home: home.count("."))
+        return f"it belongs at {' or '.join(_join_path(home, key) for home in homes[:3])}"
+    nearest = nearest_name(key, KNOWN_DEEPSPEED_KEYS[section], min_similarity=0.0)
+    return f"the nearest is {_join_path(section, nearest or '')}"
+
+
+def _join_path(section: str, key: str) -> str:
+    return one_line(f"{section}.{key}" if section else key)
 
 
 # --- values, checked before ranks start: DeepSpeed itself raises late, on every rank ----------------------------------
-def _is_whole_number(value: Any, *, minimum: int = 0) -> bool:
-    """Also for `5e8`, which JSON and YAML read as a float: that is how bucket sizes are written in most guides."""
-    return _is_finite_number(value) and value == int(value) and bool(value >= minimum)
-
-
-def _is_finite_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value >= 0
 
 
-_BATCH_KEYS_PATTERN = re.compile(r"train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps")
-# Of a path the test of its values, and what it accepts; DeepSpeed itself checks the others.
-_VALUE_CHECKS: tuple[tuple[re.Pattern[str], Callable[[Any], bool], str], ...] = (
+def _is_whole_number(value: Any) -> bool:
+    """Also for `5e8`, which JSON and YAML read as a float: that is how bucket sizes are written in most guides."""
+    return _is_number(value) and value == int(value)
+
+
+# Of a path the test of its values, and what it accepts: the first row that matches; DeepSpeed itself checks the others.
+# Parallelism, dtypes and modes that are refused here would make the run another one than was planned.
+_VALUE_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
-        _BATCH_KEYS_PATTERN,
-        lambda value: isinstance(value, int) and _is_whole_number(value, minimum=1),
+        "train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps",
+        lambda value: type(value) is int and value >= 1,
         'a whole number from 1, or "auto"',
     ),
-    (re.compile("gradient_clipping"), _is_finite_number, 'a number from 0 (0: no clipping), or "auto"'),
+    ("gradient_clipping", _is_number, 'a number from 0 (0: no clipping), or "auto"'),
     (
-        re.compile(r"zero_optimization\.stage"),
-        lambda value: _is_whole_number(value) and value <= 3,
-        '0, 1, 2, 3 or "auto"',
+        r"sequence_parallel_size|tensor_parallel\.(autotp_size|tp\.tp_size)",
+        lambda value: not _is_number(value) or value <= 1,
+        "1: only ZeRO's data-parallel layouts are supported, which split neither rows nor layers over ranks",
     ),
     (
-        re.compile(r"zero_optimization\.offload_(optimizer|param)\.device"),
+        "communication_data_type",
+        lambda value: False,
+        '"auto": distributed.mixed_precision.reduce of the run YAML sets it',
+    ),
+    (
+        r"data_types\.buffer_dtype",
+        lambda value: False,
+        '"auto": distributed.mixed_precision.buffer of the run YAML sets it',
+    ),
+    (
+        r"(expert_parallel|autotuning|data_efficiency)\.enabled",
+        lambda value: value is False,
+        "false: the plan does not model it",
+    ),
+    (r"zero_optimization\.stage", lambda value: _is_whole_number(value) and value <= 3, '0, 1, 2, 3 or "auto"'),
+    (
+        r"zero_optimization\.offload_(optimizer|param)\.device",
         lambda value: value in ("none", "cpu", "nvme"),
         '"none", "cpu" or "nvme"',
     ),
     (
-        re.compile(r"(.*\.)?(enabled|pin_memory|overlap_comm|contiguous_gradients|reduce_scatter)"),
+        r"(.*\.)?(enabled|pin_memory|overlap_comm|contiguous_gradients|reduce_scatter)",
         lambda value: isinstance(value, bool),
         'true, false or "auto"',
     ),
     (
-        re.compile(r"zero_optimization\.\w*_(size|threshold|parameters|distance)"),
+        r"zero_optimization\.\w*_(size|threshold|parameters|distance)",
         _is_whole_number,
         'a whole number without quotes, or "auto"',
     ),
 )
 
 
-def _value_problems(config: DeepspeedConfig) -> list[str]:
-    problems = []
-    for path, value in walk_values(config):
-        if value is not None and (path in KNOWN_DEEPSPEED_KEYS or path in ("optimizer.params", "scheduler.params")):
-            known_keys_text = (
-                f" with {', '.join(sorted(KNOWN_DEEPSPEED_KEYS[path]))}" if path in KNOWN_DEEPSPEED_KEYS else ""
-            )
-            problems.append(f"{path}: {format_value(value)} is not a section; expected {{…}}{known_keys_text}")
+def _value_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    for path, value in values.items():
+        if value in (None, {}):
             continue
-        check = next((check for check in _VALUE_CHECKS if check[0].fullmatch(path)), None)
-        if check is not None and value not in (AUTO, None) and not check[1](value):
-            problems.append(f"{path}: {format_value(value)} is not valid; expected {check[2]}")
-    # These change which ranks hold what: the run would not be the planned one.
-    for path in ("sequence_parallel_size", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"):
-        if _is_finite_number(size := get_value_at(config, path)) and size > 1:
-            explanation = "splits rows or layers over ranks; only ZeRO's data-parallel layouts are supported"
-            problems.append(f"{path}: {size} {explanation}")
-    for path, precision_field in DTYPE_KEYS.items():
-        if get_value_at(config, path) not in (None, AUTO):
-            problems.append(
-                f'{path} is distributed.mixed_precision.{precision_field} of the run YAML; set it there, "auto" here'
-            )
-    for path in ("expert_parallel", "autotuning", "data_efficiency"):
-        if get_value_at(config, f"{path}.enabled") is True:
-            problems.append(f"{path}.enabled: true is not supported: the plan does not model it; remove the section")
-    return problems
-
-
-# --- dotted paths -----------------------------------------------------------------------------------------------------
-def _join_path(path: str, key: object) -> str:
-    return one_line(f"{path}.{key}" if path else str(key))
-
-
-def walk_sections(config: DeepspeedConfig, path: str = "") -> Iterator[tuple[str, DeepspeedConfig]]:
-    """Every mapping with its dotted path, the outer ones first."""
-    yield path, config
-    for key, value in list(config.items()):
-        if isinstance(value, dict):
-            yield from walk_sections(value, f"{path}.{key}" if path else str(key))
-
-
-def walk_values(config: DeepspeedConfig) -> Iterator[tuple[str, Any]]:
-    """Every value that is not a mapping, with its dotted path."""
-    for path, section in walk_sections(config):
-        for key, value in list(section.items()):
-            if not isinstance(value, dict):
-                yield f"{path}.{key}" if path else str(key), value
-
-
-def find_parent(config: DeepspeedConfig, path: str) -> tuple[DeepspeedConfig | None, str]:
-    """The mapping that would hold the last key of a path, None where it does not exist, and that key."""
-    *outer, key = path.split(".")
-    parent: Any = config
-    for part in outer:
-        parent = parent.get(part) if isinstance(parent, dict) else None
-    return (parent if isinstance(parent, dict) else None), key
-
-
-def get_value_at(config: DeepspeedConfig, path: str) -> Any:
-    """The value at a path; None where there is none."""
-    parent, key = find_parent(config, path)
-    return None if parent is None else parent.get(key)
-
-
-def set_value_at(config: DeepspeedConfig, path: str, value: Any) -> None:
-    """Set the value at a path; sections that are missing are added."""
-    *outer, key = path.split(".")
-    for part in outer:
-        config = config.setdefault(part, {})
-    config[key] = value
+        if path in KNOWN_DEEPSPEED_KEYS or path in ("optimizer.params", "scheduler.params"):
+            keys = ", ".join(sorted(KNOWN_DEEPSPEED_KEYS.get(path, ())))
+            yield f"{path}: {format_value(value)} is not a section; expected {{{keys or '…'}}}"
+            continue
+        check = next((check for check in _VALUE_CHECKS if re.fullmatch(check[0], path)), None)
+        if check is not None and value != AUTO and not check[1](value):
+            yield f"{path}: {format_value(value)} is not valid; expected {check[2]}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -430,9 +373,6 @@ def set_value_at(config: DeepspeedConfig, path: str, value: Any) -> None:
 # The formulas for "auto" are those of transformers (https://github.com/huggingface/transformers:
 # `src/transformers/integrations/deepspeed.py`), so a file that works with the Trainer means the
 # same here; their results are shown.
-
-# AdamW's values where no training option sets them: the defaults of transformers' `TrainingArguments`.
-ADAM_DEFAULTS: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
 
 # Keys of `zero_optimization` whose "auto" follows from the model's widest hidden size: the number of elements, and the
 # formula in words.
@@ -502,188 +442,164 @@ def fill_auto_values(
     `adam_obstacle`: why DeepSpeed's own CPU Adam cannot run (`cpu_adam_obstacles`), so that torch's updates the
     offloaded states. Optimizer and schedule are the run YAML's. Raises ConfigError where a number contradicts the plan;
     all of them at once."""
-    filler = _ConfigFiller(copy.deepcopy(config), plan_values)
+    leaves = {".".join(map(str, path)): copy.deepcopy(value) for path, value in yaml_io.walk_leaves(config)}
+    filler = _ConfigFiller({path: value for path, value in leaves.items() if value not in (None, {})}, plan_values)
     layout = deepspeed_layout(config, name=name, default_layout=plan_values.layout)
     if layout != plan_values.layout:  # memory and speed were planned for another one
         filler.problems.append(
             f"the file asks for {layout}, but the plan is for {plan_values.layout}; leave STRATEGY= out"
         )
-    filler.fill_batch()
-    filler.check_options()
+    filler.fill_from_plan()
     filler.fill_precision()
-    filler.fill_zero()
     filler.drop_optimizer()
     filler.drop_scheduler()
     if filler.problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in filler.problems))
-    # DeepSpeed stops at optimizer classes that it does not know
-    filler.set_always("zero_allow_untested_optimizer", True, "train.optim is the plan's choice")
-    if adam_obstacle and is_offloaded(filler.config["zero_optimization"], "offload_optimizer"):
+    if adam_obstacle and filler.values.get("zero_optimization.offload_optimizer.device") in OFFLOAD_DEVICES:
         reason = f"torch's AdamW steps on the CPU instead, more slowly: {adam_obstacle}"
-        filler.set_always("zero_force_ds_cpu_optimizer", False, reason)
-    return filler.config, (*filler.lines, *drop_unresolved_autos(filler.config))
+        filler.set_value("zero_force_ds_cpu_optimizer", False, reason)
+    filled = yaml_io.nest_values(filler.values)
+    return filled, (*filler.lines, *drop_unresolved_autos(filled))
 
 
 @dataclass
 class _ConfigFiller:
-    config: DeepspeedConfig
+    """A configuration by dotted paths while it is filled, with what is said of it."""
+
+    values: dict[str, Any]
     plan_values: PlanValues
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def set_if_open(self, path: str, value: Any, reason: str) -> Any:
-        """Set a value that is open; returns the one that the file gives, None where it was open."""
-        file_value = get_value_at(self.config, path)
-        if file_value not in (AUTO, None):
-            return file_value
-        self.set_always(path, value, reason)
-        return None
-
-    def set_always(self, path: str, value: Any, reason: str) -> None:
+    def set_value(self, path: str, value: Any, reason: str) -> None:
         """Set a value whatever the file says."""
-        if get_value_at(self.config, path) != value:
-            set_value_at(self.config, path, value)
-            self.lines.append(
-                f"{path} → {f'{value:,}' if type(value) is int else format_value(value).strip(chr(34))} ({reason})"
-            )
+        if self.values.get(path) != value:
+            self.values[path] = value
+            display_value = f"{value:,}" if type(value) is int else format_value(value).strip('"')
+            self.lines.append(f"{path} → {display_value} ({reason})")
 
-    def fill_batch(self) -> None:
-        """DeepSpeed asserts that the first is the product of the others and the ranks (0.19: `_batch_assertion`)."""
-        plan_values = self.plan_values
-        product = f"{plan_values.micro_batch} × {plan_values.grad_accum} × {plan_values.data_parallel_ranks} ranks"
-        expected = {
-            "train_batch_size": (plan_values.effective_batch, f"micro-batch × accumulation × ranks: {product}"),
-            "train_micro_batch_size_per_gpu": (plan_values.micro_batch, "the plan's micro-batch"),
-            "gradient_accumulation_steps": (plan_values.grad_accum, "the plan's accumulation"),
+    def fill_from_plan(self) -> None:
+        """Fill what the file leaves open with the plan's, and compare the rest: DeepSpeed asserts that the batch is the
+        product of the others and the ranks, and its engine clips by its own number only. Its default bucket, 5e8
+        elements, would take another GiB."""
+        plan = self.plan_values
+        stage, size = ZERO_STAGES[plan.layout][0], plan.hidden_size
+        product = f"{plan.micro_batch} × {plan.grad_accum} × {plan.data_parallel_ranks} ranks = {plan.effective_batch}"
+        batch = {
+            "train_batch_size": plan.effective_batch,
+            "train_micro_batch_size_per_gpu": plan.micro_batch,
+            "gradient_accumulation_steps": plan.grad_accum,
         }
-        for key, (value, reason) in expected.items():
-            if self.set_if_open(key, value, reason) not in (None, value):
-                file_value, plan_text = (
-                    self.config[key],
-                    f"the plan's {value} ({product} = {plan_values.effective_batch})",
-                )
-                remedy = f'set it to "auto", or run with train.{BATCH_KEYS[key]}={file_value}'
-                self.problems.append(f"{key}: {file_value} contradicts {plan_text}; {remedy}")
-
-    def check_options(self) -> None:
-        """The training options outside the optimizer's block: DeepSpeed's engine clips by its own number only."""
-        for path, (run_key, value) in self.plan_values.options.items():
-            if path.startswith("optimizer."):
-                continue
-            file_value = self.set_if_open(path, value, run_key)
-            if file_value is not None and not are_numbers_equal(file_value, value):
-                remedy = f'set it to "auto", or run with {run_key}={file_value:g}'
-                self.problems.append(f"{path}: {file_value:g} contradicts {run_key}: {value:g}; {remedy}")
+        # path, value, where it is from, and the key of the run YAML where a file must not contradict it
+        rows = [
+            (key, value, f"the plan's {value} ({product})", f"train.{BATCH_KEYS[key]}") for key, value in batch.items()
+        ]
+        rows += [
+            (path, value, f"{run_key}: {value:g}", run_key)
+            for path, (run_key, value) in plan.options.items()
+            if not path.startswith("optimizer.")
+        ]
+        rows.append(("zero_optimization.stage", stage, f"the plan's layout, {plan.layout}", ""))
+        for key, (formula, formula_text) in HIDDEN_SIZE_FORMULAS.items():
+            path = f"zero_optimization.{key}"
+            if key == "reduce_bucket_size" or (stage == 3 and self.values.get(path) == AUTO):
+                rows.append((path, formula(size), f"{formula_text}: {size:,}", ""))
+        for path, value, source, run_key in rows:
+            if self.values.get(path, AUTO) == AUTO:
+                self.set_value(path, value, source)
+            elif run_key and not are_numbers_equal(self.values[path], value):
+                remedy = f'set it to "auto", or run with {run_key}={self.values[path]:g}'
+                self.problems.append(f"{path}: {self.values[path]:g} contradicts {source}; {remedy}")
+        if stage == 3:
+            gather_path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+            self.set_value(gather_path, True, "checkpoints hold whole weights")
+        # DeepSpeed stops at optimizer classes that it does not know
+        self.set_value("zero_allow_untested_optimizer", True, "train.optim is the plan's choice")
 
     def fill_precision(self) -> None:
         """`bf16.enabled` and `fp16.enabled` by the run's compute dtype, whatever the file says: it may have been
         written for another machine. To DeepSpeed, absent means disabled. Autocast is a second way to the same, and
         turned off. Then the dtypes of communication."""
-        reason, changed = f"the run computes in {self.plan_values.compute_dtype}", []
-        switches = {
-            "bf16": self.plan_values.compute_dtype == "bfloat16",
-            "fp16": self.plan_values.compute_dtype == "float16",
-        }
-        for key, is_enabled in {**switches, "torch_autocast": False}.items():
-            if self.config.get(key) is None and not is_enabled:
+        compute = self.plan_values.compute_dtype
+        reason, changed = f"the run computes in {compute}", []
+        switches = {"bf16": compute == "bfloat16", "fp16": compute == "float16", "torch_autocast": False}
+        for path, is_enabled in ((f"{key}.enabled", is_enabled) for key, is_enabled in switches.items()):
+            if path not in self.values and not is_enabled:
                 continue
-            path = f"{key}.enabled"
-            if key == "torch_autocast" and get_value_at(self.config, path) is not True:
-                continue
-            file_value = self.set_if_open(path, is_enabled, reason)
-            if file_value not in (None, is_enabled):
-                set_value_at(self.config, path, is_enabled)
-                changed.append(f"{path}: {format_value(file_value)} → {format_value(is_enabled)}")
+            if self.values.get(path, AUTO) == AUTO:
+                self.set_value(path, is_enabled, reason)
+            elif self.values[path] is not is_enabled:
+                changed.append(f"{path}: {format_value(self.values[path])} → {format_value(is_enabled)}")
+                self.values[path] = is_enabled
         if changed:
             self.lines.append(f"{', '.join(changed)} ({reason}, as train.bf16 and train.fp16 choose)")
-        for key, name in DTYPE_KEYS.items():
-            dtype = getattr(self.plan_values, name)
+        dtypes = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
+        for path, option in dtypes.items():
+            dtype = getattr(self.plan_values, option)
             if dtype is not None:
-                self.set_always(key, dtype, f"distributed.mixed_precision.{name}")
-
-    def fill_zero(self) -> None:
-        """ZeRO's stage and sizes. DeepSpeed's default bucket, 5e8 elements, would take another GiB."""
-        plan_values, zero = self.plan_values, self.config.get("zero_optimization") or {}
-        self.config["zero_optimization"] = {"reduce_bucket_size": AUTO, **zero}
-        stage = ZERO_STAGES[plan_values.layout][0]
-        self.set_if_open("zero_optimization.stage", stage, f"the plan's layout, {plan_values.layout}")
-        if stage == 3:
-            gather_path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-            self.set_always(gather_path, True, "checkpoints hold whole weights")
-        for key, (formula, formula_text) in HIDDEN_SIZE_FORMULAS.items():
-            path = f"zero_optimization.{key}"
-            if get_value_at(self.config, path) == AUTO and (stage == 3 or not key.startswith("stage3_")):
-                self.set_if_open(path, formula(plan_values.hidden_size), f"{formula_text}: {plan_values.hidden_size:,}")
+                self.set_value(path, dtype, f"distributed.mixed_precision.{option}")
 
     def drop_optimizer(self) -> None:
         """The plan counted the run YAML's optimizer; a block may repeat it, but not change it."""
-        block = self.config.pop("optimizer", None)
-        if block is None:
+        block = {path: self.values.pop(path) for path in _paths_below(self.values, "optimizer")}
+        if not block:
             return
-        optimizer_type, run_params = block.get("type", AUTO), _optimizer_params(self.plan_values.options)
+        beta2_key, beta2 = self.plan_values.options["optimizer.params.betas.1"]
+        expected = {  # where no option sets them, the defaults of transformers' `TrainingArguments`
+            "optimizer.params.betas": (f"the run's ({beta2_key})", [0.9, beta2]),
+            "optimizer.params.eps": ("the run's", 1e-8),
+            **self.plan_values.options,
+        }
+        optimizer_type = block.pop("optimizer.type", AUTO)
         if str(optimizer_type).lower() not in ("adam", "adamw", AUTO):
-            message = (
-                f"optimizer.type: {format_value(optimizer_type)} is not supported; train.optim of the run YAML chooses"
-            )
-            self.problems.append(message)
-        for key, value in (block.get("params") or {}).items():
-            if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
-                continue  # it leaves the number to the run, or chooses between implementations of the same update
-            source, planned_value = run_params.get(key, ("the run YAML's optimizer, which has no such number", None))
-            if not are_numbers_equal(value, planned_value):
-                expected = source if planned_value is None else f"{source}: {format_value(planned_value)}"
-                self.problems.append(
-                    f'optimizer.params.{key}: {format_value(value)} contradicts {expected}; set it to "auto"'
-                )
+            shown_type = f"optimizer.type: {format_value(optimizer_type)}"
+            self.problems.append(f"{shown_type} is not supported; train.optim of the run YAML chooses")
+        for path, value in block.items():
+            # it leaves the number to the run, or chooses between implementations of the same update
+            is_switch = path.endswith(_ADAM_SWITCHES) and isinstance(value, bool)
+            if value == AUTO or is_switch or not path.startswith("optimizer.params."):
+                continue
+            source, planned = expected.get(path, ("the run YAML's optimizer, which has no such number", None))
+            if not are_numbers_equal(value, planned):
+                source = source if planned is None else f"{source}: {format_value(planned)}"
+                self.problems.append(f'{path}: {format_value(value)} contradicts {source}; set it to "auto"')
         self.lines.append("optimizer left out: the run YAML's is used (train.optim, learning_rate, weight_decay)")
 
     def drop_scheduler(self) -> None:
         """The schedule is the run YAML's: DeepSpeed's own would silently replace it."""
-        block = self.config.pop("scheduler", None)
-        if block is None:
-            return
+        block = {path: self.values.pop(path) for path in _paths_below(self.values, "scheduler")}
         # a warm-up from 0, and its form, are what a schedule has anyway: they ask for no numbers of their own
         harmless_params = (("warmup_min_lr", 0), ("warmup_type", "linear"), ("warmup_type", "log"))
-        fixed_params = {key: value for key, value in (block.get("params") or {}).items() if value != AUTO}
+        params = {path.removeprefix("scheduler.params."): value for path, value in block.items() if value != AUTO}
         own_numbers = [
             f"{key}: {format_value(value)}"
-            for key, value in sorted(fixed_params.items())
-            if (key, value) not in harmless_params
+            for key, value in sorted(params.items())
+            if key != "scheduler.type" and (key, value) not in harmless_params
         ]
         if own_numbers:
             self.problems.append(
                 f"scheduler.params has its own numbers ({', '.join(own_numbers)}) and the run YAML has a schedule too "
                 '(train.lr_scheduler_type, warmup_steps); remove the scheduler block, or set its numbers to "auto"'
             )
-        self.lines.append("scheduler left out: the run YAML's is used (train.lr_scheduler_type, warmup_steps)")
+        if block:
+            self.lines.append("scheduler left out: the run YAML's is used (train.lr_scheduler_type, warmup_steps)")
 
 
 # Parameters that choose an AdamW implementation; all of them compute the same update.
-_ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction")
+_ADAM_SWITCHES = (".torch_adam", ".adam_w_mode", ".bias_correction")
 
 
-def _optimizer_params(options: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-    params = {name: ("the run's", copy.copy(value)) for name, value in ADAM_DEFAULTS.items()}
-    for path, (run_key, value) in options.items():
-        name, _, index = path.removeprefix("optimizer.params.").partition(".")
-        if index:
-            params[name][1][int(index)] = value
-            params[name] = (f"the run's ({run_key})", params[name][1])
-        elif name != path:
-            params[name] = (run_key, value)
-    return params
-
-
-def drop_unresolved_autos(config: DeepspeedConfig) -> list[str]:
+def drop_unresolved_autos(config: DeepspeedConfig, path: str = "") -> list[str]:
     """Remove each "auto" that nothing has resolved; returns a line for each. Some sections of DeepSpeed read it as the
     default, others crash. Those of the optimizer's and the scheduler's blocks stay: accelerate resolves them."""
     dropped = []
-    for path, value in list(walk_values(config)):
-        if value == AUTO and not path.startswith((*PATHS_WITH_AUTO, "optimizer.", "scheduler.")):
-            parent, key = find_parent(config, path)
-            assert parent is not None
-            del parent[key]
-            dropped.append(f'{path}: "auto" left out (DeepSpeed\'s default)')
+    for key, value in list(config.items()):
+        inner = f"{path}{key}"
+        if isinstance(value, dict):
+            dropped += drop_unresolved_autos(value, f"{inner}.")
+        elif value == AUTO and not inner.startswith((*PATHS_WITH_AUTO, "optimizer.", "scheduler.")):
+            del config[key]
+            dropped.append(f'{inner}: "auto" left out (DeepSpeed\'s default)')
     return dropped
 
 

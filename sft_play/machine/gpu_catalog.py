@@ -38,20 +38,6 @@ BF16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
-class GpuGeneration:
-    """A generation's matrix units: dense operations per multiprocessor and clock, 32-bit accumulation. `fp16` is 0
-    where half precision is not faster than nothing (Pascal's consumer chips); `fp8` is twice `fp16` where the units
-    have it. `fp32` counts the ordinary units (no TF32)."""
-
-    capability: tuple[int, int]
-    fp16: int
-    bf16: bool
-    fp8: bool
-    fp32: int
-    source: str
-
-
-@dataclass(frozen=True)
 class CatalogEntry:
     """A GPU: memory in bytes, rates in operations per second, links in bytes per second one way; None: not known."""
 
@@ -96,54 +82,48 @@ _TERA = 1e12
 def _parse_entry(row: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogEntry:
     """An entry of a line of the file, which has `memory`: GB on the box, nvidia-smi's MiB, torch's MiB; `dense`: a data
     sheet's 16- and 8-bit TFLOPS; `units`: streaming multiprocessors (AMD: compute units); `pcie`: generation, lanes."""
-    gpu_generation, (box_gb, smi_mib, torch_mib), (pcie_generation, pcie_lanes) = (
-        GPU_GENERATIONS[row["family"]],
-        row["memory"],
-        row["pcie"],
-    )
-    driver_bytes = smi_mib * MIB if smi_mib else box_gb * GIB
-    unit_cycles_per_s, dense_tflops, nvlink_gb = (
-        row["units"] * row["boost_mhz"] * 1e6,
-        row.get("dense"),
-        row.get("nvlink_gb"),
-    )
-    fp16_flops = (dense_tflops[0] * _TERA if dense_tflops else unit_cycles_per_s * gpu_generation.fp16) or None
-    fp8_flops = (
-        dense_tflops[1] * _TERA if dense_tflops and dense_tflops[1] else unit_cycles_per_s * gpu_generation.fp16 * 2
-    )
-    citations = [_expand_source(text, sources) for text in row["sources"]]
+    generation = GPU_GENERATIONS[row["family"]]
+    box_gb, smi_mib, torch_mib = row["memory"]
+    driver_bytes = (smi_mib or 0) * MIB or box_gb * GIB
+    kinds = (("torch", torch_mib), ("nvidia-smi less reserve", smi_mib), ("box less reserve", box_gb))
+    unit_cycles_per_s = row["units"] * row["boost_mhz"] * 1e6
+    dense_fp16, dense_fp8 = row.get("dense") or (0, 0)
+    fp16_flops = dense_fp16 * _TERA or unit_cycles_per_s * generation["fp16"] or None
+    fp8_flops = (dense_fp8 or 0) * _TERA or unit_cycles_per_s * generation["fp16"] * 2
+    pcie_generation, pcie_lanes = row["pcie"]
+    citations = []
+    for text in row["sources"]:
+        name, slash, file = text.partition("/")  # some begin with the short name of a repository
+        citations.append(f"{sources.get(name, name)}{slash}{file}")
+    if not dense_fp16:
+        citations.append(generation["source"])
     return CatalogEntry(
         row["name"],
         row.get("vendor", "NVIDIA"),
-        memory_bytes=torch_mib * MIB if torch_mib else driver_bytes - driver_reserve_bytes(driver_bytes),
-        memory_kind="torch" if torch_mib else "nvidia-smi less reserve" if smi_mib else "box less reserve",
+        memory_bytes=(torch_mib or 0) * MIB or driver_bytes - driver_reserve_bytes(driver_bytes),
+        memory_kind=next(kind for kind, known in kinds if known),
         driver_bytes=driver_bytes,
         box_gb=box_gb,
         bandwidth=row["bandwidth_gb"] * _GIGA,
-        bf16=fp16_flops if gpu_generation.bf16 else None,
+        bf16=fp16_flops if generation["bf16"] else None,
         fp16=fp16_flops,
-        fp8=fp8_flops if gpu_generation.fp8 else None,
-        fp32=unit_cycles_per_s * gpu_generation.fp32,
-        nvlink=nvlink_gb * _GIGA if nvlink_gb else None,
+        fp8=fp8_flops if generation["fp8"] else None,
+        fp32=unit_cycles_per_s * generation["fp32"],
+        nvlink=row.get("nvlink_gb", 0) * _GIGA or None,
         pcie=pcie_lanes * 2.0 ** (pcie_generation - 3) * _GIGA,  # 1 GB/s per lane of generation 3, doubling with each
-        capability=gpu_generation.capability,
+        capability=tuple(generation["capability"]),
         tdp_watts=row["watts"],
-        source="; ".join(citations if dense_tflops else (*citations, gpu_generation.source)),
+        source="; ".join(citations),
         aliases=tuple(row.get("aliases", ())),
         unified=row.get("unified", False),
     )
 
 
-def _expand_source(text: str, sources: Mapping[str, str]) -> str:
-    name, slash, file = text.partition("/")
-    return f"{sources[name]}{slash}{file}" if name in sources else text
-
-
 _CATALOG_DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-GPU_GENERATIONS: dict[str, GpuGeneration] = {
-    name: GpuGeneration(**{**one, "capability": tuple(one["capability"])})
-    for name, one in _CATALOG_DATA["families"].items()
-}
+# A generation's matrix units: dense operations per multiprocessor and clock, 32-bit accumulation. `fp16` is 0 where
+# half precision is not faster than nothing (Pascal's consumer chips); `fp8` is twice `fp16` where the units have it.
+# `fp32` counts the ordinary units (no TF32).
+GPU_GENERATIONS: dict[str, dict[str, Any]] = _CATALOG_DATA["families"]
 # All entries; of those that share an alias, the first is what the alias alone means.
 CATALOG_ENTRIES: tuple[CatalogEntry, ...] = tuple(
     _parse_entry(row, _CATALOG_DATA["sources"]) for row in _CATALOG_DATA["gpus"]
@@ -226,12 +206,7 @@ def nearest_gpu_names(name: str) -> list[str]:
         for spelling in (_short_key(catalog_key(entry.name)), catalog_key(entry.name))
     }
     matches = difflib.get_close_matches(key, list(names_by_key), n=12, cutoff=0.7)
-    matches.sort(key=lambda form: (-difflib.SequenceMatcher(None, form, key).ratio(), _letter_distance(key, form)))
     return list(dict.fromkeys(names_by_key[form] for form in matches))[:4]
-
-
-def _letter_distance(key: str, spelling: str) -> int:
-    return sum(abs(ord(letter) - ord(other_letter)) for letter, other_letter in zip(key, spelling, strict=False))
 
 
 # --- prices -----------------------------------------------------------------------------------------------------------
@@ -271,8 +246,6 @@ def lowest_prices(prices: tuple[Price, ...] | None = None) -> Iterator[tuple[Pri
     lowest: dict[tuple[str, int], Price] = {}
     for price in load_prices() if prices is None else prices:
         for count in price.gpu_counts:
-            best = lowest.get((price.gpu, count))
-            if best is None or price.usd < best.usd:
-                lowest[price.gpu, count] = price
-    for (_, count), price in lowest.items():
-        yield price, count
+            best = lowest.get((price.gpu, count), price)
+            lowest[price.gpu, count] = min(best, price, key=lambda candidate: candidate.usd)
+    yield from ((price, count) for (_, count), price in lowest.items())

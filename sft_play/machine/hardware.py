@@ -6,9 +6,10 @@ torch is not imported: a plan needs neither it nor a GPU.
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,8 +18,8 @@ from sft_play.log import one_line
 from sft_play.machine import host
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.gpu_catalog import CatalogEntry, catalog_key, find_catalog_entries, nearest_gpu_names
-from sft_play.machine.named import MachineSpec, is_machine_file, normalize_machine_text, parse_machine_spec
 from sft_play.machine.visible_gpus import ListedGpu, visible_gpus
+from sft_play.spelling import nearest_name
 from sft_play.text import GIB
 
 
@@ -61,11 +62,6 @@ class Hardware:
     def ranks(self) -> int:
         """Processes that use all of it: one for each GPU."""
         return len(self.gpus) or self.cpu_ranks
-
-    @property
-    def is_mig_instance(self) -> bool:
-        """Whether its GPU is an instance of a split one."""
-        return any(gpu.mig for gpu in self.gpus)
 
     @property
     def gpu_groups(self) -> tuple[tuple[Gpu, ...], ...]:
@@ -113,53 +109,158 @@ AMD_NOTE = (
 
 
 # --- a machine that is named ------------------------------------------------------------------------------------------
+# Text in, numbers out. The grammar is `[NODES x] [COUNT x] GPU [, OPTION=VALUE ...]`; `cpu` is a machine without GPUs.
+# docs/gpus.md says what the options mean.
+
+MAX_GPUS = 100_000
+_DECIMAL_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY_UNITS = {"i": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,9})?)"
+
+
+# How a value is written: its pattern, the factor of its unit, the least and most that it may be, and that in words.
+_ValueForm = tuple[str, Callable[[re.Match[str]], float], float, float, str]
+_SIZE: _ValueForm = (
+    rf"(?i){_NUMBER}\s*([KMGT]?)(i?b|i)",
+    lambda match: (_BINARY_UNITS[match[2].upper() + "i"] if "i" in match[3].lower()
+                   else _DECIMAL_UNITS[match[2].upper()]),
+    2**20, 2**50, "a size with its unit, MiB, GiB, TiB, MB, GB or TB, such as 24GiB",
+)  # fmt: skip
+_RATE: _ValueForm = (
+    rf"{_NUMBER}\s*([KMGT]i?)(B|b|bit)(?:/s|ps|s)?",  # case matters: B is a byte, b a bit
+    lambda match: {**_DECIMAL_UNITS, **_BINARY_UNITS}[match[2]] / (1 if match[3] == "B" else 8),
+    1e3, 1e17, "a rate with its unit, GB/s or TB/s (bytes), or Gbps (bits), such as 900GB/s or 400Gbps",
+)  # fmt: skip
+_FLOPS: _ValueForm = (
+    rf"(?i){_NUMBER}\s*([GTP])(?:FLOPS?(?:/s)?|OPS?(?:/s)?)?",
+    lambda match: _DECIMAL_UNITS[match[2].upper()],
+    1e9, 1e18, "a dense rate with its unit, TFLOPS or PFLOPS, such as 165TFLOPS",
+)  # fmt: skip
+_OPTIONS: dict[str, _ValueForm] = {
+    "mem": _SIZE,
+    "bandwidth": _RATE,
+    **dict.fromkeys(("bf16", "fp16", "fp8", "fp32"), _FLOPS),
+    "link": _RATE,
+    "network": _RATE,
+    "ram": _SIZE,
+    "cores": (r"([0-9]{1,6})", lambda match: 1, 1, math.inf, "a whole number from 1, such as 64"),
+    "cc": (r"([1-9][0-9]?\.[0-9])", lambda match: 1, 1, 100, "a CUDA compute capability, such as 8.9"),
+    "tdp": (rf"{_NUMBER}\s*(k?)W?", lambda match: 1000 if match[2] else 1, 1, 100_000, "watts, such as 350W"),
+    "price": (_NUMBER, lambda match: 1, 0, math.inf, "a number without currency, per GPU and hour, such as 2.5"),
+}
+_WHOLE_NUMBERS = ("mem", "ram", "cores", "tdp")
+_HOST_OPTIONS = ("ram", "cores")
+
+
 def parse_hardware(text: str) -> Hardware:
-    """A machine that is only named: `2xH200`, `2x8xH100` (nodes x GPUs), `2xMyGPU,mem=24GiB`, `cpu`, a YAML file
-    (`named`). Raises HardwareError for another text, or an unknown GPU without `mem=`."""
-    normalized, note = (text, "") if is_machine_file(text) else normalize_machine_text(text)
-    spec = parse_machine_spec(normalized)
+    """A machine that is only named: `2xH200`, `2x8xH100` (nodes x GPUs), `2xMyGPU,mem=24GiB`, `cpu` (`named`).
+    Raises HardwareError for another text, or an unknown GPU without `mem=`."""
+    head, *assignments = [part.strip() for part in text.split(",")]
+    name, node_count, gpus_per_node = _parse_head(head, text)
+    options = _parse_options(assignments, text, has_gpus=name is not None)
     ram_total, _ = host.total_and_free_ram()
-    ram = spec.ram or ram_total
+    ram = options.get("ram", ram_total)
     machine = Hardware(
-        (), host.cpu_name(), spec.cores or host.cpu_cores(), ram, ram, named=True, ram_given=spec.ram is not None
+        (), host.cpu_name(), options.get("cores", host.cpu_cores()), ram, ram, named=True, ram_given="ram" in options
     )
-    if spec.gpu is None:
+    if name is None:
         return machine
-    entry, notes = _find_entry(spec, text)
-    gpu = _build_named_gpu(spec, entry)
+    entry, notes = _find_entry(name, text, is_memory_given="mem" in options)
+    gpu = _build_named_gpu(name, options, entry)
+    link = entry.link if entry else None
+    if "link" in options:
+        link = options["link"] / 2
+        given_text = f"link={options['link'] / 1e9:g}GB/s"
+        notes.append(f"{given_text} is read as data sheets quote it, both directions: {link / 1e9:g} GB/s each way")
+    if gpu.is_amd:
+        notes.append(AMD_NOTE)
     return replace(
         machine,
-        gpus=tuple(replace(gpu, index=index) for index in range(spec.nodes * spec.per_node)),
-        nodes=spec.nodes,
-        link_bytes_per_s=spec.link or (entry.link if entry else None),
-        network_bytes_per_s=spec.network,
-        price_per_gpu_hour=spec.price,
-        notes=(*([note] if note else []), *notes, *spec.notes, *((AMD_NOTE,) if gpu.is_amd else ())),
+        gpus=tuple(replace(gpu, index=index) for index in range(node_count * gpus_per_node)),
+        nodes=node_count,
+        link_bytes_per_s=link,
+        network_bytes_per_s=options.get("network"),
+        price_per_gpu_hour=options.get("price"),
+        notes=tuple(notes),
     )
 
 
-def _find_entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str, ...]]:
-    name = spec.gpu or ""
+def _parse_head(head: str, text: str) -> tuple[str | None, int, int]:
+    """The GPU's name, nodes, and GPUs of each; None for a machine without GPUs."""
+    prefix = f"HARDWARE={one_line(text)}"
+    if head.lower() == "cpu":
+        return None, 1, 0
+    # an X before T or TX is the card's: 7900 XTX
+    match = re.fullmatch(r"((?:[0-9]{1,30}\s*[xX*×]\s*(?!TX?\b)){0,2})(.+)", head)
+    # neither a bare count (`2x`) nor a third one (`2x2x2xH100`) is a GPU's name
+    pattern = r"(?![0-9.]+\s*[xX*×](?!TX?\b))[A-Za-z0-9][A-Za-z0-9 _.+()/-]{0,79}"
+    if match is None or not re.fullmatch(pattern, name := match[2].strip()):
+        raise HardwareError(f"{prefix} is not COUNTxGPU, such as 2xH200, 2x8xH100 or 2xMyGPU,mem=24GiB; or cpu")
+    if name.lower() == "cpu":
+        raise HardwareError(f"{prefix}: a machine without GPUs takes no count; write cpu,ram=64GiB,cores=16")
+    # the count behind the name (`A100x4`), where the whole is no GPU's name (`RTX4090`)
+    swapped = re.fullmatch(r"(.+?)\s*[xX*×]\s*([0-9]{1,6})", name)
+    if swapped and not match[1] and not find_catalog_entries(name) and find_catalog_entries(swapped[1]):
+        return _parse_head(f"{swapped[2]}x{swapped[1]}", text)
+    # nodes and GPUs of each, or GPUs only
+    node_count, gpus_per_node = [1, 1, *map(int, re.findall(r"[0-9]+", match[1]))][-2:]
+    total = node_count * gpus_per_node
+    if not 1 <= total <= MAX_GPUS:
+        raise HardwareError(f"{prefix} names {total} GPUs; name 1 to {MAX_GPUS}")
+    return name, node_count, gpus_per_node
+
+
+def _parse_options(assignments: Sequence[str], text: str, *, has_gpus: bool) -> dict[str, Any]:
+    """The options by their names, in bytes, bytes or operations per second, watts; `link` in both directions."""
+    prefix = f"HARDWARE={one_line(text)}"
+    options: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, value = (part.strip() for part in assignment.partition("="))
+        name = name.lower()
+        if not equals:
+            raise HardwareError(f"{prefix}: {one_line(assignment)!r} is not NAME=VALUE with {', '.join(_OPTIONS)}")
+        if name not in _OPTIONS:
+            suggestion = nearest_name(name, _OPTIONS, min_similarity=0.5)
+            hint = f"nearest: {suggestion}; " if suggestion else ""
+            raise HardwareError(
+                f"{prefix}: {one_line(name)!r} is not an option of a machine; {hint}there are {', '.join(_OPTIONS)}"
+            )
+        if not has_gpus and name not in _HOST_OPTIONS:
+            raise HardwareError(f"{prefix}: a machine without GPUs takes {' and '.join(_HOST_OPTIONS)}, not {name}")
+        pattern, unit_factor, minimum, maximum, expected = _OPTIONS[name]
+        match = re.fullmatch(pattern, value)
+        number: Any = float(match[1]) * unit_factor(match) if match else math.nan
+        if not minimum <= number <= maximum:
+            raise HardwareError(f"{prefix}: {name} takes {expected}, not {one_line(value)!r}")
+        if name in _WHOLE_NUMBERS:
+            number = round(number)
+        if name == "cc":
+            number = tuple(map(int, value.split(".")))
+        if options.setdefault(name, number) != number:
+            raise HardwareError(f"{prefix} gives {one_line(name)}= twice; keep one")
+    return options
+
+
+def _find_entry(name: str, text: str, *, is_memory_given: bool) -> tuple[CatalogEntry | None, list[str]]:
+    """The catalogue's entry for a name, with a note where others share it; None where it has none and needs none."""
     entries = find_catalog_entries(name)
+    if len(entries) == 1 or (not entries and is_memory_given):
+        return next(iter(entries), None), []
     if entries:
         first, *others = entries
-        chosen_name = first.aliases[0] if catalog_key(first.name) == catalog_key(name) and first.aliases else first.name
+        chosen_name = first.name
+        if catalog_key(first.name) == catalog_key(name) and first.aliases:
+            chosen_name = first.aliases[0]
+        memory_text = f"{first.memory_bytes / GIB:.1f} GiB"
         other_names = ", ".join(entry.name for entry in others)
-        note = (
-            f"{name} is read as {chosen_name} with {first.memory_bytes / GIB:.1f} GiB; the catalogue also has "
-            f"{other_names}"
-        )
-        return first, (note,) if others else ()
-    if spec.mem is not None:
-        return None, ()
+        return first, [f"{name} is read as {chosen_name} with {memory_text}; the catalogue also has {other_names}"]
     size = 8 if catalog_key(name).startswith("laptop") else 24
     short = re.sub(r"[^A-Za-z0-9_.+()/-]", "", name)
-    remedy = f"mem: {size}GiB beside its name" if is_machine_file(text) else f"HARDWARE=1x{short},mem={size}GiB"
     suggestions = nearest_gpu_names(name)
     hint = f"nearest: {', '.join(suggestions)}" if suggestions else "docs/gpus.md lists those that are"
     raise HardwareError(
         f"HARDWARE={one_line(text)}: the GPU {one_line(name)} is not in the catalogue; {hint}; or give its memory, for "
-        f"one with {size} GiB {remedy}"
+        f"one with {size} GiB HARDWARE=1x{short},mem={size}GiB"
     )
 
 
@@ -173,26 +274,20 @@ _RATE_FIELDS = {
 }
 
 
-def _build_named_gpu(spec: MachineSpec, entry: CatalogEntry | None) -> Gpu:
+def _build_named_gpu(name: str, options: Mapping[str, Any], entry: CatalogEntry | None) -> Gpu:
+    """A GPU with the rates of the catalogue, and the options in place of them."""
     if entry is None:
         # 16-bit units are the same for both formats where there is bfloat16: one rate that was given says both
-        gpu = Gpu(0, spec.gpu or "", 0, None, None, bf16_flops=spec.fp16, fp16_flops=spec.bf16)
+        gpu = Gpu(0, name, 0, None, None, bf16_flops=options.get("fp16"), fp16_flops=options.get("bf16"))
     else:
         gpu = _fill_rates(Gpu(0, f"{entry.vendor} {entry.name}", entry.memory_bytes, None, entry.capability), entry)
-    return replace(
-        _fill_rates(gpu, spec),
-        total_bytes=spec.mem or gpu.total_bytes,
-        capability=spec.cc or gpu.capability,
-        tdp_watts=spec.tdp or gpu.tdp_watts,
-    )
+    fields = {**_RATE_FIELDS, "total_bytes": "mem", "capability": "cc", "tdp_watts": "tdp"}
+    return replace(gpu, **{field: options[option] for field, option in fields.items() if option in options})
 
 
-def _fill_rates(gpu: Gpu, source: CatalogEntry | MachineSpec) -> Gpu:
-    rates: dict[str, Any] = {
-        field: getattr(source, name) or getattr(gpu, field) for field, name in _RATE_FIELDS.items()
-    }
-    watts = source.tdp_watts if isinstance(source, CatalogEntry) else gpu.tdp_watts
-    return replace(gpu, **rates, tdp_watts=watts)
+def _fill_rates(gpu: Gpu, entry: CatalogEntry) -> Gpu:
+    rates = {field: getattr(entry, name) for field, name in _RATE_FIELDS.items()}
+    return replace(gpu, **rates, tdp_watts=entry.tdp_watts)
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------

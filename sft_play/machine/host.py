@@ -1,6 +1,4 @@
-"""The host of the GPUs: RAM within this process's control groups, CPU, disks, WSL, and what its
-programs say.
-"""
+"""The host of the GPUs: RAM within this process's control groups, CPU, disks, WSL."""
 
 from __future__ import annotations
 
@@ -8,14 +6,11 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-# After the driver is loaded, nvidia-smi answers in 2 to 5 s; a hanging one never does.
-PROGRAM_TIMEOUT_S = 10.0
 # The kernel's release; WSL's own kernel has Microsoft's name in it.
 OSRELEASE = Path("/proc/sys/kernel/osrelease")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -28,26 +23,6 @@ def read_text_or_empty(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def program_output(program: str, *arguments: str, timeout_s: float = PROGRAM_TIMEOUT_S) -> str:
-    """What a program prints; empty where it does not exist, fails, or does not answer in time."""
-    path = shutil.which(program)
-    if path is None:
-        return ""
-    try:
-        completed = subprocess.run(
-            [path, *arguments],
-            capture_output=True,
-            stdin=subprocess.DEVNULL,  # a tool that asks something must not wait for the terminal
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return completed.stdout
 
 
 def is_wsl(osrelease: Path | None = None) -> bool:

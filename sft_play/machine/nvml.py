@@ -29,8 +29,6 @@ _P2P_READ = 0
 _P2P_OK = 0
 _LINK_TO_SWITCH = 2
 _NVSWITCH = "switch"
-# Handles that are tried where the driver does not say how many GPUs there are.
-_MAX_GPUS = 64
 # Of one GPU (NVIDIA Multi-Instance GPU user guide, "Supported Profiles").
 _MAX_INSTANCES = 7
 # Errors that mean that a GPU has no such thing; others mean that the answer is withheld.
@@ -97,30 +95,27 @@ def gpu_snapshot(*, details: bool = True, topology: bool = True) -> GpuSnapshot 
 
 
 def read_gpu_snapshot(nvml: Any, *, details: bool, topology: bool) -> GpuSnapshot:
-    """Read all GPUs by an opened library. Raises NvmlUnavailable where it shows no GPU, and does not say that there is
-    none."""
+    """Read all GPUs by an opened library. Raises NvmlUnavailable where it does not say how many there are."""
     handles: dict[int, Any] = {}
     gpus: list[GpuStatus] = []
     links_by_gpu: dict[int, Counter[str]] = {}
     count, count_error = _try_query(nvml, "nvmlDeviceGetCount")
-    for index in range(_MAX_GPUS if count is None else count):
+    if count is None:
+        raise NvmlUnavailable(_error_text(count_error))
+    for index in range(count):
         handle, error = _try_query(nvml, "nvmlDeviceGetHandleByIndex", index)
-        if handle is None and count is None:
-            break
         if handle is None:  # lost, or not for this user
             gpus.append(GpuStatus(index, None, VENDOR, trouble=_error_text(error)))
             continue
         nvlinks = _read_nvlinks(nvml, handle)
         handles[index], links_by_gpu[index] = handle, nvlinks or Counter()
         gpus.append(_read_gpu(nvml, index, handle, nvlinks, details=details))
-    if count is None and not gpus:
-        raise NvmlUnavailable(_error_text(count_error))
     version, cuda = driver_versions(nvml)
     return GpuSnapshot(
         gpus=tuple(gpus),
         source="NVML",
         driver=version,
-        driver_cuda=f"{cuda[0]}.{cuda[1]}" if cuda else None,
+        driver_cuda=cuda and f"{cuda[0]}.{cuda[1]}",
         topology=_read_topology(nvml, handles, links_by_gpu) if topology and len(handles) > 1 else None,
     )
 
@@ -144,14 +139,19 @@ def _read_gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *,
     if memory:
         errors.pop("memory", None)
     mig_mode = query(nvml, "nvmlDeviceGetMigMode", handle)  # not supported: most GPUs, and old drivers
-    instances, instances_error = ((), None) if mig_mode and not mig_mode[0] else _read_instances(nvml, handle)
-    if mig_mode and mig_mode[0] and not instances and instances_error is not None:
-        errors["MIG instances"] = instances_error
+    is_mig_enabled = None if mig_mode is None else bool(mig_mode[0])
+    instances: tuple[MigInstance, ...] = ()
+    if is_mig_enabled is not False:
+        instances, instances_error = _read_instances(nvml, handle)
+        is_mig_enabled = is_mig_enabled or bool(instances) or None
+        if is_mig_enabled and not instances and instances_error is not None:
+            errors["MIG instances"] = instances_error
     fatal_errors = [error for error in errors.values() if error is not None and _is_gpu_lost(nvml, error)]
     if not fatal_errors and not instances and errors.keys() >= queries.keys():
-        fatal_errors = [error for error in errors.values() if error is not None] or [NvmlUnavailable("no answer")]
-    capability_answer = answers["compute capability"][0]
-    capability = (int(capability_answer[0]), int(capability_answer[1])) if capability_answer else None
+        fatal_errors = [error or NvmlUnavailable("no answer") for error in errors.values()]
+    capability = answers["compute capability"][0]
+    if capability is not None:
+        capability = (int(capability[0]), int(capability[1]))
     return GpuStatus(
         index=index,
         name=name,
@@ -159,14 +159,14 @@ def _read_gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *,
         uuid=uuid,
         bus_id=getattr(query(nvml, "nvmlDeviceGetPciInfo", handle), "busId", None),
         nvlinks=links.total() if links is not None else None,
-        mig_enabled=bool(mig_mode[0]) if mig_mode else True if instances else None,
+        mig_enabled=is_mig_enabled,
         instances=instances,
-        trouble=_error_text(fatal_errors[0]) if fatal_errors else None,
+        trouble=next(map(_error_text, fatal_errors), None),
         withheld={fact: _error_text(error) for fact, error in errors.items()},
         **memory,
-        compute_capability=f"{capability[0]}.{capability[1]}" if capability else None,
-        bf16=capability >= BF16_CAPABILITY if capability else None,
-        fp8=capability >= FP8_CAPABILITY if capability else None,
+        compute_capability=capability and f"{capability[0]}.{capability[1]}",
+        bf16=capability and capability >= BF16_CAPABILITY,
+        fp8=capability and capability >= FP8_CAPABILITY,
         **(_read_details(nvml, handle) if details else {}),
     )
 

@@ -117,10 +117,8 @@ def _torch_build_version(name: str) -> str | None:
 
 def nccl_package() -> tuple[str, str] | None:
     """Name and version of the package that provides NCCL; None where torch has none beside it."""
-    for name in _NCCL_PACKAGES:
-        if (version := installed_version(name)) is not None:
-            return name, version
-    return None
+    versions = ((name, installed_version(name)) for name in _NCCL_PACKAGES)
+    return next(((name, version) for name, version in versions if version is not None), None)
 
 
 logger = logging.getLogger(__name__)
@@ -190,30 +188,28 @@ class UnslothInfo:
 def find_unsloth_python(environment: Mapping[str, str]) -> Path | None:
     """The Python of Unsloth's environment, if there is one; raises BackendError where UNSLOTH_VENV names none."""
     setting = environment.get(UNSLOTH_VARIABLE, "").strip()
-    if setting:
-        python = Path(setting) / "bin" / "python"
-        if not os.access(python, os.X_OK):
-            raise BackendError(f"{UNSLOTH_VARIABLE}={one_line(setting)} names no environment: there is no program "
-                               f"{python.absolute()}")  # fmt: skip
-        return python.absolute()
-    for folder in (Path.cwd() / UNSLOTH_FOLDER, ROOT / UNSLOTH_FOLDER):
-        python = folder / "bin" / "python"
-        if os.access(python, os.X_OK):
-            return python.absolute()
-    return None
+    folders = [Path(setting)] if setting else [Path.cwd() / UNSLOTH_FOLDER, ROOT / UNSLOTH_FOLDER]
+    pythons = [(folder / "bin" / "python").absolute() for folder in folders]
+    python = next((path for path in pythons if os.access(path, os.X_OK)), None)
+    if setting and python is None:
+        problem = f"{UNSLOTH_VARIABLE}={one_line(setting)} names no environment"
+        raise BackendError(f"{problem}: there is no program {pythons[0]}")
+    return python
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables for Unsloth's Python, without those of this one's packages or a launcher's ranks; its count of
     users is turned off, and its generated code goes into the cache."""
-    variables = independent_environment(environment)
+    defaults = {
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+        "UNSLOTH_COMPILE_LOCATION": str(cache_dir() / "unsloth"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    variables = {**defaults, **independent_environment(environment)}
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "ACCELERATE_CONFIG"):
         variables.pop(name, None)
-    variables["PYTHONSAFEPATH"] = "1"  # else modules beside the worker, such as profile.py, hide the standard library's
-    variables.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
-    variables.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_dir() / "unsloth"))
-    variables.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    return variables
+    # else modules beside the worker, such as profile.py, hide the standard library's
+    return {**variables, "PYTHONSAFEPATH": "1"}
 
 
 @functools.cache

@@ -5,7 +5,6 @@ that a run would not use, told by device files, the PCI bus, the driver and torc
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,24 +12,18 @@ from pathlib import Path
 
 from sft_play.log import one_line
 from sft_play.machine import nvml
-from sft_play.machine.gpu import Gpu, GpuStatus, MigInstance
+from sft_play.machine.gpu import Gpu, GpuStatus
 from sft_play.machine.gpu_catalog import find_catalog_entries
-from sft_play.machine.host import program_output, read_text_or_empty
+from sft_play.machine.host import read_text_or_empty
 from sft_play.machine.nvml import open_nvml, read_gpu_snapshot
 from sft_play.machine.software import installed_version, torch_cuda_version, torch_hip_version
 from sft_play.text import GIB
-
-logger = logging.getLogger(__name__)
-
 
 # `CUDA_VISIBLE_DEVICES` is honoured: what a process would not see is not counted. Of GPUs that are
 # split into instances (MIG) a process sees the first visible instance and nothing else: "CUDA can
 # only enumerate a single compute instance", and no whole GPU beside it (NVIDIA Multi-Instance GPU
 # user guide, "Device Enumeration").
 
-# Of the size that a profile is named by: 3g.20gb has 19,968 of 20,480 MiB, 1g.5gb 4,864 of 5,120 (tables of
-# `nvidia-smi` in the MIG user guide): the smaller share is assumed for all.
-_INSTANCE_SHARE = 0.95
 # A GPU whose driver does not tell its name.
 UNNAMED_GPU = "NVIDIA GPU"
 
@@ -38,35 +31,20 @@ UNNAMED_GPU = "NVIDIA GPU"
 @dataclass(frozen=True)
 class ListedGpu:
     """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`. `parent_uuid` is the UUID of
-    an instance's GPU; `nvlinks` counts active links, None where the driver does not say. `note` is what a person should
-    know of it; one that is not `usable` is listed for its note alone."""
+    an instance's GPU; `nvlinks` counts active links, None where the driver does not say. `obstacle` says why no run can
+    use it; None where one can."""
 
     uuid: str
     gpu: Gpu
     parent_uuid: str = ""
     nvlinks: int | None = None
-    note: str = ""
-    usable: bool = True
-
-
-def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
-    """The GPUs that a process with this environment sees, in its order, and what a person should know about them."""
-    return _apply_visibility(_list_gpus(), environment)
+    obstacle: str | None = None
+    note: str | None = None
 
 
 def _list_gpus() -> tuple[ListedGpu, ...]:
     snapshot = nvml.gpu_snapshot(details=False, topology=False)
-    if snapshot is None:
-        return ()
-    listed_gpus: list[ListedGpu] = []
-    for gpu in snapshot.gpus:
-        if gpu.trouble:  # a GPU that fell off the bus does not hide the others
-            logger.warning("%s and is left out", gpu_obstacle(gpu))
-        items = _expand_gpu(gpu)
-        if gpu.mig_enabled and not gpu.instances and "MIG instances" in gpu.withheld:
-            items = _read_smi_instances(items[0]) or items
-        listed_gpus += items
-    return tuple(listed_gpus)
+    return tuple(item for gpu in (snapshot.gpus if snapshot else ()) for item in _expand_gpu(gpu))
 
 
 def gpu_obstacle(gpu: GpuStatus) -> str | None:
@@ -79,10 +57,9 @@ def gpu_obstacle(gpu: GpuStatus) -> str | None:
         if withheld:
             return f"{prefix} is in MIG mode, and NVML does not show its instances ({withheld})"
         return f"{prefix} is in MIG mode and has no instance: CUDA does not see it"
-    if gpu.mig_enabled:
-        has_known_size = any(_instance_bytes(item) for item in gpu.instances)
-        return None if has_known_size else f"{prefix}: NVML tells the memory of none of its MIG instances"
-    if not gpu.total_bytes and not _catalog_bytes(gpu.name):
+    if gpu.mig_enabled and not any(item.total_bytes for item in gpu.instances):
+        return f"{prefix}: NVML tells the memory of none of its MIG instances"
+    if not gpu.mig_enabled and not gpu.total_bytes and not _catalog_bytes(gpu.name):
         return f"{prefix}: {_unknown_memory_text(gpu)}, and the catalogue has no {gpu.name}"
     return None
 
@@ -91,53 +68,43 @@ def _unknown_memory_text(gpu: GpuStatus) -> str:
     return f"NVML does not tell its memory ({gpu.withheld.get('memory', 'no answer')})"
 
 
+def _catalog_bytes(name: str | None) -> int:
+    return min((entry.driver_bytes for entry in find_catalog_entries(name or "")), default=0)
+
+
 def _expand_gpu(gpu: GpuStatus) -> list[ListedGpu]:
+    """A GPU as one of the list, or the instances that it is split into."""
     uuid = gpu.uuid or ""
     major, _, minor = (gpu.compute_capability or "").partition(".")
     capability = (int(major), int(minor)) if major else None
     name = gpu.name or next((item.card for item in gpu.instances if item.card), None) or UNNAMED_GPU
     gpu_facts = Gpu(gpu.index, name, gpu.total_bytes or 0, gpu.free_bytes, capability)
-    reason = gpu_obstacle(gpu)
-    if reason is not None:
-        return [ListedGpu(uuid, gpu_facts, note="" if gpu.trouble else reason, usable=False)]
-    if not gpu.mig_enabled:
-        total, note = gpu_facts.total_bytes, ""
-        if not total:
-            total = _catalog_bytes(name)
-            note = f"GPU {gpu.index}: {_unknown_memory_text(gpu)}; "
-            note += f"planned with the catalogue's {total / GIB:.1f} GiB, as if no other process held any"
-        return [ListedGpu(uuid, replace(gpu_facts, total_bytes=total), nvlinks=gpu.nvlinks, note=note)]
+    obstacle, note = gpu_obstacle(gpu), None
+    if obstacle is None and not gpu.mig_enabled and not gpu.total_bytes:  # a GB10 has no memory of its own to tell
+        gpu_facts = replace(gpu_facts, total_bytes=_catalog_bytes(name))
+        note = (
+            f"GPU {gpu.index}: {_unknown_memory_text(gpu)}; planned with the catalogue's "
+            f"{gpu_facts.total_bytes / GIB:.1f} GiB, as if no other process held any"
+        )
+    if obstacle is not None or not gpu.mig_enabled:
+        return [ListedGpu(uuid, gpu_facts, nvlinks=gpu.nvlinks, obstacle=obstacle, note=note)]
     instances = []
     for item in gpu.instances:
-        total = _instance_bytes(item)
-        profile = item.profile or f"{total / GIB:.0f}gb"
-        instance = replace(
-            gpu_facts, name=f"{name} MIG {profile}", total_bytes=total, free_bytes=item.free_bytes, mig=profile
-        )
-        instances += [ListedGpu(item.uuid, instance, uuid)] if total else []
+        if item.total_bytes:
+            profile = item.profile or f"{item.total_bytes / GIB:.0f}gb"
+            instance = replace(gpu_facts, name=f"{name} MIG {profile}", total_bytes=item.total_bytes,
+                               free_bytes=item.free_bytes, mig=profile)  # fmt: skip
+            instances.append(ListedGpu(item.uuid, instance, uuid))
     return instances
 
 
-def _instance_bytes(item: MigInstance) -> int:
-    return item.total_bytes or _profile_bytes(item.profile)
-
-
-def _profile_bytes(profile: str) -> int:
-    match = re.search(r"(\d+)gb", profile)
-    return int(int(match[1]) * GIB * _INSTANCE_SHARE) if match else 0
-
-
-def _catalog_bytes(name: str | None) -> int:
-    return min((entry.driver_bytes for entry in find_catalog_entries(name or "")), default=0)
-
-
-def _apply_visibility(
-    listed_gpus: tuple[ListedGpu, ...], environment: Mapping[str, str]
-) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
-    variable = environment.get("CUDA_VISIBLE_DEVICES")
+def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
+    """The GPUs that a process with this environment sees, in its order, and what a person should know about them."""
+    listed_gpus, variable = _list_gpus(), environment.get("CUDA_VISIBLE_DEVICES")
     visible = listed_gpus if variable is None else _filter_visible(listed_gpus, variable)  # set and empty: none at all
-    visible = tuple(item for item in visible if item.usable)
-    notes = [item.note for item in listed_gpus if item.note and (item in visible or not item.usable)]
+    visible = tuple(item for item in visible if item.obstacle is None)
+    notes = [item.obstacle for item in listed_gpus if item.obstacle is not None]
+    notes += [item.note for item in visible if item.note is not None]
     kinds = {item.gpu.name for item in listed_gpus if not item.gpu.mig}
     uses_numbers = variable is not None and re.search(r"(^|,)\s*[0-9]", variable) is not None
     if len(kinds) > 1 and uses_numbers and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
@@ -159,8 +126,6 @@ def _filter_visible(listed_gpus: tuple[ListedGpu, ...], variable: str) -> tuple[
     visible: list[ListedGpu] = []
     for entry in (part.strip() for part in variable.split(",")):
         matches = [item for item in listed_gpus if _matches_entry(item, entry)]
-        if not matches and entry.startswith(("MIG-", "GPU-")) and len(listed_gpus) == 1 and not listed_gpus[0].uuid:
-            matches = list(listed_gpus)  # the only one there is, whose UUID the driver does not tell
         # a short UUID that fits two GPUs names neither; a split GPU is named with all its instances
         gpus = {item.uuid if entry.startswith("MIG-") else str(item.gpu.index) for item in matches}
         if len(gpus) != 1 or matches[0] in visible:
@@ -175,22 +140,6 @@ def _matches_entry(item: ListedGpu, entry: str) -> bool:
     if entry.startswith("MIG-"):
         return item.uuid.startswith(entry)
     return entry != "" and (item.parent_uuid or item.uuid).startswith(entry)
-
-
-def _read_smi_instances(split_gpu: ListedGpu) -> list[ListedGpu]:
-    """The instances of a split GPU as `nvidia-smi -L` names them, each with the memory that its profile has."""
-    instances: list[ListedGpu] = []
-    is_own_section = False
-    for line in program_output("nvidia-smi", "-L").splitlines():
-        if match := re.match(r"GPU (\d+):", line):
-            is_own_section = int(match[1]) == split_gpu.gpu.index
-        elif is_own_section and (
-            match := re.match(r"\s+MIG (\S*?\d+gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)
-        ):
-            total_bytes, name = _profile_bytes(match[1]), f"{split_gpu.gpu.name} MIG {match[1]}"
-            gpu = replace(split_gpu.gpu, name=name, total_bytes=total_bytes, free_bytes=None, mig=match[1])
-            instances.append(ListedGpu(match[2], gpu, split_gpu.uuid))
-    return instances
 
 
 # --------------------------------------------------------------------------------------------------
@@ -210,7 +159,7 @@ _DISPLAY, _PROCESSING = 0x03, 0x12
 _VGA = 0x0300
 # Bytes from which an AMD GPU that drives a screen counts: firmware usually sets aside less for a processor's own.
 MIN_VRAM = 4 * 2**30
-# NVIDIA's variable, which AMD's libraries read too, and AMD's own.
+# NVIDIA's variable, which AMD's libraries read too, and AMD's own: a run on the CPU empties both.
 VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 CPU_HINT = "train.device=cpu trains on the CPU"
 _DRIVER_REMEDY = (
@@ -232,10 +181,12 @@ class NvmlStatus:
 
 def torch_build_text() -> str:
     """`torch 2.13.0 is built for CUDA 13.0`, from its files."""
-    version, cuda, hip = installed_version("torch"), torch_cuda_version(), torch_hip_version()
+    version = installed_version("torch")
     if version is None:
         return "torch is not installed"
-    return f"torch {version} is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}' if hip else 'CPU only'}"
+    builds = {"CUDA": torch_cuda_version(), "ROCm": torch_hip_version()}
+    build = next((f"{name} {build_version}" for name, build_version in builds.items() if build_version), "CPU only")
+    return f"torch {version} is built for {build}"
 
 
 def find_unusable_accelerator(
@@ -243,20 +194,19 @@ def find_unusable_accelerator(
 ) -> str | None:
     """The accelerator that a run on this machine, or the one below `root`, would silently leave unused, with what to
     do; None if there is none. `nvml`: its answer, where it is not to be asked. `CUDA_VISIBLE_DEVICES=`, or -1, asks for
-    the CPU; beside AMD's GPUs, `HIP_VISIBLE_DEVICES` does too."""
-    # a wish for the CPU is no accident
-    emptied_variables = [name for name in VISIBILITY_VARIABLES if environment.get(name, "0").strip() in ("", "-1")]
-    if VISIBILITY_VARIABLES[0] in emptied_variables:
+    the CPU."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):  # a wish for the CPU is no accident
         return None
     slots_by_vendor = _find_pci_gpus(root / "sys/bus/pci/devices")
-    problem = _nvidia_problem(
-        slots_by_vendor.pop("NVIDIA", []), environment.get(VISIBILITY_VARIABLES[0]), root, nvml or _query_nvml()
-    )
-    if problem is None and slots_by_vendor and not emptied_variables:
+    problem = _nvidia_problem(slots_by_vendor.pop("NVIDIA", []), visible, root, nvml or _query_nvml())
+    if problem is None and slots_by_vendor:
         devices = " and ".join(_bus_text(vendor, slots) for vendor, slots in sorted(slots_by_vendor.items()))
         reason = "runs are planned for NVIDIA's GPUs and for CPUs, and nothing is known of how they do on this one"
         problem = f"this machine shows {devices}", reason
-    return f"{problem[0]} ({torch_build_text()}): {problem[1]}; or {CPU_HINT}" if problem else None
+    if problem is None:
+        return None
+    return f"{problem[0]} ({torch_build_text()}): {problem[1]}; or {CPU_HINT}"
 
 
 def _nvidia_problem(
@@ -264,20 +214,19 @@ def _nvidia_problem(
 ) -> tuple[str, str] | None:
     dev = root / "dev"
     signs = [f"/dev/{node.name}" for node in sorted(dev.glob("nvidia[0-9]*"))]
-    # the host's, even in a container
-    signs += ["NVIDIA's loaded driver"] if read_text_or_empty(root / "proc/driver/nvidia/version") else []
-    signs += [_bus_text("NVIDIA", slots)] if slots else []
-    is_wsl = (dev / "dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
-    signs += ["WSL's /dev/dxg with libcuda.so.1"] if is_wsl else []
+    if read_text_or_empty(root / "proc/driver/nvidia/version"):  # the host's, even in a container
+        signs.append("NVIDIA's loaded driver")
+    if slots:
+        signs.append(_bus_text("NVIDIA", slots))
+    if (dev / "dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
+        signs.append("WSL's /dev/dxg with libcuda.so.1")
+    if not nvml.gpu_count and not signs:
+        return None
     if not nvml.gpu_count:
-        return (
-            (f"this machine shows {' and '.join(signs)}, and NVML says: {nvml.error}", _DRIVER_REMEDY)
-            if signs
-            else None
-        )
-    gpus_text = f"there are {nvml.gpu_count} NVIDIA GPUs" if nvml.gpu_count > 1 else "there is an NVIDIA GPU"
+        return f"this machine shows {' and '.join(signs)}, and NVML says: {nvml.error}", _DRIVER_REMEDY
+    gpus_text = "there is an NVIDIA GPU" if nvml.gpu_count == 1 else f"there are {nvml.gpu_count} NVIDIA GPUs"
     if nvml.gpu_count > len(nvml.obstacles) and visible_setting is not None:
-        problem = f"{gpus_text}, and {VISIBILITY_VARIABLES[0]}={one_line(visible_setting)} names none of them"
+        problem = f"{gpus_text}, and CUDA_VISIBLE_DEVICES={one_line(visible_setting)} names none of them"
         return problem, "unset it, or name GPUs that nvidia-smi -L shows"
     reason = "; ".join(nvml.obstacles) or "in MIG mode without an instance, or it does not answer"
     return (
@@ -288,7 +237,7 @@ def _nvidia_problem(
 
 
 def _bus_text(vendor: str, slots: list[str]) -> str:
-    return f"{len(slots)} {vendor} GPU{'s' if len(slots) > 1 else ''} on the PCI bus ({slots[0]})"
+    return f"{len(slots)} {vendor} GPU{'s' * (len(slots) > 1)} on the PCI bus ({slots[0]})"
 
 
 def _find_pci_gpus(folder: Path) -> dict[str, list[str]]:
@@ -314,9 +263,9 @@ def explain_unusable_torch(gpu: str, torch_error: str, *, torch_build: str | Non
     """Why this torch cannot use a GPU that its driver shows, and what to do; `torch_error`: torch's own message, which
     says where the driver is too old."""
     build_text = torch_build or torch_build_text()
-    remedy = (
-        "a build for CUDA comes with make setup" if "CUDA" not in build_text else f"torch says: {one_line(torch_error)}"
-    )
+    remedy = f"torch says: {one_line(torch_error)}"
+    if "CUDA" not in build_text:
+        remedy = "a build for CUDA comes with make setup"
     return f"the driver shows {gpu}, but {build_text} and cannot use it: {remedy}; make doctor says more; or {CPU_HINT}"
 
 

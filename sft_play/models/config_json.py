@@ -11,7 +11,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import socket
 import threading
 import time
@@ -37,6 +36,7 @@ from sft_play.models.families import (
     normalize_field_names,
     quantisation_method,
     require_causal_lm_config,
+    wrapped_config,
 )
 from sft_play.models.shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
 from sft_play.process.waiting import report_wait
@@ -50,10 +50,6 @@ from sft_play.starter import BASE, BASE_NAME
 STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
 # Dropout of what blocks add up, whose masks the estimate does not count.
 _RESIDUAL_DROPOUT_FIELDS = ("resid_pdrop", "embd_pdrop")
-_ATTENTION_KINDS: dict[str, AttentionKind] = {
-    "full_attention": "full",
-    "sliding_attention": "sliding",
-}
 
 
 def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
@@ -62,17 +58,15 @@ def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
     require_causal_lm_config(config, name=name)
     fields = ConfigFields.from_config(config, name)
     family = MODEL_FAMILIES[fields.model_type]
-    unsupported_field = next((key for key in _RESIDUAL_DROPOUT_FIELDS if fields.read_fraction(key)), None)
-    unsupported_field = unsupported_field or next(
-        (key for key in ACTIVATION_FIELDS if str(fields.values.get(key)) in STEPWISE_ACTIVATIONS), None
-    )
-    if unsupported_field is not None:
+    unsupported_fields = [key for key in _RESIDUAL_DROPOUT_FIELDS if fields.read_number(key, minimum=0, maximum=1)]
+    unsupported_fields += [key for key in ACTIVATION_FIELDS if str(fields.values.get(key)) in STEPWISE_ACTIVATIONS]
+    if unsupported_fields:
+        key = unsupported_fields[0]
         raise UnknownArchitecture(
-            f"model {one_line(name)}: config.json has {unsupported_field}: "
-            f"{one_line(str(fields.values[unsupported_field]))}, which the plan does not know without transformers"
+            f"model {one_line(name)}: config.json has {key}: {one_line(str(fields.values[key]))}, which the plan does "
+            "not know without transformers"
         )
-    inner = config.get("text_config")
-    parts = (config, inner if isinstance(inner, Mapping) else {})
+    parts = (config, wrapped_config(config))
     dtypes = [part.get("dtype") or part.get("torch_dtype") for part in parts]  # torch_dtype: before transformers 5
     stored_dtype = next((dtype.removeprefix("torch.") for dtype in dtypes if isinstance(dtype, str)), None)
     stored_dtype = dequantisable_method(config)[0] or stored_dtype
@@ -87,7 +81,10 @@ class _ShapeBuilder:
         self.heads = fields.require_count("num_attention_heads")
         self.kv_heads = fields.read_optional_count("num_key_value_heads") or self.heads
         self._require_multiple("num_attention_heads", self.heads, "num_key_value_heads", self.kv_heads)
-        self.head_dim = self._read_head_dim()
+        head_dim = fields.read_optional_count("head_dim")
+        if head_dim is None:
+            self._require_multiple("hidden_size", self.hidden, "num_attention_heads", self.heads)
+        self.head_dim = head_dim or self.hidden // self.heads
 
     def build(self) -> ModelShape:
         """The whole model."""
@@ -98,7 +95,6 @@ class _ShapeBuilder:
             mark_adaptable(self._build_block(*kind, count=blocks.count(kind)), fields.model_type) for kind in kinds
         )
         commonest = max(layers, key=lambda kind: kind.count)
-        # config.json may have a window that no block uses (Qwen2: use_sliding_window)
         has_sliding_blocks = any(kind.attention == "sliding" for kind in layers)
         return ModelShape(
             name=fields.name,
@@ -114,9 +110,10 @@ class _ShapeBuilder:
             max_positions=fields.read_optional_count("max_position_embeddings"),
             layers=layers,
             layer_order=tuple(kinds.index(block) for block in blocks),
+            # config.json may have a window that no block uses (Qwen2: use_sliding_window)
             window=fields.read_optional_count("sliding_window") if has_sliding_blocks else None,
             num_experts=commonest.num_experts,
-            experts_per_token=(fields.read_optional_count("num_experts_per_tok") or 0) if commonest.num_experts else 0,
+            experts_per_token=commonest.num_experts and (fields.read_optional_count("num_experts_per_tok") or 0),
             has_clamped_gate=family.experts is not None and family.experts.has_clamped_gate,
             routes_in_fp32=family.experts is not None and family.experts.routes_in_fp32,
             norm=family.norm,
@@ -125,9 +122,9 @@ class _ShapeBuilder:
             has_fused_qkv=len(family.qkv) == 1,
             rotary_dim=self._read_rotary_dim(),
             has_attention_sinks=family.has_sinks,
-            attention_softcap=fields.read_optional_number("attn_logit_softcapping"),
-            caps_logits=fields.read_optional_number("final_logit_softcapping") is not None,
-            attention_dropout=fields.read_fraction("attention_dropout"),
+            attention_softcap=fields.read_number("attn_logit_softcapping"),
+            caps_logits=fields.read_number("final_logit_softcapping") is not None,
+            attention_dropout=fields.read_number("attention_dropout", minimum=0, maximum=1) or 0.0,
             outer_params=self.hidden,  # the last norm
         )
 
@@ -138,29 +135,21 @@ class _ShapeBuilder:
                 "the first must be a multiple of the second"
             )
 
-    def _read_head_dim(self) -> int:
-        head_dim = self.fields.read_optional_count("head_dim")
-        if head_dim is None:
-            self._require_multiple("hidden_size", self.hidden, "num_attention_heads", self.heads)
-        return head_dim or self.hidden // self.heads
-
     def _read_rotary_dim(self) -> int:
         rope = self.fields.values.get("rope_parameters")
         fraction = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-        fraction = self.fields.read_optional_number("partial_rotary_factor") if fraction is None else fraction
+        fraction = self.fields.read_number("partial_rotary_factor") if fraction is None else fraction
         rotary_dim = int(self.head_dim * fraction) if isinstance(fraction, int | float) else self.head_dim
         return min(rotary_dim, self.head_dim)
 
     def _build_block(self, attention: AttentionKind, has_experts: bool, *, count: int) -> LayerKind:
         family, experts = self.family, self.family.experts
-        norms = family.norms_per_block * self.hidden + self._qk_norm_params()
-        sinks = self.heads if family.has_sinks else 0
         kind = LayerKind(
             count=count,
             linears=self._attention_linears(),
             attention=attention,
-            norm_params=norms,
-            other_params=sinks,
+            norm_params=family.norms_per_block * self.hidden + self._qk_norm_params(),
+            other_params=self.heads * family.has_sinks,  # attention sinks
         )
         if experts is not None and has_experts:
             return self._add_experts(kind, experts)
@@ -179,7 +168,7 @@ class _ShapeBuilder:
         return (*(LinearShape(path, self.hidden, width, bias) for path, width in widths), out)
 
     def _mlp_linears(self, paths: tuple[str, ...], width: int, *, bias: bool) -> tuple[LinearShape, ...]:
-        fused_width = 2 * width if self.family.has_fused_gate else width
+        fused_width = width * (1 + self.family.has_fused_gate)
         input_linears = tuple(LinearShape(path, self.hidden, fused_width, bias) for path in paths[:-1])
         return (*input_linears, LinearShape(paths[-1], width, self.hidden, bias))
 
@@ -192,15 +181,13 @@ class _ShapeBuilder:
 
     def _add_experts(self, kind: LayerKind, experts: ExpertFields) -> LayerKind:
         count, width = self.fields.require_count(experts.count_field), self.fields.require_count(experts.width_field)
-        shared_width = (
-            width * self.fields.require_count(experts.shared_count_field) if experts.shared_count_field else 0
-        )
-        linears = kind.linears
-        if shared_width:
+        linears, shared_width = kind.linears, 0
+        if experts.shared_count_field:
+            shared_width = width * self.fields.require_count(experts.shared_count_field)
             paths = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
             linears += self._mlp_linears(paths, shared_width, bias=False)
         up_path, down_path = EXPERT_WEIGHTS
-        biases = 2 * width + self.hidden if experts.has_expert_bias else 0  # of gate and up, and of down
+        biases = (2 * width + self.hidden) * experts.has_expert_bias  # of gate and up, and of down
         return replace(
             kind,
             linears=linears,
@@ -228,50 +215,40 @@ class _ShapeBuilder:
 
     def _attention_kind(self, index: int) -> AttentionKind:
         fields, rule = self.fields, self.family.window_rule
+        has_window = bool(fields.read_optional_count("sliding_window"))
         if rule == "none":
             return "full"
         # transformers 5 writes layer_types; older files only have the window, and the class's own rule applies
         layer_types = fields.values.get("layer_types")
-        if isinstance(layer_types, list) and rule != "all":
-            return self._layer_type_kind(layer_types, index)
-        return (
-            "sliding"
-            if fields.read_optional_count("sliding_window") and self._uses_sliding_window(rule, index)
-            else "full"
-        )
+        if not isinstance(layer_types, list) or rule == "all":
+            return "sliding" if has_window and self._uses_sliding_window(rule, index) else "full"
+        if len(layer_types) != self.num_layers:
+            raise ModelError(
+                f"model {one_line(fields.name)}: config.json has {len(layer_types)} layer_types and "
+                f"num_hidden_layers: {self.num_layers}"
+            )
+        if layer_types[index] not in ("full_attention", "sliding_attention"):
+            raise UnknownArchitecture(
+                f"model {one_line(fields.name)}: config.json has a block of type "
+                f"{one_line(str(layer_types[index]))}, which the plan does not know without transformers"
+            )
+        return "sliding" if has_window and layer_types[index] == "sliding_attention" else "full"
 
     def _uses_sliding_window(self, rule: str, index: int) -> bool:
+        """Whether a block has the window by the class's own rule, where config.json does not say so block by block."""
         fields = self.fields
         if "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window"):
             return False
         if rule == "late":
             return index >= (fields.read_optional_count("max_window_layers") or 0)
-        if rule == "no_rope":
-            return not self._has_rotary_positions(index)
+        if rule == "no_rope":  # blocks without rotary positions: no_rope_layers has 1 where there are
+            rope_layers = fields.values.get("no_rope_layers")
+            if isinstance(rope_layers, list) and index < len(rope_layers):
+                return not rope_layers[index]
+            return (index + 1) % (fields.read_optional_count("no_rope_layer_interval") or 4) == 0
         if rule == "pattern" or (rule.startswith("every_") and "sliding_window_pattern" in fields.values):
             return (index + 1) % fields.require_count("sliding_window_pattern") != 0
         return rule == "all" or (index + 1) % int(rule.removeprefix("every_")) != 0
-
-    def _has_rotary_positions(self, index: int) -> bool:
-        """Whether a block has rotary positions: every fourth has none (`no_rope_layers` has 1 where there are)."""
-        rope_layers = self.fields.values.get("no_rope_layers")
-        if isinstance(rope_layers, list) and index < len(rope_layers):
-            return bool(rope_layers[index])
-        return (index + 1) % (self.fields.read_optional_count("no_rope_layer_interval") or 4) != 0
-
-    def _layer_type_kind(self, layer_types: list[object], index: int) -> AttentionKind:
-        if len(layer_types) != self.num_layers:
-            raise ModelError(
-                f"model {one_line(self.fields.name)}: config.json has {len(layer_types)} layer_types and "
-                f"num_hidden_layers: {self.num_layers}"
-            )
-        kind = _ATTENTION_KINDS.get(str(layer_types[index]))
-        if kind is None:
-            raise UnknownArchitecture(
-                f"model {one_line(self.fields.name)}: config.json has a block of type "
-                f"{one_line(str(layer_types[index]))}, which the plan does not know without transformers"
-            )
-        return kind if kind == "full" or self.fields.read_optional_count("sliding_window") else "full"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -302,11 +279,9 @@ def load_max_positions(name: str, *, revision: str | None = None) -> int | None:
         try:
             return parse_model_shape(config, name=name).max_positions
         except UnknownArchitecture:
-            inner = config.get("text_config")
-            max_positions = normalize_field_names(inner if isinstance(inner, Mapping) else config).get(
-                "max_position_embeddings"
-            )
-            return max_positions if isinstance(max_positions, int) and max_positions > 0 else None
+            max_positions = normalize_field_names(wrapped_config(config) or config).get("max_position_embeddings")
+            if isinstance(max_positions, int) and max_positions > 0:
+                return max_positions
     return None
 
 
@@ -322,8 +297,7 @@ def refuse_remote_code(config: ConfigJson, *, name: str, allowed: bool) -> None:
 
 def text_only_note(config: Mapping[str, Any]) -> str:
     """A note for a model with parts beside its language model, which alone is trained; empty for others."""
-    inner = config.get("text_config")
-    if not isinstance(inner, Mapping) or not inner:
+    if not wrapped_config(config):
         return ""
     model_type = one_line(str(config.get("model_type")))
     return (
@@ -340,22 +314,11 @@ def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None
         return
     is_8bit = any(fields.get(f"{prefix}load_in_8bit") for prefix in ("", "_"))
     if method != "bitsandbytes" or is_8bit or mode != "qlora":
-        bits, original = ", 8 bits" if is_8bit else "", original_model_name(config, name)
-        remedy = f"take its original, {original}" if original else "take the unquantised model"
+        bits = ", 8 bits" if is_8bit else ""
         raise ModelError(
-            f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits}); {remedy}: "
-            "tuning.mode=qlora quantises it while loading"
+            f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits}); take the "
+            "unquantised model: tuning.mode=qlora quantises it while loading"
         )
-
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def original_model_name(config: Mapping[str, Any], name: str) -> str:
-    """The model that a quantised one was made of, as far as its config.json tells; empty where it does not."""
-    _, fields = quantisation_method(config)
-    candidates = (config.get("_name_or_path"), config.get("base_model"), fields.get("model_name_or_path"))
-    return next((one for one in candidates if isinstance(one, str) and _HUB_ID.fullmatch(one) and one != name), "")
 
 
 def quantised_storage_note(config: Mapping[str, Any], mode: str) -> str:
@@ -363,7 +326,7 @@ def quantised_storage_note(config: Mapping[str, Any], mode: str) -> str:
     method, _ = dequantisable_method(config)
     if method is None:
         return ""
-    treatment = "packed as NF4" if mode == "qlora" else "trained so" if mode == "full" else "kept so"
+    treatment = {"qlora": "packed as NF4", "full": "trained so", "lora": "kept so"}[mode]
     return (
         f"its weights are stored in {DEQUANTISED_FORMATS[method]}: dequantised tensor by tensor while loading, and "
         f"{treatment}"
@@ -413,23 +376,19 @@ def find_model_folder(name: str) -> Path | None:
     ModelError for a path (from `/`, `.` or `~`, or whose first part exists here) that is no folder."""
     if name == BASE_NAME:
         return BASE
-    path = Path(name)
-    with contextlib.suppress(RuntimeError):  # ~user of a user who does not exist
-        path = path.expanduser()
-    with contextlib.suppress(OSError):  # a name too long for the file system
-        if path.is_dir():
-            return path
-    first = Path(path.parts[0]) if path.parts else path
+    # os.path has no error for ~nobody, or for a name that is too long
+    path = Path(os.path.expanduser(name))  # noqa: PTH111
+    if os.path.isdir(path):  # noqa: PTH112
+        return path
     # a hub id is owner/name or a bare name: anything else can only be a path
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or (len(path.parts) > 1 and first.exists())
-    with contextlib.suppress(OSError):
-        is_path |= path.is_file()
-    if is_path:
-        problem = f"does not exist or is no folder (looked from {Path.cwd()})"
-        raise ModelError(
-            f"model path {one_line(name)} {f'is {_GGUF_DESCRIPTION}' if path.suffix.lower() == '.gguf' else problem}"
-        )
-    return None
+    begins_here = len(path.parts) > 1 and os.path.exists(path.parts[0])  # noqa: PTH110
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or begins_here or os.path.isfile(path)  # noqa: PTH113
+    if not is_path:
+        return None
+    problem = f"does not exist or is no folder (looked from {Path.cwd()})"
+    if path.suffix.lower() == ".gguf":
+        problem = f"is {_GGUF_DESCRIPTION}"
+    raise ModelError(f"model path {one_line(name)} {problem}")
 
 
 def base_weights_identity(name: str, hf_config: Any) -> dict[str, str | None]:

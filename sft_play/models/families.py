@@ -233,32 +233,40 @@ class UnknownArchitecture(ModelError):
 DEQUANTISED_FORMATS = {"mxfp4": "MXFP4", "fp8": "FP8"}
 
 
+def wrapped_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's part of an image-text model's config.json; empty where that is no mapping or not there."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else {}
+
+
 def dequantisable_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
     """How a model's weights are stored, if that is one of `DEQUANTISED_FORMATS`, and the fields that say so."""
     method, fields = quantisation_method(config)
-    return (method if method in DEQUANTISED_FORMATS else None), fields
+    if method not in DEQUANTISED_FORMATS:
+        method = None
+    return method, fields
 
 
 def dequantised_config(config: dict[str, Any]) -> dict[str, Any]:
     """A model's config.json as that of its dequantised weights; as it is where they are not stored so."""
     if dequantisable_method(config)[0] is not None:
-        inner = config.get("text_config")
-        for part in (config, inner if isinstance(inner, dict) else {}):
+        for part in (config, wrapped_config(config)):
             part.pop("quantization_config", None)
     return config
 
 
 def quantisation_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
     """The method by which a model's weights are stored quantised and its fields; None where they are not."""
-    parts = [config, config.get("text_config")]  # an image-text model's config has it in either
-    quantisation_configs = (part.get("quantization_config") for part in parts if isinstance(part, Mapping))
-    quantisation_config = next((one for one in quantisation_configs if one is not None), None)
-    if quantisation_config is None:
+    fields = config.get("quantization_config")
+    if fields is None:  # an image-text model's config has it in either
+        fields = wrapped_config(config).get("quantization_config")
+    if fields is None:
         return None, {}
-    fields = quantisation_config if isinstance(quantisation_config, Mapping) else {}
+    if not isinstance(fields, Mapping):
+        return "unknown method", {}
     is_bitsandbytes = any(fields.get(f"{prefix}load_in_{bits}bit") for prefix in ("", "_") for bits in (4, 8))
-    method = fields.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "unknown method")
-    return str(method), fields
+    default_method = "bitsandbytes" if is_bitsandbytes else "unknown method"
+    return str(fields.get("quant_method") or default_method), fields
 
 
 def require_causal_lm_config(config: object, *, name: str) -> None:
@@ -275,11 +283,12 @@ def require_causal_lm_config(config: object, *, name: str) -> None:
         raise ModelError(
             f"model {model_text}: not a language model's config.json (a tokenizer's?): it has no model_type"
         )
-    class_names = [item for item in architectures if isinstance(item, str)] if isinstance(architectures, list) else []
-    wrong_class = next((class_name for class_name in class_names if class_name.endswith(_TASK_HEADS)), None)
+    class_names = architectures if isinstance(architectures, list) else []
+    wrong_class = next((item for item in class_names if str(item).endswith(_TASK_HEADS)), None)
     if wrong_class is not None:
         raise ModelError(
-            f"model {model_text} is a {one_line(wrong_class)}, not a causal language model; take the language model"
+            f"model {model_text} is a {one_line(str(wrong_class))}, not a causal language model; take the "
+            "language model"
         )
     if model_type in NON_DECODER_TYPES or config.get("is_encoder_decoder") is True:
         description = NON_DECODER_TYPES.get(model_type, "an encoder with a decoder, which this toolkit does not train")
@@ -291,8 +300,7 @@ def require_causal_lm_config(config: object, *, name: str) -> None:
 def refuse_absurd_sizes(config: Mapping[str, Any], *, name: str) -> None:
     """Raises ModelError for a size with which no class should be built."""
     model_type = str(config.get("model_type"))
-    inner = config.get("text_config")
-    fields = ConfigFields(model_type, {**config, **inner} if isinstance(inner, Mapping) else config, name)
+    fields = ConfigFields(model_type, {**config, **wrapped_config(config)}, name)
     for field_name in MAX_SIZES:
         for key in (field_name, *FIELD_ALIASES.get(field_name, ())):
             value = fields.values.get(key)
@@ -313,21 +321,17 @@ class ConfigFields:
     def from_config(cls, config: Mapping[str, Any], name: str) -> ConfigFields:
         """The fields of the language model that a config.json describes or wraps. Raises UnknownArchitecture for a type
         that the table of families does not have, ModelError where the width is missing."""
-        inner = config.get("text_config")
-        if inner is not None and not isinstance(inner, Mapping):
+        inner = wrapped_config(config)
+        if not inner and config.get("text_config") not in (None, {}):
             raise ModelError(f"model {one_line(name)}: text_config of its config.json is not a mapping")
-        is_wrapped = isinstance(inner, Mapping) and bool(inner)
-        text = dict(inner) if is_wrapped and inner is not None else dict(config)
+        text = dict(inner or config)
         if isinstance(tied := config.get("tie_word_embeddings"), bool):  # often said of the whole class only
             text.setdefault("tie_word_embeddings", tied)
         # an image-text model's config has the language model's in text_config, which may leave out its type
         outer_type = str(config["model_type"])
         model_type = text.get("model_type") or WRAPPED_TYPES.get(outer_type)
-        model_type = (
-            WRAPPED_TYPES.get(outer_type, outer_type)
-            if model_type == outer_type or not isinstance(model_type, str)
-            else model_type
-        )
+        if model_type == outer_type or not isinstance(model_type, str):
+            model_type = WRAPPED_TYPES.get(outer_type, outer_type)
         if model_type not in MODEL_FAMILIES:
             raise UnknownArchitecture(
                 f"model {one_line(name)}: model_type {one_line(model_type)} is not among the {len(MODEL_FAMILIES)} "
@@ -335,7 +339,7 @@ class ConfigFields:
             )
         values = normalize_field_names(CLASS_DEFAULTS[model_type]) | normalize_field_names(text)
         # defaults are those of one model of the class: a file without sizes is not taken for it
-        if not is_wrapped and not any(key in text for key in ("hidden_size", *FIELD_ALIASES["hidden_size"])):
+        if not inner and not any(key in text for key in ("hidden_size", *FIELD_ALIASES["hidden_size"])):
             cls(model_type, {}, name).require_count("hidden_size")
         return cls(model_type, values, name)
 
@@ -366,21 +370,15 @@ class ConfigFields:
             raise self._field_error(source, value, "it must be true or false")
         return bool(value)
 
-    def read_optional_number(self, key: str) -> float | None:
-        """A positive number that may be absent."""
+    def read_number(self, key: str, *, minimum: float = 1e-30, maximum: float = math.inf) -> float | None:
+        """A number that may be absent, above 0 unless limits are given. Raises ModelError for any other value."""
         value = self.values.get(key)
-        return None if value is None or value is False else self._require_number(key, value, 1e-30, None)
-
-    def read_fraction(self, key: str) -> float:
-        """A number from 0 to 1; absent and null count as 0."""
-        value = self.values.get(key)
-        return 0.0 if value is None else self._require_number(key, value, 0, 1)
-
-    def _require_number(self, key: str, value: object, minimum: float, maximum: float | None) -> float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= (maximum or math.inf):
-            return float(value)
-        rule = "a number above 0" if maximum is None else f"a number from {minimum} to {maximum}"
-        raise self._field_error(key, value, f"it must be {rule}")
+        if value is None or value is False:
+            return None
+        if type(value) not in (int, float) or not minimum <= value <= maximum:
+            rule = f"a number from {minimum} to {maximum}" if maximum < math.inf else "a number above 0"
+            raise self._field_error(key, value, f"it must be {rule}")
+        return float(value)
 
     def _field_error(self, key: str, value: object, rule: str) -> ModelError:
         value_text = one_line(json.dumps(value, default=str))
