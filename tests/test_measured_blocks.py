@@ -24,9 +24,8 @@ from sft_play.planner.memory.step_memory import MeasuredBlocks, Step, create_ste
 from sft_play.planner.plan import plan_from_json
 from sft_play.trace import block_meter, blocks, build
 from sft_play.trace.block_meter import BlockMeter, leading_blocks, load_planned_shape
-from sft_play.trace.confirm import step_settings
+from sft_play.trace.confirm import StepSettings, step_settings
 from sft_play.trace.meta_shape import measure_shape_on_meta
-from sft_play.trace.settings import StepSettings
 from sft_play.trace.step import record_step, trace_context
 from tests.test_every_class import classes, small_on_meta
 from tests.test_memory import BF16

@@ -367,7 +367,7 @@ def test_a_merge_leaves_experts_that_stayed_as_they_were(world):
 
 def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
     """In 4 bits a mixture of 30 billion parameters fits where it does not in 16."""
-    from sft_play.planner.what_if import find_largest_fit
+    from sft_play.planner.advice import find_largest_fit
 
     found = {}
     for quantize in ("auto", False):

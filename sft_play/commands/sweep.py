@@ -40,8 +40,8 @@ from sft_play.launch.request import LaunchOptions, apply_mesh
 from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.planner.advice import parse_grid
 from sft_play.planner.plan import Plan, format_misfit
-from sft_play.planner.what_if import parse_grid
 from sft_play.process import signals
 from sft_play.process.environment import independent_environment
 from sft_play.runs.folder import RunFolder, changed_settings, check_no_differences

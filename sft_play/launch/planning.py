@@ -63,7 +63,14 @@ from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.decide import PlanRequest, check_plan_request, make_plan
 from sft_play.planner.explain import fit_line, plan_warnings
-from sft_play.planner.layout import DEEPSPEED_LAYOUTS, LAYOUT_NAMES, LayoutName, format_mesh, layout_choices
+from sft_play.planner.layout import (
+    DEEPSPEED_LAYOUTS,
+    LAYOUT_NAMES,
+    LayoutName,
+    find_layouts,
+    format_mesh,
+    layout_choices,
+)
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import (
     Plan,
@@ -74,7 +81,6 @@ from sft_play.planner.plan import (
     TracePrediction,
     require_fit,
 )
-from sft_play.planner.possible_layouts import find_layouts
 from sft_play.process.waiting import importing
 from sft_play.runs import oom
 from sft_play.runs.folder import (

@@ -30,7 +30,14 @@ from sft_play.planner.candidates import (
 )
 from sft_play.planner.explain import candidates_to_show, plan_reasons
 from sft_play.planner.kernels import plan_experts, plan_kernels, select_attention
-from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName
+from sft_play.planner.layout import (
+    LAYOUT_NAMES,
+    ImpossibleLayout,
+    Layout,
+    LayoutName,
+    context_parallel_layouts,
+    find_layouts,
+)
 from sft_play.planner.memory.estimate import RUN_PHASES, generation_token_budget
 from sft_play.planner.memory.step_memory import create_step_simulation, is_padded
 from sft_play.planner.memory.structure import check_adapter_targets, needs_repeated_kv
@@ -43,7 +50,6 @@ from sft_play.planner.plan import (
     count_parameters,
     device_budget_bytes,
 )
-from sft_play.planner.possible_layouts import ImpossibleLayout, context_parallel_layouts, find_layouts
 from sft_play.planner.precision import WeightUpdates, choose_precision
 from sft_play.planner.speed import (
     check_compile_options,

@@ -40,8 +40,7 @@ from sft_play.planner.memory.structure import ElementBytes, configured_shape
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.process.waiting import importing
 from sft_play.text import GIB
-from sft_play.trace.confirm import cached_shape, row_mask, step_settings
-from sft_play.trace.settings import StepSettings, TraceUnavailable
+from sft_play.trace.confirm import StepSettings, TraceUnavailable, cached_shape, row_mask, step_settings
 
 logger = logging.getLogger(__name__)
 
