@@ -1,4 +1,7 @@
-"""The model of a step, from its config only: the real class, quantised by fakes, with real adapters."""
+"""The model of a step, from its config only: the real class with real adapters, and stand-ins with
+the same memory for what cannot run on fake tensors: NF4 layers and bitsandbytes' optimizers. They
+allocate what the real code does, in the same order (`patches.PATCHES` has the reasons and guards).
+"""
 
 from __future__ import annotations
 
@@ -94,8 +97,7 @@ def fake_nf4(layer: Any, settings: StepSettings) -> Any:
     if layer.bias is not None:  # bitsandbytes creates it in fp32; loading casts it to the dtype of the other weights
         fake.bias = nn.Parameter(layer.bias.detach().to(fake.quantised_from), requires_grad=False)
 
-    for name, (shape, dtype) in _quantisation_buffers(weights, double_quant=settings.double_quant).items():
-        fake.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
+    _register_scales(fake, "", weights, double_quant=settings.double_quant)
     return fake
 
 
@@ -106,12 +108,7 @@ class _FakeNF4Experts(nf4_experts.PackedWeight):
         super().__init__()
         self.shape, self.dtype = getattr(module, name).shape, getattr(torch, settings.weights)
         self._scales = (module, f"{name}_absmax", f"{name}_offset")
-        for buffer_name, (sizes, dtype) in _quantisation_buffers(
-            self.shape.numel(), double_quant=settings.double_quant
-        ).items():
-            module.register_buffer(
-                f"{name}_{buffer_name}", torch.empty(sizes, dtype=dtype, device="meta"), persistent=False
-            )
+        _register_scales(module, f"{name}_", self.shape.numel(), double_quant=settings.double_quant)
 
     def placeholder(self, packed: torch.Tensor) -> torch.Tensor:
         return torch.empty((), dtype=self.dtype, device=packed.device).expand(self.shape)
@@ -133,7 +130,8 @@ def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
     nf4_experts.install_packed_weight(module, name, fake_weight)
 
 
-def _quantisation_buffers(weights: int, *, double_quant: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _register_scales(module: nn.Module, prefix: str, weights: int, *, double_quant: bool) -> None:
+    """What bitsandbytes keeps beside this many packed weights, as buffers on the meta device."""
     blocks = math.ceil(weights / NF4_BLOCK)
     buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "absmax": ((blocks,), torch.uint8 if double_quant else torch.float32),
@@ -145,7 +143,8 @@ def _quantisation_buffers(weights: int, *, double_quant: bool) -> dict[str, tupl
             "code_of_absmax": ((256,), torch.float32),
             "offset": ((), torch.float32),
         }
-    return buffers
+    for name, (shape, dtype) in buffers.items():
+        module.register_buffer(prefix + name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
 
 
 # What PEFT and bitsandbytes read off a Params4bit.
@@ -209,7 +208,7 @@ def paged_adam_8bit_state_sizes(elements: int) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# F
+# The model: the real class on the meta device, then its tensors as the trainer would step it.
 
 # What TRL's SFTTrainer asks of the chunked head (its metrics).
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -262,7 +261,12 @@ def load_skeleton(model: Any, settings: StepSettings) -> Any:
         _materialise(model, replaced, adapters=True)
     elif settings.peft is not None:
         model = _add_adapters(model, settings)
-    _prepare_step(model, settings)
+    base = base_model(model)
+    if settings.checkpointing:
+        _enable_checkpointing(base, settings)
+        if settings.peft is not None:
+            base.enable_input_require_grads()  # as TRL does (1.16); reentrant checkpointing needs such an input
+    LOSS_SETUPS[settings.loss](base)
     return model.train()
 
 
@@ -279,21 +283,15 @@ def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of a model's blocks and its path: of the outermost lists of modules that beside the token embedding, or
     the one with the most parameters; empty where there is none."""
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    outermost = {
-        path: module
-        for path, module in lists.items()
-        if count_module_parameters(module) and not any(path.startswith(f"{other}.") for other in lists)
-    }
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    embedding_parent = next(
-        (path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding), ""
-    )
-    path = max(
-        outermost,
-        key=lambda path: (path.rpartition(".")[0] == embedding_parent, count_module_parameters(outermost[path])),
-        default="",
-    )
-    return path, outermost.get(path, nn.ModuleList())
+    parent = next((path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding), "")
+
+    def rank(path: str) -> tuple[bool, int]:
+        return path.rpartition(".")[0] == parent, count_module_parameters(lists[path])
+
+    outermost = [path for path in lists if rank(path)[1] and not any(path.startswith(f"{other}.") for other in lists)]
+    path = max(outermost, key=rank, default="")
+    return path, lists[path] if outermost else nn.ModuleList()
 
 
 def count_module_parameters(module: nn.Module) -> int:
@@ -379,13 +377,14 @@ def _model_class(config: Any, settings: StepSettings) -> Any:
 
 def _require_attention(model_class: Any, attention: str) -> None:
     """Raises TraceUnavailable for attention code that the class does not have: no run with it starts either."""
-    remedy = "take eager or auto, as a run must"
-    if attention in ("sdpa", *VARLEN_ATTENTIONS) and not getattr(model_class, "_supports_sdpa", False):
-        raise TraceUnavailable(f"{model_class.__name__} has no sdpa: {remedy}")
+    has_attention = True
+    if attention in ("sdpa", *VARLEN_ATTENTIONS):
+        attention, has_attention = "sdpa", getattr(model_class, "_supports_sdpa", False)
     if attention == "flash_attention_2":
-        compatible = getattr(model_class, "_compatible_flash_implementations", None)
-        if not getattr(model_class, "_supports_flash_attn", False) or (compatible and attention not in compatible):
-            raise TraceUnavailable(f"{model_class.__name__} has no flash_attention_2: {remedy}")
+        compatible = getattr(model_class, "_compatible_flash_implementations", None) or [attention]
+        has_attention = getattr(model_class, "_supports_flash_attn", False) and attention in compatible
+    if not has_attention:
+        raise TraceUnavailable(f"{model_class.__name__} has no {attention}: take eager or auto, as a run must")
 
 
 def _quantise(model: Any, settings: StepSettings) -> None:
@@ -523,22 +522,14 @@ def _run_expert_loop(self: Any, hidden_states: Any, top_k_index: Any, top_k_weig
 
 def _expert_product(module: Any, rows: Any, name: str, expert: int) -> Any:
     weight = getattr(module, name)[expert]
+    bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
     if not module.is_transposed:
-        return nn.functional.linear(rows, weight, getattr(module, f"{name}_bias")[expert] if module.has_bias else None)
+        return nn.functional.linear(rows, weight, bias)
     out = rows @ weight
-    return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
+    return out if bias is None else out + bias
 
 
 # --- what the trainer sets --------------------------------------------------------------------------------------------
-def _prepare_step(model: Any, settings: StepSettings) -> None:
-    base = base_model(model)
-    if settings.checkpointing:
-        _enable_checkpointing(base, settings)
-        if settings.peft is not None:
-            base.enable_input_require_grads()  # as TRL does (1.16); reentrant checkpointing needs such an input
-    LOSS_SETUPS[settings.loss](base)
-
-
 def _fuse_head(base: Any) -> None:
     importlib.import_module("sft_play.training.model.fused_head").set_backbone_prefix(base)
     importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)

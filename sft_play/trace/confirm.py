@@ -1,4 +1,4 @@
-"""From a plan's candidate to the step that is traced, and back: a second prediction for the plan.
+"""From a plan's candidate to the settings of the step that is traced, and back: a second prediction for the plan.
 
 What was measured with the libraries is remembered by their versions and this code's: traces by their settings, shapes
 by their config.json. Failures are not, nor what came from a model's own code.
@@ -33,6 +33,9 @@ class TraceUnavailable(Exception):
 
 # The two ways of this toolkit's own attention.
 VARLEN_ATTENTIONS = ("varlen", "one_by_one")
+TracedAttention = Literal["sdpa", "eager", "flash_attention_2", "varlen", "one_by_one"]
+CudnnUse = Literal["never", "training", "always"]
+RowMask = Literal["none", "ones", "padded", "packed", "positions"]
 
 
 @dataclass(frozen=True)
@@ -76,16 +79,16 @@ class StepSettings:
     """chunked: TRL 1.16's head; logits: this toolkit's, over the class's whole logits; model: the class's own loss over
     them; the others those of older versions of transformers: shifted, before 4.50, copied, float replaced the half
     logits, half stayed in their dtype."""
-    attention: Literal["sdpa", "eager", "flash_attention_2", "varlen", "one_by_one"] = "sdpa"
+    attention: TracedAttention = "sdpa"
     """varlen: this toolkit's own, by the boundaries of packs (training/model/attention_functions.py);
     one_by_one: the same by a call for each chat."""
-    mask: Literal["none", "ones", "padded", "packed", "positions"] = "ones"
+    mask: RowMask = "ones"
     """none: no attention mask is passed; ones: one without padding; padded: real padding; packed: position ids that
     restart; positions: position ids that do not."""
     repeats_kv: bool = False
     """sdpa repeats them where transformers would leave grouped heads to PyTorch, as this toolkit's runs do where flash
     attention does not run (training/model/attention_functions.py)."""
-    cudnn: Literal["never", "training", "always"] = "never"
+    cudnn: CudnnUse = "never"
     """When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.kernels`); training: not in an
     evaluation."""
     optimizer: str = "adamw_fused"
@@ -104,7 +107,7 @@ class StepSettings:
     # --- other phases ------------------------------------------------------------------------------------------------
     eval_batch: int | None = None
     """Rows of an evaluation batch after the steps; None: no evaluation."""
-    eval_mask: Literal["none", "ones", "padded", "packed", "positions"] | None = None
+    eval_mask: RowMask | None = None
     """The evaluation's mask, where it differs from the training's."""
     # --- ranks ------------------------------------------------------------------------------------------------------
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "single"
@@ -141,7 +144,7 @@ class TracedPeak:
 
 
 # --------------------------------------------------------------------------------------------------
-# S
+# A candidate as such settings, and what its trace measures.
 
 logger = logging.getLogger(__name__)
 
@@ -168,20 +171,16 @@ def trace_candidate(
     config: RunConfig, config_json: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
 ) -> TracePrediction:
     """What a trace of the candidate's step measures, or why there is none; raises ModelError as PEFT would."""
-    if not config.plan.trace:
-        return TracePrediction(unavailable_reason="plan.trace is false")
-    if not candidate.step.on_gpu:
-        return TracePrediction(unavailable_reason="a trace simulates a GPU, and this run is on the CPU")
-    if candidate.layout.name not in TRACED_STRATEGIES:
-        return TracePrediction(
-            unavailable_reason=f"the trace runs one GPU, DDP and FSDP2; {candidate.layout.name} rests on formulas"
-        )
-    if candidate.step.offloads:
-        return TracePrediction(
-            unavailable_reason="the trace keeps what is recomputed on the GPU, and it is offloaded here"
-        )
-    if precision.updates == "stochastic":
-        return TracePrediction(unavailable_reason="the trace does not step by stochastic rounding")
+    name = candidate.layout.name
+    obstacles = {
+        "plan.trace is false": not config.plan.trace,
+        "a trace simulates a GPU, and this run is on the CPU": not candidate.step.on_gpu,
+        f"the trace runs one GPU, DDP and FSDP2; {name} rests on formulas": name not in TRACED_STRATEGIES,
+        "the trace keeps what is recomputed on the GPU, and it is offloaded here": candidate.step.offloads,
+        "the trace does not step by stochastic rounding": precision.updates == "stochastic",
+    }
+    if reason := next((reason for reason, applies in obstacles.items() if applies), None):
+        return TracePrediction(unavailable_reason=reason)
     try:
         peak = cached_trace(step_settings(config, config_json, shape, precision, candidate.step))
     except TraceUnavailable as error:
@@ -194,36 +193,42 @@ def step_settings(
     config: RunConfig, config_json: Mapping[str, Any], shape: ModelShape, precision: Precision, step: Step
 ) -> StepSettings:
     """The step as the trainer would run it, in a layout that a trace can run."""
-    mode, layout, recomputed_layers = config.tuning.mode, step.layout, step.recomputed_layers(shape.num_layers)
-    is_half = precision.compute != "float32"
-    adapters = None if mode == "full" else adapter_dtype(config, precision)
-    gradient_plan, is_fsdp = gradient_sync(config, precision, layout.name), layout.name == "fsdp"
+    layout, recomputed_layers = step.layout, step.recomputed_layers(shape.num_layers)
+    is_full, is_fsdp = config.tuning.mode == "full", layout.name == "fsdp"
+    half_dtype = precision.compute if precision.compute != "float32" else None
+    sync = gradient_sync(config, precision, layout.name)
+    attention: TracedAttention = step.attention
+    if step.varlen:
+        attention = "one_by_one" if step.one_by_one else "varlen"
+    cudnn: CudnnUse = "never"
+    if step.cudnn:
+        cudnn = "always" if config.task_mode == "cpt" else "training"
+    mask: RowMask = row_mask(has_padding=step.padded, uses_masks=step.masks)
+    if step.varlen or (config.data.packing != "none" and config.task_mode != "cpt"):  # full blocks are never packed
+        mask = "packed"
     return StepSettings(
         model=config_json,
-        mode=mode,
-        peft=None if mode == "full" else _peft_config(config, shape),
+        mode=config.tuning.mode,
+        peft=None if is_full else _peft_config(config, shape),
         new_tokens=len(config.model.add_tokens),
         micro_batch=step.micro_batch,
         seq_len=step.seq_len,
         grad_accum=min(step.grad_accum, 2),  # a third one meets the same as the second
         weights=precision.load,
-        autocast=precision.compute if is_half else None,
-        adapters=adapters,
+        autocast=half_dtype,
+        adapters=None if is_full else adapter_dtype(config, precision),
         quant_compute=precision.compute,
         quant_experts=config.tuning.has_quantized_experts,
-        quant_storage="uint8" if layout.name != "fsdp" else precision.compute,
+        quant_storage=precision.compute if is_fsdp else "uint8",
         checkpointing=recomputed_layers > 0,
         checkpointed_layers=recomputed_layers if 0 < recomputed_layers < shape.num_layers else None,
         loss=step.loss,
-        attention=("one_by_one" if step.one_by_one else "varlen") if step.varlen else step.attention,
+        attention=attention,
         repeats_kv=needs_repeated_kv(
-            shape, attention=step.attention, half_precision=is_half, capability=step.capability
+            shape, attention=step.attention, half_precision=half_dtype is not None, capability=step.capability
         ),
-        cudnn=("always" if config.task_mode == "cpt" else "training") if step.cudnn else "never",
-        # text in full blocks is never packed
-        mask="packed"
-        if step.varlen or (config.data.packing != "none" and config.task_mode != "cpt")
-        else row_mask(has_padding=step.padded, uses_masks=step.masks),
+        cudnn=cudnn,
+        mask=mask,
         optimizer=TRACED_OPTIMIZERS[config.train.optim],
         experts=_expert_implementation(config, shape, precision),
         kernels=plan_kernels(config, shape, layout, on_gpu=step.on_gpu).counted_kernels.memory,
@@ -236,12 +241,10 @@ def step_settings(
         ),
         strategy=TRACED_STRATEGIES[layout.name],
         world=layout.ranks,
-        sync_each_batch=is_fsdp and gradient_plan.interval == "micro_batch",
-        mixed_precision=precision.compute if is_half else None,
-        gathers_in=gradient_plan.gathered_dtype
-        if is_fsdp and gradient_plan.gathered_dtype != precision.compute
-        else None,
-        reduces_in=gradient_plan.reduced_dtype if is_fsdp and gradient_plan.is_compressed else None,
+        sync_each_batch=is_fsdp and sync.interval == "micro_batch",
+        mixed_precision=half_dtype,
+        gathers_in=sync.gathered_dtype if is_fsdp and sync.gathered_dtype != precision.compute else None,
+        reduces_in=sync.reduced_dtype if is_fsdp and sync.is_compressed else None,
         on_gpu=step.on_gpu,
         capability=step.capability or (9, 0),
     )
@@ -250,15 +253,12 @@ def step_settings(
 def _expert_implementation(
     config: RunConfig, shape: ModelShape, precision: Precision
 ) -> Literal["stacked", "cast", "eager"]:
-    expert_plan = plan_experts(config, shape, precision)
-    if expert_plan is None or shape.uses_custom_experts:
+    experts = plan_experts(config, shape, precision)
+    if experts is None or shape.uses_custom_experts:
         return "stacked"
-    if expert_plan.casts_weights:
+    if experts.casts_weights:
         return "cast"
-    return "eager" if expert_plan.name == "eager" else "stacked"
-
-
-RowMask = Literal["ones", "padded", "positions"]
+    return "eager" if experts.name == "eager" else "stacked"
 
 
 def row_mask(*, has_padding: bool, uses_masks: bool) -> RowMask:
@@ -270,12 +270,13 @@ def row_mask(*, has_padding: bool, uses_masks: bool) -> RowMask:
 
 def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
     lora = config.tuning.lora
+    stacked = [weight for kind in shape.layers for weight in kind.expert_weights]
     if shape.adapter_placement is not None:
         targets = shape.adapter_placement.resolve_targets(lora.target_modules)
+    elif lora.target_modules == "auto":  # "all-linear" would name fused experts too
+        targets = sorted({linear.name for linear, _ in shape.linears if linear.adaptable})
     else:
-        all_names = sorted({linear.name for linear, _ in shape.linears if linear.adaptable})
-        # "all-linear" would name fused experts too
-        targets = all_names if lora.target_modules == "auto" else list(lora.target_modules)
+        targets = list(lora.target_modules)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -283,10 +284,7 @@ def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
         "lora_alpha": lora.stored_alpha,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
-        "target_parameters": sorted(
-            {one.path for kind in shape.layers for one in kind.expert_weights if stacked_adapter_params(one, lora)}
-        )
-        or None,
+        "target_parameters": sorted({one.path for one in stacked if stacked_adapter_params(one, lora)}) or None,
         "modules_to_save": list(lora.modules_to_save) or None,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
