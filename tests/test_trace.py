@@ -572,7 +572,7 @@ def test_adapters_that_peft_refuses_are_an_error_and_no_missing_trace():
 
 
 def test_our_own_faults_keep_their_traceback(monkeypatch):
-    monkeypatch.setattr(build, "_prepare_step", lambda model, settings: {}["ours"])
+    monkeypatch.setitem(build.LOSS_SETUPS, "chunked", lambda base: {}["ours"])
     monkeypatch.setattr(step, "__file__", __file__)
     with pytest.raises(KeyError):
         step.trace_step(SMALL)

@@ -65,12 +65,12 @@ class SweepCell:
     settings: tuple[str, ...]
     loaded: LoadedConfig
     folder: RunFolder
+    # That of the stage that needs most, of a run with stages.
     plan: Plan
-    """That of the stage that needs most, of a run with stages."""
     hours: float | None
     state: CellState
+    # Why it is not finished: what it needs and what would fit, or what its run ended with.
     error: str | None = None
-    """Why it is not finished: what it needs and what would fit, or what its run ended with."""
 
     @property
     def name(self) -> str:

@@ -351,8 +351,9 @@ class Offer:
     hours: float
     cost: float
     tokens_per_s: float
+    # Share of the speed, and so of hours and cost; None where no published run of its kind was
+    # compared.
     speed_error: float | None
-    """Share of the speed, and so of hours and cost; None where no published run of its kind was compared."""
     layout: str
     provider: str | None = None
     read: str | None = None

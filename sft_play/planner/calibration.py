@@ -69,12 +69,14 @@ class MeasuredRun:
     versions: str
     finished: str
     version: int = RECORD_VERSION
+    # What ran, of norms, gated activations and rotations. A prediction that counted others is 0, as
+    # if unknown.
     kernels: KernelsName = "plain"
-    """What ran, of norms, gated activations and rotations. A prediction that counted others is 0, as if unknown."""
+    # Whether its blocks were compiled: such runs and plain ones do not correct each other's plans.
     compiled: bool = False
-    """Whether its blocks were compiled: such runs and plain ones do not correct each other's plans."""
+    # Of a run whose memory ran out: the bytes that it was planned for. Then nothing was measured.
+    # 0: it did not.
     ran_out_of: int = 0
-    """Of a run whose memory ran out: the bytes that it was planned for. Then nothing was measured. 0: it did not."""
 
     @property
     def memory_ratio(self) -> float:
@@ -97,11 +99,12 @@ class Correction:
     speed_factor: float = 1.0
     has_measured_speed: bool = False
     uses_selftest_speed: bool = False
+    # Reserved bytes of the runs that memory is learned from: predicted, measured.
     peaks: tuple[tuple[int, int], ...] = ()
-    """Reserved bytes of the runs that memory is learned from: predicted, measured."""
 
+    # The step with the smallest prediction that ran out of memory, unless a later run has fitted
+    # with as much.
     oom_run: MeasuredRun | None = None
-    """The step with the smallest prediction that ran out of memory, unless a later run has fitted with as much."""
 
     def corrected_reserved(self, uncorrected_bytes: int, budget_bytes: int) -> int:
         """The corrected prediction of a step's reserved bytes: more than the budget where a step that needs no more

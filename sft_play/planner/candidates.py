@@ -159,18 +159,20 @@ class PlanInputs:
     attention: AttentionName
     has_eval: bool
     device_budget: int
+    # Free RAM of one node; None where the machine is only named and its RAM was not given.
     host_budget: int | None
-    """Free RAM of one node; None where the machine is only named and its RAM was not given."""
+    # The correction from earlier runs on this machine, by layout.
     find_correction: Callable[[Layout], Correction]
-    """The correction from earlier runs on this machine, by layout."""
+    # Whether weights that train in full may be held in fp32 where no engine keeps fp32 copies of
+    # them.
     fp32_master_weights: bool = True
-    """Whether weights that train in full may be held in fp32 where no engine keeps fp32 copies of them."""
+    # The batch that a resumed run keeps; None leaves it to the config and the plan.
     resumed_batch: BatchPlan | None = None
-    """The batch that a resumed run keeps; None leaves it to the config and the plan."""
+    # How updates have reached the weights of a run that is resumed.
     resumed_updates: WeightUpdates | None = None
-    """How updates have reached the weights of a run that is resumed."""
+    # The lengths of the run's rows; None where they are not known, and all are taken to have full
+    # length.
     row_tokens: RowTokens | None = None
-    """The lengths of the run's rows; None where they are not known, and all are taken to have full length."""
     libraries: CudaLibraries = PINNED_CUDA_LIBRARIES
 
     def layout_precision(self, layout: Layout) -> Precision:

@@ -74,23 +74,23 @@ class PlanRequest:
     config: RunConfig
     shape: ModelShape
     hardware: Hardware
+    # Layouts that may be taken; every one is evaluated where none is left out.
     allowed_layouts: Sequence[LayoutName] = LAYOUT_NAMES
-    """Layouts that may be taken; every one is evaluated where none is left out."""
+    # Whether evaluation batches run beside the training.
     has_eval: bool = True
-    """Whether evaluation batches run beside the training."""
     measured_runs: Sequence[calibration.MeasuredRun] = ()
+    # The lengths of the rows, where they are known.
     row_tokens: RowTokens | None = None
-    """The lengths of the rows, where they are known."""
+    # Packages with kernels that are not installed (`machine.software.missing_kernel_packages`).
     missing_packages: frozenset[str] = frozenset()
-    """Packages with kernels that are not installed (`machine.software.missing_kernel_packages`)."""
+    # Those by which PyTorch chooses kernels (`machine.software.cuda_libraries`).
     libraries: CudaLibraries = PINNED_CUDA_LIBRARIES
-    """Those by which PyTorch chooses kernels (`machine.software.cuda_libraries`)."""
+    # Whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
     keeps_params: bool = False
-    """Whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say."""
+    # The batch that a resumed run keeps, whatever the config says.
     resumed_batch: BatchPlan | None = None
-    """The batch that a resumed run keeps, whatever the config says."""
+    # How updates reached the weights of a resumed run, which `weight_updates: auto` takes.
     resumed_updates: WeightUpdates | None = None
-    """How updates reached the weights of a resumed run, which `weight_updates: auto` takes."""
 
     @property
     def named_layout(self) -> LayoutName | None:

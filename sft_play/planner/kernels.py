@@ -91,8 +91,8 @@ class SdpaCall:
     value_head_dim: int
     has_grouped_heads: bool = False
     masked: bool = False
+    # In fp16 or bf16; bf16 is asked for from compute capability 8.0 on.
     half_precision: bool = True
-    """In fp16 or bf16; bf16 is asked for from compute capability 8.0 on."""
     needs_gradient: bool = True
 
 
@@ -110,8 +110,8 @@ class _KernelLimits:
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     needs_equal_head_dims: bool = False
+    # Widths without a backward pass on GPUs with little shared memory.
     untrainable_head_dims: range = range(0)
-    """Widths without a backward pass on GPUs with little shared memory."""
 
 
 # In PyTorch's order of preference.
@@ -253,14 +253,14 @@ MAX_MULTIPROCESSORS = 188
 class ReplacedOperations:
     """What liger-kernel replaces of a model; norms over the hidden width always are."""
 
+    # Norms of queries and keys too.
     replaces_head_norms: bool = False
-    """Norms of queries and keys too."""
+    # The product of an activated gate and its partner.
     replaces_gate: bool = True
-    """The product of an activated gate and its partner."""
+    # The rotation of queries and keys.
     replaces_rotation: bool = True
-    """The rotation of queries and keys."""
+    # A norm writes its input's gradient over its output's; not where the residual needs that one.
     writes_in_place: bool = True
-    """A norm writes its input's gradient over its output's; not where the residual needs that one."""
 
     @property
     def text(self) -> str:

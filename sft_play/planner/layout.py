@@ -138,11 +138,11 @@ class Layout:
     data_parallel: int = 1
     shard: int = 1
     tensor_parallel: int = 1
+    # Ranks that share the tokens of a row.
     context_parallel: int = 1
-    """Ranks that share the tokens of a row."""
+    # `zero3_offload` with weights on the GPUs and only the optimizer states in RAM, as a DeepSpeed
+    # file may ask for.
     keeps_params: bool = False
-    """`zero3_offload` with weights on the GPUs and only the optimizer states in RAM, as a DeepSpeed file may ask
-    for."""
 
     @property
     def ranks(self) -> int:
@@ -203,10 +203,10 @@ class PreviousRun:
     batch: BatchPlan
     processes: int = 0
     updates: WeightUpdates | None = None
+    # Whether there is anything to continue; a run without a trained step keeps none of this.
     has_trained: bool = True
-    """Whether there is anything to continue; a run without a trained step keeps none of this."""
+    # The smallest micro-batch that has run out of memory; None where none has.
     oom_micro_batch: int | None = None
-    """The smallest micro-batch that has run out of memory; None where none has."""
 
     def __post_init__(self) -> None:
         # 0: the run's manifest does not say, and then every rank had rows of its own

@@ -33,16 +33,17 @@ RowAssignment = list[list[list[int]]]
 class MicroBatches:
     """How the rows of a step become micro-batches, in every step alike."""
 
+    # Rows of a micro-batch if all were of full length.
     rows: int
-    """Rows of a micro-batch if all were of full length."""
+    # Padded tokens of a micro-batch at most; None: every micro-batch has `rows` rows, however
+    # short.
     tokens: int | None = None
-    """Padded tokens of a micro-batch at most; None: every micro-batch has `rows` rows, however short."""
+    # What starting one more micro step costs, in padded tokens.
     overhead: int = 0
-    """What starting one more micro step costs, in padded tokens."""
+    # Whether the rows of a micro-batch are padded to the longest; else they are joined.
     padded: bool = True
-    """Whether the rows of a micro-batch are padded to the longest; else they are joined."""
+    # A step is one micro step: it was planned without gradients that are kept between several.
     single: bool = False
-    """A step is one micro step: it was planned without gradients that are kept between several."""
 
     def resized(self, rows: int) -> MicroBatches:
         """The same with another number of rows of full length in a micro-batch, and the tokens that follow from it."""
@@ -158,8 +159,8 @@ class RowTokens:
     limit: int
     held_out: int = 0
     sample: tuple[int, ...] = ()
+    # Training rows that the limit cuts; None where that was not counted.
     cut: int | None = None
-    """Training rows that the limit cuts; None where that was not counted."""
 
     @property
     def longest_row(self) -> int:

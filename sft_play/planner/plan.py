@@ -39,8 +39,8 @@ class ExpertParameters:
     """Of the experts whose weights are one tensor for all of a block: numbers of parameters, without biases."""
 
     total: int
+    # Of the adapters, those on them.
     adapters: int
-    """Of the adapters, those on them."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class ParameterCounts:
     """Numbers of parameters of the language model and of what is added to it, as one rank without shards holds them.
     `trained` and `frozen` are together `total`, and adapters and copies of `modules_to_save`, which the mode adds."""
 
+    # The model's own.
     total: int
-    """The model's own."""
+    # Of those: what is kept in `quantised_dtype`; all others are in `rest_dtype`.
     quantised: int
-    """Of those: what is kept in `quantised_dtype`; all others are in `rest_dtype`."""
     quantised_dtype: Literal["nf4"] | None
     adapters: int
+    # None where there are no adapters.
     adapter_dtype: DtypeName | None
-    """None where there are no adapters."""
+    # What the mode trains; `tuning.trainable` may choose of it.
     trained: int
-    """What the mode trains; `tuning.trainable` may choose of it."""
     frozen: int
     rest_dtype: DtypeName
+    # None without experts in one tensor.
     experts: ExpertParameters | None = None
-    """None without experts in one tensor."""
 
     def shares(self) -> dict[str, dict[str, Any]]:
         """`precision_of` of `plan --json`: numbers of parameters, shares of the model's own, and dtypes."""
@@ -188,15 +188,16 @@ class Plan:
     choice: Candidate
     precision: Precision
     max_seq_len: int
+    # Whether sdpa repeats keys and values for all heads, because grouped ones would use PyTorch's
+    # math kernel.
     repeats_kv: bool
-    """Whether sdpa repeats keys and values for all heads, because grouped ones would use PyTorch's math kernel."""
+    # Rows that a rank evaluates at once.
     eval_batch: int
-    """Rows that a rank evaluates at once."""
+    # What the choice would require of a device if its padded rows and packs came with a mask; None
+    # where they do, or need none anyway.
     masked_bytes: int | None
-    """What the choice would require of a device if its padded rows and packs came with a mask; None where they do, or
-    need none anyway."""
+    # Tokens of prompts and answers that are generated at once.
     answer_tokens: int
-    """Tokens of prompts and answers that are generated at once."""
     budget_bytes: int
     model_params: int
     hardware: Hardware
@@ -206,26 +207,26 @@ class Plan:
     suggestions: tuple[Suggestion, ...] = ()
     not_enough: tuple[Suggestion, ...] = ()
     speed_known: bool = False
+    # How far the speed may be off; None where it is not known.
     speed_error: SpeedError | None = None
-    """How far the speed may be off; None where it is not known."""
     mfu: float | None = None
     run_length: RunLength | None = None
+    # How the rows of a step become micro-batches.
     micro_batches: MicroBatches = field(default_factory=lambda: MicroBatches(1))
-    """How the rows of a step become micro-batches."""
+    # The lengths of the run's rows; None where they are not known.
     row_tokens: RowTokens | None = None
-    """The lengths of the run's rows; None where they are not known."""
+    # The kernels that memory and speed count; None where the config leaves the model's own.
     kernels: CountedKernels | None = None
-    """The kernels that memory and speed count; None where the config leaves the model's own."""
+    # Seconds of compiling blocks at the start of the run.
     compile_s: float = 0.0
-    """Seconds of compiling blocks at the start of the run."""
+    # What the choice's activations are from: the estimate of the class's blocks, its blocks as they
+    # were measured, or a trace of the whole step.
     activations_from: ActivationsFrom = "blocks"
-    """What the choice's activations are from: the estimate of the class's blocks, its blocks as they were measured,
-    or a trace of the whole step."""
+    # DeepSpeed's config as it was given or shipped, with its "auto": what a resumed run, or a
+    # repetition, starts with. None where another engine runs.
     deepspeed: Mapping[str, Any] | None = None
-    """DeepSpeed's config as it was given or shipped, with its "auto": what a resumed run, or a repetition, starts with.
-    None where another engine runs."""
+    # What is quantised, adapted and trained; None in a plan of an earlier version.
     parameters: ParameterCounts | None = None
-    """What is quantised, adapted and trained; None in a plan of an earlier version."""
 
     @property
     def layout(self) -> LayoutName:

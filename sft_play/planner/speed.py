@@ -57,8 +57,8 @@ class Collective:
     message_bytes: float
     ranks: int
     calls: float
+    # Ranks that the group's links span, where they are not neighbours: copies are on other nodes.
     spanned_ranks: int = 0
-    """Ranks that the group's links span, where they are not neighbours: copies are on other nodes."""
 
     @property
     def sent_bytes(self) -> float:
@@ -394,10 +394,10 @@ class Rates:
     gpus_per_node: int
     is_known: bool
     matrix_share: float
+    # Fraction of the rate of a node's GPU link that collectives reach.
     link_share: float = LINK_SHARE
-    """Fraction of the rate of a node's GPU link that collectives reach."""
+    # Fraction of the rate of matrix products that attention reaches.
     attention_share: float = OTHER_ATTENTION_SHARE
-    """Fraction of the rate of matrix products that attention reaches."""
     missing_packages: frozenset[str] = frozenset()
 
 
@@ -409,12 +409,13 @@ class Speed:
     step_s: float
     tokens: int
     parts: dict[str, float] = field(default_factory=dict)
+    # Bytes that one rank sends to others in a step.
     moved_bytes: int = 0
-    """Bytes that one rank sends to others in a step."""
+    # Bytes of the whole messages that data-parallel ranks exchange in a step, by kind of
+    # collective.
     collectives: dict[str, int] = field(default_factory=dict)
-    """Bytes of the whole messages that data-parallel ranks exchange in a step, by kind of collective."""
+    # Floating-point operations of the model for one rank's step, without recomputation.
     model_flops: float = 0.0
-    """Floating-point operations of the model for one rank's step, without recomputation."""
 
     @property
     def tokens_per_s(self) -> float:

@@ -78,10 +78,10 @@ def load_planned_shape(config: Mapping[str, Any], *, name: str, trust_remote_cod
 class BlockMeter:
     """Measures blocks of one class; `ModelShape.block_meter` of its shape."""
 
+    # Its config.json.
     config_json: str
-    """Its config.json."""
+    # The folder or hub name whose own code defines it.
     remote_code: str | None = None
-    """The folder or hub name whose own code defines it."""
 
     def __call__(
         self,
@@ -156,13 +156,14 @@ class BlockMeasurement:
     """What is run: a model's first blocks, by their indices in `ModelShape.layers`, in this mode of a block."""
 
     settings: StepSettings
+    # For a class that does not take the boundaries of rows one behind the other: a run pads them
+    # then, with a mask.
     padded_settings: StepSettings
-    """For a class that does not take the boundaries of rows one behind the other: a run pads them then, with a mask."""
     block_mode: BlockMode
     kind_indices: tuple[int, ...]
     is_accumulating: bool
+    # Their parameters, with the embedding and the head.
     params: int
-    """Their parameters, with the embedding and the head."""
 
     def load_measured_blocks(self, rows: int, length: int) -> MeasuredBlocks:
         """Measure a micro step, or interpolate it between two. Raises ModelError: the blocks cannot be run."""

@@ -288,8 +288,8 @@ class ReplayPeaks:
     allocated: int = 0
     reserved: int = 0
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Allocated bytes when a phase first ended.
     allocated_after: dict[str, int] = field(default_factory=dict)
-    """Allocated bytes when a phase first ended."""
 
 
 def replay(events: Iterable[Event], *, expandable_segments: bool = False) -> ReplayPeaks:

@@ -481,18 +481,19 @@ class LayerBytes:
     pass, its output's gradient."""
 
     forward: int
+    # Held from its forward to its backward pass; without its own input, unless an operation holds
+    # it.
     saved: int = 0
-    """Held from its forward to its backward pass; without its own input, unless an operation holds it."""
     backward: int = 0
+    # Gradients of its parameters that stay, where there were none before; `backward` includes them.
     gradients: int = 0
-    """Gradients of its parameters that stay, where there were none before; `backward` includes them."""
+    # Half-precision copies of fp32 parameters that autocast keeps until the forward pass ends,
+    # where the block is computed again.
     cast: int = 0
-    """Half-precision copies of fp32 parameters that autocast keeps until the forward pass ends, where the block is
-    computed again."""
+    # Of the backward peak: the NF4 weight that is dequantised at that moment.
     rebuilt: int = 0
-    """Of the backward peak: the NF4 weight that is dequantised at that moment."""
+    # Its input, where only a checkpoint keeps it.
     input: int = 0
-    """Its input, where only a checkpoint keeps it."""
 
     @property
     def offloaded(self) -> LayerBytes:
@@ -505,11 +506,11 @@ class BlockBytes:
     """A block's bytes for one batch, with its copies of fp32 parameters however it is computed."""
 
     layer: LayerBytes
+    # Bytes of an element of its output.
     output_itemsize: int
-    """Bytes of an element of its output."""
+    # The peak of recomputing the forward: it starts when the backward pass first needs what was
+    # held, and ends at the last tensor that is held.
     recompute_peak: int = 0
-    """The peak of recomputing the forward: it starts when the backward pass first needs what was held, and ends at the
-    last tensor that is held."""
 
 
 def _run_block(block: ForwardPass, x: TensorRef) -> TensorRef:

@@ -209,14 +209,15 @@ class CheckpointSaving:
     """How a training checkpoint is written. Bytes of RAM are those in use at once, `total_bytes` is on disk."""
 
     format: CheckpointFormat
+    # Bytes of weights and optimizer states.
     total_bytes: int
-    """Bytes of weights and optimizer states."""
+    # RAM that the first rank needs beyond what every rank needs, for a checkpoint or the final
+    # weights.
     first_rank_ram: int
-    """RAM that the first rank needs beyond what every rank needs, for a checkpoint or the final weights."""
     each_rank_ram: int
     gathered_ram: int
+    # Of `each_rank_ram`: the copy that a rank holds while its part is written beside the training.
     staged_ram: int = 0
-    """Of `each_rank_ram`: the copy that a rank holds while its part is written beside the training."""
 
 
 def plan_checkpoint_saving(simulation: StepMemorySimulation) -> CheckpointSaving:
@@ -362,40 +363,42 @@ CPU_LIBRARIES_BYTES = GIB // 2
 class MemoryEstimate:
     """The predicted peak of one rank in bytes: `terms` add up to `allocated`; `required` is what must be free."""
 
+    # What the bytes are for at the peak: weights, adapters, master_weights, gradients, optimizer,
+    # gradient_buckets, workspaces, activations, loss_head, dequantised, gather_buffers,
+    # optimizer_step; those of no bytes may be absent.
     terms: dict[str, int] = field(default_factory=dict)
-    """What the bytes are for at the peak: weights, adapters, master_weights, gradients, optimizer, gradient_buckets,
-    workspaces, activations, loss_head, dequantised, gather_buffers, optimizer_step; those of no bytes may be absent."""
     reserved: int = 0
     margin: int = 0
+    # CUDA context, NCCL, the managed memory of paged optimizer states; on a CPU the copy of a
+    # checkpoint that is written beside the training.
     outside_allocator: int = 0
-    """CUDA context, NCCL, the managed memory of paged optimizer states; on a CPU the copy of a checkpoint that is
-    written beside the training."""
+    # The phase of the step with the peak: forward, head, backward, optimizer, evaluation, saving.
     moment: str = ""
-    """The phase of the step with the peak: forward, head, backward, optimizer, evaluation, saving."""
     moments: dict[str, int] = field(default_factory=dict)
+    # Bytes of tensors and reserved ones in each phase of the run, without what earlier runs
+    # correct: `reserved` is the most but for loading. Answers are generated in batches that take no
+    # more than the peak.
     by_moment: dict[RunPhase, tuple[int, int]] = field(default_factory=dict)
-    """Bytes of tensors and reserved ones in each phase of the run, without what earlier runs correct: `reserved` is
-    the most but for loading. Answers are generated in batches that take no more than the peak."""
+    # Allocated bytes while the model is loaded, before the first step: more than a step's where a
+    # rank creates all NF4 weights and keeps a shard of them.
     load_bytes: int = 0
-    """Allocated bytes while the model is loaded, before the first step: more than a step's where a rank creates all NF4
-    weights and keeps a shard of them."""
+    # RAM that this rank needs for what is offloaded and for writing a checkpoint.
     host_bytes: int = 0
-    """RAM that this rank needs for what is offloaded and for writing a checkpoint."""
+    # Of those, what the first rank alone takes to write a checkpoint or the final weights.
     host_save_bytes: int = 0
-    """Of those, what the first rank alone takes to write a checkpoint or the final weights."""
+    # Of those, what each rank takes to write its shard of a checkpoint.
     host_save_each_bytes: int = 0
-    """Of those, what each rank takes to write its shard of a checkpoint."""
+    # RAM that the first rank would take to write a checkpoint whole.
     host_gather_bytes: int = 0
-    """RAM that the first rank would take to write a checkpoint whole."""
     checkpoint: CheckpointFormat = "whole"
+    # Weights and optimizer states of one checkpoint.
     checkpoint_bytes: int = 0
-    """Weights and optimizer states of one checkpoint."""
+    # RAM for loading the weights, for a rank that reads them (under FSDP2 only the first), without
+    # file pages, which can be dropped.
     host_load_bytes: int = 0
-    """RAM for loading the weights, for a rank that reads them (under FSDP2 only the first), without file pages, which
-    can be dropped."""
     margin_reason: str = ""
+    # Of the margin: what is kept free whatever the size of the run.
     kept_free: int = MARGIN_BYTES
-    """Of the margin: what is kept free whatever the size of the run."""
 
     @property
     def allocated(self) -> int:

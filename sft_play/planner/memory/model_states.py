@@ -130,13 +130,14 @@ class TrainedParameters:
     trains_embedding: bool
     trains_head: bool
     state_itemsize: int
+    # Of the parameters: rows of embeddings that new tokens have, and that PEFT puts into a copy of
+    # the whole table.
     new_token_params: int = 0
-    """Of the parameters: rows of embeddings that new tokens have, and that PEFT puts into a copy of the whole table."""
+    # Of the parameters: those in tensors below `PAGED_MIN_ELEMENTS`.
     small_tensor_params: int = 0
-    """Of the parameters: those in tensors below `PAGED_MIN_ELEMENTS`."""
     largest_elements: int = 0
+    # Rows and columns of all tensors; for a vector its elements.
     matrix_sides: int = 0
-    """Rows and columns of all tensors; for a vector its elements."""
 
     @property
     def rounds_stochastically(self) -> bool:
@@ -445,17 +446,17 @@ ZERO_BUCKET_PARAMS = 500_000_000
 class GatherBuffers:
     """What is gathered, in bytes of the compute dtype, and the buffers for it in each phase."""
 
+    # The unit of each block, from the first to the last.
     blocks: tuple[int, ...]
-    """The unit of each block, from the first to the last."""
+    # 0 where it belongs to the tail.
     embedding: int
-    """0 where it belongs to the tail."""
+    # The last unit; while the head computes: its parameters.
     tail: int
-    """The last unit; while the head computes: its parameters."""
+    # Fraction of a unit's parameters that train: what is reduced of it.
     trained_share: float
-    """Fraction of a unit's parameters that train: what is reduced of it."""
     ranks: int
+    # Bytes of a gradient as sent over its bytes as computed.
     reduce_ratio: float = 1.0
-    """Bytes of a gradient as sent over its bytes as computed."""
 
     @property
     def _tied_embedding(self) -> int:

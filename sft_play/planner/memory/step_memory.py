@@ -63,37 +63,39 @@ class Step:
     grad_accum: int
     seq_len: int
     layout: Layout = SINGLE
+    # Blocks, counted from the first, whose activations are recomputed; None: all of them.
     checkpointed_layers: int | None = None
-    """Blocks, counted from the first, whose activations are recomputed; None: all of them."""
     loss: LossName = "chunked"
     attention: AttentionName = "sdpa"
+    # Rows come with a mask of S x S per sequence: they are packed, or padded where `masks` says so.
     padded: bool = False
-    """Rows come with a mask of S x S per sequence: they are packed, or padded where `masks` says so."""
+    # Whether rows that are padded come with a mask, in training and evaluation (`planner.kernels`).
     masks: bool = True
-    """Whether rows that are padded come with a mask, in training and evaluation (`planner.kernels`)."""
+    # Packs, or rows of a micro-batch, lie one behind the other and have boundaries
+    # (`attention_functions`), not a mask.
     varlen: bool = False
-    """Packs, or rows of a micro-batch, lie one behind the other and have boundaries (`attention_functions`), not a
-    mask."""
+    # With `varlen`: no kernel takes the boundaries, and each chat is attended to by a call of its
+    # own.
     one_by_one: bool = False
-    """With `varlen`: no kernel takes the boundaries, and each chat is attended to by a call of its own."""
+    # Rows of an evaluation batch, which are not packed; 0: no evaluation.
     eval_batch: int = 0
-    """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
+    # sdpa runs cuDNN's kernel (`planner.kernels`): all training batches have one shape, and
+    # evaluation's do where its rows are blocks of text too.
     cudnn: bool = False
-    """sdpa runs cuDNN's kernel (`planner.kernels`): all training batches have one shape, and evaluation's do where
-    its rows are blocks of text too."""
+    # LoRA layers cast their inputs to the adapters' dtype under autocast too, as PEFT's do and
+    # training's do not.
     casts_inputs: bool = False
-    """LoRA layers cast their inputs to the adapters' dtype under autocast too, as PEFT's do and training's do not."""
+    # What checkpointed blocks need for recomputation is kept in RAM.
     offloads: bool = False
-    """What checkpointed blocks need for recomputation is kept in RAM."""
+    # Whether checkpoints are written.
     saves: bool = True
-    """Whether checkpoints are written."""
     on_gpu: bool = True
+    # The GPU's compute capability; None where it is unknown, which counts as a current one.
     capability: tuple[int, int] | None = (9, 0)
-    """The GPU's compute capability; None where it is unknown, which counts as a current one."""
+    # flash-linear-attention is installed, whose kernels the class's gated delta rules run.
     fla: bool = False
-    """flash-linear-attention is installed, whose kernels the class's gated delta rules run."""
+    # The driver pages GPU memory out instead of failing, beside a desktop (WSL).
     pages: bool = False
-    """The driver pages GPU memory out instead of failing, beside a desktop (WSL)."""
 
     def recomputed_layers(self, layers: int) -> int:
         """How many of a model's `layers` are computed a second time, in the backward pass."""
@@ -147,11 +149,12 @@ class StepMemorySimulation:
         delays_reduction = (
             layout.is_fsdp and self.gradient_sync.interval != "micro_batch" and self.accumulates_gradients
         )
+        # Bytes of full gradients that every rank keeps between micro-batches though it holds a
+        # shard of the weights: FSDP2 then reduces them only at the end of the step, in the dtype in
+        # which they are sent.
         self.full_gradient_bytes = (
             self.rank_parameters.params * DTYPE_BYTES[self.gradient_sync.reduced_dtype] if delays_reduction else 0
         )
-        """Bytes of full gradients that every rank keeps between micro-batches though it holds a shard of the weights:
-        FSDP2 then reduces them only at the end of the step, in the dtype in which they are sent."""
         self._known_specs: dict[tuple[bool, bool], tuple[BlockSpec, ...]] = {}
         self.specs = self._block_specs(has_padding=step.padded, has_packing=config.data.packing != "none")
         self.gather_buffers = self._build_gather_buffers() if layout.shards_params else None
@@ -567,23 +570,25 @@ class MeasuredBlocks:
     """A micro step of `batch` rows through all kinds of blocks of a model."""
 
     batch: int
+    # Live when the first block begins, beside its input and what lasts: the batch, masks,
+    # rotations.
     before: int
-    """Live when the first block begins, beside its input and what lasts: the batch, masks, rotations."""
+    # The embedding's output, where only the model's own forward keeps it.
     embedded: int
-    """The embedding's output, where only the model's own forward keeps it."""
+    # The first block, whose input may need no gradient.
     first: LayerBytes
-    """The first block, whose input may need no gradient."""
+    # The other blocks, by their place in `ModelShape.layers`.
     layers: tuple[LayerBytes, ...]
-    """The other blocks, by their place in `ModelShape.layers`."""
+    # What follows the last block: last norm, output head and loss.
     tail: LayerBytes
-    """What follows the last block: last norm, output head and loss."""
+    # What the last block keeps beyond others of its kind; below 0 where gradients that the backward
+    # pass holds from it on, such as those of an input that all blocks read, count as kept by the
+    # first.
     last: int = 0
-    """What the last block keeps beyond others of its kind; below 0 where gradients that the backward pass holds from it
-    on, such as those of an input that all blocks read, count as kept by the first."""
+    # Extrapolated from a few real tokens on the CPU.
     on_cpu: bool = False
-    """Extrapolated from a few real tokens on the CPU."""
+    # The two measured batches on whose line it lies; empty where it was measured itself.
     ends: tuple[int, ...] = ()
-    """The two measured batches on whose line it lies; empty where it was measured itself."""
 
 
 def interpolate(low: MeasuredBlocks, high: MeasuredBlocks, batch: int) -> MeasuredBlocks:

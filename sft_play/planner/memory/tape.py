@@ -30,8 +30,8 @@ class ByteMeter:
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
+        # Of the peak: bytes of a weight dequantised at that moment.
         self.dequantised = 0
-        """Of the peak: bytes of a weight dequantised at that moment."""
 
     def allocate(self, nbytes: int) -> None:
         """Allocate bytes."""
@@ -121,10 +121,11 @@ class Tape:
     def __init__(self, *, grad_enabled: bool = True) -> None:
         self.meter = ByteMeter()
         self.grad_enabled = grad_enabled
+        # The peak when the last tensor was held: recomputation ends there
+        # (torch/utils/checkpoint.py).
         self.peak_at_last_save = 0
-        """The peak when the last tensor was held: recomputation ends there (torch/utils/checkpoint.py)."""
+        # Live bytes when a node first needed what was held: recomputation starts there.
         self.live_at_first_use = 0
-        """Live bytes when a node first needed what was held: recomputation starts there."""
         self._sequence_number = 0
 
     def new(self, elements: int, itemsize: int) -> TensorRef:
