@@ -181,11 +181,8 @@ def select_attention_kernel(
     # transformers repeats keys and values wherever there is a mask
     call = sdpa_call(shape, masked=masked, half_precision=half_precision)
     kernel = sdpa_kernel(call, capability, uses_cudnn=uses_cudnn)
-    kernel = (
-        sdpa_kernel(replace(call, has_grouped_heads=False), capability, uses_cudnn=uses_cudnn)
-        if kernel == "math"
-        else kernel
-    )
+    if kernel == "math":
+        kernel = sdpa_kernel(replace(call, has_grouped_heads=False), capability, uses_cudnn=uses_cudnn)
     return "efficient" if kernel == "math" else kernel  # of a GPU newer than the table
 
 
@@ -336,14 +333,14 @@ def _check_expert_options(config: RunConfig, shape: ModelShape) -> None:
 
 
 def _unmatched_reason(target: str, shape: ModelShape, names: list[str]) -> str:
-    reason = None
+    placement, reason = shape.adapter_placement, None
     if target in OUTPUT_HEADS:
         return " is the output head, which takes no adapter (the loss reads its weight)"
-    if shape.adapter_placement is not None:
-        reason = next(
-            (text for path, text in shape.adapter_placement.excluded if f".{path}".endswith(f".{target}")), None
-        )
+    if placement is not None:
+        reason = next((text for path, text in placement.excluded if f".{path}".endswith(f".{target}")), None)
     elif any(linear.matches(target) for linear, _ in shape.linears):
         reason = no_adapter_reason(shape.model_type, target.rpartition(".")[2])
+    if reason:
+        return f": {reason}"
     suggestion = did_you_mean(target, names)
-    return f": {reason}" if reason else f" matches nothing{f' ({suggestion})' if suggestion else ''}"
+    return " matches nothing" + f" ({suggestion})" * bool(suggestion)
