@@ -25,7 +25,7 @@ from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weig
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
-from sft_play.trace.block_meter import load_planned_shape, load_run_model_shape
+from sft_play.trace.confirm import load_planned_shape, load_run_model_shape
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.fsdp_loading import _build_empty_model
 from sft_play.training.model.model_loading import load_model

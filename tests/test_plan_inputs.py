@@ -25,11 +25,11 @@ from sft_play.models.config_json import KNOWN_MODELS, load_model_shape
 from sft_play.models.families import UnknownArchitecture
 from sft_play.planner import advice
 from sft_play.planner.advice import find_largest_fit, make_advised_plan, parse_grid
+from sft_play.planner.batching import RowTokens
 from sft_play.planner.candidates import evaluate_candidates, lowest_memory_candidates
 from sft_play.planner.decide import PlanRequest, build_plan_inputs
 from sft_play.planner.explain import candidate_table_lines, choice_line, hardware_lines, speed_lines, suggestion_lines
 from sft_play.planner.layout import find_layouts
-from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Plan, planned_disk_usage
 from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.runs.lookup import output_dir

@@ -19,10 +19,10 @@ from benchmarks.memory_model.streams import USED, WAIT, replay
 from sft_play.errors import ModelError
 from sft_play.machine.software import installed_version
 from sft_play.models.config_json import parse_model_shape
+from sft_play.planner.batching import MicroBatches
 from sft_play.planner.layout import SINGLE
 from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace_bytes
-from sft_play.planner.micro_batches import MicroBatches
 from sft_play.trace import build, kernels, patches, step
 from sft_play.trace.confirm import StepSettings, TraceUnavailable, cached_trace
 from sft_play.trace.storages import ALLOC, FREE, PHASE_START, StorageLog

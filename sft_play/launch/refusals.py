@@ -25,7 +25,7 @@ from sft_play.runs.files import format_free_space, free_disk_bytes
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import check_run_name, is_resume, new_run_folder, output_dir, require_writable_output_dir
 from sft_play.text import format_size
-from sft_play.trace.block_meter import load_run_model_shape
+from sft_play.trace.confirm import load_run_model_shape
 
 # Parameters above which a model is trained on a CPU only if that is asked for: a step takes minutes.
 MAX_CPU_PARAMS = 1_000_000_000

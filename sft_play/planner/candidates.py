@@ -19,7 +19,7 @@ from sft_play.errors import ConfigError
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE, PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.models.shape import ModelShape
-from sft_play.planner.batching import BatchPlan, batch_splits
+from sft_play.planner.batching import BatchPlan, MicroBatches, RowTokens, average_micro_steps, batch_splits
 from sft_play.planner.calibration import Correction, UncorrectedPrediction
 from sft_play.planner.kernels import AttentionName, RowAttention, prefers_cudnn, sdpa_kernel
 from sft_play.planner.layout import LAYOUT_PREFERENCE, Layout
@@ -27,7 +27,6 @@ from sft_play.planner.memory.estimate import MemoryEstimate, estimate_from_simul
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation, create_step_simulation, is_padded
 from sft_play.planner.memory.structure import sdpa_call
-from sft_play.planner.micro_batches import MicroBatches, RowTokens, average_micro_steps
 from sft_play.planner.precision import Precision, WeightUpdates, apply_weight_updates
 from sft_play.planner.speed import Rates, Speed, micro_step_overhead_tokens, predict_speed
 from sft_play.text import GIB, format_gib

@@ -15,7 +15,7 @@ from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.models.shape import ModelShape
 from sft_play.planner import calibration
-from sft_play.planner.batching import BatchPlan
+from sft_play.planner.batching import BatchPlan, RowTokens
 from sft_play.planner.candidates import (
     Candidate,
     PlanInputs,
@@ -41,7 +41,6 @@ from sft_play.planner.layout import (
 from sft_play.planner.memory.estimate import RUN_PHASES, generation_token_budget
 from sft_play.planner.memory.step_memory import create_step_simulation, is_padded
 from sft_play.planner.memory.structure import check_adapter_targets, needs_repeated_kv
-from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import (
     Plan,
     RunLength,

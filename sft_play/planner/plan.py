@@ -17,7 +17,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFit
 from sft_play.machine.hardware import Hardware
 from sft_play.models.shape import ModelShape
-from sft_play.planner.batching import BatchPlan
+from sft_play.planner.batching import BatchPlan, MicroBatches, RowTokens
 from sft_play.planner.candidates import Candidate, candidate_fields, candidate_json, format_needs
 from sft_play.planner.kernels import CountedKernels
 from sft_play.planner.layout import ImpossibleLayout, Layout, LayoutName
@@ -25,7 +25,6 @@ from sft_play.planner.memory.estimate import MemoryEstimate
 from sft_play.planner.memory.model_states import adapter_params, trained_parameters
 from sft_play.planner.memory.step_memory import create_step_simulation
 from sft_play.planner.memory.structure import element_bytes, stacked_adapter_params
-from sft_play.planner.micro_batches import MicroBatches, RowTokens
 from sft_play.planner.precision import DtypeName, Precision, adapter_dtype
 from sft_play.planner.speed import Speed, SpeedError
 from sft_play.text import format_count

@@ -18,11 +18,11 @@ from sft_play.machine.gpu_catalog import find_catalog_entries
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE
 from sft_play.models.shape import ModelShape
+from sft_play.planner.batching import AverageMicroSteps
 from sft_play.planner.kernels import ReplacedOperations, plan_experts, plan_kernels
 from sft_play.planner.memory.model_states import adapter_params, trained_parameters
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import ElementBytes
-from sft_play.planner.micro_batches import AverageMicroSteps
 from sft_play.planner.precision import DTYPE_BYTES, Precision, gradient_sync
 from sft_play.text import MIB
 
