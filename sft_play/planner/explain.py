@@ -254,23 +254,23 @@ def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choi
     by_layout: dict[Layout, list[Candidate]] = {}
     for candidate in candidates:
         by_layout.setdefault(candidate.layout, []).append(candidate)
-    shown = [
+    selected = [
         one
         for one in by_layout[choice.layout]
         if one.batch.micro_batch == choice.batch.micro_batch or one.checkpointed_layers == choice.checkpointed_layers
     ]
-    shown += [choose_candidate(others) or closest_to_fitting(others) for others in by_layout.values()]
+    selected += [choose_candidate(others) or closest_to_fitting(others) for others in by_layout.values()]
     logits_candidate = build_candidate(inputs, choice.layout, choice.batch, choice.checkpointed_layers, loss="logits")
     # full logits are shown only for comparison, but where the class leaves no other way
     if choice.fits or not logits_candidate.fits:
-        shown.append(logits_candidate)
+        selected.append(logits_candidate)
     fastest_tokens_per_s = fastest_speed(candidates)
-    selected = {choice.key: choice}
-    for one in shown:
-        if one.key not in selected:
+    by_key = {choice.key: choice}
+    for one in selected:
+        if one.key not in by_key:
             reason = rejection_reason(inputs, one, choice, fastest_tokens_per_s=fastest_tokens_per_s)
-            selected[one.key] = dataclasses.replace(one, rejected_because=reason)
-    return list(selected.values())
+            by_key[one.key] = dataclasses.replace(one, rejected_because=reason)
+    return list(by_key.values())
 
 
 def rejection_reason(

@@ -7,6 +7,5 @@ puts others into the libraries, and `kernels` adds what CUDA's kernels allocate.
 every allocation, and plays the log through the allocator.
 
 For models that the table of families does not know `meta_shape` measures their shapes, and `blocks`
-what their blocks need; `confirm` asks both, and has load_run_model_shape, by which every plan gets
-its shape.
+what their blocks need, where load_run_model_shape, by which every plan gets its shape, asks for it.
 """

@@ -355,8 +355,8 @@ def other_ranks_adapter_params(config: RunConfig, shape: ModelShape, ranks: int)
     for kind in shape.layers:
         for role, linear in linears_by_role(kind, shape).items():
             if is_target(linear, lora.target_modules):
-                own = tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES)
-                sides += kind.count * (linear.inputs - own.inputs + linear.outputs - own.outputs)
+                rank_linear = tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES)
+                sides += kind.count * (linear.inputs - rank_linear.inputs + linear.outputs - rank_linear.outputs)
     return lora.stored_rank * sides
 
 
