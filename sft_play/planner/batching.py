@@ -111,11 +111,8 @@ def format_batch_product(train: TrainConfig, batch: BatchPlan, *, is_resumed: bo
         return f"{text}: the effective batch that was given for one rank is kept, {changed}"
     batch_options = {"train.batch_size": train.batch_size, "train.grad_accum": train.grad_accum}
     given_options = [name for name, value in batch_options.items() if value != "auto"]
-    return (
-        f"{text} ({' and '.join(given_options)} {'are' if len(given_options) > 1 else 'is'} given)"
-        if given_options
-        else text
-    )
+    verb = "are" if len(given_options) > 1 else "is"
+    return text + f" ({' and '.join(given_options)} {verb} given)" * bool(given_options)
 
 
 def format_changed_batch(train: TrainConfig, batch: BatchPlan) -> str:

@@ -42,6 +42,7 @@ from sft_play.planner.memory.estimate import RUN_PHASES, generation_token_budget
 from sft_play.planner.memory.step_memory import create_step_simulation, is_padded
 from sft_play.planner.memory.structure import check_adapter_targets, needs_repeated_kv
 from sft_play.planner.plan import (
+    ActivationsFrom,
     Plan,
     RunLength,
     TraceCandidate,
@@ -131,6 +132,9 @@ def make_plan(
         config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=inputs.rates.missing_packages
     )
     simulation = create_step_simulation(config, shape, choice.precision, step)
+    activations_from: ActivationsFrom = "blocks" if shape.block_meter is None else "measured"
+    if choice.is_traced:
+        activations_from = "trace"
     return Plan(
         choice=choice,
         precision=choice.precision,
@@ -161,7 +165,7 @@ def make_plan(
         row_tokens=inputs.row_tokens,
         kernels=None if config.train.kernels == "none" else kernels.counted_kernels,
         compile_s=estimate_compile_s(config, shape),
-        activations_from="trace" if choice.is_traced else "blocks" if shape.block_meter is None else "measured",
+        activations_from=activations_from,
         parameters=count_parameters(config, shape, choice.precision, choice.layout),
     )
 
@@ -299,7 +303,8 @@ def _format_trace(candidate: Candidate, trace: TracePrediction) -> str:
 def _masked_required_bytes(inputs: PlanInputs, choice: Candidate) -> int | None:
     step = choice.step
     # by tokens, several short rows share a micro-batch of one full row; a packed row is not padded to others
-    batch_rows = max(2 if inputs.cuts_by_tokens else 1 if inputs.packed else step.micro_batch, step.eval_batch)
+    train_rows = 1 if inputs.packed else step.micro_batch
+    batch_rows = max(2 if inputs.cuts_by_tokens else train_rows, step.eval_batch)
     if not step.varlen and (step.masks or not is_padded(inputs.config, choice.layout, rows=batch_rows)):
         return None
     masked_candidate = build_candidate(inputs, choice.layout, choice.batch, choice.checkpointed_layers, loss=step.loss,

@@ -65,8 +65,7 @@ def trace_context(
     loop_class = LOOP_CLASSES[type(settings)]
     log = loop_class.log_class(workspace_sizes=functools.partial(kernels.workspace_sizes, on_gpu=settings.on_gpu))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_silence_libraries())
-        stack.enter_context(_pause_garbage_collection())
+        stack.enter_context(_quiet_process())
         stack.enter_context(_convert_library_errors())
         state = patches.TraceState(settings, log)
         log.is_padded = lambda: state.active_mask == "padded"
@@ -240,7 +239,7 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
     if name != settings.optimizer:
         fp32_weights = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
     if name in state_sizes:
-        count = 0 if name.startswith("paged") else 1 if name.startswith("lion") else 2  # in the allocator
+        count = {"paged": 0, "lion": 1}.get(name.partition("_")[0], 2)  # in the allocator
         return build.FakeStateOptimizer(
             trained, state_sizes[name], log, fp32_state_counts={id(one): count for one in fp32_weights}
         )
@@ -280,21 +279,12 @@ def _convert_library_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _pause_garbage_collection() -> Iterator[None]:
-    """No garbage collection in between: its timing depends on what this process did before, and so would peaks."""
+def _quiet_process() -> Iterator[None]:
+    """No messages of libraries, and no garbage collection in between: its timing depends on what this process did
+    before, and so would peaks."""
     gc.collect()
-    was_enabled = gc.isenabled()
+    was_enabled, previous_level = gc.isenabled(), logging.root.manager.disable
     gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _silence_libraries() -> Iterator[None]:
-    previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -302,6 +292,8 @@ def _silence_libraries() -> Iterator[None]:
             yield
     finally:
         logging.disable(previous_level)
+        if was_enabled:
+            gc.enable()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -403,7 +403,7 @@ def liger_norm(tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_we
     statistics = tape.new(rows, 4)
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
-        out = (grad if in_place else tape.new(size, e)) if needs_gradient or not in_place else None
+        out = grad if in_place else tape.new(size, e)
         if trains_weight:
             tape.meter.add_transient(4 * MAX_MULTIPROCESSORS * (size // rows))
         return (out if needs_gradient else None,)
