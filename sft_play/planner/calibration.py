@@ -110,11 +110,9 @@ class Correction:
         """The corrected prediction of a step's reserved bytes: more than the budget where a step that needs no more
         ran out."""
         corrected_bytes = int(uncorrected_bytes * self.narrow_to_size(uncorrected_bytes).memory_factor)
-        return (
-            max(corrected_bytes, budget_bytes + 1)
-            if self.oom_run and uncorrected_bytes >= self.oom_run.predicted_reserved
-            else corrected_bytes
-        )
+        if self.oom_run and uncorrected_bytes >= self.oom_run.predicted_reserved:
+            return max(corrected_bytes, budget_bytes + 1)
+        return corrected_bytes
 
     def narrow_to_size(self, predicted_bytes: int) -> Correction:
         """The correction of a prediction of `predicted_bytes`, from the runs of like size. A run counts for larger ones
@@ -256,7 +254,7 @@ def _smallest_oom_run(runs: Iterable[MeasuredRun], budget_bytes: int) -> Measure
     oom_runs: list[MeasuredRun] = []
     for run in runs:
         if run.ran_out_of:
-            oom_runs += [run] if budget_bytes <= RETRY_MEMORY_FACTOR * run.ran_out_of else []
+            oom_runs += [run] * (budget_bytes <= RETRY_MEMORY_FACTOR * run.ran_out_of)
         else:
             oom_runs = [oom_run for oom_run in oom_runs if run.predicted_reserved < oom_run.predicted_reserved]
     return min(oom_runs, key=lambda run: run.predicted_reserved, default=None)

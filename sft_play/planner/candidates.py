@@ -99,17 +99,15 @@ class Candidate:
     @property
     def verdict(self) -> str:
         """Whether it fits, with the numbers, and which memory is too small."""
-        device = (
-            f"{_format_need(self.memory.required, self.budget.device)} per {'GPU' if self.step.on_gpu else 'process'}"
-        )
-        host = "" if self.budget.host is None else f"{_format_need(self.host_required, self.budget.host)} on each node"
+        unit = "GPU" if self.step.on_gpu else "process"
+        device = f"{_format_need(self.memory.required, self.budget.device)} per {unit}"
         if self.fits:
             return f"fits, {device}{self.ram_text}"
-        needs = {"GPU memory": device, "RAM": host if self.step.on_gpu else device}
-        lacking_text = " and ".join(
-            f"too little {memory_kind}: needs {needs[memory_kind]}" for memory_kind in self.insufficient_memory
-        )
-        return f"does NOT fit, {lacking_text}{'' if device in lacking_text else f' ({device} would be enough)'}"
+        needs = {"GPU memory": device, "RAM": device}
+        if self.step.on_gpu and self.budget.host is not None:
+            needs["RAM"] = f"{_format_need(self.host_required, self.budget.host)} on each node"
+        lacking_text = " and ".join(f"too little {kind}: needs {needs[kind]}" for kind in self.insufficient_memory)
+        return f"does NOT fit, {lacking_text}" + f" ({device} would be enough)" * (device not in lacking_text)
 
     @property
     def ram_text(self) -> str:
@@ -295,17 +293,12 @@ def _batch_candidates(inputs: PlanInputs, layout: Layout, batch: BatchPlan) -> I
     if requested_layers is not None:
         yield build_candidate(inputs, layout, batch, requested_layers)
         return
-    uncheckpointed, checkpointed = (
-        build_candidate(inputs, layout, batch, 0),
-        build_candidate(inputs, layout, batch, num_layers),
-    )
-    yield uncheckpointed
-    yield checkpointed
+    uncheckpointed, checkpointed = (build_candidate(inputs, layout, batch, layers) for layers in (0, num_layers))
+    yield from (uncheckpointed, checkpointed)
     if checkpointed.fits and not uncheckpointed.fits:
         # a few in between are enough: speeds within 3% count as equal
-        for quarter in (1, 2, 3):
-            if 0 < num_layers * quarter // 4 < num_layers:
-                yield build_candidate(inputs, layout, batch, num_layers * quarter // 4)
+        quarters = (num_layers * quarter // 4 for quarter in (1, 2, 3))
+        yield from (build_candidate(inputs, layout, batch, layers) for layers in quarters if layers)
 
 
 def requested_checkpoint_layers(config: RunConfig, shape: ModelShape) -> int | None:
@@ -372,19 +365,16 @@ def build_candidate(
 
 
 def _predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step) -> Speed:
-    micro_steps = None
+    micro_steps, layout = None, step.layout
     if inputs.row_tokens is not None:
-        layout = step.layout
-        step_rows, micro_batches = (
-            step.micro_batch * step.grad_accum * layout.data_parallel,
-            plan_micro_batches(inputs, precision, step),
-        )
         micro_steps = average_micro_steps(
-            inputs.row_tokens, micro_batches, effective_batch=step_rows, ranks=layout.data_parallel
+            inputs.row_tokens,
+            plan_micro_batches(inputs, precision, step),
+            effective_batch=step.micro_batch * step.grad_accum * layout.data_parallel,
+            ranks=layout.data_parallel,
         )
-        micro_steps = dataclasses.replace(
-            micro_steps, padded_tokens=micro_steps.padded_tokens / layout.context_parallel
-        )
+        rank_tokens = micro_steps.padded_tokens / layout.context_parallel
+        micro_steps = dataclasses.replace(micro_steps, padded_tokens=rank_tokens)
     return predict_speed(inputs.config, inputs.shape, precision, step, inputs.rates, micro_steps=micro_steps)
 
 
@@ -522,31 +512,29 @@ def format_needs(candidate: Candidate, *, term_count: int) -> str:
     needs = []
     if candidate.memory.required > candidate.budget.device:
         unit = "GiB" if candidate.step.on_gpu else "GiB of RAM"
-        terms_text = format_largest_terms(candidate.memory, term_count)
+        memory = candidate.memory
+        terms_text = (
+            f"while loading {format_gib(memory.load_bytes)}, of which a step keeps {format_gib(memory.resident)}"
+        )
+        if not memory.is_limited_by_loading:
+            largest_items = sorted(memory.terms.items(), key=lambda item: -item[1])[:term_count]
+            terms_text = ", ".join(f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in largest_items)
         needs.append(f"{_format_need(candidate.memory.required, candidate.budget.device, unit)} ({terms_text})")
     if candidate.budget.host is not None and candidate.host_required > candidate.budget.host:
         needs.append(f"{_format_need(candidate.host_required, candidate.budget.host, 'GiB of RAM')} on each node")
     return " and ".join(needs)
 
 
-def format_largest_terms(memory: MemoryEstimate, term_count: int) -> str:
-    """The largest terms of a peak, in GiB."""
-    if memory.is_limited_by_loading:
-        return f"while loading {format_gib(memory.load_bytes)}, of which a step keeps {format_gib(memory.resident)}"
-    largest_items = sorted(memory.terms.items(), key=lambda item: -item[1])[:term_count]
-    return ", ".join(f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in largest_items)
-
-
 def _format_need(needed_bytes: int, budget_bytes: int, unit: str = "GiB") -> str:
     """`12.6 of 139.8 GiB`, with as many digits as it takes to show that the need is larger."""
-    digits = next(
-        (
-            n
-            for n in range(1, 9)
-            if needed_bytes <= budget_bytes or round(needed_bytes / GIB, n) > round(budget_bytes / GIB, n)
-        ),
-        9,
-    )
+    digits = 1
+    # of sizes that differ by less than a byte in nine digits none shows it
+    while (
+        digits < 9
+        and needed_bytes - budget_bytes > 0
+        and (round(needed_bytes / GIB, digits) <= round(budget_bytes / GIB, digits))
+    ):
+        digits += 1
     return f"{needed_bytes / GIB:.{digits}f} of {budget_bytes / GIB:.{digits}f} {unit}"
 
 

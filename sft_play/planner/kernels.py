@@ -56,17 +56,11 @@ def is_hub_kernel(implementation: str) -> bool:
 
 def require_attention_package(implementation: str) -> None:
     """Raise ModelError where an attention that was asked for needs a package that is not installed."""
-    if is_hub_kernel(implementation):
-        package = "kernels"
-    elif implementation == "flash_attention_2":
-        package = "flash-attn"
-    else:
-        return
-    if importlib.util.find_spec(package.replace("-", "_")) is None:
+    package = "kernels" if is_hub_kernel(implementation) else {"flash_attention_2": "flash-attn"}.get(implementation)
+    if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
         raise ModelError(
-            f"model.attn_implementation={implementation} needs the package {package}, which is not installed; pip "
-            "install "
-            f"{package}, or use auto"
+            f"model.attn_implementation={implementation} needs the package {package}, which is not installed; "
+            f"pip install {package}, or use auto"
         )
 
 
@@ -265,12 +259,8 @@ class ReplacedOperations:
     @property
     def text(self) -> str:
         """What is replaced, as the end of a sentence."""
-        parts = [
-            "norms",
-            *(["gated activations"] if self.replaces_gate else []),
-            *(["rotations"] if self.replaces_rotation else []),
-        ]
-        return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+        parts = ["norms"] + ["gated activations"] * self.replaces_gate + ["rotations"] * self.replaces_rotation
+        return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 _REPLACED_BY_TYPES = {

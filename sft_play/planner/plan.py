@@ -27,7 +27,7 @@ from sft_play.planner.memory.step_memory import create_step_simulation
 from sft_play.planner.memory.structure import element_bytes, stacked_adapter_params
 from sft_play.planner.precision import DtypeName, Precision, adapter_dtype
 from sft_play.planner.speed import Speed, SpeedError
-from sft_play.text import format_count
+from sft_play.text import format_count, plural
 
 # How many of a model's parameters are quantised, adapted, trained and frozen, in which dtypes; the
 # same in words.
@@ -113,8 +113,8 @@ def _trained_dtype(dtype: DtypeName, config: RunConfig, precision: Precision, la
 
 def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
     """One line: the shares of the parameters, their dtypes, and the options that would change them."""
-    counts, lora = parameters, config.tuning.lora
-    selection_note = "" if config.tuning.trainable == "all" else "; tuning.trainable chooses of what is trained"
+    counts, lora, experts = parameters, config.tuning.lora, parameters.experts
+    selection_note = "; tuning.trainable chooses of what is trained" * (config.tuning.trainable != "all")
     if counts.adapter_dtype is None:
         share_text = f"{format_count(counts.trained)} of" if counts.frozen else "all of"
         frozen_note = ", the others get no gradient by their class" * bool(counts.frozen)
@@ -122,23 +122,25 @@ def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
             f"Parameters: {share_text} {format_count(counts.total)} are trained in "
             f"{counts.rest_dtype}{frozen_note}{selection_note}"
         )
-    experts_note = copies_note = ""
-    if counts.experts is not None and counts.experts.adapters:
-        experts_note = f", {format_count(counts.experts.adapters)} of them on experts (tuning.lora.target_parameters)"
-    elif counts.experts is not None:
-        experts_note = ", none on experts (tuning.lora.target_parameters=auto)"
-    if copied_params := counts.trained - counts.adapters:
-        copies = [f"copies of {', '.join(lora.modules_to_save)}"] if lora.modules_to_save else []
-        rows = ["rows of new tokens"] if config.model.add_tokens else []
-        keys = ", ".join(["tuning.lora.modules_to_save"] * len(copies) + ["model.add_tokens"] * len(rows))
-        copies_note = f"; {' and '.join(copies + rows)} that train: {format_count(copied_params)} ({keys})"
     base_text = f"all {counts.rest_dtype}, frozen"
     if counts.quantised_dtype is not None:
         base_text = f"{counts.quantised / counts.total:.1%} in NF4, the rest {counts.rest_dtype}, all frozen"
-    return (
+    text = (
         f"Parameters: {format_count(counts.total)}: {base_text}; adapters: {format_count(counts.adapters)} "
-        f"{counts.adapter_dtype} ({counts.adapters / counts.total:.2%}){experts_note}{copies_note}{selection_note}"
+        f"{counts.adapter_dtype} ({counts.adapters / counts.total:.2%})"
     )
+    if experts is not None and experts.adapters:
+        text += f", {format_count(experts.adapters)} of them on experts (tuning.lora.target_parameters)"
+    elif experts is not None:
+        text += ", none on experts (tuning.lora.target_parameters=auto)"
+    if copied_params := counts.trained - counts.adapters:
+        parts = {"tuning.lora.modules_to_save": f"copies of {', '.join(lora.modules_to_save)}"}
+        if not lora.modules_to_save:
+            parts = {}
+        if config.model.add_tokens:
+            parts["model.add_tokens"] = "rows of new tokens"
+        text += f"; {' and '.join(parts.values())} that train: {format_count(copied_params)} ({', '.join(parts)})"
+    return text + selection_note
 
 
 @dataclass(frozen=True)
@@ -347,16 +349,17 @@ def require_fit(plan: Plan, config: RunConfig, *, is_resumed: bool = False) -> N
 
 def format_misfit(plan: Plan, config: RunConfig) -> str:
     """What does not fit, with what it needs, and the changes that would make it fit."""
-    micro_batch, needs = plan.batch.micro_batch, format_needs(plan.choice, term_count=3)
-    rows_text = f"{micro_batch} sequence{'s' if micro_batch > 1 else ''} of {plan.choice.step.seq_len} tokens"
+    rows, needs = plan.batch.micro_batch, format_needs(plan.choice, term_count=3)
     device = plan.hardware.gpus[0].name if plan.hardware.gpus else "the CPU"
     suggestions = plan.suggestions[:5] or plan.not_enough[:3]
     changes = ", ".join(f"{suggestion.change} ({suggestion.needs})" for suggestion in suggestions)
-    advice = f"try {changes}" if plan.suggestions else f"not even {changes} would be enough"
+    advice = "try a smaller model"
+    if suggestions:
+        advice = f"try {changes}" if plan.suggestions else f"not even {changes} would be enough"
     return (
-        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {device}: {rows_text} at a time in "
-        f"layout {plan.layout} need{'' if micro_batch > 1 else 's'} {needs}; "
-        f"{advice if suggestions else 'try a smaller model'}"
+        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {device}: "
+        f"{plural(rows, 'sequence')} of {plan.choice.step.seq_len} tokens at a time in layout {plan.layout} "
+        f"need{'s' * (rows == 1)} {needs}; {advice}"
     )
 
 

@@ -324,13 +324,14 @@ def ineffective_distributed_options(config: RunConfig, layout: str) -> list[str]
     """The run's keys that have no effect under the chosen layout, in words."""
     options = config.distributed
     settings: dict[str, Any] = {"find_unused_parameters": options.find_unused_parameters}
+    circumstance = f"under {layout}, which needs no search"
+    if layout == "ddp":
+        return []
     if layout == "single":
-        mixed = {f"mixed_precision.{part}": value for part, value in options.mixed_precision}
-        settings |= {"sync_gradients_every": options.sync_gradients_every, **mixed}
+        settings |= {"sync_gradients_every": options.sync_gradients_every}
+        settings |= {f"mixed_precision.{part}": value for part, value in options.mixed_precision}
         settings |= {"profile_communication": options.profile_communication}
+        circumstance = "on one process, which sends nothing"
     set_options = {name: str(value).lower() for name, value in settings.items() if value not in ("auto", False)}
     options_text = ", ".join(f"distributed.{name}={value}" for name, value in set_options.items())
-    circumstance = (
-        "on one process, which sends nothing" if layout == "single" else f"under {layout}, which needs no search"
-    )
-    return [f"{options_text}: no effect {circumstance}"] if options_text and layout != "ddp" else []
+    return [f"{options_text}: no effect {circumstance}"] * bool(options_text)
