@@ -29,7 +29,8 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision, adapter_dtype, gradient_sync
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import installed_versions
-from sft_play.trace.confirm import StepSettings, TracedPeak, step_settings
+from sft_play.trace.confirm import step_settings
+from sft_play.trace.settings import StepSettings, TracedPeak
 
 BF16 = Precision("bfloat16", "bfloat16", "")
 FP32_MASTERS = Precision("bfloat16", "float32", "")

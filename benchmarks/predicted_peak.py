@@ -119,7 +119,8 @@ def planned(row: Row, scratch: Path, hardware: Hardware) -> tuple[RunConfig, Pla
 def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """What estimate and trace say of the row, in bytes."""
     from sft_play.models.config_json import load_config_json
-    from sft_play.trace.confirm import TraceUnavailable, cached_trace, step_settings
+    from sft_play.trace.confirm import cached_trace, step_settings
+    from sft_play.trace.settings import TraceUnavailable
 
     config, plan = planned(row, scratch, hardware)
     prediction: dict[str, Any] = {

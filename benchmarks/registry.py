@@ -51,7 +51,8 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import installed_versions
-from sft_play.trace.confirm import TraceUnavailable, load_planned_shape, step_settings
+from sft_play.trace.confirm import load_planned_shape, step_settings
+from sft_play.trace.settings import TraceUnavailable
 from sft_play.trace.step import record_step
 from sft_play.training.class_checks import small_model
 from sft_play.training.class_checks.small_model import small_config

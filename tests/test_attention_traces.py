@@ -17,7 +17,7 @@ from sft_play.models.config_json import load_model_shape
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.trace import confirm
-from sft_play.trace.confirm import StepSettings, TraceUnavailable
+from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import record_step, trace_step
 from sft_play.trace.storages import ALLOC, StorageLog
 from sft_play.training.prepare.model_spec import choose_attention

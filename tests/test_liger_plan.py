@@ -30,7 +30,7 @@ from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import MIN_TRAFFIC_SHARE, find_rates, liger_saved_bytes, liger_saved_starts_s, predict_speed
 from sft_play.text import GIB
-from sft_play.trace.confirm import StepSettings
+from sft_play.trace.settings import StepSettings
 from sft_play.training.measure.recorded import record_measurements
 
 MIB = 2**20
@@ -194,7 +194,7 @@ def test_every_family_mode_and_checkpointing_is_traced_as_the_closed_form_says(
 @pytest.mark.build
 def test_what_is_not_arranged_as_the_table_says_is_not_traced() -> None:
     from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
-    from sft_play.trace.confirm import TraceUnavailable
+    from sft_play.trace.settings import TraceUnavailable
     from sft_play.trace.step import trace_step
 
     with pytest.raises(TraceUnavailable, match=r"nothing is known of liger-kernel 0\.8\.5 on gpt2"):

@@ -13,8 +13,9 @@ from sft_play.models.config_json import load_config_json, parse_model_shape
 from sft_play.models.families import UnknownArchitecture
 from sft_play.trace import meta_shape
 from sft_play.trace.build import language_model_config as trace_config_of
-from sft_play.trace.confirm import StepSettings, cached_shape
+from sft_play.trace.confirm import cached_shape
 from sft_play.trace.meta_shape import measure_shape_on_meta
+from sft_play.trace.settings import StepSettings
 from sft_play.training.class_checks.small_model import small_config
 from sft_play.training.model.language_model import prepare_text_config
 

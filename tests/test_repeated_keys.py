@@ -206,7 +206,7 @@ def test_plan_and_trace_count_repeated_keys_alike(precision, capability, checkpo
     """Four layers of a grouped model, 2,048 tokens without padding: 6% at most apart, and no S x S scores in either."""
     from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
     from benchmarks.memory_model.script_settings import to_script_settings
-    from sft_play.trace.confirm import StepSettings
+    from sft_play.trace.settings import StepSettings
     from sft_play.trace.step import trace_step
 
     model = {

@@ -20,7 +20,7 @@ from benchmarks.memory_model.score import Spread, plain_strategy, quantile, scor
 from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError, ModelError
 from sft_play.models.config_json import parse_model_shape
-from sft_play.trace.confirm import TracedPeak, TraceUnavailable
+from sft_play.trace.settings import TracedPeak, TraceUnavailable
 from tests.conftest import ROOT, shared
 
 LLAMA: dict[str, Any] = {

@@ -30,7 +30,8 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.trace import kernels
-from sft_play.trace.confirm import StepSettings, TraceUnavailable, step_settings
+from sft_play.trace.confirm import step_settings
+from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import trace_step
 from sft_play.trace.storages import StorageLog
 from sft_play.training.loop.rows import CHAT_LENGTHS, Collator

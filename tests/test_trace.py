@@ -24,7 +24,8 @@ from sft_play.planner.layout import SINGLE
 from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace_bytes
 from sft_play.trace import build, kernels, patches, step
-from sft_play.trace.confirm import StepSettings, TraceUnavailable, cached_trace
+from sft_play.trace.confirm import cached_trace
+from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import ALLOC, FREE, PHASE_START, StorageLog
 from tests.ranks import found_by_ranks
 

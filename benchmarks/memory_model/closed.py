@@ -22,7 +22,8 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import sdpa_call
 from sft_play.planner.memory.tape import ForwardPass, TensorRef, single_gradient
 from sft_play.planner.precision import Precision
-from sft_play.trace.confirm import VARLEN_ATTENTIONS, load_planned_shape
+from sft_play.trace.confirm import load_planned_shape
+from sft_play.trace.settings import VARLEN_ATTENTIONS
 
 OPTIMIZERS = {
     "adamw_fused": "adamw_torch_fused",

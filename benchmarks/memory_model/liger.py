@@ -17,7 +17,7 @@ import torch
 
 from sft_play.planner.kernels import LIGER_REPLACEMENTS, LIGER_VERSION, MAX_MULTIPROCESSORS
 from sft_play.trace import build
-from sft_play.trace.confirm import TraceUnavailable
+from sft_play.trace.settings import TraceUnavailable
 
 HEAD_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
 ROTATION = "apply_rotary_pos_emb"

@@ -21,8 +21,8 @@ from benchmarks.memory_model.script_settings import ScriptSettings
 from benchmarks.memory_model.streams import ScriptLog, replay
 from sft_play.planner.memory.step_memory import cublas_workspace_bytes
 from sft_play.trace import build, patches
-from sft_play.trace.confirm import StepSettings
 from sft_play.trace.patches import Patch, TraceState, log_stream
+from sft_play.trace.settings import StepSettings
 from sft_play.trace.step import LOOP_CLASSES, SHARDING_FUNCTIONS, TracedLoop
 from sft_play.trace.storages import ReplayPeaks
 

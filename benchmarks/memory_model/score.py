@@ -31,7 +31,7 @@ from sft_play.planner.memory.estimate import MemoryEstimate
 from sft_play.process.signals import die_with_parent
 from sft_play.runs.folder import installed_versions
 from sft_play.text import GIB
-from sft_play.trace.confirm import TracedPeak, TraceUnavailable
+from sft_play.trace.settings import TracedPeak, TraceUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from sft_play.trace.confirm import StepSettings
+from sft_play.trace.settings import StepSettings
 
 
 @dataclass(frozen=True)

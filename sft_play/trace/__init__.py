@@ -1,7 +1,7 @@
 """The plan's second opinion: the real step on fake tensors, replayed through a simulated CUDA caching
 allocator.
 
-`confirm` turns a plan's candidate into settings, or answers from the cache. `step` runs it, alone
+`confirm` turns a plan's candidate into `settings`, or answers from the cache. `step` runs it, alone
 or as one of several ranks: `build` makes the model, with stand-ins for what needs a GPU, `patches`
 puts others into the libraries, and `kernels` adds what CUDA's kernels allocate. `storages` logs
 every allocation, and plays the log through the allocator.

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.step_memory import BlockMode, MeasuredBlocks
 from sft_play.trace import build
-from sft_play.trace.confirm import StepSettings, TraceUnavailable
+from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import TracedLoop, trace_context
 from sft_play.trace.storages import StorageLog
 

@@ -27,8 +27,8 @@ from sft_play.log import one_line
 from sft_play.planner.memory.model_states import ABSMAX_BLOCK
 from sft_play.planner.memory.structure import NF4_BLOCK
 from sft_play.trace import kernels
-from sft_play.trace.confirm import VARLEN_ATTENTIONS, StepSettings, TraceUnavailable
 from sft_play.trace.kernels import chunk_gated_delta_rule
+from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.language_model import drop_kernel_choices, prepare_text_config

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from sft_play.planner.kernels import SdpaCall, SdpaKernel, sdpa_kernel
 from sft_play.planner.memory.tape import round_up
-from sft_play.trace.confirm import TraceUnavailable
+from sft_play.trace.settings import TraceUnavailable
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ import torch
 from sft_play.machine.software import installed_version
 from sft_play.planner.kernels import GROUPED_MM_MIN_CAPABILITY
 from sft_play.trace import build, kernels
-from sft_play.trace.confirm import StepSettings, TraceUnavailable
+from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
 
 # What runs in a library's place while a step is traced; `PATCHES`, below, says where each goes, and why.

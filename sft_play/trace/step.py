@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 from sft_play.planner.memory.step_memory import cublas_workspace_bytes
 from sft_play.trace import build, kernels, patches
-from sft_play.trace.confirm import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
+from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import ReplayPeaks, StorageLog, replay
 
 
