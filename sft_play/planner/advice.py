@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from sft_play.config.schema import RunConfig, TrainConfig
 from sft_play.errors import ConfigError, SftPlayError
@@ -541,7 +541,7 @@ def parse_question(text: str) -> FitQuestion:
     """The question that `MAX` asks; raises ConfigError for anything else."""
     if text not in QUESTIONS:
         raise ConfigError(f"MAX={one_line(text)} is not one of {', '.join(QUESTIONS)}")
-    return cast(FitQuestion, text)
+    return text
 
 
 def largest_fitting_multiple(fits: Callable[[int], bool], *, step: int, limit: int) -> int | None:

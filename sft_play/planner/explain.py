@@ -78,14 +78,16 @@ def plan_reasons(
     requested_seq_len = config.model.max_seq_len
     length_reason = f"max_seq_len {max_seq_len} instead of {requested_seq_len}: the model has {max_seq_len} positions"
     simulation = create_step_simulation(config, shape, choice.precision, choice.step)
-    is_measured = isinstance(simulation, MeasuredStepSimulation)
+    activation_reason = ""
+    if isinstance(simulation, MeasuredStepSimulation):
+        activation_reason = ACTIVATION_REASONS[simulation.was_measured_on_cpu]
     placement = shape.adapter_placement if config.tuning.mode != "full" else None
     correction = inputs.find_correction(choice.layout).narrow_to_size(choice.uncorrected.reserved)
     reasons = (
         choice.precision.reason,
         length_reason * (max_seq_len != requested_seq_len),
         f"the model's shape is {shape.source_note}" * bool(shape.source_note),
-        ACTIVATION_REASONS[simulation.was_measured_on_cpu] if is_measured else "",
+        activation_reason,
         CUSTOM_LOGITS_REASON * shape.has_custom_logits,
         *(f"adapters: {text}" for text in (placement.notes if placement else ())),
         *(shape.text_only_note, shape.storage_note, shape.published_note),
