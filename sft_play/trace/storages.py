@@ -149,10 +149,6 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
 
-    def reset_peak_stats(self) -> None:
-        """`torch.cuda.reset_peak_memory_stats`."""
-        self.peak_allocated, self.peak_reserved = self.allocated_bytes, self.reserved_bytes
-
     # --- inside -------------------------------------------------------------------------------------------------------
     def _free_block(self, block: _Block) -> None:
         block.allocated = False
@@ -319,7 +315,7 @@ def record_phase_end(peaks: ReplayPeaks, phase: str, allocator: CachingAllocator
     if counts_to_peak:
         peaks.allocated = max(peaks.allocated, allocator.peak_allocated)
         peaks.reserved = max(peaks.reserved, allocator.peak_reserved)
-    allocator.reset_peak_stats()
+    allocator.peak_allocated, allocator.peak_reserved = allocator.allocated_bytes, allocator.reserved_bytes
 
 
 WorkspaceSizes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]

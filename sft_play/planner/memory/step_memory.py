@@ -24,7 +24,6 @@ from sft_play.planner.memory.block import (
     head_bytes,
 )
 from sft_play.planner.memory.model_states import (
-    GatherBuffers,
     build_gather_buffers,
     optimizer_temporary_bytes,
     resident_bytes,
@@ -157,7 +156,18 @@ class StepMemorySimulation:
         self._measured_by_mode: dict[tuple[BlockMode, int], MeasuredBlocks] = {}
         self._known_specs: dict[tuple[bool, bool], tuple[BlockSpec, ...]] = {}
         self.specs = self._block_specs(has_padding=step.padded, has_packing=config.data.packing != "none")
-        self.gather_buffers = self._build_gather_buffers(is_sharded=layout.shards_params)
+        # what is gathered: of no bytes where a rank holds all weights
+        self.gather_buffers = build_gather_buffers(
+            shape,
+            itemsize=self.element_bytes.weights * layout.shards_params,
+            is_nf4=self.is_nf4 and layout.shards_params,
+            lora=None if self.is_full else config.tuning.lora,
+            tensor_parallel_ranks=layout.tensor_parallel,
+            # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
+            trained_share=1.0 if self.is_full else min(1.0, self.trained_parameters.params / max(1, shape.params)),
+            ranks=layout.shard,
+            reduce_ratio=DTYPE_BYTES[self.gradient_sync.reduced_dtype] / DTYPE_BYTES[self.gradient_sync.computed_dtype],
+        )
         self.blocks, self.hidden_itemsizes = self._compute_blocks()
         self.layers = self._compute_layers()
 
@@ -197,20 +207,6 @@ class StepMemorySimulation:
             specs.append(tensor_parallel_spec(spec, step.layout.tensor_parallel))
         self._known_specs[has_padding, has_packing] = tuple(specs)
         return tuple(specs)
-
-    def _build_gather_buffers(self, *, is_sharded: bool) -> GatherBuffers:
-        """What is gathered; of no bytes where a rank holds all weights."""
-        return build_gather_buffers(
-            self.shape,
-            itemsize=self.element_bytes.weights * is_sharded,
-            is_nf4=self.is_nf4 and is_sharded,
-            lora=None if self.is_full else self.config.tuning.lora,
-            tensor_parallel_ranks=self.step.layout.tensor_parallel,
-            # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
-            trained_share=1.0 if self.is_full else min(1.0, self.trained_parameters.params / max(1, self.shape.params)),
-            ranks=self.step.layout.shard,
-            reduce_ratio=DTYPE_BYTES[self.gradient_sync.reduced_dtype] / DTYPE_BYTES[self.gradient_sync.computed_dtype],
-        )
 
     def _compute_blocks(self) -> tuple[list[BlockBytes], list[int]]:
         blocks: list[BlockBytes] = []
