@@ -67,6 +67,7 @@ def run_plan(request: Request) -> CommandResult:
     strategy, keeps_params, apply_deepspeed = _deepspeed_settings(request, hardware)
     fixed_stages = tuple(dataclasses.replace(one, config=apply_deepspeed(one.config)) for one in run.stages)
     run = dataclasses.replace(run, config=apply_deepspeed(run.config), stages=fixed_stages)
+    configs = [(cell, apply_deepspeed(config)) for cell, config in configs]
     layouts = (strategy,) if strategy else LAYOUT_NAMES
     row_errors: list[SftPlayError] = []
     backend = training_backend(run.config, hardware, layouts)
@@ -95,7 +96,7 @@ def run_plan(request: Request) -> CommandResult:
         include_suggestions=False,
     )
     cells = [
-        (cell, _plan_whatif_cell(cell, apply_deepspeed(one), run.config, machine, plan_cell)) for cell, one in configs
+        (cell, _plan_whatif_cell(cell, cell_config, run.config, machine, plan_cell)) for cell, cell_config in configs
     ]
     largest = None
     if fit_question:  # of rows of any length
