@@ -270,11 +270,10 @@ def find_layouts(
     mesh = parse_mesh(config.model.mesh_shape)
     if mesh is not None:
         return (_check_mesh_layout(mesh, config, shape, hardware),), ()
-    rank_count = hardware.ranks
     possible_layouts: list[Layout] = []
     impossible: list[ImpossibleLayout] = []
-    tried_layouts = _layouts_to_try(config, hardware, rank_count)
-    if rank_count == 1 and named in ONE_RANK_LAYOUTS:
+    tried_layouts = _layouts_to_try(config, hardware)
+    if hardware.ranks == 1 and named in ONE_RANK_LAYOUTS:
         tried_layouts = [Layout(named), *tried_layouts]
     if named == "fsdp_cp":
         tried_layouts += _all_context_parallel_layouts(hardware)
@@ -315,48 +314,33 @@ def context_parallel_layouts(config: RunConfig, shape: ModelShape, hardware: Har
 
 
 def _all_context_parallel_layouts(hardware: Hardware) -> list[Layout]:
-    rank_count = hardware.ranks
     # its all-to-alls are in every attention layer, so ranks that share a row are in one node
-    group_sizes = [
-        context_parallel
-        for context_parallel in GROUP_SIZES
-        if context_parallel <= hardware.ranks_per_node and rank_count % context_parallel == 0
-    ]
-    return [
-        Layout("fsdp_cp", rank_count // context_parallel, rank_count, context_parallel=context_parallel)
-        for context_parallel in group_sizes
-    ]
+    ranks = hardware.ranks
+    return [Layout("fsdp_cp", ranks // size, ranks, context_parallel=size) for size in _group_sizes(hardware)]
 
 
-def _layouts_to_try(config: RunConfig, hardware: Hardware, rank_count: int) -> list[Layout]:
-    # on one CPU process offload would only copy RAM to RAM
-    offload_layouts = (
-        [Layout("zero2_offload", rank_count, rank_count), Layout("zero3_offload", rank_count, rank_count)]
-        if hardware.gpus or rank_count > 1
-        else []
-    )
-    if rank_count == 1:
-        return [SINGLE, *offload_layouts]
-    node_ranks = hardware.ranks_per_node
-    layouts = [Layout("ddp", rank_count), Layout("fsdp", rank_count, rank_count)]
-    shard_option = config.distributed.shard_ranks
-    shard = node_ranks if shard_option == "auto" else shard_option
-    if shard_option != "auto" and rank_count % shard:
-        raise ConfigError(f"distributed.shard_ranks={shard} does not divide {rank_count} ranks into equal groups")
+def _group_sizes(hardware: Hardware) -> list[int]:
+    """Sizes of groups of ranks in one node, into which all ranks divide."""
+    return [size for size in GROUP_SIZES if size <= hardware.ranks_per_node and hardware.ranks % size == 0]
+
+
+def _layouts_to_try(config: RunConfig, hardware: Hardware) -> list[Layout]:
+    ranks, shard_option = hardware.ranks, config.distributed.shard_ranks
+    offload_layouts = [Layout("zero2_offload", ranks, ranks), Layout("zero3_offload", ranks, ranks)]
+    if ranks == 1:  # on one CPU process offload would only copy RAM to RAM
+        return [SINGLE, *(offload_layouts if hardware.gpus else [])]
+    layouts = [Layout("ddp", ranks), Layout("fsdp", ranks, ranks)]
+    shard = hardware.ranks_per_node if shard_option == "auto" else shard_option
+    if shard_option != "auto" and ranks % shard:
+        raise ConfigError(f"distributed.shard_ranks={shard} does not divide {ranks} ranks into equal groups")
     # one shard group would be fsdp, groups of one rank ddp
-    if 1 < shard < rank_count and rank_count % shard == 0:
-        layouts.append(Layout("fsdp_hybrid", rank_count, shard))
-    layouts += [Layout(name, rank_count, rank_count) for name in ("zero1", "zero2", "zero3")]
+    if 1 < shard < ranks and ranks % shard == 0:
+        layouts.append(Layout("fsdp_hybrid", ranks, shard))
+    layouts += [Layout(name, ranks, ranks) for name in ("zero1", "zero2", "zero3")]
     # its all-reduces are in every block, so tensor parallelism stays inside a node
-    for tensor_parallel in GROUP_SIZES:
-        if tensor_parallel > node_ranks or rank_count % tensor_parallel:
-            continue
-        shard_ranks = rank_count // tensor_parallel
-        layouts.append(
-            Layout("tp", 1, 1, tensor_parallel)
-            if shard_ranks == 1
-            else Layout("fsdp_tp", shard_ranks, shard_ranks, tensor_parallel)
-        )
+    for size in _group_sizes(hardware):
+        shards = ranks // size
+        layouts.append(Layout("fsdp_tp" if shards > 1 else "tp", shards, shards, size))
     return layouts + offload_layouts
 
 
