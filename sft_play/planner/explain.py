@@ -398,7 +398,7 @@ def fit_line(plan: Plan, config: RunConfig) -> str:
 
 def format_run_length(plan: Plan) -> str:
     """Steps, duration and money of the run, as far as they are known."""
-    run, run_length = plan.as_json()["run"], plan.run_length
+    run, run_length = plan.run_figures(), plan.run_length
     if run is None or run_length is None:
         return "steps and duration are known once the rows are here"
     steps = plural(run["steps"], "step")
@@ -607,7 +607,7 @@ def speed_lines(plan: Plan) -> list[str]:
     """Predicted speed, time, energy and money."""
     if not plan.speed_known:
         return ["Speed: not predicted (the device's rates are not known)"]
-    speed, run = plan.speed, plan.as_json()["run"]
+    speed, run = plan.speed, plan.run_figures()
     parts = {name.replace("_", " "): seconds / speed.step_s for name, seconds in speed.parts.items()}
     parts_text = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share > 0.01)
     error_text = f" ({plan.speed_error.text})" if plan.speed_error else ""

@@ -284,13 +284,14 @@ class Plan:
         return {
             **candidate_json(self.choice, speed_known=self.speed_known),
             **own_fields,
-            "run": self._run_json(),
+            "run": self.run_figures(),
             "hardware": self.hardware.as_json(),
             "candidates": [candidate_json(candidate, speed_known=self.speed_known) for candidate in self.candidates],
             "ways_out": _plain_data(self.suggestions),  # the key that scripts know
         }
 
-    def _run_json(self) -> dict[str, Any] | None:
+    def run_figures(self) -> dict[str, Any] | None:
+        """`run` of the JSON: steps, tokens, hours, energy and cost; None where the length of the run is not known."""
         if self.run_length is None:
             return None
         gpus, hours, price = self.hardware.gpus, self.hours, self.hardware.price_per_gpu_hour
