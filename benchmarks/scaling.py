@@ -19,7 +19,7 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import find_rates, predict_speed
-from sft_play.trace.block_meter import load_planned_shape
+from sft_play.trace.confirm import load_planned_shape
 
 FMS = (
     "https://github.com/foundation-model-stack/fms-acceleration/blob/876e2ed6fc4e/scripts/benchmarks/refs/"

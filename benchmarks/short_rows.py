@@ -22,8 +22,8 @@ from sft_play.config.load import config_from_text
 from sft_play.machine.gpu_catalog import CATALOG_ENTRIES
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
+from sft_play.planner.batching import RowTokens, summarize_row_tokens
 from sft_play.planner.decide import PlanRequest, make_plan
-from sft_play.planner.micro_batches import RowTokens, summarize_row_tokens
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import write_json
 

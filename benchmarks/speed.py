@@ -32,7 +32,7 @@ from sft_play.planner.precision import Precision
 from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import installed_versions
-from sft_play.trace.block_meter import load_planned_shape
+from sft_play.trace.confirm import load_planned_shape
 
 MODES = {"full", "lora", "qlora"}
 

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from sft_play.config.load import load_config
 from sft_play.files import ROOT
 from sft_play.machine.hardware import parse_hardware
+from sft_play.planner.advice import find_largest_fit
 from sft_play.planner.decide import PlanRequest, make_plan
-from sft_play.planner.what_if import find_largest_fit
-from sft_play.trace.block_meter import load_run_model_shape
+from sft_play.trace.confirm import load_run_model_shape
 
 CARDS = ("RTX3060", "RTX4090", "RTX5090", "L4", "L40S", "A100-80GB", "H100", "H200", "B200")
 MODELS = (

@@ -38,6 +38,11 @@ def format_count(count: int) -> str:
     return f"{count / 10**6:.1f} million" if count >= 10**6 else f"{count:,}"
 
 
+def plural(count: int, noun: str, plural_noun: str = "") -> str:
+    """A number of things: `1 row`, `1,200 rows`, `2 passes`."""
+    return f"{count:,} {noun if count == 1 else plural_noun or f'{noun}s'}"
+
+
 def format_duration(seconds: float) -> str:
     """A duration in the unit that a person would take: `40 seconds`, `8 minutes`, `3.2 hours`, `19.0 days`."""
     if seconds >= 48 * 3600:
@@ -46,8 +51,7 @@ def format_duration(seconds: float) -> str:
         return f"{seconds / 3600:.1f} hours"
     if seconds >= 90:
         return f"{seconds / 60:.0f} minutes"
-    rounded = max(1, round(seconds))
-    return f"{rounded} second{'' if rounded == 1 else 's'}"
+    return plural(max(1, round(seconds)), "second")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from sft_play.data.build.splits import DataSplit
 from sft_play.data.build.stats import RowStats
 from sft_play.machine.hardware import Hardware
 from sft_play.models.config_json import load_model_shape
+from sft_play.planner.batching import MicroBatches
 from sft_play.planner.decide import PlanRequest, make_plan
-from sft_play.planner.micro_batches import MicroBatches
 from sft_play.runs.folder import RunFolder
 from sft_play.training.loop.callbacks import GradientCheck
 from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, training_arguments

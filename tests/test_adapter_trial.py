@@ -23,8 +23,7 @@ from sft_play.models.families import MODEL_FAMILIES
 from sft_play.models.shape import AdapterPlacement
 from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
-from sft_play.trace.block_meter import load_run_model_shape
-from sft_play.trace.confirm import _peft_config
+from sft_play.trace.confirm import _peft_config, load_run_model_shape
 from sft_play.training.class_checks import adapter_trial, small_model
 from tests.conftest import ROOT, Command, chat
 from tests.models import make_tokenizer

@@ -18,12 +18,11 @@ from sft_play.launch.request import LaunchOptions
 from sft_play.launch.resume import resume_constraints
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
-from sft_play.planner.advice import find_suggestions
+from sft_play.planner.advice import find_largest_fit, find_suggestions
 from sft_play.planner.batching import BatchPlan, batch_splits, effective_batch, format_batch_product
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.explain import batch_lines
 from sft_play.planner.layout import PreviousRun
-from sft_play.planner.what_if import find_largest_fit
 from sft_play.runs.folder import RunFolder, check_same_run, new_manifest
 from sft_play.runs.lookup import create_run
 from sft_play.training.checkpoints.checkpoints import checkpoint_path

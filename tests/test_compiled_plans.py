@@ -19,9 +19,8 @@ from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner import calibration, explain
 from sft_play.planner.decide import PlanRequest, make_plan
-from sft_play.planner.layout import DEEPSPEED_LAYOUTS, Layout
+from sft_play.planner.layout import DEEPSPEED_LAYOUTS, Layout, find_layouts
 from sft_play.planner.plan import RunLength, plan_from_json
-from sft_play.planner.possible_layouts import find_layouts
 from sft_play.planner.speed import COMPILED_TRAFFIC_SHARE, find_rates, predict_speed
 from tests.test_plan_truth import measured
 
@@ -205,7 +204,7 @@ def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path)
 
 
 def test_a_layout_with_an_engine_of_its_own_says_why():
-    from sft_play.planner.possible_layouts import compile_obstacle
+    from sft_play.planner.layout import compile_obstacle
 
     assert "fsdp shards the same" in str(compile_obstacle(Layout("zero3", 2, 2)))
     assert compile_obstacle(Layout("fsdp", 2, 2)) is None

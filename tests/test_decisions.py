@@ -30,11 +30,10 @@ from sft_play.planner.candidates import (
     lowest_memory_candidates,
 )
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, Layout, PreviousRun
+from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, Layout, PreviousRun, find_layouts
 from sft_play.planner.memory.estimate import max_evaluation_rows
 from sft_play.planner.memory.step_memory import StepMemorySimulation
 from sft_play.planner.plan import TracePrediction, device_budget_bytes
-from sft_play.planner.possible_layouts import find_layouts
 
 GIB = 2**30
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -36,9 +36,8 @@ from sft_play.machine.network import NodeSetup
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.decide import PlanRequest
-from sft_play.planner.disk import OTHER_BYTES
 from sft_play.planner.explain import slow_code_reasons
-from sft_play.planner.plan import RunLength
+from sft_play.planner.plan import OTHER_BYTES, RunLength
 from tests import warm
 from tests.conftest import ROOT
 

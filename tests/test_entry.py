@@ -175,7 +175,7 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
-@pytest.mark.parametrize("name", ["sft_play.cli", "psutil", "pydantic", "yaml", "sft_play.planner.what_if"])
+@pytest.mark.parametrize("name", ["sft_play.cli", "psutil", "pydantic", "yaml", "sft_play.planner.advice"])
 def test_ctrl_c_in_the_first_second_is_one_line(name):
     answer = program(*PLAN, "--json", code=INTERRUPT.format(name=name))
     assert answer.returncode == 130

@@ -17,7 +17,7 @@ from sft_play.planner.memory.model_states import resident_bytes
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import element_bytes
 from sft_play.planner.precision import DtypeName, Precision
-from sft_play.trace.block_meter import load_planned_shape
+from sft_play.trace.confirm import load_planned_shape
 
 pytestmark = pytest.mark.build
 

@@ -21,7 +21,7 @@ from sft_play.models.config_json import load_config_json
 from sft_play.models.families import MODEL_FAMILIES, PEFT_MOVED_NAMES, PEFT_MOVED_TYPES
 from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
-from sft_play.trace.block_meter import load_planned_shape
+from sft_play.trace.confirm import load_planned_shape
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.experts import CASTING_GROUPED_MM, choose_experts
 from sft_play.training.prepare.model_spec import build_model_spec

@@ -26,7 +26,7 @@ from sft_play.models.config_json import (
     refuse_remote_code,
 )
 from sft_play.planner.decide import PlanRequest, make_plan
-from sft_play.trace.block_meter import load_planned_shape, load_run_model_shape
+from sft_play.trace.confirm import load_planned_shape, load_run_model_shape
 from tests.bundled import ORIGINS, OWN_CODE, PUBLISHED, model_config
 from tests.conftest import shared
 

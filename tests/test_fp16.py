@@ -22,10 +22,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, TrainingError
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
+from sft_play.planner.advice import find_largest_fit
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.precision import FP16_OVERFLOWS, choose_precision, find_fp16_overflow, format_fp16_overflow
-from sft_play.planner.what_if import find_largest_fit
-from sft_play.trace.block_meter import load_planned_shape
+from sft_play.trace.confirm import load_planned_shape
 from sft_play.training.loop.callbacks import GradientCheck, MetricsFile
 from sft_play.training.loop.finite import NonFiniteStepGuard
 from sft_play.training.model.model_loading import quantization_config

@@ -121,7 +121,7 @@ def test_of_all_classes_of_the_table_none_has_logits_of_its_own() -> None:
 
 
 def test_a_run_of_such_a_class_is_planned_over_whole_logits(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sft_play.trace.block_meter import load_planned_shape
+    from sft_play.trace.confirm import load_planned_shape
 
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     assert load_planned_shape(wide_config("modernbert-decoder") | {"vocab_size": 512}, name="m").has_custom_logits

@@ -20,11 +20,10 @@ from sft_play.models.config_json import load_model_shape
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.layout import LAYOUT_NAMES, Layout
+from sft_play.planner.layout import LAYOUT_NAMES, Layout, find_layouts
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.plan import plan_from_json
-from sft_play.planner.possible_layouts import find_layouts
 from sft_play.planner.precision import (
     DTYPE_BYTES,
     GRADIENT_SHARDING_LAYOUTS,

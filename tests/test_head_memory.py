@@ -53,8 +53,7 @@ def test_a_class_with_logits_of_its_own_is_measured_with_them(
     on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ModernBERT's decoder has a layer between its last block and its head: no formula knows what it holds."""
-    from sft_play.trace.block_meter import load_planned_shape
-    from sft_play.trace.confirm import step_settings
+    from sft_play.trace.confirm import load_planned_shape, step_settings
     from sft_play.trace.step import record_step
 
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))

@@ -22,9 +22,8 @@ from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import MeasuredBlocks, Step, create_step_simulation, interpolate
 from sft_play.planner.plan import plan_from_json
-from sft_play.trace import block_meter, blocks, build
-from sft_play.trace.block_meter import BlockMeter, leading_blocks, load_planned_shape
-from sft_play.trace.confirm import step_settings
+from sft_play.trace import blocks, build, confirm
+from sft_play.trace.confirm import BlockMeter, leading_blocks, load_planned_shape, step_settings
 from sft_play.trace.meta_shape import measure_shape_on_meta
 from sft_play.trace.settings import StepSettings
 from sft_play.trace.step import record_step, trace_context
@@ -60,7 +59,7 @@ OFTEN = ("qwen3_5_text", "falcon_h1", "lfm2")
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(block_meter, "_blocks_by_key", {})
+    monkeypatch.setattr(confirm, "_blocks_by_key", {})
 
 
 def run(mode="lora", text="", length=256):
@@ -164,7 +163,7 @@ def test_long_rows_of_states_are_carried_on_from_short_ones():
     fields = wide("qwen3_5_text")
     shape = measured_shape(fields)
     step = step_of(shape, micro_batch=2, seq_len=1024)
-    assert step.seq_len > block_meter.MIN_CHUNK_TOKENS * 4
+    assert step.seq_len > confirm.MIN_CHUNK_TOKENS * 4
     lengths = []
     original = blocks.run_blocks
 
@@ -176,7 +175,7 @@ def test_long_rows_of_states_are_carried_on_from_short_ones():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "run_blocks", watched)
         found = estimate_memory(run(length=1024), shape, BF16, step)
-    assert set(lengths) == {block_meter.MIN_CHUNK_TOKENS, 2 * block_meter.MIN_CHUNK_TOKENS}
+    assert set(lengths) == {confirm.MIN_CHUNK_TOKENS, 2 * confirm.MIN_CHUNK_TOKENS}
     peaks = phase_peaks(record_step(step_settings(run(length=1024), fields, shape, BF16, step)))
     assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01)
 
@@ -203,7 +202,7 @@ def test_a_class_that_needs_values_is_measured_small_on_the_cpu():
 
 def test_what_cannot_be_measured_is_refused_by_name_and_nothing_is_guessed(monkeypatch):
     def fails(*words, **options):
-        raise block_meter.TraceUnavailable("no kernel")
+        raise confirm.TraceUnavailable("no kernel")
 
     fields = wide("qwen3_5_text")
     monkeypatch.setattr(blocks, "run_blocks", fails)
@@ -263,12 +262,12 @@ def test_passes_are_measured_once(tmp_path, monkeypatch):
     shape = measured_shape(fields)
     step = step_of(shape, eval_batch=3)
     first = estimate_memory(run(), shape, BF16, step)
-    monkeypatch.setattr(block_meter, "_blocks_by_key", {})  # as in another process
+    monkeypatch.setattr(confirm, "_blocks_by_key", {})  # as in another process
     monkeypatch.setattr(blocks, "run_blocks", lambda *words, **options: pytest.fail("measured again"))
     assert estimate_memory(run(), shape, BF16, step) == first
     for file in (tmp_path / "cache" / "blocks").iterdir():
         file.write_text("[]x")
-    monkeypatch.setattr(block_meter, "_blocks_by_key", {})
+    monkeypatch.setattr(confirm, "_blocks_by_key", {})
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         estimate_memory(run(), shape, BF16, step)
 

@@ -26,14 +26,12 @@ from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.models.config_json import load_model_shape
 from sft_play.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
-from sft_play.planner.advice import make_advised_plan
+from sft_play.planner.advice import find_largest_fit, make_advised_plan
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.layout import LAYOUT_NAMES, MESH_AXES, Layout, Mesh, PreviousRun, parse_mesh
+from sft_play.planner.layout import LAYOUT_NAMES, MESH_AXES, Layout, Mesh, PreviousRun, find_layouts, parse_mesh
 from sft_play.planner.plan import plan_from_json
-from sft_play.planner.possible_layouts import find_layouts
-from sft_play.planner.what_if import find_largest_fit
 from tests.conftest import chosen
 from tests.models import uneven_run
 from tests.ranks import found_by_ranks

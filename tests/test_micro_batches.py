@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 from pydantic import TypeAdapter
 
-from sft_play.planner.micro_batches import MicroBatches, RowAssignment, average_micro_steps, summarize_row_tokens
+from sft_play.planner.batching import MicroBatches, RowAssignment, average_micro_steps, summarize_row_tokens
 from tests.ranks import found_by_ranks
 
 CASES = range(60)

@@ -25,7 +25,7 @@ from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weig
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
-from sft_play.trace.block_meter import load_planned_shape, load_run_model_shape
+from sft_play.trace.confirm import load_planned_shape, load_run_model_shape
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.model_loading import _build_empty_model, load_model
 from sft_play.training.prepare.experts import PACKED_ATTRIBUTE, stacked_experts
@@ -366,7 +366,7 @@ def test_a_merge_leaves_experts_that_stayed_as_they_were(world):
 
 def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
     """In 4 bits a mixture of 30 billion parameters fits where it does not in 16."""
-    from sft_play.planner.what_if import find_largest_fit
+    from sft_play.planner.advice import find_largest_fit
 
     found = {}
     for quantize in ("auto", False):

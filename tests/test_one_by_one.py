@@ -19,10 +19,10 @@ from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.models.shape import LinearShape
 from sft_play.planner import candidates
+from sft_play.planner.batching import MicroBatches, average_micro_steps, summarize_row_tokens
 from sft_play.planner.candidates import plan_micro_batches
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.kernels import RowAttention
-from sft_play.planner.micro_batches import MicroBatches, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import CHAT_START_SHARE, LAYER_OVERHEAD_S, predict_speed

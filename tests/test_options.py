@@ -535,7 +535,7 @@ def timeout(config: RunConfig) -> Facts:
 
 def hybrid(config: RunConfig) -> Facts:
     """The layouts of four ranks on one node, with the ranks that each divides its states over."""
-    from sft_play.planner.possible_layouts import find_layouts
+    from sft_play.planner.layout import find_layouts
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=4)
     return {
@@ -546,8 +546,7 @@ def hybrid(config: RunConfig) -> Facts:
 def over_ranks(config: RunConfig) -> Facts:
     """What two CPU ranks do with gradients in each layout: how often, gathered, reduced and buffer dtypes; or why a
     layout cannot. What DDP is told, how many steps are profiled, how checkpoints are written."""
-    from sft_play.planner.layout import LAYOUT_NAMES
-    from sft_play.planner.possible_layouts import find_layouts
+    from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
     from sft_play.planner.precision import choose_precision, gradient_sync
     from sft_play.training.engines import engine_arguments
     from sft_play.training.measure.profile import build_profile_window

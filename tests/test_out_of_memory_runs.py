@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from sft_play.planner.micro_batches import MicroBatches
+from sft_play.planner.batching import MicroBatches
 from sft_play.runs import oom
 from sft_play.runs.folder import RunFolder
 from sft_play.training.loop import loop_checkpoints

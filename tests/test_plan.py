@@ -13,14 +13,13 @@ from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner import calibration
-from sft_play.planner.advice import make_advised_plan
+from sft_play.planner.advice import find_largest_fit, largest_fitting_multiple, make_advised_plan, parse_grid
 from sft_play.planner.batching import batch_splits, divisors
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.explain import bar_lines, batch_lines, hardware_lines, plan_lines, speed_lines
 from sft_play.planner.layout import LAYOUT_NAMES, Layout
 from sft_play.planner.plan import RunLength, TracePrediction, require_fit
 from sft_play.planner.precision import choose_precision
-from sft_play.planner.what_if import find_largest_fit, largest_fitting_multiple, parse_grid
 
 GIB = 2**30
 

@@ -23,16 +23,14 @@ from sft_play.machine.gpu_catalog import CATALOG_ENTRIES
 from sft_play.machine.hardware import detect_hardware, parse_hardware
 from sft_play.models.config_json import KNOWN_MODELS, load_model_shape
 from sft_play.models.families import UnknownArchitecture
-from sft_play.planner import what_if
-from sft_play.planner.advice import make_advised_plan
+from sft_play.planner import advice
+from sft_play.planner.advice import find_largest_fit, make_advised_plan, parse_grid
+from sft_play.planner.batching import RowTokens
 from sft_play.planner.candidates import evaluate_candidates, lowest_memory_candidates
 from sft_play.planner.decide import PlanRequest, build_plan_inputs
-from sft_play.planner.disk import planned_disk_usage
 from sft_play.planner.explain import candidate_table_lines, choice_line, hardware_lines, speed_lines, suggestion_lines
-from sft_play.planner.micro_batches import RowTokens
-from sft_play.planner.plan import Plan
-from sft_play.planner.possible_layouts import find_layouts
-from sft_play.planner.what_if import find_largest_fit, parse_grid
+from sft_play.planner.layout import find_layouts
+from sft_play.planner.plan import Plan, planned_disk_usage
 from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.runs.lookup import output_dir
 from tests.conftest import ROOT, Command
@@ -349,7 +347,7 @@ def test_a_known_model_with_quantised_weights_is_planned_dequantised_and_propose
     code, printed = command("plan", "--config", LORA, "model.max_seq_len=512", "--hardware", "8xH200",
                             f"model.name={name}", "tuning.mode=qlora")  # fmt: skip
     assert (code, "stored in MXFP4" in printed, "Launch" in printed) == (0, True, True), printed
-    monkeypatch.setattr(what_if, "KNOWN_MODELS", {one: KNOWN_MODELS[one] for one in (name, "Qwen/Qwen2.5-0.5B")})
+    monkeypatch.setattr(advice, "KNOWN_MODELS", {one: KNOWN_MODELS[one] for one in (name, "Qwen/Qwen2.5-0.5B")})
     asked = config("model.max_seq_len=512", "tuning.mode=qlora")
     request = PlanRequest(asked, load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("16xH200"))
     assert find_largest_fit("model", request).value == name
@@ -361,8 +359,8 @@ def test_a_model_that_is_refused_is_never_proposed(monkeypatch):
             raise ModelError(name)
 
     known = {one: KNOWN_MODELS[one] for one in ("openai/gpt-oss-20b", "Qwen/Qwen2.5-0.5B")}
-    monkeypatch.setattr(what_if, "KNOWN_MODELS", known)
-    monkeypatch.setattr(what_if, "refuse_quantised", refuses)
+    monkeypatch.setattr(advice, "KNOWN_MODELS", known)
+    monkeypatch.setattr(advice, "refuse_quantised", refuses)
     request = PlanRequest(
         config("model.max_seq_len=512"), load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("16xH200")
     )

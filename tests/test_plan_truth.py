@@ -18,14 +18,12 @@ from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner import calibration
-from sft_play.planner.advice import make_advised_plan
+from sft_play.planner.advice import QUESTIONS, find_largest_fit, make_advised_plan
 from sft_play.planner.candidates import choose_candidate
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.explain import choice_line, format_relative_speed, grid_lines, hardware_lines, plan_lines
-from sft_play.planner.layout import LAYOUT_NAMES
+from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
 from sft_play.planner.plan import Plan, RunLength, TracePrediction, plan_from_json, require_fit
-from sft_play.planner.possible_layouts import find_layouts
-from sft_play.planner.what_if import QUESTIONS, find_largest_fit, largest_fit_line
 from sft_play.training.measure.recorded import record_measurements
 from tests.conftest import Command
 
@@ -466,7 +464,7 @@ def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
             found = find_largest_fit(question, PlanRequest(config, load_model_shape(config.model.name), machine))
         except SftPlayError:
             continue
-        line = largest_fit_line(found)
+        line = str(found)
         if not machine.ram_given:
             assert "_offload" not in line, line
         assert ("none fits" in line) == (found.value is None) == ("does NOT fit" in line), line

@@ -55,7 +55,7 @@ def rows() -> list[ScoredRow]:
 def test_what_stays_is_packed_and_what_passes_leaves_holes() -> None:
     assert resident_term_bytes(TERMS) == 1060
     found = reserved_bytes(TERMS, attention="sdpa", layout=SINGLE)
-    assert found == sum(TERMS.values()) + TEMPORARY_SLACK["fused"] * 600 + GRADIENT_SLACK * 80
+    assert found == sum(TERMS.values()) + TEMPORARY_SLACK["sdpa"] * 600 + GRADIENT_SLACK * 80
     assert (
         reserved_bytes(dict.fromkeys(RESIDENT_TERMS, 1 << 30), attention="eager", layout=SINGLE)
         == len(RESIDENT_TERMS) << 30

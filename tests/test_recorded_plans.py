@@ -23,7 +23,7 @@ from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.candidates import evaluate_candidates
 from sft_play.planner.decide import PlanRequest, build_plan_inputs
 from sft_play.planner.explain import bar_lines, candidate_table_lines, plan_lines, suggestion_lines
-from sft_play.planner.possible_layouts import find_layouts
+from sft_play.planner.layout import find_layouts
 from tests.conftest import digest
 
 RECORD = Path(__file__).with_name("recorded_plans.json")

@@ -31,7 +31,7 @@ LENGTHS = np.random.default_rng(5).integers(2, 60, size=64)
 def batches_of(count: int, *, micro: int, ranks: int, epoch: int = 0, by_length: bool = False) -> list[list[list[int]]]:
     """Micro-batches of each rank in steps of 8 rows, as the Trainer counts them: those that a step does not need are
     empty; FILLER is a masked row."""
-    from sft_play.planner.micro_batches import MicroBatches
+    from sft_play.planner.batching import MicroBatches
     from sft_play.training.loop.rows import EpochOrder, StepBatches
 
     per_rank = []

@@ -18,7 +18,7 @@ from sft_play.finished.load import load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run
 from sft_play.models.families import dequantised_config
 from sft_play.planner.precision import Precision
-from sft_play.trace.block_meter import load_run_model_shape
+from sft_play.trace.confirm import load_run_model_shape
 from sft_play.training.checkpoints.model_saving import open_tensors
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.model_spec import build_model_spec

@@ -17,7 +17,7 @@ from sft_play.commands.sweep import cell_name, expand_cells, plan_cells, sweep_l
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.machine.hardware import detect_hardware
-from sft_play.planner.what_if import parse_grid
+from sft_play.planner.advice import parse_grid
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.lookup import check_run_name
 from tests import warm

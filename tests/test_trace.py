@@ -19,11 +19,11 @@ from benchmarks.memory_model.streams import USED, WAIT, replay
 from sft_play.errors import ModelError
 from sft_play.machine.software import installed_version
 from sft_play.models.config_json import parse_model_shape
+from sft_play.planner.batching import MicroBatches
 from sft_play.planner.layout import SINGLE
 from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace_bytes
-from sft_play.planner.micro_batches import MicroBatches
-from sft_play.trace import build, fakes, kernels, patches, ranks, step
+from sft_play.trace import build, kernels, patches, step
 from sft_play.trace.confirm import cached_trace
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import ALLOC, FREE, PHASE_START, StorageLog
@@ -267,12 +267,12 @@ def test_an_nf4_twin_has_the_bytes_of_a_layer_that_bitsandbytes_quantised(double
         tensors += [state.offset, state.state2.absmax, state.state2.code]
     bytes_of = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 640 * 192 // 2
     assert not double_quant or nf4_bytes(640 * 192) == bytes_of  # the estimate's
-    fake = fakes.fake_nf4(nn.Linear(192, 640, bias=False), dataclasses.replace(SMALL, double_quant=double_quant))
+    fake = build.fake_nf4(nn.Linear(192, 640, bias=False), dataclasses.replace(SMALL, double_quant=double_quant))
     assert sum(one.numel() * one.element_size() for one in (*fake.parameters(), *fake.buffers())) == bytes_of
 
 
 def test_an_nf4_twin_saves_nothing_and_passes_gradients_of_the_inputs_type():
-    fake = fakes.fake_nf4(nn.Linear(64, 128), SMALL).to_empty(device="cpu")
+    fake = build.fake_nf4(nn.Linear(64, 128), SMALL).to_empty(device="cpu")
     assert (fake.bias.dtype, fake.bias.requires_grad) == (torch.bfloat16, False)
     hidden = torch.randn(3, 64, dtype=torch.float32, requires_grad=True)
     out = fake(hidden)
@@ -421,8 +421,8 @@ def test_8bit_states_are_those_that_bitsandbytes_makes(elements):
     state = optimizer.state[parameter]
     names = ("state1", "state2", "absmax1", "absmax2")
     real = [state[name].numel() * state[name].element_size() for name in names if name in state]
-    assert list(fakes.adam_8bit_state_sizes(elements)) == real
-    assert sum(fakes.paged_adam_8bit_state_sizes(elements)) == (sum(real) if elements < 1e5 else sum(real[2:]))
+    assert list(build.adam_8bit_state_sizes(elements)) == real
+    assert sum(build.paged_adam_8bit_state_sizes(elements)) == (sum(real) if elements < 1e5 else sum(real[2:]))
 
 
 def test_buckets_are_cut_as_pytorch_cuts_them():
@@ -433,7 +433,7 @@ def test_buckets_are_cut_as_pytorch_cuts_them():
     limits = [1 << 20, 25 << 20]
     cut, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors))
     sizes = [sum(tensors[i].numel() * tensors[i].element_size() for i in bucket) for bucket in cut]
-    ours = ranks.bucket_sizes([(str(one.dtype), one.numel() * one.element_size()) for one in tensors], limits)
+    ours = step.bucket_sizes([(str(one.dtype), one.numel() * one.element_size()) for one in tensors], limits)
     assert sorted(ours) == sorted(sizes)
 
 
@@ -573,7 +573,7 @@ def test_adapters_that_peft_refuses_are_an_error_and_no_missing_trace():
 
 
 def test_our_own_faults_keep_their_traceback(monkeypatch):
-    monkeypatch.setattr(build, "_prepare_step", lambda model, settings: {}["ours"])
+    monkeypatch.setitem(build.LOSS_SETUPS, "chunked", lambda base: {}["ours"])
     monkeypatch.setattr(step, "__file__", __file__)
     with pytest.raises(KeyError):
         step.trace_step(SMALL)

@@ -16,12 +16,11 @@ from sft_play.models.config_json import load_model_shape
 from sft_play.planner.candidates import evaluate_candidates
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.explain import plan_lines
-from sft_play.planner.layout import Layout
+from sft_play.planner.layout import Layout, find_layouts
 from sft_play.planner.memory.estimate import estimate_memory, host_copy_bytes, host_read_bytes, loading_terms
 from sft_play.planner.memory.model_states import large_tensors, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.plan import plan_from_json
-from sft_play.planner.possible_layouts import find_layouts
 from sft_play.planner.precision import Precision
 from tests.models import uneven_run
 from tests.test_distributed import losses, start

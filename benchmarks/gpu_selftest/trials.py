@@ -28,7 +28,7 @@ from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
-from sft_play.trace.block_meter import load_run_model_shape
+from sft_play.trace.confirm import load_run_model_shape
 
 MODES = ("qlora", "lora", "full")
 EVALUATIONS = ("evaluate", "generate")

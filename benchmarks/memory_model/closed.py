@@ -22,7 +22,7 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import sdpa_call
 from sft_play.planner.memory.tape import ForwardPass, TensorRef, single_gradient
 from sft_play.planner.precision import Precision
-from sft_play.trace.block_meter import load_planned_shape
+from sft_play.trace.confirm import load_planned_shape
 from sft_play.trace.settings import VARLEN_ATTENTIONS
 
 OPTIMIZERS = {

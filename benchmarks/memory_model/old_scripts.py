@@ -20,10 +20,10 @@ from torch import nn
 from benchmarks.memory_model.script_settings import ScriptSettings
 from benchmarks.memory_model.streams import ScriptLog, replay
 from sft_play.planner.memory.step_memory import cublas_workspace_bytes
-from sft_play.trace import build, fakes, patches, ranks
+from sft_play.trace import build, patches
 from sft_play.trace.patches import Patch, TraceState, log_stream
 from sft_play.trace.settings import StepSettings
-from sft_play.trace.step import LOOP_CLASSES, TracedLoop
+from sft_play.trace.step import LOOP_CLASSES, SHARDING_FUNCTIONS, TracedLoop
 from sft_play.trace.storages import ReplayPeaks
 
 
@@ -259,7 +259,7 @@ class ScriptLoop(TracedLoop):
         if name == "sgd":
             return torch.optim.SGD(trained, lr=1e-3, foreach=True)
         if name == "adamw_32bit_bnb":
-            return fakes.FakeStateOptimizer(trained, lambda elements: (4 * elements, 4 * elements), self.log)
+            return build.FakeStateOptimizer(trained, lambda elements: (4 * elements, 4 * elements), self.log)
         return (
             torch.optim.AdamW(trained, lr=1e-4, foreach=False) if name == "lora_fa" else super().create_optimizer(model)
         )
@@ -433,7 +433,7 @@ def cuda_softmax(original: Any, _: TraceState) -> Any:
 build.PEFT_CONFIGS |= {kind: functools.partial(script_adapters, kind) for kind in _kinds()}
 build.LOADED_MODEL_CHANGES.append(upcast)
 LOOP_CLASSES[ScriptSettings] = ScriptLoop
-ranks.SHARDING_FUNCTIONS["fsdp1"] = flat_sharded
+SHARDING_FUNCTIONS["fsdp1"] = flat_sharded
 build.META_MODEL_CHANGES.append(loop_over_experts)
 build.LOSS_SETUPS |= {
     "logits_float": functools.partial(_loss, floats=True),

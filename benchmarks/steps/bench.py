@@ -33,7 +33,7 @@ from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
 from sft_play.runs.folder import installed_versions
 from sft_play.text import GIB
-from sft_play.trace.block_meter import load_run_model_shape
+from sft_play.trace.confirm import load_run_model_shape
 
 logger = logging.getLogger(__name__)
 

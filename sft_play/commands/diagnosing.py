@@ -24,7 +24,7 @@ from sft_play.launch.request import apply_mesh, fill_from_accelerate
 from sft_play.log import is_output_lost
 from sft_play.machine.hardware import Hardware
 from sft_play.planner.layout import layout_choices
-from sft_play.trace.block_meter import load_run_model_shape
+from sft_play.trace.confirm import load_run_model_shape
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from sft_play.launch.run_hardware import go_offline_without_hub
 from sft_play.log import one_line, redact
 from sft_play.models.config_json import find_model_folder
 from sft_play.planner.explain import long_cpu_warnings
-from sft_play.trace.block_meter import load_run_model_shape
+from sft_play.trace.confirm import load_run_model_shape
 
 _MODES_BY_PREFERENCE = ("lora", "qlora")
 _SUFFIXES = (".yaml", ".yml")

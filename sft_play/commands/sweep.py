@@ -40,8 +40,8 @@ from sft_play.launch.request import LaunchOptions, apply_mesh
 from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.planner.advice import parse_grid
 from sft_play.planner.plan import Plan, format_misfit
-from sft_play.planner.what_if import parse_grid
 from sft_play.process import signals
 from sft_play.process.environment import independent_environment
 from sft_play.runs.folder import RunFolder, changed_settings, check_no_differences
@@ -65,12 +65,12 @@ class SweepCell:
     settings: tuple[str, ...]
     loaded: LoadedConfig
     folder: RunFolder
+    # That of the stage that needs most, of a run with stages.
     plan: Plan
-    """That of the stage that needs most, of a run with stages."""
     hours: float | None
     state: CellState
+    # Why it is not finished: what it needs and what would fit, or what its run ended with.
     error: str | None = None
-    """Why it is not finished: what it needs and what would fit, or what its run ended with."""
 
     @property
     def name(self) -> str:
@@ -184,28 +184,21 @@ def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
     if state != "finished":
         require_gpus_and_disk(loaded, hardware, plans, folder)
     largest_plan = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
+    cell = SweepCell(settings, loaded, folder, largest_plan, _total_hours(plans), state)
     if state == "new" and not largest_plan.fits:  # one that has begun ran here before, whatever is predicted now
-        return SweepCell(
-            settings,
-            loaded,
-            folder,
-            largest_plan,
-            _total_hours(plans),
-            "does_not_fit",
-            format_misfit(largest_plan, config),
-        )
-    return SweepCell(settings, loaded, folder, largest_plan, _total_hours(plans), state)
+        return dataclasses.replace(cell, state="does_not_fit", error=format_misfit(largest_plan, config))
+    return cell
 
 
 def _total_hours(items: Sequence[Plan | SweepCell]) -> float | None:
     known_hours = [item.hours for item in items if item.hours is not None]
-    return sum(known_hours) if known_hours and len(known_hours) == len(items) else None
+    return sum(known_hours) if len(known_hours) == len(items) > 0 else None
 
 
 def _sweep_hardware(loaded: LoadedConfig) -> Hardware:
-    config, machine = loaded.config, restrict_to_device(loaded.config, detect_hardware())
+    config = loaded.config
     apply_mesh(LaunchOptions(), config)  # refuses a mesh of more GPUs than there are
-    machine = mesh_hardware(config, machine)
+    machine = mesh_hardware(config, restrict_to_device(config, detect_hardware()))
     return machine if config.model.mesh_shape is not None or len(machine.gpus) < 2 else machine.limit_gpus(1)
 
 
@@ -236,20 +229,22 @@ def _existing_state(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> Cell
 def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
     """The table of all cells before the first one trains, and what would make those fit that do not."""
     actions = {"finished": "finished before", "begun": "resumed", "new": "trained", "does_not_fit": "skipped"}
-    rows = []
-    for cell in cells:
-        needed_gib, available_gib = (
+    rows = [
+        (
+            cell.name,
+            "yes" if cell.plan.fits else "NO",
             gib_or_na(cell.plan.memory.required, digits=2),
             gib_or_na(cell.plan.budget_bytes, digits=2),
+            "-" if cell.hours is None else f"{cell.hours:.2f}",
+            actions[cell.state],
         )
-        hours = "-" if cell.hours is None else f"{cell.hours:.2f}"
-        rows.append(
-            (cell.name, "yes" if cell.plan.fits else "NO", needed_gib, available_gib, hours, actions[cell.state])
-        )
+        for cell in cells
+    ]
     table = build_table(["run", "fits", "needs GiB", "of GiB", "hours", ""], rows, text_columns=(0, 1, 5))
     skipped = [f"{cell.name} does not fit: {cell.error}" for cell in cells if cell.error]
     to_train = [cell for cell in cells if cell.needs_training]
-    hours = "" if (total_hours := _total_hours(to_train)) is None else f", {total_hours:.2f} h"
+    total_hours = _total_hours(to_train)
+    hours = "" if total_hours is None else f", {total_hours:.2f} h"
     return [f"Sweep: {len(cells)} cells, {len(to_train)} to train{hours}", *render_lines(table), *skipped]
 
 
@@ -295,10 +290,11 @@ def train_cells(cells: Sequence[SweepCell], environment: Mapping[str, str]) -> l
     """Train the cells one after the other, each in a process of its own; one that fails does not keep the others.
     `environment`: of this process before it planned, which may have set variables. Raises Interrupted where the user
     stopped it."""
-    result_cells, to_train = [], [cell for cell in cells if cell.needs_training]
+    result_cells, number, to_train = [], 0, sum(cell.needs_training for cell in cells)
     for cell in cells:
         if cell.needs_training:
-            logger.info("Cell %d of %d: %s", to_train.index(cell) + 1, len(to_train), cell.name)
+            number += 1
+            logger.info("Cell %d of %d: %s", number, to_train, cell.name)
             cell = _train_cell(cell, independent_environment(environment))
             if cell.error is not None:
                 logger.warning("%s %s: %s", cell.name, _STATE_TEXTS[cell.state], cell.error)
@@ -321,8 +317,8 @@ def _train_cell(cell: SweepCell, environment: Mapping[str, str]) -> SweepCell:
         return dataclasses.replace(cell, state="finished")
     if child.exit_code in (0, Interrupted.exit_code):
         return dataclasses.replace(cell, state="stopped", error="before its end; the same command resumes it")
-    code = child.exit_code
-    error = f"its process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+    kind, code = ("signal", -child.exit_code) if child.exit_code < 0 else ("exit code", child.exit_code)
+    error = f"its process ended with {kind} {code}"
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = str(json.loads(child.stdout)["error"])
     return dataclasses.replace(cell, state="failed", error=error)

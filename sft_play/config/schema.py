@@ -783,7 +783,7 @@ class DistributedConfig(Section):
     timeout_s: float = option(1800.0, owner="launch.torchrun", ge=5.0, le=86_400.0)
     """Seconds that ranks wait for one that does not respond; then the run ends and names it."""
 
-    shard_ranks: Literal["auto"] | Annotated[int, Field(ge=2)] = option("auto", owner="planner.possible_layouts")
+    shard_ranks: Literal["auto"] | Annotated[int, Field(ge=2)] = option("auto", owner="planner.layout")
     """Number of ranks that fsdp_hybrid shards the states over; the other ranks hold copies. auto uses the ranks of one
     node."""
 

@@ -41,8 +41,7 @@ from sft_play.machine.software import (
 )
 from sft_play.models.config_json import find_model_folder
 from sft_play.models.shape import ModelShape
-from sft_play.planner.disk import MORE_SPACE_REMEDY, DiskUsage, planned_disk_usage
-from sft_play.planner.plan import Plan
+from sft_play.planner.plan import MORE_SPACE_REMEDY, DiskUsage, Plan, planned_disk_usage
 from sft_play.runs.lookup import output_dir
 from sft_play.text import GIB, MIB, format_size
 

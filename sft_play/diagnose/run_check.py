@@ -39,7 +39,7 @@ from sft_play.models.config_json import (
     load_max_positions,
     require_available_model,
 )
-from sft_play.planner.micro_batches import RowTokens, average_micro_steps, summarize_row_tokens
+from sft_play.planner.batching import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit
 from sft_play.process.waiting import importing, report_wait
 from sft_play.trace.block_meter import load_run_model_shape

@@ -59,12 +59,18 @@ from sft_play.models.shape import ModelShape
 from sft_play.planner import calibration, explain
 from sft_play.planner.advice import find_suggestions, make_advised_plan
 from sft_play.planner.backend import Backend, choose_backend
-from sft_play.planner.batching import BatchPlan
+from sft_play.planner.batching import BatchPlan, RowTokens
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.decide import PlanRequest, check_plan_request, make_plan
 from sft_play.planner.explain import fit_line, plan_warnings
-from sft_play.planner.layout import DEEPSPEED_LAYOUTS, LAYOUT_NAMES, LayoutName, format_mesh, layout_choices
-from sft_play.planner.micro_batches import RowTokens
+from sft_play.planner.layout import (
+    DEEPSPEED_LAYOUTS,
+    LAYOUT_NAMES,
+    LayoutName,
+    find_layouts,
+    format_mesh,
+    layout_choices,
+)
 from sft_play.planner.plan import (
     Plan,
     PlanWithDeepSpeed,
@@ -74,7 +80,6 @@ from sft_play.planner.plan import (
     TracePrediction,
     require_fit,
 )
-from sft_play.planner.possible_layouts import find_layouts
 from sft_play.process.waiting import importing
 from sft_play.runs import oom
 from sft_play.runs.folder import (
@@ -86,7 +91,7 @@ from sft_play.runs.folder import (
     requested_deepspeed,
 )
 from sft_play.runs.lookup import LAUNCHER, find_resumable, is_finished, is_resume, lock_run, new_run_folder
-from sft_play.trace.block_meter import load_run_model_shape
+from sft_play.trace.confirm import load_run_model_shape
 from sft_play.training.measure.recorded import measured_run
 
 logger = logging.getLogger(__name__)

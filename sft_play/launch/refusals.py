@@ -19,14 +19,13 @@ from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import torch_cuda_version
 from sft_play.machine.visible_gpus import CPU_HINT, explain_unusable_torch, find_unusable_accelerator
 from sft_play.planner.backend import check_trackers
-from sft_play.planner.disk import MORE_SPACE_REMEDY, planned_disk_usage
 from sft_play.planner.kernels import require_attention_package
-from sft_play.planner.plan import Plan
+from sft_play.planner.plan import MORE_SPACE_REMEDY, Plan, planned_disk_usage
 from sft_play.runs.files import format_free_space, free_disk_bytes
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import check_run_name, is_resume, new_run_folder, output_dir, require_writable_output_dir
 from sft_play.text import format_size
-from sft_play.trace.block_meter import load_run_model_shape
+from sft_play.trace.confirm import load_run_model_shape
 
 # Parameters above which a model is trained on a CPU only if that is asked for: a step takes minutes.
 MAX_CPU_PARAMS = 1_000_000_000

@@ -25,7 +25,7 @@ from sft_play.data.sources.files import find_data_paths, list_parts
 from sft_play.errors import SftPlayError, stage_context
 from sft_play.files import atomic, cache_dir
 from sft_play.models.config_json import find_model_folder, load_max_positions
-from sft_play.planner.micro_batches import RowTokens, summarize_row_tokens
+from sft_play.planner.batching import RowTokens, summarize_row_tokens
 from sft_play.process.waiting import importing
 from sft_play.text import MIB
 

@@ -124,7 +124,7 @@ def mark_adaptable(kind: LayerKind, model_type: str) -> LayerKind:
 
 # Model type: its blocks. Those that people train most, which the estimate follows to within 1% of their trace, small
 # models of gpt-oss in full 2% (benchmarks/closed_form.json, registry.json); any other class is planned by its own
-# blocks, measured (`trace/block_meter`), which takes seconds and transformers.
+# blocks, measured (`trace/confirm`), which takes seconds and transformers.
 MODEL_FAMILIES: dict[str, ModelFamily] = {
     "llama": _LLAMA,
     "granite": _LLAMA,

@@ -241,7 +241,7 @@ class ModelShape:
     can_checkpoint: bool = True
     has_fused_attention: bool = True
     block_meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    """Runs blocks of this class to see their bytes (`trace.block_meter`); None where the estimate knows them."""
+    """Runs blocks of this class to see their bytes (`trace.confirm.BlockMeter`); None where the estimate knows them."""
 
     def without_packed_experts(self) -> ModelShape:
         """The same with experts that stay in 16 bits."""

@@ -1,31 +1,42 @@
-"""What would fit where a plan does not: changes of the run, the least harmful first, and machines
-for a budget.
+"""What would fit: changes of a run whose plan does not, the machines for a budget, the largest
+that fits, and grids of settings.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from typing import Any
+from typing import Any, Literal, get_args
 
 from sft_play.config.schema import RunConfig, TrainConfig
 from sft_play.errors import ConfigError, SftPlayError
+from sft_play.log import one_line
 from sft_play.machine.gpu import Gpu
-from sft_play.machine.gpu_catalog import CatalogEntry, Price, find_catalog_entries, suggested_gpus
+from sft_play.machine.gpu_catalog import CatalogEntry, PriceList, find_catalog_entries, suggested_gpus
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.software import LIGER_PACKAGE
-from sft_play.models.config_json import load_model_shape
-from sft_play.planner.candidates import Candidate, first_fitting, lowest_memory_candidates
+from sft_play.models.config_json import KNOWN_MODELS, load_config_json, load_model_shape, refuse_quantised
+from sft_play.models.shape import ModelShape
+from sft_play.planner.batching import BatchPlan, effective_batch
+from sft_play.planner.candidates import (
+    Candidate,
+    PlanInputs,
+    build_candidate,
+    first_fitting,
+    lowest_memory_candidates,
+    requested_checkpoint_layers,
+)
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.kernels import LIGER_REPLACEMENTS
-from sft_play.planner.layout import LAYOUT_NAMES
-from sft_play.planner.memory.structure import configured_shape
+from sft_play.planner.layout import LAYOUT_NAMES, Layout, context_parallel_layouts, find_layouts
+from sft_play.planner.memory.structure import check_adapter_targets, configured_shape
 from sft_play.planner.plan import Plan, Suggestion
-from sft_play.planner.possible_layouts import find_layouts
-from sft_play.planner.what_if import find_largest_fit, largest_fitting_multiple
+from sft_play.planner.precision import choose_precision
 from sft_play.text import GIB, format_duration
 
 # What would fit where the plan does not: changes, the least harmful first, each with its predicted
@@ -51,11 +62,11 @@ def make_advised_plan(request: PlanRequest, **options: Any) -> Plan:
     plan = make_plan(request, **options)
     if plan.fits:
         return plan
-    all_suggestions = tuple(find_suggestions(request))
+    suggestions = tuple(find_suggestions(request))
     return replace(
         plan,
-        suggestions=tuple(suggestion for suggestion in all_suggestions if suggestion.fits),
-        not_enough=tuple(suggestion for suggestion in all_suggestions if not suggestion.fits),
+        suggestions=tuple(suggestion for suggestion in suggestions if suggestion.fits),
+        not_enough=tuple(suggestion for suggestion in suggestions if not suggestion.fits),
     )
 
 
@@ -65,14 +76,19 @@ def find_suggestions(request: PlanRequest) -> Iterator[Suggestion]:
     for suggestion in itertools.chain(_suggest_settings(request), _suggest_layout(request), _suggest_machine(request)):
         has_fit = has_fit or suggestion.fits
         yield suggestion
-    if not has_fit:
-        yield from _suggest_smaller_model(request)
+    name = None if has_fit else find_largest_fit("model", request).value
+    if isinstance(name, str):
+        setting = f"model.name={name}"
+        config = _apply_setting(request.config, setting)
+        plan = make_plan(replace(request, config=config, shape=configured_shape(config, load_model_shape(name))))
+        yield _build_suggestion(setting, plan.choice, setting=setting)
 
 
 def _request_on_machine(request: PlanRequest, machine: Hardware) -> PlanRequest:
     """The request for another machine, in any layout: neither runs nor the mesh of this one are meant for it."""
-    has_same_ranks = machine.ranks == request.hardware.ranks
-    config = request.config if has_same_ranks else _apply_setting(request.config, NO_MESH)
+    config = request.config
+    if machine.ranks != request.hardware.ranks:
+        config = _apply_setting(config, NO_MESH)
     return replace(request, config=config, hardware=machine, allowed_layouts=LAYOUT_NAMES, measured_runs=())
 
 
@@ -82,10 +98,9 @@ def lowest_memory_candidate(request: PlanRequest) -> Candidate | None:
     with contextlib.suppress(ConfigError):
         possible, _ = find_layouts(request.config, request.shape, request.hardware)
         layouts = [layout for layout in possible if layout.name in request.allowed_layouts] or list(possible[:1])
-        if not layouts:
-            return None
-        # those that offload come last
-        return first_fitting(lowest_memory_candidates(build_plan_inputs(request, fp32_master_weights=False), layouts))
+        if layouts:  # those that offload come last
+            inputs = build_plan_inputs(request, fp32_master_weights=False)
+            return first_fitting(lowest_memory_candidates(inputs, layouts))
     return None
 
 
@@ -132,35 +147,26 @@ def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
 
 
 def _suggest_layout(request: PlanRequest) -> Iterator[Suggestion]:
+    setting = None
     if request.config.model.mesh_shape is not None:
+        setting = NO_MESH
         candidate = _planned_choice(replace(request, config=_apply_setting(request.config, NO_MESH)))
-        if candidate is not None and candidate.fits:
-            yield _build_suggestion(f"{NO_MESH} ({candidate.layout.name})", candidate, setting=NO_MESH)
+    elif set(LAYOUT_NAMES) <= set(request.allowed_layouts):
         return
-    if set(LAYOUT_NAMES) <= set(request.allowed_layouts):
-        return
-    candidate = _planned_choice(replace(request, allowed_layouts=LAYOUT_NAMES))
+    else:
+        candidate = _planned_choice(replace(request, allowed_layouts=LAYOUT_NAMES))
     if candidate is not None and candidate.fits:
         name = candidate.layout.name
-        yield _build_suggestion(f"layout {name} (make train-distributed STRATEGY={name})", candidate)
+        change = f"{setting} ({name})" if setting else f"layout {name} (make train-distributed STRATEGY={name})"
+        yield _build_suggestion(change, candidate, setting=setting)
 
 
 def _suggest_machine(request: PlanRequest) -> Iterator[Suggestion]:
     for machine, description in _larger_machines(request):
         candidate = _planned_choice(_request_on_machine(request, machine))
         if candidate is not None and candidate.fits:
-            yield _build_suggestion(
-                f"{description} ({candidate.layout.name})", candidate, hardware=_hardware_name(machine)
-            )
-
-
-def _suggest_smaller_model(request: PlanRequest) -> Iterator[Suggestion]:
-    name = find_largest_fit("model", request).value
-    if isinstance(name, str):
-        setting = f"model.name={name}"
-        config = _apply_setting(request.config, setting)
-        plan = make_plan(replace(request, config=config, shape=configured_shape(config, load_model_shape(name))))
-        yield _build_suggestion(setting, plan.choice, setting=setting)
+            change = f"{description} ({candidate.layout.name})"
+            yield _build_suggestion(change, candidate, hardware=_hardware_name(machine))
 
 
 def _build_suggestion(
@@ -177,35 +183,30 @@ def _build_suggestion(
 
 def _memory_saving_settings(request: PlanRequest) -> list[str]:
     """Settings that need less memory, the least harmful first."""
-    config = request.config
-    checkpointing = config.train.gradient_checkpointing
-    settings = ["train.gradient_checkpointing=true"] if checkpointing not in ("auto", True, "offload") else []
-    settings += ["train.gradient_checkpointing=offload"] if checkpointing != "offload" else []
-    settings = settings if request.shape.can_checkpoint else []
-    settings += _smaller_batches(config.train)
-    if config.tuning.mode == "full" and config.train.weight_updates == "float32":
-        settings.append("train.weight_updates=auto")
-    if config.tuning.mode == "full" and config.model.dtype == "float32":
-        settings.append("model.dtype=auto")
-    if config.eval.batch_size not in ("auto", 1):
-        settings.append("eval.batch_size=auto")
-    if config.model.attn_implementation == "eager":
-        settings.append("model.attn_implementation=auto")
-    if (
-        config.train.kernels == "auto"
-        and LIGER_PACKAGE not in request.missing_packages
-        and request.shape.model_type in LIGER_REPLACEMENTS
-    ):
-        settings += ["train.kernels=liger"] if request.hardware.gpus else []  # auto counts the plain ones' memory
+    config, train, tuning = request.config, request.config.train, request.config.tuning
+    is_full, can_checkpoint = tuning.mode == "full", request.shape.can_checkpoint
+    checkpointing = train.gradient_checkpointing
+    has_liger = LIGER_PACKAGE not in request.missing_packages and request.shape.model_type in LIGER_REPLACEMENTS
+    helps: dict[str, bool] = {
+        "train.gradient_checkpointing=true": can_checkpoint and checkpointing not in ("auto", True, "offload"),
+        "train.gradient_checkpointing=offload": can_checkpoint and checkpointing != "offload",
+        **dict.fromkeys(_smaller_batches(train), True),
+        "train.weight_updates=auto": is_full and train.weight_updates == "float32",
+        "model.dtype=auto": is_full and config.model.dtype == "float32",
+        "eval.batch_size=auto": config.eval.batch_size not in ("auto", 1),
+        "model.attn_implementation=auto": config.model.attn_implementation == "eager",
+        # auto counts the plain ones' memory
+        "train.kernels=liger": train.kernels == "auto" and has_liger and bool(request.hardware.gpus),
+    }
     if config.model.max_seq_len > SUGGESTED_SEQ_LEN_STEP:
-        settings.append(f"model.max_seq_len={_longest_fitting_seq_len(request)}")
-    if config.tuning.mode == "full":
-        settings += ["train.optim=adafactor", "tuning.mode=lora"]
-    if config.tuning.mode != "qlora":
-        settings.append("tuning.mode=qlora")
-    if config.tuning.mode != "full" and config.tuning.lora.r > SMALL_LORA_RANK:
-        settings.append(f"tuning.lora.r={SMALL_LORA_RANK}")
-    return settings
+        helps[f"model.max_seq_len={_longest_fitting_seq_len(request)}"] = True
+    helps |= {
+        "train.optim=adafactor": is_full,
+        "tuning.mode=lora": is_full,
+        "tuning.mode=qlora": tuning.mode != "qlora",
+        f"tuning.lora.r={SMALL_LORA_RANK}": not is_full and tuning.lora.r > SMALL_LORA_RANK,
+    }
+    return [setting for setting, is_helpful in helps.items() if is_helpful]
 
 
 def _smaller_batches(train: TrainConfig) -> list[str]:
@@ -214,17 +215,15 @@ def _smaller_batches(train: TrainConfig) -> list[str]:
         return [f"train.batch_size=1 train.grad_accum={rows}"] if train.batch_size != 1 else []
     if "auto" not in (train.batch_size, train.grad_accum):  # of three numbers that agree no one can change alone
         return ["train.batch_size=1 train.grad_accum=auto"] if train.batch_size != 1 else []
-    return [
-        *(["train.batch_size=1"] if train.batch_size not in ("auto", 1) else []),
-        *(["train.grad_accum=auto"] if train.grad_accum != "auto" else []),
-    ]
+    if train.batch_size not in ("auto", 1):
+        return ["train.batch_size=1"]
+    return ["train.grad_accum=auto"] if train.grad_accum != "auto" else []
 
 
 def _longest_fitting_seq_len(request: PlanRequest) -> int:
     def fits(length: int) -> bool:
-        candidate = lowest_memory_candidate(
-            replace(request, config=_apply_setting(request.config, f"model.max_seq_len={length}"))
-        )
+        config = _apply_setting(request.config, f"model.max_seq_len={length}")
+        candidate = lowest_memory_candidate(replace(request, config=config))
         return candidate is not None and candidate.fits
 
     max_seq_len = (request.config.model.max_seq_len - 1) // SUGGESTED_SEQ_LEN_STEP * SUGGESTED_SEQ_LEN_STEP
@@ -232,52 +231,52 @@ def _longest_fitting_seq_len(request: PlanRequest) -> int:
 
 
 def _apply_setting(config: RunConfig, setting: str) -> RunConfig:
-    changed: RunConfig = config
+    """The config with settings such as `train.batch_size=1`, which are known to be valid."""
+
+    def replace_option(section: Any, path: Sequence[str]) -> Any:
+        new = value if len(path) == 1 else replace_option(getattr(section, path[0]), path[1:])
+        return section.model_copy(update={path[0]: new})
+
     for assignment in setting.split():
-        path, _, value_text = assignment.partition("=")
-        value: Any = {"true": True, "null": None}.get(
-            value_text, int(value_text) if value_text.isdigit() else value_text
-        )
-        changed = _replace_option(changed, path.split("."), value)
-    return changed
-
-
-def _replace_option(section: Any, path: Sequence[str], value: Any) -> Any:
-    if len(path) == 1:
-        return section.model_copy(update={path[0]: value})
-    return section.model_copy(update={path[0]: _replace_option(getattr(section, path[0]), path[1:], value)})
+        path, _, text = assignment.partition("=")
+        number = int(text) if text.isdigit() else text
+        value: Any = {"true": True, "null": None}.get(text, number)
+        config = replace_option(config, path.split("."))
+    return config
 
 
 def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
     """More RAM, more GPUs of the same kind, then the smallest larger GPU on which the unchanged job fits."""
-    hardware = request.hardware
-    count = len(hardware.gpus)
+
+    def lowest_on(machine: Hardware) -> Candidate | None:
+        return lowest_memory_candidate(_request_on_machine(request, machine))
+
+    hardware, count = request.hardware, len(request.hardware.gpus)
     yield from _machines_with_more_ram(request)
     larger_counts = [gpu_count for gpu_count in GPU_COUNTS if gpu_count > count]
     for gpu_count in larger_counts if count else ():
         machine = _machine_with_gpus(hardware, hardware.gpus[0], gpu_count)
-        if _certainly_fits(lowest_memory_candidate(_request_on_machine(request, machine))):
+        if _certainly_fits(lowest_on(machine)):
             yield machine, f"{gpu_count} of these GPUs"
             break
     present_memory = max((gpu.total_bytes for gpu in hardware.gpus), default=0)
-    # capability: the largest memory that is known to be too small for it
-    too_small_memory: dict[object, int] = {}
     larger_gpus = [entry for entry in suggested_gpus() if entry.memory_bytes > present_memory]
-    for entry in larger_gpus:
-        # a job's need depends only on a GPU's capability: one that is too small rules out all that are not larger
-        if entry.memory_bytes <= too_small_memory.get(entry.capability, 0):
+    # each larger GPU as many times as there are now, then more of the largest
+    trials = [(entry, max(1, count)) for entry in larger_gpus]
+    trials += [(larger_gpus[-1], gpu_count) for gpu_count in larger_counts if larger_gpus]
+    # capability and number: the largest memory that is known to be too small. A job's need depends only on a GPU's
+    # capability, so that one that is too small rules out all that are not larger
+    too_small_memory: dict[object, int] = {}
+    for entry, gpu_count in trials:
+        kind = (entry.capability, gpu_count)
+        if entry.memory_bytes <= too_small_memory.get(kind, 0):
             continue
-        machine = _machine_with_entry(hardware, entry, max(1, count))
-        candidate = lowest_memory_candidate(_request_on_machine(request, machine))
+        machine = _machine_with_entry(hardware, entry, gpu_count)
+        candidate = lowest_on(machine)
         if _certainly_fits(candidate):
             yield machine, _hardware_name(machine).partition(",")[0]
             return
-        too_small_memory[entry.capability] = max(entry.memory_bytes, candidate.memory.required - 1 if candidate else 0)
-    for gpu_count in larger_counts if larger_gpus else ():
-        machine = _machine_with_entry(hardware, larger_gpus[-1], gpu_count)
-        if _certainly_fits(lowest_memory_candidate(_request_on_machine(request, machine))):
-            yield machine, _hardware_name(machine).partition(",")[0]
-            return
+        too_small_memory[kind] = max(entry.memory_bytes, candidate.memory.required - 1 if candidate else 0)
 
 
 def _machines_with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
@@ -289,10 +288,8 @@ def _machines_with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, st
     if candidate is None or not candidate.fits or candidate.host_required <= hardware.ram_free_bytes:
         return
     ram_bytes = -(-candidate.host_required // RAM_STEP_BYTES) * RAM_STEP_BYTES
-    yield (
-        replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes),
-        f"{ram_bytes / GIB:.0f} GiB of RAM on each node",
-    )
+    larger_machine = replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes)
+    yield larger_machine, f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
 
 
 def _machine_with_entry(hardware: Hardware, entry: CatalogEntry, count: int) -> Hardware:
@@ -311,20 +308,26 @@ def _machine_with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
     """The same machine with that many GPUs of one kind, on more nodes where its own have no room for eight or more."""
     # free_bytes None: what other processes hold on the present GPUs is not held there
     gpus = tuple(replace(gpu, index=index, free_bytes=None) for index in range(count))
-    nodes = hardware.nodes if count == len(hardware.gpus) else -(-count // max(GPUS_PER_NODE, hardware.ranks_per_node))
+    nodes = hardware.nodes
+    if count != len(hardware.gpus):
+        nodes = -(-count // max(GPUS_PER_NODE, hardware.ranks_per_node))
     has_given_ram = hardware.ram_given and bool(hardware.gpus)
     return replace(hardware, gpus=gpus, nodes=nodes, named=True, ram_given=has_given_ram)
 
 
 def _hardware_name(machine: Hardware) -> str:
+    """A machine with GPUs as HARDWARE= takes it."""
     gpu = machine.gpus[0]
-    name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")  # as HARDWARE= takes it
+    name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")
     entry = next(iter(find_catalog_entries(name)), None)
-    nodes = f"{machine.nodes}x" if machine.nodes > 1 else ""
-    text = f"{nodes}{machine.ranks_per_node}x{name}"
+    text = f"{machine.ranks_per_node}x{name}"
+    if machine.nodes > 1:
+        text = f"{machine.nodes}x{text}"
     if entry is None or abs(entry.memory_bytes - gpu.total_bytes) > 0.05 * gpu.total_bytes:
         text += f",mem={gpu.total_bytes >> 20}MiB"
-    return text + (f",ram={machine.ram_free_bytes >> 20}MiB" if machine.ram_given else "")
+    if machine.ram_given:
+        text += f",ram={machine.ram_free_bytes >> 20}MiB"
+    return text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -348,17 +351,23 @@ class Offer:
     hours: float
     cost: float
     tokens_per_s: float
+    # Share of the speed, and so of hours and cost; None where no published run of its kind was
+    # compared.
     speed_error: float | None
-    """Share of the speed, and so of hours and cost; None where no published run of its kind was compared."""
     layout: str
     provider: str | None = None
     read: str | None = None
     address: str | None = None
 
-    @property
-    def machine_text(self) -> str:
-        """The machine and whose price it is."""
-        return f"{self.machine} at {self.provider}" if self.provider else self.machine
+    def __str__(self) -> str:
+        place = f" at {self.provider}" if self.provider else ""
+        price_note = f", price of {self.read}" if self.read else ""
+        error_text = "not compared with published runs" if self.speed_error is None else f"±{self.speed_error:.0%}"
+        return (
+            f"{self.machine}{place}: {format_duration(3600 * self.hours)}, {self.cost:,.2f} USD "
+            f"({self.usd_per_gpu_hour:g} a GPU-hour{price_note}; {self.layout}, about "
+            f"{self.tokens_per_s:,.0f} tokens/s, {error_text})"
+        )
 
 
 @dataclass(frozen=True)
@@ -371,14 +380,9 @@ class BudgetResult:
     today: date
 
     @property
-    def affordable_offers(self) -> tuple[Offer, ...]:
-        """The machines that cost no more than the budget."""
-        return tuple(offer for offer in self.offers if offer.cost <= self.usd)
-
-    @property
-    def cheapest(self) -> Offer | None:
-        """The cheapest within the budget."""
-        return self.affordable_offers[0] if self.affordable_offers else None
+    def affordable_offers(self) -> list[Offer]:
+        """The machines that cost no more than the budget, the cheapest first."""
+        return [offer for offer in self.offers if offer.cost <= self.usd]
 
     @property
     def fastest(self) -> Offer | None:
@@ -387,10 +391,10 @@ class BudgetResult:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        ages = self._price_ages_days()
+        ages, affordable = self._price_ages_days(), self.affordable_offers
         return {
             "usd": self.usd,
-            "cheapest": asdict(self.cheapest) if self.cheapest else None,
+            "cheapest": asdict(affordable[0]) if affordable else None,
             "fastest": asdict(self.fastest) if self.fastest else None,
             "machines": [{**asdict(offer), "within": offer.cost <= self.usd} for offer in self.offers],
             "too_small": list(self.too_small),
@@ -402,81 +406,259 @@ class BudgetResult:
 
     def lines(self) -> list[str]:
         """Cheapest and fastest, the machines by cost, and the age of the prices."""
-        budget_text = f"Budget {self.usd:,.2f} USD"
+        budget_text, affordable = f"Budget {self.usd:,.2f} USD", self.affordable_offers
         if not self.offers:
             return [f"{budget_text}: the run fits on no machine with a known price"]
-        if self.cheapest is None or self.fastest is None:
-            heading_lines = [f"{budget_text}: NO machine is within it; the cheapest is {_format_offer(self.offers[0])}"]
-        else:
-            is_same = self.fastest == self.cheapest
-            heading_lines = [
-                f"{budget_text}: the cheapest machine is {_format_offer(self.cheapest)}",
-                f"Fastest within it: {'the same' if is_same else _format_offer(self.fastest)}",
+        lines = [f"{budget_text}: NO machine is within it; the cheapest is {self.offers[0]}"]
+        if affordable:
+            fastest_text = "the same" if self.fastest == affordable[0] else str(self.fastest)
+            lines = [
+                f"{budget_text}: the cheapest machine is {affordable[0]}",
+                f"Fastest within it: {fastest_text}",
             ]
-        offer_lines = [
-            f"  {_format_offer(offer)}{'' if offer.cost <= self.usd else ', above it'}" for offer in self.offers
-        ]
-        omitted_lines = (
-            [f"  and {len(offer_lines) - MAX_LISTED_MACHINES} more (JSON=1 lists them)"]
-            if len(offer_lines) > MAX_LISTED_MACHINES
-            else []
-        )
-        price_lines = [
-            f"Public list prices, read {days} days ago or more: look them up" for days in self._price_ages_days()[:1]
-        ]
-        heading_lines.append("Machines on which it fits, by cost, if every row were full length:")
-        return [*heading_lines, *offer_lines[:MAX_LISTED_MACHINES], *omitted_lines, *price_lines]
-
-
-def _format_offer(offer: Offer) -> str:
-    price_note = f", price of {offer.read}" if offer.read else ""
-    error_text = "not compared with published runs" if offer.speed_error is None else f"±{offer.speed_error:.0%}"
-    return (
-        f"{offer.machine_text}: {format_duration(3600 * offer.hours)}, {offer.cost:,.2f} USD "
-        f"({offer.usd_per_gpu_hour:g} a GPU-hour{price_note}; {offer.layout}, about {offer.tokens_per_s:,.0f} "
-        "tokens/s, "
-        f"{error_text})"
-    )
+        lines.append("Machines on which it fits, by cost, if every row were full length:")
+        for offer in self.offers[:MAX_LISTED_MACHINES]:
+            lines.append(f"  {offer}{', above it' * (offer.cost > self.usd)}")
+        if len(self.offers) > MAX_LISTED_MACHINES:
+            lines.append(f"  and {len(self.offers) - MAX_LISTED_MACHINES} more (JSON=1 lists them)")
+        if ages := self._price_ages_days():
+            lines.append(f"Public list prices, read {ages[0]} days ago or more: look them up")
+        return lines
 
 
 def compare_machine_prices(
     usd: float,
-    prices: Iterable[tuple[Price, int]],
+    machines: Iterable[tuple[str, Hardware, PriceList | None]],
     *,
     make_machine_plan: Callable[[Hardware], Plan | None],
     today: date,
 ) -> BudgetResult:
-    """Compare the machines of a price list (a price, how many GPUs): those on which the run fits, the cheapest first.
-    `make_machine_plan` gives None where a run certainly does not fit. Raises ConfigError: its length is not known."""
+    """Compare machines with their prices, by name (and whose list a price is from, None: the user's): those on which
+    the run fits, the cheapest first. `make_machine_plan` gives None where a run certainly does not fit. Raises
+    ConfigError: its length is not known."""
     offers, too_small = [], []
-    for price, count in prices:
-        name = f"{count}x{price.gpu}"
-        machine = replace(parse_hardware(name), price_per_gpu_hour=price.usd)
-        try:
-            machine_plan = make_machine_plan(machine)
-        except SftPlayError:  # the batch does not split over that many GPUs, or the model is beyond fp16
-            machine_plan = None
-        if machine_plan is None or (offer := build_offer(name, machine_plan)) is None:
+    for name, machine, price_list in machines:
+        plan = None
+        with contextlib.suppress(SftPlayError):  # such as a batch that does not split over that many GPUs
+            plan = make_machine_plan(machine)
+        offer = None if plan is None else _build_offer(name, plan, price_list)
+        if offer is None:
             too_small.append(name)
-            continue
-        source = price.price_list
-        offers.append(replace(offer, provider=source.provider, read=source.read.isoformat(), address=source.address))
+        else:
+            offers.append(offer)
     offers.sort(key=lambda offer: (offer.cost, offer.hours))
     return BudgetResult(usd, tuple(offers), tuple(too_small), today)
 
 
-def build_offer(machine: str, plan: Plan) -> Offer | None:
+def _build_offer(machine: str, plan: Plan, price_list: PriceList | None) -> Offer | None:
     """What a plan's run costs at its machine's price; None where it does not certainly fit, or speed or price are not
     known. Raises ConfigError where the run's length is not."""
     price = plan.hardware.price_per_gpu_hour
     if not plan.fits or plan.choice.needs_unknown_ram or not plan.speed_known or price is None:
         return None
-    hours = plan.hours
-    if hours is None:
+    if plan.hours is None:
         raise ConfigError(
             "BUDGET needs the length of the run, which is not known: set train.max_steps "
             "(SET='train.max_steps=1000'), or data.train_path to one file whose rows can be counted"
         )
-    cost = hours * len(plan.hardware.gpus) * price
+    cost = plan.hours * len(plan.hardware.gpus) * price
     error = plan.speed_error.share if plan.speed_error else None
-    return Offer(machine, price, hours, cost, plan.speed.tokens_per_s, error, plan.layout)
+    offer = Offer(machine, price, plan.hours, cost, plan.speed.tokens_per_s, error, plan.layout)
+    if price_list is None:
+        return offer
+    return replace(offer, provider=price_list.provider, read=price_list.read.isoformat(), address=price_list.address)
+
+
+# --------------------------------------------------------------------------------------------------
+# Questions about a plan: a grid of settings (`WHATIF`), and the longest sequence, the largest
+# micro-batch or the largest known model that fits (`MAX`).
+#
+# Of `MAX` only what certainly fits counts: layouts that offload are considered only where the
+# machine's RAM is known.
+
+FitQuestion = Literal["seq_len", "batch", "model"]
+QUESTIONS: tuple[FitQuestion, ...] = get_args(FitQuestion)
+MAX_GRID_CELLS = 200
+SEQ_LEN_STEP = 64
+# Sequences longer than this many tokens, and batches of more rows, are not tried.
+MAX_TRIED_SEQ_LEN, MAX_TRIED_ROWS = 1 << 24, 1 << 16
+OFFLOAD_LEFT_OUT_NOTE = "; layouts that offload are left out, because the RAM was not given (ram=512GiB)"
+
+
+@dataclass(frozen=True)
+class LargestFit:
+    """The answer to `MAX`: None where not even the smallest fits."""
+
+    question: FitQuestion
+    value: int | str | None
+    limited_by: str
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"Largest {self.question}: none fits ({self.limited_by})"
+        return f"Largest {self.question} that fits: {self.value} ({self.limited_by})"
+
+
+def parse_grid(assignments: Sequence[str], *, variable: str = "WHATIF") -> list[tuple[str, ...]]:
+    """The overrides of each cell of `key=v1,v2 other=a,b`: every combination; `variable` names where they stand.
+    Raises ConfigError for another form, or too many."""
+    axes: dict[str, list[str]] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        values = _split_values(text)
+        if not key or not equals or not all(values):
+            raise ConfigError(
+                f"{variable}: {one_line(assignment)!r} is not key=value,value; for example "
+                f"{variable}='model.max_seq_len=2048,4096'"
+            )
+        if key in axes:
+            raise ConfigError(
+                f"{variable} names {one_line(key)} twice; give all of its values at once: {one_line(key)}=1,2"
+            )
+        axes[key] = [f"{key}={value}" for value in values]
+    count = math.prod(map(len, axes.values()))
+    if count > MAX_GRID_CELLS:
+        raise ConfigError(f"{variable} asks for {count} plans; ask for at most {MAX_GRID_CELLS}")
+    return list(itertools.product(*axes.values()))
+
+
+def _split_values(text: str) -> list[str]:
+    """The text split at commas outside brackets, and outside quotes where a value begins with one."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote or (character in "'\"" and not values[-1].strip()):
+            quote = "" if character == quote else quote or character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += character
+    return [value.strip() for value in values]
+
+
+def parse_question(text: str) -> FitQuestion:
+    """The question that `MAX` asks; raises ConfigError for anything else."""
+    if text not in QUESTIONS:
+        raise ConfigError(f"MAX={one_line(text)} is not one of {', '.join(QUESTIONS)}")
+    return text
+
+
+def largest_fitting_multiple(fits: Callable[[int], bool], *, step: int, limit: int) -> int | None:
+    """The largest multiple of `step` up to `limit` for which `fits`, as all smaller ones do; None if the smallest does
+    not."""
+    if fits(limit):
+        return limit
+    # double until one does not fit, then search between: a question costs a plan
+    high = 1
+    while high * step < limit and fits(high * step):
+        high *= 2
+    candidates = range(high // 2, min(high, -(-limit // step)))
+    count = bisect.bisect_left(candidates[1:], True, key=lambda multiple: not fits(multiple * step))
+    return candidates[count] * step or None
+
+
+def find_largest_fit(question: FitQuestion, request: PlanRequest) -> LargestFit:
+    """Find the largest that fits in any layout of `request.allowed_layouts`. What the config leaves open has the
+    value that needs least memory: every layer checkpointed, one row a micro step. Raises ConfigError where no layout
+    can run it."""
+    if question == "model":
+        return _find_largest_model(request)
+    # fp32_master_weights=False: weights that train in full may be bf16 where fp32 does not fit, as a plan would take
+    # them
+    inputs, layouts = build_plan_inputs(request, fp32_master_weights=False), _layouts_with_known_ram(request)
+    if not layouts:
+        raise ConfigError(f"MAX={question}: {_no_layout_reason(request)}")
+    micro_batch = _micro_batch_option(request.config)
+    positions = request.shape.max_positions or MAX_TRIED_SEQ_LEN
+
+    def fit(value: int) -> Candidate:
+        if question == "batch":
+            return _simplest_fit(inputs, layouts, value, inputs.seq_len)
+        return _simplest_fit(inputs, layouts, micro_batch, value)
+
+    step, limit = (1, MAX_TRIED_ROWS) if question == "batch" else (SEQ_LEN_STEP, positions)
+    value = largest_fitting_multiple(lambda tried: fit(tried).fits, step=step, limit=limit)
+    outcome = _format_candidate(fit(value or step))
+    if question == "batch":
+        return LargestFit("batch", value, f"{inputs.seq_len} tokens a row, {outcome}")
+    positions_note = f"the model's {positions} positions; " if value == positions else ""
+    return LargestFit("seq_len", value, f"{positions_note}micro-batch {micro_batch}, {outcome}")
+
+
+def _layouts_with_known_ram(request: PlanRequest) -> tuple[Layout, ...]:
+    config, shape, hardware = request.config, request.shape, request.hardware
+    layouts, _ = find_layouts(config, shape, hardware, named=request.named_layout)
+    if config.model.mesh_shape is None:
+        layouts += context_parallel_layouts(config, shape, hardware)
+    always_offloads = config.train.gradient_checkpointing == "offload" and bool(hardware.gpus)
+    return tuple(
+        layout
+        for layout in layouts
+        if layout.name in request.allowed_layouts
+        and (hardware.ram_given or not (layout.offloads_states or always_offloads))
+    )
+
+
+def _no_layout_reason(request: PlanRequest) -> str:
+    layout_names, ranks = ", ".join(request.allowed_layouts), request.hardware.ranks
+    left_out_note = OFFLOAD_LEFT_OUT_NOTE * (not request.hardware.ram_given)
+    return f"none of the layouts {layout_names} can run this job on {ranks} rank(s){left_out_note}"
+
+
+def _micro_batch_option(config: RunConfig) -> int:
+    return config.train.batch_size if config.train.batch_size != "auto" else 1
+
+
+def _simplest_fit(inputs: PlanInputs, layouts: tuple[Layout, ...], micro_batch: int, seq_len: int) -> Candidate:
+    """The simplest layout that fits, those that offload last; if none does, the one closest to fitting."""
+    requested_layers = requested_checkpoint_layers(inputs.config, inputs.shape)
+    checkpointed_layers = inputs.shape.num_layers if requested_layers is None else requested_layers
+    inputs = replace(inputs, seq_len=seq_len)
+
+    def build_layout_candidate(layout: Layout) -> Candidate:
+        step_rows = effective_batch(inputs.config.train, ranks=layout.data_parallel)
+        grad_accum = max(1, step_rows // (micro_batch * layout.data_parallel))
+        return build_candidate(
+            inputs, layout, BatchPlan(micro_batch, grad_accum, layout.data_parallel), checkpointed_layers, eval_rows=1
+        )
+
+    return first_fitting(map(build_layout_candidate, layouts))
+
+
+def _format_candidate(candidate: Candidate) -> str:
+    leaves_out_offload = candidate.step.on_gpu and candidate.budget.host is None and not candidate.fits
+    return f"{candidate.layout.name} {candidate.verdict}{OFFLOAD_LEFT_OUT_NOTE * leaves_out_offload}"
+
+
+def _find_largest_model(request: PlanRequest) -> LargestFit:
+    config, shapes = request.config, dict[int, ModelShape]()
+    for name in KNOWN_MODELS:
+        try:
+            shape = configured_shape(config, load_model_shape(name))
+            refuse_quantised(load_config_json(name), name=name, mode=config.tuning.mode)
+            check_adapter_targets(config, shape)
+            choose_precision(config, request.hardware, shape)
+        except SftPlayError:  # quantised weights, targets that it does not have, values beyond fp16's range
+            continue
+        if (shape.max_positions or MAX_TRIED_SEQ_LEN) >= config.model.max_seq_len:
+            shapes.setdefault(shape.params, shape)  # models of the same size share a row: the first name stands
+    outcome = "no known model allows sequences of that length"
+    for params in sorted(shapes, reverse=True):
+        shape = shapes[params]
+        model_request = replace(request, config=_apply_setting(config, f"model.name={shape.name}"), shape=shape)
+        try:
+            inputs = build_plan_inputs(model_request, fp32_master_weights=False)
+            layouts = _layouts_with_known_ram(model_request)
+        except ConfigError as error:  # the user's mesh cannot run it
+            outcome = f"not {shape.name}: {error}"
+            continue
+        if not layouts:
+            outcome = _no_layout_reason(model_request)
+            continue
+        candidate = _simplest_fit(inputs, layouts, _micro_batch_option(config), inputs.seq_len)
+        outcome = _format_candidate(candidate)
+        if candidate.fits:
+            return LargestFit("model", shape.name, f"{params / 1e9:.1f} B parameters, {outcome}")
+        outcome = f"not even {shape.name}: {outcome}"
+    return LargestFit("model", None, outcome)

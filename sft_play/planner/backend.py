@@ -58,8 +58,8 @@ class Backend:
     name: str
     reason: str
     fallback_from: str | None = None
+    # Of Unsloth's environment, and what Unsloth says of itself there.
     python: Path | None = None
-    """Of Unsloth's environment, and what Unsloth says of itself there."""
     unsloth_info: UnslothInfo | None = None
 
 

@@ -1,9 +1,17 @@
-"""micro x accumulation x data-parallel ranks == effective batch, exactly, or an error that says what would work."""
+"""micro x accumulation x data-parallel ranks == effective batch, exactly, or an error that says what would work; and
+the rows of a step cut into micro-batches.
+"""
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+import functools
+import heapq
+import itertools
 import math
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sft_play.config.schema import TrainConfig
@@ -103,11 +111,8 @@ def format_batch_product(train: TrainConfig, batch: BatchPlan, *, is_resumed: bo
         return f"{text}: the effective batch that was given for one rank is kept, {changed}"
     batch_options = {"train.batch_size": train.batch_size, "train.grad_accum": train.grad_accum}
     given_options = [name for name, value in batch_options.items() if value != "auto"]
-    return (
-        f"{text} ({' and '.join(given_options)} {'are' if len(given_options) > 1 else 'is'} given)"
-        if given_options
-        else text
-    )
+    verb = "are" if len(given_options) > 1 else "is"
+    return text + f" ({' and '.join(given_options)} {verb} given)" * bool(given_options)
 
 
 def format_changed_batch(train: TrainConfig, batch: BatchPlan) -> str:
@@ -151,3 +156,236 @@ def batch_product_problem(
     lower, upper = effective // divisor * divisor, -(-effective // divisor) * divisor
     nearest = f"{lower} or {upper}" if lower else f"{upper} or {2 * upper}"
     return f"{texts['effective_batch_size']} does not split over {product}; use {nearest}"
+
+
+# --------------------------------------------------------------------------------------------------
+# The rows of an optimizer step, cut into micro-batches by tokens instead of by number, and the
+# lengths of a run's rows as far as a plan needs them.
+#
+# A step's rows are fixed by the order of the epoch. How they are divided over micro steps and ranks
+# changes neither loss nor gradients, but the work: a micro step costs its padded tokens (rows times
+# the longest of them where rows are padded, the sum of their lengths where they are not) and a fixed
+# part for starting kernels and reading weights. No micro-batch has more padded tokens than the plan
+# has memory for.
+#
+# Lengths are in tokens, sorted, the longest first. Nothing here imports torch or numpy: the plan
+# uses it too.
+
+# Positions, at most, at which the next cut of a step is tried.
+_MAX_CUT_POINTS = 512
+
+# Positions of rows by micro step and rank: `[m][r]` is the micro-batch of rank r in micro step m, empty where it has no
+# row.
+RowAssignment = list[list[list[int]]]
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How the rows of a step become micro-batches, in every step alike."""
+
+    # Rows of a micro-batch if all were of full length.
+    rows: int
+    # Padded tokens of a micro-batch at most; None: every micro-batch has `rows` rows, however
+    # short.
+    tokens: int | None = None
+    # What starting one more micro step costs, in padded tokens.
+    overhead: int = 0
+    # Whether the rows of a micro-batch are padded to the longest; else they are joined.
+    padded: bool = True
+    # A step is one micro step: it was planned without gradients that are kept between several.
+    single: bool = False
+
+    def resized(self, rows: int) -> MicroBatches:
+        """The same with another number of rows of full length in a micro-batch, and the tokens that follow from it."""
+        tokens = None if self.tokens is None else self.tokens * rows // self.rows
+        return dataclasses.replace(self, rows=rows, tokens=tokens, single=False)
+
+    def assign_rows(self, lengths: Sequence[int], *, ranks: int = 1) -> RowAssignment:
+        """The micro-batches of a step's rows (their lengths, the longest first), the same number for each of
+        `ranks`."""
+        if self.tokens is None or (self.padded and self.single):
+            return assign_by_count(len(lengths), rows=self.rows, ranks=ranks)
+        if self.padded:
+            return assign_padded(lengths, max_tokens=self.tokens, overhead_tokens=self.overhead, ranks=ranks)
+        return assign_joined(lengths, max_tokens=self.tokens, ranks=ranks)
+
+    def max_micro_steps(self, rows: int) -> int:
+        """The most micro steps that a rank needs for a step in which it has `rows` rows of full length at most."""
+        is_cut_by_tokens = self.tokens is not None and self.padded and not self.single
+        return rows if is_cut_by_tokens else -(-rows // self.rows)
+
+
+def assign_by_count(count: int, *, rows: int, ranks: int) -> RowAssignment:
+    """`rows` rows to a micro-batch, in their order; those of the last micro step are spread evenly over the ranks."""
+    return [_spread_rows(first, min(count, first + rows * ranks), ranks) for first in range(0, count, rows * ranks)]
+
+
+def assign_padded(lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int, ranks: int) -> RowAssignment:
+    """The division of sorted rows into micro steps with the fewest padded tokens, counting
+    `overhead_tokens` for each. A row longer than `max_tokens` is a micro-batch of its own. Rows of
+    a micro step are neighbours, so their lengths are close. The best one of the first n rows is
+    found from those of fewer; of very many rows not every position is tried."""
+    count = len(lengths)
+    # lowest_cost[n]: of the n longest rows; begins[n]: where its last micro step begins
+    lowest_cost = [0.0] + [math.inf] * count
+    begins = [0] * (count + 1)
+    stride = -(-count // _MAX_CUT_POINTS)
+    for first in range(count):
+        if lowest_cost[first] == math.inf:
+            continue
+        longest = lengths[first]  # of the micro step that begins here: rows are sorted
+        limit = min(count, first + max(1, max_tokens // longest) * ranks)
+        for last in (*range(first + stride, limit, stride), limit):
+            cost = lowest_cost[first] + overhead_tokens + -(-(last - first) // ranks) * longest
+            if cost < lowest_cost[last]:
+                lowest_cost[last], begins[last] = cost, first
+    micro_steps = []
+    last = count  # back from the end along `begins`
+    while last:
+        micro_steps.append(_spread_rows(begins[last], last, ranks))
+        last = begins[last]
+    return micro_steps[::-1]
+
+
+def assign_joined(lengths: Sequence[int], *, max_tokens: int, ranks: int) -> RowAssignment:
+    """Rows without padding in as few micro steps as hold them, with about as many tokens in each
+    micro-batch. The longest row goes into the emptiest micro-batch. Where no row is longer than 1 /
+    n of `max_tokens`, m micro steps hold any n x m rows a rank."""
+    count = len(lengths)
+    micro_step_count = max(1, -(-sum(lengths) // (max_tokens * ranks)))  # fewer cannot hold them
+    while True:
+        bins = [(0, bin_index) for bin_index in range(micro_step_count * ranks)]
+        assigned: list[list[int]] = [[] for _ in bins]
+        for row, length in enumerate(lengths):
+            bin_tokens, bin_index = bins[0]
+            heapq.heapreplace(bins, (bin_tokens + length, bin_index))
+            assigned[bin_index].append(row)
+        # one row to a micro-batch is the end, even where a row is longer than `max_tokens`
+        if max(bins)[0] <= max_tokens or micro_step_count * ranks >= count:
+            break
+        micro_step_count += 1
+    # micro-batches of about the same length run at the same time, so ranks wait less for each other
+    assigned.sort(key=lambda rows: -sum(lengths[row] for row in rows))
+    return [assigned[first : first + ranks] for first in range(0, len(assigned), ranks)]
+
+
+def _spread_rows(first: int, last: int, ranks: int) -> list[list[int]]:
+    """The rows of one micro step, in their order over the ranks, as evenly as they come out."""
+    count = last - first
+    ends = [first + count * (rank + 1) // ranks for rank in range(ranks)]
+    return [list(range(begin, end)) for begin, end in zip([first, *ends[:-1]], ends, strict=True)]
+
+
+# --- the lengths of a run's rows: counted from the tokens themselves, never estimated ---------------------------------
+# Lengths that are kept at most, to draw steps from.
+MAX_SAMPLED_LENGTHS = 1024
+# Steps that are drawn to see what an average one takes.
+_SAMPLED_STEPS = 4
+# Rows of a drawn step at most: larger ones are taken to be like it.
+_MAX_SAMPLED_ROWS = 512
+
+
+@dataclass(frozen=True)
+class AverageMicroSteps:
+    """What one rank computes in an average step: micro steps, padded tokens of one, and the length of the row that a
+    token is in, on average; `tokens` without padding over all ranks; `rows` of one micro step."""
+
+    count: float
+    padded_tokens: float
+    row_length: float
+    tokens: float
+    rows: float
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """Tokens of the training rows: mean, 95th percentile and longest, all after `limit` (model.max_seq_len) has cut or
+    left out what is longer; `held_out` is the longest row that is evaluated, 0 without any."""
+
+    mean: float
+    p95: int
+    longest: int
+    rows: int
+    limit: int
+    held_out: int = 0
+    sample: tuple[int, ...] = ()
+    # Training rows that the limit cuts; None where that was not counted.
+    cut: int | None = None
+
+    @property
+    def longest_row(self) -> int:
+        """The longest row that is trained on or evaluated."""
+        return max(self.longest, self.held_out)
+
+    def limited_to(self, limit: int) -> RowTokens | None:
+        """The lengths under another limit; None where rows were cut that would be longer now."""
+        if limit >= self.limit:
+            # a longest row of exactly the old limit may have been cut there
+            return self if self.longest_row < self.limit or limit == self.limit else None
+        lengths = {name: min(limit, getattr(self, name)) for name in ("p95", "longest", "held_out")}
+        sample = tuple(min(limit, length) for length in self.sample)
+        mean = self.mean * sum(sample) / max(1, sum(self.sample))
+        cut_rows = 0 if self.longest <= limit and self.cut == 0 else None
+        return dataclasses.replace(self, mean=mean, limit=limit, sample=sample, cut=cut_rows, **lengths)
+
+
+def summarize_row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int = 0) -> RowTokens | None:
+    """The summary of all rows' lengths, from the number of rows of each; None without rows."""
+    rows = sum(counts.values())
+    if not rows:
+        return None
+    lengths = sorted(counts)
+    cumulative_counts = list(itertools.accumulate(counts[length] for length in lengths))
+
+    def length_at(index: int) -> int:
+        """The length of a row, counted from the shortest."""
+        return lengths[bisect.bisect_right(cumulative_counts, index)]
+
+    sample_size = min(rows, MAX_SAMPLED_LENGTHS)  # spread evenly over all of them
+    return RowTokens(
+        mean=sum(length * count for length, count in counts.items()) / rows,
+        p95=length_at(min(rows - 1, int(0.95 * rows))),
+        longest=lengths[-1],
+        rows=rows,
+        limit=limit,
+        held_out=held_out,
+        sample=tuple(length_at((2 * index + 1) * rows // (2 * sample_size)) for index in reversed(range(sample_size))),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def average_micro_steps(
+    row_tokens: RowTokens, micro_batches: MicroBatches, *, effective_batch: int, ranks: int
+) -> AverageMicroSteps:
+    """What a rank computes in an average step of `effective_batch` rows, by a few drawn ones; a micro step takes as
+    long as its fullest rank."""
+    step_rows = min(effective_batch, row_tokens.rows)
+    sampled_rows = min(step_rows, _MAX_SAMPLED_ROWS * ranks)
+    generator = random.Random(1)  # every rank and every plan of the same rows sees the same steps
+    count = padded_tokens = weighted_length = tokens = row_count = 0.0
+    for _ in range(_SAMPLED_STEPS):
+        sample = (
+            generator.sample(row_tokens.sample, sampled_rows)
+            if sampled_rows <= len(row_tokens.sample)
+            else generator.choices(row_tokens.sample, k=sampled_rows)
+        )
+        lengths = sorted(sample, reverse=True)
+        for micro_step in micro_batches.assign_rows(lengths, ranks=ranks):
+            rank_lengths = [[lengths[index] for index in batch] for batch in micro_step if batch]
+            if micro_batches.padded:
+                fullest = max(rank_lengths, key=lambda batch: len(batch) * batch[0])
+                micro_step_tokens, row_length = len(fullest) * fullest[0], float(fullest[0])
+            else:
+                fullest = max(rank_lengths, key=sum)
+                micro_step_tokens = sum(fullest)
+                # weighted by tokens: attention of a row costs its length for each of its tokens
+                row_length = sum(length * length for length in fullest) / micro_step_tokens
+            count += 1
+            row_count += len(fullest)
+            padded_tokens += micro_step_tokens
+            weighted_length += micro_step_tokens * row_length
+        tokens += sum(lengths)
+    scale = step_rows / sampled_rows / _SAMPLED_STEPS  # to one whole step
+    return AverageMicroSteps(
+        count * scale, padded_tokens / count, weighted_length / padded_tokens, tokens * scale, row_count / count
+    )

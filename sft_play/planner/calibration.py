@@ -69,12 +69,14 @@ class MeasuredRun:
     versions: str
     finished: str
     version: int = RECORD_VERSION
+    # What ran, of norms, gated activations and rotations. A prediction that counted others is 0, as
+    # if unknown.
     kernels: KernelsName = "plain"
-    """What ran, of norms, gated activations and rotations. A prediction that counted others is 0, as if unknown."""
+    # Whether its blocks were compiled: such runs and plain ones do not correct each other's plans.
     compiled: bool = False
-    """Whether its blocks were compiled: such runs and plain ones do not correct each other's plans."""
+    # Of a run whose memory ran out: the bytes that it was planned for. Then nothing was measured.
+    # 0: it did not.
     ran_out_of: int = 0
-    """Of a run whose memory ran out: the bytes that it was planned for. Then nothing was measured. 0: it did not."""
 
     @property
     def memory_ratio(self) -> float:
@@ -97,21 +99,20 @@ class Correction:
     speed_factor: float = 1.0
     has_measured_speed: bool = False
     uses_selftest_speed: bool = False
+    # Reserved bytes of the runs that memory is learned from: predicted, measured.
     peaks: tuple[tuple[int, int], ...] = ()
-    """Reserved bytes of the runs that memory is learned from: predicted, measured."""
 
+    # The step with the smallest prediction that ran out of memory, unless a later run has fitted
+    # with as much.
     oom_run: MeasuredRun | None = None
-    """The step with the smallest prediction that ran out of memory, unless a later run has fitted with as much."""
 
     def corrected_reserved(self, uncorrected_bytes: int, budget_bytes: int) -> int:
         """The corrected prediction of a step's reserved bytes: more than the budget where a step that needs no more
         ran out."""
         corrected_bytes = int(uncorrected_bytes * self.narrow_to_size(uncorrected_bytes).memory_factor)
-        return (
-            max(corrected_bytes, budget_bytes + 1)
-            if self.oom_run and uncorrected_bytes >= self.oom_run.predicted_reserved
-            else corrected_bytes
-        )
+        if self.oom_run and uncorrected_bytes >= self.oom_run.predicted_reserved:
+            return max(corrected_bytes, budget_bytes + 1)
+        return corrected_bytes
 
     def narrow_to_size(self, predicted_bytes: int) -> Correction:
         """The correction of a prediction of `predicted_bytes`, from the runs of like size. A run counts for larger ones
@@ -253,7 +254,7 @@ def _smallest_oom_run(runs: Iterable[MeasuredRun], budget_bytes: int) -> Measure
     oom_runs: list[MeasuredRun] = []
     for run in runs:
         if run.ran_out_of:
-            oom_runs += [run] if budget_bytes <= RETRY_MEMORY_FACTOR * run.ran_out_of else []
+            oom_runs += [run] * (budget_bytes <= RETRY_MEMORY_FACTOR * run.ran_out_of)
         else:
             oom_runs = [oom_run for oom_run in oom_runs if run.predicted_reserved < oom_run.predicted_reserved]
     return min(oom_runs, key=lambda run: run.predicted_reserved, default=None)

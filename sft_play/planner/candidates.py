@@ -19,7 +19,7 @@ from sft_play.errors import ConfigError
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE, PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.models.shape import ModelShape
-from sft_play.planner.batching import BatchPlan, batch_splits
+from sft_play.planner.batching import BatchPlan, MicroBatches, RowTokens, average_micro_steps, batch_splits
 from sft_play.planner.calibration import Correction, UncorrectedPrediction
 from sft_play.planner.kernels import AttentionName, RowAttention, prefers_cudnn, sdpa_kernel
 from sft_play.planner.layout import LAYOUT_PREFERENCE, Layout
@@ -27,7 +27,6 @@ from sft_play.planner.memory.estimate import MemoryEstimate, estimate_from_simul
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation, create_step_simulation, is_padded
 from sft_play.planner.memory.structure import sdpa_call
-from sft_play.planner.micro_batches import MicroBatches, RowTokens, average_micro_steps
 from sft_play.planner.precision import Precision, WeightUpdates, apply_weight_updates
 from sft_play.planner.speed import Rates, Speed, micro_step_overhead_tokens, predict_speed
 from sft_play.text import GIB, format_gib
@@ -100,17 +99,15 @@ class Candidate:
     @property
     def verdict(self) -> str:
         """Whether it fits, with the numbers, and which memory is too small."""
-        device = (
-            f"{_format_need(self.memory.required, self.budget.device)} per {'GPU' if self.step.on_gpu else 'process'}"
-        )
-        host = "" if self.budget.host is None else f"{_format_need(self.host_required, self.budget.host)} on each node"
+        unit = "GPU" if self.step.on_gpu else "process"
+        device = f"{_format_need(self.memory.required, self.budget.device)} per {unit}"
         if self.fits:
             return f"fits, {device}{self.ram_text}"
-        needs = {"GPU memory": device, "RAM": host if self.step.on_gpu else device}
-        lacking_text = " and ".join(
-            f"too little {memory_kind}: needs {needs[memory_kind]}" for memory_kind in self.insufficient_memory
-        )
-        return f"does NOT fit, {lacking_text}{'' if device in lacking_text else f' ({device} would be enough)'}"
+        needs = {"GPU memory": device, "RAM": device}
+        if self.step.on_gpu and self.budget.host is not None:
+            needs["RAM"] = f"{_format_need(self.host_required, self.budget.host)} on each node"
+        lacking_text = " and ".join(f"too little {kind}: needs {needs[kind]}" for kind in self.insufficient_memory)
+        return f"does NOT fit, {lacking_text}" + f" ({device} would be enough)" * (device not in lacking_text)
 
     @property
     def ram_text(self) -> str:
@@ -159,18 +156,20 @@ class PlanInputs:
     attention: AttentionName
     has_eval: bool
     device_budget: int
+    # Free RAM of one node; None where the machine is only named and its RAM was not given.
     host_budget: int | None
-    """Free RAM of one node; None where the machine is only named and its RAM was not given."""
+    # The correction from earlier runs on this machine, by layout.
     find_correction: Callable[[Layout], Correction]
-    """The correction from earlier runs on this machine, by layout."""
+    # Whether weights that train in full may be held in fp32 where no engine keeps fp32 copies of
+    # them.
     fp32_master_weights: bool = True
-    """Whether weights that train in full may be held in fp32 where no engine keeps fp32 copies of them."""
+    # The batch that a resumed run keeps; None leaves it to the config and the plan.
     resumed_batch: BatchPlan | None = None
-    """The batch that a resumed run keeps; None leaves it to the config and the plan."""
+    # How updates have reached the weights of a run that is resumed.
     resumed_updates: WeightUpdates | None = None
-    """How updates have reached the weights of a run that is resumed."""
+    # The lengths of the run's rows; None where they are not known, and all are taken to have full
+    # length.
     row_tokens: RowTokens | None = None
-    """The lengths of the run's rows; None where they are not known, and all are taken to have full length."""
     libraries: CudaLibraries = PINNED_CUDA_LIBRARIES
 
     def layout_precision(self, layout: Layout) -> Precision:
@@ -294,17 +293,12 @@ def _batch_candidates(inputs: PlanInputs, layout: Layout, batch: BatchPlan) -> I
     if requested_layers is not None:
         yield build_candidate(inputs, layout, batch, requested_layers)
         return
-    uncheckpointed, checkpointed = (
-        build_candidate(inputs, layout, batch, 0),
-        build_candidate(inputs, layout, batch, num_layers),
-    )
-    yield uncheckpointed
-    yield checkpointed
+    uncheckpointed, checkpointed = (build_candidate(inputs, layout, batch, layers) for layers in (0, num_layers))
+    yield from (uncheckpointed, checkpointed)
     if checkpointed.fits and not uncheckpointed.fits:
         # a few in between are enough: speeds within 3% count as equal
-        for quarter in (1, 2, 3):
-            if 0 < num_layers * quarter // 4 < num_layers:
-                yield build_candidate(inputs, layout, batch, num_layers * quarter // 4)
+        quarters = (num_layers * quarter // 4 for quarter in (1, 2, 3))
+        yield from (build_candidate(inputs, layout, batch, layers) for layers in quarters if layers)
 
 
 def requested_checkpoint_layers(config: RunConfig, shape: ModelShape) -> int | None:
@@ -371,19 +365,16 @@ def build_candidate(
 
 
 def _predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step) -> Speed:
-    micro_steps = None
+    micro_steps, layout = None, step.layout
     if inputs.row_tokens is not None:
-        layout = step.layout
-        step_rows, micro_batches = (
-            step.micro_batch * step.grad_accum * layout.data_parallel,
-            plan_micro_batches(inputs, precision, step),
-        )
         micro_steps = average_micro_steps(
-            inputs.row_tokens, micro_batches, effective_batch=step_rows, ranks=layout.data_parallel
+            inputs.row_tokens,
+            plan_micro_batches(inputs, precision, step),
+            effective_batch=step.micro_batch * step.grad_accum * layout.data_parallel,
+            ranks=layout.data_parallel,
         )
-        micro_steps = dataclasses.replace(
-            micro_steps, padded_tokens=micro_steps.padded_tokens / layout.context_parallel
-        )
+        rank_tokens = micro_steps.padded_tokens / layout.context_parallel
+        micro_steps = dataclasses.replace(micro_steps, padded_tokens=rank_tokens)
     return predict_speed(inputs.config, inputs.shape, precision, step, inputs.rates, micro_steps=micro_steps)
 
 
@@ -521,31 +512,29 @@ def format_needs(candidate: Candidate, *, term_count: int) -> str:
     needs = []
     if candidate.memory.required > candidate.budget.device:
         unit = "GiB" if candidate.step.on_gpu else "GiB of RAM"
-        terms_text = format_largest_terms(candidate.memory, term_count)
+        memory = candidate.memory
+        terms_text = (
+            f"while loading {format_gib(memory.load_bytes)}, of which a step keeps {format_gib(memory.resident)}"
+        )
+        if not memory.is_limited_by_loading:
+            largest_items = sorted(memory.terms.items(), key=lambda item: -item[1])[:term_count]
+            terms_text = ", ".join(f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in largest_items)
         needs.append(f"{_format_need(candidate.memory.required, candidate.budget.device, unit)} ({terms_text})")
     if candidate.budget.host is not None and candidate.host_required > candidate.budget.host:
         needs.append(f"{_format_need(candidate.host_required, candidate.budget.host, 'GiB of RAM')} on each node")
     return " and ".join(needs)
 
 
-def format_largest_terms(memory: MemoryEstimate, term_count: int) -> str:
-    """The largest terms of a peak, in GiB."""
-    if memory.is_limited_by_loading:
-        return f"while loading {format_gib(memory.load_bytes)}, of which a step keeps {format_gib(memory.resident)}"
-    largest_items = sorted(memory.terms.items(), key=lambda item: -item[1])[:term_count]
-    return ", ".join(f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in largest_items)
-
-
 def _format_need(needed_bytes: int, budget_bytes: int, unit: str = "GiB") -> str:
     """`12.6 of 139.8 GiB`, with as many digits as it takes to show that the need is larger."""
-    digits = next(
-        (
-            n
-            for n in range(1, 9)
-            if needed_bytes <= budget_bytes or round(needed_bytes / GIB, n) > round(budget_bytes / GIB, n)
-        ),
-        9,
-    )
+    digits = 1
+    # of sizes that differ by less than a byte in nine digits none shows it
+    while (
+        digits < 9
+        and needed_bytes - budget_bytes > 0
+        and (round(needed_bytes / GIB, digits) <= round(budget_bytes / GIB, digits))
+    ):
+        digits += 1
     return f"{needed_bytes / GIB:.{digits}f} of {budget_bytes / GIB:.{digits}f} {unit}"
 
 

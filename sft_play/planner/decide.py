@@ -15,7 +15,7 @@ from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.models.shape import ModelShape
 from sft_play.planner import calibration
-from sft_play.planner.batching import BatchPlan
+from sft_play.planner.batching import BatchPlan, RowTokens
 from sft_play.planner.candidates import (
     Candidate,
     PlanInputs,
@@ -30,12 +30,19 @@ from sft_play.planner.candidates import (
 )
 from sft_play.planner.explain import candidates_to_show, plan_reasons
 from sft_play.planner.kernels import plan_experts, plan_kernels, select_attention
-from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName
+from sft_play.planner.layout import (
+    LAYOUT_NAMES,
+    ImpossibleLayout,
+    Layout,
+    LayoutName,
+    context_parallel_layouts,
+    find_layouts,
+)
 from sft_play.planner.memory.estimate import RUN_PHASES, generation_token_budget
 from sft_play.planner.memory.step_memory import create_step_simulation, is_padded
 from sft_play.planner.memory.structure import check_adapter_targets, needs_repeated_kv
-from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import (
+    ActivationsFrom,
     Plan,
     RunLength,
     TraceCandidate,
@@ -43,7 +50,6 @@ from sft_play.planner.plan import (
     count_parameters,
     device_budget_bytes,
 )
-from sft_play.planner.possible_layouts import ImpossibleLayout, context_parallel_layouts, find_layouts
 from sft_play.planner.precision import WeightUpdates, choose_precision
 from sft_play.planner.speed import (
     check_compile_options,
@@ -68,23 +74,23 @@ class PlanRequest:
     config: RunConfig
     shape: ModelShape
     hardware: Hardware
+    # Layouts that may be taken; every one is evaluated where none is left out.
     allowed_layouts: Sequence[LayoutName] = LAYOUT_NAMES
-    """Layouts that may be taken; every one is evaluated where none is left out."""
+    # Whether evaluation batches run beside the training.
     has_eval: bool = True
-    """Whether evaluation batches run beside the training."""
     measured_runs: Sequence[calibration.MeasuredRun] = ()
+    # The lengths of the rows, where they are known.
     row_tokens: RowTokens | None = None
-    """The lengths of the rows, where they are known."""
+    # Packages with kernels that are not installed (`machine.software.missing_kernel_packages`).
     missing_packages: frozenset[str] = frozenset()
-    """Packages with kernels that are not installed (`machine.software.missing_kernel_packages`)."""
+    # Those by which PyTorch chooses kernels (`machine.software.cuda_libraries`).
     libraries: CudaLibraries = PINNED_CUDA_LIBRARIES
-    """Those by which PyTorch chooses kernels (`machine.software.cuda_libraries`)."""
+    # Whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
     keeps_params: bool = False
-    """Whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say."""
+    # The batch that a resumed run keeps, whatever the config says.
     resumed_batch: BatchPlan | None = None
-    """The batch that a resumed run keeps, whatever the config says."""
+    # How updates reached the weights of a resumed run, which `weight_updates: auto` takes.
     resumed_updates: WeightUpdates | None = None
-    """How updates reached the weights of a resumed run, which `weight_updates: auto` takes."""
 
     @property
     def named_layout(self) -> LayoutName | None:
@@ -126,6 +132,9 @@ def make_plan(
         config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=inputs.rates.missing_packages
     )
     simulation = create_step_simulation(config, shape, choice.precision, step)
+    activations_from: ActivationsFrom = "blocks" if shape.block_meter is None else "measured"
+    if choice.is_traced:
+        activations_from = "trace"
     return Plan(
         choice=choice,
         precision=choice.precision,
@@ -156,7 +165,7 @@ def make_plan(
         row_tokens=inputs.row_tokens,
         kernels=None if config.train.kernels == "none" else kernels.counted_kernels,
         compile_s=estimate_compile_s(config, shape),
-        activations_from="trace" if choice.is_traced else "blocks" if shape.block_meter is None else "measured",
+        activations_from=activations_from,
         parameters=count_parameters(config, shape, choice.precision, choice.layout),
     )
 
@@ -294,7 +303,8 @@ def _format_trace(candidate: Candidate, trace: TracePrediction) -> str:
 def _masked_required_bytes(inputs: PlanInputs, choice: Candidate) -> int | None:
     step = choice.step
     # by tokens, several short rows share a micro-batch of one full row; a packed row is not padded to others
-    batch_rows = max(2 if inputs.cuts_by_tokens else 1 if inputs.packed else step.micro_batch, step.eval_batch)
+    train_rows = 1 if inputs.packed else step.micro_batch
+    batch_rows = max(2 if inputs.cuts_by_tokens else train_rows, step.eval_batch)
     if not step.varlen and (step.masks or not is_padded(inputs.config, choice.layout, rows=batch_rows)):
         return None
     masked_candidate = build_candidate(inputs, choice.layout, choice.batch, choice.checkpointed_layers, loss=step.loss,

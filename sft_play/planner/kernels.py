@@ -56,17 +56,11 @@ def is_hub_kernel(implementation: str) -> bool:
 
 def require_attention_package(implementation: str) -> None:
     """Raise ModelError where an attention that was asked for needs a package that is not installed."""
-    if is_hub_kernel(implementation):
-        package = "kernels"
-    elif implementation == "flash_attention_2":
-        package = "flash-attn"
-    else:
-        return
-    if importlib.util.find_spec(package.replace("-", "_")) is None:
+    package = "kernels" if is_hub_kernel(implementation) else {"flash_attention_2": "flash-attn"}.get(implementation)
+    if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
         raise ModelError(
-            f"model.attn_implementation={implementation} needs the package {package}, which is not installed; pip "
-            "install "
-            f"{package}, or use auto"
+            f"model.attn_implementation={implementation} needs the package {package}, which is not installed; "
+            f"pip install {package}, or use auto"
         )
 
 
@@ -91,8 +85,8 @@ class SdpaCall:
     value_head_dim: int
     has_grouped_heads: bool = False
     masked: bool = False
+    # In fp16 or bf16; bf16 is asked for from compute capability 8.0 on.
     half_precision: bool = True
-    """In fp16 or bf16; bf16 is asked for from compute capability 8.0 on."""
     needs_gradient: bool = True
 
 
@@ -110,8 +104,8 @@ class _KernelLimits:
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     needs_equal_head_dims: bool = False
+    # Widths without a backward pass on GPUs with little shared memory.
     untrainable_head_dims: range = range(0)
-    """Widths without a backward pass on GPUs with little shared memory."""
 
 
 # In PyTorch's order of preference.
@@ -253,24 +247,20 @@ MAX_MULTIPROCESSORS = 188
 class ReplacedOperations:
     """What liger-kernel replaces of a model; norms over the hidden width always are."""
 
+    # Norms of queries and keys too.
     replaces_head_norms: bool = False
-    """Norms of queries and keys too."""
+    # The product of an activated gate and its partner.
     replaces_gate: bool = True
-    """The product of an activated gate and its partner."""
+    # The rotation of queries and keys.
     replaces_rotation: bool = True
-    """The rotation of queries and keys."""
+    # A norm writes its input's gradient over its output's; not where the residual needs that one.
     writes_in_place: bool = True
-    """A norm writes its input's gradient over its output's; not where the residual needs that one."""
 
     @property
     def text(self) -> str:
         """What is replaced, as the end of a sentence."""
-        parts = [
-            "norms",
-            *(["gated activations"] if self.replaces_gate else []),
-            *(["rotations"] if self.replaces_rotation else []),
-        ]
-        return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+        parts = ["norms"] + ["gated activations"] * self.replaces_gate + ["rotations"] * self.replaces_rotation
+        return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 _REPLACED_BY_TYPES = {

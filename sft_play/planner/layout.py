@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from sft_play.config.schema import BITSANDBYTES_OPTIMIZERS, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
+from sft_play.machine.hardware import Hardware
+from sft_play.models.families import TENSOR_PARALLEL_TYPES
+from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import BatchPlan
-from sft_play.planner.precision import WeightUpdates
+from sft_play.planner.precision import WeightUpdates, choose_precision, gradient_sync_obstacle
 
 # `model.mesh_shape`: a user's device mesh, read as the layout that it describes.
 
@@ -134,11 +138,11 @@ class Layout:
     data_parallel: int = 1
     shard: int = 1
     tensor_parallel: int = 1
+    # Ranks that share the tokens of a row.
     context_parallel: int = 1
-    """Ranks that share the tokens of a row."""
+    # `zero3_offload` with weights on the GPUs and only the optimizer states in RAM, as a DeepSpeed
+    # file may ask for.
     keeps_params: bool = False
-    """`zero3_offload` with weights on the GPUs and only the optimizer states in RAM, as a DeepSpeed file may ask
-    for."""
 
     @property
     def ranks(self) -> int:
@@ -199,10 +203,10 @@ class PreviousRun:
     batch: BatchPlan
     processes: int = 0
     updates: WeightUpdates | None = None
+    # Whether there is anything to continue; a run without a trained step keeps none of this.
     has_trained: bool = True
-    """Whether there is anything to continue; a run without a trained step keeps none of this."""
+    # The smallest micro-batch that has run out of memory; None where none has.
     oom_micro_batch: int | None = None
-    """The smallest micro-batch that has run out of memory; None where none has."""
 
     def __post_init__(self) -> None:
         # 0: the run's manifest does not say, and then every rank had rows of its own
@@ -240,3 +244,194 @@ def mesh_layout(mesh: Mesh) -> Layout:
     if mesh.fsdp == 1:
         return Layout("ddp", mesh.dp)
     return Layout("fsdp_hybrid" if mesh.dp > 1 else "fsdp", mesh.data_parallel_ranks, mesh.fsdp)
+
+
+# --------------------------------------------------------------------------------------------------
+# The layouts that could run a job on a machine, and why others could not.
+
+# Sizes of tensor- or context-parallel groups that the plan tries by itself.
+GROUP_SIZES = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class ImpossibleLayout:
+    """A layout that the libraries cannot run for this job, and why."""
+
+    name: LayoutName
+    because: str
+
+
+def find_layouts(
+    config: RunConfig, shape: ModelShape, hardware: Hardware, *, named: LayoutName | None = None
+) -> tuple[tuple[Layout, ...], tuple[ImpossibleLayout, ...]]:
+    """Every layout that could run the job on all GPUs of the machine, and those that could not, with the reason; with a
+    user's mesh, only that one. On one GPU a layout for several that is `named` is tried too. Raises ConfigError where
+    the mesh is invalid, is of another number of processes, or cannot run the job."""
+    mesh = parse_mesh(config.model.mesh_shape)
+    if mesh is not None:
+        return (_check_mesh_layout(mesh, config, shape, hardware),), ()
+    possible_layouts: list[Layout] = []
+    impossible: list[ImpossibleLayout] = []
+    tried_layouts = _layouts_to_try(config, hardware)
+    if hardware.ranks == 1 and named in ONE_RANK_LAYOUTS:
+        tried_layouts = [Layout(named), *tried_layouts]
+    if named == "fsdp_cp":
+        tried_layouts += _all_context_parallel_layouts(hardware)
+    for layout in tried_layouts:
+        obstacle = _layout_obstacle(layout, config, shape, hardware)
+        if obstacle is None:
+            possible_layouts.append(layout)
+        elif not any(item.name == layout.name for item in impossible):  # of several group sizes the first says why
+            impossible.append(ImpossibleLayout(layout.name, obstacle))
+    # a name that works with one group size is not impossible because it does not with another
+    possible_names = {layout.name for layout in possible_layouts}
+    return tuple(possible_layouts), tuple(item for item in impossible if item.name not in possible_names)
+
+
+def _check_mesh_layout(mesh: Mesh, config: RunConfig, shape: ModelShape, hardware: Hardware) -> Layout:
+    option_text = f"model.mesh_shape={format_mesh(config.model.mesh_shape)}"
+    if mesh.ranks != hardware.ranks:
+        needed, present = (f"{n} process{'es' if n > 1 else ''}" for n in (mesh.ranks, hardware.ranks))
+        raise ConfigError(
+            f"{option_text} is a mesh of {needed}, and this is a run of {present}: start {mesh.ranks}, one for each "
+            "GPU "
+            f"(make train-distributed, NPROC= of each node), or give a mesh of {hardware.ranks}"
+        )
+    layout = mesh_layout(mesh)
+    obstacle = _layout_obstacle(layout, config, shape, hardware)
+    if obstacle is not None:
+        alternative = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
+        raise ConfigError(
+            f"{option_text} cannot run this job: {obstacle}; use {alternative}, or null to let the plan choose"
+        )
+    return layout
+
+
+def context_parallel_layouts(config: RunConfig, shape: ModelShape, hardware: Hardware) -> tuple[Layout, ...]:
+    """The layouts that also divide the tokens of each row, for rows that are too long for a GPU."""
+    layouts = _all_context_parallel_layouts(hardware)
+    return tuple(layout for layout in layouts if _layout_obstacle(layout, config, shape, hardware) is None)
+
+
+def _all_context_parallel_layouts(hardware: Hardware) -> list[Layout]:
+    # its all-to-alls are in every attention layer, so ranks that share a row are in one node
+    ranks = hardware.ranks
+    return [Layout("fsdp_cp", ranks // size, ranks, context_parallel=size) for size in _group_sizes(hardware)]
+
+
+def _group_sizes(hardware: Hardware) -> list[int]:
+    """Sizes of groups of ranks in one node, into which all ranks divide."""
+    return [size for size in GROUP_SIZES if size <= hardware.ranks_per_node and hardware.ranks % size == 0]
+
+
+def _layouts_to_try(config: RunConfig, hardware: Hardware) -> list[Layout]:
+    ranks, shard_option = hardware.ranks, config.distributed.shard_ranks
+    offload_layouts = [Layout("zero2_offload", ranks, ranks), Layout("zero3_offload", ranks, ranks)]
+    if ranks == 1:  # on one CPU process offload would only copy RAM to RAM
+        return [SINGLE, *(offload_layouts if hardware.gpus else [])]
+    layouts = [Layout("ddp", ranks), Layout("fsdp", ranks, ranks)]
+    shard = hardware.ranks_per_node if shard_option == "auto" else shard_option
+    if shard_option != "auto" and ranks % shard:
+        raise ConfigError(f"distributed.shard_ranks={shard} does not divide {ranks} ranks into equal groups")
+    # one shard group would be fsdp, groups of one rank ddp
+    if 1 < shard < ranks and ranks % shard == 0:
+        layouts.append(Layout("fsdp_hybrid", ranks, shard))
+    layouts += [Layout(name, ranks, ranks) for name in ("zero1", "zero2", "zero3")]
+    # its all-reduces are in every block, so tensor parallelism stays inside a node
+    for size in _group_sizes(hardware):
+        shards = ranks // size
+        layouts.append(Layout("fsdp_tp" if shards > 1 else "tp", shards, shards, size))
+    return layouts + offload_layouts
+
+
+def _layout_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:
+    optim = config.train.optim
+    if config.train.async_save and not (layout.is_fsdp and config.tuning.mode == "full"):
+        return "train.async_save: only FSDP2's ranks (fsdp), in full fine-tuning, write their parts beside the training"
+    if config.train.compile and (obstacle := compile_obstacle(layout)):
+        return obstacle
+    if config.model.add_tokens and config.tuning.mode != "full" and layout.name not in ("single", "ddp"):
+        return (
+            "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here or cast (ddp works)"
+        )
+    if obstacle := _adapter_start_obstacle(layout, config):
+        return obstacle
+    if layout.tensor_parallel > 1 and (obstacle := _tensor_parallel_obstacle(layout, config, shape, hardware)):
+        return obstacle
+    if layout.context_parallel > 1 and (obstacle := _context_parallel_obstacle(layout, config, shape)):
+        return obstacle
+    if optim in BITSANDBYTES_OPTIMIZERS and (layout.is_fsdp or layout.is_zero or layout.tensor_parallel > 1):
+        return f"bitsandbytes' optimizers do not support sharded parameters (train.optim={optim})"
+    if optim == "muon" and layout.name not in ("single", "ddp"):
+        return "train.optim=muon orthogonalises whole matrices, and they are divided here (ddp works)"
+    if optim == "adafactor" and (layout.is_zero or layout.tensor_parallel > 1):
+        return "Adafactor needs whole rows and columns, which a partitioned tensor lacks"
+    if layout.offloads_states and optim not in ("adamw_torch_fused", "adamw_torch"):
+        return "DeepSpeed's CPU optimizer is AdamW"
+    return gradient_sync_obstacle(
+        config, choose_precision(config, hardware, shape), layout.name, on_gpu=bool(hardware.gpus)
+    )
+
+
+def _adapter_start_obstacle(layout: Layout, config: RunConfig) -> str | None:
+    lora, option_text = config.tuning.lora, f"tuning.lora.init={config.tuning.lora.init}: "
+    if config.tuning.mode == "full" or lora.init == "default":
+        return None
+    if layout.tensor_parallel > 1 or (lora.init == "loftq" and layout.shards_params and layout.is_zero):
+        return f"{option_text}whole 16-bit weights are read for it, and they are divided here (fsdp works)"
+    if layout.is_fsdp and lora.use_dora:
+        return (
+            f"{option_text}DoRA's layers are divided only when training begins, where half of an adapter cannot be "
+            "frozen"
+        )
+    return None
+
+
+def compile_obstacle(layout: Layout) -> str | None:
+    """Why blocks cannot be compiled in the layout; None where they can."""
+    if layout.is_zero:
+        return "train.compile: ZeRO's hooks in every submodule would break a compiled block; fsdp shards the same"
+    if layout.tensor_parallel > 1 or layout.context_parallel > 1:
+        return f"train.compile: ranks of {layout.name} exchange inside each block, which was not tried compiled"
+    return None
+
+
+def _tensor_parallel_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:
+    ranks = layout.tensor_parallel
+    if config.tuning.mode == "qlora":
+        return "NF4 weights cannot be split over tensor-parallel ranks (tuning.mode=lora can)"
+    if config.tuning.mode == "lora" and config.tuning.lora.use_dora:
+        return "DoRA's magnitudes belong to whole layers"
+    if shape.model_type not in TENSOR_PARALLEL_TYPES:
+        return f"transformers' plan of {shape.model_type} models does not split every layer of a block by heads"
+    if shape.num_kv_heads % ranks or shape.num_heads % ranks:
+        return f"{shape.num_heads} heads and {shape.num_kv_heads} key heads do not split over {ranks} ranks"
+    if shape.intermediate_size % ranks:
+        return f"the MLP's width of {shape.intermediate_size} does not split over {ranks} ranks"
+    # transformers' plan leaves each rank a part of the gradients, and GradScaler looks at this rank's only
+    if choose_precision(config, hardware, shape).compute == "float16":
+        return "loss scaling in fp16 does not see overflows on the other ranks"
+    return None
+
+
+def _context_parallel_obstacle(layout: Layout, config: RunConfig, shape: ModelShape) -> str | None:
+    """Each rank attends with some of the heads over the whole row (Ulysses, https://arxiv.org/abs/2309.14509)."""
+    ranks, max_seq_len = layout.context_parallel, config.model.max_seq_len
+    if shape.num_heads % ranks:
+        return f"{shape.num_heads} heads do not split over {ranks} ranks"
+    if shape.num_kv_heads % ranks and ranks % shape.num_kv_heads:
+        return f"{shape.num_kv_heads} key heads do not split over {ranks} ranks"
+    if config.data.packing != "none" and config.task_mode != "cpt":
+        return "packed chats need a mask between them (data.packing=none)"
+    if (
+        config.model.attn_implementation not in ("auto", "sdpa")
+        or shape.attention_softcap is not None
+        or shape.has_attention_sinks
+    ):
+        return "it runs with sdpa attention only"
+    if shape.uses_alibi:
+        return "ALiBi's biases are a mask, and it has none"
+    attention_kinds = {kind.attention for kind in shape.layers} - {"full"}
+    if attention_kinds - {"sliding"} or (attention_kinds and (shape.window or max_seq_len) < max_seq_len):
+        return "every layer must attend to the whole row, but some see only a window or a state"
+    return None

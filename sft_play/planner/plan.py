@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -16,18 +17,17 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFit
 from sft_play.machine.hardware import Hardware
 from sft_play.models.shape import ModelShape
-from sft_play.planner.batching import BatchPlan
+from sft_play.planner.batching import BatchPlan, MicroBatches, RowTokens
 from sft_play.planner.candidates import Candidate, candidate_fields, candidate_json, format_needs
 from sft_play.planner.kernels import CountedKernels
-from sft_play.planner.layout import Layout, LayoutName
+from sft_play.planner.layout import ImpossibleLayout, Layout, LayoutName
 from sft_play.planner.memory.estimate import MemoryEstimate
 from sft_play.planner.memory.model_states import adapter_params, trained_parameters
+from sft_play.planner.memory.step_memory import create_step_simulation
 from sft_play.planner.memory.structure import element_bytes, stacked_adapter_params
-from sft_play.planner.micro_batches import MicroBatches, RowTokens
-from sft_play.planner.possible_layouts import ImpossibleLayout
 from sft_play.planner.precision import DtypeName, Precision, adapter_dtype
 from sft_play.planner.speed import Speed, SpeedError
-from sft_play.text import format_count
+from sft_play.text import format_count, plural
 
 # How many of a model's parameters are quantised, adapted, trained and frozen, in which dtypes; the
 # same in words.
@@ -38,8 +38,8 @@ class ExpertParameters:
     """Of the experts whose weights are one tensor for all of a block: numbers of parameters, without biases."""
 
     total: int
+    # Of the adapters, those on them.
     adapters: int
-    """Of the adapters, those on them."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class ParameterCounts:
     """Numbers of parameters of the language model and of what is added to it, as one rank without shards holds them.
     `trained` and `frozen` are together `total`, and adapters and copies of `modules_to_save`, which the mode adds."""
 
+    # The model's own.
     total: int
-    """The model's own."""
+    # Of those: what is kept in `quantised_dtype`; all others are in `rest_dtype`.
     quantised: int
-    """Of those: what is kept in `quantised_dtype`; all others are in `rest_dtype`."""
     quantised_dtype: Literal["nf4"] | None
     adapters: int
+    # None where there are no adapters.
     adapter_dtype: DtypeName | None
-    """None where there are no adapters."""
+    # What the mode trains; `tuning.trainable` may choose of it.
     trained: int
-    """What the mode trains; `tuning.trainable` may choose of it."""
     frozen: int
     rest_dtype: DtypeName
+    # None without experts in one tensor.
     experts: ExpertParameters | None = None
-    """None without experts in one tensor."""
 
     def shares(self) -> dict[str, dict[str, Any]]:
         """`precision_of` of `plan --json`: numbers of parameters, shares of the model's own, and dtypes."""
@@ -113,8 +113,8 @@ def _trained_dtype(dtype: DtypeName, config: RunConfig, precision: Precision, la
 
 def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
     """One line: the shares of the parameters, their dtypes, and the options that would change them."""
-    counts, lora = parameters, config.tuning.lora
-    selection_note = "" if config.tuning.trainable == "all" else "; tuning.trainable chooses of what is trained"
+    counts, lora, experts = parameters, config.tuning.lora, parameters.experts
+    selection_note = "; tuning.trainable chooses of what is trained" * (config.tuning.trainable != "all")
     if counts.adapter_dtype is None:
         share_text = f"{format_count(counts.trained)} of" if counts.frozen else "all of"
         frozen_note = ", the others get no gradient by their class" * bool(counts.frozen)
@@ -122,23 +122,25 @@ def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
             f"Parameters: {share_text} {format_count(counts.total)} are trained in "
             f"{counts.rest_dtype}{frozen_note}{selection_note}"
         )
-    experts_note = copies_note = ""
-    if counts.experts is not None and counts.experts.adapters:
-        experts_note = f", {format_count(counts.experts.adapters)} of them on experts (tuning.lora.target_parameters)"
-    elif counts.experts is not None:
-        experts_note = ", none on experts (tuning.lora.target_parameters=auto)"
-    if copied_params := counts.trained - counts.adapters:
-        copies = [f"copies of {', '.join(lora.modules_to_save)}"] if lora.modules_to_save else []
-        rows = ["rows of new tokens"] if config.model.add_tokens else []
-        keys = ", ".join(["tuning.lora.modules_to_save"] * len(copies) + ["model.add_tokens"] * len(rows))
-        copies_note = f"; {' and '.join(copies + rows)} that train: {format_count(copied_params)} ({keys})"
     base_text = f"all {counts.rest_dtype}, frozen"
     if counts.quantised_dtype is not None:
         base_text = f"{counts.quantised / counts.total:.1%} in NF4, the rest {counts.rest_dtype}, all frozen"
-    return (
+    text = (
         f"Parameters: {format_count(counts.total)}: {base_text}; adapters: {format_count(counts.adapters)} "
-        f"{counts.adapter_dtype} ({counts.adapters / counts.total:.2%}){experts_note}{copies_note}{selection_note}"
+        f"{counts.adapter_dtype} ({counts.adapters / counts.total:.2%})"
     )
+    if experts is not None and experts.adapters:
+        text += f", {format_count(experts.adapters)} of them on experts (tuning.lora.target_parameters)"
+    elif experts is not None:
+        text += ", none on experts (tuning.lora.target_parameters=auto)"
+    if copied_params := counts.trained - counts.adapters:
+        parts = {"tuning.lora.modules_to_save": f"copies of {', '.join(lora.modules_to_save)}"}
+        if not lora.modules_to_save:
+            parts = {}
+        if config.model.add_tokens:
+            parts["model.add_tokens"] = "rows of new tokens"
+        text += f"; {' and '.join(parts.values())} that train: {format_count(copied_params)} ({', '.join(parts)})"
+    return text + selection_note
 
 
 @dataclass(frozen=True)
@@ -187,15 +189,16 @@ class Plan:
     choice: Candidate
     precision: Precision
     max_seq_len: int
+    # Whether sdpa repeats keys and values for all heads, because grouped ones would use PyTorch's
+    # math kernel.
     repeats_kv: bool
-    """Whether sdpa repeats keys and values for all heads, because grouped ones would use PyTorch's math kernel."""
+    # Rows that a rank evaluates at once.
     eval_batch: int
-    """Rows that a rank evaluates at once."""
+    # What the choice would require of a device if its padded rows and packs came with a mask; None
+    # where they do, or need none anyway.
     masked_bytes: int | None
-    """What the choice would require of a device if its padded rows and packs came with a mask; None where they do, or
-    need none anyway."""
+    # Tokens of prompts and answers that are generated at once.
     answer_tokens: int
-    """Tokens of prompts and answers that are generated at once."""
     budget_bytes: int
     model_params: int
     hardware: Hardware
@@ -205,26 +208,26 @@ class Plan:
     suggestions: tuple[Suggestion, ...] = ()
     not_enough: tuple[Suggestion, ...] = ()
     speed_known: bool = False
+    # How far the speed may be off; None where it is not known.
     speed_error: SpeedError | None = None
-    """How far the speed may be off; None where it is not known."""
     mfu: float | None = None
     run_length: RunLength | None = None
+    # How the rows of a step become micro-batches.
     micro_batches: MicroBatches = field(default_factory=lambda: MicroBatches(1))
-    """How the rows of a step become micro-batches."""
+    # The lengths of the run's rows; None where they are not known.
     row_tokens: RowTokens | None = None
-    """The lengths of the run's rows; None where they are not known."""
+    # The kernels that memory and speed count; None where the config leaves the model's own.
     kernels: CountedKernels | None = None
-    """The kernels that memory and speed count; None where the config leaves the model's own."""
+    # Seconds of compiling blocks at the start of the run.
     compile_s: float = 0.0
-    """Seconds of compiling blocks at the start of the run."""
+    # What the choice's activations are from: the estimate of the class's blocks, its blocks as they
+    # were measured, or a trace of the whole step.
     activations_from: ActivationsFrom = "blocks"
-    """What the choice's activations are from: the estimate of the class's blocks, its blocks as they were measured,
-    or a trace of the whole step."""
+    # DeepSpeed's config as it was given or shipped, with its "auto": what a resumed run, or a
+    # repetition, starts with. None where another engine runs.
     deepspeed: Mapping[str, Any] | None = None
-    """DeepSpeed's config as it was given or shipped, with its "auto": what a resumed run, or a repetition, starts with.
-    None where another engine runs."""
+    # What is quantised, adapted and trained; None in a plan of an earlier version.
     parameters: ParameterCounts | None = None
-    """What is quantised, adapted and trained; None in a plan of an earlier version."""
 
     @property
     def layout(self) -> LayoutName:
@@ -281,13 +284,14 @@ class Plan:
         return {
             **candidate_json(self.choice, speed_known=self.speed_known),
             **own_fields,
-            "run": self._run_json(),
+            "run": self.run_figures(),
             "hardware": self.hardware.as_json(),
             "candidates": [candidate_json(candidate, speed_known=self.speed_known) for candidate in self.candidates],
             "ways_out": _plain_data(self.suggestions),  # the key that scripts know
         }
 
-    def _run_json(self) -> dict[str, Any] | None:
+    def run_figures(self) -> dict[str, Any] | None:
+        """`run` of the JSON: steps, tokens, hours, energy and cost; None where the length of the run is not known."""
         if self.run_length is None:
             return None
         gpus, hours, price = self.hardware.gpus, self.hours, self.hardware.price_per_gpu_hour
@@ -346,16 +350,17 @@ def require_fit(plan: Plan, config: RunConfig, *, is_resumed: bool = False) -> N
 
 def format_misfit(plan: Plan, config: RunConfig) -> str:
     """What does not fit, with what it needs, and the changes that would make it fit."""
-    micro_batch, needs = plan.batch.micro_batch, format_needs(plan.choice, term_count=3)
-    rows_text = f"{micro_batch} sequence{'s' if micro_batch > 1 else ''} of {plan.choice.step.seq_len} tokens"
+    rows, needs = plan.batch.micro_batch, format_needs(plan.choice, term_count=3)
     device = plan.hardware.gpus[0].name if plan.hardware.gpus else "the CPU"
     suggestions = plan.suggestions[:5] or plan.not_enough[:3]
     changes = ", ".join(f"{suggestion.change} ({suggestion.needs})" for suggestion in suggestions)
-    advice = f"try {changes}" if plan.suggestions else f"not even {changes} would be enough"
+    advice = "try a smaller model"
+    if suggestions:
+        advice = f"try {changes}" if plan.suggestions else f"not even {changes} would be enough"
     return (
-        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {device}: {rows_text} at a time in "
-        f"layout {plan.layout} need{'' if micro_batch > 1 else 's'} {needs}; "
-        f"{advice if suggestions else 'try a smaller model'}"
+        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {device}: "
+        f"{plural(rows, 'sequence')} of {plan.choice.step.seq_len} tokens at a time in layout {plan.layout} "
+        f"need{'s' * (rows == 1)} {needs}; {advice}"
     )
 
 
@@ -365,3 +370,63 @@ def device_budget_bytes(hardware: Hardware) -> int:
         return hardware.ram_free_bytes // hardware.ranks_per_node  # without GPUs: the CPU processes of a node
     # all ranks run the same plan, so the GPU with the least room decides
     return min(gpu.total_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in hardware.gpus)
+
+
+# --------------------------------------------------------------------------------------------------
+# Disk that a planned run takes: its checkpoints and its final weights.
+
+# Tokenizer (33 MiB for vocabularies of 256,000), trainer and random states, metrics.
+OTHER_BYTES = 64 * 2**20
+MORE_SPACE_REMEDY = "free space, set output.dir to a larger disk, or train.save_total_limit=1"
+
+
+@dataclass(frozen=True)
+class DiskUsage:
+    """What a run writes: one checkpoint, the final weights, and how many checkpoints exist at once at most (None: all
+    are kept, and their number is not known)."""
+
+    checkpoint_bytes: int
+    weights_bytes: int
+    max_checkpoints: int | None
+
+    @property
+    def total_bytes(self) -> int:
+        """The most bytes that are on the disk at once."""
+        return (self.max_checkpoints or 1) * self.checkpoint_bytes + self.weights_bytes
+
+    def min_bytes(self, existing_checkpoints: int = 0) -> int:
+        """Of `total_bytes` what weights and states take for certain beside `existing_checkpoints`; before the final
+        weights are written the oldest one goes."""
+        new_checkpoints = max(0, (self.max_checkpoints or 1) - existing_checkpoints)
+        checkpoint_bytes = self.checkpoint_bytes - OTHER_BYTES
+        return max(
+            new_checkpoints * checkpoint_bytes,
+            (new_checkpoints - 1) * checkpoint_bytes + self.weights_bytes - OTHER_BYTES,
+        )
+
+
+def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUsage:
+    """What the planned run writes: checkpoints of the planned size, and the final save; 0.2 to 5% below the files of a
+    small model's runs, by the small ones that are not counted (2026-11-21)."""
+    layout = plan.choice.layout
+    trained = create_step_simulation(config, shape, plan.precision, plan.choice.step).trained_parameters
+    weights_bytes = trained.itemsize * trained.params
+    checkpoint_bytes = plan.memory.checkpoint_bytes
+    if layout.is_zero:  # DeepSpeed's files and the trainer's each hold the weights; ZeRO-3's own only as fp32 masters
+        checkpoint_bytes += (1 if layout.shards_params else 2) * weights_bytes
+    # A new checkpoint is complete before the oldest is deleted, and the best one is kept beside the limit.
+    train = config.train
+    kept_at_once = None if train.save_total_limit is None else train.save_total_limit + train.load_best_model_at_end + 1
+    save_interval = config.eval.steps if train.load_best_model_at_end else train.save_steps
+    if not save_interval and plan.row_tokens is not None:  # after each epoch, of which train.max_steps may be several
+        save_interval = math.ceil(plan.row_tokens.rows / plan.batch.effective_batch)
+    total_saves: int | None = None if train.max_steps else math.ceil(train.epochs)
+    if save_interval:
+        total_saves = None if plan.run_length is None else math.ceil(plan.run_length.steps / save_interval)
+    checkpoint_counts = [count for count in (total_saves, kept_at_once) if count is not None]
+    # the fewer of the two bounds: a short run writes fewer checkpoints than the limit allows
+    return DiskUsage(
+        checkpoint_bytes + OTHER_BYTES,
+        weights_bytes + OTHER_BYTES,
+        min(checkpoint_counts) if checkpoint_counts else None,
+    )

@@ -29,11 +29,13 @@ class Fp16Overflow:
     family: str
     what: str
     source: str
+    # What a run must use for it to happen: eager attention, which makes logits in the compute dtype
+    # before it scales them (sdpa and flash keep them in fp32), or a config.json with attention
+    # dropout.
     only_with: Literal["eager", "attention_dropout"] | None = None
-    """What a run must use for it to happen: eager attention, which makes logits in the compute dtype before it scales
-    them (sdpa and flash keep them in fp32), or a config.json with attention dropout."""
+    # Only gradients do: loss scaling handles that by skipping steps until its scale is small
+    # enough.
     in_backward: bool = False
-    """Only gradients do: loss scaling handles that by skipping steps until its scale is small enough."""
 
     @property
     def description(self) -> str:
@@ -197,16 +199,17 @@ GRADIENT_SHARDING_LAYOUTS = ("zero2", "zero3", "zero2_offload", "zero3_offload")
 class GradientSync:
     """How a layout handles gradients, and the dtype of gathered weights."""
 
+    # When they are reduced over the ranks; a number: after so many micro-batches, and at the end of
+    # the step.
     interval: SyncInterval
-    """When they are reduced over the ranks; a number: after so many micro-batches, and at the end of the step."""
+    # Dtype from the backward pass.
     computed_dtype: DtypeName
-    """Dtype from the backward pass."""
+    # Dtype in which they are sent.
     reduced_dtype: DtypeName
-    """Dtype in which they are sent."""
+    # Dtype of weights as FSDP2 gathers them; for other layouts the compute dtype.
     gathered_dtype: DtypeName
-    """Dtype of weights as FSDP2 gathers them; for other layouts the compute dtype."""
+    # What DeepSpeed casts buffers to; None leaves them unchanged.
     buffer_dtype: DtypeName | None
-    """What DeepSpeed casts buffers to; None leaves them unchanged."""
 
     @property
     def is_compressed(self) -> bool:
@@ -321,13 +324,14 @@ def ineffective_distributed_options(config: RunConfig, layout: str) -> list[str]
     """The run's keys that have no effect under the chosen layout, in words."""
     options = config.distributed
     settings: dict[str, Any] = {"find_unused_parameters": options.find_unused_parameters}
+    circumstance = f"under {layout}, which needs no search"
+    if layout == "ddp":
+        return []
     if layout == "single":
-        mixed = {f"mixed_precision.{part}": value for part, value in options.mixed_precision}
-        settings |= {"sync_gradients_every": options.sync_gradients_every, **mixed}
+        settings |= {"sync_gradients_every": options.sync_gradients_every}
+        settings |= {f"mixed_precision.{part}": value for part, value in options.mixed_precision}
         settings |= {"profile_communication": options.profile_communication}
+        circumstance = "on one process, which sends nothing"
     set_options = {name: str(value).lower() for name, value in settings.items() if value not in ("auto", False)}
     options_text = ", ".join(f"distributed.{name}={value}" for name, value in set_options.items())
-    circumstance = (
-        "on one process, which sends nothing" if layout == "single" else f"under {layout}, which needs no search"
-    )
-    return [f"{options_text}: no effect {circumstance}"] if options_text and layout != "ddp" else []
+    return [f"{options_text}: no effect {circumstance}"] * bool(options_text)

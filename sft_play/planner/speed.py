@@ -18,11 +18,11 @@ from sft_play.machine.gpu_catalog import find_catalog_entries
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE
 from sft_play.models.shape import ModelShape
+from sft_play.planner.batching import AverageMicroSteps
 from sft_play.planner.kernels import ReplacedOperations, plan_experts, plan_kernels
 from sft_play.planner.memory.model_states import adapter_params, trained_parameters
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import ElementBytes
-from sft_play.planner.micro_batches import AverageMicroSteps
 from sft_play.planner.precision import DTYPE_BYTES, Precision, gradient_sync
 from sft_play.text import MIB
 
@@ -57,8 +57,8 @@ class Collective:
     message_bytes: float
     ranks: int
     calls: float
+    # Ranks that the group's links span, where they are not neighbours: copies are on other nodes.
     spanned_ranks: int = 0
-    """Ranks that the group's links span, where they are not neighbours: copies are on other nodes."""
 
     @property
     def sent_bytes(self) -> float:
@@ -113,12 +113,10 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
     trained_params = trained_parameters(config, shape, ElementBytes()).params / layout.tensor_parallel
     gradient_bytes = trained_params * DTYPE_BYTES[sync.reduced_dtype]
     if not layout.shards_params:
-        reductions = (Collective("all_reduce", gradient_bytes, ranks, _bucket_count(gradient_bytes)),)
-        updated_bytes = trained_params * DTYPE_BYTES[precision.compute]
-        gathers = (
-            (Collective("all_gather", updated_bytes, ranks, _bucket_count(updated_bytes)),) if layout.is_zero else ()
-        )
-        return Traffic(per_reduction=reductions, after_update=gathers, reductions_per_step=sync.reductions_per_step)
+        updated_bytes = trained_params * DTYPE_BYTES[precision.compute] * layout.is_zero
+        gather = Collective("all_gather", updated_bytes, ranks, math.ceil(updated_bytes / DDP_BUCKET_BYTES))
+        reduction = Collective("all_reduce", gradient_bytes, ranks, math.ceil(gradient_bytes / DDP_BUCKET_BYTES))
+        return Traffic((), (reduction,), (gather,), sync.reductions_per_step)
     calls = shape.num_layers + 1  # a unit per block, and the tail
     if layout.is_fsdp:
         # all units twice: the first block's backward pass prefetches the embedding, trained or not. Only the tail (last
@@ -129,35 +127,13 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
         )
     else:
         gathered_bytes = _zero3_gathered_bytes(config, shape, precision, step)
-    weights = Collective(
-        "all_gather",
-        gathered_bytes / layout.tensor_parallel,
-        layout.shard,
-        2 * calls,
-        spanned_ranks=layout.shard * neighbour_ranks,
-    )
-    gradient_collectives = [
-        Collective("reduce_scatter", gradient_bytes, layout.shard, calls, spanned_ranks=layout.shard * neighbour_ranks)
-    ]
-    if ranks > layout.shard:  # HSDP: each part is reduced once more, over the groups that hold a copy of it
-        gradient_collectives.append(
-            Collective(
-                "all_reduce",
-                gradient_bytes / layout.shard,
-                ranks // layout.shard,
-                calls,
-                spanned_ranks=ranks * neighbour_ranks,
-            )
-        )
-    return Traffic(
-        per_micro_batch=(weights,),
-        per_reduction=tuple(gradient_collectives),
-        reductions_per_step=sync.reductions_per_step,
-    )
-
-
-def _bucket_count(size: float) -> int:
-    return math.ceil(size / DDP_BUCKET_BYTES)
+    span, parts = layout.shard * neighbour_ranks, ranks // layout.shard
+    weights = Collective("all_gather", gathered_bytes / layout.tensor_parallel, layout.shard, 2 * calls, span)
+    reductions = [Collective("reduce_scatter", gradient_bytes, layout.shard, calls, span)]
+    if parts > 1:  # HSDP: each part is reduced once more, over the groups that hold a copy of it
+        part_bytes = gradient_bytes / layout.shard
+        reductions.append(Collective("all_reduce", part_bytes, parts, calls, ranks * neighbour_ranks))
+    return Traffic((weights,), tuple(reductions), (), sync.reductions_per_step)
 
 
 def base_weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> float:
@@ -168,10 +144,10 @@ def base_weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> fl
 
 
 def _weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> float:
-    adapter_bytes = (
-        0 if config.tuning.mode == "full" else itemsize * trained_parameters(config, shape, ElementBytes()).params
-    )
-    return base_weight_bytes(config, shape, itemsize) + adapter_bytes
+    weight_bytes = base_weight_bytes(config, shape, itemsize)
+    if config.tuning.mode == "full":
+        return weight_bytes
+    return weight_bytes + itemsize * trained_parameters(config, shape, ElementBytes()).params
 
 
 def _zero3_gathered_bytes(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> float:
@@ -394,10 +370,10 @@ class Rates:
     gpus_per_node: int
     is_known: bool
     matrix_share: float
+    # Fraction of the rate of a node's GPU link that collectives reach.
     link_share: float = LINK_SHARE
-    """Fraction of the rate of a node's GPU link that collectives reach."""
+    # Fraction of the rate of matrix products that attention reaches.
     attention_share: float = OTHER_ATTENTION_SHARE
-    """Fraction of the rate of matrix products that attention reaches."""
     missing_packages: frozenset[str] = frozenset()
 
 
@@ -409,12 +385,13 @@ class Speed:
     step_s: float
     tokens: int
     parts: dict[str, float] = field(default_factory=dict)
+    # Bytes that one rank sends to others in a step.
     moved_bytes: int = 0
-    """Bytes that one rank sends to others in a step."""
+    # Bytes of the whole messages that data-parallel ranks exchange in a step, by kind of
+    # collective.
     collectives: dict[str, int] = field(default_factory=dict)
-    """Bytes of the whole messages that data-parallel ranks exchange in a step, by kind of collective."""
+    # Floating-point operations of the model for one rank's step, without recomputation.
     model_flops: float = 0.0
-    """Floating-point operations of the model for one rank's step, without recomputation."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -441,10 +418,8 @@ def find_rates(hardware: Hardware, precision: Precision) -> Rates:
     matrix_share = min((MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors), default=OTHER_MATRIX_SHARE)
     attention_shares = (ATTENTION_SHARE.get(major, OTHER_ATTENTION_SHARE) for major in majors)
     # GPUs whose known link is no faster than the card's own slot communicate over PCIe
-    link, pcie_slots = (
-        hardware.link_bytes_per_s,
-        [entry.pcie for entry in find_catalog_entries(gpus[0].name.split(" MIG ")[0])],
-    )
+    link = hardware.link_bytes_per_s
+    pcie_slots = [entry.pcie for entry in find_catalog_entries(gpus[0].name.split(" MIG ")[0])]
     is_pcie = link is None or link <= max(pcie_slots, default=FASTEST_PCIE)
     return Rates(
         matrix_rate or NOMINAL_RATE,
@@ -550,13 +525,8 @@ class _Roofline:
 
     def micro_step_seconds(self, micro_steps: AverageMicroSteps) -> dict[str, float]:
         """Seconds of one micro step: matrix products, moving memory, dequantising weights, starting kernels."""
-        config, shape, step, rates, recomputed_share = (
-            self.config,
-            self.shape,
-            self.step,
-            self.rates,
-            self.recomputed_share,
-        )
+        config, shape, step, rates = self.config, self.shape, self.step, self.rates
+        recomputed_share = self.recomputed_share
         mode, tensor_parallel = config.tuning.mode, step.layout.tensor_parallel
         flops = self._micro_step_flops(micro_steps, recomputed_share)
         matrix_flops = sum(flops.values()) + flops["attention"] * (1 / rates.attention_share - 1)
@@ -582,7 +552,7 @@ class _Roofline:
         dequantise_s = self._memory_seconds(2.5 * active_params(shape) * pass_count) if mode == "qlora" else 0.0
         layer_start_share = 1.0 if mode == "full" else 1.5
         layer_start_share *= COMPILED_STARTS_SHARE if config.train.compile else 1.0
-        layer_start_share += CHAT_START_SHARE * micro_steps.rows if step.one_by_one else 0.0
+        layer_start_share += CHAT_START_SHARE * micro_steps.rows * step.one_by_one
         starting_s = LAYER_OVERHEAD_S * shape.num_layers * (pass_count + 1) * layer_start_share
         if liger_operations is not None:
             starting_s = max(
@@ -700,51 +670,23 @@ class _Roofline:
             # weights come from RAM for the forward and for the backward pass
             read_bytes = 2 * base_weight_bytes(self.config, shape, self._compute_itemsize) / layout.tensor_parallel
             exposed_s += grad_accum * max(0.0, read_bytes / NOMINAL_LINK - hidden_s)
-        for sent_bytes, seconds in (
-            self._tensor_parallel_cost(micro_steps, grad_accum),
-            self._context_parallel_cost(micro_steps, grad_accum),
+        recomputes = self.step.checkpointed_layers != 0
+        key_width = max(shape.kv_width, layout.context_parallel * shape.head_dim)  # repeated for more ranks than heads
+        # ranks that share a block's products or a row's tokens exchange in every block, and nothing hides that: the
+        # next product needs it
+        for ranks, block_calls, width, starts, per_node in (
+            # two all-reduces forward and two backward, each a reduction and a gather
+            (layout.tensor_parallel, 4 + 2 * recomputes, 2 * shape.hidden_size, 1, None),
+            # query, key, value and output, and back; each with each: no ring, so over nodes a GPU has its share of the
+            # network
+            (layout.context_parallel, 2 + recomputes, 2 * shape.q_width + 2 * key_width, 4, 1),
         ):
+            calls = shape.num_layers * block_calls * grad_accum
+            sent_bytes = (ranks - 1) / ranks * micro_steps.padded_tokens * width * self._compute_itemsize * calls
+            link_rate = _link_bytes_per_s(ranks, rates, per_node=per_node)
             moved_bytes += sent_bytes
-            exposed_s += seconds
+            exposed_s += sent_bytes / link_rate + starts * _start_seconds(ranks, calls)
         return int(moved_bytes), exposed_s
-
-    def _tensor_parallel_cost(self, micro_steps: AverageMicroSteps, grad_accum: int) -> tuple[float, float]:
-        """Bytes and seconds of all-reduces in every block; nothing hides them: the next product needs their result."""
-        ranks, recomputed_calls = self.step.layout.tensor_parallel, 2 if self.step.checkpointed_layers != 0 else 0
-        calls = self.shape.num_layers * (4 + recomputed_calls) * grad_accum  # two a block forward, and two backward
-        sent_bytes = (
-            2
-            * (ranks - 1)
-            / ranks
-            * micro_steps.padded_tokens
-            * self.shape.hidden_size
-            * self._compute_itemsize
-            * calls
-        )
-        return sent_bytes, sent_bytes / _link_bytes_per_s(ranks, self.rates) + COLLECTIVE_START_S * math.log2(
-            ranks
-        ) * calls
-
-    def _context_parallel_cost(self, micro_steps: AverageMicroSteps, grad_accum: int) -> tuple[float, float]:
-        """The same of ranks that share rows: query, key, value and output are exchanged in every block, and back."""
-        shape, ranks, recomputed_calls = (
-            self.shape,
-            self.step.layout.context_parallel,
-            int(self.step.checkpointed_layers != 0),
-        )
-        key_width = max(shape.kv_width, ranks * shape.head_dim)  # repeated where there are fewer heads than ranks
-        calls = shape.num_layers * (2 + recomputed_calls) * grad_accum
-        sent_bytes = (
-            (ranks - 1)
-            / ranks
-            * micro_steps.padded_tokens
-            * (2 * shape.q_width + 2 * key_width)
-            * self._compute_itemsize
-            * calls
-        )
-        # each with each: no ring, so over nodes a GPU has its share of the network
-        link_rate = _link_bytes_per_s(ranks, self.rates, per_node=1)
-        return sent_bytes, sent_bytes / link_rate + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
 
 
 def active_params(shape: ModelShape) -> float:
@@ -760,10 +702,12 @@ def _collective_seconds(collective: Collective, rates: Rates) -> float:
     span = collective.spanned_ranks or collective.ranks
     # of a group whose ranks are spread over `span` others, a node has a part
     per_node = max(1, rates.gpus_per_node * collective.ranks // span)
-    return (
-        collective.sent_bytes / _link_bytes_per_s(span, rates, per_node=per_node)
-        + COLLECTIVE_START_S * math.log2(collective.ranks) * collective.calls
-    )
+    link_rate = _link_bytes_per_s(span, rates, per_node=per_node)
+    return collective.sent_bytes / link_rate + _start_seconds(collective.ranks, collective.calls)
+
+
+def _start_seconds(ranks: int, calls: float) -> float:
+    return COLLECTIVE_START_S * math.log2(ranks) * calls
 
 
 def _exposed_seconds(collective_s: float, hidden_s: float) -> float:

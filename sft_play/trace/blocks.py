@@ -65,12 +65,12 @@ class _BlockRecorder:
         count = len(self._blocks)
         self._is_forward, self._open_layer = True, -1
         self._start_bytes, self._input_bytes, self._peak_bytes = [0] * count, [0] * count, [0] * count
+        # When a block's backward pass begins: live bytes, those of the gradient, and those of all
+        # parameters' gradients; None where nothing trains up to it.
         self._backward_starts: list[tuple[int, int, int] | None] = [None] * count
-        """When a block's backward pass begins: live bytes, those of the gradient, and those of all parameters'
-        gradients; None where nothing trains up to it."""
         self._backward_peaks = [0] * count
+        # Peaks behind the last block, and before its backward pass.
         self._tail_peak = self._tail_backward_peak = 0
-        """Peaks behind the last block, and before its backward pass."""
         self._static_bytes, self._previous_gradients = self._log.current, self._gradient_bytes()
         self._first_input_key: int | None = None
 

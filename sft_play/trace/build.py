@@ -1,15 +1,19 @@
-"""The model of a step, from its config only: the real class, quantised by fakes, with real adapters."""
+"""The model of a step, from its config only: the real class with real adapters, and stand-ins with
+the same memory for what cannot run on fake tensors: NF4 layers and bitsandbytes' optimizers. They
+allocate what the real code does, in the same order (`patches.PATCHES` has the reasons and guards).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,13 +24,191 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sft_play.errors import ModelError
 from sft_play.log import one_line
-from sft_play.trace import fakes, kernels
+from sft_play.planner.memory.model_states import ABSMAX_BLOCK
+from sft_play.planner.memory.structure import NF4_BLOCK
+from sft_play.trace import kernels
 from sft_play.trace.kernels import chunk_gated_delta_rule
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TraceUnavailable
+from sft_play.trace.storages import StorageLog
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.language_model import drop_kernel_choices, prepare_text_config
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import trainable_rows
+
+
+# --- NF4 --------------------------------------------------------------------------------------------------------------
+class _FakeNF4Product(torch.autograd.Function):
+    """`MatMul4Bit` of bitsandbytes 0.50 beyond its fused kernel's range (1536 rows): dequantise, multiply, free."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, layer: Any, bias: Any) -> Any:
+        ctx.layer = layer
+        return torch.nn.functional.linear(hidden, layer.dequantised(hidden.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        weight = ctx.layer.dequantised(ctx.layer.quantised_from, is_backward=True)
+        return torch.matmul(grads[0], weight.to(grads[0].dtype)), None, None
+
+
+@functools.cache
+def fake_nf4_class() -> type:
+    """The fake's class, a subclass of bitsandbytes' Linear4bit so that PEFT sees one."""
+    linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
+
+    class NF4Linear(linear_4bit):  # type: ignore[misc, valid-type]
+        """Packed weight and scales as buffers; not a Params4bit, which cannot wrap a fake tensor."""
+
+        def __init__(self) -> None:
+            # not Linear4bit's own, which would create a Params4bit
+            nn.Module.__init__(self)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            input_dtype = x.dtype
+            x = x.to(self.compute_dtype)
+            bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+            return _FakeNF4Product.apply(x, self, bias).to(input_dtype)
+
+        def dequantised(self, dtype: torch.dtype, *, is_backward: bool = False) -> torch.Tensor:
+            """The full weight; double quantisation rebuilds its scales in fp32 first."""
+            if self.absmax.dtype is torch.uint8:
+                scales = torch.empty(self.absmax.shape, dtype=torch.float32)
+                if not is_backward:
+                    scales = scales + self.offset
+            return torch.empty(self.out_features, self.in_features, dtype=dtype)
+
+    return NF4Linear
+
+
+def fake_nf4(layer: Any, settings: StepSettings) -> Any:
+    """The fake of a Linear4bit on the meta device, on the meta device too."""
+    fake = fake_nf4_class()()
+    fake.in_features, fake.out_features = layer.in_features, layer.out_features
+    fake.compute_dtype = getattr(torch, settings.quant_compute)
+    fake.quantised_from = getattr(torch, settings.weights)
+    storage = getattr(torch, settings.quant_storage)
+    weights = fake.in_features * fake.out_features
+    rows = math.ceil(weights / 2) // storage.itemsize
+    weight = nn.Parameter(torch.empty((rows, 1), dtype=storage, device="meta"), requires_grad=False)
+    weight.compress_statistics, weight.quant_type, weight.quant_state = settings.double_quant, "nf4", None
+    weight.blocksize, weight.quant_storage, weight.bnb_quantized = NF4_BLOCK, storage, True
+    fake.weight = weight
+    fake.bias = None
+    if layer.bias is not None:  # bitsandbytes creates it in fp32; loading casts it to the dtype of the other weights
+        fake.bias = nn.Parameter(layer.bias.detach().to(fake.quantised_from), requires_grad=False)
+
+    _register_scales(fake, "", weights, double_quant=settings.double_quant)
+    return fake
+
+
+class _FakeNF4Experts(nf4_experts.PackedWeight):
+    """Reads a stacked weight of experts dequantised; its scales are buffers of the module."""
+
+    def __init__(self, module: Any, name: str, settings: StepSettings) -> None:
+        super().__init__()
+        self.shape, self.dtype = getattr(module, name).shape, getattr(torch, settings.weights)
+        self._scales = (module, f"{name}_absmax", f"{name}_offset")
+        _register_scales(module, f"{name}_", self.shape.numel(), double_quant=settings.double_quant)
+
+    def placeholder(self, packed: torch.Tensor) -> torch.Tensor:
+        return torch.empty((), dtype=self.dtype, device=packed.device).expand(self.shape)
+
+    def dequantise(self, packed: torch.Tensor) -> torch.Tensor:
+        module, absmax, offset = self._scales
+        if getattr(module, absmax).dtype is torch.uint8:
+            scales = torch.empty(getattr(module, absmax).shape, dtype=torch.float32)
+            scales = scales + getattr(module, offset)
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
+    """Put the fake of a packed weight in the place of a stacked one, on the meta device."""
+    weight, storage = getattr(module, name), getattr(torch, settings.quant_storage)
+    rows = math.ceil(weight.numel() / 2) // storage.itemsize
+    packed, fake_weight = torch.empty((rows, 1), dtype=storage, device="meta"), _FakeNF4Experts(module, name, settings)
+    setattr(module, name, nn.Parameter(packed, requires_grad=False))
+    nf4_experts.install_packed_weight(module, name, fake_weight)
+
+
+def _register_scales(module: nn.Module, prefix: str, weights: int, *, double_quant: bool) -> None:
+    """What bitsandbytes keeps beside this many packed weights, as buffers on the meta device."""
+    blocks = math.ceil(weights / NF4_BLOCK)
+    buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "absmax": ((blocks,), torch.uint8 if double_quant else torch.float32),
+        "code": ((16,), torch.float32),
+    }
+    if double_quant:
+        buffers |= {
+            "absmax_of_absmax": ((math.ceil(blocks / ABSMAX_BLOCK),), torch.float32),
+            "code_of_absmax": ((256,), torch.float32),
+            "offset": ((), torch.float32),
+        }
+    for name, (shape, dtype) in buffers.items():
+        module.register_buffer(prefix + name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
+
+
+# What PEFT and bitsandbytes read off a Params4bit.
+PARAMETER_FIELDS = ("compress_statistics", "quant_type", "quant_state", "blocksize", "quant_storage", "bnb_quantized")
+
+
+def wrap_dequantize(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """PEFT's `dequantize_module_weight` (DoRA needs a layer's norm), which also knows the fake."""
+
+    def dequantize(module: Any) -> Any:
+        is_fake = isinstance(module, fake_nf4_class())
+        return module.dequantised(module.quantised_from) if is_fake else original(module)
+
+    return dequantize
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+class FakeStateOptimizer:
+    """bitsandbytes' optimizers, whose states are created in C++: their bytes at the first step, no values."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        state_sizes: Callable[[int], tuple[int, ...]],
+        log: StorageLog,
+        fp32_state_counts: Mapping[int, int] | None = None,
+    ) -> None:
+        """`fp32_state_counts`: how many fp32 states a parameter has instead, by its `id`."""
+        self._fp32_state_counts = fp32_state_counts or {}
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._state_sizes, self._log, self._has_states = state_sizes, log, False
+
+    def step(self) -> None:
+        """The update happens in place; the first one creates the states."""
+        if not self._has_states:
+            for parameter in self._parameters:
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                elements, count = int(local.numel()), self._fp32_state_counts.get(id(parameter))
+                for nbytes in self._state_sizes(elements) if count is None else (4 * elements,) * count:
+                    self._log.record_alloc(nbytes)
+            self._has_states = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def adam_8bit_state_sizes(elements: int) -> tuple[int, ...]:
+    """A byte for each of two states, an fp32 scale per 256; fp32 below 4096 elements (bitsandbytes optimizer.py)."""
+    if elements < 4096:
+        return (4 * elements, 4 * elements)
+    scales = 4 * math.ceil(elements / 256)
+    return (elements, elements, scales, scales)
+
+
+def paged_adam_8bit_state_sizes(elements: int) -> tuple[int, ...]:
+    """States from 1e5 elements on are managed memory, outside the allocator; their scales are not."""
+    states = adam_8bit_state_sizes(elements)
+    return states[2:] if elements >= 100_000 else states
+
+
+# --------------------------------------------------------------------------------------------------
+# The model: the real class on the meta device, then its tensors as the trainer would step it.
 
 # What TRL's SFTTrainer asks of the chunked head (its metrics).
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -79,7 +261,12 @@ def load_skeleton(model: Any, settings: StepSettings) -> Any:
         _materialise(model, replaced, adapters=True)
     elif settings.peft is not None:
         model = _add_adapters(model, settings)
-    _prepare_step(model, settings)
+    base = base_model(model)
+    if settings.checkpointing:
+        _enable_checkpointing(base, settings)
+        if settings.peft is not None:
+            base.enable_input_require_grads()  # as TRL does (1.16); reentrant checkpointing needs such an input
+    LOSS_SETUPS[settings.loss](base)
     return model.train()
 
 
@@ -96,21 +283,15 @@ def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of a model's blocks and its path: of the outermost lists of modules that beside the token embedding, or
     the one with the most parameters; empty where there is none."""
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    outermost = {
-        path: module
-        for path, module in lists.items()
-        if count_module_parameters(module) and not any(path.startswith(f"{other}.") for other in lists)
-    }
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    embedding_parent = next(
-        (path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding), ""
-    )
-    path = max(
-        outermost,
-        key=lambda path: (path.rpartition(".")[0] == embedding_parent, count_module_parameters(outermost[path])),
-        default="",
-    )
-    return path, outermost.get(path, nn.ModuleList())
+    parent = next((path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding), "")
+
+    def rank(path: str) -> tuple[bool, int]:
+        return path.rpartition(".")[0] == parent, count_module_parameters(lists[path])
+
+    outermost = [path for path in lists if rank(path)[1] and not any(path.startswith(f"{other}.") for other in lists)]
+    path = max(outermost, key=rank, default="")
+    return path, lists[path] if outermost else nn.ModuleList()
 
 
 def count_module_parameters(module: nn.Module) -> int:
@@ -196,13 +377,14 @@ def _model_class(config: Any, settings: StepSettings) -> Any:
 
 def _require_attention(model_class: Any, attention: str) -> None:
     """Raises TraceUnavailable for attention code that the class does not have: no run with it starts either."""
-    remedy = "take eager or auto, as a run must"
-    if attention in ("sdpa", *VARLEN_ATTENTIONS) and not getattr(model_class, "_supports_sdpa", False):
-        raise TraceUnavailable(f"{model_class.__name__} has no sdpa: {remedy}")
+    has_attention = True
+    if attention in ("sdpa", *VARLEN_ATTENTIONS):
+        attention, has_attention = "sdpa", getattr(model_class, "_supports_sdpa", False)
     if attention == "flash_attention_2":
-        compatible = getattr(model_class, "_compatible_flash_implementations", None)
-        if not getattr(model_class, "_supports_flash_attn", False) or (compatible and attention not in compatible):
-            raise TraceUnavailable(f"{model_class.__name__} has no flash_attention_2: {remedy}")
+        compatible = getattr(model_class, "_compatible_flash_implementations", None) or [attention]
+        has_attention = getattr(model_class, "_supports_flash_attn", False) and attention in compatible
+    if not has_attention:
+        raise TraceUnavailable(f"{model_class.__name__} has no {attention}: take eager or auto, as a run must")
 
 
 def _quantise(model: Any, settings: StepSettings) -> None:
@@ -221,11 +403,11 @@ def _quantise(model: Any, settings: StepSettings) -> None:
     linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
     for name, layer in list(model.named_modules()):
         if isinstance(layer, linear_4bit):
-            model.set_submodule(name, fakes.fake_nf4(layer, settings))
+            model.set_submodule(name, fake_nf4(layer, settings))
     if settings.quant_experts:
         nf4_experts.register_expert_quantizer()  # PEFT's part
         for _, module, name in list(experts.stacked_experts(model)):
-            fakes.fake_nf4_experts(module, name, settings)
+            fake_nf4_experts(module, name, settings)
     model.is_loaded_in_4bit = True
     model.quantization_method = "bitsandbytes"
 
@@ -245,7 +427,7 @@ def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *
                 continue
             if old not in replaced:
                 new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), requires_grad=old.requires_grad)
-                new.__dict__.update({key: old.__dict__[key] for key in fakes.PARAMETER_FIELDS if key in old.__dict__})
+                new.__dict__.update({key: old.__dict__[key] for key in PARAMETER_FIELDS if key in old.__dict__})
                 replaced[old] = new
             module._parameters[name] = replaced[old]
         for name, buffer in list(module._buffers.items()):
@@ -340,22 +522,14 @@ def _run_expert_loop(self: Any, hidden_states: Any, top_k_index: Any, top_k_weig
 
 def _expert_product(module: Any, rows: Any, name: str, expert: int) -> Any:
     weight = getattr(module, name)[expert]
+    bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
     if not module.is_transposed:
-        return nn.functional.linear(rows, weight, getattr(module, f"{name}_bias")[expert] if module.has_bias else None)
+        return nn.functional.linear(rows, weight, bias)
     out = rows @ weight
-    return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
+    return out if bias is None else out + bias
 
 
 # --- what the trainer sets --------------------------------------------------------------------------------------------
-def _prepare_step(model: Any, settings: StepSettings) -> None:
-    base = base_model(model)
-    if settings.checkpointing:
-        _enable_checkpointing(base, settings)
-        if settings.peft is not None:
-            base.enable_input_require_grads()  # as TRL does (1.16); reentrant checkpointing needs such an input
-    LOSS_SETUPS[settings.loss](base)
-
-
 def _fuse_head(base: Any) -> None:
     importlib.import_module("sft_play.training.model.fused_head").set_backbone_prefix(base)
     importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)

@@ -1,29 +1,48 @@
-"""From a plan's candidate to the step that is traced, and back: a second prediction for the plan.
+"""What a plan asks of the trace: the settings of a candidate's step and what they measure, a second
+prediction; and the shapes and blocks of a class that the tables lack.
 
-What was measured with the libraries is remembered by their versions and this code's: traces by their settings, shapes
-by their config.json. Failures are not, nor what came from a model's own code.
+What was measured with the libraries is remembered by their versions and this code's: traces by
+their settings, shapes by their config.json. Failures are not, nor what came from a model's own
+code.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from sft_play.config.schema import RunConfig
+from sft_play.errors import ModelError
+from sft_play.log import one_line
+from sft_play.machine.host import total_and_free_ram
 from sft_play.machine.software import load_or_measure
+from sft_play.models.config_json import (
+    load_config_json,
+    parse_model_shape,
+    published_params_note,
+    quantised_storage_note,
+    refuse_quantised,
+    refuse_remote_code,
+    text_only_note,
+)
+from sft_play.models.families import UnknownArchitecture
 from sft_play.models.shape import ModelShape
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.kernels import plan_experts, plan_kernels
-from sft_play.planner.memory.step_memory import Step, is_padded
-from sft_play.planner.memory.structure import needs_repeated_kv, stacked_adapter_params
+from sft_play.planner.layout import SINGLE
+from sft_play.planner.memory.step_memory import BlockMode, MeasuredBlocks, Step, interpolate, is_padded
+from sft_play.planner.memory.structure import ElementBytes, configured_shape, needs_repeated_kv, stacked_adapter_params
 from sft_play.planner.plan import TracePrediction
-from sft_play.planner.precision import Precision, adapter_dtype, gradient_sync
+from sft_play.planner.precision import DtypeName, Precision, adapter_dtype, gradient_sync
 from sft_play.process.waiting import importing
-from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
+from sft_play.text import GIB
+from sft_play.trace.settings import CudnnUse, RowMask, StepSettings, TracedAttention, TracedPeak, TraceUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +69,16 @@ def trace_candidate(
     config: RunConfig, config_json: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
 ) -> TracePrediction:
     """What a trace of the candidate's step measures, or why there is none; raises ModelError as PEFT would."""
-    if not config.plan.trace:
-        return TracePrediction(unavailable_reason="plan.trace is false")
-    if not candidate.step.on_gpu:
-        return TracePrediction(unavailable_reason="a trace simulates a GPU, and this run is on the CPU")
-    if candidate.layout.name not in TRACED_STRATEGIES:
-        return TracePrediction(
-            unavailable_reason=f"the trace runs one GPU, DDP and FSDP2; {candidate.layout.name} rests on formulas"
-        )
-    if candidate.step.offloads:
-        return TracePrediction(
-            unavailable_reason="the trace keeps what is recomputed on the GPU, and it is offloaded here"
-        )
-    if precision.updates == "stochastic":
-        return TracePrediction(unavailable_reason="the trace does not step by stochastic rounding")
+    name = candidate.layout.name
+    obstacles = {
+        "plan.trace is false": not config.plan.trace,
+        "a trace simulates a GPU, and this run is on the CPU": not candidate.step.on_gpu,
+        f"the trace runs one GPU, DDP and FSDP2; {name} rests on formulas": name not in TRACED_STRATEGIES,
+        "the trace keeps what is recomputed on the GPU, and it is offloaded here": candidate.step.offloads,
+        "the trace does not step by stochastic rounding": precision.updates == "stochastic",
+    }
+    if reason := next((reason for reason, applies in obstacles.items() if applies), None):
+        return TracePrediction(unavailable_reason=reason)
     try:
         peak = cached_trace(step_settings(config, config_json, shape, precision, candidate.step))
     except TraceUnavailable as error:
@@ -76,36 +91,42 @@ def step_settings(
     config: RunConfig, config_json: Mapping[str, Any], shape: ModelShape, precision: Precision, step: Step
 ) -> StepSettings:
     """The step as the trainer would run it, in a layout that a trace can run."""
-    mode, layout, recomputed_layers = config.tuning.mode, step.layout, step.recomputed_layers(shape.num_layers)
-    is_half = precision.compute != "float32"
-    adapters = None if mode == "full" else adapter_dtype(config, precision)
-    gradient_plan, is_fsdp = gradient_sync(config, precision, layout.name), layout.name == "fsdp"
+    layout, recomputed_layers = step.layout, step.recomputed_layers(shape.num_layers)
+    is_full, is_fsdp = config.tuning.mode == "full", layout.name == "fsdp"
+    half_dtype = precision.compute if precision.compute != "float32" else None
+    sync = gradient_sync(config, precision, layout.name)
+    attention: TracedAttention = step.attention
+    if step.varlen:
+        attention = "one_by_one" if step.one_by_one else "varlen"
+    cudnn: CudnnUse = "never"
+    if step.cudnn:
+        cudnn = "always" if config.task_mode == "cpt" else "training"
+    mask: RowMask = row_mask(has_padding=step.padded, uses_masks=step.masks)
+    if step.varlen or (config.data.packing != "none" and config.task_mode != "cpt"):  # full blocks are never packed
+        mask = "packed"
     return StepSettings(
         model=config_json,
-        mode=mode,
-        peft=None if mode == "full" else _peft_config(config, shape),
+        mode=config.tuning.mode,
+        peft=None if is_full else _peft_config(config, shape),
         new_tokens=len(config.model.add_tokens),
         micro_batch=step.micro_batch,
         seq_len=step.seq_len,
         grad_accum=min(step.grad_accum, 2),  # a third one meets the same as the second
         weights=precision.load,
-        autocast=precision.compute if is_half else None,
-        adapters=adapters,
+        autocast=half_dtype,
+        adapters=None if is_full else adapter_dtype(config, precision),
         quant_compute=precision.compute,
         quant_experts=config.tuning.has_quantized_experts,
-        quant_storage="uint8" if layout.name != "fsdp" else precision.compute,
+        quant_storage=precision.compute if is_fsdp else "uint8",
         checkpointing=recomputed_layers > 0,
         checkpointed_layers=recomputed_layers if 0 < recomputed_layers < shape.num_layers else None,
         loss=step.loss,
-        attention=("one_by_one" if step.one_by_one else "varlen") if step.varlen else step.attention,
+        attention=attention,
         repeats_kv=needs_repeated_kv(
-            shape, attention=step.attention, half_precision=is_half, capability=step.capability
+            shape, attention=step.attention, half_precision=half_dtype is not None, capability=step.capability
         ),
-        cudnn=("always" if config.task_mode == "cpt" else "training") if step.cudnn else "never",
-        # text in full blocks is never packed
-        mask="packed"
-        if step.varlen or (config.data.packing != "none" and config.task_mode != "cpt")
-        else row_mask(has_padding=step.padded, uses_masks=step.masks),
+        cudnn=cudnn,
+        mask=mask,
         optimizer=TRACED_OPTIMIZERS[config.train.optim],
         experts=_expert_implementation(config, shape, precision),
         kernels=plan_kernels(config, shape, layout, on_gpu=step.on_gpu).counted_kernels.memory,
@@ -118,12 +139,10 @@ def step_settings(
         ),
         strategy=TRACED_STRATEGIES[layout.name],
         world=layout.ranks,
-        sync_each_batch=is_fsdp and gradient_plan.interval == "micro_batch",
-        mixed_precision=precision.compute if is_half else None,
-        gathers_in=gradient_plan.gathered_dtype
-        if is_fsdp and gradient_plan.gathered_dtype != precision.compute
-        else None,
-        reduces_in=gradient_plan.reduced_dtype if is_fsdp and gradient_plan.is_compressed else None,
+        sync_each_batch=is_fsdp and sync.interval == "micro_batch",
+        mixed_precision=half_dtype,
+        gathers_in=sync.gathered_dtype if is_fsdp and sync.gathered_dtype != precision.compute else None,
+        reduces_in=sync.reduced_dtype if is_fsdp and sync.is_compressed else None,
         on_gpu=step.on_gpu,
         capability=step.capability or (9, 0),
     )
@@ -132,15 +151,12 @@ def step_settings(
 def _expert_implementation(
     config: RunConfig, shape: ModelShape, precision: Precision
 ) -> Literal["stacked", "cast", "eager"]:
-    expert_plan = plan_experts(config, shape, precision)
-    if expert_plan is None or shape.uses_custom_experts:
+    experts = plan_experts(config, shape, precision)
+    if experts is None or shape.uses_custom_experts:
         return "stacked"
-    if expert_plan.casts_weights:
+    if experts.casts_weights:
         return "cast"
-    return "eager" if expert_plan.name == "eager" else "stacked"
-
-
-RowMask = Literal["ones", "padded", "positions"]
+    return "eager" if experts.name == "eager" else "stacked"
 
 
 def row_mask(*, has_padding: bool, uses_masks: bool) -> RowMask:
@@ -152,12 +168,13 @@ def row_mask(*, has_padding: bool, uses_masks: bool) -> RowMask:
 
 def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
     lora = config.tuning.lora
+    stacked = [weight for kind in shape.layers for weight in kind.expert_weights]
     if shape.adapter_placement is not None:
         targets = shape.adapter_placement.resolve_targets(lora.target_modules)
+    elif lora.target_modules == "auto":  # "all-linear" would name fused experts too
+        targets = sorted({linear.name for linear, _ in shape.linears if linear.adaptable})
     else:
-        all_names = sorted({linear.name for linear, _ in shape.linears if linear.adaptable})
-        # "all-linear" would name fused experts too
-        targets = all_names if lora.target_modules == "auto" else list(lora.target_modules)
+        targets = list(lora.target_modules)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -165,10 +182,7 @@ def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
         "lora_alpha": lora.stored_alpha,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
-        "target_parameters": sorted(
-            {one.path for kind in shape.layers for one in kind.expert_weights if stacked_adapter_params(one, lora)}
-        )
-        or None,
+        "target_parameters": sorted({one.path for one in stacked if stacked_adapter_params(one, lora)}) or None,
         "modules_to_save": list(lora.modules_to_save) or None,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
@@ -199,4 +213,289 @@ def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: boo
 
     key_fields = {"config": config, "shape": SHAPE_VERSION}
     shape = load_or_measure("shapes", key_fields, _SHAPE_ADAPTER, measure, cacheable=not trust_remote_code)
-    return dataclasses.replace(shape, name=name)
+    return replace(shape, name=name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Bytes of the blocks of a class that the table of families does not have, as a plan asks for them,
+# remembered.
+#
+# Steps are run at the plan's own length, for a few batches; others lie between. A class whose
+# operators grow with the length takes as many tokens in short rows, twice; one that cannot run on
+# tensors without bytes, few real tokens on the CPU: both would take minutes at full length.
+
+# Part of the key of what is remembered: raised whenever this package would give other bytes for the same settings.
+BLOCKS_VERSION = 8
+# Tokens that states are computed by at once, at least.
+MIN_CHUNK_TOKENS = 64
+# Names of the same in configs.
+_CHUNK_FIELDS = ("chunk_size", "mamba_chunk_size", "block_size")
+# Rows that are run together: what a plan asks for first. Sizes cost nothing, so that many rows take no longer.
+MEASURED_BATCHES: dict[BlockMode, tuple[int, ...]] = {"kept": (1, 2, 8, 32), "recomputed": (1, 2, 8, 32),
+                                       "evaluated": (1, 8, 64)}  # fmt: skip
+# Tokens of a row at least.
+MIN_METERED_TOKENS = 64
+# Tokens of the two rows that run on the CPU.
+CPU_ROW_TOKENS = (64, 128)
+_BLOCKS_ADAPTER = TypeAdapter(list[MeasuredBlocks])
+_MODE_TEXTS: dict[BlockMode, str] = {"kept": "forwards and backwards", "recomputed": "with checkpointing",
+                         "evaluated": "without gradients"}  # fmt: skip
+
+
+def load_planned_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
+    """The shapes of a config.json's language model, for a plan: of a class that the tables lack they, and its blocks,
+    are measured. Raises ModelError: it is no causal language model, or its class refuses the config."""
+    try:
+        return parse_model_shape(config, name=name)
+    except UnknownArchitecture as error:
+        logger.debug("%s; its class is measured on the meta device", error)
+    shape = cached_shape(config, name=name, trust_remote_code=trust_remote_code)
+    code = name if trust_remote_code and config.get("auto_map") else None
+    return replace(shape, block_meter=BlockMeter(json.dumps(dict(config)), code))
+
+
+@dataclass(frozen=True)
+class BlockMeter:
+    """Measures blocks of one class; `ModelShape.block_meter` of its shape."""
+
+    # Its config.json.
+    config_json: str
+    # The folder or hub name whose own code defines it.
+    remote_code: str | None = None
+
+    def __call__(
+        self,
+        config: RunConfig,
+        shape: ModelShape,
+        precision: Precision,
+        step: Step,
+        element_bytes: ElementBytes,
+        block_mode: BlockMode,
+        batch: int,
+        *,
+        is_accumulating: bool = False,
+    ) -> MeasuredBlocks:
+        """Measure a micro step of `batch` rows; raises ModelError where its blocks cannot be run here."""
+        # a run plans before it has counted its rows and after: short ones need not be measured twice
+        step = replace(step, seq_len=max(step.seq_len, MIN_METERED_TOKENS * step.layout.context_parallel))
+        kind_indices = leading_blocks(shape.layer_order)
+        settings = self._step_settings(config, shape, precision, step, element_bytes, block_mode)
+        padded_step = replace(step, varlen=False, one_by_one=False, padded=True, masks=True)
+        measurement = BlockMeasurement(
+            settings,
+            self._step_settings(config, shape, precision, padded_step, element_bytes, block_mode)
+            if step.varlen
+            else settings,
+            block_mode,
+            kind_indices,
+            # adapters' gradients are too small to tell whether they are added to older ones
+            is_accumulating and block_mode != "evaluated" and config.tuning.mode == "full",
+            sum(shape.layers[place].params for place in kind_indices) + shape.embedding_params + shape.head_params,
+        )
+        return measurement.load_measured_blocks(batch, step.length)
+
+    def _step_settings(
+        self,
+        config: RunConfig,
+        shape: ModelShape,
+        precision: Precision,
+        step: Step,
+        element_bytes: ElementBytes,
+        block_mode: BlockMode,
+    ) -> StepSettings:
+        # DeepSpeed's adapters of half the width would be measured apart, and hardly differ
+        single_step = replace(
+            step, layout=SINGLE, offloads=False, seq_len=step.length, micro_batch=1, grad_accum=1, eval_batch=0,
+            checkpointed_layers=None if block_mode == "recomputed" else 0,
+        )  # fmt: skip
+        settings = step_settings(config, json.loads(self.config_json), shape, precision, single_step)
+        is_eval_padded = is_padded(config, step.layout, rows=2, uses_masks=step.masks)
+        half_dtype: DtypeName = precision.compute if precision.compute != "float32" else "bfloat16"
+        dtypes_by_size: dict[int, DtypeName] = {4: "float32", 2: half_dtype}
+        return replace(
+            settings,
+            code=self.remote_code,
+            loss="logits" if shape.has_custom_logits else "chunked",
+            kernels="plain",
+            weights=dtypes_by_size[element_bytes.weights],
+            eval_mask=row_mask(has_padding=is_eval_padded, uses_masks=step.masks)
+            if block_mode == "evaluated"
+            else None,
+        )
+
+
+def leading_blocks(order: Sequence[int]) -> tuple[int, ...]:
+    """The kinds' indices of as many of the first blocks as show every kind, each behind another block where there is
+    one, and of several kinds each before another."""
+    needed = max((order.index(kind_index, 1) if kind_index in order[1:] else 0) for kind_index in set(order))
+    return tuple(order[: needed + (2 if len(set(order)) > 1 else 1)])
+
+
+@dataclass(frozen=True)
+class BlockMeasurement:
+    """What is run: a model's first blocks, by their indices in `ModelShape.layers`, in this mode of a block."""
+
+    settings: StepSettings
+    # For a class that does not take the boundaries of rows one behind the other: a run pads them
+    # then, with a mask.
+    padded_settings: StepSettings
+    block_mode: BlockMode
+    kind_indices: tuple[int, ...]
+    is_accumulating: bool
+    # Their parameters, with the embedding and the head.
+    params: int
+
+    def load_measured_blocks(self, rows: int, length: int) -> MeasuredBlocks:
+        """Measure a micro step, or interpolate it between two. Raises ModelError: the blocks cannot be run."""
+        batches = MEASURED_BATCHES[self.block_mode]
+        if rows > batches[-1]:  # the next power of two, and the one before
+            upper = 1 << (rows - 1).bit_length()
+            batches = (upper // 2, upper)
+        measured_batches = self._load_measured_batches(batches, length)
+        next_measured = next(one for one in measured_batches if one.batch >= rows)
+        return (
+            next_measured
+            if next_measured.batch == rows
+            else interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
+        )
+
+    def _load_measured_batches(self, batches: tuple[int, ...], length: int) -> list[MeasuredBlocks]:
+        key_fields = {
+            "settings": self.settings.canonical_text(), "way": self.block_mode, "places": self.kind_indices,
+            "accumulates": self.is_accumulating, "batches": batches, "length": length, "blocks": BLOCKS_VERSION,
+        }  # fmt: skip
+        key = json.dumps(key_fields)
+        if key not in _blocks_by_key:
+            measure = partial(self.measure, batches, length)
+            _blocks_by_key[key] = load_or_measure(
+                "blocks", key_fields, _BLOCKS_ADAPTER, measure, cacheable=self.settings.code is None
+            )
+        return _blocks_by_key[key]
+
+    def measure(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
+        """Measure steps, on tensors without bytes or on a few real ones. Raises ModelError: neither is possible."""
+        logger.debug(
+            "Measuring the blocks of the model's class, once: rows of %d tokens, %s",
+            length,
+            _MODE_TEXTS[self.block_mode],
+        )
+        problem = ""
+        for measurement in (self, replace(self, settings=self.padded_settings))[
+            : 1 + (self.padded_settings is not self.settings)
+        ]:
+            try:
+                return measurement._measure_fake(batches, length)
+            except TraceUnavailable as error:
+                problem = problem or one_line(str(error), limit=200)
+        try:
+            return self._measure_on_cpu(batches, length)
+        except TraceUnavailable as error:
+            kind = one_line(str(self.settings.model.get("model_type")))
+            raise ModelError(
+                f"no plan can be made for the class {kind}: what its blocks need cannot be measured ({problem}; on the "
+                f"CPU: {one_line(str(error), limit=200)})"
+            ) from None
+
+    def _measure_fake(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
+        if length > 4 * self._chunk_tokens and self._is_linear_in_tokens and self._needs_more_operators():
+            return self._measure_short_rows(batches, length)
+        return self._run_blocks([(rows, length) for rows in batches])
+
+    @property
+    def _chunk_tokens(self) -> int:
+        inner = self.settings.model.get("text_config")
+        fields = (self.settings.model, inner if isinstance(inner, Mapping) else {})
+        sizes = [part.get(name) for part in fields for name in _CHUNK_FIELDS]
+        return max([MIN_CHUNK_TOKENS, *(size for size in sizes if isinstance(size, int))])
+
+    @property
+    def _is_linear_in_tokens(self) -> bool:
+        """Whether bytes grow with tokens, and not with the square of a row's."""
+        settings = self.settings
+        return settings.attention != "eager" and "padded" not in (settings.mask, settings.eval_mask)
+
+    def _needs_more_operators(self) -> bool:
+        with importing():
+            from sft_play.trace.blocks import count_operators
+        sizes = (2 * self._chunk_tokens, self._chunk_tokens)
+        long, short = count_operators(self.settings, [(1, size) for size in sizes], depth=len(self.kind_indices))
+        return long > short
+
+    def _run_blocks(
+        self, batch_shapes: Sequence[tuple[int, int]], *, uses_real_tensors: bool = False
+    ) -> list[MeasuredBlocks]:
+        with importing():
+            from sft_play.trace.blocks import run_blocks
+        # of real tensors the CPU has no kernel that holds what a GPU's would
+        settings = replace(self.settings, attention="eager") if uses_real_tensors else self.settings
+        return run_blocks(
+            settings,
+            batch_shapes,
+            self.block_mode,
+            kind_indices=self.kind_indices,
+            is_accumulating=self.is_accumulating,
+            uses_real_tensors=uses_real_tensors,
+        )
+
+    def _measure_short_rows(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
+        """Measure as many tokens in short rows of two lengths, and extrapolate to rows of `length`."""
+        sizes = (2 * self._chunk_tokens, self._chunk_tokens)
+        batch_shapes = [(-(-rows * length // size), size) for rows in batches for size in sizes]
+        measured = iter(self._run_blocks(batch_shapes))
+        return [
+            replace(interpolate(few, many, rows), ends=())
+            for rows, few, many in zip(batches, measured, measured, strict=True)
+        ]
+
+    def _measure_on_cpu(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
+        """Measure a few real tokens, in rows of two lengths, and extrapolate to all tokens."""
+        if self.settings.attention == "eager":
+            raise TraceUnavailable("eager attention's squares do not show in short rows")
+        needed_bytes, (_, free_bytes) = 4 * self.params, total_and_free_ram()
+        if needed_bytes > free_bytes // 2:
+            raise TraceUnavailable(
+                f"its weights take {needed_bytes / GIB:.1f} GiB, and {free_bytes / GIB:.1f} GiB are free"
+            )
+        short, longer = (
+            replace(one, batch=size)
+            for one, size in zip(
+                self._run_blocks([(1, size) for size in CPU_ROW_TOKENS], uses_real_tensors=True),
+                CPU_ROW_TOKENS,
+                strict=True,
+            )
+        )
+        mask_bytes = 0 if self._is_linear_in_tokens else length * length
+        return [
+            _add_mask_bytes(replace(interpolate(short, longer, rows * length), batch=rows, ends=()), rows * mask_bytes)
+            for rows in batches
+        ]
+
+
+def _add_mask_bytes(measured: MeasuredBlocks, mask_bytes: int) -> MeasuredBlocks:
+    """Add a mask to a micro step from the CPU, and each block's copy of it that is added to scores: an upper bound."""
+    bias = 2 * mask_bytes
+    layers = (
+        replace(one, forward=one.forward + bias, saved=one.saved + bias * (one.saved > 0), backward=one.backward + bias)
+        for one in (measured.first, *measured.layers)
+    )
+    first, *later_layers = layers
+    return replace(measured, before=measured.before + mask_bytes, first=first, layers=tuple(later_layers), on_cpu=True)
+
+
+_blocks_by_key: dict[str, list[MeasuredBlocks]] = {}
+
+
+def load_run_model_shape(config: RunConfig) -> ModelShape:
+    """The model's shapes; for a class that the tables lack they are measured on the meta device. Raises ModelError
+    where it is no model that a run with this config trains."""
+    model = config.model
+    fields = load_config_json(model.name, revision=model.revision)
+    refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
+    refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
+    shape = load_planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
+    published_note = published_params_note(model.name, model.revision, shape.params)
+    storage_note = quantised_storage_note(fields, config.tuning.mode)
+    shape = configured_shape(config, shape)
+    return replace(
+        shape, text_only_note=text_only_note(fields), storage_note=storage_note, published_note=published_note
+    )

@@ -1,6 +1,7 @@
 """The shapes of a model that the table of families does not know: its class, built on the meta device and measured.
 
-Parameter counts are exact. What a step keeps for the backward pass is measured where a plan needs it (`block_meter`).
+Parameter counts are exact. What a step keeps for the backward pass is measured where a plan needs it
+(`confirm.BlockMeter`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 
 from sft_play.machine.software import installed_version
 from sft_play.planner.kernels import GROUPED_MM_MIN_CAPABILITY
-from sft_play.trace import fakes, kernels
+from sft_play.trace import build, kernels
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
 
@@ -348,7 +348,7 @@ PATCHES: list[Patch] = [
         lambda settings: settings.mode == "qlora" and settings.peft is not None,
         Patch("weights of NF4 fakes", "peft.tuners.lora.dora:dequantize_module_weight", "module",
               "DoRA takes the norm of a dequantised weight; bitsandbytes' operator refuses fake tensors",
-              lambda original, state: fakes.wrap_dequantize(original)),
+              lambda original, state: build.wrap_dequantize(original)),
     ),
     *conditional_patches(
         lambda settings: settings.mode == "qlora",

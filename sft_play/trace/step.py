@@ -12,13 +12,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from sft_play.planner.memory.step_memory import cublas_workspace_bytes
-from sft_play.trace import build, fakes, kernels, patches
+from sft_play.trace import build, kernels, patches
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import ReplayPeaks, StorageLog, replay
 
@@ -63,8 +65,7 @@ def trace_context(
     loop_class = LOOP_CLASSES[type(settings)]
     log = loop_class.log_class(workspace_sizes=functools.partial(kernels.workspace_sizes, on_gpu=settings.on_gpu))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_silence_libraries())
-        stack.enter_context(_pause_garbage_collection())
+        stack.enter_context(_quiet_process())
         stack.enter_context(_convert_library_errors())
         state = patches.TraceState(settings, log)
         log.is_padded = lambda: state.active_mask == "padded"
@@ -74,9 +75,7 @@ def trace_context(
         stack.enter_context(build.use_class_functions(build.base_model(model), settings))
         stack.enter_context(build.KERNEL_CONTEXTS[settings.kernels](model))
         if _is_sharded(settings) and mesh is None:
-            from sft_play.trace import ranks
-
-            mesh = stack.enter_context(ranks.fake_device_mesh(settings.world))
+            mesh = stack.enter_context(fake_device_mesh(settings.world))
         # the log is entered last: it must see operators before the fake mode does
         if not uses_real_tensors:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -125,14 +124,13 @@ class TracedLoop:
             with self.log.hide_allocations():
                 build.fill_buffers(model)
             return model
-        from sft_play.trace import ranks
 
         with self.log.hide_allocations():
             model = build.load_skeleton(skeleton, self.settings)
-            largest = ranks.largest_unit_bytes(model, self.settings)
-            model = ranks.SHARDING_FUNCTIONS[self.settings.strategy](model, self.settings, self.mesh)
+            largest = largest_unit_bytes(model, self.settings)
+            model = SHARDING_FUNCTIONS[self.settings.strategy](model, self.settings, self.mesh)
         self.log.record_temporary((largest,))
-        for tensor in ranks.local_tensors(model):
+        for tensor in local_tensors(model):
             self.log.record_tensor(tensor)
         return model
 
@@ -140,9 +138,8 @@ class TracedLoop:
         """Make what DDP runs after each backward pass."""
         if self.settings.strategy != "ddp":
             return lambda: None
-        from sft_play.trace import ranks
 
-        return ranks.GradientBuckets(model, self.log).rebuild_buckets
+        return GradientBuckets(model, self.log).rebuild_buckets
 
     def create_optimizer(self, model: Any) -> Any:
         """The optimizer of the run."""
@@ -232,18 +229,18 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
     """The optimizer of that name, or a fake with bitsandbytes' states; raises TraceUnavailable for an unknown one."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state_sizes: dict[str, Callable[[int], tuple[int, ...]]] = {
-        "adamw_8bit": fakes.adam_8bit_state_sizes,
-        "paged_adamw_8bit": fakes.paged_adam_8bit_state_sizes,
+        "adamw_8bit": build.adam_8bit_state_sizes,
+        "paged_adamw_8bit": build.paged_adam_8bit_state_sizes,
         "lion_32bit_bnb": lambda elements: (4 * elements,),
         "none": lambda elements: (),
     }
     name, fp32_weights = settings.optimizer.removesuffix(_WIDE_EMBEDDINGS_SUFFIX), list[Any]()
-    state_sizes["lion_8bit"] = lambda elements: fakes.adam_8bit_state_sizes(elements)[::2]
+    state_sizes["lion_8bit"] = lambda elements: build.adam_8bit_state_sizes(elements)[::2]
     if name != settings.optimizer:
         fp32_weights = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
     if name in state_sizes:
-        count = 0 if name.startswith("paged") else 1 if name.startswith("lion") else 2  # in the allocator
-        return fakes.FakeStateOptimizer(
+        count = {"paged": 0, "lion": 1}.get(name.partition("_")[0], 2)  # in the allocator
+        return build.FakeStateOptimizer(
             trained, state_sizes[name], log, fp32_state_counts={id(one): count for one in fp32_weights}
         )
     if name == "muon":
@@ -282,21 +279,12 @@ def _convert_library_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _pause_garbage_collection() -> Iterator[None]:
-    """No garbage collection in between: its timing depends on what this process did before, and so would peaks."""
+def _quiet_process() -> Iterator[None]:
+    """No messages of libraries, and no garbage collection in between: its timing depends on what this process did
+    before, and so would peaks."""
     gc.collect()
-    was_enabled = gc.isenabled()
+    was_enabled, previous_level = gc.isenabled(), logging.root.manager.disable
     gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _silence_libraries() -> Iterator[None]:
-    previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -304,3 +292,142 @@ def _silence_libraries() -> Iterator[None]:
             yield
     finally:
         logging.disable(previous_level)
+        if was_enabled:
+            gc.enable()
+
+
+# --------------------------------------------------------------------------------------------------
+# Several GPUs seen from one of them: DDP's gradient buckets, and the real FSDP2 in a group of one real rank.
+
+# DDP sends its parameters to the other ranks in flat copies of at most this size (`_sync_module_states`).
+BROADCAST_BUCKET_BYTES = 250 << 20
+
+
+# --- DDP --------------------------------------------------------------------------------------------------------------
+class GradientBuckets:
+    """DDP's second copy of all gradients, cut again after the first backward pass; its reducer is C++ and reads data,
+    so they are made here."""
+
+    def __init__(self, model: nn.Module, log: StorageLog) -> None:
+        self._log = log
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        log.record_temporary((min(BROADCAST_BUCKET_BYTES, sum(one.nbytes for one in model.parameters())),))
+        self._buckets: list[tuple[int, int]] = []
+        self._is_rebuilt = False
+        # the order of gradients is unknown before the first backward pass: one bucket per dtype, without a limit
+        self._allocate_buckets([1 << 62])
+
+    def rebuild_buckets(self) -> None:
+        """Cut anew after the first backward pass, in its order: last layers first, 1 MiB and then 25 MiB."""
+        if self._is_rebuilt:
+            return
+        for key, nbytes in self._buckets:
+            self._log.record_free(key, nbytes)
+        self._trained.reverse()
+        self._allocate_buckets([1 << 20, 25 << 20])
+        self._is_rebuilt = True
+
+    def _allocate_buckets(self, limits: list[int]) -> None:
+        sizes = bucket_sizes([(str(one.dtype), one.nbytes) for one in self._trained], limits)
+        self._buckets = [(self._log.record_alloc(nbytes), nbytes) for nbytes in sizes]
+
+
+def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]:
+    """Bytes of each bucket for tensors (dtype, bytes) in this order (reducer.cpp, `compute_bucket_assignment_by_size`):
+    each dtype fills its own and closes it at the limit, the first one at the first, the others at the last."""
+    open_buckets: dict[str, int] = {}
+    limit_indices: dict[str, int] = {}
+    closed = []
+    for dtype, nbytes in tensors:
+        open_buckets[dtype] = open_buckets.get(dtype, 0) + nbytes
+        limit_index = limit_indices.setdefault(dtype, 0)
+        if open_buckets[dtype] >= limits[limit_index]:
+            closed.append(open_buckets.pop(dtype))
+            limit_indices[dtype] = min(limit_index + 1, len(limits) - 1)
+    return closed + list(open_buckets.values())
+
+
+# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def fake_device_mesh(world_size: int) -> Iterator[Any]:
+    """A device mesh over `world_size` ranks, this process the first; its collectives do nothing. Enter it outside a
+    FakeTensorMode. Raises TraceUnavailable: this process already belongs to a group."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise TraceUnavailable("a sharded step is traced in a process without a process group of its own")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+    finally:
+        dist.destroy_process_group()
+
+
+def apply_fsdp2(model: Any, settings: StepSettings, mesh: Any) -> Any:
+    """The model in the units that accelerate's `fsdp2_prepare_model` makes of it. 4-bit weights packed as uint8 stay
+    whole on every rank, and nothing is upcast beside them, as for a Params4bit (which a fake is not)."""
+    from accelerate.utils import fsdp_utils
+
+    is_4bit = settings.mode == "qlora"
+    unsharded = [one for one in model.modules() if isinstance(one, build.fake_nf4_class())] if is_4bit else []
+    if settings.quant_storage != "uint8":
+        unsharded = []
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=_fsdp_plugin(model, settings, unsharded)),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+        mixed_precision="no" if is_4bit or settings.mixed_precision is None else "bf16",
+        is_main_process=False,
+        device=torch.device("cpu"),
+    )
+    return fsdp_utils.fsdp2_prepare_model(accelerator, model)
+
+
+# What divides a model over the ranks of a mesh, by the strategy's name; benchmarks add what only older scripts ran.
+SHARDING_FUNCTIONS: dict[str, Callable[[Any, StepSettings, Any], Any]] = {"fsdp2": apply_fsdp2}
+
+
+# --- a sharded model ----------------------------------------------------------------------------------------------
+def local_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """This rank's tensors of a sharded model, each once, in module order."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield getattr(tensor, "_local_tensor", tensor)
+
+
+def largest_unit_bytes(model: Any, settings: StepSettings) -> int:
+    """Bytes of the largest unit before it is sharded: each passes through the GPU in full once (`fully_shard`)."""
+    base = build.base_model(model)
+    units = [*build.require_blocks(base), base.get_input_embeddings(), base.get_output_embeddings()]
+    upcasts = settings.mixed_precision is not None and settings.mode != "qlora"
+    return max(
+        sum(
+            int(one.numel()) * (4 if upcasts and one.requires_grad else int(one.element_size()))
+            for one in unit.parameters()
+        )
+        for unit in units
+        if unit is not None
+    )
+
+
+def _fsdp_plugin(model: Any, settings: StepSettings, unsharded: list[Any]) -> Any:
+    """What `fsdp2_prepare_model` reads of its plugin: units are the model's own no-split layers."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    gather_dtype = settings.gathers_in or settings.mixed_precision
+    param_dtype = getattr(torch, gather_dtype) if gather_dtype else None
+    reduce_dtype = getattr(torch, settings.reduces_in) if settings.reduces_in else param_dtype
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=param_dtype)
+    return SimpleNamespace(
+        set_auto_wrap_policy=lambda model: None,
+        auto_wrap_policy=transformer_auto_wrap_policy,
+        transformer_cls_names_to_wrap=[type(build.require_blocks(build.base_model(model))[0]).__name__],
+        reshard_after_forward=True,
+        cpu_offload=OffloadPolicy(),
+        mixed_precision_policy=policy,
+        ignored_modules=unsharded or None,
+        cpu_ram_efficient_loading=False,
+        min_num_params=0,
+    )

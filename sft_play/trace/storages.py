@@ -66,24 +66,25 @@ class _Block:
         self.next: _Block | None = None
         self.allocated = False
 
-    def splice_after(self, block: _Block) -> None:
-        self.prev, self.next = block, block.next
-        if block.next is not None:
-            block.next.prev = self
-        block.next = self
-
-
-_FreeBlock = tuple[int, int, _Block]
+    def split(self, size: int) -> _Block:
+        """Keep the first `size` bytes; returns the rest as a block of its own."""
+        rest = _Block(self.ptr + size, self.size - size, self.pool, mapped=self.mapped)
+        rest.prev, rest.next, self.size = self, self.next, size
+        if self.next is not None:
+            self.next.prev = rest
+        self.next = rest
+        return rest
 
 
 class _BlockPool:
-    """The free blocks of one size class and stream, ordered by size and then address."""
+    """The free blocks of one size class and stream, ordered by size and then address; address space without memory by
+    address."""
 
     __slots__ = ("blocks", "is_small", "stream", "unmapped")
 
     def __init__(self, *, is_small: bool, stream: int) -> None:
         self.is_small, self.stream = is_small, stream
-        self.blocks: list[_FreeBlock] = []
+        self.blocks: list[tuple[int, int, _Block]] = []
         self.unmapped: list[tuple[int, _Block]] = []
 
     @property
@@ -120,7 +121,10 @@ class CachingAllocator:
         if nbytes == 0:
             return
         size = round_size(nbytes)
-        pool = self._get_pool(size <= SMALL_SIZE, stream)
+        kind = (size <= SMALL_SIZE, stream)
+        if kind not in self._pools:
+            self._pools[kind] = _BlockPool(is_small=kind[0], stream=stream)
+        pool = self._pools[kind]
         block = self._get_free_block(pool, size) or self._alloc_block(pool, size)
         self._split_block(block, size)
         block.allocated = True
@@ -145,17 +149,7 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
 
-    def reset_peak_stats(self) -> None:
-        """`torch.cuda.reset_peak_memory_stats`."""
-        self.peak_allocated, self.peak_reserved = self.allocated_bytes, self.reserved_bytes
-
     # --- inside -------------------------------------------------------------------------------------------------------
-    def _get_pool(self, is_small: bool, stream: int) -> _BlockPool:
-        pool = self._pools.get((is_small, stream))
-        if pool is None:
-            pool = self._pools[is_small, stream] = _BlockPool(is_small=is_small, stream=stream)
-        return pool
-
     def _free_block(self, block: _Block) -> None:
         block.allocated = False
         block = self._try_merge_blocks(block)
@@ -180,21 +174,18 @@ class CachingAllocator:
             remaining_size <= SMALL_SIZE and not (block.pool.is_small or self.uses_expandable_segments)
         ):
             return
-        remaining = _Block(block.ptr + size, remaining_size, block.pool)
-        remaining.splice_after(block)
-        block.size = size
-        block.pool.insert(remaining)
+        block.pool.insert(block.split(size))
 
     def _try_merge_blocks(self, block: _Block) -> _Block:
-        prev_block, next_block = block.prev, block.next
-        if prev_block is not None and not prev_block.allocated and prev_block.mapped == block.mapped:
-            block.pool.remove(prev_block)
-            block.ptr, block.size, block.prev = prev_block.ptr, block.size + prev_block.size, prev_block.prev
+        """Join a block with free neighbours of its kind; returns the joined one, which is in no pool."""
+        if (before := block.prev) is not None and not before.allocated and before.mapped == block.mapped:
+            block.pool.remove(before)
+            block.ptr, block.size, block.prev = before.ptr, block.size + before.size, before.prev
             if block.prev is not None:
                 block.prev.next = block
-        if next_block is not None and not next_block.allocated and next_block.mapped == block.mapped:
-            block.pool.remove(next_block)
-            block.size, block.next = block.size + next_block.size, next_block.next
+        if (after := block.next) is not None and not after.allocated and after.mapped == block.mapped:
+            block.pool.remove(after)
+            block.size, block.next = block.size + after.size, after.next
             if block.next is not None:
                 block.next.prev = block
         return block
@@ -248,10 +239,7 @@ class CachingAllocator:
         self._reserve_bytes(size)
         pool.remove(block)
         if size < block.size:
-            remaining = _Block(block.ptr + size, block.size - size, pool, mapped=False)
-            remaining.splice_after(block)
-            block.size = size
-            pool.insert(remaining)
+            pool.insert(block.split(size))
         block.mapped = True
         block = self._try_merge_blocks(block)
         pool.insert(block)
@@ -259,26 +247,18 @@ class CachingAllocator:
 
     def _unmap_block(self, block: _Block) -> None:
         """Return the whole pages inside a free block; the ends that share a page stay."""
-        pool = block.pool
-        segment_start = block.ptr // _ADDRESS_SPACE * _ADDRESS_SPACE  # the segment's start
-        start = segment_start + -(-(block.ptr - segment_start) // pool.page_size) * pool.page_size
-        stop = segment_start + (block.ptr + block.size - segment_start) // pool.page_size * pool.page_size
+        pool, page = block.pool, block.pool.page_size
+        segment_start = block.ptr // _ADDRESS_SPACE * _ADDRESS_SPACE
+        start = segment_start + -(-(block.ptr - segment_start) // page) * page
+        stop = segment_start + (block.ptr + block.size - segment_start) // page * page
         if stop <= start:
             return
         pool.remove(block)
         if start > block.ptr:
-            leading = _Block(block.ptr, start - block.ptr, pool)
-            leading.prev, leading.next = block.prev, block
-            if block.prev is not None:
-                block.prev.next = leading
-            block.prev = leading
+            leading, block = block, block.split(start - block.ptr)
             pool.insert(leading)
-        end = block.ptr + block.size
-        block.ptr, block.size = start, stop - start
-        if end > stop:
-            trailing = _Block(stop, end - stop, pool)
-            trailing.splice_after(block)
-            pool.insert(trailing)
+        if block.ptr + block.size > stop:
+            pool.insert(block.split(stop - start))
         self.reserved_bytes -= block.size
         block.mapped = False
         pool.insert(self._try_merge_blocks(block))
@@ -304,8 +284,8 @@ class ReplayPeaks:
     allocated: int = 0
     reserved: int = 0
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Allocated bytes when a phase first ended.
     allocated_after: dict[str, int] = field(default_factory=dict)
-    """Allocated bytes when a phase first ended."""
 
 
 def replay(events: Iterable[Event], *, expandable_segments: bool = False) -> ReplayPeaks:
@@ -335,7 +315,7 @@ def record_phase_end(peaks: ReplayPeaks, phase: str, allocator: CachingAllocator
     if counts_to_peak:
         peaks.allocated = max(peaks.allocated, allocator.peak_allocated)
         peaks.reserved = max(peaks.reserved, allocator.peak_reserved)
-    allocator.reset_peak_stats()
+    allocator.peak_allocated, allocator.peak_reserved = allocator.allocated_bytes, allocator.reserved_bytes
 
 
 WorkspaceSizes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]

@@ -104,7 +104,7 @@ def _grouped_linear(
     adapter_params = adapter_params * elements // max(1, tensor_elements)
     x = block.to_autocast(x)
     trains_weight = spec.trains_weights or adapter_params > 0
-    saved = [x] if trains_weight or spec.uses_grouped_mm_fallback else []
+    saved = [x] * (trains_weight or spec.uses_grouped_mm_fallback)
     weight = None
     if spec.has_nf4_experts and spec.expert_tensors:
         weight = block.tape.new(elements, weight_itemsize)
@@ -136,9 +136,7 @@ def _grouped_linear(
             block.create_weight_gradient(elements, weight_itemsize)
         elif adapter_params:
             # the sum's gradient, of which the factors' are products
-            sum_gradient = tape.new(elements, autocast_itemsize or weight_itemsize)
-            if sum_gradient.itemsize != weight_itemsize:
-                sum_gradient = tape.new(elements, weight_itemsize)
+            sum_gradient = tape.cast(tape.new(elements, autocast_itemsize or weight_itemsize), weight_itemsize)
             block.create_weight_gradient(adapter_params, spec.element_bytes.adapters)
             del sum_gradient
         elif spec.uses_grouped_mm_fallback:
@@ -179,8 +177,7 @@ def _weight_rows(block: ForwardPass, out: TensorRef, routing: TensorRef) -> Tens
     size, e, rows, routing_itemsize = out.elements, out.itemsize, routing.elements, routing.itemsize
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
-        gradient = tape.new(size, itemsize)
-        gradient = gradient if e == itemsize else tape.new(size, e)
+        gradient = tape.cast(tape.new(size, itemsize), e)
         tape.meter.add_transient(size * itemsize)
         return (gradient, tape.new(rows, routing_itemsize))
 
@@ -392,7 +389,7 @@ def _fused_attention(
         tape.meter.add_transient(backward_bytes)
         return out
 
-    saved = [q, k, v, statistics] + ([bias] if bias is not None else [])
+    saved = [one for one in (q, k, v, statistics, bias) if one is not None]
     elements = block.tokens * spec.heads * spec.head_dim
     return block.tape.op((q, k, v), elements, q.itemsize, saved=saved, backward=backward, holds_output=True)
 
@@ -481,18 +478,19 @@ class LayerBytes:
     pass, its output's gradient."""
 
     forward: int
+    # Held from its forward to its backward pass; without its own input, unless an operation holds
+    # it.
     saved: int = 0
-    """Held from its forward to its backward pass; without its own input, unless an operation holds it."""
     backward: int = 0
+    # Gradients of its parameters that stay, where there were none before; `backward` includes them.
     gradients: int = 0
-    """Gradients of its parameters that stay, where there were none before; `backward` includes them."""
+    # Half-precision copies of fp32 parameters that autocast keeps until the forward pass ends,
+    # where the block is computed again.
     cast: int = 0
-    """Half-precision copies of fp32 parameters that autocast keeps until the forward pass ends, where the block is
-    computed again."""
+    # Of the backward peak: the NF4 weight that is dequantised at that moment.
     rebuilt: int = 0
-    """Of the backward peak: the NF4 weight that is dequantised at that moment."""
+    # Its input, where only a checkpoint keeps it.
     input: int = 0
-    """Its input, where only a checkpoint keeps it."""
 
     @property
     def offloaded(self) -> LayerBytes:
@@ -505,11 +503,11 @@ class BlockBytes:
     """A block's bytes for one batch, with its copies of fp32 parameters however it is computed."""
 
     layer: LayerBytes
+    # Bytes of an element of its output.
     output_itemsize: int
-    """Bytes of an element of its output."""
+    # The peak of recomputing the forward: it starts when the backward pass first needs what was
+    # held, and ends at the last tensor that is held.
     recompute_peak: int = 0
-    """The peak of recomputing the forward: it starts when the backward pass first needs what was held, and ends at the
-    last tensor that is held."""
 
 
 def _run_block(block: ForwardPass, x: TensorRef) -> TensorRef:
@@ -545,7 +543,7 @@ def block_bytes(
     # from here only nodes hold anything, as when the model's own forward has returned
     del x, out
     # an operation may hold the input; if none does, only a checkpoint keeps it
-    unheld_input = 0 if storage.handles else size * itemsize
+    unheld_input = size * itemsize * (not storage.handles)
     cast_bytes = sum(ref.nbytes for ref in block.cast_weights.values())
     block.cast_weights.clear()
     if node is None:  # nothing trains up to this block
@@ -655,24 +653,24 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
     # of a tile that is wider than the vocabulary a CPU process has the pages that it touches
     tile_bytes = tokens * (VOCAB_TILE if on_gpu else vocab_columns) * compute_itemsize
     # beside a tile, which its gradient overwrites in the backward pass: its rows and weights in the tile's dtype
-    cast_bytes = vocab_columns * hidden * compute_itemsize if head.weight_itemsize != compute_itemsize else 0
+    cast_bytes = vocab_columns * hidden * compute_itemsize * (head.weight_itemsize != compute_itemsize)
     forward_bytes = backward_bytes = cast_bytes
     if not on_gpu:
         forward_bytes = max(cast_bytes, CPU_FORWARD_BYTES * tokens * vocab_columns)
         # gradients in fp32 are products of fp32 copies (`_addmm_fp32`, lines 78 and 79)
         larger_side = max(vocab_columns, tokens) if makes_weight_gradient else vocab_columns
-        copied_elements = tokens * vocab_columns + hidden * larger_side if compute_itemsize != 4 else 0
+        copied_elements = (tokens * vocab_columns + hidden * larger_side) * (compute_itemsize != 4)
         backward_bytes += max(
             (CPU_BACKWARD_BYTES + CPU_CAP_BYTES * head.caps_logits) * tokens * vocab_columns, 4 * copied_elements
         )
     if cast_bytes:  # in the backward pass the next tile's weights are cast while this one's are still held (line 423)
         next_columns = min(head.vocab_size - vocab_columns, VOCAB_TILE) or vocab_columns * (scored_tokens > TOKEN_TILE)
         backward_bytes = max(backward_bytes, cast_bytes + next_columns * hidden * compute_itemsize)
-    tile_bytes += tokens * hidden * compute_itemsize if x.itemsize != compute_itemsize else 0
+    tile_bytes += tokens * hidden * compute_itemsize * (x.itemsize != compute_itemsize)
     e = x.itemsize
     # a GPU indexes out the rows that are scored, so padding and prompts cost no logits; a CPU scores all tokens, of
     # several rows in a copy (trainer/utils.py:1642 to 1645)
-    index_backward = single_gradient(x.elements, e, transient=x.nbytes if on_gpu else 0)
+    index_backward = single_gradient(x.elements, e, transient=x.nbytes * on_gpu)
     scored_rows = (
         tape.op((x,), scored_tokens * hidden, e, backward=index_backward)
         if on_gpu or tail.batch > 1
@@ -686,11 +684,7 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
         buffer = tape.new(tile_bytes, 1)
         out = tape.new(scored_tokens * hidden, e)
         if weight_gradient is not None:
-            gradient = (
-                weight_gradient
-                if head.weight_itemsize == 4
-                else tape.new(head.vocab_size * hidden, head.weight_itemsize)
-            )
+            gradient = tape.cast(weight_gradient, head.weight_itemsize)
             if head.trainable:
                 tail.keep_gradient(gradient)
             del gradient

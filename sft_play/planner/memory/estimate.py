@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.models.shape import ModelShape, StackedExpertWeight
+from sft_play.models.shape import ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.model_states import (
     block_adapter_params,
@@ -43,62 +43,45 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     rank has its shards, one full unit, and the tensor that arrived last (training/model/model_loading.py). Under ZeRO-3
     each rank creates all NF4 weights (core_model_loading.py), PEFT adds adapters in fp32, and only then does DeepSpeed
     partition; plain weights are partitioned as they arrive."""
-    resident, layout = simulation.resident, simulation.step.layout
-    if loads_by_unit(simulation.config, layout):
+    config, shape, layout, resident = simulation.config, simulation.shape, simulation.step.layout, simulation.resident
+    itemsize = simulation.loaded_element_bytes.weights
+
+    def terms(weights: int, adapters: int, temporary: int, **others: int) -> MemoryTerms:
+        return {"weights": weights, "adapters": adapters, "gather_buffers": temporary, **others}
+
+    if loads_by_unit(config, layout):
+        temporary = _largest_unit_bytes(simulation) + itemsize * largest_tensor_elements(shape)
+        if simulation.step.on_gpu:
+            return terms(resident.weights, resident.adapters, temporary)
         # on a CPU the copies that the first rank reads are in the same memory
-        host_copies = {} if simulation.step.on_gpu else {"host_copies": host_copy_bytes(simulation)}
-        temporary_bytes = _largest_unit_bytes(
-            simulation
-        ) + simulation.loaded_element_bytes.weights * largest_tensor_elements(simulation.shape)
-        return {
-            "weights": resident.weights,
-            "adapters": resident.adapters,
-            "gather_buffers": temporary_bytes,
-            **host_copies,
-        }
+        return terms(resident.weights, resident.adapters, temporary, host_copies=host_copy_bytes(simulation))
+    shard_total = resident.weights + resident.adapters
     if layout.tensor_parallel > 1:  # divided on the way to the device, where FSDP2 shards what is already there
-        unsharded = resident_bytes(
-            simulation.config, simulation.shape, simulation.loaded_element_bytes, replace(layout, shard=1)
-        )
-        shard_total = resident.weights + resident.adapters
-        return {"weights": unsharded.weights, "adapters": unsharded.adapters, "gather_buffers": shard_total}
+        unsharded = resident_bytes(config, shape, simulation.loaded_element_bytes, replace(layout, shard=1))
+        return terms(unsharded.weights, unsharded.adapters, shard_total)
     # embeddings that grow are copied
-    grown_table = (
-        simulation.loaded_element_bytes.weights * simulation.shape.embedding_table_params
-        if simulation.config.model.add_tokens
-        else 0
-    )
+    grown_table = itemsize * shape.embedding_table_params * bool(config.model.add_tokens)
+    stacked_sizes = [
+        stacked.weights
+        for kind in shape.layers
+        for stacked in kind.expert_weights
+        if stacked.is_packable or not simulation.is_nf4
+    ]
     if not simulation.is_nf4:
-        temporary_bytes = (
-            simulation.loaded_element_bytes.weights * largest_tensor_elements(simulation.shape)
-            if layout.shards_params
-            else 0
-        )
-        if not layout.shards_params:  # parts of a stack, beside all that is loaded
-            temporary_bytes = (
-                (STACKING_COPIES - 1)
-                * simulation.loaded_element_bytes.weights
-                * max((stacked.weights for stacked in _stacked_tensors(simulation)), default=0)
-            )
-            temporary_bytes = max(temporary_bytes, grown_table - resident.adapters)  # which are not there yet
-        return {
-            "weights": resident.weights,
-            "adapters": resident.adapters,
-            "gather_buffers": max(temporary_bytes, _adapter_start_bytes(simulation)),
-        }
-    sizes = [linear.weights for linear, _ in simulation.shape.linears]
-    sizes += [STACKING_COPIES * stacked.weights for stacked in _stacked_tensors(simulation)]
+        temporary = itemsize * largest_tensor_elements(shape)
+        if not layout.shards_params:  # parts of a stack, beside all that is loaded; adapters are not there yet
+            stack_bytes = (STACKING_COPIES - 1) * itemsize * max(stacked_sizes, default=0)
+            temporary = max(stack_bytes, grown_table - resident.adapters)
+        return terms(resident.weights, resident.adapters, max(temporary, _adapter_start_bytes(simulation)))
+    sizes = [linear.weights for linear, _ in shape.linears] + [STACKING_COPIES * size for size in stacked_sizes]
     adapter_bytes = 4 * simulation.trained_parameters.params  # not there yet while the last matrices are quantised
-    # DoRA: accelerate keeps all until FSDP has cut
-    shard_total = resident.weights + resident.adapters if layout.is_fsdp else 0
-    weight_total = weight_bytes(simulation.shape, itemsize=simulation.loaded_element_bytes.weights, is_nf4=True)
     temporary = max(
-        shard_total,
+        shard_total * layout.is_fsdp,  # DoRA: accelerate keeps all until FSDP has cut
         grown_table - adapter_bytes,
-        simulation.loaded_element_bytes.weights * max(sizes, default=0) - adapter_bytes,
+        itemsize * max(sizes, default=0) - adapter_bytes,
         _adapter_start_bytes(simulation),
     )
-    return {"weights": weight_total, "adapters": adapter_bytes, "gather_buffers": temporary}
+    return terms(weight_bytes(shape, itemsize=itemsize, is_nf4=True), adapter_bytes, temporary)
 
 
 def _adapter_start_bytes(simulation: StepMemorySimulation) -> int:
@@ -107,72 +90,47 @@ def _adapter_start_bytes(simulation: StepMemorySimulation) -> int:
     lora = simulation.config.tuning.lora
     if simulation.is_full or lora.init == "default":
         return 0
-    adapted_weights = (
-        linear.weights for linear, _ in simulation.shape.linears if is_target(linear, lora.target_modules)
-    )
-    return (4 + (2 * simulation.loaded_element_bytes.weights if simulation.is_nf4 else 0)) * max(
-        adapted_weights, default=0
-    )
-
-
-def _stacked_tensors(simulation: StepMemorySimulation) -> list[StackedExpertWeight]:
-    return [
-        stacked
-        for kind in simulation.shape.layers
-        for stacked in kind.expert_weights
-        if stacked.is_packable or not simulation.is_nf4
-    ]
+    weights = [linear.weights for linear, _ in simulation.shape.linears if is_target(linear, lora.target_modules)]
+    return (4 + 2 * simulation.loaded_element_bytes.weights * simulation.is_nf4) * max(weights, default=0)
 
 
 def _largest_unit_bytes(simulation: StepMemorySimulation) -> int:
     """Bytes of the largest unit of FSDP2 while it is sharded: what trains in full in its own dtype, fp32 under
     mixed precision, packed matrices with their constants."""
-    itemsize = (
-        4
-        if simulation.is_full and simulation.loaded_element_bytes.autocast is not None
-        else simulation.loaded_element_bytes.weights
-    )
-    adapter_itemsize = (
-        4
-        if simulation.loaded_element_bytes.autocast is not None and not simulation.is_nf4
-        else simulation.loaded_element_bytes.adapters
-    )
+    element_bytes, is_nf4 = simulation.loaded_element_bytes, simulation.is_nf4
+    upcasts = element_bytes.autocast is not None
+    itemsize = 4 if simulation.is_full and upcasts else element_bytes.weights
+    adapter_itemsize = 4 if upcasts and not is_nf4 else element_bytes.adapters
     lora = simulation.config.tuning.lora
     units_bytes = [itemsize * simulation.shape.embedding_table_params]
     for kind in simulation.shape.layers:
-        packed_bytes = sum(nf4_bytes(elements) for elements in kind.packable_sizes) if simulation.is_nf4 else 0
-        plain_bytes = itemsize * (kind.params - (sum(kind.packable_sizes) if simulation.is_nf4 else 0))
-        adapter_params = 0 if simulation.is_full else block_adapter_params(kind, lora)
-        units_bytes.append(packed_bytes + plain_bytes + adapter_itemsize * adapter_params)
+        packed_sizes = kind.packable_sizes if is_nf4 else ()
+        adapter_params = block_adapter_params(kind, lora) * (not simulation.is_full)
+        plain_bytes = itemsize * (kind.params - sum(packed_sizes)) + adapter_itemsize * adapter_params
+        units_bytes.append(plain_bytes + sum(map(nf4_bytes, packed_sizes)))
     return max(units_bytes)
 
 
 def host_read_bytes(simulation: StepMemorySimulation) -> int:
     """Bytes of RAM that a rank needs to load the weights, without pages of their files."""
-    layout = simulation.step.layout
+    layout, shape, itemsize = simulation.step.layout, simulation.shape, simulation.loaded_element_bytes.weights
     if layout.is_fsdp or (layout.is_zero and layout.shards_params and not simulation.is_nf4):
-        return simulation.loaded_element_bytes.weights * largest_tensor_elements(simulation.shape) + host_copy_bytes(
-            simulation
-        )
-    sizes = sorted((size for size, count, _ in large_tensors(simulation.shape) for _ in range(count)), reverse=True)
+        return itemsize * largest_tensor_elements(shape) + host_copy_bytes(simulation)
+    sizes = sorted((size for size, count, _ in large_tensors(shape) for _ in range(count)), reverse=True)
     # one after the other where each is packed as it comes; what is cast is cast in RAM, by several threads
-    reader_count = (
-        1 if simulation.is_nf4 or simulation.shape.stored_dtype == simulation.precision.load else READER_THREADS
-    )
-    # the base's own
-    copy_bytes = (
-        host_copy_bytes(simulation) if simulation.is_nf4 and simulation.config.tuning.lora.init == "loftq" else 0
-    )
-    return simulation.loaded_element_bytes.weights * sum(sizes[:reader_count]) + copy_bytes
+    reads_one = simulation.is_nf4 or shape.stored_dtype == simulation.precision.load
+    read_bytes = itemsize * sum(sizes[: 1 if reads_one else READER_THREADS])
+    if simulation.is_nf4 and simulation.config.tuning.lora.init == "loftq":  # the base's own
+        read_bytes += host_copy_bytes(simulation)
+    return read_bytes
 
 
 def host_copy_bytes(simulation: StepMemorySimulation) -> int:
     """Bytes of RAM that a rank keeps of weights that it reads into RAM: transformers maps files into memory, and
     copies what is cast from another dtype (DeepSpeed: each tensor in transit) or stacked (experts)."""
-    has_stored_dtype = simulation.shape.stored_dtype == simulation.precision.load or simulation.step.layout.is_zero
-    return simulation.loaded_element_bytes.weights * (
-        simulation.shape.expert_params if has_stored_dtype else simulation.shape.params
-    )
+    shape, has_stored_dtype = simulation.shape, simulation.shape.stored_dtype == simulation.precision.load
+    copied_params = shape.expert_params if has_stored_dtype or simulation.step.layout.is_zero else shape.params
+    return simulation.loaded_element_bytes.weights * copied_params
 
 
 # Of a stacked tensor of experts while it is loaded: itself, and the parts that it is put together from
@@ -209,20 +167,21 @@ class CheckpointSaving:
     """How a training checkpoint is written. Bytes of RAM are those in use at once, `total_bytes` is on disk."""
 
     format: CheckpointFormat
+    # Bytes of weights and optimizer states.
     total_bytes: int
-    """Bytes of weights and optimizer states."""
+    # RAM that the first rank needs beyond what every rank needs, for a checkpoint or the final
+    # weights.
     first_rank_ram: int
-    """RAM that the first rank needs beyond what every rank needs, for a checkpoint or the final weights."""
     each_rank_ram: int
     gathered_ram: int
+    # Of `each_rank_ram`: the copy that a rank holds while its part is written beside the training.
     staged_ram: int = 0
-    """Of `each_rank_ram`: the copy that a rank holds while its part is written beside the training."""
 
 
 def plan_checkpoint_saving(simulation: StepMemorySimulation) -> CheckpointSaving:
     """How checkpoints are written: sharded where FSDP divides full states that are too large for one process."""
     layout, parameters = simulation.step.layout, simulation.trained_parameters
-    untrained_params = simulation.shape.untrained_params if simulation.is_full else 0  # saved with the rest
+    untrained_params = simulation.shape.untrained_params * simulation.is_full  # saved with the rest
     final_weights_ram = min((parameters.params + untrained_params) * parameters.itemsize, SAVE_SHARD_BYTES)
     paged_state_bytes = paged_bytes(simulation.config.train.optim, simulation.shape, parameters)
     if layout.is_zero:
@@ -253,7 +212,7 @@ def plan_checkpoint_saving(simulation: StepMemorySimulation) -> CheckpointSaving
     is_async = simulation.config.train.async_save
     if total_bytes <= MAX_WHOLE_BYTES and not is_async:
         return CheckpointSaving("whole", total_bytes, max(gathered_ram, gathered_weights_ram), 0, gathered_ram)
-    staged_ram = -(-total_bytes // shard_count) if is_async else 0
+    staged_ram = -(-total_bytes // shard_count) * is_async
     return CheckpointSaving(
         "sharded",
         total_bytes,
@@ -281,7 +240,7 @@ RESIDENT_TERMS = ("weights", "adapters", "master_weights", "optimizer", "gradien
 # attention's S x S matrices and gathered units, the largest of all. From replays, not from measured rows:
 # benchmarks/reserved.json (rows of one length and of changing ones) and closed_form.json; docs/memory-model.md scores
 # it on measured ones.
-TEMPORARY_SLACK = {"fused": 0.25, "eager": 0.50, "several_gpus": 0.50}
+TEMPORARY_SLACK = {"sdpa": 0.25, "flash_attention_2": 0.25, "eager": 0.50, "several_gpus": 0.50}
 # The same for an evaluation's batch, whose tensors are few and large: each splits another block. In replays of 9
 # settings on a GPU without limit 0.28 to 0.55 (docs/memory-model.md).
 EVALUATION_SLACK = 0.6
@@ -362,40 +321,42 @@ CPU_LIBRARIES_BYTES = GIB // 2
 class MemoryEstimate:
     """The predicted peak of one rank in bytes: `terms` add up to `allocated`; `required` is what must be free."""
 
+    # What the bytes are for at the peak: weights, adapters, master_weights, gradients, optimizer,
+    # gradient_buckets, workspaces, activations, loss_head, dequantised, gather_buffers,
+    # optimizer_step; those of no bytes may be absent.
     terms: dict[str, int] = field(default_factory=dict)
-    """What the bytes are for at the peak: weights, adapters, master_weights, gradients, optimizer, gradient_buckets,
-    workspaces, activations, loss_head, dequantised, gather_buffers, optimizer_step; those of no bytes may be absent."""
     reserved: int = 0
     margin: int = 0
+    # CUDA context, NCCL, the managed memory of paged optimizer states; on a CPU the copy of a
+    # checkpoint that is written beside the training.
     outside_allocator: int = 0
-    """CUDA context, NCCL, the managed memory of paged optimizer states; on a CPU the copy of a checkpoint that is
-    written beside the training."""
+    # The phase of the step with the peak: forward, head, backward, optimizer, evaluation, saving.
     moment: str = ""
-    """The phase of the step with the peak: forward, head, backward, optimizer, evaluation, saving."""
     moments: dict[str, int] = field(default_factory=dict)
+    # Bytes of tensors and reserved ones in each phase of the run, without what earlier runs
+    # correct: `reserved` is the most but for loading. Answers are generated in batches that take no
+    # more than the peak.
     by_moment: dict[RunPhase, tuple[int, int]] = field(default_factory=dict)
-    """Bytes of tensors and reserved ones in each phase of the run, without what earlier runs correct: `reserved` is
-    the most but for loading. Answers are generated in batches that take no more than the peak."""
+    # Allocated bytes while the model is loaded, before the first step: more than a step's where a
+    # rank creates all NF4 weights and keeps a shard of them.
     load_bytes: int = 0
-    """Allocated bytes while the model is loaded, before the first step: more than a step's where a rank creates all NF4
-    weights and keeps a shard of them."""
+    # RAM that this rank needs for what is offloaded and for writing a checkpoint.
     host_bytes: int = 0
-    """RAM that this rank needs for what is offloaded and for writing a checkpoint."""
+    # Of those, what the first rank alone takes to write a checkpoint or the final weights.
     host_save_bytes: int = 0
-    """Of those, what the first rank alone takes to write a checkpoint or the final weights."""
+    # Of those, what each rank takes to write its shard of a checkpoint.
     host_save_each_bytes: int = 0
-    """Of those, what each rank takes to write its shard of a checkpoint."""
+    # RAM that the first rank would take to write a checkpoint whole.
     host_gather_bytes: int = 0
-    """RAM that the first rank would take to write a checkpoint whole."""
     checkpoint: CheckpointFormat = "whole"
+    # Weights and optimizer states of one checkpoint.
     checkpoint_bytes: int = 0
-    """Weights and optimizer states of one checkpoint."""
+    # RAM for loading the weights, for a rank that reads them (under FSDP2 only the first), without
+    # file pages, which can be dropped.
     host_load_bytes: int = 0
-    """RAM for loading the weights, for a rank that reads them (under FSDP2 only the first), without file pages, which
-    can be dropped."""
     margin_reason: str = ""
+    # Of the margin: what is kept free whatever the size of the run.
     kept_free: int = MARGIN_BYTES
-    """Of the margin: what is kept free whatever the size of the run."""
 
     @property
     def allocated(self) -> int:
@@ -424,10 +385,7 @@ class MemoryEstimate:
         reserved = self.phase_bytes(phase)[1] or 0
         # on a CPU: they are not required, so that the peak may be more than what is
         includes_file_pages = phase == "loading" and reserved > self.load_bytes
-        return (
-            f"{reserved / GIB:.2f} GiB in "
-            f"{phase}{', with pages of files that can be dropped' if includes_file_pages else ''}"
-        )
+        return f"{reserved / GIB:.2f} GiB in {phase}{', with pages of files that can be dropped' * includes_file_pages}"
 
     @property
     def required_to_load(self) -> int:
@@ -452,60 +410,55 @@ def estimate_memory(config: RunConfig, shape: ModelShape, precision: Precision, 
 
 def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate:
     """Estimate the peak of a step from its simulation."""
-    step, layout = simulation.step, simulation.step.layout
+    shape, step, layout = simulation.shape, simulation.step, simulation.step.layout
     phases = largest_by_phase(simulation.phases())
     phase_totals = {str(phase): sum(terms.values()) for phase, terms in phases.items()}
     peak = max(phases, key=lambda name: phase_totals[name])
-    terms = phases[peak]
     saving = plan_checkpoint_saving(simulation) if step.saves else CheckpointSaving("whole", 0, 0, 0, 0)
     # the phase with the most live bytes need not be the one with the most reserved: slack differs between terms
     by_moment: dict[RunPhase, tuple[int, int]] = {}
-    for name, phase_terms in phases.items():
-        reserved_in_phase = _phase_reserved_bytes(name, phase_terms, step)
+    for name, terms in phases.items():
+        reserved = _phase_reserved_bytes(name, terms, step)
         if name == "saving" and not step.on_gpu:  # what is copied to be written is in the same memory
-            reserved_in_phase += saving.first_rank_ram
-        previous = by_moment.get(RUN_PHASES.get(name, "training"), (0, 0))
-        by_moment[RUN_PHASES.get(name, "training")] = (
-            max(previous[0], phase_totals[name]),
-            max(previous[1], reserved_in_phase),
-        )
+            reserved += saving.first_rank_ram
+        run_phase = RUN_PHASES.get(name, "training")
+        previous = by_moment.get(run_phase, (0, 0))
+        by_moment[run_phase] = max(previous[0], phase_totals[name]), max(previous[1], reserved)
     if step.on_gpu:  # an evaluation starts with an empty cache
-        step_terms = [one for name, one in phases.items() if name != "evaluation"]
+        step_terms = [terms for name, terms in phases.items() if name != "evaluation"]
         over_streams = step_reserved_bytes(step_terms, attention=step.attention, layout=layout)
         by_moment["training"] = by_moment["training"][0], max(by_moment["training"][1], over_streams)
     reserved = max(one for _, one in by_moment.values())
-    load_bytes = sum(loading_terms(simulation).values())
     by_moment["generation"] = phase_totals[peak], reserved
-    # pages of the files from which weights in another dtype are made: they can be dropped, and so are not required
-    has_stored_dtype = simulation.shape.stored_dtype == simulation.precision.load and not simulation.is_nf4
-    stored_itemsize = 4 if simulation.shape.stored_dtype == "float32" else 2
-    file_page_bytes = 0 if has_stored_dtype else stored_itemsize * simulation.shape.params
-    by_moment["loading"] = load_bytes, load_bytes + (0 if step.on_gpu else CPU_LATE_BYTES + file_page_bytes)
+    load_bytes = late_bytes = sum(loading_terms(simulation).values())
+    paged_state_bytes = paged_bytes(simulation.config.train.optim, shape, simulation.trained_parameters)
+    if step.on_gpu:
+        # layouts of two dimensions have a communicator for each
+        communicators = (layout.ranks > 1) + (layout.ranks > 1 and layout.name in ("fsdp_hybrid", "fsdp_tp"))
+        outside_allocator = CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators
+    else:
+        outside_allocator = CPU_LIBRARIES_BYTES + saving.staged_ram
+        # with pages of the files from which weights in another dtype are made: they can be dropped, and so are not
+        # required
+        late_bytes += CPU_LATE_BYTES
+        if shape.stored_dtype != simulation.precision.load or simulation.is_nf4:
+            late_bytes += (4 if shape.stored_dtype == "float32" else 2) * shape.params
+    by_moment["loading"] = load_bytes, late_bytes
     margin = select_margin(simulation)
     # not a share: what other processes take does not grow with the run
-    kept_free = MARGIN_BYTES + (DESKTOP_BYTES if step.pages else 0)
-    desktop_note = f"; {DESKTOP_BYTES / GIB:.1f} GiB of it for the desktop beside WSL" if step.pages else ""
-    paged_state_bytes = paged_bytes(simulation.config.train.optim, simulation.shape, simulation.trained_parameters)
-    # layouts of two dimensions have a communicator for each
-    communicator_count = 0 if layout.ranks == 1 else 2 if layout.name in ("fsdp_hybrid", "fsdp_tp") else 1
+    kept_free = MARGIN_BYTES + DESKTOP_BYTES * step.pages
+    desktop_note = f"; {DESKTOP_BYTES / GIB:.1f} GiB of it for the desktop beside WSL" * step.pages
+    save_ram = saving.first_rank_ram + saving.each_rank_ram
     return MemoryEstimate(
-        terms=terms,
+        terms=phases[peak],
         reserved=reserved,
         margin=int(reserved * margin.share) + kept_free,
-        outside_allocator=paged_state_bytes
-        + (
-            CUDA_CONTEXT_BYTES + NCCL_BYTES * communicator_count
-            if step.on_gpu
-            else CPU_LIBRARIES_BYTES + saving.staged_ram
-        ),
+        outside_allocator=paged_state_bytes + outside_allocator,
         moment=peak,
         moments=phase_totals,
         by_moment=by_moment,
         load_bytes=load_bytes,
-        host_bytes=simulation.resident.host
-        + simulation.offloaded_bytes()
-        + saving.first_rank_ram
-        + saving.each_rank_ram,
+        host_bytes=simulation.resident.host + simulation.offloaded_bytes() + save_ram,
         host_save_bytes=saving.first_rank_ram,
         host_save_each_bytes=saving.each_rank_ram,
         host_gather_bytes=saving.gathered_ram,
@@ -553,11 +506,8 @@ def generation_token_budget(simulation: StepMemorySimulation, memory: MemoryEsti
     """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees."""
     step, itemsize = simulation.step, DTYPE_BYTES[simulation.precision.compute]
     phase, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
-    # temporary bytes per token in this phase
-    temporary_bytes, bytes_per_token = (
-        memory.moments.get(phase, 0) - memory.resident,
-        kv_cache_bytes_per_token(simulation.shape, itemsize),
-    )
+    temporary_bytes = memory.moments.get(phase, 0) - memory.resident
+    bytes_per_token = kv_cache_bytes_per_token(simulation.shape, itemsize)
     if not step.on_gpu and step.loss == "chunked":
         temporary_bytes = max(terms["activations"] for _, terms in simulation.evaluation_phases(rows))
         # the head computes one token of a row at a time, whose logits `generate` has in fp32 twice besides (measured:
@@ -579,8 +529,8 @@ def reserved_bytes(terms: Mapping[str, int], *, attention: str, layout: Layout, 
     # what comes and goes within a step: activations, the head, gathered units
     temporary = sum(terms.values()) - resident_term_bytes(terms) - gradient_bytes
     is_multi_gpu = layout.ranks > 1 and layout.context_parallel == 1  # beside shared rows, units are small
-    slack = TEMPORARY_SLACK["several_gpus" if is_multi_gpu else "eager" if attention == "eager" else "fused"]
-    slack = max(slack, EVALUATION_SLACK) if is_evaluation else slack
+    slack = TEMPORARY_SLACK["several_gpus" if is_multi_gpu else attention]
+    slack = max(slack, EVALUATION_SLACK * is_evaluation)
     return int(sum(terms.values()) + slack * temporary + GRADIENT_SLACK * gradient_bytes)
 
 

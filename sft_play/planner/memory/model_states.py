@@ -130,13 +130,14 @@ class TrainedParameters:
     trains_embedding: bool
     trains_head: bool
     state_itemsize: int
+    # Of the parameters: rows of embeddings that new tokens have, and that PEFT puts into a copy of
+    # the whole table.
     new_token_params: int = 0
-    """Of the parameters: rows of embeddings that new tokens have, and that PEFT puts into a copy of the whole table."""
+    # Of the parameters: those in tensors below `PAGED_MIN_ELEMENTS`.
     small_tensor_params: int = 0
-    """Of the parameters: those in tensors below `PAGED_MIN_ELEMENTS`."""
     largest_elements: int = 0
+    # Rows and columns of all tensors; for a vector its elements.
     matrix_sides: int = 0
-    """Rows and columns of all tensors; for a vector its elements."""
 
     @property
     def rounds_stochastically(self) -> bool:
@@ -186,43 +187,35 @@ def optimizer_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters
         return bitsandbytes_state_bytes(optim, shape, parameters) - paged_bytes(optim, shape, parameters)
     if optim == "adafactor":
         return 4 * parameters.matrix_sides
-    remainders = (
-        _segment_remainders(shape, parameters.state_itemsize)
-        if is_full and parameters.params == shape.params - shape.untrained_params
-        else 0
-    )
-    single_state_params = sum(count * linear.weights for linear, count in shape.linears) if optim == "muon" else 0
-    return (
-        2 * (parameters.state_itemsize * parameters.params + remainders)
-        - parameters.state_itemsize * single_state_params
-    )
+    state_bytes = 2 * parameters.state_itemsize * parameters.params
+    if is_full and parameters.params == shape.params - shape.untrained_params:
+        state_bytes += 2 * _segment_remainders(shape, parameters.state_itemsize)
+    if optim == "muon":  # a single state of each matrix
+        state_bytes -= parameters.state_itemsize * sum(count * linear.weights for linear, count in shape.linears)
+    return state_bytes
 
 
 def bitsandbytes_state_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
     """States of bitsandbytes' optimizers, two of AdamW and one of Lion: fp32, or a byte and a 256th of an fp32 absmax.
     Those of whole embeddings are fp32 always (transformers' `create_optimizer`)."""
-    fp32_params = _fp32_state_params(optim, shape, parameters)
-    return int(
-        _states_per_parameter(optim) * (4 * fp32_params + (parameters.params - fp32_params) * (1 + 4 / STATE_BLOCK))
-    )
+    states, fp32_params = _state_counts(optim, shape, parameters)
+    return int(states * (4 * fp32_params + (parameters.params - fp32_params) * (1 + 4 / STATE_BLOCK)))
 
 
 def paged_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
     """Bytes of states in managed memory, outside the allocator; those of scales and small tensors never are."""
     if not optim.startswith("paged"):
         return 0
-    fp32_params = _fp32_state_params(optim, shape, parameters)
-    return _states_per_parameter(optim) * (
-        4 * fp32_params + parameters.params - fp32_params - parameters.small_tensor_params
-    )
+    states, fp32_params = _state_counts(optim, shape, parameters)
+    return states * (4 * fp32_params + parameters.params - fp32_params - parameters.small_tensor_params)
 
 
-def _fp32_state_params(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
-    return parameters.params if "32bit" in optim else shape.embedding_params if parameters.trains_embedding else 0
-
-
-def _states_per_parameter(optim: str) -> int:
-    return 1 if "lion" in optim else 2
+def _state_counts(optim: str, shape: ModelShape, parameters: TrainedParameters) -> tuple[int, int]:
+    """States of a parameter, and parameters whose states are fp32."""
+    states = 1 if "lion" in optim else 2
+    if "32bit" in optim:
+        return states, parameters.params
+    return states, shape.embedding_params * parameters.trains_embedding
 
 
 def optimizer_temporary_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
@@ -230,19 +223,18 @@ def optimizer_temporary_bytes(optim: str, shape: ModelShape, parameters: Trained
     roots, as large as the parameters; Adafactor: two fp32 copies of the largest tensor, and where it has 16 bits it and
     its gradient in fp32; Muon: a matrix's update, two iterates of it in bf16 and two products of its shorter sides
     (torch/optim/_muon.py). Stochastic rounding steps an fp32 copy of one tensor and of its gradient."""
-    largest_elements = parameters.largest_elements
-    copies = 8 * largest_elements if parameters.rounds_stochastically else 0
+    largest_elements, rounds = parameters.largest_elements, parameters.rounds_stochastically
+    copies = 8 * largest_elements * rounds
     if optim == "adamw_torch":
-        return copies + (
-            4 * largest_elements if parameters.rounds_stochastically else parameters.itemsize * parameters.params
-        )
+        return copies + (4 * largest_elements if rounds else parameters.itemsize * parameters.params)
     if optim == "muon":
         matrices = [(linear.weights, min(linear.inputs, linear.outputs)) for linear, _ in shape.linears]
         return copies + max(
             (parameters.state_itemsize + 4) * size + 4 * shorter_side**2 for size, shorter_side in matrices
         )
-    copy_bytes = 8 if parameters.state_itemsize == 4 else 16
-    return copies + (copy_bytes * largest_elements if optim == "adafactor" else 0)
+    if optim == "adafactor":
+        copies += (8 if parameters.state_itemsize == 4 else 16) * largest_elements
+    return copies
 
 
 @dataclass(frozen=True)
@@ -260,43 +252,27 @@ class ResidentBytes:
 
 def resident_bytes(config: RunConfig, shape: ModelShape, element_bytes: ElementBytes, layout: Layout) -> ResidentBytes:
     """Weights with the class's buffers, adapters, gradients and states of one rank under its layout."""
-    parameter_bytes = _resident_parameter_bytes(config, shape, element_bytes, layout)
-    buffer_bytes = shape.buffer_bytes + element_bytes.weights * shape.buffer_elements
-    return replace(parameter_bytes, weights=parameter_bytes.weights + buffer_bytes)
-
-
-def _resident_parameter_bytes(
-    config: RunConfig, shape: ModelShape, element_bytes: ElementBytes, layout: Layout
-) -> ResidentBytes:
-    mode, optim = config.tuning.mode, config.train.optim
+    mode, optim, itemsize = config.tuning.mode, config.train.optim, element_bytes.weights
     is_full, is_nf4 = mode == "full", mode == "qlora"
-    rank_parameters = trained_parameters(config, shape, element_bytes)
-    frozen_bytes = (
-        element_bytes.weights * shape.untrained_params
-        if is_full
-        else weight_bytes(shape, itemsize=element_bytes.weights, is_nf4=is_nf4)
-    )
+    parameters = trained_parameters(config, shape, element_bytes)
+    buffer_bytes = shape.buffer_bytes + itemsize * shape.buffer_elements
+    frozen_bytes = itemsize * shape.untrained_params
+    if not is_full:
+        frozen_bytes = weight_bytes(shape, itemsize=itemsize, is_nf4=is_nf4)
     if layout.is_zero:
         # ZeRO-3 keeps whole on every rank, offloaded or not: NF4's constants, and norms and biases, which are below
         # `stage3_param_persistence_threshold` (10 times the hidden size)
-        unsharded_bytes = _nf4_constant_bytes(shape) + element_bytes.weights * shape.other_params
-        return _zero_resident_bytes(
-            rank_parameters,
-            frozen_bytes,
-            unsharded_bytes if is_nf4 and layout.shards_params else 0,
-            layout,
-            optim,
-            is_full=is_full,
-        )
+        unsharded_bytes = _nf4_constant_bytes(shape) + itemsize * shape.other_params
+        unsharded_bytes *= is_nf4 and layout.shards_params
+        resident = _zero_resident_bytes(parameters, frozen_bytes, unsharded_bytes, layout, optim, is_full=is_full)
+        return replace(resident, weights=resident.weights + buffer_bytes)
     if layout.tensor_parallel > 1:
-        rank_parameters = tensor_parallel_parameters(config, shape, rank_parameters, layout.tensor_parallel)
-        other_ranks_bytes = (
-            element_bytes.weights * _divided_params(shape) * (layout.tensor_parallel - 1) // layout.tensor_parallel
-        )
-        frozen_bytes -= 0 if is_full else other_ranks_bytes  # in full training `rank_parameters` has them
+        parameters = tensor_parallel_parameters(config, shape, parameters, layout.tensor_parallel)
+        if not is_full:  # in full training `parameters` has them
+            frozen_bytes -= itemsize * _other_ranks_params(shape, layout.tensor_parallel)
     if layout.is_fsdp:
-        return _fsdp_resident_bytes(
-            rank_parameters,
+        resident = _fsdp_resident_bytes(
+            parameters,
             frozen_bytes,
             shape,
             layout,
@@ -304,16 +280,19 @@ def _resident_parameter_bytes(
             upcasts_trained=element_bytes.autocast is not None,
             mode=mode,
         )
-    remainders = _segment_remainders(shape, rank_parameters.itemsize) if is_full and layout.tensor_parallel == 1 else 0
-    held_bytes = rank_parameters.params * rank_parameters.itemsize + remainders
+        return replace(resident, weights=resident.weights + buffer_bytes)
+    held_bytes = trained_bytes = parameters.params * parameters.itemsize
+    if is_full and layout.tensor_parallel == 1:
+        held_bytes += _segment_remainders(shape, parameters.itemsize)
+    # PEFT keeps the rows that were there, too
+    adapter_bytes = held_bytes + parameters.new_token_params * itemsize
     return ResidentBytes(
-        weights=frozen_bytes + (held_bytes if is_full else 0),
-        # PEFT keeps the rows that were there, too
-        adapters=0 if is_full else held_bytes + rank_parameters.new_token_params * element_bytes.weights,
+        weights=frozen_bytes + buffer_bytes + held_bytes * is_full,
+        adapters=adapter_bytes * (not is_full),
         gradients=held_bytes,
-        optimizer=optimizer_bytes(optim, shape, rank_parameters, is_full=is_full),
+        optimizer=optimizer_bytes(optim, shape, parameters, is_full=is_full),
         # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which stay allocated
-        gradient_buckets=rank_parameters.params * rank_parameters.itemsize if layout.name == "ddp" else 0,
+        gradient_buckets=trained_bytes * (layout.name == "ddp"),
     )
 
 
@@ -337,20 +316,17 @@ def _fsdp_resident_bytes(
     is_full, is_nf4 = mode == "full", mode == "qlora"
     itemsize = 4 if upcasts_trained and not is_nf4 else parameters.itemsize
     # rounded up: fully_shard pads every parameter to equal parts
-    shard = replace(
-        parameters, params=-(-parameters.params // layout.shard), itemsize=itemsize, state_itemsize=itemsize
-    )
-    constant_bytes = _nf4_constant_bytes(shape) if is_nf4 else 0
+    shard_params = -(-parameters.params // layout.shard)
+    shard = replace(parameters, params=shard_params, itemsize=itemsize, state_itemsize=itemsize)
+    constant_bytes = _nf4_constant_bytes(shape) * is_nf4
     frozen_shard = constant_bytes + (frozen_bytes - constant_bytes) // layout.shard
-    state_bytes = (
-        2 * itemsize * shard.params
-        if optim.startswith("adamw")
-        else optimizer_bytes(optim, shape, shard, is_full=False)
-    )
-    held_bytes = shard.params * itemsize
+    state_bytes = 2 * itemsize * shard_params
+    if not optim.startswith("adamw"):
+        state_bytes = optimizer_bytes(optim, shape, shard, is_full=False)
+    held_bytes = shard_params * itemsize
     return ResidentBytes(
-        weights=frozen_shard + (held_bytes if is_full else 0),
-        adapters=0 if is_full else held_bytes,
+        weights=frozen_shard + held_bytes * is_full,
+        adapters=held_bytes * (not is_full),
         gradients=held_bytes,
         optimizer=state_bytes,
     )
@@ -363,31 +339,25 @@ def tensor_parallel_parameters(
     factors on the divided side; embedding, head and norms are whole on each."""
     if ranks == 1:
         return parameters
-    is_full = config.tuning.mode == "full"
-    other_ranks_params = (
-        _divided_params(shape) * (ranks - 1) // ranks if is_full else other_ranks_adapter_params(config, shape, ranks)
-    )
-    return replace(parameters, params=parameters.params - other_ranks_params)
+    if config.tuning.mode == "full":
+        return replace(parameters, params=parameters.params - _other_ranks_params(shape, ranks))
+    return replace(parameters, params=parameters.params - other_ranks_adapter_params(config, shape, ranks))
 
 
-def _divided_params(shape: ModelShape) -> int:
-    return sum(kind.count * kind.linear_weights for kind in shape.layers)
+def _other_ranks_params(shape: ModelShape, ranks: int) -> int:
+    return sum(kind.count * kind.linear_weights for kind in shape.layers) * (ranks - 1) // ranks
 
 
 def other_ranks_adapter_params(config: RunConfig, shape: ModelShape, ranks: int) -> int:
     """LoRA parameters that belong to other ranks of a tensor-parallel group: lora_B of layers divided by their outputs,
     lora_A of those divided by their inputs."""
-    lora, total = config.tuning.lora, 0
+    lora, sides = config.tuning.lora, 0
     for kind in shape.layers:
         for role, linear in linears_by_role(kind, shape).items():
             if is_target(linear, lora.target_modules):
                 rank_linear = tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES)
-                total += (
-                    kind.count
-                    * lora.stored_rank
-                    * (linear.inputs - rank_linear.inputs + linear.outputs - rank_linear.outputs)
-                )
-    return total
+                sides += kind.count * (linear.inputs - rank_linear.inputs + linear.outputs - rank_linear.outputs)
+    return lora.stored_rank * sides
 
 
 def _nf4_constant_bytes(shape: ModelShape) -> int:
@@ -403,25 +373,24 @@ def _zero_resident_bytes(
     stage 3 too, NF4's packed bytes like others, but for `unsharded_bytes`. Offload: masters, states and fp32 gradients
     are page-locked in the host's RAM, in stage 3 the weights too; a gradient leaves the GPU with its bucket (stage3.py
     `grad_partitions_flat_buffer`, stage_1_and_2.py)."""
-    shard_params = -(-parameters.params // layout.shard)
+    shard_params, keeps_states = -(-parameters.params // layout.shard), not layout.offloads_states
     weight_shard_bytes = 2 * (shard_params if layout.shards_params else parameters.params)
-    gradient_bytes = (
-        0 if layout.offloads_states else 2 * (shard_params if layout.shards_gradients else parameters.params)
-    )
+    gradient_bytes = 2 * (shard_params if layout.shards_gradients else parameters.params)
     # two of fp32 for AdamW; paged states are managed memory, outside the allocator, but for their scales
     state_bytes = {"paged_adamw_8bit": 8 * shard_params // STATE_BLOCK, "adafactor": shard_params // 12}.get(
         optim, 8 * shard_params
     )
-    frozen_bytes = (frozen_bytes - unsharded_bytes) // layout.shard if layout.shards_params else frozen_bytes
+    if layout.shards_params:
+        frozen_bytes = (frozen_bytes - unsharded_bytes) // layout.shard
     on_gpu = not layout.offloads_params
-    host_bytes = 16 * shard_params if layout.offloads_states else 0  # fp32 masters, two states and gradients
-    host_bytes += 0 if on_gpu else weight_shard_bytes + frozen_bytes
+    host_bytes = 16 * shard_params * layout.offloads_states  # fp32 masters, two states and gradients
+    host_bytes += (weight_shard_bytes + frozen_bytes) * layout.offloads_params
     return ResidentBytes(
-        weights=unsharded_bytes + (frozen_bytes + (weight_shard_bytes if is_full else 0)) * on_gpu,
-        adapters=0 if is_full else weight_shard_bytes * on_gpu,
-        master_weights=0 if layout.offloads_states else 4 * shard_params,
-        gradients=gradient_bytes,
-        optimizer=0 if layout.offloads_states else state_bytes,
+        weights=unsharded_bytes + (frozen_bytes + weight_shard_bytes * is_full) * on_gpu,
+        adapters=weight_shard_bytes * on_gpu * (not is_full),
+        master_weights=4 * shard_params * keeps_states,
+        gradients=gradient_bytes * keeps_states,
+        optimizer=state_bytes * keeps_states,
         host=host_bytes,
     )
 
@@ -445,21 +414,21 @@ ZERO_BUCKET_PARAMS = 500_000_000
 class GatherBuffers:
     """What is gathered, in bytes of the compute dtype, and the buffers for it in each phase."""
 
+    # The unit of each block, from the first to the last.
     blocks: tuple[int, ...]
-    """The unit of each block, from the first to the last."""
+    # 0 where it belongs to the tail.
     embedding: int
-    """0 where it belongs to the tail."""
+    # The last unit; while the head computes: its parameters.
     tail: int
-    """The last unit; while the head computes: its parameters."""
+    # Fraction of a unit's parameters that train: what is reduced of it.
     trained_share: float
-    """Fraction of a unit's parameters that train: what is reduced of it."""
     ranks: int
+    # Bytes of a gradient as sent over its bytes as computed.
     reduce_ratio: float = 1.0
-    """Bytes of a gradient as sent over its bytes as computed."""
 
     @property
     def _tied_embedding(self) -> int:
-        return 0 if self.embedding else self.tail
+        return self.tail * (not self.embedding)
 
     def forward_bytes(self, layer: int) -> int:
         """While block `layer` computes: its parameters and its flat buffer; a tied embedding stays too."""
@@ -477,12 +446,11 @@ class GatherBuffers:
 
     def _prefetched_unit(self, layer: int) -> int:
         """The unit that is gathered while block `layer` runs backward: the one before it in the forward pass."""
-        return self.blocks[layer - 1] if layer else self.embedding
+        return (self.embedding, *self.blocks)[layer]
 
     def backward_bytes(self, layer: int) -> int:
         """While block `layer` runs backward: its parameters, the next one's buffer, the last reduction's input."""
-        reduced = self.blocks[layer + 1] if layer + 1 < len(self.blocks) else self.tail
-        reduced_bytes = int(reduced * self.trained_share * self.reduce_ratio)
+        reduced_bytes = int((*self.blocks, self.tail)[layer + 1] * self.trained_share * self.reduce_ratio)
         return self.blocks[layer] + self._prefetched_unit(layer) + reduced_bytes + self._tied_embedding
 
     def _sharding_bytes(self, gradients: int) -> int:
@@ -501,10 +469,10 @@ class GatherBuffers:
         """When the embedding runs backward: gathered; with its gradient; when that is sharded."""
         last_reduction = int(self.blocks[0] * self.trained_share)
         # tied: the head's gradient of the same table is there too
-        head_gradient = embedding_gradient if self._tied_embedding else 0
+        gradients = embedding_gradient * (2 if self._tied_embedding else 1)
         return (
             2 * self.embedding,
-            (self.embedding or self.tail) + last_reduction + embedding_gradient + head_gradient,
+            (self.embedding or self.tail) + last_reduction + gradients,
             self._sharding_bytes(embedding_gradient),
         )
 
@@ -524,9 +492,8 @@ def build_gather_buffers(
         _unit_bytes(kind, itemsize=itemsize, is_nf4=is_nf4, lora=lora) // tensor_parallel_ranks for kind in shape.layers
     ]
     table_bytes = itemsize * shape.embedding_table_params
-    return GatherBuffers(
-        tuple(unit_bytes[index] for index in shape.layer_order), 0 if shape.tied else table_bytes, table_bytes, **fields
-    )
+    blocks = tuple(unit_bytes[index] for index in shape.layer_order)
+    return GatherBuffers(blocks, table_bytes * (not shape.tied), table_bytes, **fields)
 
 
 def _unit_bytes(kind: LayerKind, *, itemsize: int, is_nf4: bool, lora: LoraConfig | None) -> int:
@@ -551,9 +518,8 @@ def zero_bucket_bytes(
     beside the parameters that it keeps gathered. A bucket has the hidden size squared elements, as transformers fills
     `reduce_bucket_size: auto` (integrations/deepspeed.py). `packed_params`: parameters in NF4, two of which
     DeepSpeed sees as one element of one byte. `reduces_in_fp32`: gradients made in half precision travel in fp32."""
-    bucket = 2 * min(hidden * hidden, trained_params)  # two bytes an element
-    if reduces_in_fp32:  # a copy being sent, beside the bucket
-        bucket += 4 * min(hidden * hidden, trained_params)
+    # two bytes an element, and a copy in fp32 being sent
+    bucket = (6 if reduces_in_fp32 else 2) * min(hidden * hidden, trained_params)
     if layout.shards_params:
         plain_params = min(2 * ZERO_BUCKET_PARAMS, params - packed_params)
         return bucket + 2 * plain_params + min(2 * ZERO_BUCKET_PARAMS - plain_params, packed_params // 2)

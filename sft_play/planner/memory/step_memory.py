@@ -24,7 +24,6 @@ from sft_play.planner.memory.block import (
     head_bytes,
 )
 from sft_play.planner.memory.model_states import (
-    GatherBuffers,
     build_gather_buffers,
     optimizer_temporary_bytes,
     resident_bytes,
@@ -63,37 +62,39 @@ class Step:
     grad_accum: int
     seq_len: int
     layout: Layout = SINGLE
+    # Blocks, counted from the first, whose activations are recomputed; None: all of them.
     checkpointed_layers: int | None = None
-    """Blocks, counted from the first, whose activations are recomputed; None: all of them."""
     loss: LossName = "chunked"
     attention: AttentionName = "sdpa"
+    # Rows come with a mask of S x S per sequence: they are packed, or padded where `masks` says so.
     padded: bool = False
-    """Rows come with a mask of S x S per sequence: they are packed, or padded where `masks` says so."""
+    # Whether rows that are padded come with a mask, in training and evaluation (`planner.kernels`).
     masks: bool = True
-    """Whether rows that are padded come with a mask, in training and evaluation (`planner.kernels`)."""
+    # Packs, or rows of a micro-batch, lie one behind the other and have boundaries
+    # (`attention_functions`), not a mask.
     varlen: bool = False
-    """Packs, or rows of a micro-batch, lie one behind the other and have boundaries (`attention_functions`), not a
-    mask."""
+    # With `varlen`: no kernel takes the boundaries, and each chat is attended to by a call of its
+    # own.
     one_by_one: bool = False
-    """With `varlen`: no kernel takes the boundaries, and each chat is attended to by a call of its own."""
+    # Rows of an evaluation batch, which are not packed; 0: no evaluation.
     eval_batch: int = 0
-    """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
+    # sdpa runs cuDNN's kernel (`planner.kernels`): all training batches have one shape, and
+    # evaluation's do where its rows are blocks of text too.
     cudnn: bool = False
-    """sdpa runs cuDNN's kernel (`planner.kernels`): all training batches have one shape, and evaluation's do where
-    its rows are blocks of text too."""
+    # LoRA layers cast their inputs to the adapters' dtype under autocast too, as PEFT's do and
+    # training's do not.
     casts_inputs: bool = False
-    """LoRA layers cast their inputs to the adapters' dtype under autocast too, as PEFT's do and training's do not."""
+    # What checkpointed blocks need for recomputation is kept in RAM.
     offloads: bool = False
-    """What checkpointed blocks need for recomputation is kept in RAM."""
+    # Whether checkpoints are written.
     saves: bool = True
-    """Whether checkpoints are written."""
     on_gpu: bool = True
+    # The GPU's compute capability; None where it is unknown, which counts as a current one.
     capability: tuple[int, int] | None = (9, 0)
-    """The GPU's compute capability; None where it is unknown, which counts as a current one."""
+    # flash-linear-attention is installed, whose kernels the class's gated delta rules run.
     fla: bool = False
-    """flash-linear-attention is installed, whose kernels the class's gated delta rules run."""
+    # The driver pages GPU memory out instead of failing, beside a desktop (WSL).
     pages: bool = False
-    """The driver pages GPU memory out instead of failing, beside a desktop (WSL)."""
 
     def recomputed_layers(self, layers: int) -> int:
         """How many of a model's `layers` are computed a second time, in the backward pass."""
@@ -143,18 +144,30 @@ class StepMemorySimulation:
         self.weight_itemsize = self.element_bytes.weights if layout.is_fsdp else DTYPE_BYTES[precision.load]
         self.recomputed_layers = step.recomputed_layers(shape.num_layers)
         self.accumulates_gradients = step.grad_accum > 1
-        # set_requires_gradient_sync(False): FSDP2 then keeps whole gradients, and not a shard of each
         delays_reduction = (
             layout.is_fsdp and self.gradient_sync.interval != "micro_batch" and self.accumulates_gradients
         )
+        # Full gradients that every rank keeps between micro-batches though it holds a shard of the weights: after
+        # set_requires_gradient_sync(False) FSDP2 reduces them only at the end of the step, in the dtype in which they
+        # are sent.
         self.full_gradient_bytes = (
-            self.rank_parameters.params * DTYPE_BYTES[self.gradient_sync.reduced_dtype] if delays_reduction else 0
+            self.rank_parameters.params * DTYPE_BYTES[self.gradient_sync.reduced_dtype] * delays_reduction
         )
-        """Bytes of full gradients that every rank keeps between micro-batches though it holds a shard of the weights:
-        FSDP2 then reduces them only at the end of the step, in the dtype in which they are sent."""
+        self._measured_by_mode: dict[tuple[BlockMode, int], MeasuredBlocks] = {}
         self._known_specs: dict[tuple[bool, bool], tuple[BlockSpec, ...]] = {}
         self.specs = self._block_specs(has_padding=step.padded, has_packing=config.data.packing != "none")
-        self.gather_buffers = self._build_gather_buffers() if layout.shards_params else None
+        # what is gathered: of no bytes where a rank holds all weights
+        self.gather_buffers = build_gather_buffers(
+            shape,
+            itemsize=self.element_bytes.weights * layout.shards_params,
+            is_nf4=self.is_nf4 and layout.shards_params,
+            lora=None if self.is_full else config.tuning.lora,
+            tensor_parallel_ranks=layout.tensor_parallel,
+            # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
+            trained_share=1.0 if self.is_full else min(1.0, self.trained_parameters.params / max(1, shape.params)),
+            ranks=layout.shard,
+            reduce_ratio=DTYPE_BYTES[self.gradient_sync.reduced_dtype] / DTYPE_BYTES[self.gradient_sync.computed_dtype],
+        )
         self.blocks, self.hidden_itemsizes = self._compute_blocks()
         self.layers = self._compute_layers()
 
@@ -195,20 +208,6 @@ class StepMemorySimulation:
         self._known_specs[has_padding, has_packing] = tuple(specs)
         return tuple(specs)
 
-    def _build_gather_buffers(self) -> GatherBuffers:
-        lora = self.config.tuning.lora
-        return build_gather_buffers(
-            self.shape,
-            itemsize=self.element_bytes.weights,
-            is_nf4=self.is_nf4,
-            lora=None if self.is_full else lora,
-            tensor_parallel_ranks=self.step.layout.tensor_parallel,
-            # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
-            trained_share=1.0 if self.is_full else min(1.0, self.trained_parameters.params / max(1, self.shape.params)),
-            ranks=self.step.layout.shard,
-            reduce_ratio=DTYPE_BYTES[self.gradient_sync.reduced_dtype] / DTYPE_BYTES[self.gradient_sync.computed_dtype],
-        )
-
     def _compute_blocks(self) -> tuple[list[BlockBytes], list[int]]:
         blocks: list[BlockBytes] = []
         # modules_to_save: PEFT's copy has the adapters' dtype
@@ -232,22 +231,19 @@ class StepMemorySimulation:
         return blocks, itemsizes
 
     def _compute_layers(self) -> list[LayerBytes]:
-        batch, offloads = self.step.micro_batch, self.step.offloads
-        layers = []
+        batch, layers = self.step.micro_batch, []
         for layer, block in enumerate(self.blocks):
             kept_layer = block.layer
             if layer >= self.recomputed_layers:
-                layers.append(replace(kept_layer, cast=0) if kept_layer.cast else kept_layer)
+                layers.append(replace(kept_layer, cast=0))
                 continue
             # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it; the block runs
             # forward again first, and its input stays until its backward pass has ended
             lone_peak = self._lone_forward_peak(layer, batch, self.specs, training=True)
-            hidden_bytes, peak = (
-                self._hidden_bytes(batch, layer),
-                max(kept_layer.backward + kept_layer.input, block.recompute_peak),
-            )
-            checkpointed = replace(kept_layer, forward=lone_peak, saved=hidden_bytes, backward=peak)
-            layers.append(checkpointed.offloaded if offloads else checkpointed)
+            peak = max(kept_layer.backward + kept_layer.input, block.recompute_peak)
+            saved_bytes = self._hidden_bytes(batch, layer)
+            checkpointed = replace(kept_layer, forward=lone_peak, saved=saved_bytes, backward=peak)
+            layers.append(checkpointed.offloaded if self.step.offloads else checkpointed)
         return layers
 
     def _lone_forward_peak(self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool) -> int:
@@ -266,7 +262,7 @@ class StepMemorySimulation:
 
     def _table_copy_bytes(self) -> int:
         """Bytes of the copy of a whole table that its rows are put into, of which only some train; else 0."""
-        return self.shape.embedding_table_params * self.weight_itemsize if self._trains_rows("inputs") else 0
+        return self.shape.embedding_table_params * self.weight_itemsize * self._trains_rows("inputs")
 
     def _head_bytes(self, batch: int, *, needs_gradient: bool) -> LayerBytes:
         # modules_to_save: PEFT's copy has the adapters' dtype
@@ -329,7 +325,7 @@ class StepMemorySimulation:
     @cached_property
     def _resident_terms(self) -> MemoryTerms:
         resident = self.resident
-        workspace_bytes = WORKSPACE_THREADS * cublas_workspace_bytes(self.step.capability) if self.step.on_gpu else 0
+        workspace_bytes = WORKSPACE_THREADS * cublas_workspace_bytes(self.step.capability) * self.step.on_gpu
         return {
             "weights": resident.weights, "adapters": resident.adapters, "master_weights": resident.master_weights,
             "gradients": 0,
@@ -338,20 +334,21 @@ class StepMemorySimulation:
         }  # fmt: skip
 
     def _bucket_bytes(self) -> int:
-        layout = self.step.layout
-        if layout.is_zero:
-            packed = self.shape.packable_params if self.is_nf4 else 0
-            return zero_bucket_bytes(
-                layout, self.trained_parameters.params, self.shape.params, self.shape.hidden_size, packed_params=packed,
-                reduces_in_fp32=DTYPE_BYTES[self.gradient_sync.reduced_dtype]
-                > DTYPE_BYTES[self.gradient_sync.computed_dtype],
-            )  # fmt: skip
-        return self.resident.gradient_buckets
+        layout, sync = self.step.layout, self.gradient_sync
+        if not layout.is_zero:
+            return self.resident.gradient_buckets
+        return zero_bucket_bytes(
+            layout,
+            self.trained_parameters.params,
+            self.shape.params,
+            self.shape.hidden_size,
+            packed_params=self.shape.packable_params * self.is_nf4,
+            reduces_in_fp32=DTYPE_BYTES[sync.reduced_dtype] > DTYPE_BYTES[sync.computed_dtype],
+        )
 
     def offloaded_bytes(self) -> int:
         """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""
-        layers = range(self.recomputed_layers) if self.step.offloads else ()
-        return sum(self._checkpoint_bytes(layer) for layer in layers)
+        return sum(map(self._checkpoint_bytes, range(self.recomputed_layers))) * self.step.offloads
 
     def _checkpoint_bytes(self, layer: int) -> int:
         return self._hidden_bytes(self.step.micro_batch, layer)
@@ -364,11 +361,8 @@ class StepMemorySimulation:
         if self.step.saves:
             # a sharded tensor is gathered one at a time, and copied once more on its way to the host
             # the token embedding is the largest: fp32 where it trains under FSDP2
-            gathered_bytes = (
-                2 * self.shape.embedding_table_params * (4 if self.is_full else self.element_bytes.weights)
-                if self.gather_buffers
-                else 0
-            )
+            itemsize = 4 if self.is_full else self.element_bytes.weights
+            gathered_bytes = 2 * self.shape.embedding_table_params * itemsize * self.step.layout.shards_params
             yield self._phase_terms("saving", self._gradients_between_steps(), 0, gather_buffers=gathered_bytes)
 
     @cached_property
@@ -393,10 +387,10 @@ class StepMemorySimulation:
     def _gradients_between_steps(self) -> int:
         """Gradients between steps: ZeRO-3 keeps their buffer (bytes counted on real ranks), all others free them."""
         layout = self.step.layout
-        return self.resident.gradients if layout.is_zero and layout.shards_params else 0
+        return self.resident.gradients * (layout.is_zero and layout.shards_params)
 
     def _older_gradient_bytes(self) -> int:
-        return max(self.resident.gradients, self.full_gradient_bytes) if self.accumulates_gradients else 0
+        return max(self.resident.gradients, self.full_gradient_bytes) * self.accumulates_gradients
 
     def _forward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         """Through the blocks to the loss; `held_bytes` collects what is held before each block, and at the head:
@@ -417,11 +411,11 @@ class StepMemorySimulation:
                 "forward",
                 older_gradients,
                 live_bytes,
-                gather_buffers=gather_buffers.forward_bytes(layer) if gather_buffers else 0,
+                gather_buffers=gather_buffers.forward_bytes(layer),
             )
             held_bytes.append(held_bytes[-1] + block.saved)
         size = self._hidden_bytes(batch, -1)
-        if gather_buffers:
+        if self.step.layout.shards_params:
             yield self._phase_terms(
                 "forward",
                 older_gradients,
@@ -429,7 +423,7 @@ class StepMemorySimulation:
                 gather_buffers=gather_buffers.tail_gather_bytes,
             )
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        gathered_bytes = gather_buffers.tail if gather_buffers else 0
+        gathered_bytes = gather_buffers.tail
         loss_head_bytes = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
         yield self._phase_terms(
             "head",
@@ -442,13 +436,13 @@ class StepMemorySimulation:
     def _backward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         gather_buffers = self.gather_buffers
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        gathered_bytes = gather_buffers.head_backward_bytes if gather_buffers else 0
+        gathered_bytes = gather_buffers.head_backward_bytes
         yield self._phase_terms(
             "head", self._older_gradient_bytes(), held_bytes[-1], loss_head=head.backward, gather_buffers=gathered_bytes
         )
         # tied: one gradient with the embedding's, which it waits for: it is one sharded unit, or not yet added up
-        new_gradients = 0 if self.accumulates_gradients else self._kept_gradient_bytes(head.gradients)
-        if self.shape.tied and gather_buffers:
+        new_gradients = self._kept_gradient_bytes(head.gradients) * (not self.accumulates_gradients)
+        if self.shape.tied and self.step.layout.shards_params:
             new_gradients = head.gradients
         elif self.shape.tied and self.is_full and self.accumulates_gradients:
             new_gradients = self.shape.embedding_table_params * self.element_bytes.weights
@@ -459,47 +453,38 @@ class StepMemorySimulation:
                 gradient_bytes,
                 held_bytes[layer] + block.backward - block.rebuilt,
                 dequantised=block.rebuilt,
-                gather_buffers=gather_buffers.backward_bytes(layer) if gather_buffers else 0,
+                gather_buffers=gather_buffers.backward_bytes(layer),
             )
-            if gather_buffers:
+            if self.step.layout.shards_params:
                 yield self._phase_terms(
                     "backward",
                     gradient_bytes,
                     held_bytes[layer] + block.input,
                     gather_buffers=gather_buffers.reduction_bytes(layer),
                 )
-            gradient_bytes += 0 if self.accumulates_gradients else self._kept_gradient_bytes(block.gradients)
+            gradient_bytes += self._kept_gradient_bytes(block.gradients) * (not self.accumulates_gradients)
         yield from self._embedding_phases(held_bytes[0] + self._hidden_bytes(self.step.micro_batch, 0))
 
     def _embedding_phases(self, live_bytes: int) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         """The embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is
         sharded only then, it is live in addition."""
         itemsize = self.element_bytes.weights if self.is_full else self.element_bytes.adapters
-        embedding_gradient = (
-            self.shape.embedding_table_params * itemsize
-            if self.trained_parameters.trains_embedding
-            else self._table_copy_bytes()
-        )
+        embedding_gradient = self._table_copy_bytes()
+        if self.trained_parameters.trains_embedding:
+            embedding_gradient = self.shape.embedding_table_params * itemsize
         gradient_bytes = max(self.resident.gradients, self.full_gradient_bytes)
-        if self.gather_buffers:
-            earlier_gradients = gradient_bytes - (
-                0 if self.accumulates_gradients else self._kept_gradient_bytes(embedding_gradient)
-            )
+        if self.step.layout.shards_params:
+            if not self.accumulates_gradients:
+                gradient_bytes -= self._kept_gradient_bytes(embedding_gradient)
             for gathered_bytes in self.gather_buffers.embedding_backward_bytes(embedding_gradient):
-                yield self._phase_terms("backward", earlier_gradients, live_bytes, gather_buffers=gathered_bytes)
+                yield self._phase_terms("backward", gradient_bytes, live_bytes, gather_buffers=gathered_bytes)
             return
         # `gradient_bytes` has the embedding's gradient once, or its shard: `embedding_gradient` is beside it, and so is
         # the head's, which waits to be added to an older one; PEFT's copies of tied modules are not tied
         is_tied = self.shape.tied and self.is_full
-        is_additional = (
-            self._table_copy_bytes() or is_tied or self._is_accumulating() or self.step.layout.shards_gradients
-        )
-        has_two_gradients = is_tied and self.accumulates_gradients
-        yield self._phase_terms(
-            "backward",
-            gradient_bytes,
-            live_bytes + embedding_gradient * ((2 if has_two_gradients else 1) if is_additional else 0),
-        )
+        if self._table_copy_bytes() or is_tied or self._is_accumulating() or self.step.layout.shards_gradients:
+            live_bytes += embedding_gradient * (2 if is_tied and self.accumulates_gradients else 1)
+        yield self._phase_terms("backward", gradient_bytes, live_bytes)
 
     def evaluation_phases(self, rows: int) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         """A batch of the evaluation: the last block of each kind, then the head. Nothing is held for a backward pass
@@ -507,30 +492,27 @@ class StepMemorySimulation:
         specs = self._block_specs(
             has_padding=is_padded(self.config, self.step.layout, rows=rows, uses_masks=self.step.masks)
         )
-        batch_bytes, gather_buffers, gradient_bytes = (
-            self._batch_bytes(rows, specs, is_training=False),
-            self.gather_buffers,
-            self._gradients_between_steps(),
-        )
+        batch_bytes = self._batch_bytes(rows, specs, is_training=False)
+        gather_buffers, gradient_bytes = self.gather_buffers, self._gradients_between_steps()
         # blocks of one kind need the same, and the last of them comes with the most casts held
         last_layers, cast_bytes = {kind_index: layer for layer, kind_index in enumerate(self.shape.layer_order)}, 0
         for layer, index in enumerate(self.shape.layer_order):
             block = self._evaluation_layer(layer, rows, specs)
             if last_layers[index] == layer:
-                embedding_output = self._hidden_bytes(rows, 0) if layer else 0
+                embedding_output = self._hidden_bytes(rows, 0) * (layer > 0)
                 live_bytes = batch_bytes + cast_bytes + embedding_output + block.forward
                 yield self._phase_terms(
                     "evaluation",
                     gradient_bytes,
                     live_bytes,
-                    gather_buffers=gather_buffers.forward_bytes(layer) if gather_buffers else 0,
+                    gather_buffers=gather_buffers.forward_bytes(layer),
                 )
             cast_bytes += block.cast
         head = self._head_bytes(rows, needs_gradient=False)
         live_bytes = batch_bytes + cast_bytes + self._hidden_bytes(rows, 0) + 2 * self._hidden_bytes(rows, -1)
-        gathered_before_tail = gather_buffers.tail_gather_bytes if gather_buffers else 0
+        gathered_before_tail = gather_buffers.tail_gather_bytes
         yield self._phase_terms("evaluation", gradient_bytes, live_bytes, gather_buffers=gathered_before_tail)
-        gathered_bytes = gather_buffers.tail if gather_buffers else 0
+        gathered_bytes = gather_buffers.tail
         batch_bytes -= self._mask_bytes(rows, specs)
         yield self._phase_terms(
             "evaluation",
@@ -567,23 +549,25 @@ class MeasuredBlocks:
     """A micro step of `batch` rows through all kinds of blocks of a model."""
 
     batch: int
+    # Live when the first block begins, beside its input and what lasts: the batch, masks,
+    # rotations.
     before: int
-    """Live when the first block begins, beside its input and what lasts: the batch, masks, rotations."""
+    # The embedding's output, where only the model's own forward keeps it.
     embedded: int
-    """The embedding's output, where only the model's own forward keeps it."""
+    # The first block, whose input may need no gradient.
     first: LayerBytes
-    """The first block, whose input may need no gradient."""
+    # The other blocks, by their place in `ModelShape.layers`.
     layers: tuple[LayerBytes, ...]
-    """The other blocks, by their place in `ModelShape.layers`."""
+    # What follows the last block: last norm, output head and loss.
     tail: LayerBytes
-    """What follows the last block: last norm, output head and loss."""
+    # What the last block keeps beyond others of its kind; below 0 where gradients that the backward
+    # pass holds from it on, such as those of an input that all blocks read, count as kept by the
+    # first.
     last: int = 0
-    """What the last block keeps beyond others of its kind; below 0 where gradients that the backward pass holds from it
-    on, such as those of an input that all blocks read, count as kept by the first."""
+    # Extrapolated from a few real tokens on the CPU.
     on_cpu: bool = False
-    """Extrapolated from a few real tokens on the CPU."""
+    # The two measured batches on whose line it lies; empty where it was measured itself.
     ends: tuple[int, ...] = ()
-    """The two measured batches on whose line it lies; empty where it was measured itself."""
 
 
 def interpolate(low: MeasuredBlocks, high: MeasuredBlocks, batch: int) -> MeasuredBlocks:
@@ -691,7 +675,3 @@ class MeasuredStepSimulation(StepMemorySimulation):
                 is_accumulating=self._is_accumulating(),
             )  # fmt: skip
         return self._measured_by_mode[mode, batch]
-
-    @cached_property
-    def _measured_by_mode(self) -> dict[tuple[BlockMode, int], MeasuredBlocks]:
-        return {}

@@ -71,51 +71,52 @@ class BlockSpec:
     heads: int
     kv_heads: int
     head_dim: int
+    # Linear layers by role: q, k, v, o or qkv; gate, up, down or gate_up.
     linears: tuple[tuple[str, LinearSpec], ...]
-    """Linear layers by role: q, k, v, o or qkv; gate, up, down or gate_up."""
     norm: NormKind = "rms"
+    # Outputs of attention and MLP are normed before they are added, as in Gemma 2.
     has_post_norms: bool = False
-    """Outputs of attention and MLP are normed before they are added, as in Gemma 2."""
     qk_norm: bool = False
+    # Fraction of a head that is rotated; 0: none.
     partial_rotary_factor: float = 1.0
-    """Fraction of a head that is rotated; 0: none."""
+    # Rotated and other parts of a head are concatenated.
     concatenates_rotary: bool = False
-    """Rotated and other parts of a head are concatenated."""
+    # Dropout of attention probabilities: eager attention keeps its mask, the fused kernels
+    # recompute it.
     attention_dropout: float = 0.0
-    """Dropout of attention probabilities: eager attention keeps its mask, the fused kernels recompute it."""
     kernel: AttentionKernel = "flash"
+    # Attention gets a mask of S x S.
     masked: bool = False
-    """Attention gets a mask of S x S."""
+    # Each chat is attended to by a call of its own.
     one_by_one: bool = False
-    """Each chat is attended to by a call of its own."""
     has_softcap: bool = False
+    # Attention scores get a column that takes a share of the softmax, as in gpt-oss.
     has_sinks: bool = False
-    """Attention scores get a column that takes a share of the softmax, as in gpt-oss."""
     num_experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
     has_expert_bias: bool = False
+    # Experts gate as gpt-oss does.
     clamps_gate: bool = False
-    """Experts gate as gpt-oss does."""
+    # The weights by which experts' outputs are added are fp32.
     routes_in_fp32: bool = False
-    """The weights by which experts' outputs are added are fp32."""
+    # Elements of each stacked tensor of experts, and parameters of its adapter (0: none).
     expert_tensors: tuple[tuple[int, int], ...] = ()
-    """Elements of each stacked tensor of experts, and parameters of its adapter (0: none)."""
+    # Experts run one after another instead of as one grouped product.
     uses_eager_experts: bool = False
-    """Experts run one after another instead of as one grouped product."""
+    # Grouped products run as transformers' own loop (GPUs before Ampere), which holds the rows of
+    # frozen weights and makes their gradients too.
     uses_grouped_mm_fallback: bool = False
-    """Grouped products run as transformers' own loop (GPUs before Ampere), which holds the rows of frozen weights and
-    makes their gradients too."""
+    # The weights train themselves, without adapters.
     trains_weights: bool = False
-    """The weights train themselves, without adapters."""
     is_nf4: bool = False
     has_nf4_experts: bool = False
     lora_dropout: float = 0.0
     uses_dora: bool = False
+    # LoRA layers cast their inputs to the adapters' dtype under autocast too.
     casts_inputs: bool = False
-    """LoRA layers cast their inputs to the adapters' dtype under autocast too."""
+    # What Liger's kernels replace; None: nothing.
     liger: ReplacedOperations | None = None
-    """What Liger's kernels replace; None: nothing."""
     element_bytes: ElementBytes = field(default_factory=ElementBytes)
 
 
@@ -180,11 +181,8 @@ def select_attention_kernel(
     # transformers repeats keys and values wherever there is a mask
     call = sdpa_call(shape, masked=masked, half_precision=half_precision)
     kernel = sdpa_kernel(call, capability, uses_cudnn=uses_cudnn)
-    kernel = (
-        sdpa_kernel(replace(call, has_grouped_heads=False), capability, uses_cudnn=uses_cudnn)
-        if kernel == "math"
-        else kernel
-    )
+    if kernel == "math":
+        kernel = sdpa_kernel(replace(call, has_grouped_heads=False), capability, uses_cudnn=uses_cudnn)
     return "efficient" if kernel == "math" else kernel  # of a GPU newer than the table
 
 
@@ -335,14 +333,14 @@ def _check_expert_options(config: RunConfig, shape: ModelShape) -> None:
 
 
 def _unmatched_reason(target: str, shape: ModelShape, names: list[str]) -> str:
-    reason = None
+    placement, reason = shape.adapter_placement, None
     if target in OUTPUT_HEADS:
         return " is the output head, which takes no adapter (the loss reads its weight)"
-    if shape.adapter_placement is not None:
-        reason = next(
-            (text for path, text in shape.adapter_placement.excluded if f".{path}".endswith(f".{target}")), None
-        )
+    if placement is not None:
+        reason = next((text for path, text in placement.excluded if f".{path}".endswith(f".{target}")), None)
     elif any(linear.matches(target) for linear, _ in shape.linears):
         reason = no_adapter_reason(shape.model_type, target.rpartition(".")[2])
+    if reason:
+        return f": {reason}"
     suggestion = did_you_mean(target, names)
-    return f": {reason}" if reason else f" matches nothing{f' ({suggestion})' if suggestion else ''}"
+    return " matches nothing" + f" ({suggestion})" * bool(suggestion)

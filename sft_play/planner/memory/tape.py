@@ -30,8 +30,8 @@ class ByteMeter:
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
+        # Of the peak: bytes of a weight dequantised at that moment.
         self.dequantised = 0
-        """Of the peak: bytes of a weight dequantised at that moment."""
 
     def allocate(self, nbytes: int) -> None:
         """Allocate bytes."""
@@ -121,15 +121,20 @@ class Tape:
     def __init__(self, *, grad_enabled: bool = True) -> None:
         self.meter = ByteMeter()
         self.grad_enabled = grad_enabled
+        # The peak when the last tensor was held: recomputation ends there
+        # (torch/utils/checkpoint.py).
         self.peak_at_last_save = 0
-        """The peak when the last tensor was held: recomputation ends there (torch/utils/checkpoint.py)."""
+        # Live bytes when a node first needed what was held: recomputation starts there.
         self.live_at_first_use = 0
-        """Live bytes when a node first needed what was held: recomputation starts there."""
         self._sequence_number = 0
 
     def new(self, elements: int, itemsize: int) -> TensorRef:
         """Fresh storage without a gradient."""
         return TensorRef(_Storage(self.meter, elements * itemsize), elements, itemsize)
+
+    def cast(self, ref: TensorRef, itemsize: int) -> TensorRef:
+        """Fresh storage of this width without a gradient; `ref` itself where it has it."""
+        return ref if ref.itemsize == itemsize else self.new(ref.elements, itemsize)
 
     def leaf(self, elements: int, itemsize: int) -> TensorRef:
         """Fresh storage whose gradient is wanted and returned by `backward`."""
@@ -307,7 +312,7 @@ class ForwardPass:
         """a * b: each is held for the other's gradient; gradients are made in the wider dtype, then cast."""
         saved = [ref for ref, other in ((a, b), (b, a)) if other.node is not None]
         itemsize = max(a.itemsize, b.itemsize)
-        cast_bytes = a.elements * itemsize if a.itemsize != b.itemsize else 0
+        cast_bytes = a.elements * itemsize * (a.itemsize != b.itemsize)
         make_gradients = separate_gradients(a, b)
 
         def backward(tape: Tape, grad: TensorRef) -> Grads:
@@ -327,10 +332,9 @@ class ForwardPass:
 
     def create_weight_gradient(self, elements: int, itemsize: int) -> None:
         """Create a parameter's gradient: it stays, or is added to an older one."""
+        # of the cast copy; the parameter's own is made from it
         gradient = self.tape.new(elements, self.spec.element_bytes.autocast or itemsize)
-        if gradient.itemsize != itemsize:  # of the cast copy; the parameter's own is made from it
-            gradient = self.tape.new(elements, itemsize)
-        self.keep_gradient(gradient)
+        self.keep_gradient(self.tape.cast(gradient, itemsize))
 
     def keep_gradient(self, gradient: TensorRef) -> None:
         """The gradient stays where there was none; otherwise it is added to the older one, and freed."""
@@ -340,7 +344,7 @@ class ForwardPass:
     def dense(self, x: TensorRef, name: str, inputs: int, outputs: int, itemsize: int, *, trainable: bool) -> TensorRef:
         """x @ W: a trained weight holds its input; autocast's copy of an fp32 weight is held for x's gradient."""
         x = self.to_autocast(x)
-        saved = [x] if trainable else []
+        saved = [x] * trainable
         weight = self._autocast_weight(name, inputs * outputs, itemsize, trainable=trainable)
         if weight is not None:
             saved.append(weight)
@@ -402,7 +406,7 @@ def liger_norm(tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_we
     statistics = tape.new(rows, 4)
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
-        out = (grad if in_place else tape.new(size, e)) if needs_gradient or not in_place else None
+        out = grad if in_place else tape.new(size, e)
         if trains_weight:
             tape.meter.add_transient(4 * MAX_MULTIPROCESSORS * (size // rows))
         return (out if needs_gradient else None,)
@@ -468,9 +472,9 @@ def _scale_by_weight(block: ForwardPass, x: TensorRef) -> TensorRef:
         out = tape.new(size, itemsize) if needs_gradient else None
         if trains_weight:
             tape.meter.add_transient(size * itemsize)
-        return (out if out is None or itemsize == e else tape.new(size, e),)
+        return (None if out is None else tape.cast(out, e),)
 
-    saved = (x,) if trains_weight else ()
+    saved = (x,) * trains_weight
     return block.tape.op(
         (x,), size, itemsize, saved=saved, backward=backward, holds_weight=True, trains_weight=trains_weight
     )
@@ -590,14 +594,10 @@ def _dora_weights(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> list[Te
     element_bytes, e = block.spec.element_bytes, x.itemsize
     compute_itemsize = element_bytes.autocast or e
     identity = block.tape.new(spec.inputs * spec.inputs, element_bytes.adapters)
-    weights = [
-        identity
-        if compute_itemsize == element_bytes.adapters
-        else block.tape.new(spec.inputs * spec.inputs, compute_itemsize)
-    ]
+    weights = [block.tape.cast(identity, compute_itemsize)]
     del identity
     delta = block.tape.new(spec.elements, compute_itemsize)
-    weights.append(delta if compute_itemsize == e else block.tape.new(spec.elements, e))
+    weights.append(block.tape.cast(delta, e))
     del delta
     if block.spec.is_nf4 or element_bytes.weights != e:
         weights.append(block.tape.new(spec.elements, e))
@@ -614,6 +614,6 @@ def _scale_by_magnitude(block: ForwardPass, x: TensorRef) -> TensorRef:
         if not needs_gradient:
             return (None,)
         out = tape.new(size, 4)
-        return (out if e == 4 else tape.new(size, e),)
+        return (tape.cast(out, e),)
 
     return block.tape.op((x,), size, 4, saved=(x,), backward=backward, trains_weight=True)

@@ -23,7 +23,7 @@ from transformers.trainer_utils import seed_worker
 from sft_play.data.build.packing import Packs
 from sft_play.data.build.splits import SourceMix
 from sft_play.data.masks.token_row import IGNORED
-from sft_play.planner.micro_batches import MicroBatches
+from sft_play.planner.batching import MicroBatches
 from sft_play.planner.plan import Plan
 from sft_play.process.waiting import WaitProgress, report_wait
 from sft_play.training import distributed

@@ -19,8 +19,7 @@ from transformers import TrainerCallback
 from sft_play.errors import OutOfMemory
 from sft_play.log import one_line
 from sft_play.planner import calibration
-from sft_play.planner.batching import BatchPlan
-from sft_play.planner.micro_batches import MicroBatches
+from sft_play.planner.batching import BatchPlan, MicroBatches
 from sft_play.runs import oom
 from sft_play.runs.oom import OomEvent
 from sft_play.training import distributed

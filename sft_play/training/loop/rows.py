@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from sft_play.data.build.packing import Packs, group_by_length
 from sft_play.data.build.splits import SourceMix
 from sft_play.data.masks.token_row import IGNORED, TokenRow
-from sft_play.planner.micro_batches import MicroBatches
+from sft_play.planner.batching import MicroBatches
 from sft_play.process.signals import die_with_parent
 
 # The order of an epoch depends only on seed and epoch, and an optimizer step takes its next
