@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,13 +24,12 @@ from sft_play.data.preview import (
     MAX_TERMINAL_PIECES,
     PreviewRow,
     TokenBytes,
+    choose_rows,
     format_plain_lines,
     format_terminal_text,
     make_visible,
     preview_rows,
     render_html_page,
-    select_row,
-    select_spread_rows,
 )
 from sft_play.data.sources.examples import ExampleReader, check_first_rows
 from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
@@ -70,16 +69,10 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     tools = load_row_tools(config)
     out = out or DEFAULT_RENDERED
     if out == DEFAULT_RENDERED or out.is_dir():
-        folder, names_by_part = out, {}
-        for part, _ in paths.named_paths():
-            source = part.removeprefix("source ").removesuffix(" (val)")
-            names_by_part[part] = (
-                f"{data_part_split(part)}-{source}.jsonl" if source != part else f"{data_part_split(part)}.jsonl"
-            )
+        folder = out
+        names_by_part = {part: _rendered_name(part) for part, _ in paths.named_paths()}
         # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
-        file_names = tuple(
-            dict.fromkeys([*(f"{split}.jsonl" for split in (*ROW_SPLITS, "text")), *names_by_part.values()])
-        )
+        file_names = tuple(dict.fromkeys([*map(_rendered_name, (*ROW_SPLITS, "text")), *names_by_part.values()]))
     elif len(paths.sources) > 1:
         raise DataError(f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing folder")
     else:
@@ -87,15 +80,12 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     files = [(part, path) for part, path in paths.named_paths() if part in names_by_part] or [("train", paths.train)]
     for name in names_by_part.values():
         check_not_source(folder / name, files)
+    rendered_files = []
     with OutputFolder(folder, file_names, force=force, command="render") as output:
-        rendered_files = [
-            RenderedFile(
-                data_part_split(part),
-                folder / names_by_part[part],
-                _render_rows(path, part, output, names_by_part, config.data, tools.row_renderer),
-            )
-            for part, path in files
-        ]
+        for part, path in files:
+            name = names_by_part[part]
+            stats = _render_rows(path, part, output.open(name), config.data, tools.row_renderer)
+            rendered_files.append(RenderedFile(data_part_split(part), folder / name, stats))
         _refuse_bad_rows(rendered_files, config.data)
     notes = [*stage_notes, *paths.notes, *tools.notes]
     lines = [*notes, *(line for file in rendered_files for line in file.lines())]
@@ -103,36 +93,40 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     return CommandResult(data, ["\n".join(lines)], is_written_to_out=False)
 
 
-def _render_rows(
-    source: AnySource,
-    part: str,
-    output: OutputFolder,
-    names_by_part: Mapping[str, str],
-    data: DataConfig,
-    row_renderer: RowRenderer,
-) -> RowStats:
-    split, stats, target = data_part_split(part), RowStats(str(source)), output.open(names_by_part[part])
-    wants_text = row_renderer.task_mode == "cpt" or split == "text"
-    reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=wants_text)
-    for outcome in row_renderer.render_rows(reader.numbered_examples(), is_document=split == "text"):
+def _rendered_name(part: str) -> str:
+    split, source = data_part_split(part), part.removeprefix("source ").removesuffix(" (val)")
+    return f"{split}.jsonl" if source == part else f"{split}-{source}.jsonl"
+
+
+def _render_rows(source: AnySource, part: str, target: TextIO, data: DataConfig, row_renderer: RowRenderer) -> RowStats:
+    stats, is_text = RowStats(str(source)), part == "text"
+    reader = ExampleReader(
+        source,
+        data,
+        split="train" if is_text else data_part_split(part),
+        wants_text=is_text or row_renderer.task_mode == "cpt",
+    )
+    for outcome in row_renderer.render_rows(reader.numbered_examples(), is_document=is_text):
         if isinstance(outcome, BadRow):
             stats.count_bad(outcome)
-        elif outcome.whole_row is None:
-            assert isinstance(outcome.row, BadRow)
-            stats.count_bad(outcome.row)
-        elif isinstance(outcome.row, BadRow):
-            stats.count_too_long(outcome.whole_row)
+            continue
+        whole_row, row = outcome.whole_row, outcome.row
+        if whole_row is None:
+            assert isinstance(row, BadRow)
+            stats.count_bad(row)
+        elif isinstance(row, BadRow):
+            stats.count_too_long(whole_row)
         else:
-            stats.count_kept(outcome.row, outcome.whole_row)
+            stats.count_kept(row, whole_row)
             line = {
-                "where": outcome.whole_row.location,
-                "text": outcome.whole_row.text,
-                "spans": [list(span) for span in outcome.whole_row.spans],
-                "tokens": len(outcome.whole_row.input_ids),
-                "trained": outcome.whole_row.trained_tokens,
-                "cut": outcome.row.cut_tokens,
-                "lost": outcome.row.lost_trained_tokens,
-                "method": outcome.whole_row.method,
+                "where": whole_row.location,
+                "text": whole_row.text,
+                "spans": whole_row.spans,
+                "tokens": len(whole_row.input_ids),
+                "trained": whole_row.trained_tokens,
+                "cut": row.cut_tokens,
+                "lost": row.lost_trained_tokens,
+                "method": whole_row.method,
             }
             target.write(json.dumps(line, ensure_ascii=False) + "\n")
     stats.rows = reader.rows
@@ -149,9 +143,8 @@ class RenderedFile:
 
     def bad_lines(self) -> list[str]:
         """The bad rows in words: counts by reason, the first of them, and how many more."""
-        return bad_row_lines(
-            f"{self.stats.rows:,} rows of {self.stats.source}", self.stats.bad_rows, self.stats.first_bad_rows
-        )
+        stats = self.stats
+        return bad_row_lines(f"{stats.rows:,} rows of {stats.source}", stats.bad_rows, stats.first_bad_rows)
 
     def lines(self) -> list[str]:
         """What was written, in words."""
@@ -165,7 +158,9 @@ class RenderedFile:
             lines.append(f"{stats.too_long_rows:,} rows left out: too long for max_seq_len")
         if stats.left_out_rows:
             lines.append(f"{stats.left_out_rows.total():,} rows left out as asked (data.drop_empty)")
-        return lines + (self.bad_lines() if stats.bad_rows else [])
+        if stats.bad_rows:
+            lines += self.bad_lines()
+        return lines
 
     def as_json(self) -> dict[str, Any]:
         """Rows and tokens as counts, and the bad rows by reason."""
@@ -189,10 +184,9 @@ class RenderedFile:
 
 
 def _refuse_bad_rows(files: Sequence[RenderedFile], data: DataConfig) -> None:
-    bad_files = [file for file in files if file.stats.bad_rows]
-    if bad_files and data.on_bad_row == "fail":
-        lines = [line for file in bad_files for line in file.bad_lines()]
-        raise DataError("\n".join([*lines, FIX_OR_SKIP]))
+    bad_lines = [line for file in files if file.stats.bad_rows for line in file.bad_lines()]
+    if bad_lines and data.on_bad_row == "fail":
+        raise DataError("\n".join([*bad_lines, FIX_OR_SKIP]))
     for file in files:
         if not file.stats.kept_rows:
             lines = file.lines()[1:] or [f"{file.stats.source} has no rows"]
@@ -215,11 +209,10 @@ class Preview(Answer):
 
     def lines(self) -> list[str]:
         """The examples as plain text, trained parts in [[ ]]."""
-        head = f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in [[ ]]"
-        body = [
-            line for example in self.examples for line in ["", *format_plain_lines(example, max_pieces=self.max_pieces)]
-        ]
-        return [head, *self.notes, *body, "", f"Page: {self.page}"]
+        lines = [f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in [[ ]]", *self.notes]
+        for example in self.examples:
+            lines += ["", *format_plain_lines(example, max_pieces=self.max_pieces)]
+        return [*lines, "", f"Page: {self.page}"]
 
     def as_json(self) -> dict[str, Any]:
         """`ok`, `page`, `source`, `rows` and the examples with ids and labels."""
@@ -233,9 +226,8 @@ class Preview(Answer):
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_terminal or console.no_color or console.color_system is None:
             return False
-        console.print(
-            f"{len(self.examples):,} of {self.rows:,} rows of {make_visible(self.source)}; trained parts green"
-        )
+        source = make_visible(self.source)
+        console.print(f"{len(self.examples):,} of {self.rows:,} rows of {source}; trained parts green")
         for note in self.notes:
             console.print(make_visible(note))
         for example in self.examples:
@@ -255,7 +247,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     path = paths.train
     configure_hub(config)
     reader = ExampleReader(path, config.data, split="train", wants_text=config.task_mode == "cpt")
-    chosen_rows = select_row(reader, row) if row is not None else select_spread_rows(reader, count or DEFAULT_EXAMPLES)
+    chosen_rows = choose_rows(reader, count=count or DEFAULT_EXAMPLES, row_number=row)
     tools = load_row_tools(config)
     token_bytes = TokenBytes(tools.tokenizer)
     examples = tuple(
@@ -265,21 +257,21 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     )
     page_path = page or DEFAULT_PAGE
     check_not_source(page_path, [("train", path)])
-    others = [source.name for source in paths.sources[1:]]
-    hidden_notes = [f"The first of data.sources; not shown: {', '.join(others)}"] if others else []
-    columns = missed_column_lines(config.data, task_mode=config.task_mode)
-    notes = (*stage_notes, *tools.notes, *hidden_notes, *columns)
-    description = [
+    notes = [*stage_notes, *tools.notes]
+    if len(paths.sources) > 1:
+        others = ", ".join(source.name for source in paths.sources[1:])
+        notes.append(f"The first of data.sources; not shown: {others}")
+    notes += missed_column_lines(config.data, task_mode=config.task_mode)
+    intro_lines = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
         f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "
         f"max_seq_len {tools.row_renderer.max_seq_len:,}",
         *notes,
     ]
     if config.task_mode == "cpt":
-        description.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
+        intro_lines.append("task_mode cpt joins the documents and cuts them into full blocks; here each is whole")
     with OutputFolder(page_path.parent, (page_path.name,), force=force, command="preview") as folder:
-        folder.open(page_path.name).write(
-            render_html_page(examples, title=f"Preview of {Path(str(path)).name}", intro_lines=description)
-        )
-    max_pieces = MAX_PAGE_PIECES if row is not None else MAX_TERMINAL_PIECES
-    return Preview(str(path), reader.rows, examples, notes, page_path, max_pieces)
+        title = f"Preview of {Path(str(path)).name}"
+        folder.open(page_path.name).write(render_html_page(examples, title=title, intro_lines=intro_lines))
+    max_pieces = MAX_TERMINAL_PIECES if row is None else MAX_PAGE_PIECES
+    return Preview(str(path), reader.rows, examples, tuple(notes), page_path, max_pieces)

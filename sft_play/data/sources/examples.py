@@ -47,6 +47,7 @@ class ExampleReader:
 
     def raw_rows(self) -> Iterator[tuple[RawRow | BadRow, RowFormat | None]]:
         """The rows as they stand in the files, counted, each with the format of its file."""
+        self.rows = 0
         for part in list_parts(self.source, split=self._split, wants_text=self._wants_text):
             rows = read_part(part)
             first, row_format = detect_format(rows, self.data)

@@ -66,8 +66,13 @@ class BadRow:
     detail: str = ""
     is_asked: bool = False
 
+    @property
+    def explanation(self) -> str:
+        """The reason, with the detail."""
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
+
     def __str__(self) -> str:
-        return f"{self.where}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
+        return f"{self.where}: {self.explanation}"
 
 
 def too_large_row(location: str, row_bytes: int) -> BadRow:
