@@ -36,7 +36,7 @@ def run_preparing(request: Request) -> CommandResult:
 
         return _add_next_command(command_result(process_files(config, force=request.force)), request, config)
     if request.command == "style":
-        from sft_play.data.style import style_rows
+        from sft_play.data.process import style_rows
 
         return _add_next_command(
             command_result(style_rows(config, request.style, force=request.force)), request, config
@@ -110,9 +110,9 @@ def _pipeline_steps(
     folder = Path(config.data.process.out_dir)
     style_config = config.data.style
     if style is not None or style_config.system is not None or style_config.per_source:
-        from sft_play.data.style import style_rows as restyle
+        from sft_play.data.process import style_rows
 
-        yield "style", lambda: command_result(restyle(config, style, force=force))
+        yield "style", lambda: command_result(style_rows(config, style, force=force))
         folder = Path(style_config.out_dir)
     overrides = [*loaded.overrides, *_file_settings(folder, config.data)]  # what was just written
     yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)

@@ -269,7 +269,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
         *notes,
     ]
     if config.task_mode == "cpt":
-        intro_lines.append("task_mode cpt joins the documents and cuts them into full blocks; here each is whole")
+        intro_lines.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
     with OutputFolder(page_path.parent, (page_path.name,), force=force, command="preview") as folder:
         title = f"Preview of {Path(str(path)).name}"
         folder.open(page_path.name).write(render_html_page(examples, title=title, intro_lines=intro_lines))

@@ -144,8 +144,11 @@ def preview_rows(
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
     raw, row_format = row_with_format
     example = read_example(raw, row_format, reader.data)
-    text = (isinstance(raw, RawRow) and json.dumps(raw.data, ensure_ascii=False, default=str)) or ""
-    raw_text = text[:MAX_RAW_CHARACTERS] + "…" * (len(text) > MAX_RAW_CHARACTERS)
+    raw_text = ""
+    if isinstance(raw, RawRow):
+        raw_text = json.dumps(raw.data, ensure_ascii=False, default=str)
+    if len(raw_text) > MAX_RAW_CHARACTERS:
+        raw_text = f"{raw_text[:MAX_RAW_CHARACTERS]}…"
     if isinstance(example, BadRow):
         return [PreviewRow(row_number, example.where, reason=example.explanation, raw_text=raw_text)]
     outcomes = row_renderer.render_rows([(row_number, example)])
@@ -341,7 +344,7 @@ def kept_token_flags(ids: Sequence[int], kept_ids: Sequence[int]) -> list[bool]:
     return [index < beginning or index >= size - (kept_size - beginning) for index in range(size)]
 
 
-# Characters that are not seen are shown by signs, so that no text of the data can change how a page or a terminal reads.
+# Characters that are not seen are shown by signs: no text of the data can change how a page or a terminal reads.
 _SIGNS = {" ": "·", "\n": "⏎", "\t": "⇥"}
 _HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"})
 # Letters and marks without a shape.
