@@ -24,7 +24,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.build import HELD_OUT_SIDE, KEPT_SIDE, BuildRecipe, BuiltRows, build_rows, chat_from_json
 from sft_play.data.build.stats import RowStats, count_shared_rows
 from sft_play.data.checks import judge_split
-from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader
@@ -288,13 +287,22 @@ class _SplitBuilder:
         stats.source, stats.split = str(source), data_part_split(data_part)
         return stats
 
-    def _build_rows(self, source: AnySource, split: str, *, is_document: bool, held_out_share: float) -> BuiltRows:
+    def _build_rows(
+        self,
+        source: AnySource,
+        split: str,
+        *,
+        is_document: bool,
+        text_span: tuple[float, float] = (0.0, 1.0),
+        held_out_share: float = 0.0,
+    ) -> BuiltRows:
         recipe = BuildRecipe(
             self._tokenizer,
             self._config.data,
             self._max_seq_len,
             self._today,
             is_document=is_document,
+            text_span=text_span,
             held_out_share=held_out_share,
             keeps_chats=split != "train" or held_out_share > 0,  # needed where answers are generated
             task_mode=self._config.task_mode,
@@ -304,8 +312,8 @@ class _SplitBuilder:
     def _build_source(
         self, source: AnySource, split: str, *, is_document: bool, held_out_share: float = 0.0
     ) -> tuple[DataSplit, DataSplit | None]:
-        if is_document and held_out_share and (few_documents := self._find_few_documents(source, split)) is not None:
-            return self._split_document_ends(few_documents, source, held_out_share)
+        if is_document and held_out_share and self._has_few_documents(source, split):
+            return self._split_document_ends(source, split, held_out_share)
         built_rows = self._build_rows(source, split, is_document=is_document, held_out_share=held_out_share)
         kept_split = _split_from_cache(built_rows, KEPT_SIDE, str(source))
         if not kept_split.stats.rows:
@@ -470,55 +478,19 @@ class _SplitBuilder:
 
     # A few long documents.
 
-    def _find_few_documents(self, source: AnySource, split: str) -> list[Text] | None:
-        """The documents of a source that has only a few; None where it has more, or bad ones (judged later)."""
-        documents: list[Text] = []
-        for _, example in ExampleReader(source, self._config.data, split=split, wants_text=True).numbered_examples():
-            if not isinstance(example, Text) or len(documents) + 1 >= MIN_HASHED_DOCUMENTS:
-                return None
-            documents.append(example)
-        return documents
+    def _has_few_documents(self, source: AnySource, split: str) -> bool:
+        """Whether a source has only a few documents; False where it has bad rows or chats too (judged later)."""
+        reader = ExampleReader(source, self._config.data, split=split, wants_text=True)
+        examples = [example for _, example in itertools.islice(reader.numbered_examples(), MIN_HASHED_DOCUMENTS)]
+        return 0 < len(examples) < MIN_HASHED_DOCUMENTS and all(isinstance(example, Text) for example in examples)
 
-    def _split_document_ends(
-        self, texts: Sequence[Text], source: AnySource, share: float
-    ) -> tuple[DataSplit, DataSplit | None]:
-        renderer = Renderer(self._tokenizer, self._config.data, max_seq_len=self._max_seq_len, today=self._today)
-        cuts = [int(len(text.text) * (1 - share)) for text in texts]
-        pieces = {
-            KEPT_SIDE: [text.text[:cut] for text, cut in zip(texts, cuts, strict=True)],
-            HELD_OUT_SIDE: [text.text[cut:] for text, cut in zip(texts, cuts, strict=True)],
-        }
-        kept_split, held_out = (
-            self._build_in_memory(renderer, pieces[name], is_held_out=name == HELD_OUT_SIDE)
-            for name in (KEPT_SIDE, HELD_OUT_SIDE)
-        )
-        kept_split.stats.rows, kept_split.stats.source = len(texts), str(source)
-        held_out.stats.source = f"the last {share:g} of each document of {source}"
+    def _split_document_ends(self, source: AnySource, split: str, share: float) -> tuple[DataSplit, DataSplit | None]:
+        kept_rows = self._build_rows(source, split, is_document=True, text_span=(0.0, 1 - share))
+        held_out_rows = self._build_rows(source, split, is_document=True, text_span=(1 - share, 1.0))
+        kept_split = _split_from_cache(kept_rows, KEPT_SIDE, str(source))
+        held_out = _split_from_cache(held_out_rows, KEPT_SIDE, f"the last {share:g} of each document of {source}")
+        held_out.stats.rows = held_out.stats.kept_rows  # without blank ends
         return kept_split, held_out if held_out.rows is not None else None
-
-    def _build_in_memory(self, renderer: Renderer, texts: Sequence[str], *, is_held_out: bool) -> DataSplit:
-        from datasets import Dataset, Features, List, Value
-
-        nonempty_texts = [text for text in texts if text.strip()]
-        # one by one, for the memory
-        token_stream = [token_id for text in nonempty_texts for token_id in renderer.tokenise_documents([text])[0]]
-        block_size = self._max_seq_len
-        blocks = [
-            token_stream[start : start + block_size]
-            for start in range(0, len(token_stream) - block_size + 1, block_size)
-        ]
-        if not blocks and is_held_out and token_stream:
-            blocks = [token_stream]
-        stats = RowStats(
-            rows=len(nonempty_texts), kept_rows=len(nonempty_texts), texts=len(nonempty_texts), tokens=len(token_stream)
-        )
-        stats.format = "text" if nonempty_texts else stats.format
-        features = Features(
-            {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")}
-        )
-        # every token is trained, and 1 is the number of text
-        columns = {"input_ids": blocks, "labels": blocks, "source": [1] * len(blocks)}
-        return DataSplit(Dataset.from_dict(columns, features=features) if blocks else None, stats)
 
 
 def _split_from_cache(built_rows: BuiltRows, name: str, source: str) -> DataSplit:
