@@ -24,6 +24,7 @@ from sft_play.data.sources.formats import (
 )
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
 from sft_play.data.sources.raw import BadRow, RawRow, is_gzipped, no_usable_rows_error, read_blocks
+from sft_play.data.sources.tables import parquet_group_rows
 from sft_play.errors import SftPlayError
 from sft_play.log import one_line
 from sft_play.process.waiting import report_wait
@@ -81,11 +82,13 @@ def read_example(row: RawRow | BadRow, row_format: RowFormat | None, data: DataC
 
 def apply_style(example: Example | BadRow, row: RawRow, style: StyleConfig) -> Example | BadRow:
     """The example of a row with the system prompt that data.style gives it; unchanged where `make style` wrote it."""
-    was_processed = is_processed_row(row.data)
-    has_style = was_processed and bool(row.data.get(STYLED_KEY))
-    if isinstance(example, BadRow) or has_style or not (style.system or style.per_source):
+    source = row.where
+    if isinstance(example, BadRow) or not (style.system or style.per_source):
         return example
-    source = str(row.data["source"]) if was_processed else row.where
+    if is_processed_row(row.data):
+        source = str(row.data["source"])
+        if row.data.get(STYLED_KEY):
+            return example
     return set_system_prompt(example, style, find_system_prompt(source, style)[0])[0]
 
 
@@ -117,11 +120,13 @@ def set_system_prompt(example: Example, style: StyleConfig, prompt: str) -> tupl
     has_parts = not isinstance(author_form(first).get("content"), str)
     if style.how == "keep" or has_parts:
         return replace(example, notes=(*example.notes, *[NOTE_UNSTYLED] * has_parts)), "left"
-    is_prepended = style.how == "prepend" and bool(first["content"].strip())
-    content = f"{prompt}\n\n{first['content']}" if is_prepended else prompt
-    author_message = {AUTHOR_MESSAGE: {**first[AUTHOR_MESSAGE], "content": content}} if AUTHOR_MESSAGE in first else {}
-    messages = ({**first, "content": content, **author_message}, *others)
-    return replace(example, messages=messages), "prepended" if is_prepended else "replaced"
+    content, outcome = prompt, "replaced"
+    if style.how == "prepend" and first["content"].strip():
+        content, outcome = f"{prompt}\n\n{first['content']}", "prepended"
+    styled = {**first, "content": content}
+    if AUTHOR_MESSAGE in first:
+        styled[AUTHOR_MESSAGE] = {**first[AUTHOR_MESSAGE], "content": content}
+    return replace(example, messages=(styled, *others)), outcome
 
 
 def character_count(example: Example) -> int:
@@ -150,44 +155,28 @@ def check_first_rows(data: DataConfig, paths: DataPaths, *, task_mode: str) -> N
                 _check_part(part, data, option=name if name.startswith("source ") else f"data.{name}_path")
 
 
-class _EnoughRows(Exception):
-    """CHECKED_FIRST_ROWS were read, and the format is not known yet: nearly all of them are bad."""
-
-
 def _check_part(part: FilePart, data: DataConfig, *, option: str) -> None:
-    rows: list[RawRow | BadRow] = []
-
-    def first_rows() -> Iterator[RawRow | BadRow]:
-        for row in read_part(part):
-            if len(rows) == CHECKED_FIRST_ROWS:
-                raise _EnoughRows
-            rows.append(row)
-            yield row
-
-    prefix = ""
-    try:
-        detect_format(first_rows(), data)
-    except _EnoughRows:
-        prefix = "the first "
+    rows = list(itertools.islice(read_part(part), CHECKED_FIRST_ROWS))
+    detect_format(iter(rows), data)
     bad = [row for row in rows if isinstance(row, BadRow)]
     if bad and len(bad) == len(rows) and data.on_bad_row == "fail":
+        prefix = "the first " * (len(rows) == CHECKED_FIRST_ROWS)
         raise no_usable_rows_error(f"{prefix}{len(bad):,} rows of {option}={one_line(part.name)}", bad)
 
 
 def count_part_rows(parts: Sequence[FilePart]) -> int | None:
     """Count the rows of files by line ends or row groups; None if a file has to be parsed to count its rows."""
+    total = 0
     with contextlib.suppress(OSError, SftPlayError, ValueError):
-        counts = [_count_file_rows(part) if part.kind in ("auto", "lines") else None for part in parts]
-        return None if None in counts else sum(count for count in counts if count is not None)
-    return None
-
-
-def _count_file_rows(part: FilePart) -> int | None:
-    kind = file_kind(part.path, wants_text=part.wants_text)
-    if kind == "parquet":
-        from sft_play.data.sources.tables import parquet_group_rows
-
-        return sum(parquet_group_rows(part.path))
-    if kind == "lines" and not is_gzipped(part.path):
-        return sum(block.count(b"\n") for block in read_blocks(part.path))
+        for part in parts:
+            if part.kind not in ("auto", "lines"):
+                return None
+            kind = file_kind(part.path, wants_text=part.wants_text)
+            if kind == "parquet":
+                total += sum(parquet_group_rows(part.path))
+            elif kind == "lines" and not is_gzipped(part.path):
+                total += sum(block.count(b"\n") for block in read_blocks(part.path))
+            else:
+                return None
+        return total
     return None

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import (
     BLOCK_BYTES,
     MAX_ROW_BYTES,
@@ -254,14 +255,13 @@ def _read_batches(
         for piece in _split_batch(batch):
             with _convert_read_errors(f"{path}:row {row_number + 1} or one of the {BATCH_ROWS:,} after it", kind):
                 rows = piece.to_pylist()
-            is_large = piece.nbytes > MAX_ROW_BYTES
             for row in rows:
                 row_number += 1
-                size = _text_bytes(row) if is_large else 0  # a piece below the limit holds no row above it
-                if size > MAX_ROW_BYTES:
-                    yield too_large_row(f"{name}:row {row_number}", size)
-                else:
-                    yield _to_raw_row(row, f"{name}:row {row_number}")
+                location = f"{name}:row {row_number}"
+                size = 0
+                if piece.nbytes > MAX_ROW_BYTES:  # a smaller piece holds no row above the limit
+                    size = sum(len(text.encode("utf-8", "replace")) for text in iter_texts(row))
+                yield too_large_row(location, size) if size > MAX_ROW_BYTES else _to_raw_row(row, location)
 
 
 def _split_batch(batch: Any) -> Iterator[Any]:
@@ -272,16 +272,6 @@ def _split_batch(batch: Any) -> Iterator[Any]:
         yield from _split_batch(batch.slice(half))
     elif batch.num_rows:
         yield batch
-
-
-def _text_bytes(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value.encode("utf-8", "replace"))
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_text_bytes, value.values()))
-    return sum(map(_text_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 class _NotTextError(ValueError):
