@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,10 @@ import numpy as np
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.columns import WORD_PATTERN
+from sft_play.data.sources.examples import messages_text
 from sft_play.data.sources.files import find_source, list_parts, read_part
 from sft_play.data.sources.formats import Example, Text, recognise_format, to_example
-from sft_play.data.sources.messages import TEXT_KEYS, Message, iter_texts
+from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 
@@ -146,28 +146,11 @@ class SimilarityIndex:
         return (similarity, self._texts[-index][1]) if similarity >= self._threshold else None
 
 
-def example_text(example: Example) -> str:
-    """All that a row says, tools and calls of tools among it."""
-    if isinstance(example, Text):
-        return example.text
-    tools = [json.dumps(example.tools, ensure_ascii=False)] if example.tools else []
-    return "\n".join([*tools, _messages_text(example.messages)])
-
-
-def _messages_text(messages: Iterable[Message]) -> str:
-    parts: list[str] = []
-    for message in messages:
-        parts += [str(message[key]) for key in TEXT_KEYS if message.get(key)]
-        if message.get("tool_calls"):
-            parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
-    return "\n".join(parts)
-
-
 def compared_text(example: Example) -> str:
     """All of a row but system prompts and tools, which many rows share."""
     if isinstance(example, Text):
         return example.text
-    return _messages_text(turn for turn in example.messages if turn.get("role") not in ("system", "developer"))
+    return messages_text(turn for turn in example.messages if turn.get("role") not in ("system", "developer"))
 
 
 def long_questions(example: Example) -> list[str]:

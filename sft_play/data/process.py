@@ -30,11 +30,16 @@ from sft_play.data.near_duplicates import (
     SimilarityIndex,
     SketchMaker,
     compared_text,
-    example_text,
     long_questions,
     read_compared_texts,
 )
-from sft_play.data.sources.examples import count_part_rows, find_system_prompt, read_example, set_system_prompt
+from sft_play.data.sources.examples import (
+    count_part_rows,
+    example_text,
+    find_system_prompt,
+    read_example,
+    set_system_prompt,
+)
 from sft_play.data.sources.files import FilePart, find_source, is_saved_dataset, list_parts, read_part, walk_data_files
 from sft_play.data.sources.formats import (
     STYLED_KEY,

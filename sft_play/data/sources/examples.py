@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -22,7 +24,7 @@ from sft_play.data.sources.formats import (
     require_known_columns,
     to_example,
 )
-from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
+from sft_play.data.sources.messages import AUTHOR_MESSAGE, TEXT_KEYS, Message, author_form
 from sft_play.data.sources.raw import BadRow, RawRow, is_gzipped, no_usable_rows_error, read_blocks
 from sft_play.data.sources.tables import parquet_group_rows
 from sft_play.errors import SftPlayError
@@ -135,6 +137,24 @@ def character_count(example: Example) -> int:
         return len(example.text)
     return sum(len(message.get("content") or "") for message in example.messages)
 
+
+def example_text(example: Example) -> str:
+    """All that a row says, tools and calls of tools among it."""
+    if isinstance(example, Text):
+        return example.text
+    return "\n".join([*map(_to_json, filter(None, [example.tools])), messages_text(example.messages)])
+
+
+def messages_text(messages: Iterable[Message]) -> str:
+    """All that messages say, calls of tools among it."""
+    parts: list[str] = []
+    for message in messages:
+        parts += [str(message[key]) for key in TEXT_KEYS if message.get(key)]
+        parts += map(_to_json, filter(None, [message.get("tool_calls")]))
+    return "\n".join(parts)
+
+
+_to_json = functools.partial(json.dumps, ensure_ascii=False)
 
 NOTE_UNSTYLED = "data.style changes nothing: it is plain text, or has a system prompt in parts"
 # Files of each source that are looked at; a run reads the others with their rows.
