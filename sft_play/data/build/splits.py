@@ -234,7 +234,16 @@ def count_source_rows(
     built now. Raises DataError as `build_splits` does."""
     require_known_columns(config.data)
     builder = _SplitBuilder(config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today())
-    return builder.count_rows(source, data_part, has_val=has_val)
+    split, share, is_text = data_part_split(data_part), 0.0, data_part == "text"
+    if is_text:
+        split, share = "train", builder.held_out_text_share(has_val=has_val)
+    elif split == "train" and not has_val:
+        share = config.data.val_fraction
+    is_document = is_text or config.task_mode == "cpt"
+    built_rows = builder.build_rows(source, split, is_document=is_document, held_out_share=share)
+    stats = built_rows.stats[KEPT_SIDE].merge_held_out(built_rows.stats[HELD_OUT_SIDE])
+    stats.source, stats.split = str(source), data_part_split(data_part)
+    return stats
 
 
 class _SplitBuilder:
@@ -272,22 +281,11 @@ class _SplitBuilder:
             train, val = self._mix_text_in(train, val, paths.text)
         return DataSplits(train, val, self._finish_split(test) if test else None, (*paths.notes, *self._notes))
 
-    def count_rows(self, source: AnySource, data_part: str, *, has_val: bool) -> RowStats:
-        """The counts of a part of `DataPaths.named_paths`; `has_val` says that validation rows are given for it."""
-        share = 0.0
-        if data_part == "text":
-            share = self._config.data.val_fraction or (HELD_OUT_TEXT_FRACTION if has_val else 0.0)
-        elif data_part_split(data_part) == "train" and not has_val:
-            share = self._config.data.val_fraction
-        split = "train" if data_part == "text" else data_part_split(data_part)
-        built_rows = self._build_rows(
-            source, split, is_document=self._trains_text or data_part == "text", held_out_share=share
-        )
-        stats = built_rows.stats[KEPT_SIDE].merge_held_out(built_rows.stats[HELD_OUT_SIDE])
-        stats.source, stats.split = str(source), data_part_split(data_part)
-        return stats
+    def held_out_text_share(self, *, has_val: bool) -> float:
+        """The share of the text of cpt_mixed that is held out; `has_val`: the chats have validation rows."""
+        return self._config.data.val_fraction or HELD_OUT_TEXT_FRACTION * has_val
 
-    def _build_rows(
+    def build_rows(
         self,
         source: AnySource,
         split: str,
@@ -296,6 +294,7 @@ class _SplitBuilder:
         text_span: tuple[float, float] = (0.0, 1.0),
         held_out_share: float = 0.0,
     ) -> BuiltRows:
+        """The token rows of a source, from the cache or built now."""
         recipe = BuildRecipe(
             self._tokenizer,
             self._config.data,
@@ -314,7 +313,7 @@ class _SplitBuilder:
     ) -> tuple[DataSplit, DataSplit | None]:
         if is_document and held_out_share and self._has_few_documents(source, split):
             return self._split_document_ends(source, split, held_out_share)
-        built_rows = self._build_rows(source, split, is_document=is_document, held_out_share=held_out_share)
+        built_rows = self.build_rows(source, split, is_document=is_document, held_out_share=held_out_share)
         kept_split = _split_from_cache(built_rows, KEPT_SIDE, str(source))
         if not kept_split.stats.rows:
             raise DataError(f"{source} has no rows")
@@ -439,7 +438,7 @@ class _SplitBuilder:
     def _mix_text_in(
         self, chats: DataSplit, val: DataSplit | None, source: AnySource
     ) -> tuple[DataSplit, DataSplit | None]:
-        share = self._config.data.val_fraction or (HELD_OUT_TEXT_FRACTION if val is not None else 0.0)
+        share = self.held_out_text_share(has_val=val is not None)
         kept_split, held_out = self._build_source(source, "train", is_document=True, held_out_share=share)
         if kept_split.stats.chats:
             raise DataError(f"data.text_path={source} holds {kept_split.stats.format} rows; it takes plain text")
@@ -485,8 +484,8 @@ class _SplitBuilder:
         return 0 < len(examples) < MIN_HASHED_DOCUMENTS and all(isinstance(example, Text) for example in examples)
 
     def _split_document_ends(self, source: AnySource, split: str, share: float) -> tuple[DataSplit, DataSplit | None]:
-        kept_rows = self._build_rows(source, split, is_document=True, text_span=(0.0, 1 - share))
-        held_out_rows = self._build_rows(source, split, is_document=True, text_span=(1 - share, 1.0))
+        kept_rows = self.build_rows(source, split, is_document=True, text_span=(0.0, 1 - share))
+        held_out_rows = self.build_rows(source, split, is_document=True, text_span=(1 - share, 1.0))
         kept_split = _split_from_cache(kept_rows, KEPT_SIDE, str(source))
         held_out = _split_from_cache(held_out_rows, KEPT_SIDE, f"the last {share:g} of each document of {source}")
         held_out.stats.rows = held_out.stats.kept_rows  # without blank ends

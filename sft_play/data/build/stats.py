@@ -409,10 +409,7 @@ def length_remedy(stats: RowStats, data: DataConfig, *, max_seq_len: int, max_po
             f"set model.max_seq_len={max_positions}, the most that the model has: "
             f"{cost.kept_share(max_positions):.1%} kept"
         )
-    is_limit_longer = max_positions is not None and max_positions > max_seq_len
-    reason = (
-        f"the model's {max_positions:,} positions keep no more"
-        if is_limit_longer
-        else "the model has no more positions"
-    )
+    reason = "the model has no more positions"
+    if max_positions is not None and max_positions > max_seq_len:
+        reason = f"the model's {max_positions:,} positions keep no more"
     return f"{reason}: split or shorten the rows{prompt_hint}"
