@@ -326,7 +326,8 @@ def split_token_pieces(
 def _join_characters(tokens: Iterable[tuple[int, bytes, int, bool]]) -> Iterator[tuple[str, tuple[int, ...]]]:
     # incremental: it holds back the bytes of a character that is not complete, and tells so in its state
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    text, ids = "", ()
+    text = ""
+    ids: tuple[int, ...] = ()
     for token_id, token, *_ in tokens:
         text, ids = text + decoder.decode(token), (*ids, token_id)
         if not decoder.getstate()[0]:

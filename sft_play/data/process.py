@@ -455,11 +455,13 @@ class _Processor:
             for example in self._read_examples(part, file_report):
                 file_report.rows += 1
                 self._progress.add()
-                problem = example
-                if not isinstance(example, BadRow):
+                problem: BadRow | None
+                if isinstance(example, BadRow):
+                    problem = example
+                else:
                     stats.count_example(example)
                     problem = self._process_example(example, split, file_report, out)
-                if isinstance(problem, BadRow):
+                if problem is not None:
                     self._report.count_dropped(problem.reason, problem.where)
                     stats.count_bad(problem)
         except OutputWriteError:  # a full disk is no fault of the raw file

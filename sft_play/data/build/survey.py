@@ -16,7 +16,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.sources.examples import ExampleReader, character_count, count_part_rows
 from sft_play.data.sources.files import AnySource, FilePart, find_source, list_parts, read_part
-from sft_play.data.sources.formats import Chat, Example
+from sft_play.data.sources.formats import Chat, Example, Text
 from sft_play.data.sources.messages import TEXT_KEYS, iter_texts
 from sft_play.data.sources.raw import BadRow, is_gzipped
 from sft_play.errors import SftPlayError, translate_library_errors
@@ -223,11 +223,13 @@ class RowRenderer:
                 if isinstance(item, BadRow) or is_joined:
                     items.append((row_number, item))
                 else:
-                    examples = self.renderer.split_turns(self.renderer.recover_chat(item))
-                    items += [(row_number, example) for example in examples]
-            refused = (BadRow, Chat) if is_joined else BadRow
+                    turns = self.renderer.split_turns(self.renderer.recover_chat(item))
+                    items += [(row_number, example) for example in turns]
+            examples = [item for _, item in items if not isinstance(item, BadRow)]
+            if is_joined:
+                examples = [item for item in examples if isinstance(item, Text)]
             with translate_library_errors():
-                rendered = iter(self.renderer.render_all([item for _, item in items if not isinstance(item, refused)]))
+                rendered = iter(self.renderer.render_all(examples))
             for row_number, item in items:
                 if isinstance(item, BadRow):
                     yield item

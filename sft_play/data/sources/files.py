@@ -407,9 +407,10 @@ def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
     """The rows of a part in their order; where plain text is wanted, one with a long text, which tokenised whole would
     take gigabytes, as the rows of its pieces. Raises DataError where the file cannot be read."""
     for row in _read_whole_rows(part):
-        long_keys = []
-        if part.wants_text and isinstance(row, RawRow):
-            long_keys = [key for key, value in row.data.items() if is_long_text(value)]
+        if isinstance(row, BadRow) or not part.wants_text:
+            yield row
+            continue
+        long_keys = [key for key, value in row.data.items() if is_long_text(value)]
         # with two long texts a row is no document with columns beside it, and there is no one text to cut
         if len(long_keys) != 1:
             yield row
