@@ -487,8 +487,9 @@ class _Processor:
         for raw in itertools.chain(probed_rows, rows):
             example = read_example(raw, row_format, data)
             if isinstance(raw, RawRow) and not isinstance(example, BadRow) and is_processed_row(raw.data):
-                # its source is what it was when it was processed before
-                example = dataclasses.replace(example, where=str(raw.data["source"]) or example.where)
+                source = raw.data["source"]  # as it was processed before
+                if isinstance(source, str) and source:
+                    example = dataclasses.replace(example, where=source)
             yield example
 
     def _process_example(

@@ -240,7 +240,7 @@ class RowRenderer:
                     yield RowOutcome(row_number, item, None, row)
                 else:
                     yield RowOutcome(row_number, item, row, row if is_joined else self.renderer.truncate(row))
-            release_after_long_text(max(row_characters(item) for _, item in items))
+            release_after_long_text(max((row_characters(item) for _, item in items), default=0))
 
 
 NumberedExample = tuple[int, Example | BadRow]
