@@ -246,7 +246,7 @@ def test_rows_that_were_checked_are_not_tokenised_again(tiny_llama, tmp_path, mo
 
     write_rows(tmp_path / "train.jsonl", SUMS)
     write_rows(tmp_path / "val.jsonl", SUMS[:3])
-    write_rows(tmp_path / "text.txt", [{"text": "yes no " * 50} for _ in range(10)])
+    write_rows(tmp_path / "text.txt", [{"text": f"{n} yes no " * 50} for n in range(30)])
     for words in (
         ["data.val_fraction=0.2"],
         [f"data.val_path={tmp_path / 'val.jsonl'}", "data.val_fraction=0.2"],

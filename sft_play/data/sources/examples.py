@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from sft_play.config.schema import DataConfig, StyleConfig
 from sft_play.data.sources.files import AnySource, DataPaths, FilePart, file_kind, list_parts, read_part
 from sft_play.data.sources.formats import (
+    FORMAT_PROBE_ROWS,
     STYLED_KEY,
     Example,
     RowFormat,
@@ -177,8 +178,10 @@ def check_first_rows(data: DataConfig, paths: DataPaths, *, task_mode: str) -> N
 
 def _check_part(part: FilePart, data: DataConfig, *, option: str) -> None:
     rows = list(itertools.islice(read_part(part), CHECKED_FIRST_ROWS))
-    detect_format(iter(rows), data)
     bad = [row for row in rows if isinstance(row, BadRow)]
+    # else the format may be that of a row behind these, nearly all of which are bad
+    if len(rows) < CHECKED_FIRST_ROWS or len(rows) - len(bad) >= FORMAT_PROBE_ROWS:
+        detect_format(iter(rows), data)
     if bad and len(bad) == len(rows) and data.on_bad_row == "fail":
         prefix = "the first " * (len(rows) == CHECKED_FIRST_ROWS)
         raise no_usable_rows_error(f"{prefix}{len(bad):,} rows of {option}={one_line(part.name)}", bad)

@@ -100,7 +100,7 @@ def _text_kind(path: Path, beginning: str, wants_text: bool) -> str:
         # a text may begin with a bracket: rows only where they are objects, with a text where it is wanted
         line = beginning.partition("\n")[0]
         is_list = not wants_text and re.match(r"\[\s*\{\s*\"", beginning) is not None
-        is_object = line.startswith("{") and isinstance(json_rows.parse_line(line, ""), RawRow)
+        is_object = line.startswith("{") and getattr(json_rows.parse_line(line, ""), "reason", "") != "not valid JSON"
         holds_rows = is_list or (is_object and ('"text"' in line or not wants_text))
         return _json_kind(beginning) if holds_rows else "text"
     if beginning[0] in "[{":
@@ -235,7 +235,9 @@ def find_data_paths(data: DataConfig) -> DataPaths:
         held_out = locate(f"sources[{index}].val_path", source.val_path)
         if train_rows is not None:
             sources.append(SourcePaths(name, train_rows, held_out))
-    val, test, text = (locate(key, getattr(data, key)) for key in ("val_path", "test_path", "text_path"))
+    val = locate("val_path", data.val_path)
+    test = locate("test_path", data.test_path)
+    text = locate("text_path", data.text_path)
     if missing_defaults:
         target = "dapt-docx" if PurePath(data.train_path or "") == PurePath(PROCESSED_TEXT_PATH) else "process"
         missing.append(
