@@ -326,18 +326,18 @@ class DocumentsReport(Answer):
     """What was found, read, left out and written; `repeated_paragraphs`: seen earlier in this document or another."""
 
     config: DocumentsConfig
+    # By their names in rows and reports, in order.
     documents: dict[str, Path] = field(default_factory=dict)
-    """By their names in rows and reports, in order."""
+    # Files that are no documents, by ending.
     other_files: Counter[str] = field(default_factory=Counter)
-    """Files that are no documents, by ending."""
     unreadable: dict[str, str] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     repeated_paragraphs: int = 0
     paragraphs: int = 0
+    # Documents, rows and characters of each file.
     splits: dict[str, Counter[str]] = field(
         default_factory=lambda: {name: Counter(documents=0, rows=0, characters=0) for name in (TRAIN_FILE, VAL_FILE)}
     )
-    """Documents, rows and characters of each file."""
     is_all_trained: bool = False
 
     @property

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.process import process_files
-from sft_play.data.process_report import ProcessReport
+from sft_play.data.process import ProcessReport, process_files
 from sft_play.data.sources import formats
 from sft_play.errors import DataError
 from tests.bundled import ORIGINS, bad_inputs

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from sft_play.commands.answer import CommandResult
-from sft_play.commands.preparing import full_pipeline
-from sft_play.commands.rows import preview, render
+from sft_play.commands.rows import full_pipeline, preview, render
 from sft_play.config.load import load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data import checks
@@ -247,7 +246,7 @@ def test_rows_that_were_checked_are_not_tokenised_again(tiny_llama, tmp_path, mo
 
     write_rows(tmp_path / "train.jsonl", SUMS)
     write_rows(tmp_path / "val.jsonl", SUMS[:3])
-    write_rows(tmp_path / "text.txt", [{"text": "yes no " * 50} for _ in range(10)])
+    write_rows(tmp_path / "text.txt", [{"text": f"{n} yes no " * 50} for n in range(30)])
     for words in (
         ["data.val_fraction=0.2"],
         [f"data.val_path={tmp_path / 'val.jsonl'}", "data.val_fraction=0.2"],
@@ -593,7 +592,7 @@ def test_the_whole_way_stops_at_bad_raw_rows(tiny_llama, tmp_path, monkeypatch):
 
 def test_the_pipeline_loads_no_heavy_library_before_it_is_needed():
     code = (
-        "import sys, sft_play.commands.preparing, sft_play.commands.rows; "
+        "import sys, sft_play.commands.rows; "
         "sys.exit([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules] or 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

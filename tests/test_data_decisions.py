@@ -18,7 +18,7 @@ from sft_play.data.build.splits import MIN_HASHED_DOCUMENTS, build_splits
 from sft_play.data.build.stats import RowStats, length_remedy
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
-from sft_play.data.preview import choose_row_indices, split_signs
+from sft_play.data.preview import character_sign, choose_row_indices
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.raw import LISTED_BAD_ROWS, TEXT_CHARS, BadRow, is_long_text, split_pieces
 from sft_play.errors import DataError
@@ -54,7 +54,9 @@ def test_the_rows_of_a_preview_are_spread_over_the_file(rows, count, data):
 @given(st.text(max_size=30))
 @settings(deadline=None)
 def test_signs_lose_no_character_of_a_text(text):
-    assert [kind for kind, _ in split_signs(text)].count("newline") == text.count("\n")
+    signs = [character_sign(character) for character in text]
+    assert all(sign.isprintable() for sign in signs)
+    assert all(sign == character or sign[0] in "·⏎⇥⟨" for sign, character in zip(signs, text, strict=True))
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(8, 80))

@@ -285,7 +285,7 @@ def test_a_gzipped_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatc
     monkeypatch.setattr(raw, "MAX_UNPACKED_BYTES", 1 << 20)
     with gzip.open(tmp_path / "bomb.jsonl.gz", "wb") as file:
         for _ in range(100):
-            file.write(b" " * (1 << 20))
+            file.write(b"{}\n" * (1 << 19))
     assert "unpacks to more than" in refusal(tmp_path / "bomb.jsonl.gz")
     lines(tmp_path / "fine.jsonl", *[{"text": str(n)} for n in range(100_000)])
     (tmp_path / "fine.gz").write_bytes(gzip.compress((tmp_path / "fine.jsonl").read_bytes()))

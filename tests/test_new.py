@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.commands import new
-from sft_play.commands.preparing import run_preparing as prepare
 from sft_play.commands.request import Request, read_request
+from sft_play.commands.rows import run_rows as prepare
 from sft_play.config import other_tools
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.options import all_options, find_option

@@ -331,7 +331,7 @@ def processed(config: RunConfig) -> Facts:
 
 def styled(config: RunConfig) -> Facts:
     """What `make style` writes, and where."""
-    from sft_play.data.style import style_rows
+    from sft_play.data.process import style_rows
 
     processed(config)
     style_rows(config, None, force=True)

@@ -538,7 +538,6 @@ def test_a_start_asks_for_its_plan_once_and_makes_it_once(command, monkeypatch, 
     monkeypatch.setattr("sft_play.launch.start.train_in_process", stop)
     monkeypatch.setattr("sft_play.launch.ranks.run_ranks", stop)
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sft_play.launch.row_survey._counted_rows", {})
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, printed = command(target, "--config", str(path), f"output.dir={tmp_path}/outputs")

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import StyleConfig
 from sft_play.data.build.splits import build_splits
-from sft_play.data.process import process_files, read_processed, split_by_digest
+from sft_play.data.process import process_files, read_processed, split_by_digest, style_rows
 from sft_play.data.sources.examples import NOTE_UNSTYLED, ExampleReader
 from sft_play.data.sources.files import FilePart, find_data_paths
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
-from sft_play.data.style import style_rows
 from sft_play.errors import ConfigError, DataError
 from tests.bundled import ORIGINS, data_file
 from tests.conftest import chat

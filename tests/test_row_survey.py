@@ -24,7 +24,6 @@ LONG, SHORT = "yes no " * 20, "yes"
 def run(tmp_path, tiny_llama, monkeypatch) -> Path:
     """A run YAML whose rows are far shorter than max_seq_len, and a longer one that is held out."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(row_survey, "_counted_rows", {})
     write(tmp_path / "train.jsonl", [SHORT] * 12)
     write(tmp_path / "val.jsonl", [LONG])
     path = tmp_path / "run.yaml"
@@ -78,11 +77,10 @@ def test_a_plan_has_the_lengths_of_the_rows_and_the_memory_of_the_longest(run, t
     assert packed["step"]["seq_len"] == 400
 
 
-def test_a_note_keeps_the_lengths_until_a_file_or_the_limit_changes(run, command, monkeypatch):
+def test_a_note_keeps_the_lengths_until_a_file_or_the_limit_changes(run, command):
     config = load_config(run).config
     assert row_survey.cached_row_tokens(config) is None
     first = planned(command, run)
-    monkeypatch.setattr(row_survey, "_counted_rows", {})  # as in another process
     kept = row_survey.cached_row_tokens(config)
     assert kept is not None
     assert json.loads(json.dumps(dataclasses.asdict(kept))) == first["row_tokens"]
@@ -122,7 +120,7 @@ def test_the_starters_rows_are_counted_by_the_shipped_base_and_nobody_is_asked(r
 
 
 ALONE = """
-import json, pathlib, socket, sys
+import json, socket, sys
 run, base = sys.argv[1:]
 asked = []
 def refuse(*words, **_):
@@ -138,8 +136,7 @@ for name in (BASE_NAME, base):
     assert row_survey.count_row_tokens_if_quick(loaded) == []
     found.append(row_survey.cached_row_tokens(loaded.config).as_json())
     if name == BASE_NAME:
-        row_survey._counted_rows.clear()
-        for note in pathlib.Path(row_survey._row_tokens_cache_path("x")).parent.iterdir():
+        for note in row_survey._cache_path(loaded.config).parent.iterdir():
             note.unlink()
 assert not asked, asked
 print(json.dumps(found))

@@ -1,20 +1,30 @@
-"""`render` and `preview`: the text that the model will see with its mask as spans, in files; and the tokens of examples
-with the trained part in colour, here and as a page."""
+"""What is done with data before training.
+
+`process`, `style` and `dapt-docx`: files to conversations, conversations with a system prompt, documents to text.
+`render` and `preview`: the text that the model will see with its mask as spans, in files; and the tokens of examples
+with the trained part in colour, here and as a page. `full-pipeline`: process, style, render and check, each on what the
+one before wrote.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.answers import Answer
 from sft_play.commands.answer import CommandResult, command_result
-from sft_play.commands.request import Request
+from sft_play.commands.diagnosing import check_result
+from sft_play.commands.lookups import requested_hardware
+from sft_play.commands.request import Request, make_argv
 from sft_play.config.load import LoadedConfig, load_config
-from sft_play.config.schema import DataConfig
+from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowRenderer
 from sft_play.data.checks import missed_column_lines
@@ -24,20 +34,28 @@ from sft_play.data.preview import (
     MAX_TERMINAL_PIECES,
     PreviewRow,
     TokenBytes,
+    choose_rows,
     format_plain_lines,
     format_terminal_text,
     make_visible,
     preview_rows,
     render_html_page,
-    select_row,
-    select_spread_rows,
 )
 from sft_play.data.sources.examples import ExampleReader, check_first_rows
 from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
-from sft_play.diagnose.run_check import ROW_SPLITS, check_not_source, configure_hub, first_stage_run, load_row_tools
-from sft_play.errors import DataError
-from sft_play.log import one_line
+from sft_play.diagnose.run_check import (
+    ROW_SPLITS,
+    check_not_source,
+    check_run,
+    configure_hub,
+    first_stage_run,
+    load_row_tools,
+)
+from sft_play.errors import ConfigError, DataError, SftPlayError
+from sft_play.findings import Finding, pass_finding, warn_finding
+from sft_play.log import escape_control, one_line
+from sft_play.machine.hardware import Hardware
 
 DEFAULT_RENDERED = Path("data/rendered")
 DEFAULT_PAGE = Path("data/preview.html")
@@ -45,14 +63,34 @@ DEFAULT_EXAMPLES = 5
 
 
 def run_rows(request: Request) -> CommandResult | int:
-    """Write the rows and answer with their counts, or show examples, in colour where the terminal has colours."""
-    loaded = load_config(request.config, overrides=request.overrides)
-    if request.command == "render":
+    """Write rows and answer with the counts of what was kept and left out, or show examples, in colour where the
+    terminal has colours; of a pipeline up to the first step that fails."""
+    loaded, command = load_config(request.config, overrides=request.overrides), request.command
+    config = loaded.config
+    if command == "full-pipeline":
+        machine = requested_hardware(request)
+        return full_pipeline(loaded, machine, style=request.style, force=request.force, is_full=request.why)
+    if command == "render":
         return render(loaded, out=request.out, force=request.force)
-    shown_preview = preview(loaded, count=request.n, row=request.row, page=request.out, force=request.force)
-    if not request.json and shown_preview.draw(sys.stdout):  # not through the log, which keeps no colours
-        return 0
-    return command_result(shown_preview, is_written_to_out=False)
+    if command == "preview":
+        shown_preview = preview(loaded, count=request.n, row=request.row, page=request.out, force=request.force)
+        if not request.json and shown_preview.draw(sys.stdout):  # not through the log, which keeps no colours
+            return 0
+        return command_result(shown_preview, is_written_to_out=False)
+    answer: Answer
+    if command == "process":
+        from sft_play.data.process import process_files
+
+        answer = process_files(config, force=request.force)
+    elif command == "style":
+        from sft_play.data.process import style_rows
+
+        answer = style_rows(config, request.style, force=request.force)
+    else:
+        from sft_play.documents import convert_documents
+
+        answer = convert_documents(config, force=request.force)
+    return _add_next_command(command_result(answer), request, config)
 
 
 # --- render -----------------------------------------------------------------------------------------------------------
@@ -70,16 +108,10 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     tools = load_row_tools(config)
     out = out or DEFAULT_RENDERED
     if out == DEFAULT_RENDERED or out.is_dir():
-        folder, names_by_part = out, {}
-        for part, _ in paths.named_paths():
-            source = part.removeprefix("source ").removesuffix(" (val)")
-            names_by_part[part] = (
-                f"{data_part_split(part)}-{source}.jsonl" if source != part else f"{data_part_split(part)}.jsonl"
-            )
+        folder = out
+        names_by_part = {part: _rendered_name(part) for part, _ in paths.named_paths()}
         # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
-        file_names = tuple(
-            dict.fromkeys([*(f"{split}.jsonl" for split in (*ROW_SPLITS, "text")), *names_by_part.values()])
-        )
+        file_names = tuple(dict.fromkeys([*map(_rendered_name, (*ROW_SPLITS, "text")), *names_by_part.values()]))
     elif len(paths.sources) > 1:
         raise DataError(f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing folder")
     else:
@@ -87,15 +119,12 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     files = [(part, path) for part, path in paths.named_paths() if part in names_by_part] or [("train", paths.train)]
     for name in names_by_part.values():
         check_not_source(folder / name, files)
+    rendered_files = []
     with OutputFolder(folder, file_names, force=force, command="render") as output:
-        rendered_files = [
-            RenderedFile(
-                data_part_split(part),
-                folder / names_by_part[part],
-                _render_rows(path, part, output, names_by_part, config.data, tools.row_renderer),
-            )
-            for part, path in files
-        ]
+        for part, path in files:
+            name = names_by_part[part]
+            stats = _render_rows(path, part, output.open(name), config.data, tools.row_renderer)
+            rendered_files.append(RenderedFile(data_part_split(part), folder / name, stats))
         _refuse_bad_rows(rendered_files, config.data)
     notes = [*stage_notes, *paths.notes, *tools.notes]
     lines = [*notes, *(line for file in rendered_files for line in file.lines())]
@@ -103,36 +132,40 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     return CommandResult(data, ["\n".join(lines)], is_written_to_out=False)
 
 
-def _render_rows(
-    source: AnySource,
-    part: str,
-    output: OutputFolder,
-    names_by_part: Mapping[str, str],
-    data: DataConfig,
-    row_renderer: RowRenderer,
-) -> RowStats:
-    split, stats, target = data_part_split(part), RowStats(str(source)), output.open(names_by_part[part])
-    wants_text = row_renderer.task_mode == "cpt" or split == "text"
-    reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=wants_text)
-    for outcome in row_renderer.render_rows(reader.numbered_examples(), is_document=split == "text"):
+def _rendered_name(part: str) -> str:
+    split, source = data_part_split(part), part.removeprefix("source ").removesuffix(" (val)")
+    return f"{split}.jsonl" if source == part else f"{split}-{source}.jsonl"
+
+
+def _render_rows(source: AnySource, part: str, target: TextIO, data: DataConfig, row_renderer: RowRenderer) -> RowStats:
+    stats, is_text = RowStats(str(source)), part == "text"
+    reader = ExampleReader(
+        source,
+        data,
+        split="train" if is_text else data_part_split(part),
+        wants_text=is_text or row_renderer.task_mode == "cpt",
+    )
+    for outcome in row_renderer.render_rows(reader.numbered_examples(), is_document=is_text):
         if isinstance(outcome, BadRow):
             stats.count_bad(outcome)
-        elif outcome.whole_row is None:
-            assert isinstance(outcome.row, BadRow)
-            stats.count_bad(outcome.row)
-        elif isinstance(outcome.row, BadRow):
-            stats.count_too_long(outcome.whole_row)
+            continue
+        whole_row, row = outcome.whole_row, outcome.row
+        if whole_row is None:
+            assert isinstance(row, BadRow)
+            stats.count_bad(row)
+        elif isinstance(row, BadRow):
+            stats.count_too_long(whole_row)
         else:
-            stats.count_kept(outcome.row, outcome.whole_row)
+            stats.count_kept(row, whole_row)
             line = {
-                "where": outcome.whole_row.location,
-                "text": outcome.whole_row.text,
-                "spans": [list(span) for span in outcome.whole_row.spans],
-                "tokens": len(outcome.whole_row.input_ids),
-                "trained": outcome.whole_row.trained_tokens,
-                "cut": outcome.row.cut_tokens,
-                "lost": outcome.row.lost_trained_tokens,
-                "method": outcome.whole_row.method,
+                "where": whole_row.location,
+                "text": whole_row.text,
+                "spans": whole_row.spans,
+                "tokens": len(whole_row.input_ids),
+                "trained": whole_row.trained_tokens,
+                "cut": row.cut_tokens,
+                "lost": row.lost_trained_tokens,
+                "method": whole_row.method,
             }
             target.write(json.dumps(line, ensure_ascii=False) + "\n")
     stats.rows = reader.rows
@@ -149,9 +182,8 @@ class RenderedFile:
 
     def bad_lines(self) -> list[str]:
         """The bad rows in words: counts by reason, the first of them, and how many more."""
-        return bad_row_lines(
-            f"{self.stats.rows:,} rows of {self.stats.source}", self.stats.bad_rows, self.stats.first_bad_rows
-        )
+        stats = self.stats
+        return bad_row_lines(f"{stats.rows:,} rows of {stats.source}", stats.bad_rows, stats.first_bad_rows)
 
     def lines(self) -> list[str]:
         """What was written, in words."""
@@ -165,7 +197,9 @@ class RenderedFile:
             lines.append(f"{stats.too_long_rows:,} rows left out: too long for max_seq_len")
         if stats.left_out_rows:
             lines.append(f"{stats.left_out_rows.total():,} rows left out as asked (data.drop_empty)")
-        return lines + (self.bad_lines() if stats.bad_rows else [])
+        if stats.bad_rows:
+            lines += self.bad_lines()
+        return lines
 
     def as_json(self) -> dict[str, Any]:
         """Rows and tokens as counts, and the bad rows by reason."""
@@ -189,10 +223,9 @@ class RenderedFile:
 
 
 def _refuse_bad_rows(files: Sequence[RenderedFile], data: DataConfig) -> None:
-    bad_files = [file for file in files if file.stats.bad_rows]
-    if bad_files and data.on_bad_row == "fail":
-        lines = [line for file in bad_files for line in file.bad_lines()]
-        raise DataError("\n".join([*lines, FIX_OR_SKIP]))
+    bad_lines = [line for file in files if file.stats.bad_rows for line in file.bad_lines()]
+    if bad_lines and data.on_bad_row == "fail":
+        raise DataError("\n".join([*bad_lines, FIX_OR_SKIP]))
     for file in files:
         if not file.stats.kept_rows:
             lines = file.lines()[1:] or [f"{file.stats.source} has no rows"]
@@ -215,11 +248,10 @@ class Preview(Answer):
 
     def lines(self) -> list[str]:
         """The examples as plain text, trained parts in [[ ]]."""
-        head = f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in [[ ]]"
-        body = [
-            line for example in self.examples for line in ["", *format_plain_lines(example, max_pieces=self.max_pieces)]
-        ]
-        return [head, *self.notes, *body, "", f"Page: {self.page}"]
+        lines = [f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in [[ ]]", *self.notes]
+        for example in self.examples:
+            lines += ["", *format_plain_lines(example, max_pieces=self.max_pieces)]
+        return [*lines, "", f"Page: {self.page}"]
 
     def as_json(self) -> dict[str, Any]:
         """`ok`, `page`, `source`, `rows` and the examples with ids and labels."""
@@ -233,9 +265,8 @@ class Preview(Answer):
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_terminal or console.no_color or console.color_system is None:
             return False
-        console.print(
-            f"{len(self.examples):,} of {self.rows:,} rows of {make_visible(self.source)}; trained parts green"
-        )
+        source = make_visible(self.source)
+        console.print(f"{len(self.examples):,} of {self.rows:,} rows of {source}; trained parts green")
         for note in self.notes:
             console.print(make_visible(note))
         for example in self.examples:
@@ -255,7 +286,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     path = paths.train
     configure_hub(config)
     reader = ExampleReader(path, config.data, split="train", wants_text=config.task_mode == "cpt")
-    chosen_rows = select_row(reader, row) if row is not None else select_spread_rows(reader, count or DEFAULT_EXAMPLES)
+    chosen_rows = choose_rows(reader, count=count or DEFAULT_EXAMPLES, row_number=row)
     tools = load_row_tools(config)
     token_bytes = TokenBytes(tools.tokenizer)
     examples = tuple(
@@ -265,21 +296,120 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     )
     page_path = page or DEFAULT_PAGE
     check_not_source(page_path, [("train", path)])
-    others = [source.name for source in paths.sources[1:]]
-    hidden_notes = [f"The first of data.sources; not shown: {', '.join(others)}"] if others else []
-    columns = missed_column_lines(config.data, task_mode=config.task_mode)
-    notes = (*stage_notes, *tools.notes, *hidden_notes, *columns)
-    description = [
+    notes = [*stage_notes, *tools.notes]
+    if len(paths.sources) > 1:
+        others = ", ".join(source.name for source in paths.sources[1:])
+        notes.append(f"The first of data.sources; not shown: {others}")
+    notes += missed_column_lines(config.data, task_mode=config.task_mode)
+    intro_lines = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
         f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "
         f"max_seq_len {tools.row_renderer.max_seq_len:,}",
         *notes,
     ]
     if config.task_mode == "cpt":
-        description.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
+        intro_lines.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
     with OutputFolder(page_path.parent, (page_path.name,), force=force, command="preview") as folder:
-        folder.open(page_path.name).write(
-            render_html_page(examples, title=f"Preview of {Path(str(path)).name}", intro_lines=description)
-        )
-    max_pieces = MAX_PAGE_PIECES if row is not None else MAX_TERMINAL_PIECES
-    return Preview(str(path), reader.rows, examples, notes, page_path, max_pieces)
+        title = f"Preview of {Path(str(path)).name}"
+        folder.open(page_path.name).write(render_html_page(examples, title=title, intro_lines=intro_lines))
+    max_pieces = MAX_TERMINAL_PIECES if row is None else MAX_PAGE_PIECES
+    return Preview(str(path), reader.rows, examples, tuple(notes), page_path, max_pieces)
+
+
+# --- what comes next, and all in one go -------------------------------------------------------------------------------
+
+
+def _add_next_command(result: CommandResult, request: Request, config: RunConfig) -> CommandResult:
+    """The answer with the next command, which reads what was just written, whatever the config trains on."""
+    data = config.data
+    out_dirs = {"process": data.process.out_dir, "style": data.style.out_dir, "dapt-docx": data.documents.out_dir}
+    folder = Path(out_dirs[request.command])
+    finding = _training_files_finding(data, folder)
+    lines, settings = [], [*request.overrides]
+    if request.command == "dapt-docx" and config.task_mode == "cpt_mixed":
+        settings.append(f"data.text_path={_quote_path(folder / 'train.jsonl')}")
+    elif finding.verdict != "PASS":
+        lines = [f"Not read yet: {finding.found.partition('; ')[0]}, not {folder / 'train.jsonl'}"]
+        settings += ["task_mode=cpt"] if request.command == "dapt-docx" else []
+        settings += _file_settings(folder, data)
+    next_command = shlex.join(make_argv(request, "check", settings))
+    return dataclasses.replace(result, lines=[*result.lines, *lines, f"Next: {next_command}"])
+
+
+def _file_settings(folder: Path, data: DataConfig) -> list[str]:
+    settings = ["data.sources=[]"] if data.sources else []
+    settings.append(f"data.train_path={_quote_path(folder / 'train.jsonl')}")
+    for split in ("val", "test"):
+        path = folder.expanduser() / f"{split}.jsonl"
+        has_rows = path.is_file() and path.stat().st_size > 0
+        settings.append(f"data.{split}_path={_quote_path(folder / path.name) if has_rows else 'null'}")
+    return settings
+
+
+def _quote_path(path: Path) -> str:
+    return str(path) if re.fullmatch(r"[\w./~-]+", str(path)) else json.dumps(str(path))
+
+
+def full_pipeline(
+    loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool, is_full: bool = False
+) -> CommandResult:
+    """process, style where it is asked for, render and check, each on what the one before wrote, up to the first that
+    fails; `is_full`: the whole page of the check."""
+    steps, lines = [], []
+    stop_details, name = None, "process"
+    try:
+        for name, run_step in _pipeline_steps(loaded, hardware, style=style, force=force, is_full=is_full):
+            result = run_step()
+            steps.append({"name": name, "ok": result.exit_code == 0, "answer": result.data})
+            lines += [f"== {name} ==", *result.lines]
+            if result.exit_code:
+                break
+    except SftPlayError as error:
+        stop_details = {"name": name, "why": str(error)}
+        lines += [f"== {name} ==", escape_control(str(error)), f"Stopped at {name}; what was written before it is kept"]
+    ok = stop_details is None and all(step["ok"] for step in steps)
+    data = {"ok": ok, "steps": steps, "stopped": stop_details}
+    return CommandResult(data, ["\n".join(lines)], 0 if ok else ConfigError.exit_code)
+
+
+def _pipeline_steps(
+    loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool, is_full: bool
+) -> Iterator[tuple[str, Callable[[], CommandResult]]]:
+    """The steps in order, each a function without arguments; one is built when those before it are done."""
+    from sft_play.data.process import process_files
+
+    config = loaded.config
+    yield "process", lambda: command_result(process_files(config, force=force))
+    folder = Path(config.data.process.out_dir)
+    style_config = config.data.style
+    if style is not None or style_config.system is not None or style_config.per_source:
+        from sft_play.data.process import style_rows
+
+        yield "style", lambda: command_result(style_rows(config, style, force=force))
+        folder = Path(style_config.out_dir)
+    overrides = [*loaded.overrides, *_file_settings(folder, config.data)]  # what was just written
+    yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)
+    earlier_findings = [_training_files_finding(config.data, folder)]
+    yield (
+        "check",
+        lambda: check_result(
+            check_run(loaded.path, overrides, hardware, earlier_findings=earlier_findings), is_full=is_full
+        ),
+    )
+
+
+def _training_files_finding(data: DataConfig, folder: Path) -> Finding:
+    written_file, configured_path = folder / "train.jsonl", data.train_path
+    if (
+        configured_path is not None
+        and Path(configured_path).expanduser().absolute() == written_file.expanduser().absolute()
+    ):
+        return pass_finding("training files", f"data.train_path={written_file}, which was written just now")
+    sources = f"data.sources: {', '.join(data.source_names)}"
+    return warn_finding(
+        "training files",
+        f"make train with this config reads "
+        f"{sources if configured_path is None else f'data.train_path={one_line(configured_path)}'}; "
+        f"checked below is {written_file}, which was written just now",
+        f"to train on it: data.train_path={written_file}, with val_path and test_path beside it",
+    )

@@ -325,7 +325,7 @@ class StyleConfig(Section):
     per_source: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.sources.examples"})
     """System prompts by raw file, as `{glob: prompt}`; the first glob that matches a row's source is used."""
 
-    out_dir: Name = option("data/processed_with_style", owner="data.style")
+    out_dir: Name = option("data/processed_with_style", owner="data.process")
     """Folder that `make style` writes the styled splits to."""
 
 

@@ -9,8 +9,8 @@ lazily.
 - `make check` reads the same counts (without a tokenizer those of `build/survey.py`) and judges
   them (`checks.py`);
 - `make preview` picks rows and shows their tokens (`preview.py`);
-- `make process` and `style` write files (`process.py`, `process_report.py`, `style.py`, through
-  `managed_outputs.py`), and leave out rows that are nearly the same (`near_duplicates.py`);
+- `make process` and `style` write files (`process.py`, through `managed_outputs.py`), and leave out
+  rows that are nearly the same (`near_duplicates.py`);
 - `make new` asks what a person's data are (`infer_dataset.py`);
 - a plan asks for the rough size of the data (`build/survey.py`), before anything is tokenised.
 """

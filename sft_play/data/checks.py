@@ -251,10 +251,10 @@ def judge_blocks(stats: RowStats, *, max_seq_len: int) -> Finding:
 def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str, groups_by_length: bool) -> Finding:
     """Compare the share of padding of random, grouped and packed batches; the one that the run uses is marked."""
     names = {"random": "random order", "grouped": "grouped by length", "best_fit": "packed (best_fit)"}
-    run_key = "best_fit" if packing == "best_fit" else "grouped" if groups_by_length else "random"
-    share_texts = [
-        f"{names[key]} {share:.1%}{' (this run)' if key == run_key else ''}" for key, share in shares.items()
-    ]
+    run_key = ("random", "grouped")[groups_by_length]
+    if packing == "best_fit":
+        run_key = "best_fit"
+    share_texts = [f"{names[key]} {share:.1%}{' (this run)' * (key == run_key)}" for key, share in shares.items()]
     return pass_finding("padding", f"of the tokens in batches of {micro_batch}: {', '.join(share_texts)}")
 
 

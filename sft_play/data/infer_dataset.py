@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from sft_play.config.schema import DataConfig, Encoding
 from sft_play.config.yaml_io import JsonValue
 from sft_play.data.build.survey import SAMPLE_CHARACTERS, estimate_size
 from sft_play.data.sources.columns import find_rendered_mark, guess_columns
-from sft_play.data.sources.examples import ExampleReader, character_count
+from sft_play.data.sources.examples import ExampleReader, character_count, example_text
 from sft_play.data.sources.files import AnySource, find_source, list_parts, read_rows
 from sft_play.data.sources.formats import Chat, Example, Text, recognise_format
 from sft_play.data.sources.raw import BadRow, NotUtf8Error, RawRow, no_usable_rows_error
@@ -69,39 +68,42 @@ def _infer_with_encoding(
     data_path: str, encoding: Encoding, count_tokens: CountTokens, max_positions: int | None
 ) -> InferredDataset:
     paths, source, is_text = _find_sources(data_path, encoding)
-    columns = {} if is_text else _guess_columns(source)
+    columns: dict[str, str] = {}
+    if not is_text:
+        rows = itertools.islice(read_rows(source, split="train"), MAX_SAMPLED_ROWS)
+        first_row = next((row for row in rows if isinstance(row, RawRow)), None)
+        if first_row is not None and recognise_format(first_row.data) is None:
+            columns = guess_columns(first_row.data)
     reader = ExampleReader(source, DataConfig(columns=columns), split="train", wants_text=is_text)
     examples, bad_rows = _read_sample(reader)
     if not examples:
         raise no_usable_rows_error(f"the first {len(bad_rows):,} rows of {one_line(data_path)}", bad_rows)
     is_cpt = isinstance(examples[0], Text) and not find_rendered_mark(examples[0].text)
     size = estimate_size(DataConfig(train_path=paths["data.train_path"], encoding=encoding), wants_text=is_cpt)
-    rows = max(size.rows if size else 0, len(examples))
+    row_count = max(getattr(size, "rows", 0), len(examples))
     row_tokens = _estimate_row_tokens(examples, count_tokens)
-    length = min(
-        _choose_block_length(sum(row_tokens)) if is_cpt else _choose_length(row_tokens),
-        max_positions or _LENGTH_CHOICES[-1],
-    )
-    settings: dict[str, JsonValue] = {"model.max_seq_len": length}
-    settings |= {"task_mode": "cpt" if is_cpt else "sft", **paths}
+    if is_cpt:
+        # a block of plain text: 2,048, or less where the text would fill fewer than eight
+        length = next((length for length in (2048, 1024, 512, 256, 128) if 8 * length <= sum(row_tokens)), 64)
+        task, description = "cpt", f"{row_count:,} text{'s' * (row_count > 1)}"
+    else:
+        length = _choose_length(row_tokens)
+        description = f"{row_count:,} row{'s' * (row_count > 1)} ({reader.format})"
+        task, description = "sft", f"{description}, the longest of about {max(row_tokens):,} tokens"
+    if bad_rows:
+        description += f"; {len(bad_rows):,} of the first {len(bad_rows) + len(examples):,} cannot be used: make check"
+    length = min(length, max_positions or length)
+    settings: dict[str, JsonValue] = {"model.max_seq_len": length, "task_mode": task, **paths}
     if columns:
         settings["data.columns"] = dict(columns)
     if "data.val_path" not in paths:
-        # of one document its end is held out
-        settings["data.val_fraction"] = _choose_val_fraction(max(rows, sum(row_tokens) // length if is_cpt else 0))
-    noun = f"text{'s' if rows > 1 else ''}" if is_cpt else f"row{'s' if rows > 1 else ''} ({reader.format})"
-    longest_note = "" if is_cpt else f", the longest of about {max(row_tokens):,} tokens"
-    unused_note = (
-        f"; {len(bad_rows):,} of the first {len(bad_rows) + len(examples):,} cannot be used: make check"
-        if bad_rows
-        else ""
-    )
-    return InferredDataset(
-        settings=settings,
-        description=f"{rows:,} {noun}{longest_note}{unused_note}",
-        is_chat=not is_cpt and isinstance(examples[0], Chat),
-        format=reader.format,
-    )
+        # of one document its end is held out, and there are blocks to hold out
+        rows_to_split = max(row_count, is_cpt * sum(row_tokens) // length)
+        settings["data.val_fraction"] = 0.0
+        if rows_to_split >= _MIN_ROWS_TO_SPLIT:
+            fraction = max(round(_MAX_HELD_OUT_ROWS / rows_to_split, 4), 0.0001)
+            settings["data.val_fraction"] = min(0.05, fraction)
+    return InferredDataset(settings, description, not is_cpt and isinstance(examples[0], Chat), reader.format)
 
 
 def _find_sources(data_path: str, encoding: str) -> tuple[dict[str, str], AnySource, bool]:
@@ -125,12 +127,6 @@ def _find_sources(data_path: str, encoding: str) -> tuple[dict[str, str], AnySou
         return {"data.train_path": data_path}, source, True
 
 
-def _guess_columns(source: AnySource) -> dict[str, str]:
-    rows = itertools.islice(read_rows(source, split="train"), MAX_SAMPLED_ROWS)
-    first_row = next((row for row in rows if isinstance(row, RawRow)), None)
-    return guess_columns(first_row.data) if first_row is not None and recognise_format(first_row.data) is None else {}
-
-
 def _read_sample(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:
     examples: list[Example] = []
     bad_rows: list[BadRow] = []
@@ -148,44 +144,20 @@ def _read_sample(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:
 
 def _estimate_row_tokens(examples: Sequence[Example], count_tokens: CountTokens) -> list[int]:
     """The tokens of each example: counted for the longest, by their characters for the others."""
-    texts = [example.text if isinstance(example, Text) else _chat_text(example) for example in examples]
-    template_tokens = [
-        0 if isinstance(example, Text) else _TEMPLATE_TOKENS + _TURN_TOKENS * len(example.messages)
-        for example in examples
-    ]
+    texts = list(map(example_text, examples))
     longest = sorted(range(len(texts)), key=lambda index: -len(texts[index]))[:_COUNTED_ROWS]
     counted_tokens = {index: count_tokens(texts[index]) for index in longest}
     tokens_per_char = sum(counted_tokens.values()) / max(1, sum(len(texts[index]) for index in longest))
-    return [
-        counted_tokens.get(index, round(len(text) * tokens_per_char)) + template_tokens[index]
-        for index, text in enumerate(texts)
-    ]
-
-
-def _chat_text(chat: Chat) -> str:
-    calls_and_tools = [chat.tools, [message["tool_calls"] for message in chat.messages if message.get("tool_calls")]]
-    texts = [str(message.get(key) or "") for message in chat.messages for key in ("content", "reasoning_content")]
-    return "\n".join([*texts, *(json.dumps(item, ensure_ascii=False, indent=1) for item in calls_and_tools if item)])
+    row_tokens = [counted_tokens.get(index, round(len(text) * tokens_per_char)) for index, text in enumerate(texts)]
+    for index, example in enumerate(examples):
+        if isinstance(example, Chat):
+            row_tokens[index] += _TEMPLATE_TOKENS + _TURN_TOKENS * len(example.messages)
+    return row_tokens
 
 
 def _choose_length(tokens: Sequence[int]) -> int:
-    longest_fit = next((length for length in _LENGTH_CHOICES if length >= max(tokens)), _LENGTH_CHOICES[-1])
-    if longest_fit <= _MAX_FULL_LENGTH:
-        return longest_fit
-    lost_tokens = {
-        length: sum(max(0, row_tokens - length) for row_tokens in tokens)
-        for length in _LENGTH_CHOICES
-        if length >= _MAX_FULL_LENGTH
-    }
-    return next(
-        length for length in lost_tokens if lost_tokens[length] <= 0.01 * sum(tokens) or length == _LENGTH_CHOICES[-1]
-    )
-
-
-def _choose_block_length(tokens: int) -> int:
-    """The length of a block of plain text: 2,048, or less where the text would fill fewer than eight."""
-    return next((length for length in (2048, 1024, 512, 256, 128) if 8 * length <= tokens), 64)
-
-
-def _choose_val_fraction(rows: int) -> float:
-    return 0.0 if rows < _MIN_ROWS_TO_SPLIT else min(0.05, round(_MAX_HELD_OUT_ROWS / rows, 4) or 0.0001)
+    for length in _LENGTH_CHOICES:
+        lost_tokens = sum(max(0, row_tokens - length) for row_tokens in tokens)
+        if lost_tokens <= 0.01 * sum(tokens) * (length >= _MAX_FULL_LENGTH):
+            return length
+    return _LENGTH_CHOICES[-1]

@@ -1,8 +1,8 @@
 """Files that a command writes again each time, and that a person may have edited in between.
 
 A folder keeps a record of what was written into it. A file that has changed since, or that is not in the record, is
-the user's: it is overwritten only with FORCE=1. Everything is first written into files without a name, which get it at
-the end, so that a command that fails or is killed leaves the old files as they were and nothing beside them.
+the user's: it is overwritten only with FORCE=1. Everything is first written under hidden names and renamed at the end,
+so that a command that fails or is killed leaves the old files as they were.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import contextlib
 import hashlib
 import io
 import json
-import os
-import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from sft_play.errors import DataError
 from sft_play.files import atomic
@@ -28,6 +27,14 @@ class OutputWriteError(DataError):
     """Output could not be written: the disk is full, or a limit was reached."""
 
 
+@contextlib.contextmanager
+def _name_write_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputWriteError(f"{path} cannot be written: {error.strerror}") from None
+
+
 class OutputFolder:
     """A folder of written files, used as a context: what was opened gets its name when the context ends without error.
     Entering it raises DataError where a file of `names` was edited, or is not ours, and `force` is false."""
@@ -35,118 +42,81 @@ class OutputFolder:
     def __init__(self, path: Path, names: tuple[str, ...], *, force: bool, command: str) -> None:
         self.path = path
         self._names, self._force, self._command = names, force, command
-        self._open_files: dict[str, _OutputFile] = {}
+        self._files: dict[str, _OutputFile] = {}
+        # Renames what was written when it is left, the last opened first; removes it where it is left with an error.
+        self._renames = contextlib.ExitStack()
 
     def __enter__(self) -> OutputFolder:
-        existing_names = [] if self._force else [name for name in self._names if (self.path / name).exists()]
-        record = self._read_record() if existing_names else {}
-        unmanaged_names = [
-            name for name in existing_names
-            if not (self.path / name).is_file() or record.get(name) != _file_digest(self.path / name)
-        ]  # fmt: skip
-        if unmanaged_names:
+        existing = [self.path / name for name in self._names if (self.path / name).exists()]
+        unmanaged = [path for path in existing if not path.is_file()]
+        if existing and not self._force:
+            record = self._read_record()
+            unmanaged += [path for path in existing if path.is_file() and record.get(path.name) != _file_digest(path)]
+        if unmanaged:
             raise DataError(
-                f"{', '.join(str(self.path / name) for name in unmanaged_names)}: edited since make {self._command} "
-                f"wrote it, "
-                f"or not written by it; move it away, or overwrite it with make {self._command} FORCE=1"
+                f"{', '.join(map(str, unmanaged))}: edited since make {self._command} wrote it, or not written by it; "
+                f"move it away, or overwrite it with make {self._command} FORCE=1"
             )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be created: {error.strerror}") from None
+        with _name_write_errors(self.path):
+            # opened first, so that it gets its name last
+            self._record_path = self._renames.enter_context(atomic.replace_path(self.path / RECORD_NAME))
         return self
 
     def open(self, name: str) -> TextIO:
         """Open a text file that gets its name when the context ends; `name` must be one of the folder's `names`."""
         assert name in self._names, name
-        try:
-            self._open_files[name] = _OutputFile(self.path / name)
-        except OSError as error:
-            raise DataError(f"{self.path / name} cannot be written: {error.strerror}") from None
-        return self._open_files[name]
+        path = self.path / name
+        with _name_write_errors(path):
+            temporary_path = self._renames.enter_context(atomic.replace_path(path))
+            self._files[name] = _OutputFile(path, temporary_path)
+        return self._files[name]
 
     def write_json(self, name: str, data: Any) -> None:
         """A JSON file."""
         self.open(name).write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        try:
-            if kind is None:
-                for file in self._open_files.values():
-                    file.finish()
-                self._commit_files()
-        except OSError as problem:
-            raise OutputWriteError(f"{self.path} cannot be written: {problem.strerror}") from None
-        finally:
-            for file in self._open_files.values():
-                file.discard()
-
-    def _commit_files(self) -> None:
-        record = self._read_record()
-        outdated = [name for name in self._names if name not in self._open_files and record.pop(name, None) is not None]
-        record |= {name: _file_digest(file.temporary_path) for name, file in self._open_files.items()}
-        # the record is written before anything is renamed, so that a full disk leaves all as it was; it is renamed last
-        with atomic.replace_path(self.path / RECORD_NAME) as temporary_record:
-            temporary_record.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if error is not None:
+            for file in self._files.values():
+                with contextlib.suppress(OSError):
+                    file.close()
+            self._renames.__exit__(kind, error, trace)
+            return
+        with _name_write_errors(self.path), self._renames:
+            record = self._read_record()
+            for name, file in self._files.items():
+                file.close()
+                record[name] = _file_digest(file.temporary_path)
+            outdated = record.keys() & set(self._names) - self._files.keys()
+            for name in outdated:
+                del record[name]
+            self._record_path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             for name in outdated:
                 (self.path / name).unlink(missing_ok=True)
-            for name, file in self._open_files.items():
-                file.temporary_path.replace(self.path / name)
 
     def _read_record(self) -> dict[str, str]:
+        path = self.path / RECORD_NAME
         try:
-            record = json.loads((self.path / RECORD_NAME).read_text(encoding="utf-8"))
+            record: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{self.path / RECORD_NAME} cannot be read ({one_line(str(error))}); remove it, or overwrite with "
-                f"FORCE=1"
+                f"{path} cannot be read ({one_line(str(error))}); remove it, or overwrite with FORCE=1"
             ) from None
-        return record if isinstance(record, dict) else {}
+        return record
 
 
 class _OutputFile(io.TextIOWrapper):
     """A file that is written; a full disk, or a limit, is the user's error, not ours."""
 
-    def __init__(self, path: Path) -> None:
-        self.temporary_path = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
-        unnamed_file = _open_unnamed_file(path.parent)
-        super().__init__(
-            self.temporary_path.open("wb") if unnamed_file is None else unnamed_file, encoding="utf-8", newline="\n"
-        )
-        self._path, self._is_unnamed = path, unnamed_file is not None
-
-    def finish(self) -> None:
-        """Write everything out, give the file its name aside, and close it; raises OSError."""
-        self.flush()
-        if self._is_unnamed:  # O_TMPFILE: Linux alone, and not on every file system
-            # Python calls linkat, which can follow the link in /proc to the unnamed file, only where it is given a
-            # src_dir_fd; the path is absolute, so that any one does.
-            descriptor = self.fileno()
-            os.link(f"/proc/self/fd/{descriptor}", self.temporary_path, src_dir_fd=descriptor, follow_symlinks=True)
-        self.close()
-
-    def discard(self) -> None:
-        """Close it and remove what was not renamed."""
-        with contextlib.suppress(OSError):
-            self.close()
-        with contextlib.suppress(OSError):
-            self.temporary_path.unlink(missing_ok=True)
+    def __init__(self, path: Path, temporary_path: Path) -> None:
+        self._path, self.temporary_path = path, temporary_path
+        super().__init__(temporary_path.open("wb"), encoding="utf-8", newline="\n")
 
     def write(self, text: str, /) -> int:
-        try:
+        with _name_write_errors(self._path):
             return super().write(text)
-        except OSError as error:
-            raise OutputWriteError(f"{self._path} cannot be written: {error.strerror}") from None
-
-
-def _open_unnamed_file(folder: Path) -> BinaryIO | None:
-    """A new file without a name, gone when its process ends; None where the system or file system has no such files."""
-    try:
-        return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
-    except (AttributeError, OSError):
-        return None
 
 
 def _file_digest(path: Path) -> str:

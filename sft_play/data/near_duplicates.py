@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.process_report import messages_text
 from sft_play.data.sources.columns import WORD_PATTERN
+from sft_play.data.sources.examples import messages_text
 from sft_play.data.sources.files import find_source, list_parts, read_part
 from sft_play.data.sources.formats import Example, Text, recognise_format, to_example
 from sft_play.data.sources.messages import iter_texts

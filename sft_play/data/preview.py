@@ -1,7 +1,7 @@
-"""Rows to look at, chosen from a file: their tokens, what is trained, what is cut; as text and for
-the terminal.
+"""Rows to look at, chosen from a file: their tokens, what is trained, what is cut.
 
-`render_html_page` makes the page of them.
+`shown_segments` is what there is to see of a row. Three small writers make plain text of it, text in colour for the
+terminal, and an HTML page.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import itertools
 import json
 import re
 import unicodedata
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sft_play.data.build.stats import format_row_count
 from sft_play.data.build.survey import RowOutcome, RowRenderer
@@ -26,9 +27,49 @@ from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
-MAX_TERMINAL_PIECES = 1_500
+# Tokens of one example that are shown; of longer ones the middles of stretches are left out, with a count.
+MAX_TERMINAL_PIECES, MAX_PAGE_PIECES = 1_500, 20_000
 # Characters that are shown of a row that cannot be used, as it is in the file.
 MAX_RAW_CHARACTERS = 1_500
+
+# --- which rows -------------------------------------------------------------------------------------------------------
+
+# A row as it is in its file, and the format of the file.
+RowWithFormat = tuple[RawRow | BadRow, Any]
+
+
+def choose_rows(reader: ExampleReader, *, count: int, row_number: int | None) -> list[tuple[int, RowWithFormat]]:
+    """Rows with their numbers from 1: one, or `count` evenly over the file. Reads the file twice. Raises DataError
+    where the file has no rows, or none of this number."""
+    # before any tokenizer is asked: the longest by characters is near enough to show
+    sizes = array("q", (len(str(getattr(raw, "data", ""))) for raw, _ in reader.raw_rows()))
+    if not sizes:
+        raise DataError(f"{reader.source} has no rows")
+    if row_number is None:
+        indices = choose_row_indices(len(sizes), count, longest_index=sizes.index(max(sizes)))
+    elif 1 <= row_number <= len(sizes):
+        indices = [row_number - 1]
+    else:
+        raise DataError(
+            f"ROW={row_number}: {reader.source} has {format_row_count(len(sizes))}; rows are counted from 1"
+        )
+    return [(index + 1, row) for index, row in enumerate(reader.raw_rows()) if index in indices]
+
+
+def choose_row_indices(rows: int, count: int, *, longest_index: int) -> list[int]:
+    """`count` row numbers from 0, evenly over the file: the first, the last, the longest, and some between."""
+    if count >= rows:
+        return list(range(rows))
+    if count == 1:
+        return [0]
+    row_indices = [round(n * (rows - 1) / (count - 1)) for n in range(count)]
+    if count > 2 and longest_index not in row_indices:  # in the place of the nearest; the first and the last stay
+        nearest = min(row_indices[1:-1], key=lambda n: abs(n - longest_index))
+        row_indices[row_indices.index(nearest)] = longest_index
+    return sorted(row_indices)
+
+
+# --- what there is to see of a row ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -73,174 +114,23 @@ class PreviewRow:
             "labels": list(self.labels),
         }
 
-    def summary_lines(self) -> list[str]:
-        """The row's length, its mask, what is cut, and its notes."""
-        if not self.ids:
-            return []
-        share = self.trained_tokens / len(self.ids)
-        lines = [f"{len(self.ids):,} tokens", f"{self.trained_tokens:,} trained ({share:.0%})"]
+    def summary(self) -> str:
+        """The row's place, its length, its mask, what is cut, and its notes."""
+        facts = []
+        if self.ids:
+            share = self.trained_tokens / len(self.ids)
+            facts = [f"{len(self.ids):,} tokens", f"{self.trained_tokens:,} trained ({share:.0%})"]
         if self.method:
-            lines.append(f"mask: {MASK_METHODS.get(self.method, self.method)}")
+            facts.append(f"mask: {MASK_METHODS.get(self.method, self.method)}")
         if self.cut_tokens:
-            lines.append(self.cut_summary)
-        return [*lines, *(one_line(note, limit=300) for note in self.notes)]
+            facts.append(self.cut_summary)
+        facts += [one_line(note, limit=300) for note in self.notes]
+        return ": ".join(filter(None, [f"({one_line(self.location, limit=300)})", "; ".join(facts)]))
 
-    def shortened_items(self, max_pieces: int) -> Iterator[tuple[int, TokenPiece | HiddenTokens | str]]:
-        """About `max_pieces` pieces of it, numbered; between, where max_seq_len begins to cut, and to keep again."""
-        is_kept = True
-        for index, item in enumerate(shorten_pieces(self.pieces, max_pieces)):
-            if isinstance(item, TokenPiece) and item.is_kept != is_kept:
-                is_kept = item.is_kept
-                yield index, "kept from here" if is_kept else self.cut_summary
-            yield index, item
-
-
-def choose_row_indices(rows: int, count: int, *, longest_index: int) -> list[int]:
-    """`count` row numbers from 0, evenly over the file: the first, the last, the longest, and some between."""
-    if count >= rows:
-        return list(range(rows))
-    if count == 1:
-        return [0]
-    row_indices = [round(n * (rows - 1) / (count - 1)) for n in range(count)]
-    if count > 2 and longest_index not in row_indices:  # in the place of the nearest; the first and the last stay
-        nearest = min(row_indices[1:-1], key=lambda n: abs(n - longest_index))
-        row_indices[row_indices.index(nearest)] = longest_index
-    return sorted(row_indices)
-
-
-@dataclass(frozen=True)
-class HiddenTokens:
-    """Tokens that are not shown, and how many of them are trained."""
-
-    tokens: int
-    trained_tokens: int
-
-    def __str__(self) -> str:
-        trained_note = f", {self.trained_tokens:,} of them trained" if self.trained_tokens else ""
-        return f"… {self.tokens:,} tokens not shown{trained_note} …"
-
-
-def shorten_pieces(pieces: Sequence[TokenPiece], max_pieces: int) -> list[TokenPiece | HiddenTokens]:
-    """The pieces, the middles of their longest stretches left out so that some `max_pieces` remain. A stretch is a run
-    that is trained, or not, or cut as a whole: each keeps its beginning and its end."""
-    if len(pieces) <= max_pieces:
-        return list(pieces)
-    runs = [list(run) for _, run in itertools.groupby(pieces, key=lambda piece: (piece.is_trained, piece.is_kept))]
-    pieces_per_run = max(10, max_pieces // len(runs))
-    items: list[TokenPiece | HiddenTokens] = []
-    for run in runs:
-        if len(run) <= pieces_per_run + 1:  # a gap in the place of one piece would save nothing
-            items += run
-            continue
-        half = pieces_per_run // 2
-        middle = run[half : len(run) - half]
-        tokens = sum(len(piece.ids) for piece in middle)
-        items += [*run[:half], HiddenTokens(tokens, tokens if run[0].is_trained else 0), *run[len(run) - half :]]
-    return items
-
-
-def format_heading(row: PreviewRow) -> str:
-    """The line above an example: its number, its place, its facts."""
-    facts = "; ".join(row.summary_lines())
-    return f"Row {row.row_number:,} ({one_line(row.location, limit=300)}){': ' + facts if facts else ''}"
-
-
-TRAINED_STYLES = ("grey100 on dark_green", "grey100 on green4")
-UNTRAINED_STYLES = ("grey93 on grey23", "grey93 on grey35")
-# Foreground and background both, so that tokens can be read on dark and on light terminals.
-CUT_TRAINED_STYLE, CUT_STYLE = "pale_green3 on grey11 strike", "grey58 on grey11 strike"
-
-
-def format_plain_lines(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIECES) -> list[str]:
-    """The example as plain text."""
-    body = "".join(text for text, _ in _styled_tokens(row, max_pieces))
-    return [format_heading(row), *(f"  {line}" for line in body.split("\n") if line), *_problem_lines(row)]
-
-
-def format_terminal_text(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIECES) -> Any:
-    """The example as `rich.text.Text`: tokens on changing grounds, trained ones green, cut ones struck through."""
-    from rich.text import Text
-
-    problem_lines = [(f"{line}\n", "bold red") for line in _problem_lines(row)]
-    return Text.assemble((f"{format_heading(row)}\n", "bold"), *_styled_tokens(row, max_pieces), "\n", *problem_lines)
-
-
-def _styled_tokens(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str]]:
-    """The example's tokens with their styles: ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~."""
-    is_trained, is_kept, is_first = False, True, True
-    for index, item in row.shortened_items(max_pieces):
-        if isinstance(item, HiddenTokens):
-            yield f" {item} ", "italic"
-        elif isinstance(item, str):
-            yield f"{']]' * is_trained}{'~~' * (not is_kept)}\n--- {item} ---\n{'~~' * is_kept}", "red"
-            is_trained, is_kept, is_first = False, not is_kept, True
-        else:
-            if item.is_trained != is_trained or not is_first:
-                yield ("¦" if item.is_trained == is_trained else "[[" if item.is_trained else "]]"), ""
-            is_trained, is_first = item.is_trained, False
-            style = (TRAINED_STYLES if is_trained else UNTRAINED_STYLES)[index % 2]
-            if not item.is_kept:
-                style = CUT_TRAINED_STYLE if is_trained else CUT_STYLE
-            yield _escape_marks(item), f"{style} bold underline" if item.is_special else style
-    yield "]]" * is_trained + "~~" * (not is_kept), ""
-
-
-def _escape_marks(piece: TokenPiece) -> str:
-    """A piece without anything that could be taken for our marks."""
-    text = "".join(sign + "\n" if kind == "newline" else sign for kind, sign in split_signs(piece.text))
-    return text.replace("[[", "[\\[").replace("]]", "]\\]").replace("~~", "~\\~")
-
-
-def _problem_lines(row: PreviewRow) -> list[str]:
-    if not row.reason:
-        return []
-    reason = f"  CANNOT BE USED: {one_line(row.reason, limit=600)}"
-    return [reason, f"  {make_visible(row.raw_text)}"] if row.raw_text else [reason]
-
-
-# A row as it is in its file, and the format of the file.
-RowWithFormat = tuple[RawRow | BadRow, Any]
-
-
-def select_row(reader: ExampleReader, requested_number: int) -> list[tuple[int, RowWithFormat]]:
-    """The row of this number, from 1."""
-    rows = [raw for row_number, raw in enumerate(reader.raw_rows(), start=1) if row_number == requested_number]
-    if not rows:
-        raise DataError(
-            f"ROW={requested_number}: {reader.source} has {format_row_count(reader.rows)}; rows are counted from 1"
-        )
-    return [(requested_number, rows[0])]
-
-
-def select_spread_rows(reader: ExampleReader, count: int) -> list[tuple[int, RowWithFormat]]:
-    """Rows spread evenly over a file of unknown length, its longest among them, in one reading: those at multiples of a
-    stride are kept, which doubles when they are four times as many as wanted."""
-    kept_rows: dict[int, RowWithFormat] = {}
-    stride = 1
-    longest: tuple[int, int, RowWithFormat] | None = None
-    last: tuple[int, RowWithFormat] | None = None
-    for index, row_with_format in enumerate(reader.raw_rows()):
-        # before any tokenizer is asked: the longest by characters is near enough to show
-        size = len(str(row_with_format[0].data)) if isinstance(row_with_format[0], RawRow) else 0
-        if longest is None or size > longest[0]:
-            longest = (size, index, row_with_format)
-        last = (index, row_with_format)
-        if index % stride == 0:
-            kept_rows[index] = row_with_format
-            if len(kept_rows) > 4 * count + 4:
-                stride *= 2
-                kept_rows = {index: item for index, item in kept_rows.items() if index % stride == 0}
-    if last is None or longest is None:
-        raise DataError(f"{reader.source} has no rows")
-    kept_rows |= {last[0]: last[1], longest[1]: longest[2]}  # the stride may have dropped them
-    requested_indices = choose_row_indices(last[0] + 1, count, longest_index=longest[1])
-    nearest = sorted(
-        {
-            min(sorted(kept_rows), key=lambda index: abs(index - requested_index))
-            for requested_index in requested_indices
-        }
-    )
-    return [(index + 1, kept_rows[index]) for index in nearest]
+    def problem_lines(self) -> list[str]:
+        """Why the row cannot be used, and how it begins; nothing where it can."""
+        reason = self.reason and f"CANNOT BE USED: {one_line(self.reason, limit=600)}"
+        return list(filter(None, [reason, make_visible(self.raw_text)]))
 
 
 def preview_rows(
@@ -253,10 +143,13 @@ def preview_rows(
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
     raw, row_format = row_with_format
     example = read_example(raw, row_format, reader.data)
-    text = json.dumps(raw.data, ensure_ascii=False, default=str) if isinstance(raw, RawRow) else ""
-    raw_text = text if len(text) <= MAX_RAW_CHARACTERS else f"{text[:MAX_RAW_CHARACTERS]}…"
+    raw_text = ""
+    if isinstance(raw, RawRow):
+        raw_text = json.dumps(raw.data, ensure_ascii=False, default=str)
+    if len(raw_text) > MAX_RAW_CHARACTERS:
+        raw_text = f"{raw_text[:MAX_RAW_CHARACTERS]}…"
     if isinstance(example, BadRow):
-        return [PreviewRow(row_number, example.where, reason=_bad_row_reason(example), raw_text=raw_text)]
+        return [PreviewRow(row_number, example.where, reason=example.explanation, raw_text=raw_text)]
     outcomes = row_renderer.render_rows([(row_number, example)])
     return [
         _preview_outcome(outcome, token_bytes, row_renderer.max_seq_len, raw_text)
@@ -269,30 +162,24 @@ def _preview_outcome(outcome: RowOutcome, token_bytes: TokenBytes, limit: int, r
     whole_row, row = outcome.whole_row, outcome.row
     if whole_row is None:
         assert isinstance(row, BadRow)
-        return PreviewRow(outcome.row_number, row.where, reason=_bad_row_reason(row), raw_text=raw_text)
+        return PreviewRow(outcome.row_number, row.where, reason=row.explanation, raw_text=raw_text)
     ids, labels = tuple(whole_row.input_ids), tuple(whole_row.labels)
-    if isinstance(row, BadRow):
-        reason, cut_tokens, remaining_ids = _bad_row_reason(row), max(0, len(ids) - limit), ids[:limit]
-        lost_trained_tokens = sum(label != IGNORED for label in labels[limit:])
+    if isinstance(row, BadRow):  # too long: its answer is behind the limit
+        kept_ids, reason = ids[:limit], row.explanation
+        cut_tokens, lost_tokens = len(ids[limit:]), sum(label != IGNORED for label in labels[limit:])
     else:
-        reason, cut_tokens, remaining_ids, lost_trained_tokens = (
-            "",
-            row.cut_tokens,
-            tuple(row.input_ids),
-            row.lost_trained_tokens,
-        )
-    notes = (*outcome.example.notes, *whole_row.notes, *_row_notes(whole_row))
-    pieces = split_token_pieces(ids, labels, token_bytes, kept_flags=kept_token_flags(ids, remaining_ids))
+        kept_ids, reason = tuple(row.input_ids), ""
+        cut_tokens, lost_tokens = row.cut_tokens, row.lost_trained_tokens
     return PreviewRow(
         outcome.row_number,
         whole_row.location,
         ids,
         labels,
-        tuple(pieces),
+        tuple(split_token_pieces(ids, labels, token_bytes, kept_flags=kept_token_flags(ids, kept_ids))),
         whole_row.method,
-        notes,
+        (*outcome.example.notes, *whole_row.notes, *_row_notes(whole_row)),
         cut_tokens=cut_tokens,
-        lost_trained_tokens=lost_trained_tokens,
+        lost_trained_tokens=lost_tokens,
         reason=reason,
     )
 
@@ -310,13 +197,62 @@ def _row_notes(row: TokenRow) -> Iterator[str]:
         yield f"{end} is added after the last turn, which the chat template does not end"
 
 
-def _bad_row_reason(row: BadRow) -> str:
-    return f"{row.reason}{f' ({row.detail})' if row.detail else ''}"
+@dataclass(frozen=True)
+class Segment:
+    """A part of a row as it is shown: a piece, or a remark between pieces. `classes` names its styles, which the page
+    and the terminal each have: t a token, b every second one, y trained, o every second trained, s special, x cut."""
+
+    text: str
+    classes: str
+    piece: TokenPiece | None = None
 
 
-# Tokens as the bytes that they stand for, in pieces of whole characters. A token is never shown as the text that it was
-# made from: what the model learns is what its tokens spell. Characters that are not seen are shown by signs, so that no
-# text of the data can change how a page or a terminal reads.
+def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[Segment]:
+    """About `max_pieces` pieces of a row, with remarks on what is left out between, and where max_seq_len begins to
+    cut, and to keep again."""
+    is_kept = True
+    for index, item in enumerate(shorten_pieces(row.pieces, max_pieces)):
+        if isinstance(item, str):
+            yield Segment(f" {item} ", "gap")
+            continue
+        if item.is_kept != is_kept:
+            is_kept = item.is_kept
+            yield Segment(f"\n--- {row.cut_summary if not is_kept else 'kept from here'} ---\n", "cut")
+        is_odd = bool(index % 2)
+        flags = {
+            "t": True,
+            "b": is_odd and not item.is_trained,
+            "y": item.is_trained,
+            "o": is_odd and item.is_trained,
+            "s": item.is_special,
+            "x": not item.is_kept,
+        }
+        text = "".join("⏎\n" if character == "\n" else character_sign(character) for character in item.text)
+        yield Segment(text, " ".join(name for name, is_set in flags.items() if is_set), item)
+
+
+def shorten_pieces(pieces: Sequence[TokenPiece], max_pieces: int) -> list[TokenPiece | str]:
+    """The pieces, the middles of their longest stretches left out so that some `max_pieces` remain, with their number
+    in their place. A stretch is a run that is trained, or not, or cut as a whole: each keeps its beginning and end."""
+    if len(pieces) <= max_pieces:
+        return list(pieces)
+    runs = [list(run) for _, run in itertools.groupby(pieces, key=lambda piece: (piece.is_trained, piece.is_kept))]
+    pieces_per_run = max(10, max_pieces // len(runs))
+    items: list[TokenPiece | str] = []
+    for run in runs:
+        if len(run) <= pieces_per_run + 1:  # a gap in the place of one piece would save nothing
+            items += run
+            continue
+        half = pieces_per_run // 2
+        tokens = sum(len(piece.ids) for piece in run[half:-half])
+        trained_note = f", {tokens:,} of them trained" * run[0].is_trained
+        items += [*run[:half], f"… {tokens:,} tokens not shown{trained_note} …", *run[-half:]]
+    return items
+
+
+# --- tokens as the bytes that they stand for, in pieces of whole characters -------------------------------------------
+
+
 @dataclass(frozen=True)
 class TokenPiece:
     """One token, or several that only together are whole characters. `text` holds a byte that is no part of a character
@@ -330,7 +266,8 @@ class TokenPiece:
 
 
 class TokenBytes:
-    """What each token of a tokenizer stands for: bytes, or the name of a special token."""
+    """What each token of a tokenizer stands for: bytes, or the name of a special token. Never the text that the token
+    was made from: what the model learns is what its tokens spell."""
 
     def __init__(self, tokenizer: Any) -> None:
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
@@ -356,21 +293,16 @@ class TokenBytes:
     def decode(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes of each token; a special token's are those of its name."""
         tokens = self._tokenizer.convert_ids_to_tokens(list(ids))
-        return [
-            (self._added_tokens.get(token_id) or str(token)).encode("utf-8", "replace")
-            if token_id in self._added_tokens or token_id in self._special_ids
-            else self._decode_token(str(token))
-            for token_id, token in zip(ids, tokens, strict=True)
-        ]
+        return [self._decode_token(token_id, str(token)) for token_id, token in zip(ids, tokens, strict=True)]
 
-    def _decode_token(self, token: str) -> bytes:
-        if self._is_byte_level:
-            return b"".join(
-                bytes([_BYTE_BY_LETTER[c]]) if c in _BYTE_BY_LETTER else c.encode("utf-8", "replace") for c in token
-            )
-        if self._is_sentence_piece:
-            if byte := _BYTE_NAME.fullmatch(token):
-                return bytes([int(byte[1], 16)])
+    def _decode_token(self, token_id: int, token: str) -> bytes:
+        if token_id in self._added_tokens or token_id in self._special_ids:
+            token = self._added_tokens.get(token_id) or token
+        elif self._is_byte_level:
+            return b"".join(_BYTE_BY_LETTER.get(letter) or letter.encode("utf-8", "replace") for letter in token)
+        elif self._is_sentence_piece:
+            if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
+                return bytes.fromhex(byte[1])
             token = token.replace("\u2581", " ")
         return token.encode("utf-8", "replace")
 
@@ -381,60 +313,33 @@ _INVISIBLE_BYTES = [*range(33), *range(127, 161), 173]
 BYTE_LETTERS = {byte: chr(byte) for byte in range(256)} | {
     byte: chr(256 + at) for at, byte in enumerate(_INVISIBLE_BYTES)
 }
-_BYTE_BY_LETTER = {letter: byte for byte, letter in BYTE_LETTERS.items()}
-_BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_BY_LETTER = {letter: bytes([byte]) for byte, letter in BYTE_LETTERS.items()}
 
 
 def split_token_pieces(
     ids: Sequence[int], labels: Sequence[int], token_bytes: TokenBytes, *, kept_flags: Sequence[bool]
 ) -> list[TokenPiece]:
     """The tokens of a row as pieces: each by itself, or with those that complete its last character."""
-    pieces: list[TokenPiece] = []
-    pending_ids: list[int] = []
-    piece_state: tuple[bool, bool] | None = None
+    tokens = zip(ids, token_bytes.decode(ids), labels, kept_flags, strict=True)
+    # a piece is trained, special and kept, or not, as a whole
+    runs = itertools.groupby(
+        tokens, key=lambda token: (token[2] != IGNORED, token_bytes.is_special(token[0]), token[3])
+    )
+    return [TokenPiece(text, piece_ids, *state) for state, run in runs for text, piece_ids in _join_characters(run)]
+
+
+def _join_characters(tokens: Iterable[tuple[int, bytes, int, bool]]) -> Iterator[tuple[str, tuple[int, ...]]]:
     # incremental: it holds back the bytes of a character that is not complete, and tells so in its state
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    piece_text = ""
-
-    def close_piece() -> None:
-        nonlocal piece_text
-        if pending_ids:
-            assert piece_state is not None
-            pieces.append(
-                TokenPiece(
-                    piece_text + decoder.decode(b"", True),
-                    tuple(pending_ids),
-                    is_trained=piece_state[0],
-                    is_kept=piece_state[1],
-                )
-            )
-            decoder.reset()
-            pending_ids.clear()
-            piece_text = ""
-
-    for token_id, label, is_kept, raw_bytes in zip(ids, labels, kept_flags, token_bytes.decode(ids), strict=True):
-        token_state = (label != IGNORED, is_kept)
-        if token_bytes.is_special(token_id):
-            close_piece()
-            pieces.append(
-                TokenPiece(
-                    raw_bytes.decode("utf-8", "replace"),
-                    (token_id,),
-                    token_state[0],
-                    is_special=True,
-                    is_kept=token_state[1],
-                )
-            )
-            continue
-        if token_state != piece_state:  # a piece is trained or not, kept or not, as a whole
-            close_piece()
-        piece_state = token_state
-        pending_ids.append(token_id)
-        piece_text += decoder.decode(raw_bytes)
+    text = ""
+    ids: tuple[int, ...] = ()
+    for token_id, token, *_ in tokens:
+        text, ids = text + decoder.decode(token), (*ids, token_id)
         if not decoder.getstate()[0]:
-            close_piece()
-    close_piece()
-    return pieces
+            yield text, ids
+            text, ids = "", ()
+    if ids:
+        yield text + decoder.decode(b"", True), ids
 
 
 def kept_token_flags(ids: Sequence[int], kept_ids: Sequence[int]) -> list[bool]:
@@ -445,47 +350,83 @@ def kept_token_flags(ids: Sequence[int], kept_ids: Sequence[int]) -> list[bool]:
     return [index < beginning or index >= size - (kept_size - beginning) for index in range(size)]
 
 
-SignKind = Literal["text", "space", "newline", "mark"]
+# Characters that are not seen are shown by signs: no text of the data can change how a page or a terminal reads.
+_SIGNS = {" ": "·", "\n": "⏎", "\t": "⇥"}
 _HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"})
 # Letters and marks without a shape.
 _BLANK_CHARACTERS = frozenset("\u115f\u1160\u3164\uffa0\u2800\u034f\u17b4\u17b5")
-NEWLINE_SIGN, TAB_SIGN, SPACE_SIGN = "⏎", "⇥", "·"
 
 
-def split_signs(text: str) -> Iterator[tuple[SignKind, str]]:
-    """The text in runs of one kind: as it is, or as signs for what would not be seen. A line break is one `newline`, a
-    space one `·`, everything else a mark such as ⟨U+202E⟩."""
-    for kind, run in itertools.groupby(map(_character_sign, text), key=lambda one: one[0]):
-        if kind == "text":
-            yield kind, "".join(sign for _, sign in run)
-        else:
-            yield from run
-
-
-def _character_sign(character: str) -> tuple[SignKind, str]:
-    if character == " ":
-        return "space", SPACE_SIGN
-    if character == "\n":
-        return "newline", NEWLINE_SIGN
-    if character == "\t":
-        return "mark", TAB_SIGN
+def character_sign(character: str) -> str:
+    """A character that is seen, or the sign of one that is not: `·` for a space, ⟨U+202E⟩ and the like."""
+    if character in _SIGNS:
+        return _SIGNS[character]
     if "\udc80" <= character <= "\udcff":
-        return "mark", f"⟨0x{ord(character) - 0xDC00:02X}⟩"
+        return f"⟨0x{ord(character) - 0xDC00:02X}⟩"
     if unicodedata.category(character) in _HIDDEN_CATEGORIES or character in _BLANK_CHARACTERS:
-        return "mark", f"⟨U+{ord(character):04X}⟩"
-    return "text", character
+        return f"⟨U+{ord(character):04X}⟩"
+    return character
 
 
 def make_visible(text: str) -> str:
     """Text that is safe to show, on one line: spaces as they are, everything else that is not seen by its sign."""
-    return "".join(" " if kind == "space" else sign for kind, sign in split_signs(text))
+    return " ".join("".join(map(character_sign, word)) for word in text.split(" "))
 
 
-# --------------------------------------------------------------------------------------------------
-# The preview as an HTML page without network, script or anything outside itself.
+# --- plain text, and the terminal -------------------------------------------------------------------------------------
 
-# Tokens of one example on the page; of longer ones the middles of stretches are left out, with a count.
-MAX_PAGE_PIECES = 20_000
+# Foreground and background both, so that tokens can be read on dark and on light terminals.
+_TERMINAL_STYLES = {
+    "t": "grey93 on grey23",
+    "b": "on grey35",
+    "y": "pale_green1 on dark_green",
+    "o": "on green4",
+    "s": "bold underline",
+    "x": "on grey11 strike",
+    "gap": "italic",
+    "cut": "red",
+}
+
+
+def format_plain_lines(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIECES) -> list[str]:
+    """The example as plain text."""
+    body = "".join(text for text, _ in _mark_segments(row, max_pieces))
+    lines = [*filter(None, body.split("\n")), *row.problem_lines()]
+    return [f"Row {row.row_number:,} {row.summary()}", *(f"  {line}" for line in lines)]
+
+
+def format_terminal_text(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIECES) -> Any:
+    """The example as `rich.text.Text`: tokens on changing grounds, trained ones green, cut ones struck through."""
+    from rich.text import Text
+
+    problem_lines = [(f"  {line}\n", "bold red") for line in row.problem_lines()]
+    heading = (f"Row {row.row_number:,} {row.summary()}\n", "bold")
+    return Text.assemble(heading, *_mark_segments(row, max_pieces), "\n", *problem_lines)
+
+
+def _mark_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str]]:
+    """The row's segments with their styles: ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~."""
+    is_trained, is_kept, is_first = False, True, True
+    for segment in shown_segments(row, max_pieces):
+        style = " ".join(_TERMINAL_STYLES[name] for name in segment.classes.split())
+        piece = segment.piece
+        if segment.classes == "cut":
+            yield f"{']]' * is_trained}{'~~' * (not is_kept)}{segment.text}{'~~' * is_kept}", style
+            is_trained, is_kept, is_first = False, not is_kept, True
+        elif piece is None:
+            yield segment.text, style
+        else:
+            if piece.is_trained != is_trained:
+                yield ("]]", "[[")[piece.is_trained], ""
+            elif not is_first:
+                yield "¦", ""
+            is_trained, is_first = piece.is_trained, False
+            # nothing of a text may be taken for our marks
+            yield segment.text.replace("[[", "[\\[").replace("]]", "]\\]").replace("~~", "~\\~"), style
+    yield "]]" * is_trained + "~~" * (not is_kept), ""
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2129; --soft: #5b6472; --page: #fbfbfa; --line: #d9dce1; --a: #eceef1;
@@ -501,24 +442,22 @@ p { margin: .25rem 0; }
 .soft { color: var(--soft); }
 .bad { color: var(--bad); font-weight: 600; }
 section { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem; }
-ul.facts, ul.legend { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; list-style: none; margin: .25rem 0 .75rem;
-  padding: 0; }
-ul.facts { color: var(--soft); }
-.tokens { font: 14px/1.75 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace;
+pre { font: 14px/1.75 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace;
   white-space: pre-wrap; overflow-wrap: anywhere; }
 .t { background: var(--a); border-radius: 3px; padding: .08em 0; unicode-bidi: isolate; }
-.t.b { background: var(--b); }
-.t.y { background: var(--ta); }
-.t.y.b { background: var(--tb); }
-.t.s { color: var(--special); font-weight: 600; box-shadow: inset 0 0 0 1px currentColor; padding: .08em .2em; }
-.t.x { text-decoration: line-through; opacity: .6; }
-.t i { font-style: normal; color: var(--soft); }
-.t i.m { font-size: .85em; color: var(--bad); }
-.cut { display: block; margin: .4rem 0; padding: .1rem .5rem; border-left: 4px solid var(--bad); color: var(--bad);
-  font: 600 14px/1.5 system-ui, sans-serif; }
+.b { background: var(--b); }
+.y { background: var(--ta); }
+.o { background: var(--tb); }
+.s { color: var(--special); font-weight: 600; box-shadow: inset 0 0 0 1px currentColor; padding: .08em .2em; }
+.x { text-decoration: line-through; opacity: .6; }
+.cut { color: var(--bad); font-weight: 600; }
 .gap { color: var(--soft); font-style: italic; }
-pre { white-space: pre-wrap; border: 1px solid var(--line); border-radius: 4px; padding: .5rem; font-size: 13px; }
 """.strip()
+_LEGEND = """<p><span class="t">not</span><span class="t b"> trained</span> · <span class="t y">tra</span><span
+class="t y o">ined</span> · <span class="t s">special token</span> · <span class="t x">cut by max_seq_len</span></p>
+<p class="soft">· space, ⏎ line break, ⇥ tab, ⟨U+200B⟩ a character that is not seen, ⟨0xF0⟩ a byte that is no character;
+point at a token for its id</p>
+"""
 
 
 def render_html_page(
@@ -540,57 +479,19 @@ def render_html_page(
     )
 
 
-def _escape(text: str) -> str:
-    return html.escape(make_visible(text), quote=True)
-
-
-_LEGEND = f"""<ul class="legend"><li><span class="t">not</span><span class="t b"> trained</span></li>
-<li><span class="t y">tra</span><span class="t y b">ined</span></li><li><span class="t s">special token</span></li>
-<li><span class="t x">cut by max_seq_len</span></li>
-<li class="soft">{SPACE_SIGN} space, {NEWLINE_SIGN} line break, {TAB_SIGN} tab, ⟨U+200B⟩ a character that is not seen,
-⟨0xF0⟩ a byte that is no character; point at a token for its id</li></ul>
-"""
-
-
 def _render_section(row: PreviewRow, max_pieces: int) -> str:
-    facts = "".join(f"<li>{_escape(fact)}</li>" for fact in row.summary_lines())
-    parts = [
-        (row.reason, f'<p class="bad">Cannot be used: {_escape(row.reason)}</p>\n'),
-        (facts, f'<ul class="facts">{facts}</ul>\n'),
-        (row.pieces, f'<div class="tokens" dir="ltr">{"".join(_render_spans(row, max_pieces))}</div>\n'),
-        (row.raw_text, f"<pre>{_escape(row.raw_text)}</pre>\n"),
-    ]
-    body = "".join(part for is_present, part in parts if is_present)
+    spans = "".join(map(_render_segment, shown_segments(row, max_pieces)))
+    problems = "".join(f'<p class="bad">{_escape(line)}</p>\n' for line in row.problem_lines())
     return (
-        f'<section>\n<h2>Row {row.row_number:,}</h2>\n<p class="soft">{_escape(row.location)}</p>\n{body}</section>\n'
+        f'<section>\n<h2>Row {row.row_number:,}</h2>\n<p class="soft">{_escape(row.summary())}</p>\n'
+        f'<pre dir="ltr">{spans}</pre>\n{problems}</section>\n'
     )
 
 
-def _render_spans(row: PreviewRow, max_pieces: int) -> Iterator[str]:
-    position = 0
-    for index, item in row.shortened_items(max_pieces):
-        if isinstance(item, HiddenTokens):
-            position += item.tokens
-            yield f'<span class="gap">{html.escape(str(item))}</span>'
-        elif isinstance(item, str):
-            yield f'<span class="cut">{item}</span>'
-        else:
-            yield _render_span(item, position, is_odd=bool(index % 2))
-            position += len(item.ids)
+def _render_segment(segment: Segment) -> str:
+    title = f' title="id {", ".join(map(str, segment.piece.ids))}"' if segment.piece else ""
+    return f'<span class="{segment.classes}"{title}>{html.escape(segment.text)}</span>'
 
 
-def _render_span(piece: TokenPiece, position: int, *, is_odd: bool) -> str:
-    marks = [("t", True), ("b", is_odd), ("y", piece.is_trained), ("s", piece.is_special), ("x", not piece.is_kept)]
-    classes = " ".join(name for name, is_set in marks if is_set)
-    word = "id" if len(piece.ids) == 1 else "ids"
-    title = f"{word} {', '.join(map(str, piece.ids))} at {position}{', trained' if piece.is_trained else ''}"
-    return f'<span class="{classes}" title="{title}">{"".join(map(_render_sign, split_signs(piece.text)))}</span>'
-
-
-def _render_sign(run: tuple[SignKind, str]) -> str:
-    kind, sign = run
-    if kind == "text":
-        return html.escape(sign, quote=True)
-    if kind == "mark":
-        return f'<i class="m">{html.escape(sign, quote=True)}</i>'
-    return f"<i>{sign}</i>\n" if kind == "newline" else f"<i>{sign}</i><wbr>"
+def _escape(text: str) -> str:
+    return html.escape(make_visible(text))

@@ -1,4 +1,5 @@
-"""`make process`: raw files → checked conversations in one form, split, with a report.
+"""`make process`: raw files → checked conversations in one form, split, with a report; and `make style`, which gives
+these a system prompt by the file they came from.
 
 Each file is read with its own format. A row's split depends on its content alone, so that adding rows moves none of
 the others, and rows with the same content are in the same split; raw files that have splits of their own keep them.
@@ -7,30 +8,41 @@ Nothing is written where a row cannot be used, unless data.on_bad_row=skip.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from sft_play.answers import Answer
 from sft_play.config.schema import ProcessConfig, RunConfig, StyleConfig
 from sft_play.data.build.stats import RowStats, format_row_count
+from sft_play.data.build.survey import CHARACTERS_PER_TOKEN
 from sft_play.data.checks import judge_columns
 from sft_play.data.managed_outputs import OutputFolder, OutputWriteError
+from sft_play.data.masks.render import is_trained_turn
 from sft_play.data.near_duplicates import (
     SimilarityIndex,
     SketchMaker,
-    TextSketch,
     compared_text,
     long_questions,
     read_compared_texts,
 )
-from sft_play.data.process_report import MAX_LISTED, FileReport, Occurrences, ProcessReport, SplitReport, sort_by_count
-from sft_play.data.sources.examples import count_part_rows, read_example
+from sft_play.data.sources.examples import (
+    count_part_rows,
+    example_text,
+    find_system_prompt,
+    read_example,
+    set_system_prompt,
+)
 from sft_play.data.sources.files import FilePart, find_source, is_saved_dataset, list_parts, read_part, walk_data_files
 from sft_play.data.sources.formats import (
+    STYLED_KEY,
     TEMPLATE_KWARGS,
     Example,
     Text,
@@ -38,22 +50,246 @@ from sft_play.data.sources.formats import (
     detect_format,
     digest_share,
     is_processed_row,
+    recognise_format,
     require_known_columns,
+    to_example,
 )
 from sft_play.data.sources.messages import author_form, known_role_lines
 from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large_row
 from sft_play.data.sources.tables import list_split_names, split_from_name
-from sft_play.errors import DataError
+from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
 from sft_play.process.waiting import WaitProgress, report_wait
 from sft_play.text import GIB
 
 SPLIT_NAMES = ("train", "val", "test")
+OUTPUT_NAMES = (*(f"{name}.jsonl" for name in SPLIT_NAMES), "report.json")
 # Of memory that counting near-duplicates takes; leaving them out takes what it needs.
 MAX_INDEX_BYTES = 2 * GIB
-_MAX_LISTED_FILES = 50
+# Rows, or files, that are named of each problem; the rest is counted.
+MAX_LISTED = 20
+# Upper edges in tokens, inclusive, of the ranges that rows are counted in; one more range is above the last.
+LENGTH_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+# Without the chat template's own tokens: processing needs no model, and its rows may be trained with any.
+_LENGTH_NOTE = f"lengths are estimated at {CHARACTERS_PER_TOKEN:g} characters per token"
 
-_JSON_LINE_ENCODER = json.JSONEncoder(ensure_ascii=False)
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Occurrences:
+    """A count, and where the first of what was counted are."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, location: str) -> None:
+        """Count one more."""
+        self.count += 1
+        if len(self.first) < MAX_LISTED:
+            self.first.append(location)
+
+    def format_locations(self) -> str:
+        """The places, and how many more there are."""
+        return ", ".join(self.first) + _more(self.count, ", … and {} more")
+
+
+def _more(count: int, text: str) -> str:
+    return text.format(f"{count - MAX_LISTED:,}") if count > MAX_LISTED else ""
+
+
+@dataclass
+class FileReport:
+    """One raw file: its format, the split it names, its rows, and columns that are not used."""
+
+    name: str
+    format: str = ""
+    split: str | None = None
+    rows: int = 0
+    unused: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """The report in words."""
+        line = f"  {self.name}: {self.rows:,} rows, {self.format or 'no format'}"
+        if self.split:
+            line += f", split {self.split}"
+        if self.unused:
+            line += f"; columns not used: {', '.join(one_line(key, limit=40) for key in self.unused)}"
+        return line
+
+
+@dataclass
+class SplitReport:
+    """One written split: rows, turns by role, trained turns, and lengths in estimated tokens."""
+
+    rows: int = 0
+    text_rows: int = 0
+    roles: Counter[str] = field(default_factory=Counter)
+    trained_turns: int = 0
+    tokens: int = 0
+    # Rows by range of length.
+    lengths: list[int] = field(default_factory=lambda: [0] * (len(LENGTH_EDGES) + 1))
+    # Rows that are longer than max_seq_len.
+    rows_over_limit: int = 0
+    longest: int = 0
+
+    def count(self, example: Example, *, max_seq_len: int) -> None:
+        """Count a row."""
+        messages = getattr(example, "messages", ())
+        self.rows += 1
+        self.text_rows += isinstance(example, Text)
+        self.roles.update(message["role"] for message in messages)
+        self.trained_turns += sum(map(is_trained_turn, messages))
+        tokens = round(len(example_text(example)) / CHARACTERS_PER_TOKEN)
+        self.tokens += tokens
+        self.lengths[bisect.bisect_left(LENGTH_EDGES, tokens)] += 1
+        self.rows_over_limit += tokens > max_seq_len
+        self.longest = max(self.longest, tokens)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON."""
+        labels = [*(f"<= {edge}" for edge in LENGTH_EDGES), f"> {LENGTH_EDGES[-1]}"]
+        return {
+            "rows": self.rows,
+            "text_rows": self.text_rows,
+            "turns": self.roles.total(),
+            "roles": dict(sorted(self.roles.items())),
+            "trained_turns": self.trained_turns,
+            "tokens_estimated": self.tokens,
+            "token_lengths": dict(zip(labels, self.lengths, strict=True)),
+            "longest": self.longest,
+            "share_over_max_seq_len": round(self.rows_over_limit / self.rows, 6),
+        }
+
+    def lines(self, max_seq_len: int) -> list[str]:
+        """The report in words."""
+        turns, texts = "no turns", ""
+        if self.roles:
+            roles = ", ".join(f"{role} {count:,}" for role, count in self.roles.most_common())
+            turns = f"{self.roles.total():,} turns ({roles}), {self.trained_turns:,} of them trained"
+        if self.text_rows:
+            texts = f", {self.text_rows:,} of them plain text"
+        edges = itertools.pairwise([0, *LENGTH_EDGES])
+        ranges = [*(f"{low}-{high}" for low, high in edges), f"over {LENGTH_EDGES[-1]}"]
+        bars = [
+            f"{tokens}: {rows:,} ({rows / self.rows:.0%})"
+            for tokens, rows in zip(ranges, self.lengths, strict=True)
+            if rows
+        ]
+        return [
+            f"{format_row_count(self.rows)}{texts}; {turns}",
+            f"about {self.tokens:,} tokens an epoch, longest row {self.longest:,}; "
+            f"{self.rows_over_limit / self.rows:.1%} of the rows are over model.max_seq_len {max_seq_len:,} "
+            f"({_LENGTH_NOTE})",
+            f"rows by tokens: {', '.join(bars)}",
+        ]
+
+
+@dataclass
+class ProcessReport(Answer):
+    """What `make process` did: files, rows in, kept and dropped, duplicates, leaks, lengths."""
+
+    options: ProcessConfig
+    max_seq_len: int
+    files: list[FileReport] = field(default_factory=list)
+    splits: dict[str, SplitReport] = field(default_factory=dict)
+    dropped: dict[str, Occurrences] = field(default_factory=dict)
+    notes: dict[str, Occurrences] = field(default_factory=dict)
+    duplicates: Occurrences = field(default_factory=Occurrences)
+    leaks: Occurrences = field(default_factory=Occurrences)
+    # Rows that are nearly an earlier one, each with that and their similarity.
+    near_duplicates: Occurrences = field(default_factory=Occurrences)
+    # By each file of compare_with: the training rows that are nearly one of its rows.
+    overlaps: dict[str, Occurrences] = field(default_factory=dict)
+    has_own_splits: bool = False
+    skipped_files: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def rows_in(self) -> int:
+        """Rows of all files, those that cannot be used among them."""
+        return sum(file.rows for file in self.files)
+
+    @property
+    def rows_kept(self) -> int:
+        """Rows that were written."""
+        return sum(split.rows for split in self.splits.values())
+
+    def count_dropped(self, reason: str, location: str) -> None:
+        """Count a row that is left out."""
+        self.dropped.setdefault(reason, Occurrences()).add(location)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON, which report.json holds."""
+        options, to_dict = self.options, dataclasses.asdict
+        drops_near = {"ignore": None, "count": False, "drop": True}[options.near_duplicates]
+        return {
+            "ok": self.ok,
+            "out_dir": options.out_dir,
+            "rows_in": self.rows_in,
+            "rows_kept": self.rows_kept,
+            "rows_dropped": sum(places.count for places in self.dropped.values()),
+            "dropped": {reason: to_dict(places) for reason, places in self.dropped.items()},
+            "notes": {note: to_dict(places) for note, places in self.notes.items()},
+            "duplicates": {**to_dict(self.duplicates), "dropped": options.drop_duplicates},
+            "leaks": {**to_dict(self.leaks), "dropped": options.drop_leaks},
+            "near_duplicates": {**to_dict(self.near_duplicates), "dropped": drops_near},
+            "overlaps": {
+                name: {**to_dict(places), "dropped": options.drop_overlaps} for name, places in self.overlaps.items()
+            },
+            "own_splits": self.has_own_splits,
+            "splits": {name: split.as_json() for name, split in self.splits.items()},
+            # one pass over train; the chat template's own tokens come on top
+            "tokens_per_epoch_estimated": self.splits["train"].tokens,
+            "max_seq_len": self.max_seq_len,
+            "lengths_by": _LENGTH_NOTE,
+            "files": [to_dict(file) for file in self.files],
+            "files_left_alone": self.skipped_files,
+            "remarks": self.remarks,
+        }
+
+    def lines(self) -> list[str]:
+        """The report in words, one thing a line."""
+        options, file_count = self.options, len(self.files)
+        split_counts = ", ".join(f"{name} {split.rows:,}" for name, split in self.splits.items())
+        lines = [
+            f"Processed {format_row_count(self.rows_in)} of {file_count} file{'s' * (file_count != 1)}: "
+            f"{self.rows_kept:,} kept ({split_counts}) in {options.out_dir}"
+        ]
+        lines += [file.line() for file in self.files[:MAX_LISTED]]
+        lines += filter(None, [_more(file_count, "  … and {} more files")])
+        for title, counts in (("Left out", self.dropped), ("Note", self.notes)):
+            for reason, places in _sort_by_count(counts):
+                lines.append(f"{title}: {format_row_count(places.count)}: {reason}: {places.format_locations()}")
+        checks = [
+            ("Duplicates", self.duplicates, options.drop_duplicates, "drop_duplicates=true"),
+            ("Leaks (rows that are in another split too)", self.leaks, options.drop_leaks, "drop_leaks=true"),
+        ]
+        if options.near_duplicates != "ignore":
+            is_dropped = options.near_duplicates == "drop"
+            checks.append(("Near-duplicates", self.near_duplicates, is_dropped, "near_duplicates=drop"))
+        for file, places in self.overlaps.items():
+            checks.append((f"Training rows nearly in {file}", places, options.drop_overlaps, "drop_overlaps=true"))
+        for name, places, is_dropped, option in checks:
+            line = f"{name}: {places.count:,}"
+            if places.count:
+                outcome = "left out" if is_dropped else f"kept; data.process.{option} leaves them out"
+                line += f", {outcome}: {places.format_locations()}"
+            lines.append(line)
+        lines += self.remarks
+        if self.skipped_files:
+            names = ", ".join(self.skipped_files[:MAX_LISTED])
+            lines.append(f"Files not read, whose names are not those of data ({len(self.skipped_files)}): {names}")
+        for name, split in self.splits.items():
+            lines += [f"{name}: {line}" for line in split.lines(self.max_seq_len)]
+        return lines
+
+
+def _sort_by_count(counts: dict[str, Occurrences]) -> list[tuple[str, Occurrences]]:
+    return sorted(counts.items(), key=lambda item: (-item[1].count, item[0]))
+
+
+# --- raw files to processed rows --------------------------------------------------------------------------------------
 
 
 def split_by_digest(digest: bytes, *, val_fraction: float, test_fraction: float) -> str:
@@ -79,6 +315,9 @@ class _Processor:
         self._config = config
         self._options: ProcessConfig = config.data.process
         self._report = ProcessReport(self._options, config.model.max_seq_len)
+        self._output_folders = [
+            Path(folder).expanduser().resolve() for folder in (self._options.out_dir, config.data.style.out_dir)
+        ]
         self._faults: list[str] = []
         self._has_bad_rows = False
         # Digests of the rows of each split.
@@ -86,9 +325,9 @@ class _Processor:
         # The first file with chats, and the first with plain text: they are not processed together.
         self._first_file_by_kind: dict[str, str] = {}
         self._output_files: dict[str, TextIO] = {}
-        self._similarity_index = (
-            None if self._options.near_duplicates == "ignore" else SimilarityIndex(self._sketch_maker)
-        )
+        self._similarity_index: SimilarityIndex | None = None
+        if self._options.near_duplicates != "ignore":
+            self._similarity_index = SimilarityIndex(self._sketch_maker)
         # The rows of each file that training rows are compared with.
         self._indexes_by_file: dict[str, SimilarityIndex] = {}
         self._progress: WaitProgress
@@ -102,8 +341,7 @@ class _Processor:
         report = self._report
         parts = self._find_parts()
         self._index_other_rows(parts)
-        names = (*(f"{name}.jsonl" for name in SPLIT_NAMES), "report.json")
-        out = OutputFolder(Path(self._options.out_dir).expanduser(), names, force=force, command="process")
+        out = OutputFolder(Path(self._options.out_dir).expanduser(), OUTPUT_NAMES, force=force, command="process")
         total = functools.partial(count_part_rows, [part for part, _ in parts])
         with out, report_wait("Processing raw rows", unit="rows", count_total=total) as self._progress:
             for part, split in parts:
@@ -112,39 +350,38 @@ class _Processor:
             if self._similarity_index is not None and self._is_index_full:
                 report.remarks.append(
                     f"Near-duplicates: rows were compared with the first {len(self._similarity_index):,} that have "
-                    f"none "
-                    f"({MAX_INDEX_BYTES / GIB:g} GiB of memory); data.process.near_duplicates=drop compares with all"
+                    f"none ({MAX_INDEX_BYTES / GIB:g} GiB of memory); data.process.near_duplicates=drop compares with "
+                    "all"
                 )
             report.splits = {name: report.splits[name] for name in SPLIT_NAMES if name in report.splits}
             out.write_json("report.json", report.as_json())
         return report
 
-    def _output_folders(self) -> list[Path]:
-        data = self._config.data
-        return [Path(folder).expanduser().resolve() for folder in (data.process.out_dir, data.style.out_dir)]
+    def _is_output(self, path: Path) -> bool:
+        """Whether a command writes it: our own output may be in a folder below the raw files."""
+        return any(map(path.resolve().is_relative_to, self._output_folders))
+
+    # Rows that training rows are compared with.
 
     def _index_other_rows(self, parts: list[tuple[FilePart, str | None]]) -> None:
         """Index held-out rows, to find training rows near them; of data.val_path and data.test_path only files that are
         neither trained on nor written."""
         data, compare_paths = self._config.data, self._options.compare_with
-        known_paths = {Path(value).expanduser().resolve() for value in compare_paths}
-        known_paths |= {part.path.resolve() for part, split in parts if split not in ("val", "test")}
         for value in compare_paths:
             self._index_rows_of_file(value)
-        for held_out_path in (data.val_path, data.test_path) if self._similarity_index is not None else ():
-            path = Path(held_out_path or "").expanduser().resolve()
-            if (
-                held_out_path
-                and path.exists()
-                and path not in known_paths
-                and not any(map(path.is_relative_to, self._output_folders()))
-            ):
-                known_paths.add(path)
-                try:
-                    self._index_rows_of_file(held_out_path)
-                except DataError as error:
-                    remark = f"Training rows were not compared with {one_line(held_out_path)}: {error}"
-                    self._report.remarks.append(remark)
+        if self._similarity_index is None:
+            return
+        known_paths = {Path(value).expanduser().resolve() for value in compare_paths}
+        known_paths |= {part.path.resolve() for part, split in parts if split not in ("val", "test")}
+        for value in filter(None, (data.val_path, data.test_path)):
+            path = Path(value).expanduser().resolve()
+            if path in known_paths or not path.exists() or self._is_output(path):
+                continue
+            known_paths.add(path)
+            try:
+                self._index_rows_of_file(value)
+            except DataError as error:
+                self._report.remarks.append(f"Training rows were not compared with {one_line(value)}: {error}")
 
     def _index_rows_of_file(self, path_or_hub_id: str) -> None:
         index, name = SimilarityIndex(self._sketch_maker), one_line(path_or_hub_id)
@@ -154,6 +391,8 @@ class _Processor:
                 progress.add()
         self._indexes_by_file[name] = index
         self._report.overlaps[name] = Occurrences()
+
+    # The raw files.
 
     def _find_parts(self) -> list[tuple[FilePart, str | None]]:
         """The raw files with the splits that they name; the held-out ones first, so that leaks are seen."""
@@ -166,87 +405,78 @@ class _Processor:
         self._report.has_own_splits = 0 < held_out_count < len(splits_by_part)
         if not self._report.has_own_splits:
             return [(part, None) for part in splits_by_part]
-        present_splits = [
-            name for name in SPLIT_NAMES if name in {split or "train" for split in splits_by_part.values()}
-        ]
+        parts_by_split: dict[str, list[FilePart]] = {"val": [], "test": [], "train": []}
+        for part, split in splits_by_part.items():
+            parts_by_split[split or "train"].append(part)
+        present_splits = ", ".join(name for name in SPLIT_NAMES if parts_by_split[name])
         self._report.remarks.append(
-            f"The raw files have their own splits ({', '.join(present_splits)}); they are kept, and none is split off"
+            f"The raw files have their own splits ({present_splits}); they are kept, and none is split off"
         )
-        order = ("val", "test", "train")
-        return [(part, name) for name in order for part, split in splits_by_part.items() if (split or "train") == name]
+        return [(part, name) for name, parts in parts_by_split.items() for part in parts]
 
-    def _find_parts_in(self, path_or_hub_id: str) -> list[tuple[FilePart, str | None]]:
+    def _find_parts_in(self, path_or_hub_id: str) -> Iterator[tuple[FilePart, str | None]]:
         try:
             source = find_source(path_or_hub_id, encoding=self._config.data.encoding)
             parts = list_parts(source, wants_text=self._config.task_mode == "cpt")
         except DataError as error:
             raise DataError(f"data.process.raw_path: {error}") from None
-        root = source if isinstance(source, Path) and source.is_dir() else None
-        # Our own output may be in a folder below the raw files: it is not read again.
-        output_folders = self._output_folders()
-        parts = [part for part in parts if not any(map(part.path.resolve().is_relative_to, output_folders))]
+        parts = [part for part in parts if not self._is_output(part.path)]
         if not parts:
             raise DataError(
                 f"data.process.raw_path={one_line(path_or_hub_id)} is in the folder that is written to "
                 f"({self._options.out_dir}); give data.process.out_dir another one"
             )
-        if root is not None and not is_saved_dataset(root):
+        folder = source if isinstance(source, Path) and source.is_dir() else None
+        if folder is not None and not is_saved_dataset(folder):
             part_names = {part.name for part in parts}
-            self._report.skipped_files += [
-                one_line(str(item)) for item in walk_data_files(root) if str(item) not in part_names
-            ]
-        parts_with_splits: list[tuple[FilePart, str | None]] = []
+            skipped = [str(item) for item in walk_data_files(folder) if str(item) not in part_names]
+            self._report.skipped_files += map(one_line, skipped)
         for part in parts:
-            names = list_split_names(part.name, is_on_hub=part.kind == "hub") if part.kind in ("saved", "hub") else []
-            parts_with_splits += self._split_data_set(part, names) if names else [(part, _find_named_split(part, root))]
-        return parts_with_splits
-
-    def _split_data_set(self, part: FilePart, names: list[str]) -> list[tuple[FilePart, str | None]]:
-        parts_with_splits: list[tuple[FilePart, str | None]] = []
-        for name in names:
-            # `train_sft`, `test_gen`: the split may be the first word
-            split = split_from_name(name) or split_from_name(name.replace("_", "-").split("-")[0])
-            if split is None and len(names) > 1:
-                remark = (
-                    f"{one_line(part.name)}: its split {one_line(name)} is none of {', '.join(SPLIT_NAMES)}: not read"
-                )
-                self._report.remarks.append(remark)
-            else:
-                parts_with_splits.append((dataclasses.replace(part, split=name), split or "train"))
-        return parts_with_splits
+            names = []
+            if part.kind in ("saved", "hub"):
+                names = list_split_names(part.name, is_on_hub=part.kind == "hub")
+            for name in names:
+                # `train_sft`, `test_gen`: the split may be the first word
+                split = split_from_name(name) or split_from_name(name.replace("_", "-").split("-")[0])
+                if split or len(names) == 1:
+                    yield dataclasses.replace(part, split=name), split or "train"
+                else:
+                    location = f"{one_line(part.name)}: its split {one_line(name)}"
+                    self._report.remarks.append(f"{location} is none of {', '.join(SPLIT_NAMES)}: not read")
+            if not names:
+                yield part, _find_named_split(part, folder)
 
     def _process_part(self, part: FilePart, split: str | None, out: OutputFolder) -> None:
         """Check and write the rows of one raw file; its faults are kept for one message about all files."""
-        name = part.name if part.kind not in ("saved", "hub") else f"{part.name} ({part.split})"
-        file_report = FileReport(one_line(name, limit=4_000), split=split)
+        name = f"{part.name} ({part.split})" if part.kind in ("saved", "hub") else part.name
+        file_report, stats, error_text = FileReport(one_line(name, limit=4_000), split=split), RowStats(), ""
         self._report.files.append(file_report)
-        stats = RowStats()
         try:
             for example in self._read_examples(part, file_report):
                 file_report.rows += 1
                 self._progress.add()
-                if not isinstance(example, BadRow):
+                problem: BadRow | None
+                if isinstance(example, BadRow):
+                    problem = example
+                else:
                     stats.count_example(example)
-                problem = (
-                    example if isinstance(example, BadRow) else self._process_example(example, split, file_report, out)
-                )
+                    problem = self._process_example(example, split, file_report, out)
                 if problem is not None:
                     self._report.count_dropped(problem.reason, problem.where)
                     stats.count_bad(problem)
         except OutputWriteError:  # a full disk is no fault of the raw file
             raise
         except DataError as error:
-            self._faults.append(_format_file_fault(file_report, stats, str(error)))
-            return
-        finally:
-            self._has_bad_rows = self._has_bad_rows or bool(stats.bad_rows)
-            file_report.unused = list(dict.fromkeys(name for name, _, _ in stats.unused_columns))[:MAX_LISTED]
-            for finding in judge_columns(stats, self._config.data):
-                self._report.remarks += (
-                    [f"{file_report.name}: columns {finding.found}"] if finding.verdict == "WARN" else []
-                )
-        if stats.bad_rows and self._config.data.on_bad_row == "fail":
-            self._faults.append(_format_file_fault(file_report, stats))
+            error_text = str(error)
+        file_report.unused = list(dict.fromkeys(name for name, _, _ in stats.unused_columns))[:MAX_LISTED]
+        self._report.remarks += [
+            f"{file_report.name}: columns {finding.found}"
+            for finding in judge_columns(stats, self._config.data)
+            if finding.verdict == "WARN"
+        ]
+        self._has_bad_rows |= bool(stats.bad_rows)
+        if error_text or (stats.bad_rows and self._config.data.on_bad_row == "fail"):
+            self._faults.append(_format_file_fault(file_report, stats, error_text))
 
     def _read_examples(self, part: FilePart, file_report: FileReport) -> Iterator[Example | BadRow]:
         # rows are written without data.style, which make style or a run adds
@@ -258,158 +488,141 @@ class _Processor:
             example = read_example(raw, row_format, data)
             if isinstance(raw, RawRow) and not isinstance(example, BadRow) and is_processed_row(raw.data):
                 source = raw.data["source"]  # as it was processed before
-                example = dataclasses.replace(example, where=source) if isinstance(source, str) and source else example
+                if isinstance(source, str) and source:
+                    example = dataclasses.replace(example, where=source)
             yield example
 
     def _process_example(
         self, example: Example, split: str | None, file_report: FileReport, out: OutputFolder
     ) -> BadRow | None:
         """Count one example, choose its split and write it; a bad row where it is too large to be read again."""
-        report = self._report
+        report, options = self._report, self._options
         digest = content_digest(example)
-        line = _JSON_LINE_ENCODER.encode(processed_row(example, digest))
+        line = json.dumps(processed_row(example, digest), ensure_ascii=False)
         # a character takes at most 4 bytes, so only long lines have to be encoded to know their size
         if len(line) > MAX_ROW_BYTES // 4 and (size := len(line.encode("utf-8", "replace"))) > MAX_ROW_BYTES:
             return too_large_row(example.where, size)
-        options = self._options
-        target_split = split or split_by_digest(
-            digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction
-        )
+        if split is None:
+            split = split_by_digest(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
         for note in example.notes:
             report.notes.setdefault(note, Occurrences()).add(example.where)
-        is_new = not any(digest[:16] in digests for digests in self._digests_by_split.values())
-        if self._check_duplicate(digest[:16], target_split, example.where) or self._check_similar(
-            example, target_split, is_new=is_new
-        ):
+        reason = self._find_repeat(example, digest[:16], split)
+        if reason:
+            report.count_dropped(reason, example.where)
             return None
-        self._first_file_by_kind.setdefault("text" if isinstance(example, Text) else "chats", file_report.name)
-        if self._faults:
-            return None  # nothing will be written; the rest is read to list all faults
-        if target_split not in self._output_files:  # a split without rows gets no file
-            self._output_files[target_split] = out.open(f"{target_split}.jsonl")
-        self._output_files[target_split].write(line + "\n")
-        report.splits.setdefault(target_split, SplitReport()).count(example, max_seq_len=report.max_seq_len)
+        kind = "text" if isinstance(example, Text) else "chats"
+        self._first_file_by_kind.setdefault(kind, file_report.name)
+        if not self._faults:  # else nothing will be written; the rest is read to list all faults
+            if split not in self._output_files:  # a split without rows gets no file
+                self._output_files[split] = out.open(f"{split}.jsonl")
+            self._output_files[split].write(line + "\n")
+            report.splits.setdefault(split, SplitReport()).count(example, max_seq_len=report.max_seq_len)
         return None
 
-    def _check_duplicate(self, key: bytes, target_split: str, location: str) -> bool:
-        report, split_digests = self._report, self._digests_by_split[target_split]
-        is_dropped = False
-        if key in split_digests:
-            report.duplicates.add(location)
-            is_dropped = self._options.drop_duplicates
-            if is_dropped:
-                report.count_dropped("a duplicate of an earlier row", location)
-        split_digests.add(key)
-        # The held-out splits come first where raw files have their own, so a row of train knows whether they hold it.
-        other_splits = [
-            name for name in SPLIT_NAMES[SPLIT_NAMES.index(target_split) + 1 :] if key in self._digests_by_split[name]
-        ]
-        if other_splits or (target_split == "test" and key in self._digests_by_split["val"]):
-            report.leaks.add(f"{location} ({' and '.join(other_splits) or 'val'})")
-            # from train alone: the held-out rows stay the same whatever is trained on
-            if self._options.drop_leaks and target_split == "train" and not is_dropped:
-                report.count_dropped("stands in val or test too", location)
-                is_dropped = True
-        return is_dropped
+    # Rows that are there already, or nearly.
 
-    def _check_similar(self, example: Example, target_split: str, *, is_new: bool) -> bool:
-        """Whether a row is left out as nearly a held-out or an earlier one; counts it either way. What is nearly an
-        earlier row is not compared with later ones."""
-        report, is_dropped = self._report, False
-        if self._similarity_index is None and not self._indexes_by_file:
-            return False
-        if not is_new and (target_split != "train" or not self._indexes_by_file):
-            return False
+    def _find_repeat(self, example: Example, key: bytes, split: str) -> str:
+        """Count what a row repeats; why it is left out for it, "" where it is kept."""
+        report, options = self._report, self._options
+        splits_with_row = [name for name, digests in self._digests_by_split.items() if key in digests]
+        self._digests_by_split[split].add(key)
+        reason = ""
+        if split in splits_with_row:
+            report.duplicates.add(example.where)
+            reason = "a duplicate of an earlier row" * options.drop_duplicates
+        # The held-out splits come first where raw files have their own, so a row of train knows whether they hold it.
+        other_splits = [name for name in splits_with_row if name != split]
+        if other_splits:
+            report.leaks.add(f"{example.where} ({' and '.join(other_splits)})")
+            # from train alone: the held-out rows stay the same whatever is trained on
+            if options.drop_leaks and split == "train":
+                reason = reason or "stands in val or test too"
+        if reason:
+            return reason
+        is_compared = split == "train" and bool(self._indexes_by_file)
+        if is_compared or (self._similarity_index is not None and not splits_with_row):
+            return self._find_similar(example, is_compared=is_compared, is_new=not splits_with_row)
+        return ""
+
+    def _find_similar(self, example: Example, *, is_compared: bool, is_new: bool) -> str:
+        """Count a row as nearly a held-out or an earlier one; why it is left out for it. What is nearly an earlier row
+        is not compared with later ones. `is_compared`: with the rows of other files."""
+        report, options, reason = self._report, self._options, ""
         sketch = self._sketch_maker.sketch(compared_text(example))
-        if target_split == "train" and self._indexes_by_file:
-            is_dropped = self._check_held_out(
-                example, [sketch, *map(self._sketch_maker.sketch, long_questions(example))]
-            )
-        if self._similarity_index is None or is_dropped or not is_new:
-            return is_dropped
+        sketches = [sketch]
+        if is_compared:
+            sketches += map(self._sketch_maker.sketch, long_questions(example))
+        for name, index in self._indexes_by_file.items() if is_compared else ():
+            match = max(filter(None, map(index.nearest, sketches)), default=None)
+            if match is not None:
+                report.overlaps[name].add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
+                reason = "nearly a row of a held-out file" * options.drop_overlaps
+        if self._similarity_index is None or reason or not is_new:
+            return reason
         match = self._similarity_index.nearest(sketch)
         if match is not None:
             report.near_duplicates.add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
-            if self._options.near_duplicates == "drop":
-                report.count_dropped("nearly an earlier row", example.where)
-                return True
-        elif not self._is_index_full:
+            return "nearly an earlier row" * (options.near_duplicates == "drop")
+        if not self._is_index_full:
             self._similarity_index.add(sketch, example.where)
-        return False
+        return ""
 
     @property
     def _is_index_full(self) -> bool:
+        index = self._similarity_index
         is_counting_only = self._options.near_duplicates == "count"
-        return (
-            is_counting_only
-            and self._similarity_index is not None
-            and self._similarity_index.memory_bytes >= MAX_INDEX_BYTES
-        )
-
-    def _check_held_out(self, example: Example, sketches: list[TextSketch]) -> bool:
-        report, is_dropped = self._report, False
-        for name, index in self._indexes_by_file.items():
-            match = max((candidate for sketch in sketches if (candidate := index.nearest(sketch))), default=None)
-            if match is not None:
-                report.overlaps[name].add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
-                if self._options.drop_overlaps and not is_dropped:
-                    report.count_dropped("nearly a row of a held-out file", example.where)
-                    is_dropped = True
-        return is_dropped
+        return is_counting_only and index is not None and index.memory_bytes >= MAX_INDEX_BYTES
 
     def _check_results(self) -> None:
-        report = self._report
+        report, options = self._report, self._options
         if self._faults:
-            listed_faults = self._faults[:_MAX_LISTED_FILES]
-            unlisted = len(self._faults) - len(listed_faults)
-            ending = [f"… and {unlisted} more files"] if unlisted else []
-            can_skip = self._has_bad_rows and self._config.data.on_bad_row == "fail"
-            skip_hint = ", or leave rows out, counted, with data.on_bad_row=skip" if can_skip else ""
-            advice = f"fix {'them' if can_skip or len(self._faults) > 1 else 'it'}{skip_hint}; nothing was written"
-            raise DataError("\n".join([*listed_faults, *ending, advice]))
+            more = filter(None, [_more(len(self._faults), "… and {} more files")])
+            advice = "fix it" if len(self._faults) == 1 else "fix them"
+            if self._has_bad_rows and self._config.data.on_bad_row == "fail":
+                advice = "fix them, or leave rows out, counted, with data.on_bad_row=skip"
+            raise DataError("\n".join([*self._faults[:MAX_LISTED], *more, f"{advice}; nothing was written"]))
         if len(self._first_file_by_kind) > 1:
             raise DataError(
                 f"the raw files mix chats ({self._first_file_by_kind['chats']}) and plain text "
-                f"({self._first_file_by_kind['text']}), which are "
-                "trained in different ways; process them separately, each with its own data.process.raw_path "
-                "and out_dir"
+                f"({self._first_file_by_kind['text']}), which are trained in different ways; process them separately, "
+                "each with its own data.process.raw_path and out_dir"
             )
         if not report.rows_kept:
-            reasons = "; ".join(f"{places.count:,} x {reason}" for reason, places in sort_by_count(report.dropped))
+            reasons = "; ".join(f"{places.count:,} x {reason}" for reason, places in _sort_by_count(report.dropped))
             raise DataError(f"no row is left of {report.rows_in:,} ({reasons or 'the files have none'})")
         if "train" not in report.splits:
             raise DataError(
                 f"all {report.rows_kept:,} rows fall into {' and '.join(report.splits)}, none into train; set "
                 "data.process.val_fraction=0 and test_fraction=0, or give more rows"
             )
-        for name, share in (("val", self._options.val_fraction), ("test", self._options.test_fraction)):
-            if name not in report.splits and share and not report.has_own_splits:
+        for name, share in (("val", options.val_fraction), ("test", options.test_fraction)):
+            if name in report.splits:
+                continue
+            if report.has_own_splits:
+                report.remarks.append(f"The raw files have no {name} rows: {name}.jsonl is not written")
+            elif share:
                 report.remarks.append(
                     f"No row falls into {name} ({name}_fraction {share:g} of {format_row_count(report.rows_kept)}): "
                     f"{name}.jsonl is not written"
                 )
-            elif name not in report.splits and report.has_own_splits:
-                report.remarks.append(f"The raw files have no {name} rows: {name}.jsonl is not written")
 
 
-def _find_named_split(part: FilePart, root: Path | None) -> str | None:
+def _find_named_split(part: FilePart, folder: Path | None) -> str | None:
+    """The split that a file's name says, or the name of a folder that it is in, the nearest first."""
     path = Path(part.name)
-    name = path.name.lower().removesuffix(".gz")
-    stem = name.removesuffix(Path(name).suffix)
-    folders = path.relative_to(root).parts[:-1] if root is not None and path.is_relative_to(root) else ()
-    return next((split for word in (stem, *reversed(folders)) if (split := split_from_name(word))), None)
+    names = [path.name.lower().removesuffix(".gz").rpartition(".")[0] or path.name]
+    if folder is not None:
+        names += reversed(path.relative_to(folder).parts[:-1])
+    return next(filter(None, map(split_from_name, names)), None)
 
 
-def _format_file_fault(file_report: FileReport, stats: RowStats, error: str = "") -> str:
+def _format_file_fault(file_report: FileReport, stats: RowStats, error: str) -> str:
     lines = []
     if stats.bad_rows:
         head, *rows = bad_row_lines(f"{file_report.rows:,} rows", stats.bad_rows, stats.first_bad_rows)
-        lines = [
-            f"{file_report.name}: {head}",
-            *rows,
-            *(f"  {line}" for line in known_role_lines(stats.bad_rows, stats.turns)),
-        ]
-    return "\n".join([*lines, *([error] if error else [])])
+        role_lines = [f"  {line}" for line in known_role_lines(stats.bad_rows, stats.turns)]
+        lines = [f"{file_report.name}: {head}", *rows, *role_lines]
+    return "\n".join(filter(None, [*lines, error]))
 
 
 def processed_row(example: Example, digest: bytes) -> dict[str, Any]:
@@ -435,3 +648,88 @@ def read_processed(path: Path) -> Iterator[RawRow]:
         if "messages" not in row.data and "text" not in row.data:
             raise DataError(f"{row.where}: neither messages nor text; make process writes rows of that form")
         yield row
+
+
+# --- processed rows to rows with a system prompt ----------------------------------------------------------------------
+
+_OUTCOMES = ("set", "prepended", "replaced", "left", "text")
+
+
+@dataclass
+class StyleReport(Answer):
+    """What became of the system prompts: counts by split of set, prepended, replaced, left, and rows of text."""
+
+    out_dir: str
+    splits: dict[str, Counter[str]] = field(default_factory=dict)
+    unused_globs: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> Counter[str]:
+        """The counts of all splits."""
+        return sum(self.splits.values(), Counter())
+
+    def lines(self) -> list[str]:
+        """The report in words."""
+        lines = [f"Styled {format_row_count(self.total.total())} into {self.out_dir}: {_format_outcomes(self.total)}"]
+        for name, counts in self.splits.items():
+            lines.append(f"  {name}: {format_row_count(counts.total())}, {_format_outcomes(counts)}")
+        return [*lines, *(f"data.style.per_source: no row's source matches {one_line(g)}" for g in self.unused_globs)]
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON, which report.json holds."""
+        splits = {name: {outcome: counts[outcome] for outcome in _OUTCOMES} for name, counts in self.splits.items()}
+        total = {outcome: self.total[outcome] for outcome in _OUTCOMES}
+        return {"ok": self.ok, "out_dir": self.out_dir, **total, "splits": splits, "unused_globs": [*self.unused_globs]}
+
+
+def _format_outcomes(counts: Counter[str]) -> str:
+    words = {outcome: outcome for outcome in _OUTCOMES} | {"text": "rows of plain text untouched"}
+    return ", ".join(f"{counts[outcome]:,} {word}" for outcome, word in words.items() if counts[outcome]) or "none"
+
+
+def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> StyleReport:
+    """Write the splits of `data.process.out_dir` to `data.style.out_dir` with their system prompts: that of the first
+    glob of `data.style.per_source` that matches, else `text` (STYLE=), else `data.style.system`. Raises ConfigError
+    without a prompt, DataError without processed rows or where edited files would be written over."""
+    options = config.data.style
+    if text is not None:
+        options = options.model_copy(update={"system": text})
+    if not (options.system or "").strip() and not options.per_source:
+        raise ConfigError(
+            "no system prompt is given: make style STYLE='You are terse.', or data.style.system, or "
+            "data.style.per_source={'*faq*': 'You answer briefly.'}"
+        )
+    source, target = (Path(path).expanduser() for path in (config.data.process.out_dir, options.out_dir))
+    if source.resolve() == target.resolve():
+        raise ConfigError(f"data.style.out_dir={options.out_dir} is data.process.out_dir; give it another folder")
+    names = [name for name in SPLIT_NAMES if name == "train" or (source / f"{name}.jsonl").is_file()]
+    report, unused_globs = StyleReport(str(target)), dict.fromkeys(options.per_source)
+    with OutputFolder(target, OUTPUT_NAMES, force=force, command="style") as output:
+        for name in names:
+            path, file = source / f"{name}.jsonl", output.open(f"{name}.jsonl")
+            counts = report.splits.setdefault(name, Counter())
+            total = functools.partial(count_part_rows, [FilePart(str(path), "lines")])
+            with report_wait(f"Styling {name} rows", unit="rows", count_total=total) as progress:
+                for row in read_processed(path):
+                    prompt, glob = find_system_prompt(str(row.data.get("source")), options)
+                    unused_globs.pop(glob, None)
+                    styled_row, outcome = _style_row(row, options, prompt)
+                    counts[outcome] += 1
+                    file.write(json.dumps(styled_row, ensure_ascii=False) + "\n")
+                    progress.add()
+        report.unused_globs = tuple(unused_globs)
+        output.write_json("report.json", report.as_json())
+    return report
+
+
+def _style_row(row: RawRow, options: StyleConfig, prompt: str) -> tuple[dict[str, Any], str]:
+    """Set the row's system prompt; return the new row and one of `_OUTCOMES`."""
+    row_format = recognise_format(row.data)
+    assert row_format is not None  # it has messages, or text
+    example = to_example(row, row_format)
+    if isinstance(example, BadRow):
+        raise DataError(f"{example}; make process writes it again")
+    styled, outcome = set_system_prompt(example, options, prompt)
+    if isinstance(styled, Text):
+        return row.data, outcome
+    return {**row.data, "messages": [author_form(message) for message in styled.messages], STYLED_KEY: True}, outcome

@@ -42,7 +42,7 @@ from sft_play.models.config_json import (
 from sft_play.planner.batching import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit
 from sft_play.process.waiting import importing, report_wait
-from sft_play.trace.block_meter import load_run_model_shape
+from sft_play.trace.confirm import load_run_model_shape
 
 # Helpers of commands that look at rows before anything trains: load a run's tokenizer and row
 # renderer, choose the stage whose rows are shown, and refuse to overwrite a source.

@@ -11,8 +11,9 @@ whether a run may continue with them, and `make check` says what they mean.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
-import itertools
 import json
 import pickle
 import shutil
@@ -35,7 +36,7 @@ from sft_play.data.masks.token_row import CHAT, TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import count_part_rows, read_example
 from sft_play.data.sources.files import AnySource, FilePart, list_parts, read_part, source_digest
-from sft_play.data.sources.formats import Chat, Example, RowFormat, content_digest, detect_format, digest_share
+from sft_play.data.sources.formats import Chat, Example, RowFormat, Text, content_digest, detect_format, digest_share
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir, hold_lock
@@ -48,7 +49,6 @@ from sft_play.process.waiting import WaitProgress, report_wait
 # kept `chat` (JSON).
 
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
-_JSON_ENCODER = json.JSONEncoder(ensure_ascii=False)
 _SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
 # Rows that are written together: so many, or so many tokens.
 _BATCH_ROWS, _BATCH_TOKENS = 256, 1 << 18
@@ -85,20 +85,21 @@ class RowWriter:
     def _write_batch(self) -> None:
         if not self._pending:
             return
-        rows = [row for row, _ in self._pending]
-        offsets, ids = _concatenate([row.input_ids for row in rows])
-        label_offsets, labels = _concatenate([row.labels for row in rows])
-        sources = np.array([row.source != CHAT for row in rows], np.int8)
-        columns = [_to_list_array(offsets, ids), _to_list_array(label_offsets, labels), _to_arrow(sources)]
+        columns: dict[str, list[Any]] = {
+            "input_ids": [row.input_ids for row, _ in self._pending],
+            "labels": [row.labels for row, _ in self._pending],
+            "source": [int(row.source != CHAT) for row, _ in self._pending],
+        }
         if self._keeps_chats:
-            chats = (example if isinstance(example, Chat) else None for _, example in self._pending)
-            chat_texts = [
-                chat and _JSON_ENCODER.encode([chat.where, chat.messages, chat.tools, chat.template_kwargs])
-                for chat in chats
-            ]
-            columns.append(pa.array(chat_texts, pa.string()))
-        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+            columns["chat"] = [_chat_to_json(example) for _, example in self._pending]
+        self._stream.write_batch(pa.RecordBatch.from_pydict(columns, schema=self._schema))
         self._pending, self._tokens = [], 0
+
+
+def _chat_to_json(example: Example) -> str | None:
+    if not isinstance(example, Chat):
+        return None
+    return json.dumps([example.where, example.messages, example.tools, example.template_kwargs], ensure_ascii=False)
 
 
 def chat_from_json(text: str) -> Chat:
@@ -128,28 +129,9 @@ def write_blocks(output_path: Path, paths: Sequence[Path], block_size: int, *, k
 
 
 def _make_block_batch(tokens: Any, block_size: int) -> Any:
-    column = _to_list_array(
-        np.arange(0, len(tokens) + 1, block_size, dtype=np.int32), np.ascontiguousarray(tokens, np.int32)
-    )
-    sources = _to_arrow(np.ones(len(tokens) // block_size, np.int8))
-    return pa.record_batch([column, column, sources], schema=_SCHEMA)
-
-
-def _concatenate(token_lists: Sequence[Sequence[int]]) -> tuple[Any, Any]:
-    """Join lists of tokens: their offsets (int32, [lists + 1]) and all tokens (int32, [tokens])."""
-    lengths = np.fromiter(map(len, token_lists), np.int32, len(token_lists))
-    offsets = np.zeros(len(token_lists) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets, np.fromiter(itertools.chain.from_iterable(token_lists), np.int32, int(offsets[-1]))
-
-
-def _to_arrow(values: Any) -> Any:
-    """A numpy array of integers as an Arrow one; `pyarrow.array` would import pandas first, which takes 0.5 s."""
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-def _to_list_array(offsets: Any, tokens: Any) -> Any:
-    return pa.ListArray.from_arrays(_to_arrow(offsets), _to_arrow(tokens))
+    offsets = np.arange(0, len(tokens) + 1, block_size, dtype=np.int32)
+    column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))
+    return pa.record_batch([column, column, pa.array(np.ones(len(offsets) - 1, np.int8))], schema=_SCHEMA)
 
 
 # The two sides of a source: rows that it keeps, and rows that are split off for validation.
@@ -168,13 +150,15 @@ _OPTIONS_NOT_IN_KEY = frozenset(
 class BuildRecipe:
     """How rows are made from examples: all that another process needs. `is_document`: plain text, joined and cut
     into blocks of max_seq_len; else rows of chats. `held_out_share` of the examples, by content hash, are split off;
-    `keeps_chats` keeps the conversations beside their tokens."""
+    `text_span` is the part of each document that is read, as shares of its characters; `keeps_chats` keeps the
+    conversations beside their tokens."""
 
     tokenizer: TokenizerParts
     data: DataConfig
     max_seq_len: int
     today: date
     is_document: bool = False
+    text_span: tuple[float, float] = (0.0, 1.0)
     held_out_share: float = 0.0
     keeps_chats: bool = False
     task_mode: str = "sft"
@@ -185,7 +169,7 @@ class BuiltRows:
     """The token rows of a source: Arrow files, and counts of rows, each by KEPT_SIDE and HELD_OUT_SIDE."""
 
     folder: Path
-    files: dict[str, tuple[str, ...]]
+    files: dict[str, list[str]]
     stats: dict[str, RowStats]
 
     def dataset(self, name: str) -> Any:
@@ -238,7 +222,9 @@ def _cache_key(source: AnySource, parts: Sequence[FilePart], recipe: BuildRecipe
         "options": options,
         "limit": recipe.max_seq_len,
         "date": str(recipe.today) if recipe.tokenizer.writes_date and not recipe.data.template_date else "",
-        "kind": [split, recipe.is_document, recipe.held_out_share, recipe.keeps_chats, recipe.task_mode],
+        "kind": [
+            *(split, recipe.is_document, recipe.text_span, recipe.held_out_share, recipe.keeps_chats, recipe.task_mode)
+        ],
         "source": str(source),
         "content": [[part.name, part.kind, _content_digest(part)] for part in parts],
     }
@@ -295,56 +281,48 @@ def _build_cache(
         files, stats = _build_rows(temporary_folder, parts, recipe, split, workers)
         if recipe.is_document:
             for side, document_files in files.items():
-                blocks_file, is_held_out = f"{side}.blocks.arrow", split != "train" or side == HELD_OUT_SIDE
+                is_held_out = split != "train" or side == HELD_OUT_SIDE or recipe.text_span[0] > 0
+                blocks_path = temporary_folder / f"{side}.blocks.arrow"
                 paths = [temporary_folder / file for file in document_files]
-                write_blocks(temporary_folder / blocks_file, paths, recipe.max_seq_len, keeps_short=is_held_out)
-                files[side] = (blocks_file,)
+                write_blocks(blocks_path, paths, recipe.max_seq_len, keeps_short=is_held_out)
+                files[side] = [blocks_path.name]
         (temporary_folder / _META_FILE).write_bytes(pickle.dumps((files, stats)))
     return BuiltRows(folder, files, stats)
 
 
-_SideFiles = dict[str, tuple[str, ...]]
 _SideStats = dict[str, RowStats]
 
 
 def _build_rows(
     folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, split: str, workers: int | str
-) -> tuple[_SideFiles, _SideStats]:
+) -> tuple[dict[str, list[str]], _SideStats]:
     total_bytes = total_file_bytes(parts)
-    requested_workers = worker_count(workers, total_bytes)
-    jobs = _plan_jobs(folder, parts, recipe, workers=requested_workers, total_bytes=total_bytes)
-    workers_used = min(requested_workers, len(jobs))
+    workers = worker_count(workers, total_bytes)
+    jobs: list[_BuildJob] = []
+    for part in parts:
+        row_format = detect_format(read_part(part), recipe.data)[1]
+        for piece in split_for_workers(part, workers=workers, total_bytes=total_bytes):
+            jobs.append(_BuildJob(len(jobs), piece, row_format, str(folder)))
+    workers = min(workers, len(jobs))
     files: dict[str, list[str]] = {KEPT_SIDE: [], HELD_OUT_SIDE: []}
     stats = _empty_stats(recipe)
     with report_wait(f"Tokenising {split} rows", unit="rows", count_total=lambda: count_part_rows(parts)) as progress:
-        if workers_used > 1:
-            results = run_jobs(jobs, _BuildWorker, recipe, workers=workers_used)
+        if workers > 1:
+            results = run_jobs(jobs, _BuildWorker, recipe, workers=workers)
         else:
-            maker = _BuildWorker(recipe)
-            results = (maker(job, progress=progress) for job in jobs)
+            results = map(functools.partial(_BuildWorker(recipe), progress=progress), jobs)
         for job_files, job_stats in results:
-            progress.add(job_stats[KEPT_SIDE].rows if workers_used > 1 else 0)
+            if workers > 1:
+                progress.add(job_stats[KEPT_SIDE].rows)
             for name, counts in stats.items():
                 counts.add(job_stats[name])
             for name, file in job_files.items():
                 files[name].append(file)
-    formats = [name for name, _ in stats[KEPT_SIDE].formats.most_common()] + [
-        job.row_format.name for job in jobs if job.row_format
-    ]
+    formats = [name for name, _ in stats[KEPT_SIDE].formats.most_common()]
+    formats += [job.row_format.name for job in jobs if job.row_format]
     for side_stats in stats.values():
         side_stats.format = ", ".join(dict.fromkeys(formats)) or side_stats.format
-    return {name: tuple(names) for name, names in files.items()}, stats
-
-
-def _plan_jobs(
-    folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, *, workers: int, total_bytes: int
-) -> list[_BuildJob]:
-    jobs: list[_BuildJob] = []
-    for part in parts:
-        row_format = detect_format(read_part(part), recipe.data)[1]
-        pieces = split_for_workers(part, workers=workers, total_bytes=total_bytes)
-        jobs += [_BuildJob(len(jobs) + offset, piece, row_format, str(folder)) for offset, piece in enumerate(pieces)]
-    return jobs
+    return files, stats
 
 
 def _empty_stats(recipe: BuildRecipe) -> _SideStats:
@@ -382,11 +360,8 @@ class _BuildWorker:
             examples = self._read_examples(job, stats, held_out_flags, progress)
             for outcome in self._row_renderer.render_rows(examples, is_document=recipe.is_document):
                 assert not isinstance(outcome, BadRow)
-                side, whole_row, row = (
-                    HELD_OUT_SIDE if held_out_flags[outcome.row_number - 1] else KEPT_SIDE,
-                    outcome.whole_row,
-                    outcome.row,
-                )
+                whole_row, row = outcome.whole_row, outcome.row
+                side = (KEPT_SIDE, HELD_OUT_SIDE)[held_out_flags[outcome.row_number - 1]]
                 if whole_row is None:
                     assert isinstance(row, BadRow)
                     stats[side].count_unmasked(row)
@@ -425,8 +400,18 @@ class _BuildWorker:
                 continue
             if job.row_format is not None:
                 kept_stats.formats[job.row_format.name] += 1
-            if not self._recipe.is_document:
+            if self._recipe.is_document:
+                example = self._cut_document(example)
+            else:
                 example = self._row_renderer.renderer.recover_chat(example)
+            if isinstance(example, Text) and not example.text.strip():
+                continue  # a document's end may be blank
             held_out_flags[-1] = held_out_share > 0 and digest_share(content_digest(example)) < held_out_share
-            stats[HELD_OUT_SIDE if held_out_flags[-1] else KEPT_SIDE].count_example(example)
+            stats[(KEPT_SIDE, HELD_OUT_SIDE)[held_out_flags[-1]]].count_example(example)
             yield row_number, example
+
+    def _cut_document(self, example: Example) -> Example:
+        if not isinstance(example, Text) or self._recipe.text_span == (0.0, 1.0):
+            return example
+        start, end = (int(len(example.text) * share) for share in self._recipe.text_span)
+        return dataclasses.replace(example, text=example.text[start:end])

@@ -24,7 +24,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.build import HELD_OUT_SIDE, KEPT_SIDE, BuildRecipe, BuiltRows, build_rows, chat_from_json
 from sft_play.data.build.stats import RowStats, count_shared_rows
 from sft_play.data.checks import judge_split
-from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader
@@ -241,7 +240,16 @@ def count_source_rows(
     built now. Raises DataError as `build_splits` does."""
     require_known_columns(config.data)
     builder = _SplitBuilder(config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today())
-    return builder.count_rows(source, data_part, has_val=has_val)
+    split, share, is_text = data_part_split(data_part), 0.0, data_part == "text"
+    if is_text:
+        split, share = "train", builder.held_out_text_share(has_val=has_val)
+    elif split == "train" and not has_val:
+        share = config.data.val_fraction
+    is_document = is_text or config.task_mode == "cpt"
+    built_rows = builder.build_rows(source, split, is_document=is_document, held_out_share=share)
+    stats = built_rows.stats[KEPT_SIDE].merge_held_out(built_rows.stats[HELD_OUT_SIDE])
+    stats.source, stats.split = str(source), data_part_split(data_part)
+    return stats
 
 
 class _SplitBuilder:
@@ -279,28 +287,27 @@ class _SplitBuilder:
             train, val = self._mix_text_in(train, val, paths.text)
         return DataSplits(train, val, self._finish_split(test) if test else None, (*paths.notes, *self._notes))
 
-    def count_rows(self, source: AnySource, data_part: str, *, has_val: bool) -> RowStats:
-        """The counts of a part of `DataPaths.named_paths`; `has_val` says that validation rows are given for it."""
-        share = 0.0
-        if data_part == "text":
-            share = self._config.data.val_fraction or (HELD_OUT_TEXT_FRACTION if has_val else 0.0)
-        elif data_part_split(data_part) == "train" and not has_val:
-            share = self._config.data.val_fraction
-        split = "train" if data_part == "text" else data_part_split(data_part)
-        built_rows = self._build_rows(
-            source, split, is_document=self._trains_text or data_part == "text", held_out_share=share
-        )
-        stats = built_rows.stats[KEPT_SIDE].merge_held_out(built_rows.stats[HELD_OUT_SIDE])
-        stats.source, stats.split = str(source), data_part_split(data_part)
-        return stats
+    def held_out_text_share(self, *, has_val: bool) -> float:
+        """The share of the text of cpt_mixed that is held out; `has_val`: the chats have validation rows."""
+        return self._config.data.val_fraction or HELD_OUT_TEXT_FRACTION * has_val
 
-    def _build_rows(self, source: AnySource, split: str, *, is_document: bool, held_out_share: float) -> BuiltRows:
+    def build_rows(
+        self,
+        source: AnySource,
+        split: str,
+        *,
+        is_document: bool,
+        text_span: tuple[float, float] = (0.0, 1.0),
+        held_out_share: float = 0.0,
+    ) -> BuiltRows:
+        """The token rows of a source, from the cache or built now."""
         recipe = BuildRecipe(
             self._tokenizer,
             self._config.data,
             self._max_seq_len,
             self._today,
             is_document=is_document,
+            text_span=text_span,
             held_out_share=held_out_share,
             keeps_chats=split != "train" or held_out_share > 0,  # needed where answers are generated
             task_mode=self._config.task_mode,
@@ -310,9 +317,9 @@ class _SplitBuilder:
     def _build_source(
         self, source: AnySource, split: str, *, is_document: bool, held_out_share: float = 0.0
     ) -> tuple[DataSplit, DataSplit | None]:
-        if is_document and held_out_share and (few_documents := self._find_few_documents(source, split)) is not None:
-            return self._split_document_ends(few_documents, source, held_out_share)
-        built_rows = self._build_rows(source, split, is_document=is_document, held_out_share=held_out_share)
+        if is_document and held_out_share and self._has_few_documents(source, split):
+            return self._split_document_ends(source, split, held_out_share)
+        built_rows = self.build_rows(source, split, is_document=is_document, held_out_share=held_out_share)
         kept_split = _split_from_cache(built_rows, KEPT_SIDE, str(source))
         if not kept_split.stats.rows:
             raise DataError(f"{source} has no rows")
@@ -437,7 +444,7 @@ class _SplitBuilder:
     def _mix_text_in(
         self, chats: DataSplit, val: DataSplit | None, source: AnySource
     ) -> tuple[DataSplit, DataSplit | None]:
-        share = self._config.data.val_fraction or (HELD_OUT_TEXT_FRACTION if val is not None else 0.0)
+        share = self.held_out_text_share(has_val=val is not None)
         kept_split, held_out = self._build_source(source, "train", is_document=True, held_out_share=share)
         if kept_split.stats.chats:
             raise DataError(f"data.text_path={source} holds {kept_split.stats.format} rows; it takes plain text")
@@ -476,55 +483,19 @@ class _SplitBuilder:
 
     # A few long documents.
 
-    def _find_few_documents(self, source: AnySource, split: str) -> list[Text] | None:
-        """The documents of a source that has only a few; None where it has more, or bad ones (judged later)."""
-        documents: list[Text] = []
-        for _, example in ExampleReader(source, self._config.data, split=split, wants_text=True).numbered_examples():
-            if not isinstance(example, Text) or len(documents) + 1 >= MIN_HASHED_DOCUMENTS:
-                return None
-            documents.append(example)
-        return documents
+    def _has_few_documents(self, source: AnySource, split: str) -> bool:
+        """Whether a source has only a few documents; False where it has bad rows or chats too (judged later)."""
+        reader = ExampleReader(source, self._config.data, split=split, wants_text=True)
+        examples = [example for _, example in itertools.islice(reader.numbered_examples(), MIN_HASHED_DOCUMENTS)]
+        return 0 < len(examples) < MIN_HASHED_DOCUMENTS and all(isinstance(example, Text) for example in examples)
 
-    def _split_document_ends(
-        self, texts: Sequence[Text], source: AnySource, share: float
-    ) -> tuple[DataSplit, DataSplit | None]:
-        renderer = Renderer(self._tokenizer, self._config.data, max_seq_len=self._max_seq_len, today=self._today)
-        cuts = [int(len(text.text) * (1 - share)) for text in texts]
-        pieces = {
-            KEPT_SIDE: [text.text[:cut] for text, cut in zip(texts, cuts, strict=True)],
-            HELD_OUT_SIDE: [text.text[cut:] for text, cut in zip(texts, cuts, strict=True)],
-        }
-        kept_split, held_out = (
-            self._build_in_memory(renderer, pieces[name], is_held_out=name == HELD_OUT_SIDE)
-            for name in (KEPT_SIDE, HELD_OUT_SIDE)
-        )
-        kept_split.stats.rows, kept_split.stats.source = len(texts), str(source)
-        held_out.stats.source = f"the last {share:g} of each document of {source}"
+    def _split_document_ends(self, source: AnySource, split: str, share: float) -> tuple[DataSplit, DataSplit | None]:
+        kept_rows = self.build_rows(source, split, is_document=True, text_span=(0.0, 1 - share))
+        held_out_rows = self.build_rows(source, split, is_document=True, text_span=(1 - share, 1.0))
+        kept_split = _split_from_cache(kept_rows, KEPT_SIDE, str(source))
+        held_out = _split_from_cache(held_out_rows, KEPT_SIDE, f"the last {share:g} of each document of {source}")
+        held_out.stats.rows = held_out.stats.kept_rows  # without blank ends
         return kept_split, held_out if held_out.rows is not None else None
-
-    def _build_in_memory(self, renderer: Renderer, texts: Sequence[str], *, is_held_out: bool) -> DataSplit:
-        from datasets import Dataset, Features, List, Value
-
-        nonempty_texts = [text for text in texts if text.strip()]
-        # one by one, for the memory
-        token_stream = [token_id for text in nonempty_texts for token_id in renderer.tokenise_documents([text])[0]]
-        block_size = self._max_seq_len
-        blocks = [
-            token_stream[start : start + block_size]
-            for start in range(0, len(token_stream) - block_size + 1, block_size)
-        ]
-        if not blocks and is_held_out and token_stream:
-            blocks = [token_stream]
-        stats = RowStats(
-            rows=len(nonempty_texts), kept_rows=len(nonempty_texts), texts=len(nonempty_texts), tokens=len(token_stream)
-        )
-        stats.format = "text" if nonempty_texts else stats.format
-        features = Features(
-            {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")}
-        )
-        # every token is trained, and 1 is the number of text
-        columns = {"input_ids": blocks, "labels": blocks, "source": [1] * len(blocks)}
-        return DataSplit(Dataset.from_dict(columns, features=features) if blocks else None, stats)
 
 
 def _split_from_cache(built_rows: BuiltRows, name: str, source: str) -> DataSplit:

@@ -48,11 +48,11 @@ class TruncationCost:
 
     truncate: str
     longest: int = 0
+    # Trained tokens of all whole rows; the first token of a row is never predicted and does not count.
     trained_tokens: int = 0
-    """Trained tokens of all whole rows; the first token of a row is never predicted and does not count."""
+    # Second differences of the tokens that a limit of n keeps, n being the index: two sums give the tokens, and
+    # adding a run of any length changes two entries.
     _second_differences: array[int] = field(default_factory=lambda: array("q", [0, 0]))
-    """Second differences of the tokens that a limit of n keeps, n being the index: two sums give the tokens, and
-    adding a run of any length changes two entries."""
 
     def add(self, row_tokens: int, runs: Sequence[tuple[int, int]]) -> None:
         """Count one whole row of `row_tokens` tokens with these runs of trained ones."""
@@ -116,77 +116,77 @@ class RowStats:
     format: str = "unknown"
     rows: int = 0
     split: str = ""
+    # Rows that cannot be read, by reason.
     bad_rows: Counter[str] = field(default_factory=Counter)
-    """Rows that cannot be read, by reason."""
     first_bad_rows: list[BadRow] = field(default_factory=list)
+    # Rows that can be read and get no exact mask, by reason; those that are too long are not among them.
     unmasked_rows: Counter[str] = field(default_factory=Counter)
-    """Rows that can be read and get no exact mask, by reason; those that are too long are not among them."""
     first_unmasked_rows: list[BadRow] = field(default_factory=list)
+    # Rows that the run YAML asks to leave out, by reason.
     left_out_rows: Counter[str] = field(default_factory=Counter)
-    """Rows that the run YAML asks to leave out, by reason."""
     formats: Counter[str] = field(default_factory=Counter)
     chats: int = 0
     texts: int = 0
+    # Turns of the rows that can be read, by role.
     turns: Counter[str] = field(default_factory=Counter)
-    """Turns of the rows that can be read, by role."""
+    # What looks odd in rows that are used.
     notes: Counter[str] = field(default_factory=Counter)
-    """What looks odd in rows that are used."""
+    # Where the first row with each note is.
     first_note_locations: dict[str, str] = field(default_factory=dict)
-    """Where the first row with each note is."""
     # rows in which a column that is not read holds something
     unused_columns: Counter[UnusedColumn] = field(default_factory=Counter)
+    # `token_digest` of each row that is kept, or of each document.
     digests: array[int] = field(default_factory=lambda: array("Q"))
-    """`token_digest` of each row that is kept, or of each document."""
+    # Rows that are in another split too, by its name.
     shared_rows: dict[str, int] = field(default_factory=dict)
-    """Rows that are in another split too, by its name."""
 
     kept_rows: int = 0
+    # Rows by how their trained spans were found.
     methods: Counter[str] = field(default_factory=Counter)
-    """Rows by how their trained spans were found."""
     tokens: int = 0
     trained_tokens: int = 0
     cut_rows: int = 0
     cut_tokens: int = 0
+    # Answers that end inside a token, which is split there.
     merged_edges: int = 0
-    """Answers that end inside a token, which is split there."""
     untrained_turns: int = 0
     stripped_think_pieces: int = 0
+    # Rows whose texts spell special tokens.
     special_rows: int = 0
-    """Rows whose texts spell special tokens."""
+    # Those of them that are plain text, of which every token is trained.
     special_documents: int = 0
-    """Those of them that are plain text, of which every token is trained."""
+    # Special tokens that texts spell.
     special_token_count: int = 0
-    """Special tokens that texts spell."""
     first_special_location: str = ""
+    # Tokens of each row that is kept.
     lengths: array[int] = field(default_factory=lambda: array("q"))
-    """Tokens of each row that is kept."""
     rows_with_bos: int = 0
+    # Rows with an answer whose last trained token is no special one.
     rows_with_open_end: int = 0
-    """Rows with an answer whose last trained token is no special one."""
     first_open_end_location: str = ""
+    # Rows of which max_seq_len cuts an answer in two, so that its end is not trained.
     rows_with_cut_end: int = 0
-    """Rows of which max_seq_len cuts an answer in two, so that its end is not trained."""
+    # Ids of the special tokens that trained parts end with.
     end_token_ids: Counter[int] = field(default_factory=Counter)
-    """Ids of the special tokens that trained parts end with."""
+    # Rows whose last turn the template does not end, by the end that was added.
     added_ends: Counter[str] = field(default_factory=Counter)
-    """Rows whose last turn the template does not end, by the end that was added."""
     rows_training_pad: int = 0
+    # [tokens, trained] by role, in `role_rows` of the rows.
     role_tokens: dict[str, list[int]] = field(default_factory=dict)
-    """[tokens, trained] by role, in `role_rows` of the rows."""
     role_rows: int = 0
+    # The first row that can be trained: `(row number, TokenRow)`, before any cut.
     first_row: Any = None
-    """The first row that can be trained: `(row number, TokenRow)`, before any cut."""
 
+    # Rows that lose every trained token to max_seq_len, or are left out for their length.
     too_long_rows: int = 0
-    """Rows that lose every trained token to max_seq_len, or are left out for their length."""
+    # Tokens before the first trained one, the fewest among the rows that are too long; 0 where there is none.
     shortest_prompt: int = 0
-    """Tokens before the first trained one, the fewest among the rows that are too long; 0 where there is none."""
+    # Trained tokens that were cut from rows that are kept.
     tokens_lost_by_cut: int = 0
-    """Trained tokens that were cut from rows that are kept."""
+    # Trained tokens of the rows that are too long.
     tokens_lost_with_rows: int = 0
-    """Trained tokens of the rows that are too long."""
+    # What other limits would keep.
     truncation_cost: TruncationCost = field(default_factory=lambda: TruncationCost("end"))
-    """What other limits would keep."""
 
     @property
     def lost_tokens(self) -> int:
@@ -409,10 +409,7 @@ def length_remedy(stats: RowStats, data: DataConfig, *, max_seq_len: int, max_po
             f"set model.max_seq_len={max_positions}, the most that the model has: "
             f"{cost.kept_share(max_positions):.1%} kept"
         )
-    is_limit_longer = max_positions is not None and max_positions > max_seq_len
-    reason = (
-        f"the model's {max_positions:,} positions keep no more"
-        if is_limit_longer
-        else "the model has no more positions"
-    )
+    reason = "the model has no more positions"
+    if max_positions is not None and max_positions > max_seq_len:
+        reason = f"the model's {max_positions:,} positions keep no more"
     return f"{reason}: split or shorten the rows{prompt_hint}"

@@ -16,7 +16,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.sources.examples import ExampleReader, character_count, count_part_rows
 from sft_play.data.sources.files import AnySource, FilePart, find_source, list_parts, read_part
-from sft_play.data.sources.formats import Chat, Example
+from sft_play.data.sources.formats import Chat, Example, Text
 from sft_play.data.sources.messages import TEXT_KEYS, iter_texts
 from sft_play.data.sources.raw import BadRow, is_gzipped
 from sft_play.errors import SftPlayError, translate_library_errors
@@ -223,14 +223,13 @@ class RowRenderer:
                 if isinstance(item, BadRow) or is_joined:
                     items.append((row_number, item))
                 else:
-                    items += [
-                        (row_number, example) for example in self.renderer.split_turns(self.renderer.recover_chat(item))
-                    ]
-            usable_examples = [
-                item for _, item in items if not (isinstance(item, BadRow) or (is_joined and isinstance(item, Chat)))
-            ]
+                    turns = self.renderer.split_turns(self.renderer.recover_chat(item))
+                    items += [(row_number, example) for example in turns]
+            examples = [item for _, item in items if not isinstance(item, BadRow)]
+            if is_joined:
+                examples = [item for item in examples if isinstance(item, Text)]
             with translate_library_errors():
-                rendered = iter(self.renderer.render_all(usable_examples))
+                rendered = iter(self.renderer.render_all(examples))
             for row_number, item in items:
                 if isinstance(item, BadRow):
                     yield item
@@ -241,12 +240,15 @@ class RowRenderer:
                     yield RowOutcome(row_number, item, None, row)
                 else:
                     yield RowOutcome(row_number, item, row, row if is_joined else self.renderer.truncate(row))
-            release_after_long_text(
-                max((character_count(item) for _, item in items if not isinstance(item, BadRow)), default=0)
-            )
+            release_after_long_text(max((row_characters(item) for _, item in items), default=0))
 
 
 NumberedExample = tuple[int, Example | BadRow]
+
+
+def row_characters(row: Example | BadRow) -> int:
+    """Characters of a row that are rendered and tokenised."""
+    return 0 if isinstance(row, BadRow) else character_count(row)
 
 
 def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExample]]:
@@ -254,7 +256,7 @@ def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExam
     batch: list[NumberedExample] = []
     chars = 0
     for row_number, example in rows:
-        row_chars = 0 if isinstance(example, BadRow) else character_count(example)
+        row_chars = row_characters(example)
         if batch and (len(batch) == RENDER_BATCH_ROWS or chars + row_chars > RENDER_BATCH_CHARS):
             yield batch
             batch, chars = [], 0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from sft_play.config.schema import DataConfig, StyleConfig
 from sft_play.data.sources.files import AnySource, DataPaths, FilePart, file_kind, list_parts, read_part
 from sft_play.data.sources.formats import (
+    FORMAT_PROBE_ROWS,
     STYLED_KEY,
     Example,
     RowFormat,
@@ -22,8 +25,9 @@ from sft_play.data.sources.formats import (
     require_known_columns,
     to_example,
 )
-from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
+from sft_play.data.sources.messages import AUTHOR_MESSAGE, TEXT_KEYS, Message, author_form
 from sft_play.data.sources.raw import BadRow, RawRow, is_gzipped, no_usable_rows_error, read_blocks
+from sft_play.data.sources.tables import parquet_group_rows
 from sft_play.errors import SftPlayError
 from sft_play.log import one_line
 from sft_play.process.waiting import report_wait
@@ -47,6 +51,7 @@ class ExampleReader:
 
     def raw_rows(self) -> Iterator[tuple[RawRow | BadRow, RowFormat | None]]:
         """The rows as they stand in the files, counted, each with the format of its file."""
+        self.rows = 0
         for part in list_parts(self.source, split=self._split, wants_text=self._wants_text):
             rows = read_part(part)
             first, row_format = detect_format(rows, self.data)
@@ -80,11 +85,13 @@ def read_example(row: RawRow | BadRow, row_format: RowFormat | None, data: DataC
 
 def apply_style(example: Example | BadRow, row: RawRow, style: StyleConfig) -> Example | BadRow:
     """The example of a row with the system prompt that data.style gives it; unchanged where `make style` wrote it."""
-    was_processed = is_processed_row(row.data)
-    has_style = was_processed and bool(row.data.get(STYLED_KEY))
-    if isinstance(example, BadRow) or has_style or not (style.system or style.per_source):
+    source = row.where
+    if isinstance(example, BadRow) or not (style.system or style.per_source):
         return example
-    source = str(row.data["source"]) if was_processed else row.where
+    if is_processed_row(row.data):
+        source = str(row.data["source"])
+        if row.data.get(STYLED_KEY):
+            return example
     return set_system_prompt(example, style, find_system_prompt(source, style)[0])[0]
 
 
@@ -116,11 +123,13 @@ def set_system_prompt(example: Example, style: StyleConfig, prompt: str) -> tupl
     has_parts = not isinstance(author_form(first).get("content"), str)
     if style.how == "keep" or has_parts:
         return replace(example, notes=(*example.notes, *[NOTE_UNSTYLED] * has_parts)), "left"
-    is_prepended = style.how == "prepend" and bool(first["content"].strip())
-    content = f"{prompt}\n\n{first['content']}" if is_prepended else prompt
-    author_message = {AUTHOR_MESSAGE: {**first[AUTHOR_MESSAGE], "content": content}} if AUTHOR_MESSAGE in first else {}
-    messages = ({**first, "content": content, **author_message}, *others)
-    return replace(example, messages=messages), "prepended" if is_prepended else "replaced"
+    content, outcome = prompt, "replaced"
+    if style.how == "prepend" and first["content"].strip():
+        content, outcome = f"{prompt}\n\n{first['content']}", "prepended"
+    styled = {**first, "content": content}
+    if AUTHOR_MESSAGE in first:
+        styled[AUTHOR_MESSAGE] = {**first[AUTHOR_MESSAGE], "content": content}
+    return replace(example, messages=(styled, *others)), outcome
 
 
 def character_count(example: Example) -> int:
@@ -129,6 +138,24 @@ def character_count(example: Example) -> int:
         return len(example.text)
     return sum(len(message.get("content") or "") for message in example.messages)
 
+
+def example_text(example: Example) -> str:
+    """All that a row says, tools and calls of tools among it."""
+    if isinstance(example, Text):
+        return example.text
+    return "\n".join([*map(_to_json, filter(None, [example.tools])), messages_text(example.messages)])
+
+
+def messages_text(messages: Iterable[Message]) -> str:
+    """All that messages say, calls of tools among it."""
+    parts: list[str] = []
+    for message in messages:
+        parts += [str(message[key]) for key in TEXT_KEYS if message.get(key)]
+        parts += map(_to_json, filter(None, [message.get("tool_calls")]))
+    return "\n".join(parts)
+
+
+_to_json = functools.partial(json.dumps, ensure_ascii=False)
 
 NOTE_UNSTYLED = "data.style changes nothing: it is plain text, or has a system prompt in parts"
 # Files of each source that are looked at; a run reads the others with their rows.
@@ -149,44 +176,30 @@ def check_first_rows(data: DataConfig, paths: DataPaths, *, task_mode: str) -> N
                 _check_part(part, data, option=name if name.startswith("source ") else f"data.{name}_path")
 
 
-class _EnoughRows(Exception):
-    """CHECKED_FIRST_ROWS were read, and the format is not known yet: nearly all of them are bad."""
-
-
 def _check_part(part: FilePart, data: DataConfig, *, option: str) -> None:
-    rows: list[RawRow | BadRow] = []
-
-    def first_rows() -> Iterator[RawRow | BadRow]:
-        for row in read_part(part):
-            if len(rows) == CHECKED_FIRST_ROWS:
-                raise _EnoughRows
-            rows.append(row)
-            yield row
-
-    prefix = ""
-    try:
-        detect_format(first_rows(), data)
-    except _EnoughRows:
-        prefix = "the first "
+    rows = list(itertools.islice(read_part(part), CHECKED_FIRST_ROWS))
     bad = [row for row in rows if isinstance(row, BadRow)]
+    # else the format may be that of a row behind these, nearly all of which are bad
+    if len(rows) < CHECKED_FIRST_ROWS or len(rows) - len(bad) >= FORMAT_PROBE_ROWS:
+        detect_format(iter(rows), data)
     if bad and len(bad) == len(rows) and data.on_bad_row == "fail":
+        prefix = "the first " * (len(rows) == CHECKED_FIRST_ROWS)
         raise no_usable_rows_error(f"{prefix}{len(bad):,} rows of {option}={one_line(part.name)}", bad)
 
 
 def count_part_rows(parts: Sequence[FilePart]) -> int | None:
     """Count the rows of files by line ends or row groups; None if a file has to be parsed to count its rows."""
+    total = 0
     with contextlib.suppress(OSError, SftPlayError, ValueError):
-        counts = [_count_file_rows(part) if part.kind in ("auto", "lines") else None for part in parts]
-        return None if None in counts else sum(count for count in counts if count is not None)
-    return None
-
-
-def _count_file_rows(part: FilePart) -> int | None:
-    kind = file_kind(part.path, wants_text=part.wants_text)
-    if kind == "parquet":
-        from sft_play.data.sources.tables import parquet_group_rows
-
-        return sum(parquet_group_rows(part.path))
-    if kind == "lines" and not is_gzipped(part.path):
-        return sum(block.count(b"\n") for block in read_blocks(part.path))
+        for part in parts:
+            if part.kind not in ("auto", "lines"):
+                return None
+            kind = file_kind(part.path, wants_text=part.wants_text)
+            if kind == "parquet":
+                total += sum(parquet_group_rows(part.path))
+            elif kind == "lines" and not is_gzipped(part.path):
+                total += sum(block.count(b"\n") for block in read_blocks(part.path))
+            else:
+                return None
+        return total
     return None

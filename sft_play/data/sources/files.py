@@ -77,47 +77,31 @@ def file_kind(path: Path, *, wants_text: bool = False) -> str:
     """What a file is: lines, objects, array, csv, parquet, arrow, arrow stream or text, by its content; by its name
     only between kinds that the content could be. Raises DataError where it is empty, or of no kind that can be read."""
     beginning = read_head(path)
-    binary_kind = next(
-        (kind for signature, kind in _BINARY_SIGNATURES.items() if beginning.startswith(signature)), None
-    )
-    if binary_kind is not None:
-        if is_gzipped(path):  # pyarrow seeks in the file
-            raise DataError(f"{path} is gzipped {binary_kind.title()}, which is read from its end: gunzip it")
-        return binary_kind
-    unreadable = next(
-        (advice for signature, advice in _UNREADABLE_SIGNATURES.items() if beginning.startswith(signature)), None
-    )
-    if unreadable is not None:
-        raise DataError(f"{path} is {unreadable}")
-    encoding_error = wide_encoding_error(path, beginning)
-    if encoding_error is not None:
+    for signature, kind in _BINARY_SIGNATURES.items():
+        if beginning.startswith(signature):
+            if is_gzipped(path):  # pyarrow seeks in the file
+                raise DataError(f"{path} is gzipped {kind.title()}, which is read from its end: gunzip it")
+            return kind
+    for signature, advice in _UNREADABLE_SIGNATURES.items():
+        if beginning.startswith(signature):
+            raise DataError(f"{path} is {advice}")
+    if encoding_error := wide_encoding_error(path, beginning):
         raise encoding_error
     # "ignore": the head may end inside a character; bytes that are not UTF-8 are named, with line, while rows are read
     text = beginning.removeprefix(BOM).decode("utf-8", "ignore")
-    if not text.strip():  # the rows may begin after a head of white space
-        _require_content(path)
+    if not text.strip():
+        raise DataError(f"{path} has no rows: the file is {'blank' if beginning else 'empty'}")
     return _text_kind(path, text.lstrip(), wants_text)
-
-
-def _require_content(path: Path) -> None:
-    """Raise DataError unless something follows the white space that a file begins with."""
-    size = 0
-    for block in read_blocks(path):
-        size += len(block)
-        if block.removeprefix(BOM).strip():
-            return
-    raise DataError(f"{path} has no rows: the file is {'blank' if size else 'empty'}")
 
 
 def _text_kind(path: Path, beginning: str, wants_text: bool) -> str:
     suffix = data_suffix(path)
-    may_be_text = suffix in TEXT_SUFFIXES or (wants_text and suffix not in ROW_FILE_SUFFIXES)
-    if not beginning:
-        return "text" if may_be_text else "lines"
-    if may_be_text:  # a text may begin with a bracket: rows only where they are objects, with a text where it is wanted
+    if suffix in TEXT_SUFFIXES or (wants_text and suffix not in ROW_FILE_SUFFIXES):
+        # a text may begin with a bracket: rows only where they are objects, with a text where it is wanted
         line = beginning.partition("\n")[0]
         is_list = not wants_text and re.match(r"\[\s*\{\s*\"", beginning) is not None
-        holds_rows = is_list or (_is_object(line) and ('"text"' in line or not wants_text))
+        is_object = line.startswith("{") and getattr(json_rows.parse_line(line, ""), "reason", "") != "not valid JSON"
+        holds_rows = is_list or (is_object and ('"text"' in line or not wants_text))
         return _json_kind(beginning) if holds_rows else "text"
     if beginning[0] in "[{":
         return _json_kind(beginning)
@@ -142,13 +126,6 @@ def _json_kind(beginning: str) -> str:
         json_rows.OBJECT_CONTINUES in str(first_row) and isinstance(second_row, BadRow) and bool(following.strip())
     )
     return "objects" if spans_lines else "lines"
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def data_suffix(path: Path) -> str:
@@ -239,9 +216,9 @@ def find_data_paths(data: DataConfig) -> DataPaths:
     missing_defaults: list[str] = []
 
     def locate(key: str, value: str | None) -> Path | DataSource | None:
-        source = None if value is None else _locate(value, data.encoding)
-        if value is None or source is not None:
-            return source
+        source = value and _locate(value, data.encoding)
+        if value is None or source:
+            return source or None
         if not _is_default_path(key, data):
             missing.append(f"data.{key}: {_describe_missing(value)}")
         elif key != "train_path" and _existing_path(data.train_path or "") is not None:
@@ -254,11 +231,10 @@ def find_data_paths(data: DataConfig) -> DataPaths:
     train = locate("train_path", data.train_path)
     sources: list[SourcePaths] = []
     for index, (source, name) in enumerate(zip(data.sources, data.source_names, strict=True)):
-        train_rows, held_out = (
-            locate(f"sources[{index}].path", source.path),
-            locate(f"sources[{index}].val_path", source.val_path),
-        )
-        sources += [] if train_rows is None else [SourcePaths(name, train_rows, held_out)]
+        train_rows = locate(f"sources[{index}].path", source.path)
+        held_out = locate(f"sources[{index}].val_path", source.val_path)
+        if train_rows is not None:
+            sources.append(SourcePaths(name, train_rows, held_out))
     val = locate("val_path", data.val_path)
     test = locate("test_path", data.test_path)
     text = locate("text_path", data.text_path)
@@ -268,7 +244,8 @@ def find_data_paths(data: DataConfig) -> DataPaths:
             f"{', '.join(missing_defaults)}: not there; `make {target}` writes them: run it first, or set "
             "data.train_path to your own file, for which val_path and test_path have no defaults"
         )
-    train = sources[0].train if sources else train
+    if sources:
+        train = sources[0].train
     if missing or train is None:
         raise DataError("\n".join([*missing, f"looked from {Path.cwd()}"]))
     return DataPaths(train, val, test, text, tuple(notes), tuple(sources))
@@ -286,11 +263,11 @@ def has_held_out_file(data: DataConfig) -> bool:
     if any(source.val_path for source in data.sources):
         return True
     is_written = _is_default_path("train_path", data) and _existing_path(data.train_path or "") is not None
-    configured = {key: value for key in ("val_path", "test_path") if (value := getattr(data, key)) is not None}
-    return any(
-        not (is_written and _is_default_path(key, data)) or _existing_path(value) is not None
-        for key, value in configured.items()
-    )
+    for key in ("val_path", "test_path"):
+        path = getattr(data, key)
+        if path is not None and not (is_written and _is_default_path(key, data) and _existing_path(path) is None):
+            return True
+    return False
 
 
 def find_source(value: str, *, encoding: str = "utf-8") -> Path | DataSource:
@@ -370,14 +347,12 @@ def list_parts(source: AnySource, *, split: str = "train", wants_text: bool = Fa
         return _list_path_parts(path, split, wants_text)
     matches = _glob_paths(source_text)
     encoding = source.encoding if isinstance(source, DataSource) else "utf-8"
+    if not matches:
+        raise DataError(_describe_missing(source_text))
     matches = [mark_encoding(match, encoding) for match in matches]
     parts = [part for match in matches for part in _list_path_parts(match, split, wants_text, is_glob_match=True)]
     if not parts:
-        raise DataError(
-            _describe_missing(source_text)
-            if not matches
-            else f"what matches {one_line(source_text)} holds no data files"
-        )
+        raise DataError(f"what matches {one_line(source_text)} holds no data files")
     return list(dict.fromkeys(parts))  # with `**` a folder and the files in it may both match
 
 
@@ -385,19 +360,21 @@ def _list_path_parts(path: Path, split: str, wants_text: bool, *, is_glob_match:
     if not path.is_dir():
         require_file(path)
         return [FilePart(str(path), "auto", split, wants_text, encoding=path_encoding(path))]
-    suffixes = ROW_FILE_SUFFIXES | (TEXT_SUFFIXES if wants_text else frozenset())
+    suffixes = ROW_FILE_SUFFIXES
+    if wants_text:
+        suffixes |= TEXT_SUFFIXES
     parts = [
         FilePart(str(item), "saved" if item.is_dir() else "auto", split, wants_text, encoding=path_encoding(path))
         for item in walk_data_files(path)
         if item.is_dir() or data_suffix(item) in suffixes
     ]
     if not parts and not is_glob_match:
+        message = f"{path} holds no data files; looked for {', '.join(sorted(suffixes))} and a saved dataset"
         text_files = sum(data_suffix(item) in TEXT_SUFFIXES for item in walk_data_files(path))
-        text_hint = (
-            f"; it holds {text_files:,} text file{'s' if text_files > 1 else ''}: task_mode: cpt trains plain text"
-        )
-        expected = f"looked for {', '.join(sorted(suffixes))} and a saved dataset"
-        raise DataError(f"{path} holds no data files; {expected}{text_hint if text_files else ''}")
+        if text_files:
+            noun = "text file" + "s" * (text_files > 1)
+            message += f"; it holds {text_files:,} {noun}: task_mode: cpt trains plain text"
+        raise DataError(message)
     return parts
 
 
@@ -429,22 +406,20 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
-    """The rows of a part in their order; where plain text is wanted, one with a long text as the rows of its pieces.
-    Raises DataError where the file cannot be read."""
-    rows = _read_whole_rows(part)
-    return itertools.chain.from_iterable(map(_split_long_text, rows)) if part.wants_text else rows
-
-
-def _split_long_text(row: RawRow | BadRow) -> Iterator[RawRow | BadRow]:
-    """The row, or as many as its one long text has pieces, which tokenised whole would take gigabytes."""
-    long_keys = [] if isinstance(row, BadRow) else [key for key, value in row.data.items() if is_long_text(value)]
-    # with two long texts a row is no document with columns beside it, and there is no one text to cut
-    if isinstance(row, BadRow) or len(long_keys) != 1:
-        yield row
-        return
-    for number, (_, piece) in enumerate(split_pieces([row.data[long_keys[0]]]), start=1):
-        data = {**row.data, long_keys[0]: piece}
-        yield dataclasses.replace(row, where=f"{row.where} piece {number}", data=data, notes=(NOTE_PIECE,))
+    """The rows of a part in their order; where plain text is wanted, one with a long text, which tokenised whole would
+    take gigabytes, as the rows of its pieces. Raises DataError where the file cannot be read."""
+    for row in _read_whole_rows(part):
+        if isinstance(row, BadRow) or not part.wants_text:
+            yield row
+            continue
+        long_keys = [key for key, value in row.data.items() if is_long_text(value)]
+        # with two long texts a row is no document with columns beside it, and there is no one text to cut
+        if len(long_keys) != 1:
+            yield row
+            continue
+        for number, (_, piece) in enumerate(split_pieces([row.data[long_keys[0]]]), start=1):
+            data = {**row.data, long_keys[0]: piece}
+            yield dataclasses.replace(row, where=f"{row.where} piece {number}", data=data, notes=(NOTE_PIECE,))
 
 
 def _read_whole_rows(part: FilePart) -> Iterator[RawRow | BadRow]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections import Counter
@@ -102,11 +103,11 @@ _CANONICAL_JSON = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separator
 def content_digest(example: Example) -> bytes:
     """32 bytes of the example's content alone: the same row has the same wherever it stands."""
     # without the authors' own notation (roles by another name, content in parts), which changes nothing of the content
-    content: Any = (
-        example.text if isinstance(example, Text) else [drop_author_messages(example.messages), example.tools]
-    )
-    if isinstance(example, Chat) and example.template_kwargs:
-        content = [*content, example.template_kwargs]
+    content: Any = getattr(example, "text", "")
+    if isinstance(example, Chat):
+        content = [drop_author_messages(example.messages), example.tools]
+        if example.template_kwargs:
+            content.append(example.template_kwargs)
     return hashlib.sha256(_CANONICAL_JSON.encode(content).encode("utf-8", "replace")).digest()
 
 
@@ -127,11 +128,8 @@ class RowFormat:
     def build(self, row: RawRow) -> Example:
         """Build the example of a row that has this format; raises UnusableRow."""
         if self.kind == "pair":
-            return _build_pair_chat(
-                row,
-                *self.required_columns,
-                extra_columns=[key for key in _CONTEXT_COLUMNS if key in self.optional_columns],
-            )
+            extra_columns = [key for key in _CONTEXT_COLUMNS if key in self.optional_columns]
+            return _build_pair_chat(row, *self.required_columns, extra_columns=extra_columns)
         if self.kind == "calls":
             return _build_call_chat(row, *self.required_columns[:2])
         key = self.required_columns[0]
@@ -140,10 +138,10 @@ class RowFormat:
                 raise UnusableRowError("chosen is not a list of turns", "beside a text it needs a prompt column")
             return _build_chat(row, parse_turns(row.data[key], key))
         if "role" in row.data:
-            tree_hint = "; parent_id says which message it answers (OASST)" if "parent_id" in row.data else ""
-            raise UnusableRowError(
-                "a row is one message, not a conversation", f"the turns of a chat belong in one list{tree_hint}"
-            )
+            detail = "the turns of a chat belong in one list"
+            if "parent_id" in row.data:
+                detail += "; parent_id says which message it answers (OASST)"
+            raise UnusableRowError("a row is one message, not a conversation", detail)
         text = _read_text_column(row, key)
         if not text.strip():
             raise UnusableRowError(EMPTY_TEXT)
@@ -189,12 +187,14 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
         raise UnusableRowError(f"{TEMPLATE_KWARGS} is not an object", quote_value(kwargs))
     chat = Chat(row.where, tuple(messages), tools, template_kwargs=kwargs)
     # Hermes' rows have the tools in the prompt that the calls were generated after, and in a column
-    prompt = str(messages[0]["content"]) if messages[0]["role"] == "system" else ""
+    prompt = str(messages[0]["content"])
     quoted_texts = (
         (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text)) for text in iter_texts(list(tools))
     )
-    repeats_tools = bool(tools) and all(any(form in prompt for form in quoted) for quoted in quoted_texts)
-    return replace(chat, tools=(), notes=(NOTE_TOOLS_IN_TEXT,)) if repeats_tools else chat
+    is_prompt = bool(tools) and messages[0]["role"] == "system"
+    if is_prompt and all(any(form in prompt for form in quoted) for quoted in quoted_texts):
+        return replace(chat, tools=(), notes=(NOTE_TOOLS_IN_TEXT,))
+    return chat
 
 
 def _first_filled_column(keys: Iterable[str], data: Mapping[str, Any]) -> str | None:
@@ -207,14 +207,11 @@ def _system_messages(row: RawRow, messages: list[Message]) -> list[Message]:
     key = _first_filled_column(SYSTEM_KEYS, row.data)
     if key is None:
         return []
-    value = row.data[key]
-    text = content_text(value.get("parts", value) if isinstance(value, dict) else value, key)
-    if not text.strip():
+    text = content_text(row.data[key], key)
+    prompts = [message["content"] for message in messages[:1] if message["role"] == "system"]
+    if not text.strip() or prompts == [text]:
         return []
-    first = messages[0] if messages else {}
-    if first.get("role") == "system":
-        if first["content"] == text:
-            return []
+    if prompts:
         raise UnusableRowError("two system prompts", f"one in {key}, another in the first message")
     return [{"role": "system", "content": text}]
 
@@ -242,9 +239,7 @@ _CONTEXT_COLUMNS = ("input", "context")
 def _build_pair_messages(row: RawRow, question: str, answer: str) -> list[Message]:
     prompt, reply = _read_text_column(row, question), _read_text_column(row, answer)
     # LLaMA-Factory's alpaca rows have earlier exchanges here: [[question, answer], …]
-    history = unpack_json(row.data.get("history"), "[")
-    if history in (None, ""):
-        history = []
+    history = unpack_json(row.data.get("history"), "[") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) for turn in history):
         raise UnusableRowError("history is not a list of [question, answer]", quote_value(history))
     earlier = [message for turn in history for message in parse_text_pair(turn, "history")]
@@ -253,15 +248,12 @@ def _build_pair_messages(row: RawRow, question: str, answer: str) -> list[Messag
 
 def _build_pair_chat(row: RawRow, question: str, answer: str, *, extra_columns: Iterable[str]) -> Chat:
     prompt, reply = (_wrap_single_turn(unpack_json(row.data.get(key), "[{")) for key in (question, answer))
-    is_chat = _has_turns(prompt) or _has_turns(reply)
-    messages = (
-        _join_pair_turns(prompt, reply, question, answer) if is_chat else _build_pair_messages(row, question, answer)
-    )
-    extra_texts = [
-        text
-        for key in extra_columns
-        if key != question and (text := _read_text_column(row, key, required=False)).strip()
-    ]
+    if _has_turns(prompt) or _has_turns(reply):
+        messages = _join_pair_turns(prompt, reply, question, answer)
+    else:
+        messages = _build_pair_messages(row, question, answer)
+    extra_texts = [_read_text_column(row, key, required=False) for key in extra_columns if key != question]
+    extra_texts = [text for text in extra_texts if text.strip()]
     last_question = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if extra_texts and last_question is not None:
         # as LLaMA-Factory joins alpaca's columns
@@ -273,10 +265,12 @@ def _build_pair_chat(row: RawRow, question: str, answer: str, *, extra_columns: 
 def _add_reasoning(chat: Chat, row: RawRow) -> None:
     """Put the think text that data.columns names into the chat's last answer."""
     text = _read_text_column(row, "reasoning", required=False)
+    if not text.strip():
+        return
     last_answer = next(message for message in reversed(chat.messages) if message["role"] == "assistant")
-    if text.strip() and last_answer.setdefault("reasoning_content", text) != text:
+    if last_answer.setdefault("reasoning_content", text) != text:
         raise UnusableRowError("a message has two different think texts", "one in the column, another in the answer")
-    if text.strip() and AUTHOR_MESSAGE in last_answer:
+    if AUTHOR_MESSAGE in last_answer:
         last_answer[AUTHOR_MESSAGE] = {**last_answer[AUTHOR_MESSAGE], "reasoning_content": text}
 
 
@@ -291,10 +285,13 @@ def _wrap_single_turn(value: Any) -> Any:
 
 def _join_pair_turns(prompt: Any, reply: Any, question: str, answer: str) -> list[Message]:
     """Turns of a prompt and a reply of which at least one is a list; a reply with user turns is the whole chat."""
-    answers = parse_turns(reply, answer) if _has_turns(reply) else [{"role": "assistant", "content": reply}]
+    questions, answers = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": reply}]
+    if _has_turns(reply):
+        answers = parse_turns(reply, answer)
     if any(message["role"] == "user" for message in answers):  # the reply repeats the prompt, as `chosen` often does
         return answers
-    questions = parse_turns(prompt, question) if _has_turns(prompt) else [{"role": "user", "content": prompt}]
+    if _has_turns(prompt):
+        questions = parse_turns(prompt, question)
     for name, turns in ((question, questions), (answer, answers)):
         if not isinstance(turns[0]["content"], str) and not turns[0].get("tool_calls"):
             raise UnusableRowError(f"{name} is not text", f"it is {value_kind(turns[0]['content'])}")
@@ -309,22 +306,17 @@ def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
         raise UnusableRowError(
             f"{calls} are no calls of tools", f"{quote_value(answers)}; map an answer with data.columns"
         )
-    question_turns = [{"role": "user", "content": _read_text_column(row, question)}]
+    question_turn = {"role": "user", "content": _read_text_column(row, question)}
     call_turns = parse_turns([{"role": "assistant", "content": "", "tool_calls": call_list}], calls)
-    chat = _build_chat(row, [*question_turns, *call_turns])
-    return replace(chat, tools=tuple(_add_parameter_schema(tool) for tool in chat.tools))
-
-
-def _add_parameter_schema(tool: Any) -> Any:
-    """A tool as templates take it: its parameters, given by name alone, as the properties of an object."""
-    parameters = tool.get("parameters")
-    if (
-        not isinstance(parameters, dict)
-        or "properties" in parameters
-        or not all(isinstance(schema, dict) for schema in parameters.values())
-    ):
-        return tool
-    return {**tool, "parameters": {"type": "object", "properties": parameters}}
+    chat = _build_chat(row, [question_turn, *call_turns])
+    tools = []
+    for tool in chat.tools:
+        parameters = tool.get("parameters")
+        is_named_alone = isinstance(parameters, dict) and all(isinstance(one, dict) for one in parameters.values())
+        if is_named_alone and "properties" not in parameters:
+            tool = {**tool, "parameters": {"type": "object", "properties": parameters}}
+        tools.append(tool)
+    return replace(chat, tools=tuple(tools))
 
 
 _OPTIONAL_TURN_COLUMNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS, TEMPLATE_KWARGS})
@@ -355,10 +347,11 @@ FORMATS: tuple[RowFormat, ...] = (
     *(RowFormat(_FORMAT_NAMES.get(key, key), (key,), "turns", _OPTIONAL_TURN_COLUMNS) for key in TURN_COLUMNS),
     *(
         RowFormat(
-            _FORMAT_NAMES.get(f"{pair[0]}/{pair[1]}", f"{pair[0]}/{pair[1]}"),
+            _FORMAT_NAMES.get("/".join(pair), "/".join(pair)),
             pair,
             "pair",
-            _OPTIONAL_PAIR_COLUMNS | (frozenset(_CONTEXT_COLUMNS) if pair[0] == "instruction" else frozenset()),
+            # an instruction has its context beside it without a mapping
+            _OPTIONAL_PAIR_COLUMNS.union(_CONTEXT_COLUMNS * (pair[0] == "instruction")),
         )
         for pair in PAIR_COLUMNS
     ),
@@ -381,20 +374,13 @@ def recognise_format(keys: Collection[str], columns: Mapping[str, str] | None = 
     """The format of a row with these keys, or None. A format whose needed keys the user mapped (`data.columns`) goes
     before all others; what else was mapped, a chat may have too."""
     user_columns = columns or {}
-    # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of another meaning
     candidates = [row_format for row_format in FORMATS if all(key in keys for key in row_format.required_columns)]
-    row_format = next(
-        (row_format for row_format in candidates if all(key in user_columns for key in row_format.required_columns)),
-        next(iter(candidates), None),
-    )
-    mapped_columns = (
-        _MAPPABLE_COLUMNS.get(row_format.kind, frozenset()).intersection(user_columns) if row_format is not None else ()
-    )
-    return (
-        replace(row_format, optional_columns=row_format.optional_columns.union(mapped_columns))
-        if row_format is not None and mapped_columns
-        else row_format
-    )
+    if not candidates:
+        return None
+    # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of another meaning
+    row_format = max(candidates, key=lambda one: all(key in user_columns for key in one.required_columns))
+    mapped_columns = _MAPPABLE_COLUMNS.get(row_format.kind, frozenset()).intersection(user_columns)
+    return replace(row_format, optional_columns=row_format.optional_columns | mapped_columns)
 
 
 def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
@@ -415,12 +401,8 @@ _PROCESSED_COLUMNS = frozenset({"messages", "tools", TEMPLATE_KWARGS, "text", "s
 
 def is_processed_row(keys: Collection[str]) -> bool:
     """Whether a row with these keys is one that `make process` wrote."""
-    return (
-        "source" in keys
-        and "id" in keys
-        and ("messages" in keys or "text" in keys)
-        and _PROCESSED_COLUMNS.issuperset(keys)
-    )
+    has_content = "messages" in keys or "text" in keys
+    return has_content and "source" in keys and "id" in keys and _PROCESSED_COLUMNS.issuperset(keys)
 
 
 def require_known_columns(data: DataConfig) -> None:
@@ -432,17 +414,14 @@ def require_known_columns(data: DataConfig) -> None:
         )
     for known in data.columns:
         if known not in KNOWN_COLUMNS:
-            suggestion = did_you_mean(known, KNOWN_COLUMNS)
-            hint = f"; {suggestion}" if suggestion else ""
-            raise DataError(
-                f"data.columns: {one_line(known)} is not a column of a known format{hint} (write known: yours; known: "
-                f"{', '.join(sorted(KNOWN_COLUMNS))})"
-            )
+            name = f"{one_line(known)} is not a column of a known format"
+            hint = "; ".join(filter(None, [name, did_you_mean(known, KNOWN_COLUMNS)]))
+            raise DataError(f"data.columns: {hint} (write known: yours; known: {', '.join(sorted(KNOWN_COLUMNS))})")
 
 
 def _format_columns(row: RawRow) -> str:
     names = [one_line(str(key), limit=40) for key in row.data]
-    return ", ".join([*names[:30], *(["…"] if len(names) > 30 else [])]) or "none"
+    return ", ".join(names[:30] + ["…"] * (len(names) > 30)) or "none"
 
 
 # Rows
@@ -452,17 +431,15 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
     """Convert a row of this format to an example, or to a BadRow with a reason. `data` says whether turns are merged
     and rows with empty answers left out (`drop_empty`); such a row comes back as a BadRow with `is_asked`."""
     data = data or DataConfig()
-    na_columns = frozenset(row.missing if data.keep_default_na else ())
-    row = (
-        replace(row, data={key: value for key, value in row.data.items() if key not in na_columns})
-        if na_columns
-        else row
-    )
+    na_columns = frozenset(row.missing * data.keep_default_na)
+    if na_columns:
+        row = replace(row, data={key: value for key, value in row.data.items() if key not in na_columns})
     # the format is that of the file's first rows; a later row may lack a column, or have null in it
     missing = [key for key in row_format.required_columns if key not in row.data]
     if missing:
-        keys = one_line(", ".join(map(str, row.data)) or "none")
-        detail = NOTE_NA if missing[0] in na_columns else f"format {row_format.name}; its keys: {keys}"
+        detail = f"format {row_format.name}; its keys: {one_line(', '.join(map(str, row.data)) or 'none')}"
+        if missing[0] in na_columns:
+            detail = NOTE_NA
         return BadRow(row.where, f"{missing[0]} is missing", detail)
     is_text = row_format.kind == "text"
     try:
@@ -470,12 +447,10 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
         is_mapped = all(key in data.columns for key in row_format.required_columns)
         if not is_mapped and not OTHER_KIND_COLUMNS.isdisjoint(row.data):
             refuse_other_kind(row.data, row_format.required_columns, is_text=is_text)
-        prepared = row
+        turns: dict[str, Any] = {}
         if data.turns_without_roles != "fail" and not is_text:
-            prepared = replace(
-                row, data={**row.data, **{key: alternate_roles(row.data[key]) for key in row_format.required_columns}}
-            )
-        example = row_format.build(prepared)
+            turns = {key: alternate_roles(row.data[key]) for key in row_format.required_columns}
+        example = row_format.build(replace(row, data=row.data | turns))
         if "reasoning" in row_format.optional_columns and isinstance(example, Chat):
             _add_reasoning(example, row)
         unused = _unused_columns(row, row_format, example, data)
@@ -484,18 +459,21 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
         return BadRow(row.where, error.reason, error.detail, is_asked=is_asked)
     except RecursionError:  # tables have no limit of depth as JSON lines do
         return BadRow(row.where, "nested too deeply")
-    notes = [*row.notes, *example.notes, *([NOTE_NA] if not na_columns.isdisjoint(row_format.optional_columns) else [])]
-    if isinstance(example, Text):
-        notes += [NOTE_CONTROL] if _CONTROL_CHARACTER.search(example.text) else []
-        return replace(example, notes=tuple(notes), unused=unused)
-    return _finish_chat(replace(example, unused=unused) if unused else example, notes, data)
+    notes = [*row.notes, *example.notes]
+    if not na_columns.isdisjoint(row_format.optional_columns):
+        notes.append(NOTE_NA)
+    if isinstance(example, Chat):
+        return _finish_chat(replace(example, unused=unused), notes, data)
+    if _CONTROL_CHARACTER.search(example.text):
+        notes.append(NOTE_CONTROL)
+    return replace(example, notes=tuple(notes), unused=unused)
 
 
 @functools.lru_cache(maxsize=1_000)
 def _expected_columns(row_format: RowFormat) -> frozenset[str]:
     """The columns of a row that are never said to be unused, but for those of which a row has one of several."""
     # a row with one of these is refused, unless the user mapped its answer and so meant to leave it
-    refused = (*REJECTED_COLUMNS, *NEGATIVE_COLUMNS) if row_format.kind != "text" else ()
+    refused = (*REJECTED_COLUMNS, *NEGATIVE_COLUMNS) * (row_format.kind != "text")
     columns = frozenset(
         (*row_format.required_columns, *row_format.optional_columns, *refused, *_MEDIA_KEYS, "id", "source", STYLED_KEY)
     )
@@ -506,38 +484,44 @@ def _unused_columns(row: RawRow, row_format: RowFormat, example: Example, data: 
     """The columns of a row that are not in its example and hold something, by the names that its file gives them."""
     expected, is_text = _expected_columns(row_format), isinstance(example, Text)
     # of several columns for a system prompt, or for tools, the first is read
-    read_columns = (
-        () if is_text else (_first_filled_column(SYSTEM_KEYS, row.data), _first_filled_column(TOOL_KEYS, row.data))
-    )
+    read_columns = [_first_filled_column(keys, row.data) for keys in (SYSTEM_KEYS, TOOL_KEYS) if not is_text]
     names = [name for name in row.data if name not in expected and name not in read_columns]
     if not names:
         return ()
-    messages = [] if isinstance(example, Text) else drop_author_messages(example.messages)
-    answer = example.text if isinstance(example, Text) else messages[-1]["content"] or ""
-    contents = [message["content"] or "" for message in messages]
-    example_text = "\n".join([answer, *iter_texts([*getattr(example, "tools", ()), *messages])])
-    mappable = (
-        {"completion"} if is_text else row_format.optional_columns.union(_MAPPABLE_COLUMNS.get(row_format.kind, ()))
-    )
-    # a second system prompt, or other think text, would make the row a bad one
-    mappable = mappable.difference(message["role"] for message in messages)
-    mappable -= {"reasoning"} if any("reasoning_content" in message for message in messages) else set()
-    text_column = data.columns.get(row_format.required_columns[0], row_format.required_columns[0])
+    mapping_start: tuple[tuple[str, str], ...] = ()
+    if isinstance(example, Text):
+        contents, example_text, mappable = [example.text], example.text, frozenset({"completion"})
+        key = row_format.required_columns[0]
+        mapping_start = (("prompt", data.columns.get(key, key)),)
+    else:
+        messages = drop_author_messages(example.messages)
+        contents = [message["content"] or "" for message in messages]
+        example_text = "\n".join(iter_texts([*example.tools, *messages]))
+        mappable = row_format.optional_columns.union(_MAPPABLE_COLUMNS.get(row_format.kind, ()))
+        # a second system prompt, or other think text, would make the row a bad one
+        mappable = mappable.difference(message["role"] for message in messages)
+        if any("reasoning_content" in message for message in messages):
+            mappable -= {"reasoning"}
+    lines = "\n".join(contents).split("\n")
     unused: list[UnusedColumn] = []
-    for name, value in ((name, row.data[name]) for name in names if row.data[name] not in (None, "", [], {})):
-        kind = missed_column_kind(name, value, is_text=is_text, answer_chars=len(answer))
+    for name in names:
+        value, user_name = row.data[name], data.columns.get(name, name)
+        if value in (None, "", [], {}):
+            continue
+        kind = missed_column_kind(name, value, is_text=is_text, answer_chars=len(contents[-1]))
         texts = list(iter_texts(unpack_json(value, "[{")))
-        full_text = "\n".join(texts)
         # what the example holds is not lost, nor is a text that is all of it, as some data sets have it rendered too
         is_in_example = all(text.strip() in example_text for text in texts)
-        is_rendered = not is_text and all(line in full_text for line in "\n".join(contents).split("\n"))
+        is_rendered = not is_text and all(line in "\n".join(texts) for line in lines)
         if texts and kind not in ("mask", "label") and (is_in_example or is_rendered):
             kind = ""
-        column = COLUMN_KINDS[kind].get("column", "") if kind else ""
-        can_be_mapped = isinstance(value, str) or column == "tools" or (column == "context" and value == texts)
-        user_name = data.columns.get(name, name)
-        mapping = ((column, user_name),) if column in mappable and can_be_mapped else ()
-        unused.append((user_name, kind, (("prompt", text_column), *mapping) if is_text and mapping else mapping))
+        column = COLUMN_KINDS.get(kind, {}).get("column", "")
+        mapping: tuple[tuple[str, str], ...] = ()
+        if column in mappable and (
+            isinstance(value, str) or column == "tools" or (column == "context" and value == texts)
+        ):
+            mapping = (*mapping_start, (column, user_name))
+        unused.append((user_name, kind, mapping))
     return tuple(unused)
 
 
@@ -545,17 +529,14 @@ def _finish_chat(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRo
     messages = chat.messages
     if data.merge_consecutive:
         messages = merge_turns(messages)
-    previous = first_speaker = ""
+    roles = [message["role"] for message in messages]
+    # the results of parallel calls stand in a row
+    if any(role == following != "tool" for role, following in itertools.pairwise(roles)):
+        notes.append(NOTE_TWO_IN_A_ROW)
     unread_keys: set[str] = set()
     for message in messages:
         unread_keys.update(message.pop("_unread", ()))
-        role = message["role"]
-        if role != "system":
-            first_speaker = first_speaker or role
-        if role == previous and role != "tool":  # the results of parallel calls stand in a row
-            notes.append(NOTE_TWO_IN_A_ROW)
-        previous = role
-        if role == "assistant":
+        if message["role"] == "assistant":
             has_more = message.get("tool_calls") or "reasoning_content" in message
             if not (message["content"] or "").strip() and not has_more and message.get("train", True):
                 notes.append(NOTE_EMPTY)
@@ -564,15 +545,13 @@ def _finish_chat(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRo
     notes += [NOTE_UNREAD_KEY.format(key=one_line(key, limit=40)) for key in sorted(unread_keys)]
     if NOTE_EMPTY in notes and data.drop_empty:
         return BadRow(chat.where, EMPTY_ANSWER, is_asked=True)
-    if first_speaker == "assistant":
+    if next(role for role in roles if role != "system") == "assistant":
         notes.append(NOTE_STARTS_WITH_ASSISTANT)
-    if previous == "tool":
+    if roles[-1] == "tool":
         notes.append(NOTE_ENDS_WITH_TOOL)
     texts = (value for message in messages for value in message.values())
     if any(isinstance(text, str) and _CONTROL_CHARACTER.search(text) for text in texts):
         notes.append(NOTE_CONTROL)
-    if not notes and messages is chat.messages:  # most rows
-        return chat
     return replace(chat, messages=messages, notes=tuple(dict.fromkeys(notes)))
 
 
@@ -594,8 +573,9 @@ def detect_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[li
         if isinstance(raw, BadRow):
             continue
         first_row, row_count = first_row or raw, row_count + 1
-        # rows that were processed are mapped already
-        pending_columns = set() if is_processed_row(raw.data) else pending_columns.difference(raw.data)
+        pending_columns.difference_update(raw.data)
+        if is_processed_row(raw.data):  # mapped already
+            pending_columns.clear()
         row_format = row_format or recognise_format(rename_columns(raw, data.columns).data, data.columns)
         # what every row needs is in the first; what a row may lack, in one of the first
         if (
@@ -604,22 +584,20 @@ def detect_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[li
             or row_count == FORMAT_PROBE_ROWS
         ):
             break
+    if first_row is None:
+        return rows_read, None
     # a file may lack what rows may lack, where it has no column that could be meant (a misspelt name)
-    names = {
-        name for row in rows_read if isinstance(row, RawRow) for name in row.data if "about" not in kinds_in_name(name)
-    }
-    names -= (
-        _expected_columns(row_format).union(row_format.optional_columns, data.columns.values())
-        if row_format is not None
-        else set()
-    )
-    if first_row is not None and pending_columns and (names or not pending_columns <= optional_columns):
+    names = {name for row in rows_read if isinstance(row, RawRow) for name in row.data}
+    names = {name for name in names if "about" not in kinds_in_name(name)}
+    if row_format is not None:
+        names -= _expected_columns(row_format).union(row_format.optional_columns, data.columns.values())
+    if pending_columns and (names or not pending_columns <= optional_columns):
         missing_column = next(name for name in data.columns.values() if name in pending_columns)
         raise DataError(
             f"{first_row.where}: data.columns names {one_line(missing_column)}; the columns are: "
             f"{_format_columns(first_row)}"
         )
-    if first_row is not None and row_format is None:
+    if row_format is None:
         raise DataError(
             f"{first_row.where}: columns found: {_format_columns(first_row)}. Expected one of: {_COMMON_FORMATS} "
             "(docs/data.md has the others, and what is no supervised example). "

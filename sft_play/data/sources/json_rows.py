@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +42,27 @@ class LossyJsonError(ValueError):
     """JSON that parses but would lose something."""
 
 
-def _make_decoder(refuse: Callable[[str], None]) -> json.JSONDecoder:
-    def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            keys = [key for key, _ in pairs]
-            refuse(f'the key "{one_line(next(key for key in keys if keys.count(key) > 1))}" occurs twice in one object')
-        return value
-
-    def parse_finite_float(text: str) -> float:
-        if math.isinf(value := float(text)):
-            refuse("a number is too large")
-        return value
-
-    def refuse_constant(name: str) -> None:
-        refuse(f"{name} is not JSON")
-
-    return json.JSONDecoder(
-        object_pairs_hook=refuse_repeated_keys, parse_constant=refuse_constant, parse_float=parse_finite_float
-    )
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise LossyJsonError(f'the key "{one_line(key)}" occurs twice in one object')
+    return value
 
 
-def _raise_lossy(reason: str) -> None:
-    raise LossyJsonError(reason)
+def _parse_float(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise LossyJsonError("a number is too large")
+    return value
 
 
-_DECODER = _make_decoder(_raise_lossy)
+def _refuse_constant(name: str) -> None:
+    raise LossyJsonError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_build_object, parse_constant=_refuse_constant, parse_float=_parse_float)
+# It tells where a value ends that the other refuses.
+_LOSSY_DECODER = json.JSONDecoder()
 
 
 def parse_strict_json(text: str) -> Any:
@@ -96,12 +92,8 @@ def _find_loss(value: Any, text: str) -> str:
 def _nesting_depth(value: Any) -> int:
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
-        level = [
-            inner
-            for item in level
-            if isinstance(item, (dict, list))
-            for inner in (item.values() if isinstance(item, dict) else item)
-        ]
+        lists = [[*item.values()] if isinstance(item, dict) else item for item in level]
+        level = [inner for items in lists if isinstance(items, list) for inner in items]
         depth += 1
     return depth
 
@@ -198,8 +190,6 @@ class JsonWindow:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pieces = read_text_blocks(path)
-        self._losses: list[str] = []
-        self._decoder = _make_decoder(self._losses.append)  # not raising: it tells where a value ends that is refused
         self.text = ""
         self.position = 0
         self.is_last = False
@@ -240,9 +230,13 @@ class JsonWindow:
         """The JSON value at the position, its text, and what it would lose ("" for nothing); the position moves past
         it. Raises DataError where it is no JSON."""
         while True:
-            self._losses.clear()
+            loss = ""
             try:
-                value, end = self._decoder.raw_decode(self.text, self.position)
+                try:
+                    value, end = _DECODER.raw_decode(self.text, self.position)
+                except LossyJsonError as error:
+                    loss = str(error)
+                    value, end = _LOSSY_DECODER.raw_decode(self.text, self.position)
             except json.JSONDecodeError as error:
                 self._raise_if_final(error)
             except RecursionError:
@@ -254,7 +248,7 @@ class JsonWindow:
                 may_continue = self.text[end - 1] not in '}]"' and end > len(self.text) - _NUMBER_MARGIN
                 if self.is_last or not may_continue:
                     text, self.position = self.text[self.position : end], end
-                    return value, text, next(iter(self._losses), "")
+                    return value, text, loss
             buffered = len(self.text) - self.position
             if buffered > MAX_ROW_BYTES:
                 raise self._error_here(
@@ -324,8 +318,6 @@ def _read_row(window: JsonWindow, location: str) -> RawRow | BadRow:
     value, text, loss = window.read_value()
     if loss:
         return BadRow(location, loss)
-    return (
-        _to_raw_row(value, location, text)
-        if len(text) <= MAX_ROW_BYTES
-        else too_large_row(location, len(text.encode()))
-    )
+    if len(text) > MAX_ROW_BYTES:
+        return too_large_row(location, len(text.encode()))
+    return _to_raw_row(value, location, text)

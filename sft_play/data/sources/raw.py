@@ -66,8 +66,13 @@ class BadRow:
     detail: str = ""
     is_asked: bool = False
 
+    @property
+    def explanation(self) -> str:
+        """The reason, with the detail."""
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
+
     def __str__(self) -> str:
-        return f"{self.where}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
+        return f"{self.where}: {self.explanation}"
 
 
 def too_large_row(location: str, row_bytes: int) -> BadRow:
@@ -237,14 +242,14 @@ def read_text_blocks(path: Path) -> Iterator[str]:
 
 def read_text_pieces(path: Path) -> Iterator[tuple[int, str]]:
     """The text of a file that is one document, whole or in pieces; raises DataError where it is not UTF-8 text."""
-    return split_pieces(_refuse_nul_bytes(path))
 
+    def text_blocks() -> Iterator[str]:
+        for block in read_text_blocks(path):
+            if block.count("\0") > len(block) // 100:  # a few stray ones are noted as control characters
+                raise DataError(f"{path} is not text (it holds NUL bytes)")
+            yield block
 
-def _refuse_nul_bytes(path: Path) -> Iterator[str]:
-    for block in read_text_blocks(path):
-        if block.count("\0") > len(block) // 100:  # a few stray ones are noted as control characters
-            raise DataError(f"{path} is not text (it holds NUL bytes)")
-        yield block
+    return split_pieces(text_blocks())
 
 
 def split_pieces(text_blocks: Iterable[str]) -> Iterator[tuple[int, str]]:
@@ -362,9 +367,11 @@ FIX_OR_SKIP = "fix them, or leave them out, counted, with data.on_bad_row=skip"
 def bad_row_lines(rows_text: str, counts: Counter[str], examples: Sequence[BadRow]) -> list[str]:
     """The rows that cannot be used, in words: counts by reason; then, indented, the first ones and how many more."""
     reasons = "; ".join(f"{count:,} x {reason}" for reason, count in counts.most_common(6))
-    rows = [f"  {one_line(str(row), limit=600)}" for row in examples]
-    more = [f"  … and {counts.total() - len(examples):,} more"] if counts.total() > len(examples) else []
-    return [f"{counts.total():,} of {rows_text} cannot be used: {reasons}", *rows, *more]
+    lines = [f"{counts.total():,} of {rows_text} cannot be used: {reasons}"]
+    lines += [f"  {one_line(str(row), limit=600)}" for row in examples]
+    if counts.total() > len(examples):
+        lines.append(f"  … and {counts.total() - len(examples):,} more")
+    return lines
 
 
 def no_usable_rows_error(rows_text: str, rows: Sequence[BadRow]) -> DataError:

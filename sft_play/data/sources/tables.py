@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import datetime
-import itertools
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import (
     BLOCK_BYTES,
     MAX_ROW_BYTES,
@@ -73,27 +73,21 @@ def split_from_name(name: str) -> str | None:
 def find_delimiter(text: str) -> str:
     """The character between the fields of a table's first line: the one that gives the most fields."""
     first = next((line for line in text.lstrip("\ufeff").splitlines() if line.strip()), "")
-    return max(DELIMITERS, key=lambda char: _field_count(first, char))  # of equal counts the first: a comma
-
-
-def _field_count(line: str, delimiter: str) -> int:
-    try:
-        return len(next(csv.reader([line], delimiter=delimiter)))
-    except (csv.Error, StopIteration):
-        return 0
+    # of equal counts the first: a comma
+    return max(DELIMITERS, key=lambda char: len(next(csv.reader([first], delimiter=char), [])))
 
 
 def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """The rows of a table with a header line; a row knows the line on which it begins. Raises DataError where the
     header is no good, a quote is not closed, or a byte is not UTF-8."""
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
-    lines = _TextLines(path)
+    lines, skipped_lines = _TextLines(path), 0
     beginning = read_head(path).decode("utf-8", "ignore")
-    delimiter_match = _DELIMITER_LINE.match(beginning)
-    skipped_lines = len(list(itertools.islice(lines, 1))) if delimiter_match else 0
-    reader = csv.reader(
-        lines, delimiter=delimiter_match[1] if delimiter_match else find_delimiter(beginning), strict=True
-    )
+    delimiter = find_delimiter(beginning)
+    if delimiter_match := _DELIMITER_LINE.match(beginning):
+        delimiter, skipped_lines = delimiter_match[1], 1
+        next(lines)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
         line = skipped_lines + reader.line_num + 1
@@ -117,8 +111,8 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
             yield BadRow(f"{name}:{line}", f"{len(fields)} fields instead of {len(names)}", detail)
         else:
             data = {key: field for key, field in zip(names, fields, strict=True) if key}
-            missing = () if NA_WORDS.isdisjoint(fields) else (key for key, field in data.items() if field in NA_WORDS)
-            yield RawRow(f"{name}:{line}", data, missing=tuple(missing))
+            missing = tuple(key for key, field in data.items() if field in NA_WORDS)
+            yield RawRow(f"{name}:{line}", data, missing=missing)
     if names is None:
         raise DataError(f"{path} has no rows: the file is blank")
 
@@ -165,7 +159,9 @@ class _TextLines:
         open_line = ""
         for text in read_text_blocks(path):
             # not splitlines(): U+2028 and others inside fields end no row
-            *lines, open_line = (open_line + (text.replace("\r", "\n") if self._ends_with_cr else text)).split("\n")
+            if self._ends_with_cr:
+                text = text.replace("\r", "\n")
+            *lines, open_line = (open_line + text).split("\n")
             yield from (line + "\n" for line in lines)
             if len(open_line) > MAX_ROW_BYTES:
                 raise DataError(str(too_large_row(self.location, len(open_line.encode()))))
@@ -228,9 +224,12 @@ def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | B
 
     def batches() -> Iterator[Any]:
         with pa.memory_map(str(path)) as source:
-            reader = pa.ipc.open_stream(source) if is_stream else pa.ipc.open_file(source)
-            file_batches = () if is_stream else (reader.get_batch(index) for index in range(reader.num_record_batches))
-            for batch in reader if is_stream else file_batches:
+            if is_stream:
+                reader = pa.ipc.open_stream(source)
+            else:
+                file = pa.ipc.open_file(source)
+                reader = map(file.get_batch, range(file.num_record_batches))
+            for batch in reader:
                 batch.validate(full=True)  # a damaged offset would be read behind the file, and end the process
                 yield batch
 
@@ -254,14 +253,13 @@ def _read_batches(
         for piece in _split_batch(batch):
             with _convert_read_errors(f"{path}:row {row_number + 1} or one of the {BATCH_ROWS:,} after it", kind):
                 rows = piece.to_pylist()
-            is_large = piece.nbytes > MAX_ROW_BYTES
             for row in rows:
                 row_number += 1
-                size = _text_bytes(row) if is_large else 0  # a piece below the limit holds no row above it
-                if size > MAX_ROW_BYTES:
-                    yield too_large_row(f"{name}:row {row_number}", size)
-                else:
-                    yield _to_raw_row(row, f"{name}:row {row_number}")
+                location = f"{name}:row {row_number}"
+                size = 0
+                if piece.nbytes > MAX_ROW_BYTES:  # a smaller piece holds no row above the limit
+                    size = sum(len(text.encode("utf-8", "replace")) for text in iter_texts(row))
+                yield too_large_row(location, size) if size > MAX_ROW_BYTES else _to_raw_row(row, location)
 
 
 def _split_batch(batch: Any) -> Iterator[Any]:
@@ -272,16 +270,6 @@ def _split_batch(batch: Any) -> Iterator[Any]:
         yield from _split_batch(batch.slice(half))
     elif batch.num_rows:
         yield batch
-
-
-def _text_bytes(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value.encode("utf-8", "replace"))
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_text_bytes, value.values()))
-    return sum(map(_text_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 class _NotTextError(ValueError):
@@ -316,9 +304,10 @@ def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: b
     if isinstance(value, dict):
         is_call = is_call or (isinstance(value.get("type"), str) and value["type"] in _CALL_PART_TYPES)
         items = {str(name): _to_json_value(item, name, dropped_nulls, is_call=is_call) for name, item in value.items()}
-        filled = {name: item for name, item in items.items() if item is not None} if is_call else items
-        dropped_nulls[0] += len(items) - len(filled)
-        return filled
+        if is_call:
+            dropped_nulls[0] += sum(item is None for item in items.values())
+            items = {name: item for name, item in items.items() if item is not None}
+        return items
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -372,10 +361,10 @@ def choose_split(names: list[str], split: str, path: str) -> str:
     ]
     if len(similar) == 1:
         return similar[0]
-    names_text = ", ".join(one_line(name, limit=60) for name in names)
+    problem = f"none of them is {(*aliases, split)[0]}"
     if similar:
-        raise DataError(f"{path} has the splits {names_text}; several could be {split}: {', '.join(similar)}")
-    raise DataError(f"{path} has the splits {names_text}; none of them is {aliases[0] if aliases else split}")
+        problem = f"several could be {split}: {', '.join(similar)}"
+    raise DataError(f"{path} has the splits {', '.join(one_line(name, limit=60) for name in names)}; {problem}")
 
 
 HUB_PREFIX = "hub:"
