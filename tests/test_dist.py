@@ -326,7 +326,7 @@ def test_the_stand_in_has_accelerates_names_and_parameters():
     from accelerate import Accelerator
 
     own = {name: member for name, member in vars(NoOpAccelerator).items() if not name.startswith("_")}
-    attributes = {*dir(Accelerator), "state", "scaler", "dist_config"}
+    attributes = {*dir(Accelerator), "dist_config"}
     assert set(own) <= attributes, set(own) - attributes
     for name in ("prepare", "accumulate", "backward", "unwrap_model"):
         mine, real = (inspect.signature(getattr(one, name)).parameters for one in (NoOpAccelerator, Accelerator))
@@ -340,10 +340,7 @@ def test_the_stand_in_calls_do_nothing_over_one_process():
     value = torch.tensor(3.0)
     assert accelerator.gather(value).tolist() == [3.0]
     assert accelerator.reduce(value, reduction="mean") is accelerator.gather_for_metrics(value) is value
-    with accelerator.main_process_first(), accelerator.no_sync(None), accelerator.split_between_processes([1]) as mine:
-        assert mine == [1]
-    assert accelerator.on_main_process(len) is len
-    assert accelerator.wait_for_everyone() is accelerator.log({"loss": 1.0}, step=1) is None
+    assert accelerator.wait_for_everyone() is accelerator.end_training() is None
     with pytest.raises(BackendError, match="fp16 needs accelerate"):
         NoOpAccelerator(mixed_precision="fp16")
 
@@ -456,7 +453,7 @@ def test_deepspeed_is_told_what_model_and_data_say(caplog):
     assert config["zero_optimization"]["reduce_bucket_size"] == 16 * 16
     assert not {"optimizer", "scheduler"} & set(config)
     assert "overlap_comm" not in config["zero_optimization"]
-    assert "optimizer block (AdamW) is left out: the script's is used" in caplog.text
+    assert "optimizer block is left out: the script's is used" in caplog.text
 
 
 # saving

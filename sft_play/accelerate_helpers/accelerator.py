@@ -29,7 +29,7 @@ from sft_play.accelerate_helpers.settings import (
     check_settings,
 )
 from sft_play.errors import BackendError, ConfigError
-from sft_play.launch.accelerate import is_accelerate_launch, refuse_too_few_processes, remove_accelerate_variables
+from sft_play.launch.accelerate import refuse_too_few_processes, remove_accelerate_variables
 from sft_play.launch.deepspeed import (
     HIDDEN_SIZE_FORMULAS,
     cpu_adam_compile_note,
@@ -43,33 +43,27 @@ from sft_play.machine.hardware import detect_hardware
 from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.training.distributed import init_deepspeed, remove_abandoned_locks, require_same_inputs
 
-# `NoOpAccelerator`: what a training loop calls of accelerate's interface, for one process without
-# that package.
+logger = logging.getLogger(__name__)
 
 
 class NoOpAccelerator:
-    """One process with the methods and attributes of `accelerate.Accelerator` that a training loop uses. They do the
-    same: autocast, accumulation (optimizer and scheduler steps in between do nothing), batches on the device. The error
-    for any other (hooks, `save_state`), and for fp16, says that accelerate is missing."""
+    """One process with what a training loop calls of `accelerate.Accelerator`. It does the same: autocast, accumulation
+    (optimizer and scheduler steps in between do nothing), batches on the device. The error for anything else (trackers,
+    hooks, `save_state`), and for fp16, says that accelerate is missing."""
 
     distributed_type: str = "NO"  # equal to accelerate's DistributedType.NO
     num_processes = 1
     process_index = local_process_index = 0
-    is_main_process = is_local_main_process = is_last_process = sync_gradients = True
-    use_distributed = optimizer_step_was_skipped = is_fsdp2 = False
+    is_main_process = is_local_main_process = sync_gradients = True
+    is_fsdp2 = False
     dist_config: Any = None
-    deepspeed_plugin = scaler = None
+    deepspeed_plugin = None
     print = staticmethod(builtins.print)
     clip_grad_norm_ = staticmethod(torch.nn.utils.clip_grad_norm_)
-    clip_grad_value_ = staticmethod(torch.nn.utils.clip_grad_value_)
     free_memory = staticmethod(lambda *objects: [None] * len(objects))  # a, b = free_memory(a, b) drops both
-    # over one process: nothing to wait for or to report to trackers, nothing to combine, nowhere else to run
-    wait_for_everyone = init_trackers = log = end_training = staticmethod(lambda *args, **kwargs: None)
+    wait_for_everyone = end_training = staticmethod(lambda: None)
     gather = staticmethod(torch.atleast_1d)
-    gather_for_metrics = reduce = pad_across_processes = staticmethod(lambda value, *args, **kwargs: value)
-    on_main_process = on_local_main_process = on_last_process = staticmethod(lambda function: function)
-    main_process_first = local_main_process_first = staticmethod(lambda: nullcontext())
-    no_sync = join_uneven_inputs = split_between_processes = staticmethod(lambda value, *args, **kw: nullcontext(value))
+    gather_for_metrics = reduce = staticmethod(lambda value, *args, **kwargs: value)
 
     def __init__(self, mixed_precision: str | None = None, gradient_accumulation_steps: int = 1) -> None:
         if mixed_precision == "fp16":
@@ -77,7 +71,6 @@ class NoOpAccelerator:
         self.mixed_precision = mixed_precision or "no"
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        self.state = self  # `accelerator.state.num_processes` is what scripts ask
         self._micro_batches, self._is_end_of_data = 0, False
 
     def __getattr__(self, name: str) -> Any:
@@ -123,10 +116,11 @@ class NoOpAccelerator:
 
 def _cast_outputs_to_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward whose outputs are in fp32, as accelerate returns them."""
-    to_fp32 = functools.partial(
-        tree_map, lambda value: value.float() if getattr(value, "dtype", 0) == torch.bfloat16 else value
-    )
-    return functools.wraps(forward)(lambda *args, **kwargs: to_fp32(forward(*args, **kwargs)))
+
+    def to_fp32(value: Any) -> Any:
+        return value.float() if getattr(value, "dtype", None) == torch.bfloat16 else value
+
+    return functools.wraps(forward)(lambda *args, **kwargs: tree_map(to_fp32, forward(*args, **kwargs)))
 
 
 class _DeviceLoader:
@@ -147,9 +141,6 @@ class _DeviceLoader:
             self._accelerator._is_end_of_data = next_batch is sentinel
             yield tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
         self._accelerator._is_end_of_data = False
-
-
-logger = logging.getLogger(__name__)
 
 
 def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig = DEFAULT_CONFIG) -> Any:
@@ -183,12 +174,9 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         _warn(f"accelerate launch asked for FSDP, which accelerate does not use here (type "
               f"{accelerator.distributed_type}): it shards over several GPUs only")  # fmt: skip
     accelerator.dist_config = checked.settings
-    compared_settings = {
-        **checked.settings.model_dump(),
-        "mixed_precision": checked.mixed_precision,
-        "DeepSpeed": checked.deepspeed_config,
-    }
-    require_same_inputs({key: str(value) for key, value in compared_settings.items()})
+    resolved = {"mixed_precision": checked.mixed_precision, "DeepSpeed": checked.deepspeed_config}
+    compared = checked.settings.model_dump() | resolved
+    require_same_inputs({key: str(value) for key, value in compared.items()})
     return accelerator
 
 
@@ -217,14 +205,12 @@ def _best_precision() -> AutocastPrecision:
 
 
 def _drop_launcher_settings(checked: CheckedSettings) -> None:
-    launcher_wants_deepspeed = os.environ.get(
-        "ACCELERATE_USE_DEEPSPEED", ""
-    ).lower() == "true" and is_accelerate_launch(os.environ)
-    if launcher_wants_deepspeed and checked.deepspeed_config is None and checked.fallback_reason is None:
-        _warn("accelerate launch asked for DeepSpeed, but backend is accelerate; set backend: deepspeed")
+    """Remove what `accelerate launch` exported; but for DeepSpeed's variables it stays where accelerate runs."""
     if checked.deepspeed_config is not None:
         remove_accelerate_variables(os.environ)
         return
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and checked.fallback_reason is None:
+        _warn("accelerate launch asked for DeepSpeed, but backend is accelerate; set backend: deepspeed")
     for name in [name for name in os.environ if name.startswith("ACCELERATE_") and "DEEPSPEED" in name]:
         del os.environ[name]
 
@@ -270,15 +256,13 @@ def _new_accelerator(checked: CheckedSettings, *, on_cpu: bool) -> Any:
 def _deepspeed_plugin(config: dict[str, Any]) -> Any:
     from accelerate.utils import DeepSpeedPlugin
 
-    zero = config["zero_optimization"]
-    offloads_optimizer = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    if not offloads_optimizer or not config.get("zero_force_ds_cpu_optimizer", True):
-        return DeepSpeedPlugin(hf_ds_config=config)
-    if obstacles := cpu_adam_obstacles():
-        _warn(f"DeepSpeed's CPU Adam cannot be built ({', '.join(obstacles)}): torch's AdamW steps on the CPU, slower")
-        config["zero_force_ds_cpu_optimizer"] = False
-    elif message := cpu_adam_compile_note():
-        _warn(f"DeepSpeed: {message}")
+    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none" and config.get("zero_force_ds_cpu_optimizer", True):
+        if obstacles := cpu_adam_obstacles():
+            _warn(f"DeepSpeed's CPU Adam cannot be built ({', '.join(obstacles)}): torch's AdamW steps there, slower")
+            config["zero_force_ds_cpu_optimizer"] = False
+        elif message := cpu_adam_compile_note():
+            _warn(f"DeepSpeed: {message}")
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
@@ -340,21 +324,10 @@ def _fill_deepspeed(config: dict[str, Any], model: Any, items: tuple[Any, ...], 
     if config.get("train_micro_batch_size_per_gpu", "auto") in ("auto", None):
         batch_sizes = (getattr(item, "batch_size", None) for item in items)  # the first data loader's, which trains
         config["train_micro_batch_size_per_gpu"] = micro_batch_size or next(filter(None, batch_sizes), 1)
-    _drop_replaced_blocks(config, items)
+    item_classes = {type(item).__name__ for item in items}
+    for block, placeholder in {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}.items():
+        if block in config and placeholder not in item_classes:  # accelerate's markers for "as the file says"
+            _warn(f"the DeepSpeed file's {block} block is left out: the script's is used")
+            del config[block]
     for line in drop_unresolved_autos(config):
         logger.info("DeepSpeed: %s", line)
-
-
-def _drop_replaced_blocks(config: dict[str, Any], items: tuple[Any, ...]) -> None:
-    classes_by_block = {"optimizer": {"Optimizer", "DummyOptim"}, "scheduler": {"LRScheduler", "DummyScheduler"}}
-    for name, class_names in classes_by_block.items():
-        block = config.get(name)
-        match = next(
-            (item for item in items if class_names & {base_class.__name__ for base_class in type(item).__mro__}), None
-        )
-        if block is None or type(match).__name__.startswith("Dummy"):  # accelerate's marker for "as the file says"
-            continue
-        if match is not None or "auto" in (block.get("params") or {}).values():
-            reason = "the script's is used" if match is not None else 'nothing resolves its "auto"'
-            _warn(f"the DeepSpeed file's {name} block ({one_line(str(block.get('type')))}) is left out: {reason}")
-            del config[name]
