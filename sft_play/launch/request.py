@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, HardwareError, error_prefix
+from sft_play.errors import ConfigError, HardwareError
 from sft_play.launch.accelerate import (
     MIXED_PRECISION,
     AccelerateConfig,
@@ -35,7 +35,7 @@ from sft_play.launch.torchrun import (
 )
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware, detect_hardware
-from sft_play.machine.network import DEFAULT_PORT, SETTLE_SHARE, NodeSetup
+from sft_play.machine.network import DEFAULT_PORT, NodeSetup, is_local
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Mesh, format_mesh, parse_mesh
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -281,38 +281,29 @@ def apply_mesh(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
 
 
 def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
-    """Resolve what exported RANK and WORLD_SIZE count: nodes, or ranks (RANK is then this node's first). Where both
-    are possible, wait for the nodes: how many come decides. Returns the options with those nodes."""
+    """Resolve what exported RANK and WORLD_SIZE count: ranks, where RANK can be the first one of this node, else nodes.
+    Returns the options with those nodes."""
     nodes = options.nodes
-    node_hardware = options.select_hardware(restrict_to_device(config, detect_hardware()), is_one_node=True)
-    if node_hardware.ranks == 1 or nodes.count % node_hardware.ranks:
+    ranks_here = options.select_hardware(restrict_to_device(config, detect_hardware()), is_one_node=True).ranks
+    if ranks_here == 1 or nodes.count % ranks_here or nodes.rank % ranks_here:
         return options
-    rank_explanation = (
-        f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {node_hardware.ranks} on each "
-        "node"
+    # as many nodes as each has ranks, or all ranks on this one, which is sure where no other machine can reach it
+    if nodes.count == ranks_here and not is_local(str(nodes.address)):
+        return options
+    note = (
+        f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {ranks_here} on each node "
+        "(NNODES= and NODE_RANK= say otherwise)"
     )
-    if options.dry_run:  # asks nobody
-        logger.info("Nodes: or %s: NNODES=%d says so", rank_explanation, nodes.count // node_hardware.ranks)
-        return options
-    logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
-                rank_explanation, rank_timeout_s(config, os.environ) * SETTLE_SHARE)  # fmt: skip
-    with error_prefix(f"{nodes.exported_note}, or {rank_explanation}"):
-        count = len(meet_run_nodes(options, config, node_hardware, may_count_ranks=True).cards)
-    if count < nodes.count:
-        logger.info("Nodes: %s", rank_explanation)
-        nodes = dataclasses.replace(
-            nodes, count=count, rank=nodes.rank // node_hardware.ranks, exported_note=rank_explanation
-        )
+    logger.info("Nodes: %s", note)
+    node_count, node_rank = nodes.count // ranks_here, nodes.rank // ranks_here
+    nodes = dataclasses.replace(nodes, count=node_count, rank=node_rank, exported_note=note)
     return dataclasses.replace(options, nodes=nodes)
 
 
-def meet_run_nodes(
-    options: LaunchOptions, config: RunConfig, hardware: Hardware, *, may_count_ranks: bool = False
-) -> NodeMeeting:
+def meet_run_nodes(options: LaunchOptions, config: RunConfig, hardware: Hardware) -> NodeMeeting:
     """Meet the other nodes of a run, each known by its card; `hardware`: this node's. Raises as `meet_nodes` does."""
     card = node_card(config, hardware, strategy=options.strategy, uses_deepspeed=options.deepspeed is not None)
-    timeout_s = rank_timeout_s(config, os.environ)
-    return meet_nodes(options.nodes, card, timeout_s=timeout_s, may_count_ranks=may_count_ranks)
+    return meet_nodes(options.nodes, card, timeout_s=rank_timeout_s(config, os.environ))
 
 
 def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
