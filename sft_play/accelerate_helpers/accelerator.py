@@ -1,25 +1,19 @@
 """`get_accelerator` and `wrap_model_optimizer`: an `accelerate.Accelerator` configured from a file,
 and what it trains.
 
-accelerate and DeepSpeed are imported only when used: either may be missing.
+DeepSpeed is imported only when used: it may be missing.
 """
 
 from __future__ import annotations
 
-import builtins
-import functools
 import importlib.util
-import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map  # private, but transformers registers its outputs with it too
-from torch.utils.data import DataLoader
+from accelerate import Accelerator
 
 from sft_play.accelerate_helpers.settings import (
     DEFAULT_CONFIG,
@@ -28,7 +22,7 @@ from sft_play.accelerate_helpers.settings import (
     DistConfig,
     check_settings,
 )
-from sft_play.errors import BackendError, ConfigError
+from sft_play.errors import ConfigError
 from sft_play.launch.accelerate import refuse_too_few_processes, remove_accelerate_variables
 from sft_play.launch.deepspeed import (
     HIDDEN_SIZE_FORMULAS,
@@ -41,118 +35,29 @@ from sft_play.launch.torchrun import rank_variables
 from sft_play.log import one_line
 from sft_play.machine.hardware import detect_hardware
 from sft_play.process.environment import set_deepspeed_to_cpu
-from sft_play.training.distributed import init_deepspeed, remove_abandoned_locks, require_same_inputs
+from sft_play.training.distributed import init_deepspeed, name_compile_locks, require_same_inputs
 
 logger = logging.getLogger(__name__)
 
 
-class NoOpAccelerator:
-    """One process with what a training loop calls of `accelerate.Accelerator`. It does the same: autocast, accumulation
-    (optimizer and scheduler steps in between do nothing), batches on the device. The error for anything else (trackers,
-    hooks, `save_state`), and for fp16, says that accelerate is missing."""
-
-    distributed_type: str = "NO"  # equal to accelerate's DistributedType.NO
-    num_processes = 1
-    process_index = local_process_index = 0
-    is_main_process = is_local_main_process = sync_gradients = True
-    is_fsdp2 = False
-    dist_config: Any = None
-    deepspeed_plugin = None
-    print = staticmethod(builtins.print)
-    clip_grad_norm_ = staticmethod(torch.nn.utils.clip_grad_norm_)
-    free_memory = staticmethod(lambda *objects: [None] * len(objects))  # a, b = free_memory(a, b) drops both
-    wait_for_everyone = end_training = staticmethod(lambda: None)
-    gather = staticmethod(torch.atleast_1d)
-    gather_for_metrics = reduce = staticmethod(lambda value, *args, **kwargs: value)
+class NoOpAccelerator(Accelerator):  # type: ignore[misc]
+    """accelerate's Accelerator for one process without a settings file: nothing is spread over ranks."""
 
     def __init__(self, mixed_precision: str | None = None, gradient_accumulation_steps: int = 1) -> None:
-        if mixed_precision == "fp16":
-            raise BackendError("fp16 needs accelerate, which scales the loss; set mixed_precision: bf16 or no")
-        self.mixed_precision = mixed_precision or "no"
-        self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        self._micro_batches, self._is_end_of_data = 0, False
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"NoOpAccelerator has no {name}: one process without accelerate; pip install accelerate")
-
-    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """Each object prepared by its type, in the given order; a single one is not returned as a tuple."""
-        return tuple(map(self._prepare_item, args)) if len(args) > 1 else self._prepare_item(*args)
-
-    def _prepare_item(self, item: Any) -> Any:
-        if isinstance(item, DataLoader):
-            return _DeviceLoader(item, self)
-        if isinstance(item, torch.nn.Module):
-            item = item if getattr(item, "hf_device_map", None) else item.to(self.device)
-            if self.mixed_precision == "bf16":  # the instance's forward: its class keeps its own
-                item.forward = _cast_outputs_to_fp32(self.autocast()(item.forward))
-        for name in ("step", "zero_grad"):
-            if isinstance(item, (torch.optim.Optimizer, LRScheduler)) and hasattr(item, name):
-                setattr(item, name, self._skip_unless_synced(getattr(item, name)))
-        return item
-
-    def _skip_unless_synced(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.wraps(step)(lambda *args, **kwargs: step(*args, **kwargs) if self.sync_gradients else None)
-
-    def accumulate(self, *models: Any) -> nullcontext[None]:
-        """One micro-batch: gradients accumulate until the last one of a step, or of the data."""
-        self._micro_batches = 0 if self._is_end_of_data else self._micro_batches + 1
-        self.sync_gradients = self._micro_batches % self.gradient_accumulation_steps == 0
-        return nullcontext()
-
-    def autocast(self) -> Any:
-        """bf16 where it was asked for; a context or a decorator."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.mixed_precision == "bf16")
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Gradients of the loss, divided by the accumulation steps."""
-        (loss / self.gradient_accumulation_steps).backward(**kwargs)
-
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model itself, with its autocast; without `keep_torch_compile` the one that was compiled."""
-        return model if keep_torch_compile else getattr(model, "_orig_mod", model)
-
-
-def _cast_outputs_to_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward whose outputs are in fp32, as accelerate returns them."""
-
-    def to_fp32(value: Any) -> Any:
-        return value.float() if getattr(value, "dtype", None) == torch.bfloat16 else value
-
-    return functools.wraps(forward)(lambda *args, **kwargs: tree_map(to_fp32, forward(*args, **kwargs)))
-
-
-class _DeviceLoader:
-    """A data loader whose batches are on the device; it tells the accelerator which one is the last."""
-
-    def __init__(self, loader: Any, accelerator: NoOpAccelerator) -> None:
-        self.base_dataloader, self._accelerator = loader, accelerator
-
-    def __len__(self) -> int:
-        return len(self.base_dataloader)
-
-    def __getattr__(self, name: str) -> Any:  # scripts ask for dataset, batch_size, sampler
-        return getattr(self.base_dataloader, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        device, sentinel = self._accelerator.device, object()
-        for batch, next_batch in itertools.pairwise(itertools.chain(self.base_dataloader, [sentinel])):
-            self._accelerator._is_end_of_data = next_batch is sentinel
-            yield tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
-        self._accelerator._is_end_of_data = False
+        super().__init__(
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=not torch.accelerator.is_available(),
+        )
 
 
 def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig = DEFAULT_CONFIG) -> Any:
     """An `accelerate.Accelerator` with the settings of a YAML file or a mapping (`DistConfig` lists the keys).
 
     A relative path is looked up in the working folder, then in the project. Without DeepSpeed's file or package
-    accelerate runs instead, without accelerate a `NoOpAccelerator` in a single process, each with a warning. A second
-    call replaces the accelerator of the first. The settings are its attribute `dist_config`. Raises ConfigError: the
-    settings are wrong or contradictory, or differ over ranks, or a launcher started too few of these; BackendError:
-    without accelerate there are several ranks, or fp16 is asked for."""
-    if importlib.util.find_spec("accelerate") is None:
-        return _no_op_accelerator(config)
+    accelerate runs instead, with a warning. A second call replaces the accelerator of the first. The settings are its
+    attribute `dist_config`. Raises ConfigError: the settings are wrong or contradictory, or differ over ranks, or a
+    launcher started too few of these."""
     launch_hint = "torchrun --standalone --nproc-per-node 2, or accelerate launch --multi_gpu, to start your script"
     refuse_too_few_processes(os.environ, alternative=launch_hint)
     best_precision = _best_precision()
@@ -167,7 +72,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         lost_offload = " (zero3_offload: nothing is offloaded)" if checked.settings.zero3_offload else ""
         _warn(f"backend: deepspeed falls back to accelerate{lost_offload}: {checked.fallback_reason}")
     _drop_launcher_settings(checked)
-    remove_abandoned_locks()
+    name_compile_locks()
     _reset_accelerate_state()
     accelerator = _new_accelerator(checked, on_cpu=best_precision == "no")
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.distributed_type != "FSDP":
@@ -177,23 +82,6 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     resolved = {"mixed_precision": checked.mixed_precision, "DeepSpeed": checked.deepspeed_config}
     compared = checked.settings.model_dump() | resolved
     require_same_inputs({key: str(value) for key, value in compared.items()})
-    return accelerator
-
-
-def _no_op_accelerator(config: Any) -> Any:
-    checked = check_settings(config, best_precision=_best_precision(), has_deepspeed=False)
-    ranks = rank_variables(os.environ).get("WORLD_SIZE", "1")
-    if ranks != "1":
-        raise BackendError(
-            f"{ranks} ranks were started and the package accelerate is not installed: each would train on its own; "
-            "pip install accelerate"
-        )
-    _warn("the package accelerate is not installed: one process trains, without DDP, FSDP or ZeRO (NoOpAccelerator)")
-    accelerator = NoOpAccelerator(
-        mixed_precision=checked.mixed_precision,
-        gradient_accumulation_steps=checked.settings.gradient_accumulation_steps,
-    )
-    accelerator.dist_config = checked.settings
     return accelerator
 
 
@@ -226,7 +114,6 @@ def _reset_accelerate_state() -> None:
 
 
 def _new_accelerator(checked: CheckedSettings, *, on_cpu: bool) -> Any:
-    from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import importlib
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.utils.file_baton import FileBaton
@@ -97,7 +94,7 @@ def long_timeout_group(*, purpose: str = "the run") -> Any:
 def process_group(plan: Plan, *, timeout_s: float, uses_deepspeed: bool = False) -> Any:
     """The process group of all ranks, with our timeout, destroyed at the end of the run; DeepSpeed gets it at once,
     since ZeRO-3 divides weights while they are read."""
-    remove_abandoned_locks()
+    name_compile_locks()
     if plan.choice.layout.ranks == 1 and "RANK" not in os.environ:
         yield
         return
@@ -206,15 +203,6 @@ def check_shared_disk(path: Path, plan: Plan) -> bool:
     return False
 
 
-def gather_numbers(numbers: torch.Tensor) -> list[list[float]]:
-    """A vector of numbers of every rank, on all ranks."""
-    if world_size() == 1:
-        return [numbers.tolist()]
-    parts = [torch.empty_like(numbers) for _ in range(world_size())]
-    dist.all_gather(parts, numbers)
-    return [part.tolist() for part in parts]
-
-
 def batch_rank(layout: Layout) -> int:
     """This rank's number among those that get rows, or parts of rows, of their own."""
     return rank() // layout.tensor_parallel
@@ -246,31 +234,18 @@ def init_deepspeed(*, on_cpu: bool) -> None:
 _try_acquire = FileBaton.try_acquire
 
 
-def remove_abandoned_locks() -> None:
-    """Let this process remove locks of compiles that were killed. torch makes a file, keeps it open until it has
-    compiled, and removes it (`torch/utils/file_baton.py`); others wait until it is gone, for ever after a kill."""
+def name_compile_locks() -> None:
+    """Let this process say for which lock it waits. torch makes a file before it compiles, and removes it afterwards
+    (`torch/utils/file_baton.py`); others wait in silence until it is gone, for ever where its owner was killed."""
     FileBaton.try_acquire = _wait_for_lock
 
 
 def _wait_for_lock(baton: FileBaton) -> bool:
     """Take the lock, however long it takes: torch itself would go on once it is gone, as if its owner had compiled;
-    where it has, ninja finds nothing left to do. A lock stays whose owner cannot be known: another user's, or one on a
-    disk of several machines."""
-    lock, is_abandoned = Path(baton.lock_file_path).resolve(), False
+    where it has, ninja finds nothing left to do."""
+    lock = Path(baton.lock_file_path).resolve()
     with report_wait(f"Waiting for the process that compiles in {lock.parent} (if there is none: rm {lock})"):
         while not _try_acquire(baton):
-            was_abandoned, is_abandoned = is_abandoned, False
-            with contextlib.suppress(OSError), lock.open(encoding="utf-8") as file:
-                # The kernel gives a lease where nobody else has the file open, and holds up who opens it meanwhile,
-                # telling this process by SIGIO, which would end it.
-                fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
-                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-                # ninja and compilers, which work in the folder, outlive an owner that is killed
-                is_abandoned = all(process.info["cwd"] != str(lock.parent) for process in psutil.process_iter(["cwd"]))
-                # twice, since an owner that lives closes its lock a moment before it removes it; another may have now
-                if was_abandoned and is_abandoned and os.fstat(file.fileno()).st_nlink:
-                    lock.unlink()
-                    logger.warning("%s was left by a process that was killed while it compiled: removed", lock)
             time.sleep(10 * baton.wait_seconds)  # of torch: 0.1 s
     return True
 

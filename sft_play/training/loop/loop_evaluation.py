@@ -190,7 +190,7 @@ class EvaluatedLoop(CheckpointedLoop):
     def _eval_metrics(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
         tokens_seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
         source_sums = [] if self._eval_source_sums is None else [self._eval_source_sums.flatten()]
-        sums_by_rank = distributed.gather_numbers(torch.cat([head, tokens_seen, *source_sums]))
+        sums_by_rank = distributed.gather_values(torch.cat([head, tokens_seen, *source_sums]).tolist())
         width = len(head)
         metrics = head_metrics([rank[:width] for rank in sums_by_rank], prefix=prefix)
         if source_sums:

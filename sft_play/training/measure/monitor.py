@@ -364,7 +364,7 @@ class Monitor(TrainerCallback):
         ]
         local_values += [*head_values, *source_values]
         vector = torch.stack([torch.as_tensor(number, dtype=_SUM_DTYPE, device=device) for number in local_values])
-        values_by_rank = distributed.gather_numbers(vector)
+        values_by_rank = distributed.gather_values(vector.tolist())
         counted_ranks = values_by_rank[:: self._tensor_parallel]  # one of each tensor-parallel group
         self._reset()
         tokens = sum(rank[2] for rank in counted_ranks)
