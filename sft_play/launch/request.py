@@ -246,10 +246,9 @@ def fill_from_accelerate(
             )
         port = nodes.port or accelerate_config.main_process_port or DEFAULT_PORT
         nodes = NodeSetup(accelerate_config.num_machines, accelerate_config.machine_rank, address, port)
-    file = accelerate_config.deepspeed_config_file
-    deepspeed_request = options.deepspeed or (
-        DeepspeedRequest(file) if accelerate_config.distributed_type == "DEEPSPEED" else None
-    )
+    deepspeed_request = options.deepspeed
+    if deepspeed_request is None and accelerate_config.distributed_type == "DEEPSPEED":
+        deepspeed_request = DeepspeedRequest(accelerate_config.deepspeed_config_file)
     # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
     follows_mesh = mesh is not None and mesh.ranks > mesh.dp and accelerate_config.distributed_type == "FSDP"
     layout = accelerate_config.layout if accelerate_config.layout in LAYOUT_NAMES and not follows_mesh else None
