@@ -40,7 +40,7 @@ from sft_play.training.distributed import init_deepspeed, name_compile_locks, re
 logger = logging.getLogger(__name__)
 
 
-class NoOpAccelerator(Accelerator):  # type: ignore[misc]
+class NoOpAccelerator(Accelerator):
     """accelerate's Accelerator for one process without a settings file: nothing is spread over ranks."""
 
     def __init__(self, mixed_precision: str | None = None, gradient_accumulation_steps: int = 1) -> None:

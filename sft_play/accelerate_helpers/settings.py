@@ -127,7 +127,7 @@ def _parse_settings(document: YamlDocument) -> DistConfig:
         hint = did_you_mean(key, fields) or f"the keys are {', '.join(fields)}"
         message = f"unknown key (value {_format_any_value(data[key])}); {hint}"
         problems.append(str(document.problem((one_line(key),), message)))
-    settings = DistConfig()
+    settings = DistConfig.model_validate({})
     try:
         settings = DistConfig.model_validate({key: data[key] for key in data if key in fields})
     except ValidationError as error:

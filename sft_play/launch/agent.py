@@ -213,8 +213,8 @@ def _print_ending(text: str, exit_code: int) -> None:
 
 
 def _error_text(text: str) -> str:
-    """The message of a report, without the stack before it."""
-    return text.rpartition(f"[{COMMAND}] ")[2].removeprefix("error: ")
+    """The first line of a report's message, without the stack before it."""
+    return text.rpartition(f"[{COMMAND}] ")[2].removeprefix("error: ").partition("\n")[0]
 
 
 def _read_exit(rank: int, failure: ProcessFailure) -> RankExit:

@@ -334,6 +334,8 @@ def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) 
 
     unsloth_layout = find_unsloth_layout(loaded, options, hardware)
     if unsloth_layout is not None:
+        if options.max_restarts:
+            raise ConfigError(f"MAX_RESTARTS={options.max_restarts} does not watch Unsloth's processes; leave it out")
         options = dataclasses.replace(options, strategy=unsloth_layout)
     trains_in_process = unsloth_layout is not None or not request.launches_ranks
     run_lock = None

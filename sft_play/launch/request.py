@@ -113,7 +113,11 @@ def parse_launch_options(
 ) -> LaunchOptions:
     """Parse make's launch variables; `notes` name the sources of values that the user did not type. Raises
     ConfigError where one of them is not a number, out of range, or an unknown strategy."""
-    file = values.get("DEEPSPEED_CONFIG")
+    deepspeed, file = None, values.get("DEEPSPEED_CONFIG")
+    if file:
+        deepspeed = DeepspeedRequest(Path(file).expanduser())
+    elif uses_deepspeed:
+        deepspeed = DeepspeedRequest()
     try:
         nodes = read_nodes(values)
         if nodes.count == 1 and values.get("NNODES", "").strip():
@@ -124,7 +128,7 @@ def parse_launch_options(
             processes_per_node=read_whole_number(values, "NPROC", minimum=1),
             gpus=_parse_gpus(values.get("GPUS")),
             nodes=nodes,
-            deepspeed=DeepspeedRequest(Path(file).expanduser() if file else None) if uses_deepspeed or file else None,
+            deepspeed=deepspeed,
             uses_tensorboard=uses_tensorboard,
             max_restarts=read_whole_number(values, "MAX_RESTARTS", minimum=0) or 0,
             notes=notes,
@@ -171,7 +175,7 @@ def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
         request = _resolve_rank(request, request.rank_info)
     else:
         request = _resolve_single_process(request)
-    refuse_restarts(request.loaded, request.options, request.rank_info)
+    refuse_restarts(request.options, request.rank_info)
     if request.options.uses_tensorboard:
         request = dataclasses.replace(request, loaded=add_tensorboard_tracker(request.loaded))
     return request
@@ -210,15 +214,15 @@ def _resolve_single_process(request: LaunchRequest) -> LaunchRequest:
 
 def apply_accelerate_config(options: LaunchOptions, config: RunConfig) -> tuple[LaunchOptions, AccelerateConfig | None]:
     """The options with what an accelerate configuration adds, and that configuration; what it adds is logged."""
-    file, accelerate_config, notes = find_accelerate_file(os.environ), None, options.notes
+    accelerate_config, notes = None, options.notes
+    file = find_accelerate_file(os.environ)
     if file is not None:
         accelerate_config, file_notes = read_accelerate_file_with_notes(file, os.environ)
+        options = fill_from_accelerate(options, accelerate_config, parse_mesh(config.model.mesh_shape))
         notes += file_notes
     for note in notes:
         logger.info("%s", note)
-    if accelerate_config is None:
-        return options, None
-    return fill_from_accelerate(options, accelerate_config, parse_mesh(config.model.mesh_shape)), accelerate_config
+    return options, accelerate_config
 
 
 def pop_accelerate_launch_config() -> AccelerateConfig | None:
@@ -316,18 +320,14 @@ def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
     return load_config(loaded.path, overrides=[*other_overrides, setting])
 
 
-def refuse_restarts(loaded: LoadedConfig, options: LaunchOptions, rank_info: RankInfo | None) -> None:
-    """Raises ConfigError where MAX_RESTARTS= is given and this command could not start the run again."""
-    if not options.max_restarts:
-        return
-    request_text = f"MAX_RESTARTS={options.max_restarts}"
-    if rank_info is not None or options.nodes.count > 1:
+def refuse_restarts(options: LaunchOptions, rank_info: RankInfo | None) -> None:
+    """Raises ConfigError where MAX_RESTARTS= is given and other machines, or a launcher, have processes of the run."""
+    if options.max_restarts and (rank_info is not None or options.nodes.count > 1):
         raise ConfigError(
-            f"{request_text} starts processes again that this command has started on one machine: let the launcher or "
-            "the scheduler start the others again, with output.if_exists=resume (make launch-file writes such a job)"
+            f"MAX_RESTARTS={options.max_restarts} starts processes again that this command has started on one machine: "
+            "let the launcher or the scheduler start the others again, with output.if_exists=resume (make launch-file "
+            "writes such a job)"
         )
-    if loaded.config.tuning.backend == "unsloth":
-        raise ConfigError(f"{request_text} does not watch the processes of tuning.backend=unsloth; leave it out")
 
 
 def log_overrides(request: LaunchRequest, plan: Plan) -> None:
