@@ -178,6 +178,7 @@ def test_where_nothing_could_be_started_again_it_is_refused(command, config, mon
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
     if words:  # as where there is an environment with Unsloth
+        monkeypatch.setattr("sft_play.launch.planning.refusals", lambda *_, **__: ())
         monkeypatch.setattr("sft_play.launch.planning.find_unsloth_layout", lambda *_: "single")
     code, printed = command("train", "--config", str(config), *words)
     assert code == 2

@@ -279,8 +279,9 @@ def stop_server(server: TensorBoardServer) -> str:
 def _terminate(process: psutil.Process) -> bool:
     """End a process with its session, in which its data server is; returns whether it has ended."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal_number)
+        if _is_alive(process):  # else its pid may be another program's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal_number)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while _is_alive(process) and time.monotonic() < deadline:
             time.sleep(_POLL_S / 4)
