@@ -158,9 +158,10 @@ def test_two_machines_train_by_the_variables_that_guides_export(config):
 
 
 @pytest.mark.slow
-def test_machines_that_are_numbered_train_as_nodes(config):
+def test_a_numbered_machine_that_does_not_come_is_named_with_how_the_variables_were_read(config):
     """WORLD_SIZE counts nodes, as Kubernetes' PyTorchJob has it."""
-    ended = launch(config, "numbered", 0, 1, world=3, later_s={1: 2.0}, words=["distributed.timeout_s=5"])
+    words = ["distributed.timeout_s=8", "train.effective_batch_size=12"]  # of six ranks
+    ended = launch(config, "numbered", 0, 1, world=3, words=words)
     assert [one.code for one in ended] == [2, 2]
     for one in ended:
         assert one.printed.count("error:") == 1, one.printed
