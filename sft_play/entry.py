@@ -52,7 +52,6 @@ def main(command: "Optional[str]" = None) -> int:
         )
     try:
         from sft_play import cli, log
-        from sft_play.process.signals import handle_interrupt
 
         cli.import_command(argv)
     except ModuleNotFoundError as error:
@@ -73,7 +72,7 @@ def main(command: "Optional[str]" = None) -> int:
     log.survive_lost_output()
     sys.excepthook = _write_redacted_traceback
     if catches_interrupt:
-        signal.signal(signal.SIGINT, handle_interrupt)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     code = _run_guarded(cli.main, argv, command_name)
     if catches_interrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # only Python's own shutdown is left

@@ -1,16 +1,14 @@
-"""sft_play.dist: settings as asked or one message, wrapping, saving over ranks, and one process without accelerate."""
+"""sft_play.dist: settings as asked or one message, wrapping and saving over ranks."""
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 import logging
 import os
 import random
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from torch.utils.data import DataLoader
 from sft_play.accelerate_helpers.settings import DEFAULT_CONFIG, DistConfig, check_settings
 from sft_play.config.yaml_io import parse_yaml
 from sft_play.dist import NoOpAccelerator, get_accelerator, save_sharded, wrap_model_optimizer
-from sft_play.errors import BackendError, ConfigError, RunFolderError
+from sft_play.errors import ConfigError, RunFolderError
 from sft_play.files import atomic
 from tests import warm
 from tests.conftest import ROOT
@@ -303,51 +301,6 @@ def test_a_launcher_that_started_too_few_is_refused(monkeypatch):
         get_accelerator({})
 
 
-def absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else there(name))
-
-
-def test_without_accelerate_one_process_trains_with_a_warning_and_several_are_refused(monkeypatch, caplog):
-    absent(monkeypatch)
-    accelerator = get_accelerator({"gradient_accumulation_steps": 4, "mixed_precision": "bf16"})
-    assert isinstance(accelerator, NoOpAccelerator)
-    assert (accelerator.gradient_accumulation_steps, accelerator.mixed_precision) == (4, "bf16")
-    assert "accelerate is not installed" in caplog.text
-    with pytest.raises(AttributeError, match="pip install accelerate"):
-        accelerator.profile()
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(BackendError, match="2 ranks were started"):
-        get_accelerator({})
-
-
-def test_the_stand_in_has_accelerates_names_and_parameters():
-    from accelerate import Accelerator
-
-    own = {name: member for name, member in vars(NoOpAccelerator).items() if not name.startswith("_")}
-    attributes = {*dir(Accelerator), "state", "scaler", "dist_config"}
-    assert set(own) <= attributes, set(own) - attributes
-    for name in ("prepare", "accumulate", "backward", "unwrap_model"):
-        mine, real = (inspect.signature(getattr(one, name)).parameters for one in (NoOpAccelerator, Accelerator))
-        assert [(one.name, one.kind, one.default) for one in mine.values()] == [
-            (one.name, one.kind, one.default) for one in real.values()
-        ], name
-
-
-def test_the_stand_in_calls_do_nothing_over_one_process():
-    accelerator = NoOpAccelerator()
-    value = torch.tensor(3.0)
-    assert accelerator.gather(value).tolist() == [3.0]
-    assert accelerator.reduce(value, reduction="mean") is accelerator.gather_for_metrics(value) is value
-    with accelerator.main_process_first(), accelerator.no_sync(None), accelerator.split_between_processes([1]) as mine:
-        assert mine == [1]
-    assert accelerator.on_main_process(len) is len
-    assert accelerator.wait_for_everyone() is accelerator.log({"loss": 1.0}, step=1) is None
-    with pytest.raises(BackendError, match="fp16 needs accelerate"):
-        NoOpAccelerator(mixed_precision="fp16")
-
-
 def tiny(seed: int = 0, *, adapter: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -398,19 +351,11 @@ def train(
     return losses, model, steps
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_the_stand_in_trains_as_accelerate_does(precision, steps):
-    """10 rows in batches of 4: the last of an epoch ends an accumulation early."""
-    real = get_accelerator({"mixed_precision": precision, "gradient_accumulation_steps": steps})
-    wanted, model, real_steps = train(real, batch=4)
-    mine = NoOpAccelerator(mixed_precision=precision, gradient_accumulation_steps=steps)
-    found, other, own_steps = train(mine, batch=4)
-    assert found == wanted
-    assert own_steps == real_steps == {1: 6, 2: 4}[steps]
-    assert wanted[-1] < wanted[0]
-    for one, two in zip(mine.unwrap_model(other).parameters(), real.unwrap_model(model).parameters(), strict=True):
-        assert torch.equal(one, two)
+def test_one_process_needs_no_settings():
+    accelerator = NoOpAccelerator(gradient_accumulation_steps=2)
+    losses, _, steps = train(accelerator, batch=4)
+    assert (accelerator.num_processes, accelerator.distributed_type, steps) == (1, "NO", 4)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("adapter", [True, False])
@@ -456,7 +401,7 @@ def test_deepspeed_is_told_what_model_and_data_say(caplog):
     assert config["zero_optimization"]["reduce_bucket_size"] == 16 * 16
     assert not {"optimizer", "scheduler"} & set(config)
     assert "overlap_comm" not in config["zero_optimization"]
-    assert "optimizer block (AdamW) is left out: the script's is used" in caplog.text
+    assert "optimizer block is left out: the script's is used" in caplog.text
 
 
 # saving
@@ -485,34 +430,6 @@ def test_what_is_saved_is_opened_and_equal(kind, dtype, tmp_path):
         assert found[name].dtype == dtype
         assert torch.equal(found[name], tensor), name
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-WITHOUT_ACCELERATE = """
-import sys
-sys.modules["accelerate"] = sys.modules["peft"] = None
-import torch
-from sft_play.dist import get_accelerator, save_sharded, wrap_model_optimizer
-from transformers import LlamaConfig, LlamaForCausalLM
-config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-for dtype in (torch.float32, torch.bfloat16):
-    for name, model in (("module", torch.nn.Linear(3, 4)), ("model", LlamaForCausalLM(config))):
-        accelerator = get_accelerator({})
-        (prepared, _) = wrap_model_optimizer(accelerator, model.to(dtype))
-        folder = save_sharded(accelerator, prepared, f"{sys.argv[1]}/{name}-{dtype}")
-        assert (folder / "model.safetensors").is_file()
-opened = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
-assert opened.dtype == torch.bfloat16
-assert all(torch.equal(a, b) for a, b in zip(opened.state_dict().values(), model.state_dict().values(), strict=True))
-print("saved")
-"""
-
-
-def test_without_accelerate_what_was_trained_is_saved(tmp_path):
-    """accelerate cannot be imported at all: what one process trained without it reaches the disk."""
-    ended = subprocess.run(
-        [sys.executable, "-c", WITHOUT_ACCELERATE, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert ended.stdout.strip().endswith("saved"), ended.stderr[-3000:]
 
 
 def save(folder: Path, seed: int) -> Path:

@@ -204,7 +204,7 @@ def test_a_variable_of_the_parents_reaches_no_grandchild(monkeypatch):
     assert len(told) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_command_ends_when_its_make_alone_gets_a_signal(tmp_path, number):
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
@@ -227,33 +227,6 @@ def test_a_command_ends_when_its_make_alone_gets_a_signal(tmp_path, number):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(make.pid, signal.SIGKILL)
         make.wait()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_ctrl_c_that_reached_the_command_too_is_not_passed_on(tmp_path):
-    """As make does it: its handler puts the default action back, and it waits for its command."""
-    command = (
-        "import os, signal, sys, time\n"
-        "from sft_play.process import signals\n"
-        "got = []\n"
-        "signal.signal(signal.SIGINT, lambda *_: (got.append(1), "
-        "setattr(signals, '_has_received_signal', sys.argv[1] == 'heard')))\n"
-        "os.environ[signals.MAKE_VARIABLE] = f'{os.getppid()}:{os.getpid()}'\n"
-        "signals.watch_parent()\n"
-        "os.kill(os.getpid(), signal.SIGINT) if sys.argv[1] == 'heard' else None\n"
-        "os.kill(os.getppid(), signal.SIGINT)\n"
-        "time.sleep(3)\n"
-        "print(len(got))\n"
-    )
-    make = (
-        "import signal, subprocess, sys\n"
-        "signal.signal(signal.SIGINT, lambda number, _: signal.signal(number, signal.SIG_DFL))\n"
-        "print(subprocess.run(sys.argv[1:], capture_output=True, text=True, check=True).stdout)\n"
-    )
-    for told in ("heard", "alone"):
-        words = [sys.executable, "-c", make, sys.executable, "-c", command, told]
-        answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-        assert answer.stdout.strip() == "1", told
 
 
 def test_the_processes_of_a_data_loader_end_when_the_trainer_is_killed(config, tmp_path):

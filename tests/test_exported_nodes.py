@@ -1,21 +1,20 @@
-"""`RANK` and `WORLD_SIZE` that are exported once on each machine number nodes, or count ranks: the nodes that come
-tell. And those that a notebook has left: who is waited for, how long, and how to go on without them."""
+"""`RANK` and `WORLD_SIZE` that are exported once on each machine count ranks, or number nodes. And those that a
+notebook has left: who is waited for, how long, and how to go on without them."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -26,12 +25,12 @@ from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
 from sft_play.launch import nodes as launch_nodes
 from sft_play.launch import rank as launch_rank
 from sft_play.launch import request as launch_request
-from sft_play.launch.nodes import NodeMeeting, meet_nodes, node_card
+from sft_play.launch.nodes import meet_nodes, node_card
 from sft_play.launch.rank import LaunchPlan
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.torchrun import RENDEZVOUS_VARIABLES
 from sft_play.machine.hardware import Hardware, parse_hardware
-from sft_play.machine.network import NodeSetup, local_addresses
+from sft_play.machine.network import NodeSetup
 from sft_play.training import distributed
 from tests import warm
 from tests.conftest import ROOT, clean_environment
@@ -55,120 +54,50 @@ def config(tmp_path_factory, tiny_llama, sums) -> Path:
     return path
 
 
-# --- the meeting, in threads ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def call(config) -> Callable[..., Callable[[], NodeMeeting]]:
-    """A node with exported RANK and WORLD_SIZE, and so many ranks, that meets the others."""
-
-    def of(rank: int, world: int, processes: int, port: int, *, limit_s: float = 30, after_s: float = 0,
-           address: str = "127.0.0.1") -> Callable[[], NodeMeeting]:  # fmt: skip
-        machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=processes)
-        card = node_card(load_config(config).config, machine, strategy="ddp", uses_deepspeed=False)
-
-        def come() -> NodeMeeting:
-            time.sleep(after_s)
-            return meet_nodes(NodeSetup(world, rank, address, port), card, timeout_s=limit_s, may_count_ranks=True)
-
-        return come
-
-    return of
-
-
-def counted(answers: Sequence[NodeMeeting | SftPlayError]) -> list[int]:
-    """How many nodes each has counted."""
-    assert all(isinstance(one, NodeMeeting) for one in answers), answers
-    return [len(one.cards) for one in answers if isinstance(one, NodeMeeting)]
+# --- how exported variables are read ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("world", "processes", "ranks"),
+    ("machine", "world", "rank", "address", "nodes"),
     [
-        pytest.param(4, 2, (0, 2), id="ranks of two nodes"),
-        pytest.param(6, 2, (4, 0, 2), id="ranks of three nodes"),
-        pytest.param(2, 2, (0,), id="all ranks on a node that no other machine can reach"),
-        pytest.param(4, 2, (0, 1, 2, 3), id="nodes"),
-        pytest.param(2, 2, (0, 1), id="as many nodes as ranks on each"),
+        ("4xH100", 8, 4, "10.0.0.1", (2, 1)), ("8xH100", 32, 24, "10.0.0.1", (4, 3)),  # ranks
+        ("1xH100", 2, 1, "10.0.0.1", (2, 1)), ("3xH100", 4, 0, "10.0.0.1", (4, 0)),  # nodes: one reading
+        ("2xH100", 4, 1, "10.0.0.1", (4, 1)),  # no first rank of a node
+        ("2xH100", 2, 0, "10.0.0.1", (2, 0)), ("2xH100", 2, 0, "127.0.0.1", (1, 0)),  # unless nobody can come
     ],
-)
-def test_the_nodes_that_come_tell_what_the_variables_count(call, world, processes, ranks):
+)  # fmt: skip
+def test_rank_and_world_size_count_ranks_where_they_can(config, monkeypatch, machine, world, rank, address, nodes):
+    """Two machines with four GPUs export RANK=0 and RANK=4; Kubernetes numbers as many nodes as WORLD_SIZE says."""
+    monkeypatch.setattr(launch_request, "detect_hardware", lambda: parse_hardware(machine))
+    exported = NodeSetup(world, rank, address, 29_500, "RANK and WORLD_SIZE are there")
+    found = launch_request.resolve_exported_nodes(LaunchOptions(nodes=exported), load_config(config).config).nodes
+    assert found == NodeSetup(*nodes, address, 29_500)
+    assert ("count ranks" in found.exported_note) == (nodes[0] < world)
+
+
+def test_nodes_that_read_the_variables_differently_all_say_so(config):
+    """Four numbered nodes of two ranks: 0 and 2 can be the first ranks of two."""
     port = free_port()
-    answers = together(*(call(rank, world, processes, port) for rank in ranks))
-    assert counted(answers) == [len(ranks)] * len(ranks)
-
-
-def test_a_node_that_contradicts_is_waited_for_and_then_all_of_its_kind(call):
-    """RANK=0 and 2 could be all of four ranks; 1 comes before the while is over, and 3 long after."""
-    port, limit_s = free_port(), 60.0
-    late = {1: 0.3, 3: 3.0}
-    calls = [call(rank, 4, 2, port, limit_s=limit_s, after_s=late.get(rank, 0)) for rank in range(4)]
-    began = time.monotonic()
-    assert counted(together(*calls)) == [4, 4, 4, 4]
-    assert time.monotonic() - began > late[3]
-
-
-def test_a_single_node_that_others_can_reach_waits_for_them(call):
-    """It has all ranks of WORLD_SIZE, and is as well the first of as many nodes."""
-    address = next(iter(local_addresses()), None)
-    if address is None:
-        pytest.skip("this machine has no address but the loopback")
-    for where in (address, socket.gethostname()):  # which Debian's /etc/hosts has as 127.0.1.1
-        (answer,) = together(call(0, 2, 2, free_port(), limit_s=2, address=where))
-        assert isinstance(answer, HardwareError)
-        assert "node 1 of 2 did not connect" in str(answer)
-
-
-@pytest.mark.parametrize("ranks", [(0,), (0, 2), (2, 4)])
-def test_nodes_that_do_not_come_are_missed_by_all(call, ranks):
-    port = free_port()
-    for answer in together(*(call(rank, 6, 2, port, limit_s=2) for rank in ranks)):
-        assert isinstance(answer, HardwareError)
-        assert "did not connect to" in str(answer) or "node 0 did not answer" in str(answer)
-
-
-def test_a_node_that_contradicts_after_the_count_ends_the_start_of_all(call, config):
-    """Two nodes have found that they have all four ranks, and meet again before their ranks start."""
-    port = free_port()
-    machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2)
+    machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=2)
     card = node_card(load_config(config).config, machine, strategy="ddp", uses_deepspeed=False)
-    answers = together(lambda: meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, timeout_s=20), call(1, 4, 2, port))
+    setups = [NodeSetup(2, 0, "127.0.0.1", port), NodeSetup(4, 1, "127.0.0.1", port)]
+    answers = together(*(functools.partial(meet_nodes, setup, card, timeout_s=20) for setup in setups))
     for answer in answers:
         assert isinstance(answer, ConfigError)
-        assert "node 0 was given NNODES=2, and node 1 NNODES=4" in str(answer)
+        assert "NNODES is 2 on node 0 and 4 on node 1" in str(answer)
 
 
-def test_a_node_that_comes_after_the_ranks_have_begun_is_told_so(call, monkeypatch):
+def test_a_node_that_comes_after_the_ranks_have_begun_is_told_so(config, monkeypatch):
     """torchrun serves a store of its own at the port then."""
     monkeypatch.setattr(launch_nodes, "_LEAVE_TIMEOUT_S", 0.5)
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    card = node_card(load_config(config).config, parse_hardware("1xH100"), strategy="ddp", uses_deepspeed=False)
     began = time.monotonic()
-    (answer,) = together(call(2, 4, 2, port, limit_s=600))
-    assert isinstance(answer, HardwareError)
-    assert "the ranks of a run that began without this node" in str(answer)
+    with pytest.raises(HardwareError, match="the ranks of a run that began without this node"):
+        meet_nodes(NodeSetup(4, 2, "127.0.0.1", port), card, timeout_s=600)
     assert time.monotonic() - began < 30
     del store
-
-
-@pytest.mark.parametrize(
-    ("machine", "world", "ranks", "nodes"),
-    [("4xH100", 8, (0, 4), 2), ("8xH100", 32, (0, 8, 16, 24), 4), ("1xH100", 2, (0, 1), 2), ("3xH100", 4, (0, 1), 4)],
-)
-def test_the_gpus_of_a_node_are_its_ranks(config, monkeypatch, machine, world, ranks, nodes):
-    """Two machines with four GPUs export RANK=0 and RANK=4. One GPU, or three of four ranks, leave one reading."""
-    monkeypatch.setattr(launch_request, "detect_hardware", lambda: parse_hardware(machine))
-    settings = load_config(config, overrides=["distributed.timeout_s=30"]).config
-    port = free_port()
-
-    def count(rank: int) -> Callable[[], Any]:
-        exported = NodeSetup(world, rank, "127.0.0.1", port, "RANK and WORLD_SIZE are there")
-        return lambda: launch_request.resolve_exported_nodes(LaunchOptions(nodes=exported), settings).nodes
-
-    each = parse_hardware(machine).ranks if nodes < world else 1
-    for rank, answer in zip(ranks, together(*(count(rank) for rank in ranks)), strict=True):
-        assert answer == NodeSetup(nodes, rank // each, "127.0.0.1", port)
-        assert bool(answer.exported_note)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
@@ -224,22 +153,20 @@ def test_two_machines_train_by_the_variables_that_guides_export(config):
     ended = launch(config, "ranks", 0, 2, world=4)
     assert_trained(config, "ranks", ended, nodes=2, ranks=4)
     for one in ended:
-        assert "count ranks, 4 in all and 2 on each node: those that come tell" in one.printed
+        assert "count ranks, 4 in all and 2 on each node" in one.printed
     assert "this is node 1, at 127.0.0.1" in ended[1].printed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "ranks", "world", "later_s"),
-    [
-        ("as-many", (0, 1), 2, {}),
-        ("contradicted", (0, 1, 2, 3), 4, {1: 2.0, 3: 6.0}),
-    ],
-)
-def test_machines_that_are_numbered_train_as_nodes(config, name, ranks, world, later_s):
-    """WORLD_SIZE counts nodes, as Kubernetes' PyTorchJob has it; two of the four could be all, and others come late."""
-    ended = launch(config, name, *ranks, world=world, later_s=later_s, words=["distributed.timeout_s=240"])
-    assert_trained(config, name, ended, nodes=world, ranks=2 * world)
+def test_a_numbered_machine_that_does_not_come_is_named_with_how_the_variables_were_read(config):
+    """WORLD_SIZE counts nodes, as Kubernetes' PyTorchJob has it."""
+    words = ["distributed.timeout_s=8", "train.effective_batch_size=12"]  # of six ranks
+    ended = launch(config, "numbered", 0, 1, world=3, words=words)
+    assert [one.code for one in ended] == [2, 2]
+    for one in ended:
+        assert one.printed.count("error:") == 1, one.printed
+        assert "WORLD_SIZE=3 in the environment, without LOCAL_RANK: this is node" in one.printed
+        assert "node 2 of 3 did not connect" in one.printed
 
 
 @pytest.mark.slow
@@ -248,50 +175,13 @@ def test_a_late_machine_is_waited_for(config):
     assert_trained(config, "late", ended, nodes=2, ranks=4)
 
 
-@pytest.mark.slow
-def test_machines_that_do_not_come_are_one_message_that_names_both_readings(config):
-    for ranks in ((0,), (2,)):
-        (ended,) = launch(config, "missing", *ranks, world=4, words=["distributed.timeout_s=5"])
-        assert ended.code == 2, ended.printed
-        assert ended.printed.count("error:") == 1, ended.printed
-        line = ended.printed[ended.printed.index("error:") :]
-        assert f"RANK={ranks[0]} and WORLD_SIZE=4 in the environment, without LOCAL_RANK: this is node" in line
-        assert "count ranks, 4 in all and 2 on each node" in line
-    assert not (config.parent / "outputs" / "missing").exists()
-
-
-@pytest.mark.slow
-def test_a_machine_that_comes_when_the_ranks_have_begun_is_told_how_the_others_were_counted(config):
-    words = ["distributed.timeout_s=30", "train.max_steps=60"]
-    ended = launch(config, "begun", 0, 2, 1, world=4, later_s={1: 20.0}, words=words)
-    assert [one.code for one in ended] == [0, 0, 2], "\n".join(one.printed for one in ended)
-    line = ended[2].printed[ended[2].printed.index("error:") :]
-    assert "RANK=1 and WORLD_SIZE=4 in the environment" in line
-    assert "count ranks, 4 in all and 2 on each node" in line
-    assert any(words in line for words in ("began without this node", "node 0 did not answer", "lost each other"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "reading"), [((0, 2), "count ranks, 4 in all"), ((0, 1), "this is node")])
-def test_what_goes_wrong_later_names_how_the_variables_were_read(config, ranks, reading):
-    """A batch that does not divide over the ranks there are."""
-    world = 4 if ranks == (0, 2) else 2
-    words = ["distributed.timeout_s=60", "train.effective_batch_size=7"]
-    for ended in launch(config, "undivided", *ranks, world=world, words=words):
-        assert ended.code == 2, ended.printed
-        line = ended.printed[ended.printed.index("error:") :]
-        assert "does not split over" in line
-        assert reading in line
-
-
 def test_what_would_be_started_is_shown_without_waiting_for_anybody(config, command, monkeypatch):
     for name, text in {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1", "NPROC": "2"}.items():
         monkeypatch.setenv(name, text)
     code, printed = command("launch-command", "--config", str(config))
     assert code == 0, printed
-    assert "--nnodes 4 --node-rank 2" in printed
-    assert "RANK=2 and WORLD_SIZE=4 in the environment, without LOCAL_RANK: this is node 2 of 4 nodes" in printed
-    assert "or RANK and WORLD_SIZE in the environment count ranks, 4 in all and 2 on each node: NNODES=2" in printed
+    assert "--nnodes 2 --node-rank 1" in printed
+    assert "RANK and WORLD_SIZE in the environment count ranks, 4 in all and 2 on each node" in printed
 
 
 # --- variables that were left -----------------------------------------------------------------------------------------

@@ -417,7 +417,7 @@ REFUSED = {
     "output.name=taken output.if_exists=resume": "is not a run folder",
     "output.dir=pipe": "pipe is a file",
     "output.dir=pipe/below": "pipe/below cannot be written",
-    "output.dir=gone": "gone is a link to a folder that is not there",
+    "output.dir=gone": "gone is a file, or a link that leads nowhere",
     "data.train_path=broken.parquet": "broken.parquet is Parquet that cannot be read",
     "data.train_path=late.jsonl": "late.jsonl:129",
     "data.train_path=empty": "empty holds no data files",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import operator
 import random
 import re
 from html.parser import HTMLParser
@@ -16,13 +14,9 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished import report as report_module
-from sft_play.finished.compare import compare_results
-from sft_play.finished.export.places import describe_merge
-from sft_play.finished.listing import list_runs
 from sft_play.finished.page import PLOT_HEIGHT, Chart, Curve, draw_chart, plot_as_text, thin_points
 from sft_play.finished.report import (
     build_run_charts,
-    headline_metrics,
     read_record,
     report_on_exit,
     report_sections,
@@ -33,7 +27,6 @@ from sft_play.finished.run import find_run_folder
 from sft_play.runs.files import read_evaluations, read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.text import GIB
-from sft_play.training.checkpoints.card import result_figures
 from sft_play.training.loop.curriculum import _merge_summaries
 from sft_play.training.measure.evaluate import EvalMetrics
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question
@@ -176,62 +169,6 @@ def test_damaged_files_are_missing_ones(tmp_path):
     assert "800" in page.text
 
 
-def places_in(value: object, way: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
-    """The way to every value in a summary."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [way, *(place for key, one in inner for place in places_in(one, (*way, key)))]
-
-
-def with_value(summary: dict, way: tuple[object, ...], value: object) -> dict:
-    """A copy of a summary with another value in one place."""
-    copied = json.loads(json.dumps(summary))
-    functools.reduce(operator.getitem, way[:-1], copied)[way[-1]] = value
-    return copied
-
-
-WRONG = {"text": "quick", "list": [["quick"]], "mapping": {"loss": {"quick": "quick"}}, "number": 3}
-RECORDS = ("manifest.json", "resolved.json", "plan.json", "summary.json")
-
-
-@pytest.mark.parametrize("kind", WRONG)
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_value_of_another_kind_in_a_runs_file_is_no_traceback(tmp_path, plan_of, name, kind):
-    """Whichever value is another, and whoever reads it; null is as good as none."""
-    folder, other = (
-        recorded_run(tmp_path / "runs" / one, like=plan_of, metrics=steps(3), summary=SUMMARY) for one in "ab"
-    )
-    path = folder.path / name
-    recorded = json.loads(path.read_text())
-    places = [way for way in places_in(recorded) if way]
-    shallow = [way for way in places if len(way) == 1]
-    for way in [*shallow, *random.Random(4).sample(places, min(len(places), 40))]:
-        path.write_text(json.dumps(with_value(recorded, way, WRONG[kind])))
-        assert list_runs(tmp_path / "runs").lines()
-        if name == "manifest.json" and way == ("format",):
-            continue  # then it is no run
-        record = read_record(folder)
-        assert headline_metrics(record)
-        assert compare_results([record, read_record(other)])
-        assert list(report_sections(record, []))
-        assert len(list(result_figures(record.summary))) <= 2
-
-
-def test_a_number_that_is_none_is_left_out_with_a_warning_and_the_rest_is_shown(tmp_path, plan_of, caplog):
-    folder = recorded_run(tmp_path / "runs" / "one", like=plan_of, metrics=steps(3), summary=SUMMARY)
-    numbers = [
-        way for way in places_in(SUMMARY) if type(functools.reduce(operator.getitem, way, SUMMARY)) in (int, float)
-    ]
-    assert len(numbers) > 15
-    for way in numbers:
-        for new in ("quick", ["quick"], {"quick": 1}):
-            (folder.path / "summary.json").write_text(json.dumps(with_value(SUMMARY, way, new)))
-            caplog.clear()
-            summary = read_summary(folder.path)
-            assert "summary.json is damaged" in caplog.text, way
-            assert way[-1] not in functools.reduce(operator.getitem, way[:-1], summary)
-            assert {name for name in SUMMARY if name not in summary} <= {way[0]}
-
-
 def test_the_summary_of_stages_and_one_with_a_loss_that_is_no_number_are_whole(tmp_path, caplog):
     """Evaluations name their stage, and a loss that is not finite is text there: nobody counts with them."""
     lines = [{"step": 1, "eval_loss": "nan", "stage": "short"}, {"step": 2, "eval_loss": 1.0, "stage": "short"}]
@@ -242,22 +179,6 @@ def test_the_summary_of_stages_and_one_with_a_loss_that_is_no_number_are_whole(t
     (folder.path / "summary.json").write_text(json.dumps(summary))
     assert read_summary(folder.path) == json.loads(json.dumps(summary))
     assert not caplog.text
-
-
-def test_a_merge_whose_record_is_damaged_counts_as_not_compared(tmp_path):
-    (tmp_path / "merge.json").write_text(json.dumps({"base": "original", "dtype": "bf16", "test": "passed"}))
-    assert describe_merge(tmp_path) == "Merged into the original base (bf16); merge-test has not been run"
-
-
-@pytest.mark.parametrize("verb", ["runs", "report", "compare", "prune"])
-def test_a_damaged_summary_is_no_traceback(tmp_path, plan_of, command, monkeypatch, verb):
-    monkeypatch.chdir(tmp_path)
-    damaged = SUMMARY | {"tokens_per_s": "fast", "wall_s": "long", "after": "better", "peak_bytes": "much"}
-    for name in ("one", "two"):
-        recorded_run(tmp_path / "outputs" / name, like=plan_of, metrics=steps(3), summary=damaged)
-    words = {"report": ["--run", "one"], "compare": ["--runs", "one two"], "prune": ["--runs", "one", "--yes"]}
-    code, said = command(verb, *words.get(verb, []))
-    assert (code, "Traceback" in said) == (0, False), said
 
 
 def test_stages_follow_each_other(tmp_path, plan_of):

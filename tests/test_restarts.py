@@ -169,7 +169,7 @@ def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path
         ({"MAX_RESTARTS": "2", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (),
          "MAX_RESTARTS=2 starts processes again that this command has started on one machine"),
         ({"MAX_RESTARTS": "2"}, ("tuning.backend=unsloth",),
-         "MAX_RESTARTS=2 does not watch the processes of tuning.backend=unsloth"),
+         "MAX_RESTARTS=2 does not watch Unsloth's processes"),
         ({"MAX_RESTARTS": "2", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (),
          "MAX_RESTARTS=2 starts processes again that this command has started on one machine"),
     ],
@@ -177,6 +177,9 @@ def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path
 def test_where_nothing_could_be_started_again_it_is_refused(command, config, monkeypatch, environ, words, said):
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
+    if words:  # as where there is an environment with Unsloth
+        monkeypatch.setattr("sft_play.launch.planning.refusals", lambda *_, **__: ())
+        monkeypatch.setattr("sft_play.launch.planning.find_unsloth_layout", lambda *_: "single")
     code, printed = command("train", "--config", str(config), *words)
     assert code == 2
     assert said in printed

@@ -167,8 +167,9 @@ def other() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
     def start(*words: str, **variables: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-c", OTHERS, *words], env=os.environ | variables, stdout=subprocess.PIPE
-        )
+            [sys.executable, "-c", OTHERS, *words], env=os.environ | variables, stdout=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.read(1) == b"1"  # it has its own command line by now
@@ -240,9 +241,8 @@ def test_a_sidecar_that_hangs_is_ended(tmp_path, ends_with_me):
 
 FAKE = """#!{python}
 import http.server, json, sys
-if "sft_play.process.signals" in sys.argv:
-    from sft_play.process.signals import watch_parent
-    watch_parent()
+from sft_play.process.signals import watch_parent
+watch_parent()
 options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--"))
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):

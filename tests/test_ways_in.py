@@ -182,9 +182,9 @@ def test_an_address_of_another_machine_without_a_number_of_nodes_stops(caplog):
 
 def test_an_address_of_this_machine_without_a_number_of_nodes_is_said(monkeypatch, caplog):
     monkeypatch.setattr(torchrun, "can_bind", lambda address: address == "192.0.2.7")
-    with caplog.at_level("WARNING"):
+    with caplog.at_level("INFO"):
         refuse_lone_node(NodeSetup(1, 0, "192.0.2.7", None))
-    assert "MASTER_ADDR=192.0.2.7 is this machine, and neither NNODES= nor WORLD_SIZE=" in caplog.text
+    assert "MASTER_ADDR=192.0.2.7 is this machine: the run is on it alone" in caplog.text
 
 
 # --- accelerate's own file --------------------------------------------------------------------------------------------

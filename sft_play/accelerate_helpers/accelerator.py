@@ -1,25 +1,19 @@
 """`get_accelerator` and `wrap_model_optimizer`: an `accelerate.Accelerator` configured from a file,
 and what it trains.
 
-accelerate and DeepSpeed are imported only when used: either may be missing.
+DeepSpeed is imported only when used: it may be missing.
 """
 
 from __future__ import annotations
 
-import builtins
-import functools
 import importlib.util
-import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map  # private, but transformers registers its outputs with it too
-from torch.utils.data import DataLoader
+from accelerate import Accelerator
 
 from sft_play.accelerate_helpers.settings import (
     DEFAULT_CONFIG,
@@ -28,8 +22,8 @@ from sft_play.accelerate_helpers.settings import (
     DistConfig,
     check_settings,
 )
-from sft_play.errors import BackendError, ConfigError
-from sft_play.launch.accelerate import is_accelerate_launch, refuse_too_few_processes, remove_accelerate_variables
+from sft_play.errors import ConfigError
+from sft_play.launch.accelerate import refuse_too_few_processes, remove_accelerate_variables
 from sft_play.launch.deepspeed import (
     HIDDEN_SIZE_FORMULAS,
     cpu_adam_compile_note,
@@ -43,125 +37,27 @@ from sft_play.machine.hardware import detect_hardware
 from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.training.distributed import init_deepspeed, remove_abandoned_locks, require_same_inputs
 
-# `NoOpAccelerator`: what a training loop calls of accelerate's interface, for one process without
-# that package.
+logger = logging.getLogger(__name__)
 
 
-class NoOpAccelerator:
-    """One process with the methods and attributes of `accelerate.Accelerator` that a training loop uses. They do the
-    same: autocast, accumulation (optimizer and scheduler steps in between do nothing), batches on the device. The error
-    for any other (hooks, `save_state`), and for fp16, says that accelerate is missing."""
-
-    distributed_type: str = "NO"  # equal to accelerate's DistributedType.NO
-    num_processes = 1
-    process_index = local_process_index = 0
-    is_main_process = is_local_main_process = is_last_process = sync_gradients = True
-    use_distributed = optimizer_step_was_skipped = is_fsdp2 = False
-    dist_config: Any = None
-    deepspeed_plugin = scaler = None
-    print = staticmethod(builtins.print)
-    clip_grad_norm_ = staticmethod(torch.nn.utils.clip_grad_norm_)
-    clip_grad_value_ = staticmethod(torch.nn.utils.clip_grad_value_)
-    free_memory = staticmethod(lambda *objects: [None] * len(objects))  # a, b = free_memory(a, b) drops both
-    # over one process: nothing to wait for or to report to trackers, nothing to combine, nowhere else to run
-    wait_for_everyone = init_trackers = log = end_training = staticmethod(lambda *args, **kwargs: None)
-    gather = staticmethod(torch.atleast_1d)
-    gather_for_metrics = reduce = pad_across_processes = staticmethod(lambda value, *args, **kwargs: value)
-    on_main_process = on_local_main_process = on_last_process = staticmethod(lambda function: function)
-    main_process_first = local_main_process_first = staticmethod(lambda: nullcontext())
-    no_sync = join_uneven_inputs = split_between_processes = staticmethod(lambda value, *args, **kw: nullcontext(value))
+class NoOpAccelerator(Accelerator):
+    """accelerate's Accelerator for one process without a settings file: nothing is spread over ranks."""
 
     def __init__(self, mixed_precision: str | None = None, gradient_accumulation_steps: int = 1) -> None:
-        if mixed_precision == "fp16":
-            raise BackendError("fp16 needs accelerate, which scales the loss; set mixed_precision: bf16 or no")
-        self.mixed_precision = mixed_precision or "no"
-        self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        self.state = self  # `accelerator.state.num_processes` is what scripts ask
-        self._micro_batches, self._is_end_of_data = 0, False
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"NoOpAccelerator has no {name}: one process without accelerate; pip install accelerate")
-
-    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """Each object prepared by its type, in the given order; a single one is not returned as a tuple."""
-        return tuple(map(self._prepare_item, args)) if len(args) > 1 else self._prepare_item(*args)
-
-    def _prepare_item(self, item: Any) -> Any:
-        if isinstance(item, DataLoader):
-            return _DeviceLoader(item, self)
-        if isinstance(item, torch.nn.Module):
-            item = item if getattr(item, "hf_device_map", None) else item.to(self.device)
-            if self.mixed_precision == "bf16":  # the instance's forward: its class keeps its own
-                item.forward = _cast_outputs_to_fp32(self.autocast()(item.forward))
-        for name in ("step", "zero_grad"):
-            if isinstance(item, (torch.optim.Optimizer, LRScheduler)) and hasattr(item, name):
-                setattr(item, name, self._skip_unless_synced(getattr(item, name)))
-        return item
-
-    def _skip_unless_synced(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.wraps(step)(lambda *args, **kwargs: step(*args, **kwargs) if self.sync_gradients else None)
-
-    def accumulate(self, *models: Any) -> nullcontext[None]:
-        """One micro-batch: gradients accumulate until the last one of a step, or of the data."""
-        self._micro_batches = 0 if self._is_end_of_data else self._micro_batches + 1
-        self.sync_gradients = self._micro_batches % self.gradient_accumulation_steps == 0
-        return nullcontext()
-
-    def autocast(self) -> Any:
-        """bf16 where it was asked for; a context or a decorator."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.mixed_precision == "bf16")
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Gradients of the loss, divided by the accumulation steps."""
-        (loss / self.gradient_accumulation_steps).backward(**kwargs)
-
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model itself, with its autocast; without `keep_torch_compile` the one that was compiled."""
-        return model if keep_torch_compile else getattr(model, "_orig_mod", model)
-
-
-def _cast_outputs_to_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward whose outputs are in fp32, as accelerate returns them."""
-    to_fp32 = functools.partial(
-        tree_map, lambda value: value.float() if getattr(value, "dtype", 0) == torch.bfloat16 else value
-    )
-    return functools.wraps(forward)(lambda *args, **kwargs: to_fp32(forward(*args, **kwargs)))
-
-
-class _DeviceLoader:
-    """A data loader whose batches are on the device; it tells the accelerator which one is the last."""
-
-    def __init__(self, loader: Any, accelerator: NoOpAccelerator) -> None:
-        self.base_dataloader, self._accelerator = loader, accelerator
-
-    def __len__(self) -> int:
-        return len(self.base_dataloader)
-
-    def __getattr__(self, name: str) -> Any:  # scripts ask for dataset, batch_size, sampler
-        return getattr(self.base_dataloader, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        device, sentinel = self._accelerator.device, object()
-        for batch, next_batch in itertools.pairwise(itertools.chain(self.base_dataloader, [sentinel])):
-            self._accelerator._is_end_of_data = next_batch is sentinel
-            yield tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch)
-        self._accelerator._is_end_of_data = False
-
-
-logger = logging.getLogger(__name__)
+        super().__init__(
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=not torch.accelerator.is_available(),
+        )
 
 
 def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig = DEFAULT_CONFIG) -> Any:
     """An `accelerate.Accelerator` with the settings of a YAML file or a mapping (`DistConfig` lists the keys).
 
     A relative path is looked up in the working folder, then in the project. Without DeepSpeed's file or package
-    accelerate runs instead, without accelerate a `NoOpAccelerator` in a single process, each with a warning. A second
-    call replaces the accelerator of the first. The settings are its attribute `dist_config`. Raises ConfigError: the
-    settings are wrong or contradictory, or differ over ranks, or a launcher started too few of these; BackendError:
-    without accelerate there are several ranks, or fp16 is asked for."""
-    if importlib.util.find_spec("accelerate") is None:
-        return _no_op_accelerator(config)
+    accelerate runs instead, with a warning. A second call replaces the accelerator of the first. The settings are its
+    attribute `dist_config`. Raises ConfigError: the settings are wrong or contradictory, or differ over ranks, or a
+    launcher started too few of these."""
     launch_hint = "torchrun --standalone --nproc-per-node 2, or accelerate launch --multi_gpu, to start your script"
     refuse_too_few_processes(os.environ, alternative=launch_hint)
     best_precision = _best_precision()
@@ -183,29 +79,9 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         _warn(f"accelerate launch asked for FSDP, which accelerate does not use here (type "
               f"{accelerator.distributed_type}): it shards over several GPUs only")  # fmt: skip
     accelerator.dist_config = checked.settings
-    compared_settings = {
-        **checked.settings.model_dump(),
-        "mixed_precision": checked.mixed_precision,
-        "DeepSpeed": checked.deepspeed_config,
-    }
-    require_same_inputs({key: str(value) for key, value in compared_settings.items()})
-    return accelerator
-
-
-def _no_op_accelerator(config: Any) -> Any:
-    checked = check_settings(config, best_precision=_best_precision(), has_deepspeed=False)
-    ranks = rank_variables(os.environ).get("WORLD_SIZE", "1")
-    if ranks != "1":
-        raise BackendError(
-            f"{ranks} ranks were started and the package accelerate is not installed: each would train on its own; "
-            "pip install accelerate"
-        )
-    _warn("the package accelerate is not installed: one process trains, without DDP, FSDP or ZeRO (NoOpAccelerator)")
-    accelerator = NoOpAccelerator(
-        mixed_precision=checked.mixed_precision,
-        gradient_accumulation_steps=checked.settings.gradient_accumulation_steps,
-    )
-    accelerator.dist_config = checked.settings
+    resolved = {"mixed_precision": checked.mixed_precision, "DeepSpeed": checked.deepspeed_config}
+    compared = checked.settings.model_dump() | resolved
+    require_same_inputs({key: str(value) for key, value in compared.items()})
     return accelerator
 
 
@@ -217,14 +93,12 @@ def _best_precision() -> AutocastPrecision:
 
 
 def _drop_launcher_settings(checked: CheckedSettings) -> None:
-    launcher_wants_deepspeed = os.environ.get(
-        "ACCELERATE_USE_DEEPSPEED", ""
-    ).lower() == "true" and is_accelerate_launch(os.environ)
-    if launcher_wants_deepspeed and checked.deepspeed_config is None and checked.fallback_reason is None:
-        _warn("accelerate launch asked for DeepSpeed, but backend is accelerate; set backend: deepspeed")
+    """Remove what `accelerate launch` exported; but for DeepSpeed's variables it stays where accelerate runs."""
     if checked.deepspeed_config is not None:
         remove_accelerate_variables(os.environ)
         return
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and checked.fallback_reason is None:
+        _warn("accelerate launch asked for DeepSpeed, but backend is accelerate; set backend: deepspeed")
     for name in [name for name in os.environ if name.startswith("ACCELERATE_") and "DEEPSPEED" in name]:
         del os.environ[name]
 
@@ -240,7 +114,6 @@ def _reset_accelerate_state() -> None:
 
 
 def _new_accelerator(checked: CheckedSettings, *, on_cpu: bool) -> Any:
-    from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
@@ -270,15 +143,13 @@ def _new_accelerator(checked: CheckedSettings, *, on_cpu: bool) -> Any:
 def _deepspeed_plugin(config: dict[str, Any]) -> Any:
     from accelerate.utils import DeepSpeedPlugin
 
-    zero = config["zero_optimization"]
-    offloads_optimizer = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    if not offloads_optimizer or not config.get("zero_force_ds_cpu_optimizer", True):
-        return DeepSpeedPlugin(hf_ds_config=config)
-    if obstacles := cpu_adam_obstacles():
-        _warn(f"DeepSpeed's CPU Adam cannot be built ({', '.join(obstacles)}): torch's AdamW steps on the CPU, slower")
-        config["zero_force_ds_cpu_optimizer"] = False
-    elif message := cpu_adam_compile_note():
-        _warn(f"DeepSpeed: {message}")
+    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none" and config.get("zero_force_ds_cpu_optimizer", True):
+        if obstacles := cpu_adam_obstacles():
+            _warn(f"DeepSpeed's CPU Adam cannot be built ({', '.join(obstacles)}): torch's AdamW steps there, slower")
+            config["zero_force_ds_cpu_optimizer"] = False
+        elif message := cpu_adam_compile_note():
+            _warn(f"DeepSpeed: {message}")
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
@@ -340,21 +211,10 @@ def _fill_deepspeed(config: dict[str, Any], model: Any, items: tuple[Any, ...], 
     if config.get("train_micro_batch_size_per_gpu", "auto") in ("auto", None):
         batch_sizes = (getattr(item, "batch_size", None) for item in items)  # the first data loader's, which trains
         config["train_micro_batch_size_per_gpu"] = micro_batch_size or next(filter(None, batch_sizes), 1)
-    _drop_replaced_blocks(config, items)
+    item_classes = {type(item).__name__ for item in items}
+    for block, placeholder in {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}.items():
+        if block in config and placeholder not in item_classes:  # accelerate's markers for "as the file says"
+            _warn(f"the DeepSpeed file's {block} block is left out: the script's is used")
+            del config[block]
     for line in drop_unresolved_autos(config):
         logger.info("DeepSpeed: %s", line)
-
-
-def _drop_replaced_blocks(config: dict[str, Any], items: tuple[Any, ...]) -> None:
-    classes_by_block = {"optimizer": {"Optimizer", "DummyOptim"}, "scheduler": {"LRScheduler", "DummyScheduler"}}
-    for name, class_names in classes_by_block.items():
-        block = config.get(name)
-        match = next(
-            (item for item in items if class_names & {base_class.__name__ for base_class in type(item).__mro__}), None
-        )
-        if block is None or type(match).__name__.startswith("Dummy"):  # accelerate's marker for "as the file says"
-            continue
-        if match is not None or "auto" in (block.get("params") or {}).values():
-            reason = "the script's is used" if match is not None else 'nothing resolves its "auto"'
-            _warn(f"the DeepSpeed file's {name} block ({one_line(str(block.get('type')))}) is left out: {reason}")
-            del config[name]

@@ -5,13 +5,10 @@ Shards (ZeRO-3, FSDP) are gathered tensor by tensor into rank 0's host memory; f
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,6 @@ from sft_play.training.distributed import gather_values
 logger = logging.getLogger(__name__)
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
-_NOTHING_WRITTEN = "nothing was written, and an existing folder is unchanged"
-_FOLDER_COMPLETE = "no rank had failed when the folder was replaced: it is complete, either the new one or the old"
 # A folder with one of these files is a saved model, which a new save may replace.
 _MODEL_FILES = ("adapter_config.json", "config.json", "model.safetensors")
 
@@ -44,38 +39,14 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
     TrainingError, on every rank: one has failed; ModelError: what was written is not what the model holds."""
     path = Path(folder).expanduser().resolve()
     temporary_path = path.with_name(f".{path.name}.building")
-    is_main = bool(accelerator.is_main_process)
-    with _unwind_on_sigterm():
-        # Three barriers: ranks agree that the folder may be written, that all is written, that the swap is made.
-        _run_on_all_ranks(accelerator, lambda: _prepare_folders(path, temporary_path) if is_main else None, path)
-        try:
-            unwrapped_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-            weights = _run_step(
-                accelerator, lambda: _gather_weights(accelerator, model, unwrapped_model, is_main=is_main), path
-            )
-            _run_on_all_ranks(
-                accelerator,
-                lambda: _write_model(unwrapped_model, tokenizer, weights, temporary_path) if is_main else None,
-                path,
-            )
-            _run_on_all_ranks(
-                accelerator,
-                lambda: _replace_folder(temporary_path, path) if is_main else None,
-                path,
-                folder_state=_FOLDER_COMPLETE,
-            )
-        finally:
-            if is_main:
-                atomic.remove(temporary_path)
-    if is_main:
-        logger.info("Saved: %s", path)
-    return path
-
-
-# --- ranks that fail --------------------------------------------------------------------------------------------------
-def _run_step(accelerator: Any, work: Callable[[], Any], path: Path, *, folder_state: str = _NOTHING_WRITTEN) -> Any:
+    folder_state = "nothing was written, and an existing folder is unchanged"
     try:
-        return work()
+        _run_on_rank_0(accelerator, path, lambda: _prepare_folders(path, temporary_path))
+        unwrapped_model = accelerator.unwrap_model(model, keep_torch_compile=False)
+        weights = _gather_weights(accelerator, model, unwrapped_model)
+        _run_on_rank_0(accelerator, path, lambda: _write_model(unwrapped_model, tokenizer, weights, temporary_path))
+        folder_state = "no rank had failed when the folder was replaced: it is complete, either the new one or the old"
+        _run_on_rank_0(accelerator, path, lambda: _replace_folder(temporary_path, path))
     except SftPlayError:
         raise
     except Exception as error:
@@ -85,44 +56,27 @@ def _run_step(accelerator: Any, work: Callable[[], Any], path: Path, *, folder_s
             f"rank {accelerator.process_index}: saving {path} failed ({type(error).__name__}: "
             f"{one_line(str(error), limit=300)}); {folder_state}"
         ) from error
+    finally:
+        if accelerator.is_main_process:
+            atomic.remove(temporary_path)
+    if accelerator.is_main_process:
+        logger.info("Saved: %s", path)
+    return path
 
 
-def _run_on_all_ranks(
-    accelerator: Any, work: Callable[[], Any], path: Path, *, folder_state: str = _NOTHING_WRITTEN
-) -> None:
-    """Do this rank's work; every rank waits for all and raises if any failed, that rank its own error."""
+def _run_on_rank_0(accelerator: Any, path: Path, work: Callable[[], None]) -> None:
+    """Do this on rank 0, and wait for all ranks; every rank raises where it failed."""
     failure: Exception | None = None
-    error_text: str | None = None
-    try:
-        work()
-    except Exception as error:
-        failure, error_text = error, f"{type(error).__name__}: {one_line(str(error), limit=300)}"
-    rank_errors = _run_step(accelerator, lambda: gather_values(error_text), path, folder_state=folder_state)
+    if accelerator.is_main_process:
+        try:
+            work()
+        except Exception as error:
+            failure = error
+    first_failure, *_ = gather_values(failure and f"{type(failure).__name__}: {one_line(str(failure), limit=300)}")
     if failure is not None:
         raise failure
-    failed_ranks = [
-        f"rank {rank}: {rank_error}" for rank, rank_error in enumerate(rank_errors) if rank_error is not None
-    ]
-    if failed_ranks:
-        raise TrainingError(f"{path} was not saved; {'; '.join(failed_ranks)}")
-
-
-@contextlib.contextmanager
-def _unwind_on_sigterm() -> Iterator[None]:
-    """While open, SIGTERM (from a launcher, after another rank ended) unwinds the stack: partial files are removed."""
-    # Python sets handlers in the main thread only; a handler that a script has set is its own business.
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-
-    def exit_on_signal(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, exit_on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if first_failure is not None:
+        raise TrainingError(f"{path} was not saved; rank 0: {first_failure}")
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -144,52 +98,46 @@ def _prepare_folders(path: Path, temporary_path: Path) -> None:
 
 
 def _replace_folder(temporary_path: Path, path: Path) -> None:
+    """Put the new folder in the place of the old one, with the old one's files that are not weights."""
     if path.is_dir():
         old_weights = {item.name for item in path.iterdir() if item.name.endswith(_WEIGHT_SUFFIXES)}
-        ignored_names = old_weights.union(_MODEL_FILES, (item.name for item in temporary_path.iterdir()))
-        shutil.copytree(path, temporary_path, symlinks=True,
-                        ignore=lambda folder, _: ignored_names if folder == str(path) else (),
-                        copy_function=_link_or_copy, dirs_exist_ok=True)  # fmt: skip
+        left_out = old_weights.union(_MODEL_FILES, (item.name for item in temporary_path.iterdir()))
+        shutil.copytree(
+            path,
+            temporary_path,
+            symlinks=True,
+            ignore=lambda folder, _: left_out if folder == str(path) else (),
+            dirs_exist_ok=True,
+        )
     atomic.move_into_place(temporary_path, path)
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # not on every file system
-        shutil.copy2(source, target)
-
-
 # --- weights ----------------------------------------------------------------------------------------------------------
-def _gather_weights(accelerator: Any, model: Any, unwrapped_model: Any, *, is_main: bool) -> dict[str, torch.Tensor]:
+def _gather_weights(accelerator: Any, model: Any, unwrapped_model: Any) -> dict[str, torch.Tensor]:
     if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
         weights = accelerator.get_state_dict(model)  # FSDP1: flat parameters, complete on rank 0
-        return dict(weights) if is_main else {}
-    tensors = (
-        adapter_parameters(unwrapped_model)
-        if hasattr(unwrapped_model, "peft_config")
-        else unwrapped_model.state_dict(keep_vars=True).items()
-    )
-    return gather_to_cpu(tensors, keeps_copies=is_main)
+        return dict(weights) if accelerator.is_main_process else {}
+    tensors: Any
+    if hasattr(unwrapped_model, "peft_config"):
+        tensors = adapter_parameters(unwrapped_model)
+    else:
+        tensors = unwrapped_model.state_dict(keep_vars=True).items()
+    return gather_to_cpu(tensors, keeps_copies=accelerator.is_main_process)
 
 
-def _write_model(unwrapped_model: Any, tokenizer: Any, weights: dict[str, torch.Tensor], temporary_path: Path) -> None:
+def _write_model(unwrapped_model: Any, tokenizer: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    shapes = None
     try:
         if hasattr(unwrapped_model, "save_pretrained"):
-            write_weights(unwrapped_model, temporary_path, state_dict=weights)
+            write_weights(unwrapped_model, folder, state_dict=weights)
+            shapes = saved_shapes(unwrapped_model)
         else:
-            # tied: under the first name alone
+            # tied tensors: under the first name alone
             names_by_tensor = {id(tensor): name for name, tensor in reversed(weights.items())}
-            save_file(
-                {name: weights[name] for name in names_by_tensor.values()},
-                temporary_path / "model.safetensors",
-                {"format": "pt"},
-            )
+            own_weights = {name: weights[name] for name in names_by_tensor.values()}
+            save_file(own_weights, folder / "model.safetensors", {"format": "pt"})
         if tokenizer is not None:
-            tokenizer.save_pretrained(temporary_path)
+            tokenizer.save_pretrained(folder)
     except OSError as error:
-        raise RunFolderError(f"{temporary_path} cannot be written: {error.strerror or error}") from error
-    check_saved_weights(
-        temporary_path,
-        expected_shapes=saved_shapes(unwrapped_model) if hasattr(unwrapped_model, "save_pretrained") else None,
-    )
+        raise RunFolderError(f"{folder} cannot be written: {error.strerror or error}") from error
+    check_saved_weights(folder, expected_shapes=shapes)

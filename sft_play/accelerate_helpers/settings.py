@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from sft_play.config.options import describe_values
 from sft_play.config.schema import Name, Section
 from sft_play.config.validation import value_hint
-from sft_play.config.yaml_io import Problem, YamlDocument, format_value, parse_yaml, read_text
+from sft_play.config.yaml_io import YamlDocument, format_value, parse_yaml, read_text
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed import read_deepspeed_file, shipped_deepspeed_config, translate_deepspeed_keys
 from sft_play.log import one_line
@@ -54,9 +54,6 @@ class DistConfig(Section):
     """DDP's search for parameters that got no gradient."""
 
 
-_KEYS = ", ".join(DistConfig.model_fields)
-
-
 @dataclass(frozen=True)
 class CheckedSettings:
     """Consistent settings, DeepSpeed's configuration where it runs, and why it does not though asked for."""
@@ -80,27 +77,27 @@ def check_settings(
     deepspeed, fallback, problems = None, None, list[str]()
     if settings.backend == "deepspeed":
         name, deepspeed, fallback = _load_deepspeed_file(settings, folder, has_deepspeed=has_deepspeed)
-        if deepspeed is not None:
-            problems = [f"{name}: {text}" for text in _find_contradictions(deepspeed, settings, document.name)]
-            _fill_deepspeed_config(deepspeed, settings, name, _resolve_precision(settings, deepspeed, best_precision))
     elif settings.zero3_offload:
-        problems = ["zero3_offload: true is for DeepSpeed, but backend is accelerate; set backend: deepspeed"]
+        problems.append("zero3_offload: true is for DeepSpeed, but backend is accelerate; set backend: deepspeed")
     precision = _resolve_precision(settings, deepspeed or {}, best_precision)
     if precision == "fp16" and best_precision == "no":
         problems.append("mixed_precision: fp16 needs a GPU, but there is none; set bf16 or no")
+    if deepspeed is not None:
+        problems += [f"{name}: {text}" for text in _find_contradictions(deepspeed, settings, document.name)]
+        _fill_deepspeed_config(deepspeed, settings, name, precision)
     _raise_problems(problems)
     return CheckedSettings(settings, precision, deepspeed, fallback)
 
 
 def _raise_problems(problems: Sequence[str]) -> None:
-    messages = list(dict.fromkeys(problems))
-    if messages:
-        raise ConfigError(
-            messages[0] if len(messages) == 1 else f"{len(messages)} problems:\n  " + "\n  ".join(messages)
-        )
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError(f"{len(problems)} problems:\n  " + "\n  ".join(problems))
 
 
 def _read_config(config: Any) -> tuple[YamlDocument, Path | None]:
+    """The settings as given, and the folder of their file."""
     if isinstance(config, DistConfig):
         config = config.model_dump()
     if isinstance(config, Mapping):
@@ -110,40 +107,36 @@ def _read_config(config: Any) -> tuple[YamlDocument, Path | None]:
         return YamlDocument(name="config", data=data), None
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config is {type(config).__name__}; give the path of a YAML file, or a mapping of its keys")
-    path = next(filter(Path.exists, _candidate_paths(Path(config))), None)
-    if path is None and os.fspath(config) == DEFAULT_CONFIG:
+    path = next(filter(Path.exists, _candidate_paths(Path(config))), Path(config).expanduser())
+    if os.fspath(config) == DEFAULT_CONFIG and not path.exists():
         logger.info("%s is neither in %s nor in %s: the defaults are used", DEFAULT_CONFIG, Path.cwd(), PROJECT_FOLDER)
         return YamlDocument(name="the defaults"), None
-    path = path or Path(config).expanduser()
     return parse_yaml(read_text(path), name=one_line(str(path))), path.absolute().parent
 
 
 def _candidate_paths(path: Path, *folders: Path) -> list[Path]:
+    """Where a path may lead that a user has given; an absolute one stays as it is beside any folder."""
     path = path.expanduser()
-    if path.is_absolute():
-        return [path]
-    return [path, *(folder / path for folder in (*folders, PROJECT_FOLDER))]
+    return list(dict.fromkeys([path, *(folder / path for folder in (*folders, PROJECT_FOLDER))]))
 
 
 def _parse_settings(document: YamlDocument) -> DistConfig:
     data, fields = document.data, DistConfig.model_fields
     problems = [str(problem) for problem in document.problems]
-
-    def add_problem(key: str, message: str) -> None:
-        problems.append(str(Problem(one_line(key), document.location((key,)), message)))
-
     for key in data.keys() - fields.keys():
-        hint = did_you_mean(key, fields) or f"the keys are {_KEYS}"
-        add_problem(key, f"unknown key (value {_format_any_value(data[key])}); {hint}")
+        hint = did_you_mean(key, fields) or f"the keys are {', '.join(fields)}"
+        message = f"unknown key (value {_format_any_value(data[key])}); {hint}"
+        problems.append(str(document.problem((one_line(key),), message)))
     settings = DistConfig.model_validate({})
     try:
         settings = DistConfig.model_validate({key: data[key] for key in data if key in fields})
     except ValidationError as error:
         for key in dict.fromkeys(str(item["loc"][0]) for item in error.errors()):
             accepted_values = describe_values(fields[key].annotation, tuple(fields[key].metadata))
-            raw_text = document.raw_texts.get((key,)) if not isinstance(data[key], str) else None
+            raw_text = None if isinstance(data[key], str) else document.raw_texts.get((key,))
             hint = value_hint(data[key], raw_text, accepted_values)
-            add_problem(key, f"expected {accepted_values}, found {_format_any_value(data[key], raw_text)}{hint}")
+            message = f"expected {accepted_values}, found {_format_any_value(data[key], raw_text)}{hint}"
+            problems.append(str(document.problem((key,), message)))
     _raise_problems(problems)
     return settings
 
@@ -180,7 +173,7 @@ def _load_deepspeed_file(
     paths = _candidate_paths(Path(file_name), *([folder] if folder is not None else []))
     path = next(filter(Path.exists, paths), None)
     if path is None:
-        searched = ", ".join(dict.fromkeys(one_line(str(candidate.absolute())) for candidate in paths))
+        searched = ", ".join(one_line(str(candidate.absolute())) for candidate in paths)
         return "", None, f"deepspeed_config: {one_line(file_name)} does not exist (looked for {searched})"
     name = one_line(str(path))
     try:

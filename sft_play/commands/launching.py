@@ -31,16 +31,15 @@ def run_launching(request: Request) -> CommandResult | int:
 def _training_result(launch_result: LaunchResult) -> CommandResult:
     """Return the run's summary as the command's answer: its name alone where summary.json is gone; no run on several
     nodes, where rank 0 has the folder. Of ranks that failed (their agent has reported it) the recorded error."""
-    folder = launch_result.folder
-    run = None if folder is None else str(folder.path)
-    if launch_result.exit_code:
-        # a run that is refused leaves nothing
-        kept_folder = folder if folder is not None and folder.path.is_dir() else None
-        error = kept_folder.read_manifest().get("error") if kept_folder else None
-        data = {"run": run if kept_folder else None} | ({"error": str(error)} if error else {})
-        return CommandResult(data, exit_code=launch_result.exit_code)
-    summary = {**read_summary(folder.path), **find_best_checkpoint(folder)} if folder else {"exit": 0}
-    return CommandResult({"run": run, **summary})
+    folder, exit_code = launch_result.folder, launch_result.exit_code
+    if folder is None or not folder.path.is_dir():  # a run that is refused leaves nothing
+        return CommandResult({"run": None} if exit_code else {"run": None, "exit": 0}, exit_code=exit_code)
+    data: dict[str, object] = {"run": str(folder.path)}
+    if exit_code == 0:
+        return CommandResult({**data, **read_summary(folder.path), **find_best_checkpoint(folder)})
+    if error := folder.read_manifest().get("error"):
+        data["error"] = str(error)
+    return CommandResult(data, exit_code=exit_code)
 
 
 def _launch_command_result(launch_result: LaunchResult) -> CommandResult:

@@ -71,87 +71,74 @@ class RankExit:
     @property
     def was_told_to_stop(self) -> bool:
         """Whether it ended because somebody told it to."""
-        return (
-            self.failure.kind == "stopped"
-            if self.failure
-            else self.signal in {stop_signal.name for stop_signal in STOP_SIGNALS}
-        )
+        if self.failure is not None:
+            return self.failure.kind == "stopped"
+        return self.signal in {stop_signal.name for stop_signal in STOP_SIGNALS}
 
 
 def root_exit(exits: Sequence[RankExit], *, stopped: bool) -> RankExit:
     """The first failure that is no consequence: a broken connection or a rank told to end is one."""
 
     def sort_key(rank_exit: RankExit) -> tuple[int, float]:
-        is_consequence = (rank_exit.failure is not None and rank_exit.failure.kind == "peer") or (
-            rank_exit.was_told_to_stop and not stopped
-        )
+        failure = rank_exit.failure
         # the launcher notes whole seconds; a rank records its failure before it ends
-        return int(is_consequence) + int(
-            rank_exit.was_told_to_stop and not stopped
-        ), rank_exit.failure.time if rank_exit.failure else rank_exit.time + 1
+        time = rank_exit.time + 1 if failure is None else failure.time
+        if rank_exit.was_told_to_stop and not stopped:
+            return 2, time
+        return int(failure is not None and failure.kind == "peer"), time
 
     return min(exits, key=sort_key)
 
 
-def describe_exit(rank_exit: RankExit, world_size: int | None) -> str:
+def describe_exit(rank_exit: RankExit, world_size: int) -> str:
     """How a rank ended, in one line."""
-    name = f"rank {rank_exit.rank}" + (f" of {world_size}" if world_size else "") + f" (pid {rank_exit.pid})"
+    failure = rank_exit.failure
+    name = f"rank {rank_exit.rank} of {world_size} (pid {rank_exit.pid})"
     step_note = f" at step {rank_exit.step}" if rank_exit.step else ""
-    if rank_exit.failure is None and rank_exit.signal is not None:
+    if failure is None and rank_exit.signal is not None:
         cause = " (out of memory? see dmesg)" if rank_exit.signal == "SIGKILL" else ""
         return f"{name} was killed by {rank_exit.signal}{step_note}{cause}"
-    if rank_exit.failure is None:
+    if failure is None:
         return f"{name} ended with exit code {rank_exit.exit_code} and no message{step_note}"
-    failure = rank_exit.failure
+    message = one_line(failure.message, limit=600)
     if failure.kind == "fault":
-        return f"{name} ended with {failure.name}{step_note}: {one_line(failure.message, limit=600)}"
+        return f"{name} ended with {failure.name}{step_note}: {message}"
     if failure.kind == "peer":
-        return f"{name} lost its connection to another rank{step_note}: {one_line(failure.message, limit=600)}"
+        return f"{name} lost its connection to another rank{step_note}: {message}"
     return failure.message
 
 
-def failure_report(exits: Sequence[RankExit], world_size: int | None, *, stopped: bool) -> tuple[str, int]:
+def failure_report(exits: Sequence[RankExit], world_size: int, *, stopped: bool) -> tuple[str, int]:
     """What is printed, and the exit code."""
     root = root_exit(exits, stopped=stopped)
-    failure = root.failure
-    if failure is not None and failure.kind == "stopped":
-        stop_failures = [
-            end.failure for end in exits if end.failure and end.failure.kind == "stopped" and end.failure.message
-        ]
+    failure, stack = root.failure, root.stack
+    if root.was_told_to_stop and (stopped or failure is not None):
+        failures_by_rank = sorted((end.rank, end.failure) for end in exits if end.failure and end.was_told_to_stop)
         # rank 0 knows what was saved, and where
-        failure = min(stop_failures, key=lambda record: record.rank, default=failure)
-        message = failure.message or "stopped by the user; what was saved until then is kept"
-        return f"[{COMMAND}] {message}", Interrupted.exit_code
-    if stopped and root.was_told_to_stop:
-        message = "stopped by the user before the training could save; what was saved until then is kept"
-        return f"[{COMMAND}] {message}", Interrupted.exit_code
+        messages = [failure.message for _, failure in failures_by_rank if failure.message]
+        unsaved = "stopped by the user before the training could save; what was saved until then is kept"
+        return f"[{COMMAND}] {next(iter(messages), unsaved)}", Interrupted.exit_code
     if failure is not None and failure.kind == "user":
-        other_failures = (end.failure for end in exits if end is not root)
-        is_shared_failure = root.rank == 0 or any(
-            record is not None and record.message == failure.message for record in other_failures
-        )
-        prefix = (
-            ""
-            if is_shared_failure or failure.message.startswith("rank ")
-            else f"rank {root.rank} (host {failure.host}): "
-        )
+        others = [end.failure for end in exits if end is not root and end.failure]
+        is_shared = root.rank == 0 or any(other.message == failure.message for other in others)
+        names_rank = is_shared or failure.message.startswith("rank ")
+        prefix = "" if names_rank else f"rank {root.rank} (host {failure.host}): "
         return f"[{COMMAND}] error: {prefix}{failure.message}", failure.exit_code
-    stack = root.stack  # of a crash, else the traceback of a fault
     if failure is not None:
         stack = failure.traceback if failure.kind == "fault" else ""
-    parts = [stack.rstrip(), f"[{COMMAND}] error: {describe_exit(root, world_size)}"]
-    return "\n".join(part for part in parts if part), 1
+    return f"{stack.rstrip()}\n[{COMMAND}] error: {describe_exit(root, world_size)}".lstrip("\n"), 1
 
 
-def describe_crash(exits: Sequence[RankExit], world_size: int | None, *, was_requested: bool) -> str | None:
+def describe_crash(exits: Sequence[RankExit], world_size: int, *, was_requested: bool) -> str | None:
     """How a rank died, in one line, where the ranks may live if they are started again: it left no message, lost
     another, waited in vain, or its GPU failed; else None, and where a stop was asked for."""
     root = root_exit(exits, stopped=was_requested)
+    if was_requested or root.was_told_to_stop:
+        return None
     failure = root.failure
-    can_restart = (
-        failure is None or failure.kind in ("peer", "hung") or (failure.kind == "fault" and failure.name in _GPU_ERRORS)
-    )
-    return describe_exit(root, world_size) if can_restart and not (was_requested or root.was_told_to_stop) else None
+    is_gpu_error = failure is not None and failure.kind == "fault" and failure.name in _GPU_ERRORS
+    can_restart = failure is None or failure.kind in ("peer", "hung") or is_gpu_error
+    return describe_exit(root, world_size) if can_restart else None
 
 
 class _StopRequest:
@@ -188,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ[failures.AGENT_VARIABLE] = str(os.getpid())
     options = launcher.parse_args(sys.argv[1:] if argv is None else list(argv))
     options.signals_to_handle = "SIGQUIT"  # torch's own handling of the others ends the ranks after 30 s
+    world_size = int(options.nproc_per_node) * int(str(options.nnodes).rpartition(":")[2])
     with tempfile.TemporaryDirectory(prefix="sft_play_ranks_", ignore_cleanup_errors=True) as log_folder:
         options.log_dir = options.log_dir or log_folder
         exit_code, text = 0, ""
@@ -195,12 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             watch_parent()
             launcher.run(options)
         except ChildFailedError as error:
-            exits = [_read_exit(rank, failure, Path(options.log_dir)) for rank, failure in error.failures.items()]
-            text, exit_code = failure_report(exits, _world_size(options), stopped=stop_request.is_requested)
+            exits = [_read_exit(rank, failure) for rank, failure in error.failures.items()]
+            text, exit_code = failure_report(exits, world_size, stopped=stop_request.is_requested)
             if stop_request.is_immediate:
                 text, exit_code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
-            crash = describe_crash(exits, _world_size(options), was_requested=stop_request.is_requested)
-            _record_in_run(text.splitlines(), exit_code, crash)
+            crash = describe_crash(exits, world_size, was_requested=stop_request.is_requested)
+            _record_in_run(text, exit_code, crash)
         except (KeyboardInterrupt, SignalException):
             text = f"[{COMMAND}] stopped by the user before the ranks had started"
             exit_code = Interrupted.exit_code
@@ -220,58 +208,44 @@ def _print_ending(text: str, exit_code: int) -> None:
         sys.stderr.flush()
     answer = os.environ.get(failures.ANSWER_VARIABLE)
     if answer is not None:
-        write_json_line(
-            add_exit_status(
-                json.loads(answer), exit_code, redact(_error_text(text.splitlines())) if exit_code else None
-            )
-        )
+        error = redact(_error_text(text)) if exit_code else None
+        write_json_line(add_exit_status(json.loads(answer), exit_code, error))
 
 
-def _error_text(lines: Sequence[str]) -> str:
-    line = next((line for line in lines if line.startswith(f"[{COMMAND}] error: ")), lines[-1])
-    return line.partition("error: ")[2] or line
+def _error_text(text: str) -> str:
+    """The first line of a report's message, without the stack before it."""
+    return text.rpartition(f"[{COMMAND}] ")[2].removeprefix("error: ").partition("\n")[0]
 
 
-def _read_exit(rank: int, failure: ProcessFailure, log_dir: Path) -> RankExit:
-    note_path = _newest_file(log_dir, f"{failure.local_rank}/{failures.HEARTBEAT_NAME}")
-    fault_path = _newest_file(log_dir, f"{failure.local_rank}/{failures.FAULT_NAME}")
-    last_note = read_note(note_path) if note_path is not None else None
-    step = f"{last_note[0]} ({last_note[2]})" if last_note is not None else ""
-    stack = fault_path.read_text(encoding="utf-8", errors="replace") if fault_path is not None else ""
-    rank_failure = failures.read_failure(Path(failure.error_file))
-    rank_failure = rank_failure if rank_failure is not None and rank_failure.pid == failure.pid else None
+def _read_exit(rank: int, failure: ProcessFailure) -> RankExit:
+    """How a rank ended, with what it has left beside the launcher's file."""
+    error_file = Path(failure.error_file)
+    last_note = read_note(error_file.with_name(failures.HEARTBEAT_NAME))
+    step = f"{last_note[0]} ({last_note[1]})" if last_note is not None else ""
+    stack = ""
+    with contextlib.suppress(OSError):
+        stack = error_file.with_name(failures.FAULT_NAME).read_text(encoding="utf-8", errors="replace")
+    rank_failure = failures.read_failure(error_file)
+    if rank_failure is not None and rank_failure.pid != failure.pid:
+        rank_failure = None
     return RankExit(rank, failure.pid, failure.exitcode, float(failure.timestamp), rank_failure, step, stack)
 
 
-def _newest_file(folder: Path, name: str) -> Path | None:
-    return max(folder.rglob(name), key=lambda path: path.stat().st_mtime, default=None)
-
-
-def _world_size(options: Any) -> int | None:
-    try:
-        return int(options.nproc_per_node) * int(str(options.nnodes).rpartition(":")[2])
-    except ValueError:
-        return None
-
-
-def _record_in_run(lines: Sequence[str], exit_code: int, crash: str | None) -> None:
+def _record_in_run(text: str, exit_code: int, crash: str | None) -> None:
     path = os.environ.get(failures.RUN_VARIABLE)
     if not path:
         return
     folder = RunFolder(Path(path))
-    try:
-        with lock_run(folder, role=WRITER):
-            manifest = folder.read_manifest()
-            if folder.log_path.exists():
-                with folder.log_path.open("a", encoding="utf-8") as log:
-                    log.writelines(f"{line}\n" for line in lines)
-            # a rank that could not write it may have run out of memory: what rank 0 wrote is its lost connection
-            # and one that was told to end with the others may have written that it was stopped
-            has_failed = manifest.get("status") in ("running", "failed", *(["stopped"] if crash else []))
-            if exit_code != Interrupted.exit_code and has_failed:
-                folder.update_manifest(status="failed", error=_error_text(lines), **{CRASH_ENTRY: crash})
-    except (SftPlayError, OSError):  # the folder was never made, was removed, or has become another run's
-        return
+    # the folder may be gone, or have become another run's
+    with contextlib.suppress(SftPlayError, OSError), lock_run(folder, role=WRITER):
+        status = folder.read_manifest().get("status")
+        with folder.log_path.open("a", encoding="utf-8") as log:
+            log.write(f"{text}\n")
+        # a rank that could not write it may have run out of memory: what rank 0 wrote is its lost connection
+        # and one that was told to end with the others may have written that it was stopped
+        has_failed = status in ("running", "failed") or (status == "stopped" and crash is not None)
+        if exit_code != Interrupted.exit_code and has_failed:
+            folder.update_manifest(status="failed", error=_error_text(text), **{CRASH_ENTRY: crash})
 
 
 def _rendezvous_error(error: Exception, options: Any) -> str:

@@ -15,7 +15,7 @@ import importlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from typing import Any
 
@@ -50,7 +50,7 @@ from sft_play.launch.resume import (
 )
 from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens, has_variable_lengths
 from sft_play.launch.run_hardware import prepare_libraries, restrict_to_device, use_one_gpu, warn_idle_gpus
-from sft_play.launch.torchrun import RankInfo, rank_variables
+from sft_play.launch.torchrun import rank_variables
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.software import cuda_libraries, missing_kernel_packages
@@ -71,15 +71,7 @@ from sft_play.planner.layout import (
     format_mesh,
     layout_choices,
 )
-from sft_play.planner.plan import (
-    Plan,
-    PlanWithDeepSpeed,
-    RunLength,
-    Suggestion,
-    TraceCandidate,
-    TracePrediction,
-    require_fit,
-)
+from sft_play.planner.plan import Plan, PlanWithDeepSpeed, RunLength, Suggestion, TracePrediction, require_fit
 from sft_play.process.waiting import importing
 from sft_play.runs import oom
 from sft_play.runs.folder import (
@@ -135,7 +127,10 @@ def build_plan_request(
     """Build the planner's request for a run, or a stage of one: the shapes of its model, earlier runs here, and the
     lengths of its rows where they are known. Raises as `select_local_backend` and `load_run_model_shape` do."""
     hardware = restrict_to_device(config, hardware)
-    config = _apply_backend_fallback(config, training_backend(config, hardware, layouts, has_stages=is_stage))
+    backend = training_backend(config, hardware, layouts, has_stages=is_stage)
+    if backend is not None and backend.fallback_from is not None:
+        tuning = config.tuning.model_copy(update={"backend": backend.name, "backend_fallback": None})
+        config = config.model_copy(update={"tuning": tuning})
     return PlanRequest(
         config,
         load_run_model_shape(config),
@@ -156,8 +151,8 @@ def plan_request(request: PlanRequest, *, trace: bool = False, include_suggestio
     planner = make_advised_plan if include_suggestions and request.resumed_batch is None else make_plan
     return planner(
         request,
-        trace_candidate=_trace_confirmation(request.config, request.shape) if trace else None,
-        estimate_run_length=_length_estimator(request.config, request.row_tokens),
+        trace_candidate=functools.partial(_trace_candidate, request.config, request.shape) if trace else None,
+        estimate_run_length=functools.partial(_estimate_run_length, request.config, request.row_tokens),
     )
 
 
@@ -166,37 +161,30 @@ def has_eval(config: RunConfig) -> bool:
     return config.data.val_fraction > 0 or has_held_out_file(config.data)
 
 
-def _trace_confirmation(config: RunConfig, shape: ModelShape) -> TraceCandidate:
+def _trace_candidate(config: RunConfig, shape: ModelShape, candidate: Candidate) -> TracePrediction:
+    from sft_play.trace.confirm import trace_candidate
 
-    def confirm(candidate: Candidate) -> TracePrediction:
-        from sft_play.trace.confirm import trace_candidate
-
-        model = load_config_json(config.model.name, revision=config.model.revision)
-        return trace_candidate(config, model, shape, candidate.precision, candidate)
-
-    return confirm
+    model = load_config_json(config.model.name, revision=config.model.revision)
+    return trace_candidate(config, model, shape, candidate.precision, candidate)
 
 
-def _length_estimator(config: RunConfig, row_tokens: RowTokens | None) -> Callable[[int], RunLength | None]:
-    def estimate_run_length(effective_batch: int) -> RunLength | None:
-        if row_tokens is not None:
-            steps_per_epoch = math.ceil(row_tokens.rows / effective_batch)
-            known_steps = config.train.max_steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))
-            return RunLength(known_steps, round(row_tokens.rows * row_tokens.mean * known_steps / steps_per_epoch))
-        is_plain_text = config.task_mode == "cpt"
-        size = estimate_size(config.data, wants_text=is_plain_text)
-        steps = config.train.max_steps
+def _estimate_run_length(config: RunConfig, row_tokens: RowTokens | None, effective_batch: int) -> RunLength | None:
+    """Steps and tokens of a run, by its rows where they were counted, else by the size of its files."""
+    steps, max_seq_len = config.train.max_steps, config.model.max_seq_len
+    if row_tokens is not None:
+        rows, epoch_tokens = row_tokens.rows, row_tokens.rows * row_tokens.mean
+    else:
+        size = estimate_size(config.data, wants_text=config.task_mode == "cpt")
         if size is None:
             return RunLength(steps, None) if steps else None
-        # blocks and packs: every row has max_seq_len tokens
-        has_full_rows = is_plain_text or config.data.packing != "none"
-        rows = max(1, size.tokens // config.model.max_seq_len) if has_full_rows else size.rows
-        steps_per_epoch = math.ceil(rows / effective_batch)
-        steps = steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))
-        tokens = min(size.tokens, rows * config.model.max_seq_len)  # what longer rows have beyond that is cut
-        return RunLength(steps, int(tokens * steps / steps_per_epoch))
-
-    return estimate_run_length
+        rows = size.rows
+        if config.task_mode == "cpt" or config.data.packing != "none":  # blocks and packs: every row is full
+            rows = max(1, size.tokens // max_seq_len)
+        epoch_tokens = min(size.tokens, rows * max_seq_len)  # what longer rows have beyond that is cut
+    steps_per_epoch = math.ceil(rows / effective_batch)
+    steps = steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))
+    tokens = epoch_tokens * steps / steps_per_epoch
+    return RunLength(steps, int(tokens) if row_tokens is None else round(tokens))
 
 
 def log_plan(plan: Plan, config: RunConfig, *, stage_name: str | None = None) -> None:
@@ -242,9 +230,14 @@ def training_backend(
     Raises as `select_local_backend` does."""
     if config.tuning.backend == "bnb" or hardware.named:
         return None
-    default_layout: LayoutName = "ddp" if hardware.ranks > 1 else "single"
-    layout = default_layout if default_layout in layouts or not layouts else layouts[0]
+    layout = _default_layout(hardware)
+    if layouts and layout not in layouts:
+        layout = layouts[0]
     return select_local_backend(config, hardware, layout=layout, has_stages=has_stages)
+
+
+def _default_layout(hardware: Hardware) -> LayoutName:
+    return "ddp" if hardware.ranks > 1 else "single"
 
 
 def find_unsloth_layout(loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> LayoutName | None:
@@ -252,16 +245,11 @@ def find_unsloth_layout(loaded: LoadedConfig, options: LaunchOptions, hardware: 
     was asked for and cannot run it, and no fallback was named."""
     if loaded.config.tuning.backend != "unsloth":
         return None
-    layout = options.strategy or ("zero2" if options.deepspeed else "ddp" if hardware.ranks > 1 else "single")
+    layout = options.strategy or _default_layout(hardware)
+    if options.deepspeed and options.strategy is None:
+        layout = "zero2"
     backend = select_local_backend(loaded.config, hardware, layout=layout, has_stages=bool(loaded.stages))
     return layout if backend.name == "unsloth" else None
-
-
-def _apply_backend_fallback(config: RunConfig, backend: Backend | None) -> RunConfig:
-    if backend is None or backend.fallback_from is None:
-        return config
-    tuning = config.tuning.model_copy(update={"backend": backend.name, "backend_fallback": None})
-    return config.model_copy(update={"tuning": tuning})
 
 
 # --- where memory ran out ---------------------------------------------------------------------------------------------
@@ -278,38 +266,28 @@ def add_oom_advice(config: RunConfig, plan: Plan) -> Iterator[None]:
 
 
 def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
-    checkpointing = (
-        plan.choice.checkpointed_layers if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
-    )
+    choice = plan.choice
     train_settings: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
-    train_settings |= {} if plan.choice.step.offloads else {"gradient_checkpointing": checkpointing}
+    if not choice.step.offloads:
+        is_selective = choice.checkpointing == "selective"
+        train_settings["gradient_checkpointing"] = choice.checkpointed_layers if is_selective else choice.checkpointing
     config = config.model_copy(update={"train": config.train.model_copy(update=train_settings)})
     with contextlib.suppress(SftPlayError):
         request = build_plan_request(config, plan.hardware, (plan.layout,))
         failed_plan = make_plan(request)
         measured_runs = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
-        alternatives = [
-            suggestion
-            for suggestion in find_suggestions(dataclasses.replace(request, measured_runs=measured_runs))
-            if suggestion.fits
-        ]
-        alternatives = [
-            suggestion
-            for suggestion in alternatives
-            if suggestion.hardware is None or suggestion.required < failed_plan.memory.required
-        ]
+        suggestions = find_suggestions(dataclasses.replace(request, measured_runs=measured_runs))
         return [
             f"{item.change} ({item.needs}; {'resume takes it' if _can_resume_with(item) else 'a new run'})"
-            for item in alternatives
+            for item in suggestions
+            if item.fits and (item.hardware is None or item.required < failed_plan.memory.required)
         ]
     return []
 
 
 def _can_resume_with(suggestion: Suggestion) -> bool:
-    return (
-        suggestion.setting is not None
-        and {word.partition("=")[0] for word in suggestion.setting.split()} <= FREE_TO_CHANGE_OPTIONS
-    )
+    keys = {word.partition("=")[0] for word in (suggestion.setting or "").split()}
+    return bool(keys) and keys <= FREE_TO_CHANGE_OPTIONS
 
 
 # --------------------------------------------------------------------------------------------------
@@ -321,7 +299,18 @@ def plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> Lau
     lock of a run that is resumed, goes onto `exit_stack`. Raises SftPlayError where the run is refused."""
     if request.rank_info is None:
         return _make_launch_plan(request, exit_stack)
-    return _plan_launch_as_rank(request, request.rank_info, exit_stack)
+    received_plan = receive_launch_plan(request.loaded.config, request.rank_info)
+    if received_plan is not None:
+        return received_plan
+    from sft_play.training.distributed import broadcast_text
+
+    try:
+        launch_plan = _make_launch_plan(request, exit_stack)
+    except SftPlayError as error:
+        broadcast_text(refusal_to_json(error))
+        raise
+    broadcast_text(launch_plan.to_json())  # the others wait; without a plan there is nothing left to do
+    return launch_plan
 
 
 def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> LaunchPlan:
@@ -350,6 +339,8 @@ def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) 
 
     unsloth_layout = find_unsloth_layout(loaded, options, hardware)
     if unsloth_layout is not None:
+        if options.max_restarts:
+            raise ConfigError(f"MAX_RESTARTS={options.max_restarts} does not watch Unsloth's processes; leave it out")
         options = dataclasses.replace(options, strategy=unsloth_layout)
     trains_in_process = unsloth_layout is not None or not request.launches_ranks
     run_lock = None
@@ -371,14 +362,14 @@ def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) 
 
 
 def _launch_hardware(request: LaunchRequest) -> Hardware:
-    detected = (
-        detect_hardware() if request.launches_ranks else restrict_to_device(request.loaded.config, detect_hardware())
-    )
-    if request.rank_info is not None and not request.launches_ranks:
-        return gather_rank_hardware(detected, request.rank_info)
-    for line in explain.hardware_lines(detected):
+    hardware = detect_hardware()
+    if not request.launches_ranks:
+        hardware = restrict_to_device(request.loaded.config, hardware)
+        if request.rank_info is not None:
+            return gather_rank_hardware(hardware, request.rank_info)
+    for line in explain.hardware_lines(hardware):
         logger.info("%s", line)
-    return request.options.select_hardware(detected) if request.launches_ranks else use_one_gpu(detected)
+    return request.options.select_hardware(hardware) if request.launches_ranks else use_one_gpu(hardware)
 
 
 def _run_folder(request: LaunchRequest) -> tuple[RunFolder | None, bool]:
@@ -391,21 +382,6 @@ def _run_folder(request: LaunchRequest) -> tuple[RunFolder | None, bool]:
         return find_resumable(output, config_path=path, name=request.run_name), True
     folder = new_run_folder(output, config_path=path)
     return folder, is_resume(folder, output)
-
-
-def _plan_launch_as_rank(request: LaunchRequest, rank_info: RankInfo, exit_stack: contextlib.ExitStack) -> LaunchPlan:
-    received_plan = receive_launch_plan(request.loaded.config, rank_info)
-    if received_plan is not None:
-        return received_plan
-    from sft_play.training.distributed import broadcast_text
-
-    try:
-        launch_plan = _make_launch_plan(request, exit_stack)
-    except SftPlayError as error:
-        broadcast_text(refusal_to_json(error))
-        raise
-    broadcast_text(launch_plan.to_json())  # the others wait; without a plan there is nothing left to do
-    return launch_plan
 
 
 # --- a run, or each of its stages -------------------------------------------------------------------------------------
@@ -447,24 +423,19 @@ def build_stage_requests(
     return stage_requests
 
 
-def _match_stage_folders(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
+def _match_stage_folders(
+    loaded: LoadedConfig, folder: RunFolder | None
+) -> Iterator[tuple[LoadedConfig, RunFolder | None]]:
     """The parts of a run that is resumed from a folder, or begins (None), each with its own folder: None for a stage
     that has not begun, or is finished."""
-    if not loaded.stages or folder is None:
-        return [(stage_run, folder) for stage_run in loaded.runs]
-    stage_folders = [
-        folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]) for stage in loaded.stages
-    ]
-    return [
-        (
-            stage_run,
-            stage_folder
-            if stage_folder.has_begun
-            and not stage_folder.has_finished(is_adapter=stage_run.config.tuning.mode != "full")
-            else None,
-        )
-        for stage_run, stage_folder in zip(loaded.runs, stage_folders, strict=True)
-    ]
+    for stage_run in loaded.runs:
+        if folder is None or stage_run.stage_name is None:
+            yield stage_run, folder
+            continue
+        is_last_stage = stage_run.stage_name == loaded.stages[-1].name
+        stage_folder = folder.stage_folder(stage_run.stage_name, is_last_stage=is_last_stage)
+        is_finished_stage = stage_folder.has_finished(is_adapter=stage_run.config.tuning.mode != "full")
+        yield stage_run, stage_folder if stage_folder.has_begun and not is_finished_stage else None
 
 
 def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
@@ -475,13 +446,11 @@ def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: 
     names = list(dict.fromkeys(layout.name for layout in possible))
     if strategy in names:
         return
-    reason = next(
-        (refused_layout.because for refused_layout in refused if refused_layout.name == strategy),
-        f"{hardware.ranks} rank(s)",
-    )
+    reasons = [refused_layout.because for refused_layout in refused if refused_layout.name == strategy]
     if config.model.mesh_shape is not None:
-        reason = f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"
+        reasons = [f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"]
     others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
+    reason = reasons[0] if reasons else f"{hardware.ranks} rank(s)"
     raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; {others}")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, HardwareError, error_prefix
+from sft_play.errors import ConfigError, HardwareError
 from sft_play.launch.accelerate import (
     MIXED_PRECISION,
     AccelerateConfig,
@@ -35,7 +35,7 @@ from sft_play.launch.torchrun import (
 )
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware, detect_hardware
-from sft_play.machine.network import DEFAULT_PORT, SETTLE_SHARE, NodeSetup
+from sft_play.machine.network import DEFAULT_PORT, NodeSetup, is_local
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Mesh, format_mesh, parse_mesh
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -113,7 +113,11 @@ def parse_launch_options(
 ) -> LaunchOptions:
     """Parse make's launch variables; `notes` name the sources of values that the user did not type. Raises
     ConfigError where one of them is not a number, out of range, or an unknown strategy."""
-    file = values.get("DEEPSPEED_CONFIG")
+    deepspeed, file = None, values.get("DEEPSPEED_CONFIG")
+    if file:
+        deepspeed = DeepspeedRequest(Path(file).expanduser())
+    elif uses_deepspeed:
+        deepspeed = DeepspeedRequest()
     try:
         nodes = read_nodes(values)
         if nodes.count == 1 and values.get("NNODES", "").strip():
@@ -124,7 +128,7 @@ def parse_launch_options(
             processes_per_node=read_whole_number(values, "NPROC", minimum=1),
             gpus=_parse_gpus(values.get("GPUS")),
             nodes=nodes,
-            deepspeed=DeepspeedRequest(Path(file).expanduser() if file else None) if uses_deepspeed or file else None,
+            deepspeed=deepspeed,
             uses_tensorboard=uses_tensorboard,
             max_restarts=read_whole_number(values, "MAX_RESTARTS", minimum=0) or 0,
             notes=notes,
@@ -171,7 +175,7 @@ def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
         request = _resolve_rank(request, request.rank_info)
     else:
         request = _resolve_single_process(request)
-    refuse_restarts(request.loaded, request.options, request.rank_info)
+    refuse_restarts(request.options, request.rank_info)
     if request.options.uses_tensorboard:
         request = dataclasses.replace(request, loaded=add_tensorboard_tracker(request.loaded))
     return request
@@ -210,15 +214,15 @@ def _resolve_single_process(request: LaunchRequest) -> LaunchRequest:
 
 def apply_accelerate_config(options: LaunchOptions, config: RunConfig) -> tuple[LaunchOptions, AccelerateConfig | None]:
     """The options with what an accelerate configuration adds, and that configuration; what it adds is logged."""
-    file, accelerate_config, notes = find_accelerate_file(os.environ), None, options.notes
+    accelerate_config, notes = None, options.notes
+    file = find_accelerate_file(os.environ)
     if file is not None:
         accelerate_config, file_notes = read_accelerate_file_with_notes(file, os.environ)
+        options = fill_from_accelerate(options, accelerate_config, parse_mesh(config.model.mesh_shape))
         notes += file_notes
     for note in notes:
         logger.info("%s", note)
-    if accelerate_config is None:
-        return options, None
-    return fill_from_accelerate(options, accelerate_config, parse_mesh(config.model.mesh_shape)), accelerate_config
+    return options, accelerate_config
 
 
 def pop_accelerate_launch_config() -> AccelerateConfig | None:
@@ -246,10 +250,9 @@ def fill_from_accelerate(
             )
         port = nodes.port or accelerate_config.main_process_port or DEFAULT_PORT
         nodes = NodeSetup(accelerate_config.num_machines, accelerate_config.machine_rank, address, port)
-    file = accelerate_config.deepspeed_config_file
-    deepspeed_request = options.deepspeed or (
-        DeepspeedRequest(file) if accelerate_config.distributed_type == "DEEPSPEED" else None
-    )
+    deepspeed_request = options.deepspeed
+    if deepspeed_request is None and accelerate_config.distributed_type == "DEEPSPEED":
+        deepspeed_request = DeepspeedRequest(accelerate_config.deepspeed_config_file)
     # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
     follows_mesh = mesh is not None and mesh.ranks > mesh.dp and accelerate_config.distributed_type == "FSDP"
     layout = accelerate_config.layout if accelerate_config.layout in LAYOUT_NAMES and not follows_mesh else None
@@ -281,38 +284,29 @@ def apply_mesh(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
 
 
 def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
-    """Resolve what exported RANK and WORLD_SIZE count: nodes, or ranks (RANK is then this node's first). Where both
-    are possible, wait for the nodes: how many come decides. Returns the options with those nodes."""
+    """Resolve what exported RANK and WORLD_SIZE count: ranks, where RANK can be the first one of this node, else nodes.
+    Returns the options with those nodes."""
     nodes = options.nodes
-    node_hardware = options.select_hardware(restrict_to_device(config, detect_hardware()), is_one_node=True)
-    if node_hardware.ranks == 1 or nodes.count % node_hardware.ranks:
+    ranks_here = options.select_hardware(restrict_to_device(config, detect_hardware()), is_one_node=True).ranks
+    if ranks_here == 1 or nodes.count % ranks_here or nodes.rank % ranks_here:
         return options
-    rank_explanation = (
-        f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {node_hardware.ranks} on each "
-        "node"
+    # as many nodes as each has ranks, or all ranks on this one, which is sure where no other machine can reach it
+    if nodes.count == ranks_here and not is_local(str(nodes.address)):
+        return options
+    note = (
+        f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {ranks_here} on each node "
+        "(NNODES= and NODE_RANK= say otherwise)"
     )
-    if options.dry_run:  # asks nobody
-        logger.info("Nodes: or %s: NNODES=%d says so", rank_explanation, nodes.count // node_hardware.ranks)
-        return options
-    logger.info("Nodes: or %s: those that come tell, and those of ranks are all if no other comes for %.0f s",
-                rank_explanation, rank_timeout_s(config, os.environ) * SETTLE_SHARE)  # fmt: skip
-    with error_prefix(f"{nodes.exported_note}, or {rank_explanation}"):
-        count = len(meet_run_nodes(options, config, node_hardware, may_count_ranks=True).cards)
-    if count < nodes.count:
-        logger.info("Nodes: %s", rank_explanation)
-        nodes = dataclasses.replace(
-            nodes, count=count, rank=nodes.rank // node_hardware.ranks, exported_note=rank_explanation
-        )
+    logger.info("Nodes: %s", note)
+    node_count, node_rank = nodes.count // ranks_here, nodes.rank // ranks_here
+    nodes = dataclasses.replace(nodes, count=node_count, rank=node_rank, exported_note=note)
     return dataclasses.replace(options, nodes=nodes)
 
 
-def meet_run_nodes(
-    options: LaunchOptions, config: RunConfig, hardware: Hardware, *, may_count_ranks: bool = False
-) -> NodeMeeting:
+def meet_run_nodes(options: LaunchOptions, config: RunConfig, hardware: Hardware) -> NodeMeeting:
     """Meet the other nodes of a run, each known by its card; `hardware`: this node's. Raises as `meet_nodes` does."""
     card = node_card(config, hardware, strategy=options.strategy, uses_deepspeed=options.deepspeed is not None)
-    timeout_s = rank_timeout_s(config, os.environ)
-    return meet_nodes(options.nodes, card, timeout_s=timeout_s, may_count_ranks=may_count_ranks)
+    return meet_nodes(options.nodes, card, timeout_s=rank_timeout_s(config, os.environ))
 
 
 def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
@@ -326,18 +320,14 @@ def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
     return load_config(loaded.path, overrides=[*other_overrides, setting])
 
 
-def refuse_restarts(loaded: LoadedConfig, options: LaunchOptions, rank_info: RankInfo | None) -> None:
-    """Raises ConfigError where MAX_RESTARTS= is given and this command could not start the run again."""
-    if not options.max_restarts:
-        return
-    request_text = f"MAX_RESTARTS={options.max_restarts}"
-    if rank_info is not None or options.nodes.count > 1:
+def refuse_restarts(options: LaunchOptions, rank_info: RankInfo | None) -> None:
+    """Raises ConfigError where MAX_RESTARTS= is given and other machines, or a launcher, have processes of the run."""
+    if options.max_restarts and (rank_info is not None or options.nodes.count > 1):
         raise ConfigError(
-            f"{request_text} starts processes again that this command has started on one machine: let the launcher or "
-            "the scheduler start the others again, with output.if_exists=resume (make launch-file writes such a job)"
+            f"MAX_RESTARTS={options.max_restarts} starts processes again that this command has started on one machine: "
+            "let the launcher or the scheduler start the others again, with output.if_exists=resume (make launch-file "
+            "writes such a job)"
         )
-    if loaded.config.tuning.backend == "unsloth":
-        raise ConfigError(f"{request_text} does not watch the processes of tuning.backend=unsloth; leave it out")
 
 
 def log_overrides(request: LaunchRequest, plan: Plan) -> None:

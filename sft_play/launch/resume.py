@@ -161,7 +161,9 @@ def count_data_parallel_ranks(config: RunConfig, previous: PreviousRun | None, h
     mesh = parse_mesh(config.model.mesh_shape)
     if mesh is not None:
         return mesh.data_parallel_ranks
-    return previous.batch.ranks if previous is not None and previous.processes == hardware.ranks else hardware.ranks
+    if previous is not None and previous.processes == hardware.ranks:
+        return previous.batch.ranks
+    return hardware.ranks
 
 
 # --- started again by the command that launched it --------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 A TensorBoard is a process in a session of its own, so Ctrl-C in the terminal reaches only the training. Nothing is
 recorded on disk: a TensorBoard of this project carries `OWNER_VARIABLE` in its environment, which only its user can
-read, and the rest is in its command line. One that belongs to a run is started through `sft_play.process.signals`, so
-that it ends after a kill -9 too. The process is `python -m sft_play.launch.tensorboard --logdir=…`: TensorBoard's own
+read, and the rest is in its command line. One that belongs to a run watches the process that started it, so that it
+ends after a kill -9 too. The process is `python -m sft_play.launch.tensorboard --logdir=…`: TensorBoard's own
 program, with a check of each request's Host. Flags and the route `/data/environment` are those of
 https://github.com/tensorflow/tensorboard: `tensorboard/program.py`, `tensorboard/plugins/core/core_plugin.py`.
 """
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from sft_play.files import cache_dir, hold_lock
 from sft_play.log import one_line, redact
 from sft_play.machine.network import allowed_host_names, is_local, is_local_request
 from sft_play.process.environment import independent_environment
-from sft_play.process.signals import child_environment
+from sft_play.process.signals import PARENT_VARIABLE, child_environment, watch_parent
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ PORTS_TRIED = 100
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
-_TENSORBOARD_MODULE, _GUARD_MODULE = "sft_play.launch.tensorboard", "sft_play.process.signals"
+_TENSORBOARD_MODULE = "sft_play.launch.tensorboard"
 
 
 @dataclass(frozen=True)
@@ -160,30 +160,16 @@ def start_server(
         with hold_lock(
             cache_dir() / "tensorboard.lock", waiting_message="Another command starts a TensorBoard; waiting for it"
         ):
-            existing_server = next(
-                (
-                    running_server
-                    for running_server in running_servers()
-                    if (running_server.logdir, running_server.host) == (folder, host)
-                ),
-                None,
-            )
-            if existing_server is not None and _is_answering_at(existing_server.url, folder):
-                end_note = "; it ends with its run" * (existing_server.ends_with_run and not ends_with_caller)
-                return replace(
-                    existing_server, is_reused=True
-                ), f"TensorBoard is already running: {existing_server.page}{end_note}"
-            if existing_server is not None:
-                stop_server(existing_server)  # it hangs
+            for server in running_servers():
+                if (server.logdir, server.host) == (folder, host) and is_serving(server):
+                    end_note = "; it ends with its run" if server.ends_with_run and not ends_with_caller else ""
+                    message = f"TensorBoard is already running: {server.page}{end_note}"
+                    return replace(server, is_reused=True), message
             free_port = _find_free_port(host, port)
             flags = {"logdir": folder, "host": host, "port": free_port, "window_title": title or logdir.name}
-            process = _start_process(
-                [python, "-m", *([_GUARD_MODULE] if ends_with_caller else []), _TENSORBOARD_MODULE],
-                flags,
-                environment=_server_environment(ends_with_run=ends_with_caller),
-                is_ready=lambda: _is_answering_at(_server_url(host, free_port), folder),
-                timeout_s=timeout_s,
-            )
+            argv = [python, "-m", _TENSORBOARD_MODULE, *(f"--{name}={value}" for name, value in flags.items())]
+            environment = _server_environment(ends_with_run=ends_with_caller)
+            process = _start_process(argv, environment, _server_url(host, free_port), folder, timeout_s)
             server = TensorBoardServer(process, host, free_port, folder, ends_with_caller)
             port_note = "" if port in (0, free_port) else f" (port {port} is taken)"
             return server, f"TensorBoard: {server.page}{port_note}"
@@ -213,24 +199,17 @@ def _find_free_port(host: str, first: int) -> int:
 
 
 def _start_process(
-    program: Sequence[str],
-    flags: Mapping[str, object],
-    *,
-    environment: Mapping[str, str],
-    is_ready: Callable[[], bool],
-    timeout_s: float,
+    argv: list[str], environment: Mapping[str, str], url: str, folder: str, timeout_s: float
 ) -> psutil.Process:
     with tempfile.TemporaryFile() as output:
         popen = subprocess.Popen(
-            [*program, *(f"--{name}={value}" for name, value in flags.items())], cwd="/", env=environment,
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            argv, cwd="/", env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C belongs to the training, which stops TensorBoard itself
         )  # fmt: skip
-        process, deadline = psutil.Process(popen.pid), time.monotonic() + timeout_s
-        is_answering = False
+        process, deadline, is_answering = psutil.Process(popen.pid), time.monotonic() + timeout_s, False
         try:
             while popen.poll() is None and time.monotonic() < deadline:
-                if is_answering := is_ready():
+                if is_answering := _is_answering_at(url, folder):
                     return process
                 time.sleep(_POLL_S)
         finally:
@@ -239,11 +218,11 @@ def _start_process(
             if not is_answering:
                 _terminate(process)
         output.seek(0)
-        lines = output.read().decode(errors="replace").strip().splitlines()
-    last_line = one_line(redact(lines[-1]), limit=200) if lines else "no output"
-    raise ConfigError(
-        f"it did not answer in time ({last_line})" if code is None else f"it ended with exit code {code}: {last_line}"
-    )
+        lines = output.read().decode(errors="replace").strip().splitlines() or ["no output"]
+    last_line = one_line(redact(lines[-1]), limit=200)
+    if code is None:
+        raise ConfigError(f"it did not answer in time ({last_line})")
+    raise ConfigError(f"it ended with exit code {code}: {last_line}")
 
 
 def _server_environment(*, ends_with_run: bool = False) -> dict[str, str]:
@@ -277,41 +256,38 @@ def _is_answering_at(url: str, logdir: str) -> bool:
 
 def running_servers() -> list[TensorBoardServer]:
     """This user's TensorBoards of this project on this machine, whether they answer or not; the newest first."""
-    start_times: dict[TensorBoardServer, float] = {}
+    servers = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, KeyError):  # it has ended meanwhile, or is another user's
-            argv = process.cmdline()
-            if _TENSORBOARD_MODULE in argv and process.environ().get(OWNER_VARIABLE) == _owner():
+            argv, environment = process.cmdline(), process.environ()
+            if _TENSORBOARD_MODULE in argv and environment.get(OWNER_VARIABLE) == _owner():
                 options = dict(word[2:].split("=", 1) for word in argv if word.startswith("--") and "=" in word)
                 address = options["host"], int(options["port"]), options["logdir"]
-                start_times[TensorBoardServer(process, *address, ends_with_run=_GUARD_MODULE in argv)] = (
-                    process.create_time()
-                )
-    return sorted(start_times, key=lambda server: -start_times[server])
+                servers.append(TensorBoardServer(process, *address, ends_with_run=PARENT_VARIABLE in environment))
+    return sorted(servers, key=lambda server: -server.process.create_time())
 
 
 def stop_server(server: TensorBoardServer) -> str:
     """End a TensorBoard with its data server, unless its pid is another program's by now; returns a line on what was
     done, and never raises."""
-    was_alive, has_ended = _is_alive(server.process), _terminate(server.process)
-    outcome = "is not running any more" if not was_alive else "stopped" if has_ended else "does not end"
+    outcome = "is not running any more"
+    if _is_alive(server.process):
+        outcome = "stopped" if _terminate(server.process) else "does not end"
     return f"TensorBoard (pid {server.pid}) {outcome}"
 
 
 def _terminate(process: psutil.Process) -> bool:
-    processes = [process]
-    with contextlib.suppress(psutil.Error):
-        processes += process.children(recursive=True)
-    for send_signal in (psutil.Process.terminate, psutil.Process.kill):
-        for member in processes:
-            with contextlib.suppress(psutil.Error):
-                send_signal(member)
+    """End a process with its session, in which its data server is; returns whether it has ended."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        if _is_alive(process):  # else its pid may be another program's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal_number)
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while (processes := [member for member in processes if _is_alive(member)]) and time.monotonic() < deadline:
+        while _is_alive(process) and time.monotonic() < deadline:
             time.sleep(_POLL_S / 4)
     with contextlib.suppress(psutil.Error):
         process.wait(0)  # a child of this process would stay a zombie
-    return not processes
+    return not _is_alive(process)
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -342,7 +318,8 @@ def refuse_foreign_requests(tensorboard_app: Any, host: str) -> Any:
 
 
 def main() -> None:
-    """Serve the folder that TensorBoard's own flags name, until it is stopped."""
+    """Serve the folder that TensorBoard's own flags name, until it is stopped, or the run ends that it belongs to."""
+    watch_parent()
     from absl import app
     from tensorboard import default, main_lib, program
 

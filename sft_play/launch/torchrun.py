@@ -24,7 +24,7 @@ from pathlib import Path
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
-from sft_play.machine.network import DEFAULT_PORT, NodeSetup, can_bind, is_host_address, is_loopback, resolve_addresses
+from sft_play.machine.network import DEFAULT_PORT, NodeSetup, can_bind, is_host_address, resolve_addresses
 from sft_play.process.failures import RUN_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -202,8 +202,7 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo | None:
     if node_count is not None and node_count * local_world_size != world_size:
         raise ConfigError(
             f"this node has {local_world_size} of {world_size} ranks on {node_count} nodes: start the same number on "
-            f"each "
-            "(--nproc-per-node)"
+            "each (--nproc-per-node)"
         )
     run_folder = environment.get(RUN_VARIABLE)
     return RankInfo(rank, local_rank, world_size, local_world_size, Path(run_folder) if run_folder else None)
@@ -219,13 +218,9 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     variables = {name: environment[name] for name in RANK_VARIABLES if environment.get(name, "").strip()}
     if "LOCAL_WORLD_SIZE" not in variables and "LOCAL_SIZE" in environment and "CROSS_SIZE" in environment:
         variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # deepspeed's launcher
-    return (
-        variables
-        if "LOCAL_RANK" in variables
-        else _slurm_rank_variables(environment)
-        if "RANK" not in environment
-        else {}
-    )
+    if "LOCAL_RANK" in variables:
+        return variables
+    return {} if "RANK" in environment else _slurm_rank_variables(environment)
 
 
 def _slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -251,7 +246,8 @@ def rendezvous_variables(environment: Mapping[str, str], *, node_count: int) -> 
             f"give all "
             "of them the machine of rank 0 and a free port"
         )
-    return {name: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}[name] for name in missing}
+    defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}
+    return {name: defaults[name] for name in missing}
 
 
 # --- this process as a node -------------------------------------------------------------------------------------------
@@ -341,26 +337,18 @@ def refuse_repeated_starts(environment: Mapping[str, str], *, node_count: int) -
 
 
 def refuse_lone_node(nodes: NodeSetup) -> None:
-    """Raises ConfigError where MASTER_ADDR is set, but not the number of nodes; on the machine that has the address,
-    where it may have been exported for a single node, only a warning."""
+    """Raises ConfigError where MASTER_ADDR is another machine, and nothing says how many nodes meet there; on the
+    machine that has the address it may have been exported for a single node."""
     if nodes.count > 1 or nodes.address is None:
         return
-    address_text, missing_text = (
-        f"MASTER_ADDR={one_line(nodes.address)}",
-        "NNODES= nor WORLD_SIZE= says how many nodes meet there",
-    )
     with contextlib.suppress(ConfigError, OSError):
-        addresses = resolve_addresses(nodes.address, 0)
-        if all(is_loopback(address) for address in addresses):
-            return
-        if any(can_bind(address) for address in addresses):  # batch systems export it for a single node too
-            logger.warning(
-                "%s is this machine, and neither %s: the run is on this node alone", address_text, missing_text
-            )
+        if any(map(can_bind, resolve_addresses(nodes.address, 0))):
+            logger.info("MASTER_ADDR=%s is this machine: the run is on it alone", one_line(nodes.address))
             return
     raise ConfigError(
-        f"{address_text} is another machine, and neither {missing_text}: give NNODES=2 NODE_RANK=1 (on the machine at "
-        "that address NODE_RANK=0), or NNODES=1 for this machine alone"
+        f"MASTER_ADDR={one_line(nodes.address)} is another machine, and neither NNODES= nor WORLD_SIZE= says how many "
+        "nodes meet there: give NNODES=2 NODE_RANK=1 (on the machine at that address NODE_RANK=0), or NNODES=1 for "
+        "this machine alone"
     )
 
 

@@ -18,7 +18,6 @@ from sft_play.log import one_line
 DEFAULT_PORT = 29500
 # How long ranks that a launcher started wait for each other.
 RENDEZVOUS_TIMEOUT_S = 600.0
-SETTLE_SHARE = 1 / 60  # of the time for which nodes wait: how long none may come that contradicts those that are here
 # The network interface that gloo listens on. Without it gloo resolves this host's own name.
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")

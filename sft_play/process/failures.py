@@ -79,7 +79,8 @@ class Failure:
     pid: int
 
 
-_recorded: tuple[BaseException | None, Failure] | None = None
+# The first failure of this process: its exception, and when it came.
+_recorded: tuple[BaseException | None, float] | None = None
 _record_lock = threading.Lock()
 _fault_file: Any = None
 
@@ -102,9 +103,12 @@ def failure_kind(error: BaseException) -> FailureKind:
 def report_to_agent(error: BaseException) -> bool:
     """Record how this rank ends. True if its agent reports it, so that this process need not; never where this is no
     rank."""
-    kind, stack = failure_kind(error), "".join(traceback.format_exception(error))
-    error_code = error.exit_code if isinstance(error, SftPlayError) else 1
-    exit_code = Interrupted.exit_code if kind == "stopped" else error_code
+    kind, exit_code = failure_kind(error), 1
+    if kind == "stopped":
+        exit_code = Interrupted.exit_code
+    elif isinstance(error, SftPlayError):
+        exit_code = error.exit_code
+    stack = "".join(traceback.format_exception(error))
     record_failure(kind, str(error), name=type(error).__name__, exit_code=exit_code, stack=stack, error=error)
     return is_under_agent()
 
@@ -125,35 +129,25 @@ def record_failure(
     if not path:
         return
     with _record_lock:
-        # one of our errors may rephrase an earlier exception that it was raised from
-        cause = error.__cause__ if isinstance(error, SftPlayError) else None
-        if _recorded is not None and (cause is None or cause is not _recorded[0]):
-            return
+        failed_at = time.time()
+        if _recorded is not None:
+            first_error, failed_at = _recorded
+            # one of our errors may rephrase an earlier exception that it was raised from
+            if not isinstance(error, SftPlayError) or error.__cause__ is None or error.__cause__ is not first_error:
+                return
         if is_under_agent() and threading.current_thread() is threading.main_thread():
             # The agent ends the other ranks at the first failure, but they finish writing theirs.
             for signal_number in signals.STOP_SIGNALS:
                 signal.signal(signal_number, signal.SIG_IGN)
-        failure = Failure(
-            kind=kind,
-            exit_code=exit_code,
-            name=name,
-            message=_redacted_text(message),
-            traceback=_redacted_text(stack),
-            time=_recorded[1].time if _recorded is not None else time.time(),
-            rank=int(os.environ.get("RANK", "0")),
-            host=socket.gethostname(),
-            pid=os.getpid(),
-        )
-        _recorded = (error, failure)
-        error_text = f"{name}: {failure.message}" if name else failure.message
-        extra = {"py_callstack": failure.traceback or error_text, "timestamp": str(int(failure.time))}
+        message, stack = redact(escape_control(message)), redact(escape_control(stack))
+        rank = int(os.environ.get("RANK", "0"))
+        failure = Failure(kind, exit_code, name, message, stack, failed_at, rank, socket.gethostname(), os.getpid())
+        _recorded = error, failed_at
+        error_text = f"{name}: {message}" if name else message
+        extra = {"py_callstack": stack or error_text, "timestamp": str(int(failed_at))}
         record = {"message": {"message": error_text, "extraInfo": extra}, "sft_play": asdict(failure)}
         with contextlib.suppress(OSError):  # a full disk must not hide the error being reported
             atomic.write(Path(path), json.dumps(record))
-
-
-def _redacted_text(text: str) -> str:
-    return redact(escape_control(text))
 
 
 def read_failure(error_file: Path) -> Failure | None:
@@ -191,7 +185,8 @@ def install_process_guards() -> None:
     global _fault_file
     signals.watch_parent()
     if not is_under_agent():
-        _die_with_launcher(os.environ)
+        if "RANK" in os.environ:
+            _die_with_launcher(os.environ)
         return
     signals.StopSignals(signals.raise_interrupt).__enter__()  # for the life of the process
     signals.end_when_unresponsive(exit_stopped)
@@ -213,10 +208,10 @@ def exit_stopped() -> None:
 def _die_with_launcher(environment: Mapping[str, str]) -> None:
     """End a rank with its launcher: torch's or DeepSpeed's, by the variables that they set, or with our agent where
     that ended before this rank could watch it."""
-    agent = environment.get(AGENT_VARIABLE, "")
-    if "RANK" in environment and agent.isdigit() and not psutil.pid_exists(int(agent)):
+    agent = environment.get(AGENT_VARIABLE)
+    if agent is not None and not psutil.pid_exists(int(agent)):
         os.kill(os.getpid(), signal.SIGTERM)
-    if "RANK" in environment and ("TORCHELASTIC_RUN_ID" in environment or "CROSS_SIZE" in environment):
+    if "TORCHELASTIC_RUN_ID" in environment or "CROSS_SIZE" in environment:
         signals.die_with_parent(os.getppid(), signal.SIGTERM)
 
 
@@ -231,24 +226,20 @@ def find_agent_processes(agent_pid: int) -> Iterator[psutil.Process]:
     """Every living process among an agent's ranks and what they started, by the variable that they inherited."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            belongs_to_agent = process.environ().get(AGENT_VARIABLE) == str(agent_pid)
-            if (
-                belongs_to_agent
-                and process.pid not in (agent_pid, os.getpid())
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
+            if process.pid in (agent_pid, os.getpid()) or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if process.environ().get(AGENT_VARIABLE) == str(agent_pid):
                 yield process
 
 
-def kill_leftovers(agent_pid: int, *, grace_s: float) -> list[int]:
-    """Wait for the processes that an agent's ranks left behind, and kill those that do not end; returns their pids."""
+def kill_leftovers(agent_pid: int, *, grace_s: float) -> None:
+    """Wait for the processes that an agent's ranks left behind, and kill those that do not end."""
     deadline = time.monotonic() + grace_s
     while (leftovers := list(find_agent_processes(agent_pid))) and time.monotonic() < deadline:
         time.sleep(0.1)
     for process in leftovers:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    return [process.pid for process in leftovers]
 
 
 def kill_process_tree(agent_pid: int) -> None:

@@ -65,41 +65,10 @@ def watch_parent() -> None:
     children of this process do not inherit the variables."""
     parent_pid, _, signal_name = os.environ.pop(PARENT_VARIABLE, "").partition(":")
     make_pid, _, child_pid = os.environ.pop(MAKE_VARIABLE, "").partition(":")
-    if parent_pid.isdigit():
-        die_with_parent(
-            int(parent_pid),
-            signal.Signals[signal_name] if signal_name in signal.Signals.__members__ else signal.SIGTERM,
-        )
-    # else this is the child of a wrapper (VENV=), not of make
-    elif make_pid.isdigit() and child_pid == str(os.getpid()):
+    if parent_pid:
+        die_with_parent(int(parent_pid), signal.Signals[signal_name])
+    elif child_pid == str(os.getpid()):  # else this is the child of a wrapper (VENV=), not of make
         die_with_parent(int(make_pid), signal.SIGTERM)
-        if sys.platform == "linux" and _handles_interrupt(int(make_pid)):
-            threading.Thread(
-                target=_forward_interrupt_of_make, args=(int(make_pid),), daemon=True, name="sft_play make watch"
-            ).start()
-
-
-def _forward_interrupt_of_make(make_pid: int) -> None:
-    """Pass on a SIGINT that make alone was sent, as a CI's cancel does: make keeps it to itself and waits for us. The
-    default action of the signal, which make sets once it has come, tells; a Ctrl-C at the terminal reaches this process
-    first."""
-    while _handles_interrupt(make_pid):
-        time.sleep(_CHECK_INTERVAL_S)
-    time.sleep(_CHECK_INTERVAL_S)
-    if not _has_received_signal and os.getppid() == make_pid:
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def _handles_interrupt(pid: int) -> bool:
-    """Whether a process has a handler for SIGINT; Linux only."""
-    from pathlib import Path
-
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-        caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-    except (OSError, StopIteration, IndexError):
-        return False
-    return bool(int(caught, 16) >> (signal.SIGINT - 1) & 1)
 
 
 def main() -> None:
@@ -114,13 +83,12 @@ def main() -> None:
 
 # --- on a stop request ------------------------------------------------------------------------------------------------
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # When this process was first asked to stop (monotonic seconds); shared by all open StopSignals.
 _stop_requested_at: float | None = None
 _open_count = 0
-# Whether this process itself got a signal that asks it to stop.
-_has_received_signal = False
-
-
+# Whether Python has called a handler of a request to stop.
+_has_heard_stop = False
 # How long a request to stop may go unheard where there is nothing to save.
 UNHEARD_STOP_S = 5.0
 # Set when a step begins, after which there is something to save.
@@ -138,17 +106,10 @@ def end_when_unresponsive(end_process: Callable[[], object]) -> None:
         while os.read(read_end, 1)[0] not in STOP_SIGNALS:
             pass
         time.sleep(UNHEARD_STOP_S)
-        if not (_has_received_signal or training_begun.is_set()):
+        if not (_has_heard_stop or training_begun.is_set()):
             end_process()
 
     threading.Thread(target=watch, daemon=True, name="sft_play stop watch").start()
-
-
-def handle_interrupt(signal_number: int, frame: FrameType | None) -> None:
-    """Python's own handler of SIGINT, which raises KeyboardInterrupt, with a note that the signal has come."""
-    global _has_received_signal
-    _has_received_signal = True
-    signal.default_int_handler(signal_number, frame)
 
 
 def record_start_time(*, anew: bool) -> None:
@@ -161,9 +122,6 @@ def elapsed_s() -> float:
     """Seconds since the start that this process belongs to; 0 where none was noted."""
     now = time.monotonic()
     return now - float(os.environ.get(START_TIME_VARIABLE, now))
-
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
@@ -193,8 +151,8 @@ class StopSignals:
             signal.signal(signal_number, handler)
 
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        global _stop_requested_at, _has_received_signal
-        _has_received_signal = True
+        global _stop_requested_at, _has_heard_stop
+        _has_heard_stop = True
         if os.getpid() != self._pid:  # a fork, such as a data loader's worker: its parent ends it
             return
         if signal_number == signal.SIGHUP:

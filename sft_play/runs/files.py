@@ -10,21 +10,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.options import sections
 from sft_play.errors import RunFolderError, SftPlayError
 from sft_play.files import atomic
 from sft_play.log import one_line, redact, secret_values
 from sft_play.machine.host import nearest_disk_space
 from sft_play.text import format_size
-
-logger = logging.getLogger(__name__)
 
 # Errors that only writing meets, and that may come without the name of a file.
 _WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -34,67 +30,13 @@ _ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 _TORCH_WRITE_ERROR = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+|basic_ios::clear|iostream error")
 
 
-# What JSON has for each kind of value; `mappings` are a list of mappings.
-_JSON_TYPES: dict[str, type | tuple[type, ...]] = {
-    "mapping": dict,
-    "mappings": list,
-    "list": list,
-    "number": (int, float),
-}
-# Of the files of a run the kinds of value that readers count on, with the keys that have them at whatever depth.
-_EXPECTED_KINDS: dict[str, dict[str, str]] = {
-    "manifest.json": {
-        "mapping": "hardware git data versions batch train val test text weights report dropped",
-        "mappings": "gpus",
-        "list": "choices resumed",
-        "number": "ram_bytes total_bytes rows_kept rows_cut tokens tokens_trained",
-    },
-    "plan.json": {"mapping": "hardware run peak_bytes precision", "mappings": "gpus", "list": "reasons"},
-    "resolved.json": {
-        "mapping": " ".join(path.rpartition(".")[2] for path in sections()),
-        "mappings": "curriculum",
-    },
-    "merge.json": {"mapping": "test", "number": "kl_merged kl_limit"},
-    "summary.json": {
-        "mapping": "before after peak_bytes peak_bytes_by_moment",
-        "mappings": "samples evaluations",
-        "number": "loss exact_match rows generated_rows tokens_per_s predicted_tokens_per_s step steps wall_s exit "
-        "predicted_allocated measured_allocated predicted_reserved measured_reserved measured_rss level_rss",
-    },
-}
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none to read, as in a run that was killed early. Of a run's files, values of
-    another kind than a run writes there are left out, with a warning: readers count with them."""
+    """A JSON object; empty where there is none to read, as in a run that was killed early."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    kinds = {key: kind for kind, keys in _EXPECTED_KINDS.get(path.name, {}).items() for key in keys.split()}
-    checked = _drop_other_kinds(value, kinds)
-    if checked != value:
-        logger.warning("%s is damaged: values of another kind than a run writes are left out", path)
-    return checked if isinstance(checked, dict) else {}
-
-
-def _drop_other_kinds(value: Any, kinds: Mapping[str, str]) -> Any:
-    """A value of JSON without what is of another kind than its key has."""
-    if isinstance(value, list):
-        return [_drop_other_kinds(item, kinds) for item in value]
-    if not isinstance(value, dict):
-        return value
-    matching = {}
-    for name, item in value.items():
-        kind = kinds.get(name)
-        if kind is not None and item is not None:
-            if not isinstance(item, _JSON_TYPES[kind]):
-                continue
-            if kind == "mappings" and isinstance(item, list):
-                item = [entry for entry in item if isinstance(entry, dict)]
-        # `before` and `after` of samples are answers, and a loss of evaluations may be "nan"
-        matching[name] = _drop_other_kinds(item, {} if name in ("samples", "evaluations") else kinds)
-    return matching
+    return value if isinstance(value, dict) else {}
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -185,21 +127,18 @@ def read_metric_lines(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
 
 def disk_refusal_reason(error: BaseException | None) -> str | None:
     """The reason why the disk refused to write, in the operating system's words; None for any other error."""
-    checked_errors: set[int] = set()
-    while error is not None and id(error) not in checked_errors:
-        checked_errors.add(id(error))
-        rank_errors = getattr(error, "failures", None)  # of torch's distributed checkpoint
-        texts = [
-            str(error),
-            *(str(rank_error) for rank_error in (rank_errors.values() if isinstance(rank_errors, dict) else ())),
-        ]
-        error_numbers = {
-            int(os_error or errno_text) for text in texts for os_error, errno_text in _ERRNO_IN_TEXT.findall(text)
-        }
-        error_numbers |= {error.errno} if isinstance(error, OSError) and error.errno is not None else set()
+    checked_errors: list[BaseException] = []
+    while error is not None and error not in checked_errors:
+        checked_errors.append(error)
+        text = str(error)
+        if isinstance(rank_errors := getattr(error, "failures", None), dict):  # of torch's distributed checkpoint
+            text = "\n".join(map(str, [text, *rank_errors.values()]))
+        error_numbers = {int(os_error or errno_text) for os_error, errno_text in _ERRNO_IN_TEXT.findall(text)}
+        if isinstance(error, OSError):
+            error_numbers.add(error.errno or 0)
         for error_number in error_numbers.intersection(_WRITE_ERRNOS):
             return os.strerror(error_number)
-        if isinstance(error, RuntimeError) and any(map(_TORCH_WRITE_ERROR.search, texts)):
+        if isinstance(error, RuntimeError) and _TORCH_WRITE_ERROR.search(text):
             return "writing failed"
         error = error.__cause__ or error.__context__
     return None
@@ -217,10 +156,13 @@ def explain_disk_refusals() -> Iterator[None]:
         reason = disk_refusal_reason(error)
         if reason is None:
             raise
-        file_name = error.filename if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) else None
-        subject = "a file" if file_name is None else one_line(os.fsdecode(file_name))
-        free_space = "" if file_name is None else f"; {format_free_space(Path(os.fsdecode(file_name)))}"
-        raise RunFolderError(f"{subject} cannot be written: {reason}{free_space}") from error
+        file_name = getattr(error, "filename", None)
+        if not isinstance(file_name, (str, bytes)):
+            raise RunFolderError(f"a file cannot be written: {reason}") from error
+        path = os.fsdecode(file_name)
+        raise RunFolderError(
+            f"{one_line(path)} cannot be written: {reason}; {format_free_space(Path(path))}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -252,8 +194,6 @@ def free_disk_bytes(path: Path) -> int | None:
 def format_free_space(path: Path) -> str:
     """What a disk has free, for a message."""
     available_bytes = free_disk_bytes(path)
-    return (
-        "what is free there is not known"
-        if available_bytes is None
-        else f"{available_bytes:,} bytes ({format_size(available_bytes)}) are free there"
-    )
+    if available_bytes is None:
+        return "what is free there is not known"
+    return f"{available_bytes:,} bytes ({format_size(available_bytes)}) are free there"

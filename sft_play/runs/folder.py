@@ -146,13 +146,9 @@ class RunFolder:
         write_json(self.path / "resolved.json", resolved_config(config, effective_batch=plan.get("effective_batch")))
         # what the first start recorded stays
         earlier_manifest = self.read_manifest() if self.manifest_path.is_file() else {}
-        earlier_manifest = {name: value for name, value in earlier_manifest.items() if name not in END_ENTRIES}
-        write_json(
-            self.manifest_path,
-            earlier_manifest
-            | {"format": MANIFEST_FORMAT, "stage": self.stage_name, "status": "running"}
-            | dict(manifest),
-        )
+        kept_entries = {name: value for name, value in earlier_manifest.items() if name not in END_ENTRIES}
+        own_entries = {"format": MANIFEST_FORMAT, "stage": self.stage_name, "status": "running"}
+        write_json(self.manifest_path, kept_entries | own_entries | dict(manifest))
 
     @property
     def has_begun(self) -> bool:
@@ -172,10 +168,9 @@ class RunFolder:
         """True if a step left something, be it a damaged checkpoint or a line of metrics. A run without any starts from
         the beginning."""
         run = self.whole_run
-        if any(run.path.glob("checkpoints/checkpoint-*")) or any(
-            run.path.glob(f"{STAGES_FOLDER}/*/checkpoints/checkpoint-*")
-        ):
-            return True
+        for folders in ("checkpoints", f"{STAGES_FOLDER}/*/checkpoints"):
+            if any(run.path.glob(f"{folders}/checkpoint-*")):
+                return True
         lines = read_metric_lines(run.metrics_path) if run.metrics_path.is_file() else ()
         return any(entry["step"] > 0 for _, entry in lines)
 
@@ -193,10 +188,9 @@ class RunFolder:
         path = self.path / "resolved.json"
         try:
             config = config_from_text(path.read_text(encoding="utf-8"), name=str(path))
-        except OSError as error:
-            raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise RunFolderError(f"{path} cannot be read: {error}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise RunFolderError(f"{path} cannot be read: {reason}") from None
         check_remote_code(path, config.model, is_trusted=is_trusted)
         return config
 

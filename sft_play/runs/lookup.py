@@ -169,12 +169,15 @@ def _check_note(folder: RunFolder, note: Mapping[str, Any], role: int | None, re
 
 
 def _locked_error(folder: RunFolder, note: Mapping[str, Any], advice: str = "") -> RunFolderError:
-    pid, host = note.get("pid"), note.get("host")
-    holder = f" (pid {pid} on {one_line(str(host))}, since {one_line(str(note.get('since')))})" if pid else ""
-    stop_command = f"kill {pid}" if host == socket.gethostname() else f"kill {pid} on {one_line(str(host))}"
+    pid, host = note.get("pid"), one_line(str(note.get("host")))
+    holder, stop_advice = "", "stop it"
+    if pid:
+        holder = f" (pid {pid} on {host}, since {one_line(str(note.get('since')))})"
+        place = "" if host == socket.gethostname() else f" on {host}"
+        stop_advice = f"stop it (kill {pid}{place}, which saves its state)"
     return RunFolderError(
-        f"{folder.path} is being written by another process{holder}; wait until it ends, stop it"
-        f"{f' ({stop_command}, which saves its state)' if pid else ''}, or give another output.name{advice}"
+        f"{folder.path} is being written by another process{holder}; wait until it ends, {stop_advice}, or give "
+        f"another output.name{advice}"
     )
 
 
@@ -237,28 +240,26 @@ def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None 
     output_root = output_dir(output)
     if name is not None or output.name is not None:
         with error_prefix(name and f"RUN={one_line(name)}"):
-            folder = (
-                resolve_run(output_root, name)
-                if name
-                else open_run(output_root, check_run_name(output.name or "", key="output.name"))
-            )
+            if name:
+                folder = resolve_run(output_root, name)
+            else:
+                folder = open_run(output_root, check_run_name(output.name or "", key="output.name"))
         if folder.read_manifest().get("status") == "finished":
             raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")
         return folder
     config = str(config_path.absolute())
-    manifests = [(folder, folder.read_manifest()) for folder in iter_runs(output_root)]
-    config_runs = [(folder, manifest) for folder, manifest in manifests if manifest.get("config_path") == config]
-    unfinished = [item for item in config_runs if item[1].get("status") != "finished"]
+    manifests = {folder: folder.read_manifest() for folder in iter_runs(output_root)}
+    config_runs = [folder for folder, manifest in manifests.items() if manifest.get("config_path") == config]
+    unfinished = [folder for folder in config_runs if manifests[folder].get("status") != "finished"]
     if not unfinished:
         finished = f" ({len(config_runs)} finished)" if config_runs else ""
         raise RunFolderError(
             f"no unfinished run of {config_path} in {output_root}{finished}; start one with make train "
             f"CONFIG={config_path}"
         )
-    unfinished.sort(key=lambda item: (str(item[1].get("started")), str(item[0].path)), reverse=True)
-    folders = [folder for folder, _ in unfinished]
-    chosen = next((folder for folder in folders if folder.has_trained), folders[0])
-    for skipped in folders[: folders.index(chosen)]:
+    unfinished.sort(key=lambda folder: (str(manifests[folder].get("started")), str(folder.path)), reverse=True)
+    chosen = next((folder for folder in unfinished if folder.has_trained), unfinished[0])
+    for skipped in unfinished[: unfinished.index(chosen)]:
         logger.info(
             "%s is newer, but no step was trained in it: RUN=%s starts it again", skipped.path, skipped.path.name
         )
@@ -298,13 +299,11 @@ def output_dir(output: OutputConfig) -> Path:
     """The folder of the run folders; raises RunFolderError where it cannot be a folder."""
     try:
         base = Path(output.dir).expanduser()
-        is_dangling = base.is_symlink() and not base.exists()
-        is_file = base.exists() and not base.is_dir()
+        is_other = (base.exists() or base.is_symlink()) and not base.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
         raise RunFolderError(f"output.dir={one_line(output.dir)} cannot be a folder: {error}") from None
-    if is_file or is_dangling:
-        kind = "a link to a folder that is not there" if is_dangling else "a file"
-        raise RunFolderError(f"output.dir={one_line(str(base))} is {kind}; name a folder")
+    if is_other:
+        raise RunFolderError(f"output.dir={one_line(str(base))} is a file, or a link that leads nowhere; name a folder")
     return base
 
 
@@ -337,22 +336,21 @@ def check_run_name(name: str, *, key: str) -> str:
 def new_run_folder(output: OutputConfig, *, config_path: Path, now: datetime | None = None) -> RunFolder:
     """The folder that a new run will have; nothing is written yet. Raises RunFolderError where the name is refused, or
     the folder exists and `output.if_exists` is fail."""
-    now = now or datetime.now(UTC)
-    output_root = output_dir(output)
-    name = run_name(output, config_path=config_path, now=now)
-    path, suffix = output_root / name, 2
-    while output.name is None and path.exists():  # two starts of one config within a second
-        path, suffix = output_root / f"{name}-{suffix}", suffix + 1
-    if path.exists() and output.if_exists == "fail":
+    path = output_dir(output) / run_name(output, config_path=config_path, now=now or datetime.now(UTC))
+    if output.name is None:
+        path = _unused_path(path)
+    if not path.exists():
+        return RunFolder(path)
+    if output.if_exists == "fail":
         raise RunFolderError(
             f"the run folder {path} exists; choose output.if_exists=resume (continue it), "
             "output.if_exists=replace (move it aside and start over), or another output.name"
         )
-    if path.exists():  # refuses early what create_run(), or a resume, would refuse
-        RunFolder(path).read_manifest()
-    if path.exists() and output.if_exists == "replace":
-        lock_run(RunFolder(path)).close()
-    return RunFolder(path)
+    folder = RunFolder(path)
+    folder.read_manifest()  # refuses early what create_run(), or a resume, would refuse
+    if output.if_exists == "replace":
+        lock_run(folder).close()
+    return folder
 
 
 def require_writable_output_dir(folder: RunFolder) -> None:
@@ -440,16 +438,19 @@ def move_aside(folder: RunFolder) -> Path:
     """Rename an old run to NAME.replaced-TIME; raises RunFolderError where it is not ours, or is being written."""
     folder.read_manifest()
     with lock_run(folder) as run_lock:
-        timestamp, suffix = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), 2
-        replaced_path = folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}")
-        while replaced_path.exists():
-            replaced_path, suffix = (
-                folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}-{suffix}"),
-                suffix + 1,
-            )
+        timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        replaced_path = _unused_path(folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}"))
         folder.path.rename(replaced_path)
         run_lock.folder = RunFolder(replaced_path)
     return replaced_path
+
+
+def _unused_path(path: Path) -> Path:
+    """The path, or with the first number behind it that is free: two starts of one config may come within a second."""
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate
 
 
 def discard_run(folder: RunFolder) -> None:

@@ -15,10 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import torch.distributed as dist
@@ -40,7 +40,7 @@ STORE_TIMEOUT_S = 10.0
 @dataclass(frozen=True)
 class Beat:
     """A rank's sign of life: what it last began (the `count`th thing), how long ago, and where its code is; `published`
-    is in seconds since 1970, `number` counts them. `file` has the latest note at once."""
+    is in seconds since 1970, `number` counts them; `moved` are the bytes written or read so far."""
 
     rank: int
     host: str
@@ -52,9 +52,7 @@ class Beat:
     published: float
     number: int
     where: str = ""
-    file: str = ""
     moved: int = 0
-    """Bytes written or read so far."""
 
     @property
     def position(self) -> str:
@@ -70,8 +68,8 @@ def laggards(beats: Sequence[Beat], silent_ranks: Collection[int]) -> list[Beat]
         return silent_beats
     least_count = min((beat.count for beat in beats), default=0)
     slowest = [beat for beat in beats if beat.count == least_count]
-    longest_s = max((beat.since_s for beat in slowest), default=0.0)
     if any(beat.moved for beat in slowest):
+        longest_s = max(beat.since_s for beat in slowest)
         slowest = [beat for beat in slowest if beat.since_s > longest_s / 2]
     return slowest if len(slowest) < len(beats) else []
 
@@ -90,34 +88,31 @@ def stall_report(
         else:
             last_sign = f"{beat.since_s:.0f} s ago{f', in {beat.where}' if beat.where else ''}"
         parts.append(f"rank {beat.rank} (host {beat.host}) stopped at {beat.position}, {last_sign}")
-    waiting_beats = [beat for beat in beats if beat not in stopped_beats]
     if not parts:
         positions = ", ".join(f"rank {beat.rank} in {beat.where or 'unknown code'}" for beat in beats)
-        return f"{head}: all ranks are at {beats[0].position}: {positions}" if beats else head
+        return f"{head}: all ranks are at {beats[0].position}: {positions}"
+    waiting_beats = [beat for beat in beats if beat not in stopped_beats]
     if waiting_beats:
-        waiting_positions = sorted({beat.position for beat in waiting_beats})
+        positions = " or ".join(sorted({beat.position for beat in waiting_beats}))
         verb = "waits" if len(waiting_beats) == 1 else "wait"
-        parts.append(
-            f"{format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at {' or '.join(waiting_positions)}"
-        )
+        parts.append(f"{format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at {positions}")
     return f"{head}: {'; '.join(parts)}"
 
 
-def read_note(path: Path) -> tuple[int, int, str] | None:
-    """Step, count and activity of the last note that a rank of this node wrote; None where it wrote none."""
+def read_note(path: Path) -> tuple[int, str] | None:
+    """Step and activity of the last note that a rank of this node wrote; None where it wrote none."""
     try:
-        step, count, activity = path.read_text(encoding="utf-8").split(maxsplit=2)
-        return int(step), int(count), activity.strip()
+        step, activity = path.read_text(encoding="utf-8").split(maxsplit=1)
+        return int(step), activity.strip()
     except (OSError, ValueError):
         return None
 
 
 def _folder_bytes(folder: Path) -> int:
     total = 0
-    for folder_path, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += (Path(folder_path) / name).stat().st_size
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # it was renamed meanwhile
+            total += path.stat().st_size
     return total
 
 
@@ -128,17 +123,18 @@ class Heartbeat:
 
     def __init__(self, timeout_s: float, *, interval_s: float = INTERVAL_S) -> None:
         self.timeout_s = timeout_s
+        self.last_note = (0, "starting")
+        """Step and activity of what this rank began last."""
         self._interval_s = min(interval_s, timeout_s / 4)
-        self._step, self._activity, self._count = 0, "starting", 0
+        self._note_count = self._publish_count = 0
         self._last_progress: float | None = None
-        self._moved_bytes = self._published_bytes = 0
+        self._moved_bytes = self._published_bytes = self._all_moved_bytes = 0
         self._watched_folder: Path | None = None
         self._watched_bytes = 0
-        self._is_waiting, self._total_moved_bytes = False, 0
-        self._publish_count = 0
+        self._is_waiting = False
         self._rank = self._world_size = 0
         self._store: Any = None
-        self._note_path, self._note_descriptor = failures.rank_file_path(failures.HEARTBEAT_NAME), -1
+        self._note_file: IO[bytes] | None = None
         self._stop_event = threading.Event()
         self._report_lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -148,10 +144,10 @@ class Heartbeat:
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return self
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        with contextlib.suppress(OSError):
-            self._note_descriptor = (
-                os.open(self._note_path, os.O_RDWR | os.O_CREAT, 0o600) if self._note_path is not None else -1
-            )
+        note_path = failures.rank_file_path(failures.HEARTBEAT_NAME)
+        if note_path is not None:
+            with contextlib.suppress(OSError):
+                self._note_file = note_path.open("wb", buffering=0)
         try:
             self._store = open_store("sft_play/beats")
             self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
@@ -163,28 +159,21 @@ class Heartbeat:
 
     def note(self, step: int, activity: str) -> None:
         """Record what begins now, such as `training` or `saving`; cheap enough for every micro-step."""
-        self._step, self._activity = step, activity
+        self.last_note = step, activity
         if self._thread is None:
             return
-        self._count += 1
+        self._note_count += 1
         self._last_progress = time.monotonic()
-        if self._note_descriptor >= 0:
+        if self._note_file is not None:
             # into the page cache, where it outlives this process however it ends
-            os.pwrite(
-                self._note_descriptor, f"{step} {self._count} {activity}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode(), 0
-            )
-
-    @property
-    def last_note(self) -> tuple[int, str]:
-        """The last note: step and activity."""
-        return self._step, self._activity
+            self._note_file.seek(0)
+            self._note_file.write(f"{step} {activity}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode())
 
     def add_moved_bytes(self, byte_count: int) -> None:
         """Record bytes that were written or read: the current activity makes progress."""
-        if self._thread is None or byte_count <= 0:
-            return
-        self._moved_bytes += byte_count
-        self._last_progress = time.monotonic() if self._last_progress is not None else None
+        if self._thread is not None and byte_count > 0:
+            self._moved_bytes += byte_count
+            self._restart_clock()
 
     @contextlib.contextmanager
     def watching(self, folder: Path) -> Iterator[None]:
@@ -210,18 +199,21 @@ class Heartbeat:
             return
         if error is not None:
             with self._report_lock:
-                kind = failures.failure_kind(error)
-                is_on_several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size)) < self._world_size
-                if kind == "hung":
-                    self._report_stall()
-                elif kind == "peer" and is_on_several_nodes:
-                    failures.record_failure("peer", self._describe_lost_ranks(), error=error)
-                else:
-                    failures.report_to_agent(error)
+                self._record_error(error)
         self._thread.join(self._interval_s)
-        if self._note_descriptor >= 0:
-            os.close(self._note_descriptor)
-            self._note_descriptor = -1
+        if self._note_file is not None:
+            self._note_file.close()
+            self._note_file = None
+
+    def _record_error(self, error: BaseException) -> None:
+        kind = failures.failure_kind(error)
+        is_on_several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size)) < self._world_size
+        if kind == "hung":
+            self._report_stall()
+        elif kind == "peer" and is_on_several_nodes:
+            failures.record_failure("peer", self._describe_lost_ranks(), error=error)
+        else:
+            failures.report_to_agent(error)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -234,7 +226,6 @@ class Heartbeat:
                 self.add_moved_bytes(size - self._watched_bytes)
                 self._watched_bytes = size
             self._publish()
-            self._exchange_moved_bytes()
             if self._idle_s() >= self.timeout_s:
                 with self._report_lock:
                     if not self._stop_event.is_set():
@@ -242,37 +233,34 @@ class Heartbeat:
                         logging.shutdown()
                         os._exit(1)  # the main thread is inside a collective that nothing else ends
 
-    def _exchange_moved_bytes(self) -> None:
-        """Add this rank's moved bytes to one sum, so that a look is one request; growth restarts a waiting clock."""
-        if self._store is None or (not self._is_waiting and self._moved_bytes == self._published_bytes):
-            return
-        moved_bytes = self._moved_bytes
-        try:
-            total_bytes = int(self._store.add("moved", moved_bytes - self._published_bytes))
-        except RuntimeError:
-            self._store = None
-            return
-        if self._is_waiting and total_bytes > self._total_moved_bytes and self._last_progress is not None:
+    def _restart_clock(self) -> None:
+        if self._last_progress is not None:
             self._last_progress = time.monotonic()
-        self._published_bytes, self._total_moved_bytes = moved_bytes, total_bytes
 
     def _idle_s(self) -> float:
         return time.monotonic() - self._last_progress if self._last_progress is not None else 0.0
 
     def _publish(self) -> None:
+        """Put this rank's sign of life into the store, and its moved bytes into the sum of all ranks', whose growth
+        restarts the clock of one that waits."""
         if self._store is None:
             return
         self._publish_count += 1
-        idle_s = self._idle_s()
+        idle_s, moved_bytes = self._idle_s(), self._moved_bytes
         location = self._main_thread_location() if idle_s >= 2 * self._interval_s else ""
         beat = Beat(
-            self._rank, socket.gethostname(), os.getpid(), self._step, self._activity, self._count, round(idle_s, 1),
-            time.time(), self._publish_count, location, str(self._note_path or ""), self._moved_bytes,
+            self._rank, socket.gethostname(), os.getpid(), *self.last_note, self._note_count, round(idle_s, 1),
+            time.time(), self._publish_count, location, moved_bytes,
         )  # fmt: skip
         try:
             self._store.set(str(self._rank), json.dumps(asdict(beat)))
+            all_moved_bytes = int(self._store.add("moved", moved_bytes - self._published_bytes))
         except RuntimeError:  # the launcher has ended, which ends this rank too
             self._store = None
+            return
+        if self._is_waiting and all_moved_bytes > self._all_moved_bytes:
+            self._restart_clock()
+        self._published_bytes, self._all_moved_bytes = moved_bytes, all_moved_bytes
 
     def _main_thread_location(self) -> str:
         """Where the main thread is: its innermost frame outside torch, else the innermost."""
@@ -282,15 +270,17 @@ class Heartbeat:
         outer = frame or innermost
         if outer is None:
             return ""
-        return f"{outer.f_code.co_name} ({os.path.basename(outer.f_code.co_filename)}:{outer.f_lineno})"  # noqa: PTH119
+        return f"{outer.f_code.co_name} ({Path(outer.f_code.co_filename).name}:{outer.f_lineno})"
 
     def _report_stall(self) -> None:
         waited_s = max(self._idle_s(), self.timeout_s)
         beats, silent_ranks = self._find_silent_ranks()
         missing_ranks = [rank for rank in range(self._world_size) if rank not in {beat.rank for beat in beats}]
-        text = stall_report(beats, silent_ranks, missing_ranks=missing_ranks, waited_s=waited_s, now=time.time())
-        if not beats:  # the store is gone, and with it what the others published
-            text = f"no progress for {waited_s:.0f} s: rank {self._rank} waits at step {self._step} ({self._activity})"
+        if beats:
+            text = stall_report(beats, silent_ranks, missing_ranks=missing_ranks, waited_s=waited_s, now=time.time())
+        else:  # the store is gone, and with it what the others published
+            step, activity = self.last_note
+            text = f"no progress for {waited_s:.0f} s: rank {self._rank} waits at step {step} ({activity})"
         failures.record_failure("hung", text)
         if not failures.is_under_agent():
             is_first = True
@@ -309,28 +299,19 @@ class Heartbeat:
 
     def _find_silent_ranks(self) -> tuple[list[Beat], set[int]]:
         """The signs of life of all ranks, and the ranks that give none. Two looks need no agreement of the clocks."""
-        earlier_beats = self._read_beats()
+        earlier_numbers = {beat.rank: beat.number for beat in self._read_beats()}
         for _ in range(5):  # 2.5 intervals, in which a rank that lives has published
             time.sleep(self._interval_s / 2)
             self._publish()  # others, whose time is over too, may be looking at this one
-        later_beats = self._read_beats()
-        earlier_numbers = {beat.rank: beat.number for beat in earlier_beats}
-        return later_beats, {beat.rank for beat in later_beats if earlier_numbers.get(beat.rank) == beat.number}
+        beats = self._read_beats()
+        return beats, {beat.rank for beat in beats if earlier_numbers.get(beat.rank) == beat.number}
 
     def _read_beats(self) -> list[Beat]:
-        """The latest signs of life, with what ranks of this node have noted since they published theirs."""
         beats: list[Beat] = []
-        if self._store is None:
-            return beats
-        with contextlib.suppress(RuntimeError, ValueError, TypeError):
-            for rank in range(self._world_size):
-                if not self._store.check([str(rank)]):
-                    continue
-                beat = Beat(**json.loads(self._store.get(str(rank))))
-                last_note = read_note(Path(beat.file)) if beat.file and beat.host == socket.gethostname() else None
-                if last_note is not None:
-                    beat = replace(beat, step=last_note[0], count=last_note[1], activity=last_note[2])
-                beats.append(beat)
+        with contextlib.suppress(RuntimeError):
+            for rank in range(self._world_size) if self._store is not None else ():
+                if self._store.check([str(rank)]):
+                    beats.append(Beat(**json.loads(self._store.get(str(rank)))))
         return beats
 
     def _describe_lost_ranks(self) -> str:
