@@ -113,9 +113,7 @@ def _export_test(request: Request, finished: FinishedRun) -> CommandResult:
     find_gguf(finished, request.out)
     from sft_play.finished.export.check_export import EXPORT_TEST_ROWS, export_test
 
-    tested = export_test(
-        finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS, llama_cpp=request.llama_cpp
-    )
+    tested = export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS)
     return command_result(tested, is_written_to_out=False)
 
 

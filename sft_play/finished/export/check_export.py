@@ -1,15 +1,15 @@
 """`make export-test`: whether the exported GGUF answers as the trained model does, and where it does not.
 
-Each comparison names its own fault: prompts (an engine's token ids are training's), the file's template, tokenizer and
-stop tokens, and the answers of the file, read back by transformers (greedy, token for token, with the divergence of the
-next-token distributions).
+Each comparison names its own fault: the file's template, its tokenizer (the token ids of prompts, as an engine renders
+them, are training's), its stop tokens, and its answers, read back by transformers (greedy, token for token, with the
+divergence of the next-token distributions).
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,7 @@ from sft_play.finished.export.check_merge import (
     mean_divergence,
 )
 from sft_play.finished.export.engine_prompts import EnginePrompts, PairedPrompt, shared_prefix_length
-from sft_play.finished.export.gguf_checks import ExportCheck, file_checks, read_fields, read_pre_tokenizers
-from sft_play.finished.export.llama_cpp import find_converter
+from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, UnreadableTokenizerError, read_fields
 from sft_play.finished.export.merge import ensure_whole_model_folder
 from sft_play.finished.export.places import find_gguf
 from sft_play.finished.load import default_device, load_held_out_rows, load_trained_model
@@ -45,6 +44,15 @@ _DIVERGENCE_ROWS = 32
 _GGUF_FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Model types that llama.cpp writes as `llama`, and that compute as it does.
 _LLAMA_COMPATIBLE = ("mistral",)
+
+
+@dataclass(frozen=True)
+class ExportCheck:
+    """One comparison: `ok` None where it could not be made."""
+
+    name: str
+    ok: bool | None
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -98,9 +106,7 @@ class ExportTest(Answer):
         return [*lines, f"Verdict: not known, since not everything could be checked here ({', '.join(unchecked)})"]
 
 
-def export_test(
-    run: FinishedRun, *, path: Path | None = None, rows: int = EXPORT_TEST_ROWS, llama_cpp: Path | None = None
-) -> ExportTest:
+def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPORT_TEST_ROWS) -> ExportTest:
     """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many held-out rows. Raises
     RunFolderError where there is no GGUF, or DataError where the run's data is gone."""
     file = find_gguf(run, path)
@@ -108,41 +114,96 @@ def export_test(
     quiet_libraries()
     model_folder = ensure_whole_model_folder(run, is_locked=False)
     prompts = EnginePrompts(run, model_folder)
-    held_out_rows = load_held_out_rows(run)
+    held_out_rows, plan = load_held_out_rows(run), run.plan()
     row_prompts = prompts.row_prompts(held_out_rows.split, rows)
     prompt_source = held_out_rows.name if row_prompts else "test conversations"  # training rows have no text
-    plan, paired_prompts = run.plan(), row_prompts or prompts.probe_prompts()[:rows]
     # a prompt that fills the run's rows leaves no room for an answer
-    paired_prompts = [pair for pair in paired_prompts if len(pair.ids) < plan.max_seq_len]
+    paired_prompts = [
+        pair for pair in row_prompts or prompts.probe_prompts()[:rows] if len(pair.ids) < plan.max_seq_len
+    ]
+    questions = [Question(pair.ids, "", "") for pair in paired_prompts]
     divergence_rows = evenly_spaced_rows(held_out_rows.split.rows, _DIVERGENCE_ROWS)
-    pre_tokenizers = read_pre_tokenizers(find_converter(llama_cpp).vocabulary_source)
     tensor_types, embedding_rows = _read_tensor_types(file)
-    checks = _prompt_checks(run, prompts, paired_prompts, fields, pre_tokenizers)
+    checks = check_file(run, fields, prompts, paired_prompts)
+    # the coarsest rounding decides the limit
+    dtypes = {_GGUF_FLOAT_DTYPES.get(name) or f"q{max(2, weight_bits(name) or 8)}" for name in tensor_types}
+    dtypes.add(plan.precision.compute)
 
-    def measure(model: Any) -> _ModelOutput:
+    def measure(model: Any) -> tuple[list[tuple[int, ...]], list[RowLogProbs]]:
         generated = generate_answers(
-            model, prompts.tokenizer, [Question(pair.ids, "", "") for pair in paired_prompts],
-            stop_ids=prompts.stop_ids,
+            model, prompts.tokenizer, questions, stop_ids=prompts.stop_ids,
             max_new_tokens=run.config.eval.max_new_tokens, max_tokens=plan.answer_tokens,
         )  # fmt: skip
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        return _ModelOutput([answer.token_ids for answer in generated], log_probs(model, divergence_rows), dtype)
+        dtypes.add(str(next(model.parameters()).dtype).removeprefix("torch."))
+        return [answer.token_ids for answer in generated], log_probs(model, divergence_rows)
 
+    comparison, base_divergence = None, None
     try:
-        gguf_model = load_gguf(file, model_folder, embedding_rows=embedding_rows)
+        model = load_gguf(file, model_folder, embedding_rows=embedding_rows)
     except ModelError as error:
-        comparison, base_divergence = None, None
         checks.append(ExportCheck("Answers", None, str(error)))
     else:
-        output = measure(gguf_model)
-        del gguf_model
+        file_answers, file_log_probs = measure(model)
+        del model  # two whole models may be more than fits
         free_memory()
-        comparison, base_divergence = _compare_with_trained(run, measure, divergence_rows, output, tensor_types)
-        checks.append(_answer_check(comparison))
+        model = load_trained_model(run)
+        answers, trained_log_probs = measure(model)
+        if run.is_adapter:
+            with model.disable_adapter():
+                base_divergence = mean_divergence(trained_log_probs, log_probs(model, divergence_rows))
+        del model
+        free_memory()
+        pairs = list(zip(answers, file_answers, strict=True))
+        comparison = AnswerComparison(
+            mean_divergence(trained_log_probs, file_log_probs),
+            equal_answers=sum(answer == file_answer for answer, file_answer in pairs) / max(1, len(pairs)),
+            equal_tokens=sum(shared_prefix_length(*pair) for pair in pairs) / max(1, sum(map(len, answers))),
+            kl_limit=max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
+        )
+        shares = f"{comparison.equal_answers:.1%} equal the trained model's token for token"
+        shares += f" ({comparison.equal_tokens:.1%} of its tokens)"
+        reason = f"{shares}, KL {comparison.kl:.2g} nats (limit {comparison.kl_limit:.2g})"
+        checks.append(ExportCheck("Answers", comparison.ok, reason))
     return ExportTest(
         run.folder.path, file, tuple(sorted(tensor_types)), prompt_source, len(paired_prompts), tuple(checks),
         comparison, base_divergence
     )  # fmt: skip
+
+
+def check_file(
+    run: FinishedRun, fields: Mapping[str, Any], prompts: EnginePrompts, paired_prompts: Sequence[PairedPrompt]
+) -> list[ExportCheck]:
+    """Compare a GGUF, by its metadata, with training. Of a tokenizer that only llama.cpp itself reads, and without
+    prompts, `ok` is None."""
+    checks = []
+    if prompts.template is not None:
+        is_equal = fields.get("tokenizer.chat_template") == prompts.template
+        template_text = (
+            "the chat template trained with" if is_equal else "another chat template than the one trained with"
+        )
+        checks.append(ExportCheck("Template", is_equal, f"the file has {template_text}"))
+    try:
+        tokenizer = GgufTokenizer(fields)
+    except UnreadableTokenizerError as error:
+        return [*checks, ExportCheck("Tokenizer", None, str(error))]
+    texts = [pair.rendered for pair in paired_prompts]
+    equal_count = sum(
+        text is not None and tokenizer.encode(text) == pair.ids
+        for text, pair in zip(texts, paired_prompts, strict=True)
+    )
+    reason = f"{equal_count} of {len(texts)} prompts have training's token ids by the file's own "
+    reason += f"({tokenizer.kind}, {tokenizer.pre})"
+    if None in texts:
+        reason += f"; the template refuses {texts.count(None)}"
+    template_kwargs = run.config.data.chat_template_kwargs
+    if equal_count < len(texts) and template_kwargs:
+        reason += f"; training passed chat_template_kwargs={template_kwargs}, and so has every request"
+    checks.append(ExportCheck("Tokenizer", equal_count == len(texts) if texts else None, reason))
+    missing_ids = sorted(set(prompts.stop_ids) - tokenizer.stop_ids)
+    reason = "the file ends answers at training's stop tokens"
+    if missing_ids:
+        reason = f"the file does not end at {', '.join(prompts.tokenizer.convert_ids_to_tokens(missing_ids))}"
+    return [*checks, ExportCheck("Stop tokens", not missing_ids, reason)]
 
 
 def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
@@ -184,68 +245,3 @@ def weight_bits(tensor_type: str) -> int | None:
     """Bits of a weight in a type of a GGUF, such as 4 of Q4_K and IQ4_XS; None for floats."""
     match = re.match(r"I?Q(\d)_", tensor_type)
     return int(match[1]) if match else None
-
-
-@dataclass(frozen=True)
-class _ModelOutput:
-    answers: list[tuple[int, ...]]
-    log_probs: list[RowLogProbs]
-    dtype: str
-
-
-def _prompt_checks(
-    run: FinishedRun,
-    prompts: EnginePrompts,
-    paired_prompts: Sequence[PairedPrompt],
-    fields: dict[str, Any],
-    pre_tokenizers: Any,
-) -> list[ExportCheck]:
-    refused_count = sum(pair.rendered is None for pair in paired_prompts)
-    equal_count = sum(
-        pair.rendered is not None and prompts.engine_ids(pair.text) == pair.ids for pair in paired_prompts
-    )
-    reason = f"{equal_count} of {len(paired_prompts)} have training's token ids by the folder's template and tokenizer"
-    if refused_count:
-        reason += f"; the template refuses {refused_count}"
-    template_kwargs = run.config.data.chat_template_kwargs
-    if equal_count < len(paired_prompts) and template_kwargs:
-        reason += f"; training passed chat_template_kwargs={template_kwargs}, and so has every request"
-    checks = [ExportCheck("Prompts", equal_count == len(paired_prompts) > 0, reason)]
-    return [*checks, *file_checks(fields, pre_tokenizers, prompts, paired_prompts)]
-
-
-def _compare_with_trained(
-    run: FinishedRun,
-    measure: Callable[[Any], _ModelOutput],
-    rows: Sequence[Any],
-    output: _ModelOutput,
-    tensor_types: set[str],
-) -> tuple[AnswerComparison, float | None]:
-    model = load_trained_model(run)
-    trained, base_divergence = measure(model), None
-    if run.is_adapter:
-        with model.disable_adapter():
-            base_divergence = mean_divergence(trained.log_probs, log_probs(model, rows))
-    del model
-    free_memory()
-    # the coarsest rounding decides the limit
-    file_dtypes = {_GGUF_FLOAT_DTYPES.get(name) or f"q{max(2, weight_bits(name) or 8)}" for name in tensor_types}
-    dtypes = {run.plan().precision.compute, trained.dtype, output.dtype, *file_dtypes}
-    pairs = list(zip(trained.answers, output.answers, strict=True))
-    comparison = AnswerComparison(
-        mean_divergence(trained.log_probs, output.log_probs),
-        equal_answers=sum(trained_answer == file_answer for trained_answer, file_answer in pairs) / max(1, len(pairs)),
-        equal_tokens=sum(shared_prefix_length(*pair) for pair in pairs)
-        / max(1, sum(len(trained_answer) for trained_answer, _ in pairs)),
-        kl_limit=max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
-    )
-    return comparison, base_divergence
-
-
-def _answer_check(comparison: AnswerComparison) -> ExportCheck:
-    reason = (
-        f"{comparison.equal_answers:.1%} equal the trained model's token for token "
-        f"({comparison.equal_tokens:.1%} of its tokens)"
-    )
-    reason += f", KL {comparison.kl:.2g} nats (limit {comparison.kl_limit:.2g})"
-    return ExportCheck("Answers", comparison.ok, reason)
