@@ -323,9 +323,8 @@ def test_trained_embeddings_are_saved_once(tmp_path, kind):
 )
 def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, kind, monkeypatch, caplog):
     """As transformers reads HrmText, whose files hold several layers in one tensor; here every tensor counts so."""
-    names = merge._map_to_model
-    converted = lambda adapted, keys: ({key: (name, True) for key, (name, _) in names(adapted, keys)[0].items()}, {})  # noqa: E731
-    monkeypatch.setattr(merge, "_map_to_model", converted)
+    can_be_split = merge._Source.can_be_split
+    monkeypatch.setattr(merge._Source, "can_be_split", lambda self: False)
     build, lora = BASES[kind]
     base = make_base(tmp_path / "base", build(), dtype=torch.bfloat16)
     if "expert" in kind:
@@ -337,7 +336,7 @@ def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, k
     whole = load_model_folder(merged.path)
     assert whole.dtype == torch.float32
     torch.testing.assert_close(logits(whole), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(merge, "_map_to_model", names)
+    monkeypatch.setattr(merge._Source, "can_be_split", can_be_split)
     streamed = merge_run(run, dtype="fp32", out=tmp_path / "streamed")
     assert streamed.streamed
     torch.testing.assert_close(logits(load_model_folder(streamed.path)), logits(whole), rtol=0, atol=0)
@@ -347,8 +346,13 @@ def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, k
 def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypatch, caplog):
     """As a layout of experts would be for which there is no rule: merged in RAM, where transformers names them."""
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
-    one_name = lambda self, key: key.replace(".experts.3.", ".experts.2.").replace(".1.mlp.gate.", ".1.router.")  # noqa: E731
-    monkeypatch.setattr(merge.MergedWeights, "_output_name", one_name)
+    shapes = merge.MergedWeights._output_shapes
+
+    def renamed(self):
+        for name, shape in shapes(self):
+            yield name.replace(".experts.3.", ".experts.2.").replace(".1.mlp.gate.", ".1.router."), shape
+
+    monkeypatch.setattr(merge.MergedWeights, "_output_shapes", renamed)
     merged = merge_run(run)
     assert not merged.streamed
     assert "whole model is loaded into RAM" in caplog.text
