@@ -83,7 +83,7 @@ def ship(*, reason: str = "") -> Any:
 def merge(path: Path = RUN / "merged") -> Any:
     from sft_play.finished.export.merge import MergeResult
 
-    return MergeResult(RUN, path, "bf16", None, 3, False, 10, True, 1.0)
+    return MergeResult(RUN, path, "bf16", None, 3, False, 10, 1.0)
 
 
 def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:

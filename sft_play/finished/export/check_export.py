@@ -7,6 +7,8 @@ divergence of the next-token distributions).
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -18,18 +20,12 @@ import torch
 
 from sft_play.answers import Answer
 from sft_play.errors import ModelError
-from sft_play.finished.export.check_merge import (
-    RowLogProbs,
-    divergence_limit,
-    evenly_spaced_rows,
-    log_probs,
-    mean_divergence,
-)
-from sft_play.finished.export.engine_prompts import EnginePrompts, PairedPrompt, shared_prefix_length
-from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, UnreadableTokenizerError, read_fields
+from sft_play.finished.export.check_merge import RowLogProbs, divergence_limit, log_probs, mean_divergence
+from sft_play.finished.export.engine_prompts import EnginePrompts, PairedPrompt
+from sft_play.finished.export.gguf_tokenizer import UnreadableTokenizerError, load_file_tokenizer, read_fields
 from sft_play.finished.export.merge import ensure_whole_model_folder
 from sft_play.finished.export.places import find_gguf
-from sft_play.finished.load import default_device, load_held_out_rows, load_trained_model
+from sft_play.finished.load import default_device, evenly_spaced_indices, load_held_out_rows, load_trained_model
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 from sft_play.training.measure.exact_match import Question, generate_answers
@@ -122,9 +118,10 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
         pair for pair in row_prompts or prompts.probe_prompts()[:rows] if len(pair.ids) < plan.max_seq_len
     ]
     questions = [Question(pair.ids, "", "") for pair in paired_prompts]
-    divergence_rows = evenly_spaced_rows(held_out_rows.split.rows, _DIVERGENCE_ROWS)
+    held_out = held_out_rows.split.rows
+    divergence_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), _DIVERGENCE_ROWS)]
     tensor_types, embedding_rows = _read_tensor_types(file)
-    checks = check_file(run, fields, prompts, paired_prompts)
+    checks = check_file(run, file, fields, prompts, paired_prompts)
     # the coarsest rounding decides the limit
     dtypes = {_GGUF_FLOAT_DTYPES.get(name) or f"q{max(2, weight_bits(name) or 8)}" for name in tensor_types}
     dtypes.add(plan.precision.compute)
@@ -154,10 +151,12 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
         del model
         free_memory()
         pairs = list(zip(answers, file_answers, strict=True))
+        is_equal = (map(operator.eq, *pair) for pair in pairs)
+        equal_tokens = sum(sum(itertools.takewhile(bool, tokens)) for tokens in is_equal)
         comparison = AnswerComparison(
             mean_divergence(trained_log_probs, file_log_probs),
             equal_answers=sum(answer == file_answer for answer, file_answer in pairs) / max(1, len(pairs)),
-            equal_tokens=sum(shared_prefix_length(*pair) for pair in pairs) / max(1, sum(map(len, answers))),
+            equal_tokens=equal_tokens / max(1, sum(map(len, answers))),
             kl_limit=max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
         )
         shares = f"{comparison.equal_answers:.1%} equal the trained model's token for token"
@@ -171,10 +170,14 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
 
 
 def check_file(
-    run: FinishedRun, fields: Mapping[str, Any], prompts: EnginePrompts, paired_prompts: Sequence[PairedPrompt]
+    run: FinishedRun,
+    file: Path,
+    fields: Mapping[str, Any],
+    prompts: EnginePrompts,
+    paired_prompts: Sequence[PairedPrompt],
 ) -> list[ExportCheck]:
-    """Compare a GGUF, by its metadata, with training. Of a tokenizer that only llama.cpp itself reads, and without
-    prompts, `ok` is None."""
+    """Compare a GGUF, by its metadata `fields`, with training. Of a tokenizer that only llama.cpp itself reads, and
+    without prompts, `ok` is None."""
     checks = []
     if prompts.template is not None:
         is_equal = fields.get("tokenizer.chat_template") == prompts.template
@@ -183,23 +186,23 @@ def check_file(
         )
         checks.append(ExportCheck("Template", is_equal, f"the file has {template_text}"))
     try:
-        tokenizer = GgufTokenizer(fields)
+        encode = load_file_tokenizer(file, fields)
     except UnreadableTokenizerError as error:
         return [*checks, ExportCheck("Tokenizer", None, str(error))]
     texts = [pair.rendered for pair in paired_prompts]
     equal_count = sum(
-        text is not None and tokenizer.encode(text) == pair.ids
-        for text, pair in zip(texts, paired_prompts, strict=True)
+        text is not None and encode(text) == pair.ids for text, pair in zip(texts, paired_prompts, strict=True)
     )
     reason = f"{equal_count} of {len(texts)} prompts have training's token ids by the file's own "
-    reason += f"({tokenizer.kind}, {tokenizer.pre})"
+    reason += f"({fields.get('tokenizer.ggml.model')}, {fields.get('tokenizer.ggml.pre', 'default')})"
     if None in texts:
         reason += f"; the template refuses {texts.count(None)}"
     template_kwargs = run.config.data.chat_template_kwargs
     if equal_count < len(texts) and template_kwargs:
         reason += f"; training passed chat_template_kwargs={template_kwargs}, and so has every request"
     checks.append(ExportCheck("Tokenizer", equal_count == len(texts) if texts else None, reason))
-    missing_ids = sorted(set(prompts.stop_ids) - tokenizer.stop_ids)
+    file_stop_ids = {fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    missing_ids = sorted(set(prompts.stop_ids) - file_stop_ids)
     reason = "the file ends answers at training's stop tokens"
     if missing_ids:
         reason = f"the file does not end at {', '.join(prompts.tokenizer.convert_ids_to_tokens(missing_ids))}"

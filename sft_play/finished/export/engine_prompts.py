@@ -5,7 +5,6 @@ Training's are token ids of its own renderer. An engine has the folder's chat te
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,6 @@ class PairedPrompt:
 
     ids: list[int]
     rendered: str | None
-    messages: Sequence[Mapping[str, Any]] = ()
 
 
 class EnginePrompts:
@@ -62,15 +60,13 @@ class EnginePrompts:
             name: ChatTemplate(source, variables=token_texts, today=self.today) for name, source in sources.items()
         }
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], /, *, prompt: bool = True, tools: Sequence[Any] = ()
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
         """The folder's chat template, on the day of the run. Raises RenderError where it refuses these messages, or
         TokenizerError where there is none."""
         template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
             raise TokenizerError(f"{self._model_folder} has no chat template")
-        return template.render([dict(message) for message in messages], tools=tools, with_prompt=prompt)
+        return template.render([dict(message) for message in messages], tools=tools, with_prompt=True)
 
     def row_prompts(self, split: DataSplit, count: int) -> list[PairedPrompt]:
         """Prompts of a split's rows, at most `count`, evenly spaced over them."""
@@ -102,9 +98,9 @@ class EnginePrompts:
             {key: value for key, value in turn.items() if key not in _TRAINING_KEYS} for turn in chat.messages[:-1]
         ]
         try:
-            return PairedPrompt(prompt, self.render(messages, tools=chat.tools), messages)
+            return PairedPrompt(prompt, self.render(messages, chat.tools))
         except RenderError:
-            return PairedPrompt(prompt, None, messages)
+            return PairedPrompt(prompt, None)
 
     def engine_adds_bos(self) -> bool | None:
         """Whether an engine has to put BOS before a prompt: where training's began with it and the tokenizer puts it
@@ -115,12 +111,6 @@ class EnginePrompts:
         if bos is None or list(self.tokenizer("a")["input_ids"])[:1] != [bos]:
             return False
         return any(pair.ids[:1] == [bos] for pair in self.probe_prompts()[:1])
-
-
-def shared_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Tokens, or characters, before the first that differs."""
-    pairs = zip(first, second, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def probe_conversations() -> list[list[dict[str, str]]]:

@@ -207,7 +207,7 @@ def _write_gguf(
         quantize_gguf(converted_file, file, file_quant)
     shutil.rmtree(staged_model)
     fields = read_fields(file)
-    checked, check_notes = _check_gguf(run, fields, prompts, converter)
+    checked, check_notes = _check_gguf(run, file, fields, prompts, converter)
     return ExportResult(
         run.folder.path, format, target, file.stat().st_size, (command,), (*check_notes, *notes), target / file.name,
         file_quant, converter.version, str(fields.get("tokenizer.ggml.pre", vocabulary["pre"])), checked,
@@ -287,7 +287,7 @@ def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
 
 
 def _check_gguf(
-    run: FinishedRun, fields: dict[str, Any], prompts: EnginePrompts, converter: Converter
+    run: FinishedRun, file: Path, fields: dict[str, Any], prompts: EnginePrompts, converter: Converter
 ) -> tuple[int, list[str]]:
     """The number of prompts whose ids are training's, and notes on what is not; raises TokenizerError where the file
     would be prompted otherwise than training."""
@@ -296,7 +296,7 @@ def _check_gguf(
         paired_prompts += prompts.row_prompts(load_held_out_rows(run).split, _MAX_CHECKED_ROWS)
     except DataError as error:
         logger.warning("Export: the run's data is gone, so its prompts are not compared (%s)", error)
-    checks = check_file(run, fields, prompts, paired_prompts)
+    checks = check_file(run, file, fields, prompts, paired_prompts)
     for check in checks:
         if check.ok is False and check.name != "Stop tokens":
             remedy = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"

@@ -13,9 +13,8 @@ from __future__ import annotations
 import functools
 import json
 import random
-import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,6 @@ _PIECES = (
     "<", "|", "^",
 )  # fmt: skip
 
-# Types of tokens, in SentencePiece's own file and in a GGUF (`tokenizer.ggml.token_type`).
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
@@ -102,85 +99,35 @@ class UnreadableTokenizerError(ModelError):
     """The file's tokenizer is of a kind that only llama.cpp itself can read."""
 
 
-class GgufTokenizer:
-    """Token ids of texts by a GGUF's own tokenizer, from its metadata `fields` by llama.cpp's rules. Reads byte-level
-    BPE (`gpt2`) and SentencePiece (`llama`), raises UnreadableTokenizerError for others, and for a pre-tokenizer that
-    is not in the table."""
+def load_file_tokenizer(file: Path, fields: Mapping[str, Any]) -> Callable[[str], list[int]]:
+    """What makes token ids of a rendered prompt by a GGUF's own tokenizer, read by transformers, by llama.cpp's rules:
+    special tokens are parsed; a leading BOS of the text is not doubled. `fields`: the file's metadata. Raises
+    UnreadableTokenizerError for a kind, or a pre-tokenizer, that is not known here."""
+    from tokenizers import normalizers
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        def entry(name: str, default: Any = None) -> Any:
-            return fields.get(f"tokenizer.ggml.{name}", default)
-
-        self.kind, self.pre = str(entry("model")), str(entry("pre", "default"))
-        self.tokens: list[str] = list(entry("tokens", []))
-        self.ids = {token: token_id for token_id, token in enumerate(self.tokens)}
-        token_types = entry("token_type") or [_NORMAL] * len(self.tokens)
-        # wherever they occur in a text; the longest first, where one begins with another
-        special_tokens = [
-            token
-            for token, token_type in zip(self.tokens, token_types, strict=True)
-            if token and token_type in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-        ]
-        special_tokens.sort(key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, special_tokens)) or r"(?!)")
-        self.bos_id: int | None = entry("bos_token_id")
-        # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of byte-level BPE
-        self.add_bos = bool(entry("add_bos_token", self.kind == "llama"))
-        self.stop_ids = {entry(f"{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
-        if self.kind == "gpt2":
-            self._encode_text = self._byte_level_encoder(entry("merges", []))
-        elif self.kind == "llama":
-            pieces = zip(self.tokens, entry("scores", []), token_types, strict=True)
-            self._encode_text = _sentencepiece_encoder(pieces, prefix=" " if entry("add_space_prefix", True) else "")
-        else:
-            raise UnreadableTokenizerError(f"the GGUF's tokenizer is a {self.kind}, which only llama.cpp itself reads")
-
-    def _byte_level_encoder(self, merges: list[str]) -> Callable[[str], list[int]]:
-        from tokenizers import Tokenizer, models
-
-        known = next((entry for entry in _known_pre_tokenizers() if self.pre in entry["names"]), None)
-        if known is None:
-            raise UnreadableTokenizerError(f"the GGUF's pre-tokenizer {self.pre} is not in the table of llama.cpp's")
-        pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
-        backend = Tokenizer(models.BPE(vocab=self.ids, merges=pairs, ignore_merges=known["ignore_merges"]))
-        backend.pre_tokenizer = _build_pre_tokenizer(known)
-        return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a rendered prompt: special tokens are parsed; a leading BOS of the text is not doubled, which is what
-        llama.cpp does with the text of a chat template."""
-        ids: list[int] = []
-        if self.add_bos and self.bos_id is not None:
-            ids.append(self.bos_id)
-            text = text.removeprefix(self.tokens[self.bos_id])
-        position = 0
-        for match in self._special_pattern.finditer(text):
-            if match.start() > position:
-                ids += self._encode_text(text[position : match.start()])
-            ids.append(self.ids[match[0]])
-            position = match.end()
-        return ids + self._encode_text(text[position:]) if position < len(text) else ids
-
-
-def _sentencepiece_encoder(pieces: Iterable[tuple[str, float, int]], *, prefix: str) -> Callable[[str], list[int]]:
-    """`pieces`: texts with scores and types. `prefix` is put before every text between special tokens, as llama.cpp
-    does it."""
-    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
-
-    model = sentencepiece_model_pb2.ModelProto()
-    model.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
-    model.normalizer_spec.add_dummy_prefix = model.normalizer_spec.remove_extra_whitespaces = False
-    for piece, score, piece_type in pieces:
-        model.pieces.add(piece=piece, score=score, type=piece_type)
-    types = {piece.type for piece in model.pieces}
-    model.trainer_spec.byte_fallback = _BYTE in types
-    if _UNKNOWN not in types:  # SentencePiece reads no file without one
-        model.pieces[0].type = _UNKNOWN
+    architecture, vocabulary, _ = get_gguf_tokenizer(str(file))
     try:
-        processor = SentencePieceProcessor(model_proto=model.SerializeToString())
-    except RuntimeError as error:
-        raise UnreadableTokenizerError(f"SentencePiece does not read the GGUF's tokenizer: {error}") from None
-    return lambda text: list(processor.encode(prefix + text))
+        backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
+    except ValueError as error:
+        raise UnreadableTokenizerError(f"only llama.cpp itself reads the GGUF's tokenizer: {error}") from None
+    kind, pre = vocabulary["tokenizer_type"], vocabulary.get("pre_tokenizer_type", "default")
+    if kind == "gpt2":  # byte-level BPE; transformers cuts by GPT-2's rule where it does not know the name
+        known = [entry for entry in _known_pre_tokenizers() if pre in entry["names"]]
+        if not known:
+            raise UnreadableTokenizerError(f"the GGUF's pre-tokenizer {pre} is not in the table of llama.cpp's")
+        backend.pre_tokenizer = _build_pre_tokenizer(known[0])
+        backend.model.ignore_merges = known[0]["ignore_merges"]
+    elif kind == "llama":  # SentencePiece, whose text gets a space before it after every special token too
+        prefix = [normalizers.Prepend(_SPACE_MARK)] if vocabulary.get("add_prefix_space", True) else []
+        backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE_MARK)])
+        backend.pre_tokenizer = None
+    bos_id = fields.get("tokenizer.ggml.bos_token_id")
+    # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of byte-level BPE
+    if bos_id is None or not fields.get("tokenizer.ggml.add_bos_token", kind == "llama"):
+        return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
+    bos = vocabulary["tokens"][bos_id]
+    return lambda text: [bos_id, *backend.encode(text.removeprefix(bos), add_special_tokens=False).ids]
 
 
 def is_sentencepiece(tokenizer: Any) -> bool:

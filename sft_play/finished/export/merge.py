@@ -19,9 +19,8 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from dataclasses import replace as replace_field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -75,14 +74,12 @@ from sft_play.training.checkpoints.full_state_dict import (
 from sft_play.training.checkpoints.model_saving import (
     FileTensor,
     apply_key_mapping,
-    expand_to_full_class,
     open_tensors,
     saved_dtype_rule,
     set_dtype,
     write_tensors,
-    write_weights,
 )
-from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config, read_model, silence_load_report
+from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config, silence_load_report
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from sft_play.training.prepare.experts import holds_routed_experts
 from sft_play.training.prepare.library_messages import quiet_libraries
@@ -248,16 +245,15 @@ logger = logging.getLogger(__name__)
 
 
 # --------------------------------------------------------------------------------------------------
-# The merged weights as files: from the base's files tensor by tensor where that is possible, else
-# through RAM.
+# The merged weights as files, from the base's files tensor by tensor.
 
 # Floating-point dtypes as safetensors names them; tensors of others pass through as they are.
 _FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 class MergedWeights:
-    """The merged weights, and how they are written: from the base's files tensor by tensor where every adapted layer
-    is a tensor there, else through the whole model in RAM."""
+    """The merged weights, written from the base's files tensor by tensor. Raises ModelError where a layer that was
+    trained cannot be brought back into the files' tensors, or they would not be the class's, by names and shapes."""
 
     def __init__(self, adapted: AdaptedModel, base_folder: Path, dtype: torch.dtype | None) -> None:
         self._adapted, self._base_folder, self._requested_dtype = adapted, base_folder, dtype
@@ -274,11 +270,15 @@ class MergedWeights:
             *adapted.trained_embedding_rows,
             *adapted.quantized_names,
         }
-        sources = map(self._sources.get, self._trained_targets)
-        self.is_streamed = (
-            all(source is not None and source.can_be_split() for source in sources)
-            and self._find_misfit(self._output_shapes()) is None
-        )
+        model_name = type(adapted.base_model).__name__
+        for target in sorted(self._trained_targets):
+            source = self._sources.get(target)
+            if source is None or not source.can_be_split():
+                reason = f"{target} of a {model_name} is made of tensors of its files in a way that has no way back"
+                raise ModelError(f"the adapter cannot be merged: {reason}; serve the base with the adapter")
+        misfit = self._find_misfit()
+        if misfit is not None:
+            raise ModelError(f"the merged weights would not be those of a {model_name}: {misfit}")
 
     def _dtype_of_files(self) -> torch.dtype:
         elements: Counter[torch.dtype] = Counter()
@@ -297,24 +297,15 @@ class MergedWeights:
         return int(elements * self.dtype.itemsize)
 
     def write(self, folder: Path, file_bytes: int) -> None:
-        """Write the weights into a folder; raises ModelError where the files are not the class's, by names and
-        shapes."""
-        if self.is_streamed:
-            shapes, tensors = dict(self._output_shapes()), self._merged_tensors()
-            write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, max_file_bytes=file_bytes)
-        else:
-            self._write_through_model(folder)
-        misfit = self._find_misfit((name, tensor.shape) for name, tensor in open_tensors(folder).items())
-        if misfit is not None:
-            raise ModelError(
-                f"the merged weights are not those of a {type(self._adapted.base_model).__name__}: {misfit}"
-            )
+        """Write the weights into a folder."""
+        shapes, tensors = dict(self._output_shapes()), self._merged_tensors()
+        write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, max_file_bytes=file_bytes)
 
-    def _find_misfit(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str | None:
+    def _find_misfit(self) -> str | None:
         """Find tensors that the class would miss, not know, or have in another shape, as transformers loads them;
         None if there are none."""
         adapted, tensors = self._adapted, dict[str, torch.Tensor]()
-        for name, shape in shapes:
+        for name, shape in self._output_shapes():
             if name in tensors:
                 return f"two tensors would be {name}"
             tensors[name] = torch.empty(shape, device="meta")
@@ -381,26 +372,6 @@ class MergedWeights:
         if dtype == torch.float16 and float(tensor.float().abs().max()) > torch.finfo(dtype).max:
             raise ConfigError(f"DTYPE=fp16 cannot hold {name}, which has values above 65,504; take DTYPE=bf16")
         return dtype
-
-    def _write_through_model(self, folder: Path) -> None:
-        """Where transformers builds an adapted layer out of several tensors of the files: load, merge, save."""
-        adapted = self._adapted
-        size_gib = format_gib(self._size * self.dtype.itemsize)
-        reason = "transformers joins tensors of its files into the layers that were trained"
-        logger.warning("Merge: the whole model is loaded into RAM (%s GiB): %s", size_gib, reason)
-        names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-        precision = replace_field(adapted.precision, load=names[self.dtype])
-        model = read_model(adapted.run.config, precision, adapted.model_spec)
-        for name, source in adapted.untied_sources.items():
-            model.config.tie_word_embeddings = False
-            parent, _, attribute = name.rpartition(".")
-            untied_parameter = nn.Parameter(model.get_parameter(source).detach().clone(), requires_grad=False)
-            setattr(model.get_submodule(parent), attribute, untied_parameter)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters(remove_duplicate=True):
-                parameter.data = adapted.trained_tensor(name, parameter.data).to(parameter.dtype)
-        write_weights(model, folder, dtype=self.dtype)
-        expand_to_full_class(model, folder, self._base_folder, dtype=self._requested_dtype)
 
 
 class _Source:
@@ -479,7 +450,6 @@ class MergeResult(Answer):
     untied: bool
     """True if input and output embeddings, one tensor in the base, are two now."""
     bytes: int
-    streamed: bool
     wall_s: float
     notes: tuple[str, ...] = ()
 
@@ -541,8 +511,7 @@ def merge_run(
         notes.append(f"Experts: {rounding_note}; DTYPE=fp32 keeps the adapter's choices")
     return MergeResult(
         run.folder.path, target, dtype_name, adapted.base, len(adapted.adapted_layers), bool(adapted.untied_sources),
-        size,
-        merged_weights.is_streamed, round(time.monotonic() - start_time, 2), tuple(notes),
+        size, round(time.monotonic() - start_time, 2), tuple(notes),
     )  # fmt: skip
 
 
