@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
-from sft_play.finished.export.check_export import AnswerComparison, export_test, weight_bits
+from sft_play.finished.export.check_export import export_test, weight_bits
 from sft_play.finished.export.check_merge import divergence_limit
 from sft_play.finished.export.engine_prompts import EnginePrompts
 from sft_play.finished.export.export import export_run
@@ -252,11 +252,6 @@ def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_pa
 
 
 def test_the_limit_of_a_divergence_is_that_of_the_bits():
-    draw = random.Random(0)
-    for _ in range(200):
-        limit = divergence_limit(draw.choice(["float32", "bfloat16", "q8", "q4"]), draw.random() / 10)
-        divergence = limit * draw.choice([0.5, 1.0, 1.001, 3])
-        assert AnswerComparison(divergence, 0.5, 0.5, limit).ok == (divergence <= limit)
     assert divergence_limit("q8", 0.0) == 2e-3
     assert divergence_limit("q8", 10.0) == 2e-2
 

@@ -43,9 +43,8 @@ _INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 def _training_autocast(run: FinishedRun, model: Any) -> contextlib.AbstractContextManager[Any]:
     """Autocast for a run that trained all weights, as in training; none for adapters: their base has its precision."""
     dtype = compute_dtype(run)
-    if run.is_adapter or dtype == torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(model.device.type, dtype=dtype)
+    is_mixed = not run.is_adapter and dtype != torch.float32
+    return torch.autocast(model.device.type, dtype=dtype) if is_mixed else contextlib.nullcontext()
 
 
 class Responder:
@@ -97,10 +96,11 @@ class Responder:
             report_wait(f"Answers by the {model_label}", unit="questions", count_total=lambda: total) as progress,
             _training_autocast(self.run, self.model),
         ):
-            return generate_answers(
+            answers: list[GeneratedAnswer] = generate_answers(
                 self.model, self.tokenizer, questions, stop_ids=self.stop_ids, max_new_tokens=max_new_tokens,
                 max_tokens=self.run.plan().answer_tokens, on_batch_end=progress.add, try_batch=try_batch,
             )  # fmt: skip
+        return answers
 
     def answer_texts(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
         """The texts of greedy answers to prompts."""

@@ -63,11 +63,6 @@ class AnswerComparison:
     kl_limit: float
     """Mean divergence up to which this counts as the trained model, by the rule of merge-test."""
 
-    @property
-    def ok(self) -> bool:
-        """True if it answers as the trained model."""
-        return self.kl <= self.kl_limit
-
 
 @dataclass(frozen=True)
 class ExportTest(Answer):
@@ -162,7 +157,7 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
         shares = f"{comparison.equal_answers:.1%} equal the trained model's token for token"
         shares += f" ({comparison.equal_tokens:.1%} of its tokens)"
         reason = f"{shares}, KL {comparison.kl:.2g} nats (limit {comparison.kl_limit:.2g})"
-        checks.append(ExportCheck("Answers", comparison.ok, reason))
+        checks.append(ExportCheck("Answers", comparison.kl <= comparison.kl_limit, reason))
     return ExportTest(
         run.folder.path, file, tuple(sorted(tensor_types)), prompt_source, len(paired_prompts), tuple(checks),
         comparison, base_divergence

@@ -107,18 +107,17 @@ def load_file_tokenizer(file: Path, fields: Mapping[str, Any]) -> Callable[[str]
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
     architecture, vocabulary, _ = get_gguf_tokenizer(str(file))
-    try:
-        backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
-    except ValueError as error:
-        raise UnreadableTokenizerError(f"only llama.cpp itself reads the GGUF's tokenizer: {error}") from None
     kind, pre = vocabulary["tokenizer_type"], vocabulary.get("pre_tokenizer_type", "default")
+    if kind not in ("gpt2", "llama"):
+        raise UnreadableTokenizerError(f"the GGUF's tokenizer is a {kind}, which only llama.cpp itself reads")
+    backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
     if kind == "gpt2":  # byte-level BPE; transformers cuts by GPT-2's rule where it does not know the name
         known = [entry for entry in _known_pre_tokenizers() if pre in entry["names"]]
         if not known:
             raise UnreadableTokenizerError(f"the GGUF's pre-tokenizer {pre} is not in the table of llama.cpp's")
         backend.pre_tokenizer = _build_pre_tokenizer(known[0])
         backend.model.ignore_merges = known[0]["ignore_merges"]
-    elif kind == "llama":  # SentencePiece, whose text gets a space before it after every special token too
+    else:  # SentencePiece, whose text gets a space before it after every special token too
         prefix = [normalizers.Prepend(_SPACE_MARK)] if vocabulary.get("add_prefix_space", True) else []
         backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE_MARK)])
         backend.pre_tokenizer = None

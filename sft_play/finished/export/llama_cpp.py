@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,8 @@ def convert_to_gguf(
     """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of its own. `name`: the
     model's in the file. `vocabulary`: what `run_llama_cpp.py` is told. Raises BackendError with its last lines where it
     failed."""
-    words = ["convert", converter.folder, model_folder, "--outfile", target, "--outtype", quant, "--model-name", name]
+    folders = [str(converter.folder), str(model_folder)]
+    words = ["convert", *folders, "--outfile", str(target), "--outtype", quant, "--model-name", name]
     problem = f"llama.cpp's converter ({converter.version}) failed; a newer checkout may do better (LLAMA_CPP=)"
     _run(words, target, problem=problem, SFT_PLAY_GGUF_VOCABULARY=json.dumps(vocabulary))
 
@@ -161,7 +162,7 @@ def quantize_gguf(source: Path, target: Path, quant: str) -> None:
     _run(["quantize", source, target, quant], target, problem=f"llama.cpp's library could not write {quant}")
 
 
-def _run(words: list[str | Path], target: Path, *, problem: str, **variables: str) -> None:
+def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables: str) -> None:
     inherited = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}  # it would hide gguf-py
     fixed = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     runner = Path(__file__).with_name("run_llama_cpp.py")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sft_play.data.masks.template import RenderError
 from sft_play.errors import TokenizerError
@@ -96,10 +96,10 @@ def learn_template_parts(render: RenderFunction, *, bos: str = "") -> TemplatePa
         text = ""
     if _SYSTEM in text and text.index(_SYSTEM) < text.index(_TURNS[0]):
         before, after, *_ = _split_at(text, (_SYSTEM, *_TURNS))
-        parts = TemplateParts(parts.start, *between[:2], end, (before.removeprefix(bos), after))
+        parts = replace(parts, system=(before.removeprefix(bos), after))
     elif _SYSTEM in text:
         *_, before, after, _ = _split_at(text, (*_TURNS[:-1], _SYSTEM, _TURNS[-1]))
-        parts = TemplateParts(parts.start, *between[:2], end, (before.removeprefix(between[1]), after), True)
+        parts = replace(parts, system=(before.removeprefix(between[1]), after), is_system_last=True)
     for messages in probe_conversations():
         if messages[0]["role"] == "system" and parts.system is None:
             continue

@@ -48,7 +48,7 @@ def convert(folder: str) -> None:
         write_header(self, *args, **kwargs)
 
     text_model.get_vocab_base_pre = get_vocab_base_pre
-    gguf.GGUFWriter.write_header_to_file = write_header_to_file  # type: ignore[method-assign]
+    gguf.GGUFWriter.write_header_to_file = write_header_to_file
     converter.main()
 
 
