@@ -108,9 +108,9 @@ def export_test() -> Any:
 
 
 def push() -> Any:
-    from sft_play.finished.export.push import PushResult, Upload
+    from sft_play.finished.export.push import Upload
 
-    return PushResult(Upload(RUN, RUN / "adapter", "me/it", {}, repo_exists=False, is_private=True, notes=()), "abc")
+    return Upload(RUN, RUN / "adapter", "me/it", {}, repo_exists=False, is_private=True, notes=(), commit="abc")
 
 
 def record() -> Any:

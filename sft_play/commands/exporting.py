@@ -121,7 +121,7 @@ def _push(request: Request, finished: FinishedRun) -> CommandResult:
     upload = plan_upload(
         finished, request.repo, is_merged=request.merged, is_public=request.public, is_confirmed=request.yes
     )
-    upload_text = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back
+    upload_text = upload.describe()  # shown before it is agreed to: an upload cannot be taken back
     if not confirm_with_user(request, f"{upload_text}\nUpload?", refusal=upload_text):
         return CommandResult({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
     return command_result(push(upload))

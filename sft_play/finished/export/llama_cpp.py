@@ -129,15 +129,12 @@ def _download(folder: Path) -> Path:
 def unpack_converter(archive: Path, target: Path) -> None:
     """Write the converter of the source package, whose digest has been compared, into the folder `target`; raises
     ConfigError where it cannot be unpacked."""
-
-    def select(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-        name = member.name.removeprefix(_VENDOR_PREFIX)
-        is_unpacked = name != member.name and name.startswith(_UNPACKED_PATHS)
-        return tarfile.data_filter(member.replace(name=name, deep=False), path) if is_unpacked else None
-
     try:
         with tarfile.open(archive) as archive_file:
-            archive_file.extractall(target, filter=select)
+            for member in archive_file:
+                name = member.name.removeprefix(_VENDOR_PREFIX)
+                if name != member.name and name.startswith(_UNPACKED_PATHS):
+                    archive_file.extract(member.replace(name=name, deep=False), target, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ConfigError(f"{archive} cannot be unpacked: {one_line(str(error))}") from None
     if not (target / CONVERTER_FILE).is_file():

@@ -10,7 +10,7 @@ import contextlib
 import fnmatch
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -35,11 +35,10 @@ _LEAK_CHECKED_PATTERNS = ("README.md", "*config*.json", "*.jinja", "*.py", "*.in
 
 
 @dataclass(frozen=True)
-class Upload:
-    """What `push` would upload. `files`: a path, or the text that is uploaded in its place, by name in the repository.
-
-    `repo_exists`: whether the repository is there already; `is_private`: how it is then, or will be made.
-    """
+class Upload(Answer):
+    """An upload, planned or done. `files`: a path, or the text that is uploaded in its place, by name in the
+    repository. `repo_exists`: whether the repository was there before; `is_private`: how it is then, or will be made;
+    `commit`: what the upload made of it, empty before."""
 
     run: Path
     folder: Path
@@ -48,46 +47,34 @@ class Upload:
     repo_exists: bool
     is_private: bool
     notes: tuple[str, ...]
+    commit: str = ""
 
-    def file_sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
+    def _file_sizes(self) -> dict[str, int]:
         files = self.files.items()
         return {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files}
 
-    def lines(self) -> list[str]:
-        """Repository, files and sizes, in words."""
-        access = "private" if self.is_private else "PUBLIC"
+    def describe(self) -> str:
+        """Repository, files and sizes, as they are shown before the upload."""
+        access, sizes = "private" if self.is_private else "PUBLIC", self._file_sizes()
         action = f"the existing {access} repository is updated" if self.repo_exists else f"a new {access} repository"
-        sizes = self.file_sizes()
-        lines = [
-            f"From {self.folder} to https://huggingface.co/{self.repo} ({action}), {format_size(sum(sizes.values()))}:"
-        ]
+        place = f"From {self.folder} to https://huggingface.co/{self.repo} ({action})"
+        lines = [f"{place}, {format_size(sum(sizes.values()))}:"]
         lines += [f"  {name} ({format_size(size)})" for name, size in sizes.items()]
-        return [*lines, *self.notes]
-
-
-@dataclass(frozen=True)
-class PushResult(Answer):
-    """What `push` uploaded."""
-
-    upload: Upload
-    commit: str
+        return "\n".join([*lines, *self.notes])
 
     def as_json(self) -> dict[str, Any]:
-        upload = self.upload
+        files = [{"name": name, "bytes": size} for name, size in self._file_sizes().items()]
         return {
-            "ok": True, "pushed": True, "run": str(upload.run), "repo": upload.repo,
-            "url": f"https://huggingface.co/{upload.repo}", "commit": self.commit, "private": upload.is_private,
-            "created": not upload.repo_exists, "files": [{"name": n, "bytes": b} for n,
-            b in upload.file_sizes().items()],
+            "ok": True, "pushed": True, "run": str(self.run), "repo": self.repo,
+            "url": f"https://huggingface.co/{self.repo}", "commit": self.commit, "private": self.is_private,
+            "created": not self.repo_exists, "files": files,
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        upload = self.upload
-        access = "private" if upload.is_private else "public"
+        access = "private" if self.is_private else "public"
         return [
-            f"Uploaded: {len(upload.files)} files to https://huggingface.co/{upload.repo} ({access})",
-            next_command_line("prune", "CHECKPOINTS=1 frees the disk of its checkpoints", RUNS=upload.run.name),
+            f"Uploaded: {len(self.files)} files to https://huggingface.co/{self.repo} ({access})",
+            next_command_line("prune", "CHECKPOINTS=1 frees the disk of its checkpoints", RUNS=self.run.name),
         ]
 
 
@@ -134,7 +121,7 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
     )  # fmt: skip
 
 
-def push(upload: Upload) -> PushResult:
+def push(upload: Upload) -> Upload:
     """Upload; one commit, so that the repository has all files or none. Raises ConfigError where the hub refuses it."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -145,7 +132,7 @@ def push(upload: Upload) -> PushResult:
             api.create_repo(upload.repo, private=upload.is_private, exist_ok=False)
         operations = [CommitOperationAdd(name, file) for name, file in upload.files.items()]
         commit = api.create_commit(upload.repo, operations, commit_message=f"Upload {upload.run.name}")
-    return PushResult(upload, str(commit.oid))
+    return replace(upload, commit=str(commit.oid))
 
 
 def require_repo_name(repo: str | None) -> str:
