@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
 from pathlib import Path
@@ -36,7 +34,7 @@ from sft_play.finished.export.llama_cpp import (
     has_llama_cpp,
     quantize_gguf,
 )
-from sft_play.finished.export.merge import ensure_whole_model_folder
+from sft_play.finished.export.merge import ensure_whole_model_folder, main_dtype
 from sft_play.finished.export.ollama import build_modelfile
 from sft_play.finished.export.places import (
     CONVERTER_QUANTS,
@@ -217,15 +215,12 @@ def _write_gguf(
 def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[Quant, Quant]:
     """The type of the file's weights, and the one in which the converter writes them first."""
     tensors = open_tensors(model_folder)
-    elements: Counter[str] = Counter()
-    for tensor in tensors.values():
-        elements[tensor.dtype] += math.prod(tensor.shape)
-    main_dtype = elements.most_common(1)[0][0]
-    lossless = _LOSSLESS_QUANTS.get(main_dtype)
+    dtype = main_dtype(tensors.values())
+    lossless = _LOSSLESS_QUANTS.get(dtype)
     quant = requested_quant or lossless
     if quant is None:
-        dtype_text = f"the weights in {model_folder} are {main_dtype}, which no GGUF holds as they are"
-        raise ConfigError(f"{dtype_text}; give QUANT=bf16 or q8_0")
+        problem = f"the weights in {model_folder} are {dtype}, which no GGUF holds as they are"
+        raise ConfigError(f"{problem}; give QUANT=bf16 or q8_0")
     if quant == "f16" and lossless != "f16":
         for name, tensor in tensors.items():
             values = tensor.read()

@@ -19,7 +19,7 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -251,6 +251,14 @@ logger = logging.getLogger(__name__)
 _FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
+def main_dtype(tensors: Iterable[FileTensor]) -> str:
+    """The dtype of most elements, as safetensors names it."""
+    elements: Counter[str] = Counter()
+    for tensor in tensors:
+        elements[tensor.dtype] += math.prod(tensor.shape)
+    return elements.most_common(1)[0][0]
+
+
 class MergedWeights:
     """The merged weights, written from the base's files tensor by tensor. Raises ModelError where a layer that was
     trained cannot be brought back into the files' tensors, or they would not be the class's, by names and shapes."""
@@ -259,7 +267,10 @@ class MergedWeights:
         self._adapted, self._base_folder, self._requested_dtype = adapted, base_folder, dtype
         self._base_tensors = open_tensors(base_folder)
         self._size = sum(math.prod(tensor.shape) for tensor in self._base_tensors.values())
-        self.dtype = dtype or self._dtype_of_files()
+        file_dtype = main_dtype(self._base_tensors.values())
+        if file_dtype not in _FLOAT_DTYPES:
+            raise ModelError(f"{base_folder} holds weights in {file_dtype}, into which no adapter can be merged")
+        self.dtype = dtype or _FLOAT_DTYPES[file_dtype]
         """Dtype of the merged weights; tensors that the class keeps in fp32 stay so."""
         self._sources = _map_to_model(adapted, self._base_tensors)
         # files hold a tied tensor once, under its source's name
@@ -279,15 +290,6 @@ class MergedWeights:
         misfit = self._find_misfit()
         if misfit is not None:
             raise ModelError(f"the merged weights would not be those of a {model_name}: {misfit}")
-
-    def _dtype_of_files(self) -> torch.dtype:
-        elements: Counter[torch.dtype] = Counter()
-        for tensor in self._base_tensors.values():
-            if tensor.dtype in _FLOAT_DTYPES:
-                elements[_FLOAT_DTYPES[tensor.dtype]] += math.prod(tensor.shape)
-        if not elements:
-            raise ModelError(f"{self._base_folder} holds no floating-point weights to merge an adapter into")
-        return elements.most_common(1)[0][0]
 
     @property
     def max_bytes(self) -> int:
