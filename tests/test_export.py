@@ -19,11 +19,16 @@ from transformers import AutoTokenizer
 
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
-from sft_play.finished.export.check_export import export_test, weight_bits
+from sft_play.finished.export.check_export import (
+    export_test,
+    find_pre_tokenizer,
+    load_file_tokenizer,
+    read_fields,
+    weight_bits,
+)
 from sft_play.finished.export.check_merge import divergence_limit
 from sft_play.finished.export.engine_prompts import EnginePrompts
 from sft_play.finished.export.export import export_run
-from sft_play.finished.export.gguf_tokenizer import find_pre_tokenizer, load_file_tokenizer, read_fields
 from sft_play.finished.export.llama_cpp import LLAMA_CPP_VERSION, find_converter, unpack_converter
 from sft_play.finished.export.merge import merge_run
 from sft_play.finished.run import find_finished_run

@@ -48,8 +48,8 @@ class Prompt:
     @functools.cached_property
     def output_fields(self) -> dict[str, Any]:
         """The fields of the output line, but for the answer, as JSON reads them back: tuples are lists."""
-        taken = {name: f"input_{name}" for name in _OUTPUT_COLUMNS}
-        fields: dict[str, Any] = {taken.get(name, name): value for name, value in self.extra_columns.items()}
+        new_names = {name: f"input_{name}" for name in _OUTPUT_COLUMNS}
+        fields: dict[str, Any] = {new_names.get(name, name): value for name, value in self.extra_columns.items()}
         fields["messages"] = drop_author_messages(self.messages)
         optional = {
             "tools": self.tools or None, TEMPLATE_KWARGS: self.template_kwargs or None, "reference": self.reference

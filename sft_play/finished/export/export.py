@@ -22,9 +22,14 @@ from typing import Any
 
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
-from sft_play.finished.export.check_export import check_file
+from sft_play.finished.export.check_export import (
+    adds_space_prefix,
+    check_file,
+    find_pre_tokenizer,
+    is_sentencepiece,
+    read_fields,
+)
 from sft_play.finished.export.engine_prompts import EnginePrompts, write_generation_config
-from sft_play.finished.export.gguf_tokenizer import adds_space_prefix, find_pre_tokenizer, is_sentencepiece, read_fields
 from sft_play.finished.export.llama_cpp import (
     LLAMA_CPP_PACKAGE,
     LLAMA_CPP_VERSION,

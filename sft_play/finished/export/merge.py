@@ -129,9 +129,8 @@ class AdaptedModel:
         self.untied_sources: dict[str, str] = {}
         """Tensors that the base ties to others and that training made different, with the name of the other."""
         for name, source in tied_sources.items():
-            own, other = self.fully_trained_tensors.get(name), self.fully_trained_tensors.get(source)
-            is_equal = torch.equal(own, other) if own is not None and other is not None else own is other
-            if not is_equal:
+            trained = [self.fully_trained_tensors[key] for key in (name, source) if key in self.fully_trained_tensors]
+            if len(trained) == 1 or (trained and not torch.equal(*trained)):
                 self.untied_sources[name] = source
         self.tied_tensors = frozenset(tied_sources) - set(self.untied_sources)
 
