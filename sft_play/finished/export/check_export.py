@@ -252,9 +252,9 @@ def weight_bits(tensor_type: str) -> int | None:
 #
 # A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`), of which llama.cpp's converter knows those of published
 # tokenizers by a checksum. For others the name is proven here: both cut many texts, from every part of Unicode, into
-# the same pieces. `pre_tokenizers.json` has llama.cpp's own table of them (its src/llama-vocab.cpp, as of
-# llama-cpp-python 0.3.36): the names, of several the most usual first; the expressions that cut a text one after the
-# other; and whether a piece that is a token as a whole skips the merges (`ignore_merges`).
+# the same pieces. `pre_tokenizers.json` has llama.cpp's own table of them: the names, of several the most usual first;
+# the expressions that cut a text one after the other; and whether a piece that is a token as a whole skips the merges
+# (`ignore_merges`).
 _RANDOM_TEXTS = 400
 _ALPHABETS = (
     *((0x20, 0x7E), (0x20, 0x7E), (0x09, 0x0D), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x6FF), (0x900, 0xDFF)),
@@ -274,7 +274,7 @@ _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 @functools.cache
 def _known_pre_tokenizers() -> list[dict[str, Any]]:
     path = Path(__file__).with_name("pre_tokenizers.json")
-    return list(json.loads(path.read_text(encoding="utf-8")))
+    return list(json.loads(path.read_text(encoding="utf-8"))["pre_tokenizers"])
 
 
 def _build_pre_tokenizer(entry: Mapping[str, Any]) -> Any:
