@@ -81,8 +81,10 @@ def _merge_test(request: Request, finished: FinishedRun) -> CommandResult:
 
 def _check_export(request: Request) -> None:
     if request.command == "export" and request.format not in _FORMATS:
-        format_text = f"FORMAT={one_line(request.format)} is not" if request.format else "make export needs FORMAT=,"
-        raise ConfigError(f"{format_text} one of {', '.join(_FORMATS)}")
+        problem = "make export needs FORMAT=,"
+        if request.format:
+            problem = f"FORMAT={one_line(request.format)} is not"
+        raise ConfigError(f"{problem} one of {', '.join(_FORMATS)}")
     if request.quant is not None and request.quant.lower() not in _QUANTS:
         raise ConfigError(f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}")
     if request.quant is not None and request.format == "vllm":

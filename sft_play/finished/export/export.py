@@ -95,16 +95,15 @@ class ExportResult(Answer):
     wall_s: float = 0.0
 
     def lines(self) -> list[str]:
-        lines = [*([self.merge] if self.merge else []), *self.notes]
+        lines = list(filter(None, [self.merge, *self.notes]))
         if self.prompts_checked:
             lines.append(
                 f"Tokenizer: {self.pre_tokenizer}; its ids of {self.prompts_checked} prompts are those of training"
             )
         elif self.file is not None:
             lines.append("Tokenizer: not compared")
-        quant_note = f"{self.quant}, " if self.quant else ""
-        size = f"{quant_note}{format_gib(self.bytes, digits=2)} GiB"
-        lines.append(f"Written to: {self.file or self.path} ({size}, {self.wall_s:.0f} s)")
+        facts = filter(None, [self.quant, f"{format_gib(self.bytes, digits=2)} GiB", f"{self.wall_s:.0f} s"])
+        lines.append(f"Written to: {self.file or self.path} ({', '.join(facts)})")
         lines += [f"Serve: {command}" for command in self.commands]
         if self.file is not None:
             is_default = self.path == self.run / EXPORT_FOLDER / self.format
@@ -171,8 +170,8 @@ def _write_vllm_folder(
     max_positions, context_note = describe_context_window(run, str(model_folder))
     name = run.folder.path.name
     command = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(max_positions)]
-    notes = (context_note,) if context_note else ()
-    return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),), notes)
+    notes = filter(None, [context_note])
+    return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),), tuple(notes))
 
 
 def _write_gguf(
@@ -189,7 +188,8 @@ def _write_gguf(
     file_quant, converted_quant = _resolve_quants(model_folder, quant)
     file = staging_folder / f"{name}-{file_quant}.gguf"
     needed_bytes = sum(weight_file.stat().st_size for weight_file in weight_files(model_folder))
-    needed_bytes += 0 if converted_quant == file_quant else needed_bytes // 2  # both files are there for a moment
+    if converted_quant != file_quant:
+        needed_bytes += needed_bytes // 2  # both files are there for a moment
     require_space(staging_folder, needed_bytes, "the GGUF needs up to")
     vocabulary = _converter_vocabulary(prompts)
     command, notes = f"llama-server --jinja -m {shlex.quote(str(target / file.name))}", list[str]()
@@ -197,7 +197,7 @@ def _write_gguf(
         max_positions, context_note = describe_context_window(run, str(model_folder))
         adds_bos = bool(vocabulary["fields"].get("tokenizer.ggml.add_bos_token"))
         text, notes = build_modelfile(run, prompts, file.name, adds_bos=adds_bos, context=max_positions)
-        notes += [context_note] if context_note else []
+        notes += filter(None, [context_note])
         (staging_folder / "Modelfile").write_text(text, encoding="utf-8")
         model_name = shlex.quote(name.lower())
         modelfile = shlex.quote(str(target / "Modelfile"))

@@ -355,21 +355,22 @@ class MergedWeights:
             if source.target in self._trained_targets:
                 parts = {key: self._base_tensors[key].read() for key in source.patterns}
                 merged = self._adapted.trained_tensor(source.target, source.join(parts))
-                for key, part in source.split(merged):
-                    yield key, self._cast_as_in_files(part, parts[key])
+                yield from source.split(merged)
             else:  # one tensor at a time is in memory
                 yield from ((key, self._base_tensors[key].read()) for key in source.patterns)
             if source.target in untied_names:  # what was one tensor in the base is two now
                 name, (key,) = untied_names[source.target], source.patterns
-                base = self._base_tensors[key].read()
-                untied_tensor = self._adapted.trained_tensor(name, base)
-                yield self._adapted.to_full_name(name), self._cast_as_in_files(untied_tensor, base)
-
-    def _cast_as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        return tensor.to(base.dtype) if self._requested_dtype is None else tensor
+                untied_tensor = self._adapted.trained_tensor(name, self._base_tensors[key].read())
+                yield self._adapted.to_full_name(name), untied_tensor
 
     def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        dtype = saved_dtype_rule(self._adapted.base_model, self._requested_dtype)(name, tensor)
+        """The dtype that was asked for, as far as the class takes it, else that of the base's file."""
+        if self._requested_dtype is not None:
+            dtype = saved_dtype_rule(self._adapted.base_model, self._requested_dtype)(name, tensor)
+        elif name in self._base_tensors:
+            dtype = _FLOAT_DTYPES.get(self._base_tensors[name].dtype, tensor.dtype)
+        else:
+            dtype = self.dtype
         if dtype == torch.float16 and float(tensor.float().abs().max()) > torch.finfo(dtype).max:
             raise ConfigError(f"DTYPE=fp16 cannot hold {name}, which has values above 65,504; take DTYPE=bf16")
         return dtype

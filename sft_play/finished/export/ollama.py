@@ -63,7 +63,7 @@ def build_modelfile(
     try:
         template = go_template(learn_template_parts(prompts.render, bos=bos))
         modelfile = format_modelfile(file, template, stops=stops, context=context)
-    except UnsupportedTemplateError as error:
+    except (UnsupportedTemplateError, RenderError) as error:
         remedy = f"llama-server --jinja runs it itself: make export FORMAT=gguf RUN={run.folder.shell_path}"
         raise UnsupportedTemplateError(
             f"the chat template cannot be written as an Ollama template: {error}. {remedy}"
