@@ -146,7 +146,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: REPLAY=FILE              ship: compute the verdict of this ship.json again, without the model
 #: FORMAT=gguf              export: what to export for: gguf, ollama, vllm
 #: QUANT=q8_0               export: how a GGUF stores weights: f32, f16, bf16, q8_0, q4_k_m and its kin (default: losslessly)
-#: LLAMA_CPP=FOLDER         export, export-test: a checkout of llama.cpp, in place of the downloaded converter
+#: LLAMA_CPP=FOLDER         export: a checkout of llama.cpp, in place of the downloaded converter
 #: REPO=user/name           push: the repository on the Hugging Face hub
 #: MERGED=1                 push: upload the merged model in place of the adapter
 #: PUBLIC=1                 push: make the repository public; a new one is private without it

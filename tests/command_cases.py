@@ -83,7 +83,7 @@ def ship(*, reason: str = "") -> Any:
 def merge(path: Path = RUN / "merged") -> Any:
     from sft_play.finished.export.merge import MergeResult
 
-    return MergeResult(RUN, path, "bf16", None, 3, False, 10, True, 1.0)
+    return MergeResult(RUN, path, "bf16", None, 3, False, 10, 1.0)
 
 
 def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
@@ -108,9 +108,9 @@ def export_test() -> Any:
 
 
 def push() -> Any:
-    from sft_play.finished.export.push import PushResult, Upload
+    from sft_play.finished.export.push import Upload
 
-    return PushResult(Upload(RUN, RUN / "adapter", "me/it", {}, repo_exists=False, is_private=True, notes=()), "abc")
+    return Upload(RUN, RUN / "adapter", "me/it", {}, repo_exists=False, is_private=True, notes=(), commit="abc")
 
 
 def record() -> Any:

@@ -59,7 +59,6 @@ def test_the_merged_model_has_the_trained_rows(tmp_path, base):
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", folder, tokens=TOKENS)))
     ids = ids_of(run)
     merged = merge_run(run)
-    assert merged.streamed
     trained, whole = load_trained_model(run), load_model_folder(merged.path)
     expected = on_new(trained, ids)
     torch.testing.assert_close(on_new(whole, ids), expected, rtol=1e-4, atol=1e-4)

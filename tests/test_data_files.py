@@ -159,6 +159,14 @@ SCHEMAS = {
             "errors": listed(record({"pattern": TEXT, "remedy": TEXT}, sources=ANYTHING)),
         }
     ),
+    "finished/export/pre_tokenizers.json": record(
+        {
+            "source": TEXT,
+            "pre_tokenizers": listed(
+                record({"names": listed(TEXT), "ignore_merges": YES, "expressions": listed(TEXT)})
+            ),
+        }
+    ),
 }
 """By the file's path below the package: each file of data has one here."""
 MODEL = PACKAGE / "starter" / "starter-base"

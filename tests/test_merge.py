@@ -168,7 +168,6 @@ def test_tensors_that_are_joined_in_ram_are_merged_over(tmp_path):
     base = make_base(tmp_path / "base", small_base("qwen4_exp_text"))
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     merged = merge_run(run)
-    assert merged.streamed
     assert any("ngram_embedding.shard_" in name for name in load_file(merged.path / "model.safetensors"))
     torch.testing.assert_close(
         logits(load_model_folder(merged.path)), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4
@@ -248,7 +247,6 @@ def test_the_merged_model_is_base_and_adapter(tmp_path, kind):
         one_by_one(base)
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
     merged = merge_run(run, file_bytes=100_000)
-    assert merged.streamed
     trained, whole = load_trained_model(run), load_model_folder(merged.path)
     with trained.disable_adapter():
         untrained = logits(trained)
@@ -317,65 +315,28 @@ def test_trained_embeddings_are_saved_once(tmp_path, kind):
     assert embeddings == ["base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"]
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize(
-    "kind", ["llama", "tied, trained embeddings", "tied, trained head", "text tower", "text tower with experts"]
-)
-def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, kind, monkeypatch, caplog):
-    """As transformers reads HrmText, whose files hold several layers in one tensor; here every tensor counts so."""
-    names = merge._map_to_model
-    converted = lambda adapted, keys: ({key: (name, True) for key, (name, _) in names(adapted, keys)[0].items()}, {})  # noqa: E731
-    monkeypatch.setattr(merge, "_map_to_model", converted)
-    build, lora = BASES[kind]
-    base = make_base(tmp_path / "base", build(), dtype=torch.bfloat16)
-    if "expert" in kind:
-        one_by_one(base)
-    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
-    merged = merge_run(run, dtype="fp32")
-    assert not merged.streamed
-    assert "whole model is loaded into RAM" in caplog.text
-    whole = load_model_folder(merged.path)
-    assert whole.dtype == torch.float32
-    torch.testing.assert_close(logits(whole), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(merge, "_map_to_model", names)
-    streamed = merge_run(run, dtype="fp32", out=tmp_path / "streamed")
-    assert streamed.streamed
-    torch.testing.assert_close(logits(load_model_folder(streamed.path)), logits(whole), rtol=0, atol=0)
-    assert merged.untied == streamed.untied == ("tied" in kind)
-
-
-def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypatch, caplog):
-    """As a layout of experts would be for which there is no rule: merged in RAM, where transformers names them."""
-    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
-    one_name = lambda self, key: key.replace(".experts.3.", ".experts.2.").replace(".1.mlp.gate.", ".1.router.")  # noqa: E731
-    monkeypatch.setattr(merge.MergedWeights, "_output_name", one_name)
-    merged = merge_run(run)
-    assert not merged.streamed
-    assert "whole model is loaded into RAM" in caplog.text
-    torch.testing.assert_close(
-        logits(load_model_folder(merged.path)), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4
-    )
+def test_a_layer_that_has_no_way_back_into_the_files_is_refused(tmp_path, monkeypatch):
+    """As of HrmText, whose files hold several layers in one tensor; here every tensor counts so."""
+    monkeypatch.setattr(merge._Source, "can_be_split", lambda self: False)
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", llama()))))
+    with pytest.raises(ModelError, match=r"model.layers.0.* has no way back; serve the base with the adapter"):
+        merge_run(run)
+    assert not (run.folder.path / "merged").exists()
 
 
 @pytest.mark.parametrize(
-    ("lost", "message"),
+    ("changed", "message"),
     [
-        (lambda name, tensor: None if "q_proj" in name else tensor, "2 are missing, such as model.layers.0.self_attn"),
-        (lambda name, tensor: tensor[:8].clone() if "v_proj" in name else tensor, "2 have another shape, such as "),
-        (lambda name, tensor: None if ".experts.2.up" in name else tensor, "conversion of the weights"),
+        (lambda name, shape: None if "q_proj" in name else shape, "2 are missing, such as model.layers.0.self_attn"),
+        (lambda name, shape: (8, shape[1]) if "v_proj" in name else shape, "2 have another shape, such as "),
+        (lambda name, shape: None if ".experts.2.up" in name else shape, "conversion of the weights"),
     ],
 )
-def test_a_merge_whose_files_are_not_the_classes_is_refused(tmp_path, monkeypatch, lost, message):
+def test_a_merge_whose_files_are_not_the_classes_is_refused(tmp_path, monkeypatch, changed, message):
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
-    write = merge.write_tensors
-
-    def spoilt(folder, *args, **options):
-        write(folder, *args, **options)
-        file = folder / "model.safetensors"
-        kept = {name: lost(name, tensor) for name, tensor in load_file(file).items()}
-        save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, file, {"format": "pt"})
-
-    monkeypatch.setattr(merge, "write_tensors", spoilt)
+    shapes = merge.MergedWeights._output_shapes
+    spoilt = lambda self: ((name, new) for name, shape in shapes(self) if (new := changed(name, shape)))  # noqa: E731
+    monkeypatch.setattr(merge.MergedWeights, "_output_shapes", spoilt)
     with pytest.raises(ModelError, match=message):
         merge_run(run)
     assert not (run.folder.path / "merged").exists()
@@ -448,7 +409,7 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
         tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"]))
     )
     folder = merge_run(run, base="original", dtype="fp32").path
-    asked = (lambda: ensure_whole_model_folder(run, is_locked=False), lambda: push._upload_folder(run, is_merged=True))
+    asked = (lambda: ensure_whole_model_folder(run, is_locked=False), lambda: push._merged_folder(run))
     for ask in asked:
         with pytest.raises(RunFolderError, match=r"original weights.*merge-test"):
             ask()
@@ -474,7 +435,7 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
     save_file({name: tensor * 2 for name, tensor in load_file(adapter).items()}, adapter)
     assert find_merged_model(run) is None
     with pytest.raises(RunFolderError, match="no merged model of this adapter"):
-        push._upload_folder(run, is_merged=True)
+        push._merged_folder(run)
 
 
 def test_merge_test_sees_a_merge_that_did_not_happen_and_one_of_another_adapter(tmp_path):

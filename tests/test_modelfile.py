@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import random
-from dataclasses import replace
 from datetime import date
 
 import pytest
@@ -26,14 +25,12 @@ from sft_play.training.prepare.tokenizer import BUILT_IN_TEMPLATES
 from tests.conftest import shared
 from tests.go_templates import evaluate
 
-SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
-
 
 def renderer(source: str):
     template = ChatTemplate(source, variables={"bos_token": "<s>", "eos_token": "</s>"}, today=date(2024, 1, 1))
 
-    def render(messages, /, *, prompt=True):
-        return template.render([dict(message) for message in messages], with_prompt=prompt)
+    def render(messages, /):
+        return template.render([dict(message) for message in messages], with_prompt=True)
 
     return render
 
@@ -62,7 +59,7 @@ OWN["system in the last user turn"] = IN_USER.replace("WHERE", "loop.last")
 @pytest.mark.parametrize("name", OWN)
 def test_random_conversations_are_rendered_as_the_chat_template_renders_them(name):
     render = renderer(OWN[name])
-    parts = learn_template_parts(render, SPECIAL)
+    parts = learn_template_parts(render)
     template = go_template(parts)
     draw = random.Random(3)
     for _ in range(200):
@@ -78,7 +75,7 @@ def test_every_shared_template_is_said_exactly_or_refused():
     for path in sorted(folder.rglob("*.jinja")):
         render = renderer(path.read_text())
         try:
-            parts = learn_template_parts(render, SPECIAL)
+            parts = learn_template_parts(render)
         except (UnsupportedTemplateError, RenderError):
             refused += 1
             continue
@@ -94,29 +91,27 @@ def test_every_shared_template_is_said_exactly_or_refused():
 
 def test_a_bos_that_the_engine_writes_is_left_out_wherever_it_stands():
     render = renderer("{{ bos_token }}" + CHAT_TEMPLATE)
-    parts = learn_template_parts(render, SPECIAL)
-    template = go_template(parts, bos="<s>")
+    parts = learn_template_parts(render, bos="<s>")
+    template = go_template(parts)
     for messages in probe_conversations():
         assert "<s>" + evaluate(template, messages) == render(messages)
-        assert render_as_ollama(parts, messages, bos="<s>") == evaluate(template, messages)
-        assert "<s>" in evaluate(go_template(learn_template_parts(render, SPECIAL)), messages)
+        assert render_as_ollama(parts, messages) == evaluate(template, messages)
+        assert "<s>" in evaluate(go_template(learn_template_parts(render)), messages)
 
 
-def test_a_default_system_prompt_becomes_ollamas_own():
-    source = (
+def test_a_default_system_prompt_is_written_where_none_is_given():
+    render = renderer(
         "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
         + BUILT_IN_TEMPLATES["chatml"]
     )
-    parts = learn_template_parts(renderer(source), SPECIAL)
-    assert parts.default_system == "Be kind."
-    text = format_modelfile("a.gguf", go_template(parts), stops=["<|im_end|>"], system=parts.default_system, context=64)
-    assert 'SYSTEM """Be kind."""' in text
+    template = go_template(learn_template_parts(render))
+    text = format_modelfile("a.gguf", template, stops=["<|im_end|>"], context=64)
     assert text.startswith("FROM ./a.gguf\nTEMPLATE ")
     assert 'PARAMETER stop "<|im_end|>"\nPARAMETER num_ctx 64\n' in text
     said = [{"role": "user", "content": "hi"}]
-    with_default = [{"role": "system", "content": "Be kind."}, *said]
-    assert render_as_ollama(parts, said) == render_as_ollama(parts, with_default)
-    assert evaluate(go_template(parts), said) == evaluate(go_template(parts), with_default)
+    for messages in (said, [{"role": "system", "content": "Be brief."}, *said]):
+        assert evaluate(template, messages) == render(messages)
+    assert "Be kind." in evaluate(template, said)
 
 
 @pytest.mark.parametrize(
@@ -129,12 +124,12 @@ def test_a_default_system_prompt_becomes_ollamas_own():
 )
 def test_a_template_that_numbers_repeats_or_turns_the_turns_is_refused(source):
     with pytest.raises(UnsupportedTemplateError):
-        learn_template_parts(renderer(source), SPECIAL)
+        learn_template_parts(renderer(source))
 
 
 def test_what_no_modelfile_can_quote_is_refused():
     with pytest.raises(TokenizerError, match="ends a text"):
-        format_modelfile("a.gguf", 'a """ b', stops=[], system=None, context=64)
+        format_modelfile("a.gguf", 'a """ b', stops=[], context=64)
 
 
 @pytest.mark.parametrize(
@@ -162,19 +157,10 @@ def test_the_evaluator_knows_gos_templates(template, text):
 def test_neighbours_of_one_role_are_joined_as_ollama_joins_them():
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert evaluate("{{ range .Messages }}[{{ .Content }}]{{ end }}", messages) == "[a\n\nb]"
-    parts = TemplateParts("", ("S:", "\n"), "first user turn", ("[", "]"), ("<", ">"), "")
-    for roles in ("uuas", "sussua", "aausu", "us", "ssu", "asas"):
-        turns = [
-            {"role": {"u": "user", "a": "assistant", "s": "system"}[role], "content": str(number)}
-            for number, role in enumerate(roles)
-        ]
-        for place in ("own turn", "first user turn", "last user turn"):
-            placed = replace(parts, system_position=place)
-            assert render_as_ollama(placed, turns) == evaluate(go_template(placed), turns), (roles, place)
     with pytest.raises(ValueError, match="not known here"):
         evaluate("{{ upper .System }}", messages)
 
 
 def test_parts_write_their_braces_as_text():
-    parts = TemplateParts("", None, "own turn", ("{{u}}", "|"), ("{{a}}", "|"), ">")
+    parts = TemplateParts("{{u}}", "|{{a}}", "|", "|>")
     assert evaluate(go_template(parts), [{"role": "user", "content": "x"}]) == "{{u}}x|>"

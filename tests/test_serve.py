@@ -175,7 +175,7 @@ REFUSED: list[dict[str, object]] = [
     {"top_p": 1.5}, {"max_tokens": "x"}, {"max_tokens": 0}, {"max_tokens": -3}, {"max_tokens": 1.5},
     {"max_completion_tokens": 0}, {"stop": 5}, {"stop": ["a"] * 5}, {"stop": ["x"] * 100_000}, {"stop": [""]},
     {"stop": "x" * 1000}, {"seed": 2**70}, {"seed": "x"}, {"stream": "yes"}, {"logit_bias": {"2": 1}},
-    {"messages": "hello"}, {"messages": [5]}, {"messages": None}, {"tools": 5}, {"user": 5},
+    {"messages": "hello"}, {"messages": [5]}, {"messages": None}, {"tools": 5},
     {"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "look"}}}, {"tools": TOOLS},
 ]  # fmt: skip
 
@@ -272,7 +272,7 @@ def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
         cuts = sorted(draw.choices(range(len(text) + 1), k=3))
         pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         until = StopTextFilter(stops)
-        shown = "".join([*map(until.feed, pieces), until.end()])
+        shown = "".join([*map(until.feed, pieces), until.feed("", is_over=True)])
         expected = text
         for end in range(len(text) + 1):  # character by character, as if each were a token
             complete = [stop for stop in stops if text[:end].endswith(stop)]
@@ -437,7 +437,7 @@ def test_only_addresses_of_this_machine_come_without_a_warning():
 
 def test_a_transformers_with_another_server_is_named(world, monkeypatch):
     monkeypatch.delitem(sys.modules, "sft_play.finished.openai", raising=False)
-    monkeypatch.setitem(sys.modules, "transformers.cli.serving.server", None)
+    monkeypatch.setitem(sys.modules, "transformers.cli.serving.chat_completion", None)
     service = of_run(world / "lora")
     with (
         contextlib.closing(service._listener),

@@ -237,7 +237,7 @@ def test_from_own_rows_to_a_model_that_is_judged_exported_and_reported(cache, tm
     assert answered("merge", "--out", str(tmp_path / "merged"))["path"] == str(tmp_path / "merged")
     llama_cpp = str(converter().folder)
     assert answered("export", FORMAT="gguf", LLAMA_CPP=llama_cpp)["format"] == "gguf"
-    tested = answered("export-test", "--limit", "20", LLAMA_CPP=llama_cpp)
+    tested = answered("export-test", "--limit", "20")
     assert tested["ok"]
     (tmp_path / "asked.txt").write_text(f"{asked}\n")
     variables = {"INPUT": str(tmp_path / "asked.txt"), "OUTPUT": str(tmp_path / "answers.jsonl")}

@@ -61,9 +61,12 @@ def write_result(result: CommandResult | int, request: Request) -> int:
     cannot be written, and the result's `error`."""
     if isinstance(result, int):
         return result
-    exit_code = result.error.exit_code if result.error else result.exit_code
-    error = error_text(result.error) if result.error else _failure_reason(result, exit_code)
-    data = add_exit_status(result.data, exit_code, error)
+    exit_code, reason = result.exit_code, None
+    if result.error is not None:
+        exit_code, reason = result.error.exit_code, error_text(result.error)
+    elif exit_code:
+        reason = _failure_reason(result)
+    data = add_exit_status(result.data, exit_code, reason)
     if request.out is not None and result.is_written_to_out:
         write_out_file(request.out, data if isinstance(result.data, dict) else result.data)
     if request.json:
@@ -81,25 +84,23 @@ def error_text(error: BaseException) -> str:
     return redact(str(error) or type(error).__name__)
 
 
-def _failure_reason(result: CommandResult, exit_code: int) -> str | None:
-    """`error` of an answer whose own fields say what is wrong: its last line; None where nothing is."""
-    all_lines = "\n".join(result.lines).splitlines()
-    lines = [line for line in all_lines if line.strip() and not line.startswith(("Next:", "Written to:"))]
-    return redact(lines[-1].strip() if lines else f"exit code {exit_code}; the log says why") if exit_code else None
+def _failure_reason(result: CommandResult) -> str:
+    """`error` of an answer whose own fields say what is wrong: its last line."""
+    lines = [line.strip() for line in "\n".join(result.lines).splitlines()]
+    reasons = [line for line in lines if line and not line.startswith(("Next:", "Written to:"))]
+    return redact(reasons[-1]) if reasons else f"exit code {result.exit_code}; the log says why"
 
 
 def require_writable_out(out: Path, variable_name: str = "OUT") -> None:
     """Raises ConfigError where nothing can be written at OUT: before the work whose answer would be lost."""
-    existing_parent = next(parent for parent in out.expanduser().absolute().parents if os.path.exists(parent))  # noqa: PTH110 - raises nothing
-    if not existing_parent.is_dir():
-        raise ConfigError(
-            f"{variable_name}={escape_control(str(out))} cannot be written: {existing_parent} is not a folder"
-        )
-    if not os.access(existing_parent, os.W_OK | os.X_OK) and not os.access(out, os.W_OK):
-        raise ConfigError(
-            f"{variable_name}={escape_control(str(out))} cannot be written: {existing_parent} is not writable for "
-            f"this user"
-        )
+    parent = next(parent for parent in out.expanduser().absolute().parents if os.path.exists(parent))  # noqa: PTH110 - raises nothing
+    reason = None
+    if not parent.is_dir():
+        reason = "is not a folder"
+    elif not os.access(parent, os.W_OK | os.X_OK) and not os.access(out, os.W_OK):
+        reason = "is not writable for this user"
+    if reason is not None:
+        raise ConfigError(f"{variable_name}={escape_control(str(out))} cannot be written: {parent} {reason}")
 
 
 def write_out_file(path: Path, data: Any) -> None:

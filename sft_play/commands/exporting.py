@@ -81,8 +81,10 @@ def _merge_test(request: Request, finished: FinishedRun) -> CommandResult:
 
 def _check_export(request: Request) -> None:
     if request.command == "export" and request.format not in _FORMATS:
-        format_text = f"FORMAT={one_line(request.format)} is not" if request.format else "make export needs FORMAT=,"
-        raise ConfigError(f"{format_text} one of {', '.join(_FORMATS)}")
+        problem = "make export needs FORMAT=,"
+        if request.format:
+            problem = f"FORMAT={one_line(request.format)} is not"
+        raise ConfigError(f"{problem} one of {', '.join(_FORMATS)}")
     if request.quant is not None and request.quant.lower() not in _QUANTS:
         raise ConfigError(f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}")
     if request.quant is not None and request.format == "vllm":
@@ -113,9 +115,7 @@ def _export_test(request: Request, finished: FinishedRun) -> CommandResult:
     find_gguf(finished, request.out)
     from sft_play.finished.export.check_export import EXPORT_TEST_ROWS, export_test
 
-    tested = export_test(
-        finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS, llama_cpp=request.llama_cpp
-    )
+    tested = export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS)
     return command_result(tested, is_written_to_out=False)
 
 
@@ -123,7 +123,7 @@ def _push(request: Request, finished: FinishedRun) -> CommandResult:
     upload = plan_upload(
         finished, request.repo, is_merged=request.merged, is_public=request.public, is_confirmed=request.yes
     )
-    upload_text = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back
+    upload_text = upload.describe()  # shown before it is agreed to: an upload cannot be taken back
     if not confirm_with_user(request, f"{upload_text}\nUpload?", refusal=upload_text):
         return CommandResult({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
     return command_result(push(upload))

@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,13 @@ class Prompt:
     @functools.cached_property
     def output_fields(self) -> dict[str, Any]:
         """The fields of the output line, but for the answer, as JSON reads them back: tuples are lists."""
-        columns_written = {
-            f"input_{name}" if name in _OUTPUT_COLUMNS else name: value for name, value in self.extra_columns.items()
-        }
-        fields = {**columns_written, "messages": drop_author_messages(self.messages)}
-        fields |= {"tools": self.tools} if self.tools else {}
-        fields |= {TEMPLATE_KWARGS: self.template_kwargs} if self.template_kwargs else {}
-        fields |= {} if self.reference is None else {"reference": self.reference}
+        new_names = {name: f"input_{name}" for name in _OUTPUT_COLUMNS}
+        fields: dict[str, Any] = {new_names.get(name, name): value for name, value in self.extra_columns.items()}
+        fields["messages"] = drop_author_messages(self.messages)
+        optional = {
+            "tools": self.tools or None, TEMPLATE_KWARGS: self.template_kwargs or None, "reference": self.reference
+        }  # fmt: skip
+        fields |= {name: value for name, value in optional.items() if value is not None}
         return dict(json.loads(json.dumps(fields, default=str)))
 
 
@@ -80,29 +80,27 @@ def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
     """The prompts of a file: one a line of a .txt, or rows in any format that training reads, with their last answer or
     without it; of `data`, the run's, data.columns and data.style apply as in training. Raises DataError where a row is
     not a prompt."""
-    data = data or DataConfig()
     if path.suffix == ".txt":
         lines = enumerate("".join(read_text_blocks(path)).split("\n"), start=1)
-        located_texts = [
-            (f"{path}:{line_number}", line.removesuffix("\r")) for line_number, line in lines if line.strip()
+        rows: list[RawRow | BadRow] = [
+            RawRow(f"{path}:{number}", {"prompt": line.removesuffix("\r")}) for number, line in lines if line.strip()
         ]
-        rows: list[RawRow | BadRow] = [RawRow(location, {"prompt": text}) for location, text in located_texts]
     else:
         rows = list(read_rows(find_source(str(path)), split="train"))
-    prompts = _prompts_from_rows(rows, data)
-    if not prompts:
+    if not rows:
         raise DataError(f"INPUT={one_line(str(path))} holds no prompts")
-    return prompts
-
-
-def _prompts_from_rows(rows: Sequence[RawRow | BadRow], data: DataConfig) -> list[Prompt]:
-    parsed = [(raw.where, _parse_prompt(raw, data)) for raw in rows]
-    errors = [f"{location}: {result}" for location, result in parsed if isinstance(result, str)]
+    prompts, errors = list[Prompt](), list[str]()
+    for raw in rows:
+        prompt = _parse_prompt(raw, data or DataConfig())
+        if isinstance(prompt, Prompt):
+            prompts.append(prompt)
+        else:
+            errors.append(f"{raw.where}: {prompt}")
     if errors:
+        heading = [f"{len(errors)} of {len(rows)} rows are no prompts:"] if len(errors) > 1 else []
         more = [f"and {len(errors) - _MAX_LISTED_ROWS} more"] if len(errors) > _MAX_LISTED_ROWS else []
-        heading = [] if len(errors) == 1 else [f"{len(errors)} of {len(parsed)} rows are no prompts:"]
         raise DataError("\n  ".join([*heading, *errors[:_MAX_LISTED_ROWS], *more]))
-    return [result for _, result in parsed if isinstance(result, Prompt)]
+    return prompts
 
 
 def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
@@ -112,56 +110,44 @@ def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     column_mapping = {column: user_column for column, user_column in data.columns.items() if user_column in raw.data}
     renamed = rename_columns(raw, column_mapping)
     row = {key: value for key, value in renamed.data.items() if key not in renamed.missing}
-    # as training recognises rows, but the answer may be missing, and plain text asks nothing
-    matching_formats = [
-        row_format for row_format in FORMATS if row_format.kind != "text" and row_format.required_columns[0] in row
-    ]
-    complete_formats = (
-        row_format
-        for row_format in matching_formats
-        if all(row.get(key) is not None for key in row_format.required_columns)
-    )
-    row_format = next(complete_formats, next(iter(matching_formats), None))
-    if row_format is None:
+    # as training recognises rows, but the answer may be missing, and plain text asks nothing; complete rows first
+    formats = [form for form in FORMATS if form.kind != "text" and form.required_columns[0] in row]
+    formats.sort(key=lambda form: any(row.get(key) is None for key in form.required_columns))
+    if not formats:
         column_names = one_line(", ".join(map(str, row)) or "none", limit=200)
         accepted_forms = "a prompt is a column prompt, question or instruction (with input), or a list messages"
         return f"no column is a prompt (columns: {column_names}); {accepted_forms}"
     # with what data.columns maps
-    row_format = recognise_format(row_format.required_columns, column_mapping) or row_format
+    row_format = recognise_format(formats[0].required_columns, column_mapping) or formats[0]
     question, *answers = row_format.required_columns
     question_value = unpack_json(row[question], "[")
     if not isinstance(question_value, (str, list)):
         return f"{question} is {quote_value(question_value)}, and has to be text or a list of messages"
+    names = {*row_format.required_columns, *row_format.optional_columns} - {"reasoning"}
+    format_columns = {key: value for key, value in row.items() if key in names}
     # an answer is put where a row of training has one, and taken off again: a prompt is read by the same code
-    format_columns = {
-        key: value
-        for key, value in row.items()
-        if key in {*row_format.required_columns, *row_format.optional_columns} - {"reasoning"}
-    }
-    if row_format.kind == "turns":
-        # a list of [question, answer] is never open
-        is_open = isinstance(question_value, list) and bool(question_value) and not isinstance(question_value[-1], list)
-        format_columns[question] = (
-            [*question_value, {"role": "assistant", "content": "."}] if is_open else question_value
-        )
-    else:
-        is_open = row.get(answers[0]) is None
-        format_columns |= {answers[0]: "."} if is_open else {}
+    is_open = row_format.kind != "turns" and row.get(answers[0]) is None
+    if is_open:
+        format_columns[answers[0]] = "."
+    elif row_format.kind == "turns":
+        format_columns[question] = question_value
+        if question_value and isinstance(question_value, list) and not isinstance(question_value[-1], list):
+            is_open = True  # a list of [question, answer] is never open
+            format_columns[question] = [*question_value, {"role": "assistant", "content": "."}]
     example = apply_style(to_example(RawRow(raw.where, format_columns), row_format, DataConfig()), raw, data.style)
     if not isinstance(example, Chat):
         return str(example).removeprefix(f"{raw.where}: ")
-    messages, reference = example.messages[: -1 if is_open else None], None
-    if messages[-1:] and messages[-1]["role"] == "assistant":
-        messages, reference = messages[:-1], str(messages[-1].get("content") or "")
+    messages, reference = [*example.messages], None
+    if is_open:
+        del messages[-1]
+    if messages and messages[-1]["role"] == "assistant":
+        reference = str(messages.pop().get("content") or "")
     if not messages:
         return f"{question} holds nothing that an answer can follow"
-    return Prompt(
-        messages,
-        example.tools,
-        reference,
-        {column_mapping.get(key, key): value for key, value in renamed.data.items() if key not in format_columns},
-        example.template_kwargs,
-    )
+    extra_columns = {
+        column_mapping.get(key, key): value for key, value in renamed.data.items() if key not in format_columns
+    }
+    return Prompt(tuple(messages), example.tools, reference, extra_columns, example.template_kwargs)
 
 
 def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_tokens: int) -> InferResult:
@@ -215,12 +201,13 @@ def _count_answered(answers_path: Path, prompts: list[Prompt], provenance: str) 
             entry = None
         if not isinstance(entry, dict) or not {"messages", "answer", "by"} <= set(entry):
             raise DataError(f"{file_label} exists, and line {line_number} is not an answer of make infer")
-        if {name: value for name, value in entry.items() if name not in ("answer", "by")} != prompt.output_fields:
+        answered_by = entry.pop("by")
+        del entry["answer"]
+        if entry != prompt.output_fields:
             raise DataError(f"{file_label} exists and answers other prompts (line {line_number}); name another file")
-        if entry["by"] != provenance:
-            answered_by = f"{one_line(str(entry['by']))}, now {one_line(provenance)}"
-            raise DataError(f"{file_label} exists and was answered by {answered_by}; name another file")
+        if answered_by != provenance:
+            authors = f"{one_line(str(answered_by))}, now {one_line(provenance)}"
+            raise DataError(f"{file_label} exists and was answered by {authors}; name another file")
     if len(complete_lines) < len(content):
-        with answers_path.open("r+b") as file:
-            file.truncate(len(complete_lines))
+        os.truncate(answers_path, len(complete_lines))
     return len(lines)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -20,6 +20,7 @@ from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
 from sft_play.finished.load import build_run_renderer, compute_dtype, load_trained_model
 from sft_play.finished.run import FinishedRun
+from sft_play.process.waiting import report_wait
 from sft_play.runs.files import write_text
 from sft_play.training.measure.exact_match import (
     GeneratedAnswer,
@@ -32,9 +33,8 @@ from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-# Questions that are answered before the next line on how far it is.
-_CHUNK_QUESTIONS = 256
 # What tokens decode to that end inside a character.
 _INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
@@ -75,31 +75,31 @@ class Responder:
         return prompt
 
     def answers(
-        self, questions: Sequence[Question], *, max_new_tokens: int, model_label: str | None = None
+        self, questions: Sequence[Question], *, max_new_tokens: int, model_label: str = "trained model"
     ) -> list[GeneratedAnswer]:
         """Greedy answers, in the order asked, in batches of a token budget and in the precision of the run's own
         evaluation; where memory runs out the batches are halved. `model_label` names the model in log lines."""
-        max_batch_tokens = self.run.plan().answer_tokens
-        generated: list[GeneratedAnswer] = []
-        while len(generated) < len(questions):
-            chunk = questions[len(generated) : len(generated) + _CHUNK_QUESTIONS]
+
+        def try_batch(generate: Callable[[], T], rows: int) -> T | None:
             try:
-                with _training_autocast(self.run, self.model):
-                    generated += generate_answers(
-                        self.model, self.tokenizer, chunk, stop_ids=self.stop_ids, max_new_tokens=max_new_tokens,
-                        max_tokens=max_batch_tokens,
-                    )  # fmt: skip
+                return generate()
             except RuntimeError as error:
-                longest = max(len(question.prompt_ids) for question in chunk) + max_new_tokens  # of a batch of one
-                if not should_reduce_batch_size(error) or max_batch_tokens <= longest:
+                if not should_reduce_batch_size(error) or rows == 1:
                     raise
-                max_batch_tokens //= 2
-                logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{max_batch_tokens:,}")
-                free_memory()
-                continue
-            if model_label is not None and len(questions) > _CHUNK_QUESTIONS:
-                logger.info("Answered by the %s: %s of %s", model_label, f"{len(generated):,}", f"{len(questions):,}")
-        return generated
+            logger.warning("Out of memory: continuing with at most %s rows a batch", f"{rows // 2:,}")
+            free_memory()
+            return None
+
+        total = len(questions)
+        with (
+            report_wait(f"Answers by the {model_label}", unit="questions", count_total=lambda: total) as progress,
+            _training_autocast(self.run, self.model),
+        ):
+            answers: list[GeneratedAnswer] = generate_answers(
+                self.model, self.tokenizer, questions, stop_ids=self.stop_ids, max_new_tokens=max_new_tokens,
+                max_tokens=self.run.plan().answer_tokens, on_batch_end=progress.add, try_batch=try_batch,
+            )  # fmt: skip
+        return answers
 
     def answer_texts(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
         """The texts of greedy answers to prompts."""
@@ -112,9 +112,10 @@ class Responder:
     ) -> str:
         """One answer, of which each piece of text is shown as it comes; greedy at temperature 0. Ctrl-C ends it."""
         streamer = _TextStreamer(self.tokenizer, self.stop_ids, show)
-        # greedy without what a base's generation config sets for sampling, of which transformers would warn
-        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else greedy
+        # without what a base's generation config sets for sampling, of which transformers would warn
+        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if temperature > 0:
+            sampling = {"do_sample": True, "temperature": temperature}
         ids_BT = torch.tensor([prompt_ids], device=self.model.device)
         with contextlib.suppress(KeyboardInterrupt), _training_autocast(self.run, self.model):
             self.model.generate(
@@ -136,13 +137,12 @@ class _TextStreamer:
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], show: Callable[[str], None]) -> None:
         self._tokenizer, self._stop_ids, self._show = tokenizer, set(stop_ids), show
-        self._ids: list[int] = []
-        self._awaits_prompt = True
+        self._ids: list[int] | None = None
         self.text = ""
 
     def put(self, value: torch.Tensor) -> None:
-        if self._awaits_prompt:
-            self._awaits_prompt = False
+        if self._ids is None:
+            self._ids = []
             return
         self._ids += [token for token in value.flatten().tolist() if token not in self._stop_ids]
         self.end(is_over=False)
@@ -150,7 +150,7 @@ class _TextStreamer:
     def end(self, *, is_over: bool = True) -> None:
         """Show what has come; what ends inside a character only once all of it is there."""
         # all of them again: what a token spells depends on those before it (bytes of one character, leading spaces)
-        text = str(self._tokenizer.decode(self._ids, skip_special_tokens=False))
+        text = str(self._tokenizer.decode(self._ids or [], skip_special_tokens=False))
         if text != self.text and (is_over or not text.endswith(_INCOMPLETE_CHARACTER)):
             self._show(text[len(self.text) :])
             self.text = text
@@ -193,10 +193,11 @@ class Conversation:
             self.show(f"({error})\n")
             return
         answer = ""
-        for without_adapter in (True, False) if self.compares_base else (self.uses_base,):
+        answering_base = (True, False) if self.compares_base else (self.uses_base,)
+        for is_base in answering_base:
             if self.compares_base:
-                self.show("base:  " if without_adapter else "tuned: ")
-            with self.responder.model.disable_adapter() if without_adapter else contextlib.nullcontext():
+                self.show("base:  " if is_base else "tuned: ")
+            with self.responder.model.disable_adapter() if is_base else contextlib.nullcontext():
                 answer = self.responder.stream(
                     prompt_ids, self.show, max_new_tokens=self.max_new_tokens, temperature=self.temperature
                 )
@@ -204,47 +205,40 @@ class Conversation:
         # with /both the trained model's, which is last
         self.messages = [*conversation, {"role": "assistant", "content": answer}]
         run_name = self.responder.run.folder.path.name
-        self.answered_by = [
-            *self.answered_by,
-            f"the base of {run_name}" if self.uses_base and not self.compares_base else run_name,
-        ]
+        self.answered_by.append(f"the base of {run_name}" if answering_base[-1] else run_name)
 
     def _system(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
     def _run_command(self, name: str = "", argument: str = "") -> None:
+        reply = CHAT_HELP
         if name in ("exit", "quit"):
             self.has_ended = True
-        elif name == "reset":
+            return
+        if name == "reset":
             self.messages, self.answered_by = [], []
-            self.show("(the conversation is empty)\n")
+            reply = "the conversation is empty"
         elif name == "system":
             # answers so far were given under another system prompt
             self.system, self.messages, self.answered_by = argument or None, [], []
-            self.show(f"(the system prompt is {'set' if argument else 'removed'}; the conversation is empty)\n")
+            reply = f"the system prompt is {'set' if argument else 'removed'}; the conversation is empty"
         elif name in ("base", "both") and not self.responder.run.is_adapter:
-            self.show("(this run trained all weights: there is no adapter to switch off)\n")
+            reply = "this run trained all weights: there is no adapter to switch off"
         elif name == "base":
             self.uses_base = not self.uses_base
-            self.show(f"(the {'base without the adapter' if self.uses_base else 'trained model'} answers)\n")
+            reply = f"the {'base without the adapter' if self.uses_base else 'trained model'} answers"
         elif name == "both":
             self.compares_base = not self.compares_base
-            self.show(f"({'base and trained model answer' if self.compares_base else 'one model answers'})\n")
+            reply = "base and trained model answer" if self.compares_base else "one model answers"
         elif name == "save":
-            self._save(argument)
-        else:
-            self.show(f"({CHAT_HELP})\n")
+            reply = self._save(Path(argument).expanduser()) if argument else "/save FILE: name a file"
+        self.show(f"({reply})\n")
 
-    def _save(self, argument: str) -> None:
-        if not argument:
-            self.show("(/save FILE: name a file)\n")
-            return
-        path = Path(argument).expanduser()
+    def _save(self, path: Path) -> str:
         row: dict[str, Any] = {"messages": [*self._system(), *self.messages], "answered_by": self.answered_by}
         try:
             existing = path.read_text(encoding="utf-8") if path.exists() else ""
             write_text(path, existing + json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
-            self.show(f"({path} cannot be written: {error.strerror})\n")
-            return
-        self.show(f"(added to {path})\n")
+            return f"{path} cannot be written: {error.strerror}"
+        return f"added to {path}"

@@ -75,10 +75,11 @@ def find_finished_run(output_folder: Path, name: str | None, *, is_trusted: Code
     """Find the finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path.
     `is_trusted`: as in `read_config`. Raises RunFolderError where there is none, it is not finished, its settings
     allow what `is_trusted` does not, or its weights are gone; ModelError where they are not those that were written."""
-    folder = (
-        _newest_run(output_folder, "finished") if name in (None, LAST_RUN) else resolve_run(output_folder, str(name))
-    )
-    if folder is None:
+    if name not in (None, LAST_RUN):
+        folder = resolve_run(output_folder, str(name))
+    elif (newest := _newest_run(output_folder, "finished")) is not None:
+        folder = newest
+    else:
         unfinished = sum(1 for _ in iter_runs(output_folder))
         unfinished_note = f" ({unfinished} unfinished)" if unfinished else ""
         raise RunFolderError(f"there is no finished run in {output_folder}{unfinished_note}; train one with make train")
@@ -112,12 +113,13 @@ def find_run_folder(output_folder: Path, name: str | None) -> RunFolder:
 
 
 def _newest_run(output_folder: Path, status: str | None = None) -> RunFolder | None:
-    manifests = [(folder, folder.read_manifest()) for folder in iter_runs(output_folder)]
-    candidates = [entry for entry in manifests if status is None or entry[1].get("status") == status]
-    time_key = "ended" if status else "started"
-    return (
-        max(candidates, key=lambda entry: (str(entry[1].get(time_key)), str(entry[0].path)))[0] if candidates else None
-    )
+    """The run of this status that ended last; of all runs the one that started last."""
+    candidates = [(folder.read_manifest(), folder) for folder in iter_runs(output_folder)]
+    if status is not None:
+        candidates = [(manifest, folder) for manifest, folder in candidates if manifest.get("status") == status]
+    time_key = "started" if status is None else "ended"
+    candidates.sort(key=lambda candidate: (str(candidate[0].get(time_key)), str(candidate[1].path)))
+    return candidates[-1][1] if candidates else None
 
 
 def base_model_folder(run: FinishedRun) -> Path:
@@ -187,14 +189,12 @@ def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     max_positions = load_max_positions(model) or trained_length
     if rope.get("rope_type", rope.get("type")) == "yarn":  # whose class reads positions beyond those of pre-training
-        max_positions = max(
-            max_positions, int(rope["factor"] * rope.get("original_max_position_embeddings", max_positions))
-        )
+        yarn_positions = int(rope["factor"] * rope.get("original_max_position_embeddings", max_positions))
+        max_positions = max(max_positions, yarn_positions)
+    if max_positions == trained_length:
+        return max_positions, ""
     rows_note = f"rows of training had at most {trained_length:,} tokens (model.max_seq_len)"
-    return (
-        max_positions,
-        f"Context: the model's own {max_positions:,} positions; {rows_note}" if max_positions != trained_length else "",
-    )
+    return max_positions, f"Context: the model's own {max_positions:,} positions; {rows_note}"
 
 
 # --- files and folders that a command writes --------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -51,15 +52,16 @@ class ServedEndpoint(Answer):
     host: str
     port: int
     pid: int
-    context: str = ""  # what to say of the model's positions, where rows of training were shorter
+    context: str = ""
+    """What to say of the model's positions, where rows of training were shorter."""
 
     @property
     def url(self) -> str:
         """The base URL for clients on this machine."""
         client_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return (
-            f"http://[{client_host}]:{self.port}/v1" if ":" in client_host else f"http://{client_host}:{self.port}/v1"
-        )
+        if ":" in client_host:
+            client_host = f"[{client_host}]"
+        return f"http://{client_host}:{self.port}/v1"
 
     def as_json(self) -> dict[str, Any]:
         return {**super().as_json(), "url": self.url}
@@ -87,8 +89,7 @@ def parse_port(text: str | None) -> int:
     """The port of `PORT=`; 0 is any free one. Raises ConfigError where it is no port."""
     if text is None:
         return DEFAULT_PORT
-    text = text.strip()
-    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65_536):
+    if not re.fullmatch("[0-9]{1,5}", text.strip()) or int(text) >= 65_536:
         raise ConfigError(f"PORT={one_line(text)} is not a port; ports go from 1 to 65535, and 0 takes any free one")
     return int(text)
 
@@ -122,7 +123,10 @@ class TransformersService:
     """True if, after `wait`, a thread still computes an answer: Python would abort in its own end."""
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
-        require_serve_packages()
+        from transformers.utils.import_utils import is_serve_available
+
+        if not is_serve_available():
+            raise BackendError("fastapi, uvicorn or openai is missing here: pip install 'sft-play[serve]'")
         self._run, self._host, self._listener = run, host, claim_port(host, port)
 
     def start(self) -> ServedEndpoint:
@@ -140,7 +144,7 @@ class TransformersService:
         from sft_play.training.prepare.library_messages import quiet_libraries
 
         quiet_libraries()
-        run, name = self._run, self._run.folder.path.name
+        run, name, port = self._run, self._run.folder.path.name, int(self._listener.getsockname()[1])
         app = openai_app(Responder(run), name, allowed_hosts=allowed_host_names(self._host))
         # log_config=None: uvicorn would replace the handlers of this program's logging by its own
         config = uvicorn.Config(
@@ -148,9 +152,7 @@ class TransformersService:
         )
         self._server = uvicorn.Server(config)
         # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers in the main one only
-        server_options = {"sockets": [self._listener]}
-        self._thread = threading.Thread(target=self._server.run, kwargs=server_options, name="serve", daemon=True)
-        port = int(self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name="serve", daemon=True)
         self._thread.start()
         while not self._server.started:  # uvicorn has no event for it
             if not self._thread.is_alive():
@@ -232,11 +234,3 @@ def create_service(engine: str, run: FinishedRun, host: str, port: int) -> Servi
     if engine not in SERVING_ENGINES:
         raise ConfigError(f"ENGINE={one_line(engine)} is not one of {', '.join(SERVING_ENGINES)}")
     return (VllmService if engine == "vllm" else TransformersService)(run, host, port)
-
-
-def require_serve_packages() -> None:
-    """Raises BackendError where the packages of `transformers serve` are missing."""
-    from transformers.utils.import_utils import is_serve_available
-
-    if not is_serve_available():
-        raise BackendError("fastapi, uvicorn or openai is missing here: pip install 'sft-play[serve]'")

@@ -2,8 +2,8 @@
 adapter.
 
 - `merge` writes the merged weights, and `check_merge` compares them with the adapter.
-- `export` writes a GGUF by `llama_cpp` (which runs `run_converter` and `run_quantizer` as
-  programs), an Ollama file by `ollama`, or the folder that vLLM serves. `gguf_checks` and
-  `engine_prompts` are what it is checked by; `check_export` compares its answers with the run's.
+- `export` writes a GGUF by `llama_cpp` (which runs `run_llama_cpp` as a program), an Ollama file by
+  `ollama`, or the folder that vLLM serves. `check_export` compares a GGUF with the run, by its
+  tokenizer and its answers, on the run's prompts (`engine_prompts`).
 - `push` uploads. `places` says where all of these are.
 """

@@ -1,15 +1,21 @@
 """`make export-test`: whether the exported GGUF answers as the trained model does, and where it does not.
 
-Each comparison names its own fault: prompts (an engine's token ids are training's), the file's template, tokenizer and
-stop tokens, and the answers of the file, read back by transformers (greedy, token for token, with the divergence of the
-next-token distributions).
+Each comparison names its own fault: the file's template, its tokenizer (the token ids of prompts, as an engine renders
+them, are training's), its stop tokens, and its answers, read back by transformers (greedy, token for token, with the
+divergence of the next-token distributions).
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
+import operator
+import random
 import re
 import shlex
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +24,11 @@ import torch
 
 from sft_play.answers import Answer
 from sft_play.errors import ModelError
-from sft_play.finished.export.check_merge import (
-    RowLogProbs,
-    divergence_limit,
-    evenly_spaced_rows,
-    log_probs,
-    mean_divergence,
-)
-from sft_play.finished.export.engine_prompts import EnginePrompts, PairedPrompt, shared_prefix_length
-from sft_play.finished.export.gguf_checks import ExportCheck, file_checks, read_fields, read_pre_tokenizers
-from sft_play.finished.export.llama_cpp import find_converter
+from sft_play.finished.export.check_merge import RowLogProbs, divergence_limit, log_probs, mean_divergence
+from sft_play.finished.export.engine_prompts import EnginePrompts, PairedPrompt
 from sft_play.finished.export.merge import ensure_whole_model_folder
 from sft_play.finished.export.places import find_gguf
-from sft_play.finished.load import default_device, load_held_out_rows, load_trained_model
+from sft_play.finished.load import default_device, evenly_spaced_indices, load_held_out_rows, load_trained_model
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 from sft_play.training.measure.exact_match import Question, generate_answers
@@ -48,6 +46,15 @@ _LLAMA_COMPATIBLE = ("mistral",)
 
 
 @dataclass(frozen=True)
+class ExportCheck:
+    """One comparison: `ok` None where it could not be made."""
+
+    name: str
+    ok: bool | None
+    reason: str
+
+
+@dataclass(frozen=True)
 class AnswerComparison:
     """The file's answers beside the trained model's. Divergences are means over places, in nats."""
 
@@ -58,11 +65,6 @@ class AnswerComparison:
     """Share of the trained model's tokens before the first that differs."""
     kl_limit: float
     """Mean divergence up to which this counts as the trained model, by the rule of merge-test."""
-
-    @property
-    def ok(self) -> bool:
-        """True if it answers as the trained model."""
-        return self.kl <= self.kl_limit
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,7 @@ class ExportTest(Answer):
         return [*lines, f"Verdict: not known, since not everything could be checked here ({', '.join(unchecked)})"]
 
 
-def export_test(
-    run: FinishedRun, *, path: Path | None = None, rows: int = EXPORT_TEST_ROWS, llama_cpp: Path | None = None
-) -> ExportTest:
+def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPORT_TEST_ROWS) -> ExportTest:
     """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many held-out rows. Raises
     RunFolderError where there is no GGUF, or DataError where the run's data is gone."""
     file = find_gguf(run, path)
@@ -108,41 +108,103 @@ def export_test(
     quiet_libraries()
     model_folder = ensure_whole_model_folder(run, is_locked=False)
     prompts = EnginePrompts(run, model_folder)
-    held_out_rows = load_held_out_rows(run)
+    held_out_rows, plan = load_held_out_rows(run), run.plan()
     row_prompts = prompts.row_prompts(held_out_rows.split, rows)
     prompt_source = held_out_rows.name if row_prompts else "test conversations"  # training rows have no text
-    plan, paired_prompts = run.plan(), row_prompts or prompts.probe_prompts()[:rows]
     # a prompt that fills the run's rows leaves no room for an answer
-    paired_prompts = [pair for pair in paired_prompts if len(pair.ids) < plan.max_seq_len]
-    divergence_rows = evenly_spaced_rows(held_out_rows.split.rows, _DIVERGENCE_ROWS)
-    pre_tokenizers = read_pre_tokenizers(find_converter(llama_cpp).vocabulary_source)
+    paired_prompts = [
+        pair for pair in row_prompts or prompts.probe_prompts()[:rows] if len(pair.ids) < plan.max_seq_len
+    ]
+    questions = [Question(pair.ids, "", "") for pair in paired_prompts]
+    held_out = held_out_rows.split.rows
+    divergence_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), _DIVERGENCE_ROWS)]
     tensor_types, embedding_rows = _read_tensor_types(file)
-    checks = _prompt_checks(run, prompts, paired_prompts, fields, pre_tokenizers)
+    checks = check_file(run, file, fields, prompts, paired_prompts)
+    # the coarsest rounding decides the limit
+    dtypes = {_GGUF_FLOAT_DTYPES.get(name) or f"q{max(2, weight_bits(name) or 8)}" for name in tensor_types}
+    dtypes.add(plan.precision.compute)
 
-    def measure(model: Any) -> _ModelOutput:
+    def measure(model: Any) -> tuple[list[tuple[int, ...]], list[RowLogProbs]]:
         generated = generate_answers(
-            model, prompts.tokenizer, [Question(pair.ids, "", "") for pair in paired_prompts],
-            stop_ids=prompts.stop_ids,
+            model, prompts.tokenizer, questions, stop_ids=prompts.stop_ids,
             max_new_tokens=run.config.eval.max_new_tokens, max_tokens=plan.answer_tokens,
         )  # fmt: skip
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        return _ModelOutput([answer.token_ids for answer in generated], log_probs(model, divergence_rows), dtype)
+        dtypes.add(str(next(model.parameters()).dtype).removeprefix("torch."))
+        return [answer.token_ids for answer in generated], log_probs(model, divergence_rows)
 
+    comparison, base_divergence = None, None
     try:
-        gguf_model = load_gguf(file, model_folder, embedding_rows=embedding_rows)
+        model = load_gguf(file, model_folder, embedding_rows=embedding_rows)
     except ModelError as error:
-        comparison, base_divergence = None, None
         checks.append(ExportCheck("Answers", None, str(error)))
     else:
-        output = measure(gguf_model)
-        del gguf_model
+        file_answers, file_log_probs = measure(model)
+        del model  # two whole models may be more than fits
         free_memory()
-        comparison, base_divergence = _compare_with_trained(run, measure, divergence_rows, output, tensor_types)
-        checks.append(_answer_check(comparison))
+        model = load_trained_model(run)
+        answers, trained_log_probs = measure(model)
+        if run.is_adapter:
+            with model.disable_adapter():
+                base_divergence = mean_divergence(trained_log_probs, log_probs(model, divergence_rows))
+        del model
+        free_memory()
+        pairs = list(zip(answers, file_answers, strict=True))
+        is_equal = (map(operator.eq, *pair) for pair in pairs)
+        equal_tokens = sum(sum(itertools.takewhile(bool, tokens)) for tokens in is_equal)
+        comparison = AnswerComparison(
+            mean_divergence(trained_log_probs, file_log_probs),
+            equal_answers=sum(answer == file_answer for answer, file_answer in pairs) / max(1, len(pairs)),
+            equal_tokens=equal_tokens / max(1, sum(map(len, answers))),
+            kl_limit=max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
+        )
+        shares = f"{comparison.equal_answers:.1%} equal the trained model's token for token"
+        shares += f" ({comparison.equal_tokens:.1%} of its tokens)"
+        reason = f"{shares}, KL {comparison.kl:.2g} nats (limit {comparison.kl_limit:.2g})"
+        checks.append(ExportCheck("Answers", comparison.kl <= comparison.kl_limit, reason))
     return ExportTest(
         run.folder.path, file, tuple(sorted(tensor_types)), prompt_source, len(paired_prompts), tuple(checks),
         comparison, base_divergence
     )  # fmt: skip
+
+
+def check_file(
+    run: FinishedRun,
+    file: Path,
+    fields: Mapping[str, Any],
+    prompts: EnginePrompts,
+    paired_prompts: Sequence[PairedPrompt],
+) -> list[ExportCheck]:
+    """Compare a GGUF, by its metadata `fields`, with training. Of a tokenizer that only llama.cpp itself reads, and
+    without prompts, `ok` is None."""
+    checks = []
+    if prompts.template is not None:
+        is_equal = fields.get("tokenizer.chat_template") == prompts.template
+        template_text = (
+            "the chat template trained with" if is_equal else "another chat template than the one trained with"
+        )
+        checks.append(ExportCheck("Template", is_equal, f"the file has {template_text}"))
+    try:
+        encode = load_file_tokenizer(file, fields)
+    except UnreadableTokenizerError as error:
+        return [*checks, ExportCheck("Tokenizer", None, str(error))]
+    texts = [pair.rendered for pair in paired_prompts]
+    equal_count = sum(
+        text is not None and encode(text) == pair.ids for text, pair in zip(texts, paired_prompts, strict=True)
+    )
+    reason = f"{equal_count} of {len(texts)} prompts have training's token ids by the file's own "
+    reason += f"({fields.get('tokenizer.ggml.model')}, {fields.get('tokenizer.ggml.pre', 'default')})"
+    if None in texts:
+        reason += f"; the template refuses {texts.count(None)}"
+    template_kwargs = run.config.data.chat_template_kwargs
+    if equal_count < len(texts) and template_kwargs:
+        reason += f"; training passed chat_template_kwargs={template_kwargs}, and so has every request"
+    checks.append(ExportCheck("Tokenizer", equal_count == len(texts) if texts else None, reason))
+    file_stop_ids = {fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    missing_ids = sorted(set(prompts.stop_ids) - file_stop_ids)
+    reason = "the file ends answers at training's stop tokens"
+    if missing_ids:
+        reason = f"the file does not end at {', '.join(prompts.tokenizer.convert_ids_to_tokens(missing_ids))}"
+    return [*checks, ExportCheck("Stop tokens", not missing_ids, reason)]
 
 
 def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
@@ -186,66 +248,130 @@ def weight_bits(tensor_type: str) -> int | None:
     return int(match[1]) if match else None
 
 
-@dataclass(frozen=True)
-class _ModelOutput:
-    answers: list[tuple[int, ...]]
-    log_probs: list[RowLogProbs]
-    dtype: str
+# --- the tokenizer in a GGUF ------------------------------------------------------------------------------------------
+#
+# A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`), of which llama.cpp's converter knows those of published
+# tokenizers by a checksum. For others the name is proven here: both cut many texts, from every part of Unicode, into
+# the same pieces. `pre_tokenizers.json` has llama.cpp's own table of them: the names, of several the most usual first;
+# the expressions that cut a text one after the other; and whether a piece that is a token as a whole skips the merges
+# (`ignore_merges`).
+_RANDOM_TEXTS = 400
+_ALPHABETS = (
+    *((0x20, 0x7E), (0x20, 0x7E), (0x09, 0x0D), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x6FF), (0x900, 0xDFF)),
+    *((0xE00, 0x11FF), (0x2000, 0x206F), (0x2070, 0x2BFF), (0x3000, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3)),
+    *((0xFF01, 0xFFEE), (0x1F300, 0x1FAFF), (0x10400, 0x1044F)),
+)
+_PIECES = (
+    " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "a", "Ab", "ABC", "'s", "'S", "'re", "'LL", "'", "’s",
+    "1", "12", "123", "1234", "12345678", "1.5", "½", "٣", "!", "?!", "...", "/", "//", "_", "-", "--", "=", "é", "ß",
+    "日本", "ひら", "カナ", "한국", "नि", "ก็", "🚀", "👨‍👩‍👧", "\u00a0", "\u3000", "\u200d", "µ", "Ǆ", "$", "+",
+    "<", "|", "^",
+)  # fmt: skip
+
+_SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
-def _prompt_checks(
-    run: FinishedRun,
-    prompts: EnginePrompts,
-    paired_prompts: Sequence[PairedPrompt],
-    fields: dict[str, Any],
-    pre_tokenizers: Any,
-) -> list[ExportCheck]:
-    refused_count = sum(pair.rendered is None for pair in paired_prompts)
-    equal_count = sum(
-        pair.rendered is not None and prompts.engine_ids(pair.text) == pair.ids for pair in paired_prompts
-    )
-    reason = f"{equal_count} of {len(paired_prompts)} have training's token ids by the folder's template and tokenizer"
-    if refused_count:
-        reason += f"; the template refuses {refused_count}"
-    template_kwargs = run.config.data.chat_template_kwargs
-    if equal_count < len(paired_prompts) and template_kwargs:
-        reason += f"; training passed chat_template_kwargs={template_kwargs}, and so has every request"
-    checks = [ExportCheck("Prompts", equal_count == len(paired_prompts) > 0, reason)]
-    return [*checks, *file_checks(fields, pre_tokenizers, prompts, paired_prompts)]
+@functools.cache
+def _known_pre_tokenizers() -> list[dict[str, Any]]:
+    path = Path(__file__).with_name("pre_tokenizers.json")
+    return list(json.loads(path.read_text(encoding="utf-8"))["pre_tokenizers"])
 
 
-def _compare_with_trained(
-    run: FinishedRun,
-    measure: Callable[[Any], _ModelOutput],
-    rows: Sequence[Any],
-    output: _ModelOutput,
-    tensor_types: set[str],
-) -> tuple[AnswerComparison, float | None]:
-    model = load_trained_model(run)
-    trained, base_divergence = measure(model), None
-    if run.is_adapter:
-        with model.disable_adapter():
-            base_divergence = mean_divergence(trained.log_probs, log_probs(model, rows))
-    del model
-    free_memory()
-    # the coarsest rounding decides the limit
-    file_dtypes = {_GGUF_FLOAT_DTYPES.get(name) or f"q{max(2, weight_bits(name) or 8)}" for name in tensor_types}
-    dtypes = {run.plan().precision.compute, trained.dtype, output.dtype, *file_dtypes}
-    pairs = list(zip(trained.answers, output.answers, strict=True))
-    comparison = AnswerComparison(
-        mean_divergence(trained.log_probs, output.log_probs),
-        equal_answers=sum(trained_answer == file_answer for trained_answer, file_answer in pairs) / max(1, len(pairs)),
-        equal_tokens=sum(shared_prefix_length(*pair) for pair in pairs)
-        / max(1, sum(len(trained_answer) for trained_answer, _ in pairs)),
-        kl_limit=max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
-    )
-    return comparison, base_divergence
+def _build_pre_tokenizer(entry: Mapping[str, Any]) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in entry["expressions"]]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _answer_check(comparison: AnswerComparison) -> ExportCheck:
-    reason = (
-        f"{comparison.equal_answers:.1%} equal the trained model's token for token "
-        f"({comparison.equal_tokens:.1%} of its tokens)"
-    )
-    reason += f", KL {comparison.kl:.2g} nats (limit {comparison.kl_limit:.2g})"
-    return ExportCheck("Answers", comparison.ok, reason)
+def _probe_texts() -> list[str]:
+    """Texts of all kinds: words, numbers, punctuation, white space, and scripts from every part of Unicode."""
+    generator = random.Random(0)
+    texts = ["".join(generator.choices(_PIECES, k=generator.randint(1, 24))) for _ in range(_RANDOM_TEXTS)]
+    for _ in range(_RANDOM_TEXTS):
+        alphabets, length = generator.choices(_ALPHABETS, k=3), generator.randint(1, 40)
+        texts.append("".join(chr(generator.randint(*generator.choice(alphabets))) for _ in range(length)))
+    return [*_PIECES, *texts]
+
+
+def find_pre_tokenizer(backend: Any) -> str | None:
+    """The name by which llama.cpp knows the pre-tokenizer of a `tokenizers` tokenizer. None if it has none that cuts
+    like it, or the tokenizer is not byte-level BPE, changes a text first, or merges in another way."""
+    from tokenizers import models
+
+    model, texts = backend.model, _probe_texts()
+    if not isinstance(model, models.BPE) or backend.pre_tokenizer is None:
+        return None
+    if model.dropout or model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    if backend.normalizer is not None:
+        # llama.cpp does not normalise; of text that is composed already, NFC changes nothing
+        composed = [unicodedata.normalize("NFC", text) for text in texts]
+        if any(backend.normalizer.normalize_str(text) != text for text in composed):
+            return None
+
+    def cut(pre_tokenizer: Any) -> list[list[str]]:
+        return [[piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)] for text in texts]
+
+    pieces = cut(backend.pre_tokenizer)
+    for entry in _known_pre_tokenizers():
+        if entry["ignore_merges"] == bool(model.ignore_merges) and cut(_build_pre_tokenizer(entry)) == pieces:
+            return str(entry["names"][0])
+    return None
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The metadata of a GGUF by its keys, as plain values; raises ModelError where it is no GGUF."""
+    from gguf import GGUFReader
+
+    try:
+        return {key: field.contents() for key, field in GGUFReader(str(path)).fields.items()}
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ModelError(f"{path} cannot be read as a GGUF: {error}") from None
+
+
+class UnreadableTokenizerError(ModelError):
+    """The file's tokenizer is of a kind that only llama.cpp itself can read."""
+
+
+def load_file_tokenizer(file: Path, fields: Mapping[str, Any]) -> Callable[[str], list[int]]:
+    """What makes token ids of a rendered prompt by a GGUF's own tokenizer, read by transformers, by llama.cpp's rules:
+    special tokens are parsed; a leading BOS of the text is not doubled. `fields`: the file's metadata. Raises
+    UnreadableTokenizerError for a kind, or a pre-tokenizer, that is not known here."""
+    from tokenizers import normalizers
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    architecture, vocabulary, _ = get_gguf_tokenizer(str(file))
+    kind, pre = vocabulary["tokenizer_type"], vocabulary.get("pre_tokenizer_type", "default")
+    if kind not in ("gpt2", "llama"):
+        raise UnreadableTokenizerError(f"the GGUF's tokenizer is a {kind}, which only llama.cpp itself reads")
+    backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
+    if kind == "gpt2":  # byte-level BPE; transformers cuts by GPT-2's rule where it does not know the name
+        known = [entry for entry in _known_pre_tokenizers() if pre in entry["names"]]
+        if not known:
+            raise UnreadableTokenizerError(f"the GGUF's pre-tokenizer {pre} is not in the table of llama.cpp's")
+        backend.pre_tokenizer = _build_pre_tokenizer(known[0])
+        backend.model.ignore_merges = known[0]["ignore_merges"]
+    else:  # SentencePiece, whose text gets a space before it after every special token too
+        prefix = [normalizers.Prepend(_SPACE_MARK)] if vocabulary.get("add_prefix_space", True) else []
+        backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE_MARK)])
+        backend.pre_tokenizer = None
+    bos_id = fields.get("tokenizer.ggml.bos_token_id")
+    # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of byte-level BPE
+    if bos_id is None or not fields.get("tokenizer.ggml.add_bos_token", kind == "llama"):
+        return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
+    bos = vocabulary["tokens"][bos_id]
+    return lambda text: [bos_id, *backend.encode(text.removeprefix(bos), add_special_tokens=False).ids]
+
+
+def is_sentencepiece(tokenizer: Any) -> bool:
+    """True if a fast tokenizer is SentencePiece's BPE: bytes only where a character has no piece."""
+    return getattr(tokenizer.backend_tokenizer.model, "byte_fallback", False) is True
+
+
+def adds_space_prefix(tokenizer: Any) -> bool:
+    """True if text gets a space before it, as llama.cpp would put one: after special tokens, with one of which a prompt
+    begins, and not only at the beginning."""
+    special_token = next(iter(tokenizer.all_special_tokens), "")
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer(f"{special_token}a", add_special_tokens=False)["input_ids"])
+    return any(piece.startswith(_SPACE_MARK) for piece in pieces[bool(special_token) :])

@@ -90,7 +90,8 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_
     require_unchanged(target)
     quiet_libraries()
     held_out_rows = load_held_out_rows(run)
-    sample_rows = evenly_spaced_rows(held_out_rows.split.rows, rows)
+    held_out = held_out_rows.split.rows
+    sample_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), rows)]
     model = load_trained_model(run)
     adapter_log_probs = log_probs(model, sample_rows)
     with model.disable_adapter():
@@ -134,11 +135,6 @@ MAX_POSITIONS = 64
 
 # Log-probabilities of every token at the trained positions of a row ([P, V], fp32, in RAM) and the next tokens ([P]).
 RowLogProbs = tuple[torch.Tensor, torch.Tensor]
-
-
-def evenly_spaced_rows(rows: Any, count: int) -> list[dict[str, list[int]]]:
-    """At most `count` rows, evenly spaced."""
-    return [rows[index] for index in evenly_spaced_indices(len(rows), count)]
 
 
 @torch.no_grad()

@@ -5,10 +5,8 @@ Training's are token ids of its own renderer. An engine has the folder's chat te
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,9 @@ from sft_play.finished.load import build_run_renderer, evenly_spaced_indices
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import read_json
 from sft_play.training.checkpoints.model_saving import set_stop_tokens
-from sft_play.training.measure.exact_match import EosTokenIds, collect_stop_ids
+from sft_play.training.measure.exact_match import collect_stop_ids
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
-MAX_CHECKED_ROWS = 32
 # Keys of a message that only training reads.
 _TRAINING_KEYS = ("train", "weight", "loss_weight")
 _PROBE_TEXTS = ("The", "Once upon a time, in 1984,", "naïve café 日本語 🚀\n\n", "def f(x):\n    return x\n")
@@ -38,79 +35,55 @@ class PairedPrompt:
 
     ids: list[int]
     rendered: str | None
-    messages: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def text(self) -> str:
-        """The engine's text, empty where there is none."""
-        return self.rendered or ""
 
 
 class EnginePrompts:
     """A run's prompts, and those of `model_folder`, which was merged or exported from it."""
 
     def __init__(self, run: FinishedRun, model_folder: Path) -> None:
-        self._run, self._model_folder = run, model_folder
+        self._model_folder = model_folder
         self.tokenizer = AutoTokenizer.from_pretrained(
             model_folder, trust_remote_code=run.config.model.trust_remote_code
         )
         self._training_tokenizer = load_tokenizer(run.config).tokenizer
         self._renderer = build_run_renderer(run, self._training_tokenizer)
-        self.is_plain_text = run.config.task_mode == "cpt"
-        self.today = self._renderer.today
+        self.is_plain_text, self.today = run.config.task_mode == "cpt", self._renderer.today
+        self.stop_ids = folder_stop_ids(run, self.tokenizer, model_folder)
+        """Tokens that end an answer as the run was trained."""
         self.end_of_turn = "" if self.is_plain_text else self._renderer.turn_locator().ends.end_of_turn
         """The text that ends an answer; empty where nothing does."""
-
-    @cached_property
-    def template(self) -> str | None:
+        templates = self.tokenizer.chat_template or {}
+        sources = templates if isinstance(templates, dict) else {"default": templates}
+        self.template: str | None = sources.get("default")
         """The folder's chat template, of several the one for rows without tools."""
-        templates = self.tokenizer.chat_template
-        return templates.get("default") if isinstance(templates, dict) else templates
-
-    @cached_property
-    def stop_ids(self) -> list[int]:
-        """Tokens that end an answer as the run was trained; the folder's own are those of its generation config, else
-        of its config."""
-        configs = (read_json(self._model_folder / name) for name in ("generation_config.json", "config.json"))
-        folder_stop_ids = next(
-            (config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None), None
-        )
-        return run_stop_ids(self._run, self.tokenizer, folder_stop_ids)
-
-    @cached_property
-    def _templates(self) -> dict[str, ChatTemplate]:
-        templates = self.tokenizer.chat_template
-        named_templates = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
         token_texts = {key: value for key, value in self.tokenizer.special_tokens_map.items() if isinstance(value, str)}
-        return {
-            name: ChatTemplate(source, variables=token_texts, today=self.today)
-            for name, source in named_templates.items()
+        self._templates = {
+            name: ChatTemplate(source, variables=token_texts, today=self.today) for name, source in sources.items()
         }
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], /, *, prompt: bool = True, tools: Sequence[Any] = ()
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
         """The folder's chat template, on the day of the run. Raises RenderError where it refuses these messages, or
         TokenizerError where there is none."""
         template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
             raise TokenizerError(f"{self._model_folder} has no chat template")
-        return template.render([dict(message) for message in messages], tools=tools, with_prompt=prompt)
+        return template.render([dict(message) for message in messages], tools=tools, with_prompt=True)
 
     def row_prompts(self, split: DataSplit, count: int) -> list[PairedPrompt]:
         """Prompts of a split's rows, at most `count`, evenly spaced over them."""
         if self.is_plain_text:
             rows = (split.rows[index]["input_ids"] for index in evenly_spaced_indices(len(split.rows), count))
             return [self._text_prompt(self._training_tokenizer.decode(ids[: max(1, len(ids) // 2)])) for ids in rows]
-        chats = (split.chats[index] for index in evenly_spaced_indices(len(split.chats), count))
-        return [pair for chat in chats for pair in [self._chat_prompt(chat)] if pair is not None]
+        chats = [split.chats[index] for index in evenly_spaced_indices(len(split.chats), count)]
+        return list(filter(None, map(self._chat_prompt, chats)))
 
     def probe_prompts(self) -> list[PairedPrompt]:
         """Prompts that are not the run's: conversations with and without a system prompt, or texts."""
         if self.is_plain_text:
             return [self._text_prompt(text) for text in _PROBE_TEXTS]
-        chats = (Chat("", (*turns, {"role": "assistant", "content": "."}), ()) for turns in probe_conversations())
-        return [pair for chat in chats for pair in [self._chat_prompt(chat)] if pair is not None]
+        answer = {"role": "assistant", "content": "."}
+        chats = [Chat("", (*turns, answer), ()) for turns in probe_conversations()]
+        return list(filter(None, map(self._chat_prompt, chats)))
 
     def _text_prompt(self, text: str) -> PairedPrompt:
         return PairedPrompt(list(self._training_tokenizer(text)["input_ids"]), text)
@@ -126,31 +99,19 @@ class EnginePrompts:
             {key: value for key, value in turn.items() if key not in _TRAINING_KEYS} for turn in chat.messages[:-1]
         ]
         try:
-            rendered = self.render(messages, tools=chat.tools)
+            return PairedPrompt(prompt, self.render(messages, chat.tools))
         except RenderError:
-            rendered = None
-        return PairedPrompt(prompt, rendered, messages)
-
-    def engine_ids(self, text: str) -> list[int]:
-        """Ids of an engine's text by the folder's tokenizer; a chat template writes BOS itself."""
-        return list(self.tokenizer(text, add_special_tokens=self.is_plain_text)["input_ids"])
+            return PairedPrompt(prompt, None)
 
     def engine_adds_bos(self) -> bool | None:
         """Whether an engine has to put BOS before a prompt: where training's began with it and the tokenizer puts it
         there by itself. None of plain text: as the tokenizer does it."""
+        bos = self.tokenizer.bos_token_id
         if self.is_plain_text:
             return None
-        bos = self.tokenizer.bos_token_id
-        tokenizer_adds_bos = list(self.tokenizer("a")["input_ids"])[:1] == [bos]
-        return (
-            bos is not None and tokenizer_adds_bos and any(pair.ids[:1] == [bos] for pair in self.probe_prompts()[:1])
-        )
-
-
-def shared_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Tokens, or characters, before the first that differs."""
-    pairs = zip(first, second, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if bos is None or list(self.tokenizer("a")["input_ids"])[:1] != [bos]:
+            return False
+        return any(pair.ids[:1] == [bos] for pair in self.probe_prompts()[:1])
 
 
 def probe_conversations() -> list[list[dict[str, str]]]:
@@ -170,12 +131,15 @@ def probe_conversations() -> list[list[dict[str, str]]]:
 def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, folder: Path) -> list[int]:
     """Write the generation config of the model in `source`, with the stop tokens of training, into `folder`; returns
     the stop tokens."""
-    settings, config = read_json(source / "generation_config.json"), read_json(source / "config.json")
-    stop_token_ids = run_stop_ids(run, tokenizer, settings.get("eos_token_id", config.get("eos_token_id")))
+    stop_token_ids = folder_stop_ids(run, tokenizer, source)
     set_stop_tokens(folder, stop_token_ids, tokenizer.pad_token_id, source_folder=source)
     return stop_token_ids
 
 
-def run_stop_ids(run: FinishedRun, tokenizer: Any, base_stop_ids: EosTokenIds) -> list[int]:
-    """Tokens that end an answer as the run was trained: the base's own, and what ends an assistant's turn."""
-    return collect_stop_ids(run.config.task_mode, tokenizer, build_run_renderer(run, tokenizer), base_stop_ids)
+def folder_stop_ids(run: FinishedRun, tokenizer: Any, folder: Path) -> list[int]:
+    """Tokens that end an answer as the run was trained: those of the model in a folder, by its generation config or
+    else its config, and what ends an assistant's turn."""
+    settings, config = read_json(folder / "generation_config.json"), read_json(folder / "config.json")
+    folder_eos = settings.get("eos_token_id")
+    eos_token_ids = config.get("eos_token_id") if folder_eos is None else folder_eos
+    return collect_stop_ids(run.config.task_mode, tokenizer, build_run_renderer(run, tokenizer), eos_token_ids)

@@ -1,13 +1,14 @@
-"""llama.cpp's own converters, found or fetched, and run as a program of their own.
+"""llama.cpp's own converter and quantizer: found or fetched, and run as a program of their own.
 
-They travel in the source package of llama-cpp-python, which pip downloads (index, proxies and certificates are the
-user's own settings) and compares with the digest below. Nothing of that package is built, and of its files only the
-converters and the table of pre-tokenizers are unpacked.
+The converter travels in the source package of llama-cpp-python, which pip downloads (index, proxies
+and certificates are the user's own settings) and compares with the digest below. Nothing of that
+package is built, and of its files only the converter is unpacked.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -17,6 +18,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sft_play.errors import BackendError, ConfigError
 from sft_play.files import ROOT, atomic, cache_dir, hold_lock
@@ -28,10 +30,8 @@ logger = logging.getLogger(__name__)
 LLAMA_CPP_PACKAGE, LLAMA_CPP_VERSION = "llama-cpp-python", "0.3.36"
 LLAMA_CPP_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 CONVERTER_FILE = "convert_hf_to_gguf.py"
-# The file that names the pre-tokenizers which llama.cpp knows, with their expressions.
-VOCABULARY_SOURCE = Path("src") / "llama-vocab.cpp"
 _VENDOR_PREFIX = f"llama_cpp_python-{LLAMA_CPP_VERSION}/vendor/llama.cpp/"
-_UNPACKED_PATHS = ("conversion/", "gguf-py/gguf/", CONVERTER_FILE, "LICENSE", str(VOCABULARY_SOURCE))
+_UNPACKED_PATHS = ("conversion/", "gguf-py/gguf/", CONVERTER_FILE, "LICENSE")
 _MAX_OUTPUT_LINES = 6
 
 # pip builds a source package's metadata by running its build system. This one answers from what is known already, so
@@ -54,11 +54,6 @@ class Converter:
 
     folder: Path
     version: str
-
-    @property
-    def vocabulary_source(self) -> Path:
-        """The source file with the pre-tokenizers; a checkout may lack it."""
-        return self.folder / VOCABULARY_SOURCE
 
 
 def has_llama_cpp() -> bool:
@@ -106,10 +101,9 @@ def _download(folder: Path) -> Path:
     )
     requirements, build_folder, download_folder = folder / "wanted.txt", folder / "build", folder / "download"
     (build_folder / "scikit_build_core").mkdir(parents=True)
-    requirements.write_text(
-        f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n", encoding="utf-8"
-    )
-    (build_folder / "scikit_build_core" / "__init__.py").write_text("", encoding="utf-8")
+    requirement = f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n"
+    requirements.write_text(requirement, encoding="utf-8")
+    (build_folder / "scikit_build_core" / "__init__.py").touch()
     (build_folder / "scikit_build_core" / "build.py").write_text(_BUILD_SYSTEM, encoding="utf-8")
     command = [
         *(sys.executable, "-m", "sft_play.process.signals", "pip", "download"),
@@ -122,7 +116,7 @@ def _download(folder: Path) -> Path:
     process = subprocess.run(
         command, capture_output=True, text=True, errors="replace", env=environment, cwd=folder, check=False
     )
-    archives = sorted(download_folder.glob("*.tar.gz")) if download_folder.is_dir() else []
+    archives = list(download_folder.glob("*.tar.gz"))
     if process.returncode or not archives:
         lines = [line for line in (process.stdout + process.stderr).splitlines() if line.strip()]
         reason = next((line for line in lines if line.lstrip().startswith("ERROR")), lines[-1] if lines else "no pip")
@@ -133,17 +127,14 @@ def _download(folder: Path) -> Path:
 
 
 def unpack_converter(archive: Path, target: Path) -> None:
-    """Write the converters of the source package, whose digest has been compared, into the folder `target`; raises
+    """Write the converter of the source package, whose digest has been compared, into the folder `target`; raises
     ConfigError where it cannot be unpacked."""
     try:
         with tarfile.open(archive) as archive_file:
             for member in archive_file:
                 name = member.name.removeprefix(_VENDOR_PREFIX)
-                is_unpacked = name != member.name and name.startswith(_UNPACKED_PATHS) and ".." not in Path(name).parts
-                content = archive_file.extractfile(member) if is_unpacked else None
-                if content is not None:  # a file
-                    (target / name).parent.mkdir(parents=True, exist_ok=True)
-                    (target / name).write_bytes(content.read())
+                if name != member.name and name.startswith(_UNPACKED_PATHS):
+                    archive_file.extract(member.replace(name=name, deep=False), target, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ConfigError(f"{archive} cannot be unpacked: {one_line(str(error))}") from None
     if not (target / CONVERTER_FILE).is_file():
@@ -151,57 +142,38 @@ def unpack_converter(archive: Path, target: Path) -> None:
 
 
 def convert_to_gguf(
-    converter: Converter, model_folder: Path, target: Path, *, quant: str, name: str, vocabulary: str
+    converter: Converter, model_folder: Path, target: Path, *, quant: str, name: str, vocabulary: Mapping[str, Any]
 ) -> None:
     """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of its own. `name`: the
-    model's in the file. `vocabulary`: JSON for `run_converter.py`. Raises BackendError with its last lines where it
+    model's in the file. `vocabulary`: what `run_llama_cpp.py` is told. Raises BackendError with its last lines where it
     failed."""
-    runner = Path(__file__).with_name("run_converter.py")
-    arguments = [
-        str(converter.folder),
-        str(model_folder),
-        "--outfile",
-        str(target),
-        "--outtype",
-        quant,
-        "--model-name",
-        name,
-    ]
-    process = run_python([str(runner), *arguments], environment={"SFT_PLAY_GGUF_VOCABULARY": vocabulary})
-    if process.returncode or not target.is_file():
-        hint = "a newer checkout may do better (LLAMA_CPP=)"
-        raise BackendError(
-            f"llama.cpp's converter ({converter.version}) failed; {hint}:\n{format_last_lines(process.stdout)}"
-        )
+    folders = [str(converter.folder), str(model_folder)]
+    words = ["convert", *folders, "--outfile", str(target), "--outtype", quant, "--model-name", name]
+    problem = f"llama.cpp's converter ({converter.version}) failed; a newer checkout may do better (LLAMA_CPP=)"
+    _run(words, target, problem=problem, SFT_PLAY_GGUF_VOCABULARY=json.dumps(vocabulary))
 
 
 def quantize_gguf(source: Path, target: Path, quant: str) -> None:
     """Write the GGUF `source` with weights in fewer bits, by llama.cpp's library in a process of its own. Raises
     BackendError with its last lines where it failed."""
-    runner = Path(__file__).with_name("run_quantizer.py")
-    process = run_python([str(runner), str(source), str(target), quant], environment={})
-    if process.returncode or not target.is_file():
-        raise BackendError(
-            f"llama.cpp's library could not write {quant} ({process.returncode}):\n{format_last_lines(process.stdout)}"
-        )
+    _run(["quantize", source, target, quant], target, problem=f"llama.cpp's library could not write {quant}")
 
 
-def run_python(arguments: Sequence[str], *, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """This Python with these words, both streams as one text; the variable that would hide gguf-py is left out."""
-    inherited = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}
+def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables: str) -> None:
+    inherited = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}  # it would hide gguf-py
     fixed = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    return subprocess.run(
-        [sys.executable, "-m", "sft_play.process.signals", sys.executable, *arguments],
+    runner = Path(__file__).with_name("run_llama_cpp.py")
+    process = subprocess.run(
+        [sys.executable, "-m", "sft_play.process.signals", sys.executable, str(runner), *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=signals.child_environment({**inherited, **fixed, **environment}),
+        env=signals.child_environment({**inherited, **fixed, **variables}),
         check=False,
     )
-
-
-def format_last_lines(text: str) -> str:
-    """The end of a program's output, which is where it says what went wrong."""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    return "\n".join(f"  {one_line(line, limit=300)}" for line in lines[-_MAX_OUTPUT_LINES:])
+    if process.returncode or not target.is_file():
+        # the end of a program's output is where it says what went wrong
+        lines = [line.rstrip() for line in process.stdout.splitlines() if line.strip()][-_MAX_OUTPUT_LINES:]
+        last_lines = "\n".join(f"  {one_line(line, limit=300)}" for line in lines)
+        raise BackendError(f"{problem} (exit code {process.returncode}):\n{last_lines}")

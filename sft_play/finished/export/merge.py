@@ -18,7 +18,8 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,14 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, ModelError
@@ -63,15 +72,14 @@ from sft_play.training.checkpoints.full_state_dict import (
     tied_weight_names,
 )
 from sft_play.training.checkpoints.model_saving import (
+    FileTensor,
     apply_key_mapping,
-    expand_to_full_class,
     open_tensors,
     saved_dtype_rule,
     set_dtype,
     write_tensors,
-    write_weights,
 )
-from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config, read_model, silence_load_report
+from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config, silence_load_report
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from sft_play.training.prepare.experts import holds_routed_experts
 from sft_play.training.prepare.library_messages import quiet_libraries
@@ -101,8 +109,10 @@ class AdaptedModel:
             new_rows=added_token_rows(self.tokenizer, run.config),
         )  # fmt: skip
         self.base_model = self._build_meta_model()
-        self.tensor_names = frozenset(self.base_model.state_dict())
-        """Names of all tensors of the model as transformers holds it, tied ones too."""
+        tower = self.model_spec.text_tower
+        self.key_mapping: dict[str, str] | None = None if tower is None else tower.key_mapping
+        self.to_full_name: Callable[[str], str] = str if tower is None else tower.to_full_name
+        """The name in the base's files of a tensor of the model, where they hold a larger class."""
         tied_sources = dict(getattr(self.base_model, "all_tied_weights_keys", None) or {})
         self.quantized_names = self._find_quantized_names() if base == "dequantized" else frozenset()
         self.adapted_layers: dict[str, Any] = {}
@@ -110,17 +120,18 @@ class AdaptedModel:
         self.trained_embedding_rows: dict[str, tuple[list[int], torch.Tensor]] = {}
         """By name, embeddings of which only some rows were trained: the indices of these rows, and the rows."""
         self._load_adapter(self._build_meta_model())
-        shared = next(
-            (name for name, source in tied_sources.items() if {name, source} <= self.adapted_layers.keys()), None
-        )
-        if shared is not None:
+        shared = [source for name, source in tied_sources.items() if {name, source} <= self.adapted_layers.keys()]
+        if shared:
             raise ModelError(
-                f"the adapter cannot be merged: blocks of a {type(self.base_model).__name__} share "
-                f"{tied_sources[shared]}, and each "
-                "has changes of its own to it; serve the base with the adapter"
+                f"the adapter cannot be merged: blocks of a {type(self.base_model).__name__} share {shared[0]}, and "
+                "each has changes of its own to it; serve the base with the adapter"
             )
-        self.untied_sources = {name: source for name, source in tied_sources.items() if self._is_untied(name, source)}
+        self.untied_sources: dict[str, str] = {}
         """Tensors that the base ties to others and that training made different, with the name of the other."""
+        for name, source in tied_sources.items():
+            trained = [self.fully_trained_tensors[key] for key in (name, source) if key in self.fully_trained_tensors]
+            if len(trained) == 1 or (trained and not torch.equal(*trained)):
+                self.untied_sources[name] = source
         self.tied_tensors = frozenset(tied_sources) - set(self.untied_sources)
 
     def _build_meta_model(self) -> Any:
@@ -156,10 +167,8 @@ class AdaptedModel:
 
         file = self.run.weights / ADAPTER_FILE
         # a product of two bf16 factors, or a sum with a bf16 weight, would round what was trained
-        tower = self.model_spec.text_tower
-        to_full_name = str if tower is None else tower.to_full_name
         saved = {
-            to_full_name(name): tensor.float()
+            self.to_full_name(name): tensor.float()
             for name, tensor in load_file(file).items()
             if not is_duplicate_name(name)
         }
@@ -168,13 +177,11 @@ class AdaptedModel:
         mismatched_names = sorted(set(names) ^ set(saved))
         if mismatched_names:
             raise ModelError(f"{file} is the adapter of another model: {mismatched_names[0]} is in one of them only")
-        for name, tensor in saved.items():
-            shape = tuple(peft_model.get_parameter(names[name]).shape)
-            if shape != tuple(tensor.shape):
-                shapes = f"{name} has the shape {tuple(tensor.shape)}, and this model's has {shape}"
-                raise ModelError(f"{file} is the adapter of another model: {shapes}")
-        # PEFT's own loading would move what it reads to where the base is, which is nowhere
-        peft_model.load_state_dict({names[name]: tensor for name, tensor in saved.items()}, strict=False, assign=True)
+        try:
+            # PEFT's own loading would move what it reads to where the base is, which is nowhere
+            peft_model.load_state_dict({names[name]: saved[name] for name in saved}, strict=False, assign=True)
+        except RuntimeError as error:
+            raise ModelError(f"{file} is the adapter of another model: {one_line(str(error), limit=300)}") from None
         base_model = peft_model.get_base_model()
         for module_name, module in base_model.named_modules():
             if isinstance(module, ParamWrapper):  # nested, where a module has several such weights
@@ -189,13 +196,6 @@ class AdaptedModel:
                 adapter = module.token_adapter
                 trained = adapter.trainable_tokens_delta["default"].detach()
                 self.trained_embedding_rows[f"{module_name}.weight"] = (adapter.token_indices["default"], trained)
-
-    def _is_untied(self, name: str, source: str) -> bool:
-        if (name in self.fully_trained_tensors) != (source in self.fully_trained_tensors):
-            return True
-        return name in self.fully_trained_tensors and not torch.equal(
-            self.fully_trained_tensors[name], self.fully_trained_tensors[source]
-        )
 
     def trained_shape(self, name: str, base_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor after training, given the base's: embeddings may have more rows."""
@@ -216,17 +216,12 @@ class AdaptedModel:
         layer = self.adapted_layers.get(name)
         if layer is None and name not in self.quantized_names:
             return base_tensor
-        weight = self._training_weight(name, base_tensor)
-        if layer is None:
-            return weight
-        return _merge_layer(layer, weight)
-
-    def _training_weight(self, name: str, base_tensor: torch.Tensor) -> torch.Tensor:
-        """The base's weight in fp32, rounded to NF4 and back where the adapter is merged into such."""
-        if name not in self.quantized_names:
-            return base_tensor.float()
-        # from the dtype in which training loaded it before it quantised: from fp32 other values would round otherwise
-        return nf4_roundtrip(base_tensor.to(TORCH_DTYPES[self.precision.load]))
+        weight = base_tensor.float()
+        if name in self.quantized_names:
+            # from the dtype in which training loaded it before it quantised: from fp32 other values would round
+            # otherwise
+            weight = nf4_roundtrip(base_tensor.to(TORCH_DTYPES[self.precision.load]))
+        return weight if layer is None else _merge_layer(layer, weight)
 
 
 def _merge_layer(layer: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -249,97 +244,84 @@ logger = logging.getLogger(__name__)
 
 
 # --------------------------------------------------------------------------------------------------
-# The merged weights as files: from the base's files tensor by tensor where that is possible, else
-# through RAM.
+# The merged weights as files, from the base's files tensor by tensor.
 
 # Floating-point dtypes as safetensors names them; tensors of others pass through as they are.
 _FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
+def main_dtype(tensors: Iterable[FileTensor]) -> str:
+    """The dtype of most elements, as safetensors names it."""
+    elements: Counter[str] = Counter()
+    for tensor in tensors:
+        elements[tensor.dtype] += math.prod(tensor.shape)
+    return elements.most_common(1)[0][0]
+
+
 class MergedWeights:
-    """The merged weights, and how they are written: from the base's files tensor by tensor where every adapted layer
-    is a tensor there, else through the whole model in RAM."""
+    """The merged weights, written from the base's files tensor by tensor. Raises ModelError where a layer that was
+    trained cannot be brought back into the files' tensors, or they would not be the class's, by names and shapes."""
 
     def __init__(self, adapted: AdaptedModel, base_folder: Path, dtype: torch.dtype | None) -> None:
-        self._adapted, self._base_folder = adapted, base_folder
+        self._adapted, self._base_folder, self._requested_dtype = adapted, base_folder, dtype
         self._base_tensors = open_tensors(base_folder)
-        self._base_facts = {
-            name: (tensor.file, tensor.shape, tensor.dtype) for name, tensor in self._base_tensors.items()
-        }
-        self._requested_dtype = dtype
-        self.dtype = dtype or self._dtype_of_files()
+        self._size = sum(math.prod(tensor.shape) for tensor in self._base_tensors.values())
+        file_dtype = main_dtype(self._base_tensors.values())
+        if file_dtype not in _FLOAT_DTYPES:
+            raise ModelError(f"{base_folder} holds weights in {file_dtype}, into which no adapter can be merged")
+        self.dtype = dtype or _FLOAT_DTYPES[file_dtype]
         """Dtype of the merged weights; tensors that the class keeps in fp32 stay so."""
-        self._target_names, self._joined_tensors = _map_to_model(adapted, self._base_facts)
-        streamable_targets = {target for target, is_converted in self._target_names.values() if not is_converted}
-        streamable_targets |= {
-            target for target, joined_tensor in self._joined_tensors.items() if joined_tensor.can_be_split()
-        }
+        self._sources = _map_to_model(adapted, self._base_tensors)
         # files hold a tied tensor once, under its source's name
-        trained_whole = (
-            name
-            for name in adapted.fully_trained_tensors
-            if name not in adapted.untied_sources and name not in adapted.tied_tensors
-        )
+        self._unwritten = {*adapted.untied_sources, *adapted.tied_tensors}
         self._trained_targets = {
             *adapted.adapted_layers,
-            *trained_whole,
+            *(adapted.fully_trained_tensors.keys() - self._unwritten),
             *adapted.trained_embedding_rows,
             *adapted.quantized_names,
         }
-        self.is_streamed = (
-            self._trained_targets <= streamable_targets and self._find_misfit(self._output_shapes()) is None
-        )
-
-    def _dtype_of_files(self) -> torch.dtype:
-        counts: dict[torch.dtype, int] = {}
-        for _, shape, name in self._base_facts.values():
-            if name in _FLOAT_DTYPES:
-                counts[_FLOAT_DTYPES[name]] = counts.get(_FLOAT_DTYPES[name], 0) + math.prod(shape)
-        if not counts:
-            raise ModelError(f"{self._base_folder} holds no floating-point weights to merge an adapter into")
-        return max(counts, key=lambda dtype: counts[dtype])
+        model_name = type(adapted.base_model).__name__
+        for target in sorted(self._trained_targets):
+            source = self._sources.get(target)
+            if source is None or not source.can_be_split():
+                reason = f"{target} of a {model_name} is made of tensors of its files in a way that has no way back"
+                raise ModelError(f"the adapter cannot be merged: {reason}; serve the base with the adapter")
+        misfit = self._find_misfit()
+        if misfit is not None:
+            raise ModelError(f"the merged weights would not be those of a {model_name}: {misfit}")
 
     @property
     def max_bytes(self) -> int:
         """The most bytes that the files can have: as if everything that was trained whole came on top."""
-        elements = sum(math.prod(shape) for _, shape, _ in self._base_facts.values())
-        elements += sum(tensor.numel() for tensor in self._adapted.fully_trained_tensors.values())
+        elements = self._size + sum(tensor.numel() for tensor in self._adapted.fully_trained_tensors.values())
         elements += sum(rows.numel() for _, rows in self._adapted.trained_embedding_rows.values())
         return int(elements * self.dtype.itemsize)
 
     def write(self, folder: Path, file_bytes: int) -> None:
-        """Write the weights into a folder; raises ModelError where the files are not the class's, by names and
-        shapes."""
-        if self.is_streamed:
-            shapes, tensors = dict(self._output_shapes()), self._merged_tensors()
-            write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, max_file_bytes=file_bytes)
-        else:
-            self._write_through_model(folder)
-        misfit = self._find_misfit((name, tensor.shape) for name, tensor in open_tensors(folder).items())
-        if misfit is not None:
-            raise ModelError(
-                f"the merged weights are not those of a {type(self._adapted.base_model).__name__}: {misfit}"
-            )
+        """Write the weights into a folder."""
+        shapes, tensors = dict(self._output_shapes()), self._merged_tensors()
+        write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, max_file_bytes=file_bytes)
 
-    def _find_misfit(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str | None:
+    def _find_misfit(self) -> str | None:
         """Find tensors that the class would miss, not know, or have in another shape, as transformers loads them;
         None if there are none."""
         adapted, tensors = self._adapted, dict[str, torch.Tensor]()
-        for name, shape in shapes:
+        for name, shape in self._output_shapes():
             if name in tensors:
                 return f"two tensors would be {name}"
             tensors[name] = torch.empty(shape, device="meta")
-        for target, joined_tensor in self._joined_tensors.items():
-            if joined_tensor.is_joined_in_ram and set(joined_tensor.keys) <= tensors.keys():  # needs data
-                tensors[target] = joined_tensor.join({key: tensors.pop(key) for key in joined_tensor.keys})
-        model_class, extra = type(adapted.base_model), set(tensors) - set(self._base_facts)
+        for source in self._sources.values():
+            # transformers joins these on the CPU wherever the model is, as Qwen4's table of n-grams: it needs data
+            if getattr(source.converter, "force_cpu", False) and source.patterns.keys() <= tensors.keys():
+                tensors[source.target] = source.join({key: tensors.pop(key) for key in source.patterns})
+        model_class, extra = type(adapted.base_model), tensors.keys() - self._base_tensors.keys()
         config = copy.deepcopy(adapted.base_model.config)
         config.tie_word_embeddings = config.tie_word_embeddings and not adapted.untied_sources
         try:
             with silence_load_report():
                 model, load_report = model_class.from_pretrained(
                     None, config=config, state_dict=tensors, device_map={"": "meta"}, ignore_mismatched_sizes=True,
-                    output_loading_info=True, key_mapping=_key_mapping(adapted),
+                    output_loading_info=True, key_mapping=adapted.key_mapping,
                 )  # fmt: skip
         except (RuntimeError, ValueError) as error:  # experts of different numbers cannot be joined
             return one_line(str(error), limit=300)
@@ -352,172 +334,106 @@ class MergedWeights:
             (f"{len(names)} {problem}, such as {min(names)}" for problem, names in problems.items() if names), None
         )
 
-    def _output_name(self, key: str) -> str | None:
-        """The name of a base's tensor in the result, its own, so that other engines read it as they read the base; None
-        where it has no place there."""
-        target = self._target_names[key][0]
-        return None if target in self._adapted.tied_tensors or target in self._adapted.untied_sources else key
+    def _written_sources(self) -> Iterator[_Source]:
+        return (source for target, source in self._sources.items() if target not in self._unwritten)
 
     def _output_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for key, (_, shape, _) in self._base_facts.items():
-            name = self._output_name(key)
-            if name is not None:
-                yield name, self._adapted.trained_shape(self._target_names[key][0], shape)
-        by_target = {self._target_names[key][0]: shape for key, (_, shape, _) in self._base_facts.items()}
-        for name, source in self._adapted.untied_sources.items():
-            yield self._full_name(name), self._adapted.trained_shape(name, by_target[source])
+        """Names and shapes of the result. Tensors of the base keep their names, so that other engines read them as they
+        read the base."""
+        for source in self._written_sources():
+            for key in source.patterns:
+                shape = self._base_tensors[key].shape
+                is_joined = source.converter is not None
+                yield key, shape if is_joined else self._adapted.trained_shape(source.target, shape)
+        for name, target in self._adapted.untied_sources.items():
+            (key,) = self._sources[target].patterns
+            yield self._adapted.to_full_name(name), self._adapted.trained_shape(name, self._base_tensors[key].shape)
 
     def _merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        sources = {source: name for name, source in self._adapted.untied_sources.items()}
-        written_targets: set[str] = set()
-        for file in sorted({file for file, _, _ in self._base_facts.values()}):
-            # one tensor at a time is in memory: the order of the output is that of the base's files
-            for key in [key for key, facts in self._base_facts.items() if facts[0] == file]:
-                name, target = self._output_name(key), self._target_names[key][0]
-                if name is None:
-                    continue
-                if target in self._joined_tensors and target in self._trained_targets:
-                    if target not in written_targets:  # all of its parts at once, whichever files have them
-                        written_targets.add(target)
-                        yield from self._merged_parts(target)
-                    continue
-                base = self._base_tensors[key].read()
-                yield name, self._cast_as_in_files(self._adapted.trained_tensor(target, base), base)
-                if target in sources:  # what was one tensor in the base is two now
-                    untied_name = sources[target]
-                    yield (
-                        self._full_name(untied_name),
-                        self._cast_as_in_files(self._adapted.trained_tensor(untied_name, base), base),
-                    )
-
-    def _merged_parts(self, target: str) -> Iterator[tuple[str, torch.Tensor]]:
-        joined_tensor = self._joined_tensors[target]
-        parts = {key: self._base_tensors[key].read() for key in joined_tensor.keys}
-        joined = self._adapted.trained_tensor(target, joined_tensor.join(parts))
-        yield from ((key, self._cast_as_in_files(part, parts[key])) for key, part in joined_tensor.split(joined))
-
-    def _full_name(self, name: str) -> str:
-        tower = self._adapted.model_spec.text_tower
-        return name if tower is None else tower.to_full_name(name)
-
-    def _cast_as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        return tensor.to(base.dtype) if self._requested_dtype is None else tensor
+        untied_names = {target: name for name, target in self._adapted.untied_sources.items()}
+        for source in self._written_sources():
+            if source.target in self._trained_targets:
+                parts = {key: self._base_tensors[key].read() for key in source.patterns}
+                merged = self._adapted.trained_tensor(source.target, source.join(parts))
+                yield from source.split(merged)
+            else:  # one tensor at a time is in memory
+                yield from ((key, self._base_tensors[key].read()) for key in source.patterns)
+            if source.target in untied_names:  # what was one tensor in the base is two now
+                name, (key,) = untied_names[source.target], source.patterns
+                untied_tensor = self._adapted.trained_tensor(name, self._base_tensors[key].read())
+                yield self._adapted.to_full_name(name), untied_tensor
 
     def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        dtype = saved_dtype_rule(self._adapted.base_model, self._requested_dtype)(name, tensor)
+        """The dtype that was asked for, as far as the class takes it, else that of the base's file."""
+        if self._requested_dtype is not None:
+            dtype = saved_dtype_rule(self._adapted.base_model, self._requested_dtype)(name, tensor)
+        elif name in self._base_tensors:
+            dtype = _FLOAT_DTYPES.get(self._base_tensors[name].dtype, tensor.dtype)
+        else:
+            dtype = self.dtype
         if dtype == torch.float16 and float(tensor.float().abs().max()) > torch.finfo(dtype).max:
             raise ConfigError(f"DTYPE=fp16 cannot hold {name}, which has values above 65,504; take DTYPE=bf16")
         return dtype
 
-    def _write_through_model(self, folder: Path) -> None:
-        """Where transformers builds an adapted layer out of several tensors of the files: load, merge, save."""
-        from dataclasses import replace
 
-        adapted = self._adapted
-        size_gib = format_gib(sum(math.prod(shape) * self.dtype.itemsize for _, shape, _ in self._base_facts.values()))
-        reason = "transformers joins tensors of its files into the layers that were trained"
-        logger.warning("Merge: the whole model is loaded into RAM (%s GiB): %s", size_gib, reason)
-        names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-        precision = replace(adapted.precision, load=names[self.dtype])
-        model = read_model(adapted.run.config, precision, adapted.model_spec)
-        if adapted.untied_sources:
-            model.config.tie_word_embeddings = False
-            for name, source in adapted.untied_sources.items():
-                parent, _, attribute = name.rpartition(".")
-                untied_parameter = nn.Parameter(model.get_parameter(source).detach().clone(), requires_grad=False)
-                setattr(model.get_submodule(parent), attribute, untied_parameter)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters(remove_duplicate=True):
-                parameter.data = adapted.trained_tensor(name, parameter.data).to(parameter.dtype)
-        write_weights(model, folder, dtype=self.dtype)
-        expand_to_full_class(model, folder, self._base_folder, dtype=self._requested_dtype)
+class _Source:
+    """The tensors of the base's files that one of the model comes from: one, or several that transformers joins on the
+    way, such as a projection of all experts. `patterns`: by the name in the files, the converter's pattern for it."""
 
-
-def _key_mapping(adapted: AdaptedModel) -> dict[str, str] | None:
-    tower = adapted.model_spec.text_tower
-    return None if tower is None else tower.key_mapping
-
-
-class _JoinedTensor:
-    """Tensors of the base's files that transformers joins into one of the model, such as a projection of all
-    experts."""
-
-    def __init__(
-        self, adapted: AdaptedModel, target: str, converter: Any, shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        self._adapted, self._target, self._converter, self._shapes = adapted, target, converter, shapes
-        self.keys: list[str] = []
-        self._patterns: dict[str, str] = {}
-
-    def add(self, key: str, pattern: str) -> None:
-        """One more of its tensors, and the pattern of the converter that it matches."""
-        self.keys.append(key)
-        self._patterns[key] = pattern
-
-    @property
-    def is_joined_in_ram(self) -> bool:
-        """True if transformers joins them on the CPU wherever the model is, as Qwen4's table of n-grams."""
-        return bool(getattr(self._converter, "force_cpu", False))
+    def __init__(self, adapted: AdaptedModel, target: str, converter: Any) -> None:
+        self._adapted, self.target, self.converter = adapted, target, converter
+        self.patterns: dict[str, str | None] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Join the files' tensors into the model's tensor."""
-        from transformers.core_model_loading import dot_natural_key
-
-        converter, model = copy.deepcopy(self._converter), self._adapted.base_model
-        for key in sorted(self.keys, key=dot_natural_key):  # the tenth expert comes after the ninth
-            converter.add_tensor(self._target, key, self._patterns[key], parts[key])
-        converted = converter.convert(self._target, model=model, config=model.config)
-        tensor = converted[self._target]
-        result: torch.Tensor = tensor[0] if isinstance(tensor, list) else tensor
+        if self.converter is None:
+            (tensor,) = parts.values()
+            return tensor
+        converter, model = copy.deepcopy(self.converter), self._adapted.base_model
+        for key, pattern in self.patterns.items():
+            converter.add_tensor(self.target, key, pattern, parts[key])
+        converted = converter.convert(self.target, model=model, config=model.config)[self.target]
+        result: torch.Tensor = converted[0] if isinstance(converted, list) else converted
         return result
 
     def split(self, joined: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Split the model's tensor into the files' tensors, by their names in the files."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        mapping = _key_mapping(self._adapted) or {}
-        names = {apply_key_mapping(key, mapping): key for key in self.keys}
-        for name, tensor in revert_weight_conversion(self._adapted.base_model, {self._target: joined}).items():
+        if self.converter is None:
+            yield next(iter(self.patterns)), joined
+            return
+        mapping = self._adapted.key_mapping or {}
+        names = {apply_key_mapping(key, mapping): key for key in self.patterns}
+        for name, tensor in revert_weight_conversion(self._adapted.base_model, {self.target: joined}).items():
             yield names.get(name, name), tensor
 
     def can_be_split(self) -> bool:
         """True if its tensors come out again under the names and with the shapes that the files have."""
-        parts = {key: torch.empty(self._shapes[key], device="meta") for key in self.keys}
+        parts = {key: torch.empty(shape, device="meta") for key, shape in self.shapes.items()}
         try:
             split_shapes = {key: tuple(tensor.shape) for key, tensor in self.split(self.join(parts))}
         except Exception:  # a conversion that has no way back, each in its own way
             return False
-        return split_shapes == {key: tuple(self._shapes[key]) for key in self.keys}
+        return split_shapes == self.shapes
 
 
-def _map_to_model(
-    adapted: AdaptedModel, tensors: Mapping[str, tuple[Path, tuple[int, ...], str]]
-) -> tuple[dict[str, tuple[str, bool]], dict[str, _JoinedTensor]]:
-    """The name in the model of each tensor of the base's files, and whether it is converted on the way (joined with
-    others, split, reshaped); transformers' own table decides, as it does when loading. With the tensors of each that is
-    converted."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
+def _map_to_model(adapted: AdaptedModel, tensors: Mapping[str, FileTensor]) -> dict[str, _Source]:
+    """What each tensor of the model comes from, by its name there; transformers' own table decides, as it does when
+    loading."""
     # a private part of transformers (5.23): files of older layouts get today's names here, and experts that a file
     # holds one by one are stacked into one tensor
     model = adapted.base_model
-    transforms = get_model_conversion_mapping(model, _key_mapping(adapted))
+    transforms = get_model_conversion_mapping(model, adapted.key_mapping)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    state = model.state_dict()
-    targets, joined_tensors = dict[str, tuple[str, bool]](), dict[str, _JoinedTensor]()
-    by_pattern = {pattern: transform for transform in converters for pattern in transform.source_patterns}
-    shapes = {key: shape for key, (_, shape, _) in tensors.items()}
-    for key in sorted(tensors):
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state, sources = model.state_dict(), dict[str, _Source]()
+    for key in sorted(tensors, key=dot_natural_key):  # the tenth expert comes after the ninth
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        targets[key] = (target, pattern is not None)  # a pattern is that of a converter; mere renamings have none
-        if pattern is not None:
-            joined_tensor = joined_tensors.setdefault(
-                target, _JoinedTensor(adapted, target, by_pattern[pattern], shapes)
-            )
-            joined_tensor.add(key, pattern)
-    return targets, joined_tensors
+        # a pattern is that of a converter; mere renamings have none
+        source = sources.setdefault(target, _Source(adapted, target, by_pattern.get(pattern)))
+        source.patterns[key], source.shapes[key] = pattern, tuple(tensors[key].shape)
+    return sources
 
 
 MERGE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -536,7 +452,6 @@ class MergeResult(Answer):
     untied: bool
     """True if input and output embeddings, one tensor in the base, are two now."""
     bytes: int
-    streamed: bool
     wall_s: float
     notes: tuple[str, ...] = ()
 
@@ -594,13 +509,11 @@ def merge_run(
     if dtype_name != "fp32" and any(
         holds_routed_experts(*named_module) for named_module in adapted.base_model.named_modules()
     ):
-        notes.append(f"Experts: rounded to {dtype_name}, a router may choose another of two that are nearly equal to "
-        f"it; "
-                     "DTYPE=fp32 keeps the adapter's choices")  # fmt: skip
+        rounding_note = f"rounded to {dtype_name}, a router may choose another of two that are nearly equal to it"
+        notes.append(f"Experts: {rounding_note}; DTYPE=fp32 keeps the adapter's choices")
     return MergeResult(
         run.folder.path, target, dtype_name, adapted.base, len(adapted.adapted_layers), bool(adapted.untied_sources),
-        size,
-        merged_weights.is_streamed, round(time.monotonic() - start_time, 2), tuple(notes),
+        size, round(time.monotonic() - start_time, 2), tuple(notes),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import contextlib
 import fnmatch
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -35,11 +35,10 @@ _LEAK_CHECKED_PATTERNS = ("README.md", "*config*.json", "*.jinja", "*.py", "*.in
 
 
 @dataclass(frozen=True)
-class Upload:
-    """What `push` would upload. `files`: a path, or the text that is uploaded in its place, by name in the repository.
-
-    `repo_exists`: whether the repository is there already; `is_private`: how it is then, or will be made.
-    """
+class Upload(Answer):
+    """An upload, planned or done. `files`: a path, or the text that is uploaded in its place, by name in the
+    repository. `repo_exists`: whether the repository was there before; `is_private`: how it is then, or will be made;
+    `commit`: what the upload made of it, empty before."""
 
     run: Path
     folder: Path
@@ -48,46 +47,34 @@ class Upload:
     repo_exists: bool
     is_private: bool
     notes: tuple[str, ...]
+    commit: str = ""
 
-    def file_sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
+    def _file_sizes(self) -> dict[str, int]:
         files = self.files.items()
         return {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files}
 
-    def lines(self) -> list[str]:
-        """Repository, files and sizes, in words."""
-        access = "private" if self.is_private else "PUBLIC"
+    def describe(self) -> str:
+        """Repository, files and sizes, as they are shown before the upload."""
+        access, sizes = "private" if self.is_private else "PUBLIC", self._file_sizes()
         action = f"the existing {access} repository is updated" if self.repo_exists else f"a new {access} repository"
-        sizes = self.file_sizes()
-        lines = [
-            f"From {self.folder} to https://huggingface.co/{self.repo} ({action}), {format_size(sum(sizes.values()))}:"
-        ]
+        place = f"From {self.folder} to https://huggingface.co/{self.repo} ({action})"
+        lines = [f"{place}, {format_size(sum(sizes.values()))}:"]
         lines += [f"  {name} ({format_size(size)})" for name, size in sizes.items()]
-        return [*lines, *self.notes]
-
-
-@dataclass(frozen=True)
-class PushResult(Answer):
-    """What `push` uploaded."""
-
-    upload: Upload
-    commit: str
+        return "\n".join([*lines, *self.notes])
 
     def as_json(self) -> dict[str, Any]:
-        upload = self.upload
+        files = [{"name": name, "bytes": size} for name, size in self._file_sizes().items()]
         return {
-            "ok": True, "pushed": True, "run": str(upload.run), "repo": upload.repo,
-            "url": f"https://huggingface.co/{upload.repo}", "commit": self.commit, "private": upload.is_private,
-            "created": not upload.repo_exists, "files": [{"name": n, "bytes": b} for n,
-            b in upload.file_sizes().items()],
+            "ok": True, "pushed": True, "run": str(self.run), "repo": self.repo,
+            "url": f"https://huggingface.co/{self.repo}", "commit": self.commit, "private": self.is_private,
+            "created": not self.repo_exists, "files": files,
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        upload = self.upload
-        access = "private" if upload.is_private else "public"
+        access = "private" if self.is_private else "public"
         return [
-            f"Uploaded: {len(upload.files)} files to https://huggingface.co/{upload.repo} ({access})",
-            next_command_line("prune", "CHECKPOINTS=1 frees the disk of its checkpoints", RUNS=upload.run.name),
+            f"Uploaded: {len(self.files)} files to https://huggingface.co/{self.repo} ({access})",
+            next_command_line("prune", "CHECKPOINTS=1 frees the disk of its checkpoints", RUNS=self.run.name),
         ]
 
 
@@ -99,7 +86,7 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
     from huggingface_hub import HfApi, get_token
 
     repo_name = require_repo_name(repo)
-    folder = _upload_folder(run, is_merged=is_merged)
+    folder = _merged_folder(run) if is_merged else run.weights
     if get_token() is None:
         raise ConfigError("there is no token of the Hugging Face hub here: hf auth login, or HF_TOKEN=…")
     # after what is refused without torch, which this imports
@@ -108,14 +95,18 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
     is_private_repo = _is_private_repo(HfApi(), repo_name)
     if is_private_repo is False and is_confirmed and not is_public:
         raise ConfigError(f"{repo_name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
-    base = describe_base(run.config)  # by the name that others find it under, since a local path means nothing to them
-    files = _upload_files(folder)
-    if CARD_FILE in files:
-        files[CARD_FILE] = (
-            (folder / CARD_FILE).read_text(encoding="utf-8").replace(REPOSITORY_PLACEHOLDER, repo_name).encode()
-        )
     notes = [line for line in [describe_merge(folder)] if is_merged and line]
+    files: dict[str, Path | bytes] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        # as a path: `*` stays within a folder
+        if path.is_file() and any(PurePosixPath(f"/{name}").match(f"/{pattern}") for pattern in UPLOAD_PATTERNS):
+            files[name] = path
+    if CARD_FILE in files:
+        card = (folder / CARD_FILE).read_text(encoding="utf-8")
+        files[CARD_FILE] = card.replace(REPOSITORY_PLACEHOLDER, repo_name).encode()
     if "adapter_config.json" in files:
+        base = describe_base(run.config)  # by the name that others find it under: a local path means nothing to them
         settings = read_json(folder / "adapter_config.json") | {"base_model_name_or_path": base.name}
         files["adapter_config.json"] = (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()
         if not base.is_on_hub:
@@ -125,12 +116,12 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
         notes.append(f"{repo_name} is private and stays so; its settings on the hub change that")
     is_private = (not is_public) if is_private_repo is None else is_private_repo
     return Upload(
-        run.folder.path, folder, repo_name, dict(sorted(files.items())),
+        run.folder.path, folder, repo_name, files,
         repo_exists=is_private_repo is not None, is_private=is_private, notes=tuple(notes),
     )  # fmt: skip
 
 
-def push(upload: Upload) -> PushResult:
+def push(upload: Upload) -> Upload:
     """Upload; one commit, so that the repository has all files or none. Raises ConfigError where the hub refuses it."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -141,32 +132,31 @@ def push(upload: Upload) -> PushResult:
             api.create_repo(upload.repo, private=upload.is_private, exist_ok=False)
         operations = [CommitOperationAdd(name, file) for name, file in upload.files.items()]
         commit = api.create_commit(upload.repo, operations, commit_message=f"Upload {upload.run.name}")
-    return PushResult(upload, str(commit.oid))
+    return replace(upload, commit=str(commit.oid))
 
 
 def require_repo_name(repo: str | None) -> str:
     """The name of a repository; raises ConfigError where there is none, or it cannot be one."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+    problem = "make push needs a repository of the hub, REPO=user/name"
+    if not repo:
+        raise ConfigError(problem)
     try:
-        validate_repo_id(repo or "")
-        reason = "" if str(repo).count("/") == 1 else f"REPO={one_line(repo or '')} names no user"
+        validate_repo_id(repo)
     except HFValidationError as error:
-        reason = f"REPO={one_line(repo or '')}: {one_line(str(error), limit=200)}"
-    if repo is None or reason:
-        raise ConfigError(f"make push needs a repository of the hub, REPO=user/name{f' ({reason})' if repo else ''}")
+        raise ConfigError(f"{problem} (REPO={one_line(repo)}: {one_line(str(error), limit=200)})") from None
+    if "/" not in repo:
+        raise ConfigError(f"{problem} (REPO={one_line(repo)} names no user)")
     return repo
 
 
-def _upload_folder(run: FinishedRun, *, is_merged: bool) -> Path:
-    if not is_merged:
-        return run.weights
+def _merged_folder(run: FinishedRun) -> Path:
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
-    target = run.folder.path / MERGED_FOLDER
-    merge_command = f"make merge RUN={run.folder.shell_path}{' FORCE=1' if target.exists() else ''} writes it"
-    merged = find_merged_model(run)
+    target, merged = run.folder.path / MERGED_FOLDER, find_merged_model(run)
     if merged is None:
+        merge_command = f"make merge RUN={run.folder.shell_path}{' FORCE=1' if target.exists() else ''} writes it"
         raise RunFolderError(f"{target} holds no merged model of this adapter; {merge_command}")
     require_faithful_merge(merged, run)
     return merged
@@ -191,32 +181,19 @@ def _translate_hub_errors(problem: str) -> Iterator[None]:
         raise ConfigError(f"{problem}: {one_line(redact(str(error)), limit=300)}") from error
 
 
-def _upload_files(folder: Path) -> dict[str, Path | bytes]:
-    names = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file())
-    # as a path: `*` stays within a folder
-    return {
-        name: folder / name
-        for name in names
-        if any(PurePosixPath(f"/{name}").match(f"/{pattern}") for pattern in UPLOAD_PATTERNS)
-    }
-
-
 def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
-    data = (run.manifest.get("data") or {}).values()
-    recorded_paths = [
-        run.folder.path,
-        *(Path(str(file["path"])) for file in data if Path(str(file.get("path", ""))).is_absolute()),
-    ]
-    folders = {str(path.absolute().parent) for path in recorded_paths} | {str(Path.cwd()), str(Path.home())}
+    data_paths = [Path(str(file.get("path", ""))) for file in (run.manifest.get("data") or {}).values()]
+    recorded_paths = [run.folder.path.absolute(), *(path for path in data_paths if path.is_absolute())]
+    folders = {str(path.parent) for path in recorded_paths} | {str(Path.cwd()), str(Path.home())}
     # a folder such as /data may be named by any text; one below it is this machine's
     private_paths = sorted(folder for folder in folders if folder.count("/") > 1)
     for name, file in files.items():
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _LEAK_CHECKED_PATTERNS):
             continue
         text = (file if isinstance(file, bytes) else file.read_bytes()).decode("utf-8", "replace")
-        path = next((path for path in private_paths if path in text), None)
-        if path is not None:
-            finding = f"a path of this machine, {one_line(path)}"
-            raise ConfigError(f"{name} names {finding}; remove it there before the upload")
+        for path in private_paths:
+            if path in text:
+                finding = f"a path of this machine, {one_line(path)}"
+                raise ConfigError(f"{name} names {finding}; remove it there before the upload")
         if redact(text) != text:
             raise ConfigError(f"{name} holds what looks like a password or a token; take it out first")
