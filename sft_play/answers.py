@@ -1,7 +1,5 @@
 """What a command answers with: plain data for programs, and lines for a person."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Any

@@ -8,8 +8,6 @@ Progress goes to the `sft_play` loggers at INFO; `logging.basicConfig(level="INF
 fix are classes of `sft_play.errors`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """The program: reads the request, runs the command, writes its answer, and maps errors to exit codes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -2,8 +2,6 @@
 dapt-docx`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib

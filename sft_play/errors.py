@@ -4,8 +4,6 @@ Each class is also the standard-library type that it refines, so that scripts ca
 was asked, what was found, and what to do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

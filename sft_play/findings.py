@@ -3,8 +3,6 @@
 `make check` and `make doctor` both collect these; `diagnose/doctor.py` shows them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -5,8 +5,6 @@ everything else: it is in a run's train.log, and with WHY=1 on the terminal. Ran
 their rank in the prefix.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

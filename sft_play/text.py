@@ -1,7 +1,5 @@
 """Text for people: sizes, durations and large numbers, and tables, where what is not known is `n/a`."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ and what it trains.
 DeepSpeed is imported only when used: it may be missing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -3,8 +3,6 @@
 Shards (ZeRO-3, FSDP) are gathered tensor by tensor into rank 0's host memory; for an adapter, only the adapter's.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

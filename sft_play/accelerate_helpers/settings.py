@@ -1,7 +1,5 @@
 """The settings of `get_accelerator`: seven keys of a YAML file or a mapping, strict, and their DeepSpeed file."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,26 +30,27 @@ AutocastPrecision = Literal["no", "fp16", "bf16"]
 class DistConfig(Section):
     """The keys of `configs/train/common.yaml`."""
 
+    # What runs the training over ranks: accelerate's DDP (or FSDP under `accelerate launch`), or
+    # DeepSpeed.
     backend: Literal["accelerate", "deepspeed"] = "accelerate"
-    """What runs the training over ranks: accelerate's DDP (or FSDP under `accelerate launch`), or DeepSpeed."""
 
+    # Autocast's dtype; auto takes bf16 where the GPU has it, fp16 on older GPUs, no on a CPU.
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
-    """Autocast's dtype; auto takes bf16 where the GPU has it, fp16 on older GPUs, no on a CPU."""
 
+    # Micro-batches per optimizer step.
     gradient_accumulation_steps: int = Field(1, ge=1)
-    """Micro-batches per optimizer step."""
 
+    # Whether `wrap_model_optimizer` turns on gradient checkpointing.
     gradient_checkpointing: bool = False
-    """Whether `wrap_model_optimizer` turns on gradient checkpointing."""
 
+    # DeepSpeed's file in JSON or YAML; null takes ZeRO-2, or ZeRO-3 with offload.
     deepspeed_config: Name | None = None
-    """DeepSpeed's file in JSON or YAML; null takes ZeRO-2, or ZeRO-3 with offload."""
 
+    # DeepSpeed ZeRO-3 with weights and optimizer states in RAM.
     zero3_offload: bool = False
-    """DeepSpeed ZeRO-3 with weights and optimizer states in RAM."""
 
+    # DDP's search for parameters that got no gradient.
     find_unused_parameters: bool = False
-    """DDP's search for parameters that got no gradient."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ command is run, the groups of commands that take the same variables, and a line 
 file has `run_FILE(request)`, which returns a `CommandResult`, or only the exit code.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from types import ModuleType

@@ -1,7 +1,5 @@
 """`setup-accelerate`: writes accelerate's configuration for this machine, or asks accelerate's own questions."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A command's answer: lines and JSON of one object, and where they are written."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

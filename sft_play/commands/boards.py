@@ -1,7 +1,5 @@
 """`tensorboard`, `tb-open`, `tb-stop` and `tb-clean`: the curves of runs in TensorBoard."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -2,8 +2,6 @@
 project itself, by tools that only a checkout has: `benchmarks/` is beside the package and is not installed with it.
 `generate` writes the files of a checkout that are made from the code."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys

@@ -1,8 +1,6 @@
 """`check`, `doctor`, `gpu-info` and `memory-check`: what stops or spoils a run, what this machine is, and what a run
 holds of it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

@@ -1,8 +1,6 @@
 """`merge`, `export` and `push`: a finished run's model for other programs, and whether it still is the trained one; and
 `consolidate`: the trained weights of a run's last checkpoint, whole, as safetensors."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path

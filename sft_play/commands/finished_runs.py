@@ -1,8 +1,6 @@
 """`eval`, `ship`, `report`, `compare`, `reproduce`, `runs`, `prune`, `chat`, `infer` and `serve`: runs that have ended
 measured, judged, shown, trained again, listed and removed; and what they answer."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -7,8 +7,6 @@ Kubeflow with the run YAML in a ConfigMap. Each starts `scripts/train_distribute
 one whose run is finished ends at once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -67,20 +65,20 @@ def run_launch_file(request: Request) -> CommandResult:
 class SchedulerJob:
     """What is to be started, and where. `words` are those of `sft-play train-distributed` after its config."""
 
+    # The run's name, in the form that Kubernetes takes (`job_name`).
     name: str
-    """The run's name, in the form that Kubernetes takes (`job_name`)."""
     config: Path
     words: Sequence[str]
     nodes: int
     gpus_per_node: int
     gpu: str
     checkout: Path
+    # Where the command was given: relative paths of the config begin here.
     folder: Path
-    """Where the command was given: relative paths of the config begin here."""
     bucket: str
     venv: str | None = None
+    # Files and folders of this machine that the run reads, by their names in the config.
     local: Mapping[str, Path] = field(default_factory=dict)
-    """Files and folders of this machine that the run reads, by their names in the config."""
 
     @property
     def settings(self) -> list[str]:

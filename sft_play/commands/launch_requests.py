@@ -1,7 +1,5 @@
 """What starts the ranks of a command that trains: nobody, a launcher that is there already, or this process."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -2,8 +2,6 @@
 process, as one of a launcher's ranks, or over ranks that are launched here; `rank` is one of
 these, which help does not name."""
 
-from __future__ import annotations
-
 from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
 from sft_play.commands.launch_requests import launch_request_from
 from sft_play.commands.lookups import refuse_hardware

@@ -2,8 +2,6 @@
 a variable names.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`new`: the run YAML of a model and data, or of another tool's file."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shlex

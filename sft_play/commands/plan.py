@@ -1,7 +1,5 @@
 """`plan`: memory, speed, layout and batch of a run, with the reasons, before anything loads."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -1,7 +1,5 @@
 """The request to a command: words, flags and make's variables, read once, with an error where they are wrong."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools
@@ -37,8 +35,8 @@ class Request:
     config: Path
     overrides: tuple[str, ...] = ()
     is_config_given: bool = False
+    # Whether `config` is the one that the folder of the run names, and not the user.
     is_config_recorded: bool = False
-    """Whether `config` is the one that the folder of the run names, and not the user."""
     options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
     hardware: str | None = None
     run: str | None = None

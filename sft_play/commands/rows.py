@@ -6,8 +6,6 @@ with the trained part in colour, here and as a page. `full-pipeline`: process, s
 one before wrote.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -5,8 +5,6 @@ line. No kernel is started: code that only IPython understands (`!pip`, `%%bash`
 no value is shown but what is printed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -4,8 +4,6 @@ All cells are read, checked and planned before the first one trains. A cell's na
 command finds its run again: a finished one is left as it is, a stopped one is resumed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

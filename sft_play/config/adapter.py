@@ -4,8 +4,6 @@ An adapter's weights mean something only with the rank, the scale and the module
 are read from its `adapter_config.json`; a run YAML may repeat them, and is refused where it contradicts them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

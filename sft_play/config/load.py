@@ -45,10 +45,10 @@ class LoadedConfig:
     path: Path
     text: str
     overrides: tuple[str, ...]
+    # The stages of its curriculum; empty without one.
     stages: tuple[Stage, ...] = ()
-    """The stages of its curriculum; empty without one."""
+    # The name of the stage, where this is the run of one stage.
     stage_name: str | None = None
-    """The name of the stage, where this is the run of one stage."""
 
     @property
     def longest_config(self) -> RunConfig:

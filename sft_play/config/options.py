@@ -3,8 +3,6 @@
 Whatever lists options (error messages, the reference, the tests) reads this table.
 """
 
-from __future__ import annotations
-
 import json
 import types
 from collections.abc import Iterator

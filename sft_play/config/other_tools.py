@@ -2,8 +2,6 @@
 probably means.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import functools

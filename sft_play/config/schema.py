@@ -6,8 +6,6 @@ changes something downstream. `configs/reference.yaml` and `configs/run.schema.j
 from this file.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

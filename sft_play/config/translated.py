@@ -1,8 +1,6 @@
 """Another tool's file as a run YAML: its keys in our terms, worked out together, then that tool's own defaults for
 what it leaves out, and what has no equivalent as comments with the reason."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import re

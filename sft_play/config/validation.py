@@ -3,8 +3,6 @@
 `find_conflicts` has what pydantic does not look for: values that contradict each other.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ silently keeps the last of two equal keys. This reader resolves plain scalars by
 duplicate keys with both lines.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -73,8 +71,8 @@ class YamlDocument:
     raw_texts: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     overridden_paths: set[KeyPath] = field(default_factory=set)
+    # Of a stage: where each setting of its own stands in the file.
     stage_paths: dict[KeyPath, KeyPath] = field(default_factory=dict)
-    """Of a stage: where each setting of its own stands in the file."""
 
     def location(self, path: KeyPath) -> str:
         """Where a value stands: `SET` for an override, else `file:line`, its own or its nearest ancestor's."""

@@ -3,8 +3,6 @@
 `make check` says all of it; a run stops at problems, and logs what concerns its rows and masks.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What a person's data are, from their first rows: task, columns, held-out share and length for a new run YAML."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

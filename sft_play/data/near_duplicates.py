@@ -4,8 +4,6 @@ A text is the set of its runs of `NGRAM` words, in any case of letters. Scripts 
 the letter.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

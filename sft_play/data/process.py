@@ -6,8 +6,6 @@ the others, and rows with the same content are in the same split; raw files that
 Nothing is written where a row cannot be used, unless data.on_bad_row=skip.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ Each rank writes how far it came (`rank-N.json`), so that after a hang it is kno
 results of all (`result.json`).
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

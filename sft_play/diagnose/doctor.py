@@ -2,8 +2,6 @@
 ranks; and findings as lines.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -2,8 +2,6 @@
 what a plan assumes of a machine that is only named. Each as JSON, and as lines that fit a narrow terminal.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -46,8 +44,8 @@ class HostInfo:
     ram_bytes: int
     ram_free_bytes: int
     outputs: str
+    # The nearest folder above the outputs that exists.
     disk_folder: str
-    """The nearest folder above the outputs that exists."""
     disk_bytes: int | None
     disk_free_bytes: int | None
 

@@ -3,8 +3,6 @@
 `read_system_facts` is the only reader; the checks get what was read as arguments.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -57,8 +55,8 @@ class SystemFacts:
     hardware: Hardware
     python: str = ""
     cpu_architecture: str = "x86_64"
+    # Linux's release; None on other systems.
     kernel: str | None = None
-    """Linux's release; None on other systems."""
     hostname: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     requirements: tuple[str, ...] = ()
@@ -66,8 +64,8 @@ class SystemFacts:
     nccl: str | None = None
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
+    # None where /dev/shm is not a separate file system.
     shared_memory: DiskSpace | None = None
-    """None where /dev/shm is not a separate file system."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

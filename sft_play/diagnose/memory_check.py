@@ -2,8 +2,6 @@
 predicted; as JSON, and as a page.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -212,8 +210,9 @@ class MemorySnapshot:
     prediction: MemoryPrediction | None
     ram: RamUse
     warnings: tuple[str, ...]
+    # Of a run that has ended the peak of each moment, in bytes of one rank, as it measured them
+    # itself.
     measured: Mapping[str, int]
-    """Of a run that has ended the peak of each moment, in bytes of one rank, as it measured them itself."""
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object, bytes as integers."""

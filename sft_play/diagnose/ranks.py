@@ -1,7 +1,5 @@
 """An all-reduce over all ranks: started like a run's ranks, ended at a time limit, and judged."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

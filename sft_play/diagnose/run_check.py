@@ -2,8 +2,6 @@
 other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -185,8 +183,8 @@ class _RunChecks:
         self._row_renderer: RowRenderer | None = None
         self._planned_run: PlannedRun | None = None
         self._surveys: dict[str, RowStats] = {}
+        # Errors that are on the page already, and under which name.
         self._reported: dict[str, str] = {}
-        """Errors that are on the page already, and under which name."""
 
     def findings(self) -> Iterator[Finding]:
         """Every check, in the order of the page."""

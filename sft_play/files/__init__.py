@@ -1,7 +1,5 @@
 """Files of the machine: kept for later runs, in the folder of caches; and written whole or not at all (`atomic`)."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Files and folders that are written aside and renamed: whoever reads, and a kill, finds the old one or the new one."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import shutil

@@ -2,8 +2,6 @@
 and the loss of a model on token rows.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """lm-evaluation-harness, where it is installed: its tasks for base and trained model."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

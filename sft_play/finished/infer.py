@@ -1,7 +1,5 @@
 """`make infer`: an answer to each prompt of a file, written as JSONL, resumed where it stopped."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

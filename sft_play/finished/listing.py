@@ -3,8 +3,6 @@
 Only folders with this toolkit's manifest are looked at or removed. A run that is being written is never touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """The model of a finished run, loaded for use: as it was trained, or merged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

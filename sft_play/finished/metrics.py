@@ -2,8 +2,6 @@
 of the base beside the trained model, with the interval of each difference, which `make ship` judges by too.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -8,8 +8,6 @@ fails at wrong ones, leaves stop texts in answers, and renders in the event loop
 prompt stops every client.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

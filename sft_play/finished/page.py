@@ -1,7 +1,5 @@
 """One self-contained HTML page (`page.html.jinja`): tables, curves and texts; and curves as text in the terminal."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -6,8 +6,6 @@ The page's sections, in their order: how it ended, curves, the plan beside what 
 machine, data, and how to reproduce it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

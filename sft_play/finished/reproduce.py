@@ -6,8 +6,6 @@ machine may be why the result differs: `make compare` names them. Where the code
 recorded commit trains the run again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -2,8 +2,6 @@
 answers to end; one by one, in batches, or in the conversation of `make chat`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -172,8 +170,8 @@ class Conversation:
     temperature: float = 0.0
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
+    # Who gave each of the answers in `messages`.
     answered_by: list[str] = field(default_factory=list)
-    """Who gave each of the answers in `messages`."""
     uses_base: bool = False
     compares_base: bool = False
     has_ended: bool = False

@@ -1,8 +1,6 @@
 """A finished run: found by its name, with its settings, its weights and the base that they were trained from; what a
 command on it answers with; and what it writes, whole or as it was before."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ trained (`openai`). With vLLM its own `vllm serve` takes the place of this proce
 merged model, whose folder holds the tokenizer, the template and the stop tokens of training.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -52,8 +50,8 @@ class ServedEndpoint(Answer):
     host: str
     port: int
     pid: int
+    # What to say of the model's positions, where rows of training were shorter.
     context: str = ""
-    """What to say of the model's positions, where rows of training were shorter."""
 
     @property
     def url(self) -> str:
@@ -119,8 +117,8 @@ def exposure_warning(host: str) -> str | None:
 class TransformersService:
     """`transformers serve`'s server in a thread of this process."""
 
+    # True if, after `wait`, a thread still computes an answer: Python would abort in its own end.
     is_busy = False
-    """True if, after `wait`, a thread still computes an answer: Python would abort in its own end."""
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
         from transformers.utils.import_utils import is_serve_available

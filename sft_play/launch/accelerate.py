@@ -82,12 +82,12 @@ class AccelerateConfig(BaseModel):
     path: Path
     distributed_type: DistributedType = "NO"
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
+    # The total over machines; None: one for each GPU.
     num_processes: int | None = Field(default=None, ge=1)
-    """The total over machines; None: one for each GPU."""
     num_machines: int = Field(default=1, ge=1)
     machine_rank: int = Field(default=0, ge=0)
+    # Those of each machine; None: all.
     gpu_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Those of each machine; None: all."""
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
     use_cpu: bool = False
     main_process_ip: str | None = None

@@ -6,8 +6,6 @@ of another is told, with sft-play's exit codes. And a signal is passed on to the
 would end them after 30 s.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -393,12 +393,12 @@ class PlanValues:
     data_parallel_ranks: int
     hidden_size: int
     compute_dtype: Literal["bfloat16", "float16", "float32"]
+    # The training options by their paths in DeepSpeed's file: key of the run YAML, value.
     options: Mapping[str, tuple[str, Any]]
-    """The training options by their paths in DeepSpeed's file: key of the run YAML, value."""
+    # Dtype in which gradients are sent, in DeepSpeed's spelling; None: as computed.
     reduce: str | None = None
-    """Dtype in which gradients are sent, in DeepSpeed's spelling; None: as computed."""
+    # Dtype that buffers are cast to; None: unchanged.
     buffer: str | None = None
-    """Dtype that buffers are cast to; None: unchanged."""
 
     @classmethod
     def from_plan(cls, plan: Plan, config: RunConfig, *, hidden_size: int) -> PlanValues:

@@ -389,13 +389,13 @@ def _run_folder(request: LaunchRequest) -> tuple[RunFolder | None, bool]:
 class StageRequest:
     """A run, or one of its stages, as its plan is asked for: all but the lengths of its rows."""
 
+    # With the batch of DeepSpeed's file where the run YAML leaves it open.
     run: LoadedConfig
-    """With the batch of DeepSpeed's file where the run YAML leaves it open."""
     plan_request: PlanRequest
+    # In current keys, where DeepSpeed is asked for or was the engine of the run that is resumed.
     deepspeed_config: DeepspeedConfig | None = None
-    """In current keys, where DeepSpeed is asked for or was the engine of the run that is resumed."""
+    # What messages call that config.
     deepspeed_name: str = "DeepSpeed"
-    """What messages call that config."""
 
     def with_changes(self, **changes: Any) -> StageRequest:
         """The same with other fields of the planner's request."""

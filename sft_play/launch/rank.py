@@ -37,19 +37,19 @@ LAUNCH_FILE = "launch.json"
 class LaunchPlan:
     """A launch as planned, before anything is made."""
 
+    # The run's; None on several nodes, where rank 0 names it.
     folder: RunFolder | None
-    """The run's; None on several nodes, where rank 0 names it."""
     is_resumed: bool
+    # The plan of the run, or of each stage; none where the run to resume is finished.
     stage_plans: Sequence[PlanWithDeepSpeed] = ()
-    """The plan of the run, or of each stage; none where the run to resume is finished."""
+    # Whether this process trains, or starts Unsloth's processes, which do.
     trains_in_process: bool = True
-    """Whether this process trains, or starts Unsloth's processes, which do."""
+    # Whether the parent that launched this rank has created the folder, so that rank 0 must not.
     folder_exists: bool = False
-    """Whether the parent that launched this rank has created the folder, so that rank 0 must not."""
+    # The folder's lock, where this process has that of the whole run.
     lock: RunLock | None = None
-    """The folder's lock, where this process has that of the whole run."""
+    # The day of the run's first start, for chat templates that write one.
     today: date = dataclasses.field(default_factory=date.today)
-    """The day of the run's first start, for chat templates that write one."""
 
     @property
     def plan(self) -> Plan:

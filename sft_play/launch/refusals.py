@@ -1,8 +1,6 @@
 """What a run is refused for before a library is loaded, in one list: commands that start runs raise the first of it,
 `plan` and `check` say all of it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

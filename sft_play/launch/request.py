@@ -1,7 +1,5 @@
 """What is to be launched: a run, its options, and what a launcher, accelerate's file and a mesh add to them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -83,17 +81,19 @@ class LaunchRequest:
 
     loaded: LoadedConfig
     options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
+    # Whether ranks are launched; else this process trains, alone or as one of `rank_info`.
     launches_ranks: bool = False
-    """Whether ranks are launched; else this process trains, alone or as one of `rank_info`."""
+    # Whether the run's only process is launched, as a rank is, so that it can be started again when
+    # it dies.
     is_supervised: bool = False
-    """Whether the run's only process is launched, as a rank is, so that it can be started again when it dies."""
     rank_info: RankInfo | None = None
+    # Whether a stopped run is resumed: the one in `folder`, or the one that rank 0 finds by its
+    # name `run_name`.
     should_resume: bool = False
-    """Whether a stopped run is resumed: the one in `folder`, or the one that rank 0 finds by its name `run_name`."""
     folder: RunFolder | None = None
     run_name: str | None = None
+    # The choices of `accelerate launch`, or of accelerate's file, over some of which the plan wins.
     accelerate_config: AccelerateConfig | None = None
-    """The choices of `accelerate launch`, or of accelerate's file, over some of which the plan wins."""
 
     @property
     def is_reporting_rank(self) -> bool:

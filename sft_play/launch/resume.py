@@ -2,8 +2,6 @@
 command starts it again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

@@ -4,8 +4,6 @@ A file in the cache keeps them until the files, the tokenizer, or an option that
 reads that file only; commands that train count the rows first, into the cache of rows that the run then reads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

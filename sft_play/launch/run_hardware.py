@@ -1,8 +1,6 @@
 """The machine as a run uses it: the GPUs that were named, one of them, or ranks that share a CPU; or the CPU where it
 is asked for. Beside it what libraries read of the machine when they are imported."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

@@ -1,8 +1,6 @@
 """Every start of a run, in its steps: a request becomes a plan, and the plan a result. The run is trained here, over
 ranks that are launched, or as one of them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

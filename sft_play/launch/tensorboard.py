@@ -8,8 +8,6 @@ program, with a check of each request's Host. Flags and the route `/data/environ
 https://github.com/tensorflow/tensorboard: `tensorboard/program.py`, `tensorboard/plugins/core/core_plugin.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import http.client

@@ -9,8 +9,6 @@ https://docs.pytorch.org/docs/stable/elastic/run.html), of Slurm, and of Kuberne
 and `WORLD_SIZE` once per pod (https://github.com/kubeflow/training-operator).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -57,8 +55,8 @@ class LaunchCommand:
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    # The port that this node listens on, where other nodes have to know it.
     port: int | None = None
-    """The port that this node listens on, where other nodes have to know it."""
 
     @property
     def processes_per_node(self) -> int:

@@ -8,8 +8,6 @@ which comes in the first step, with all weights loaded, has Triton build a C mod
 machine and a release.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import platform

@@ -103,10 +103,11 @@ class GpuStatus:
     instances: tuple[MigInstance, ...] = ()
     processes: tuple[GpuProcess, ...] | None = None
     trouble: str | None = None
+    # Active NVLinks; 0 where it has none.
     nvlinks: int | None = None
-    """Active NVLinks; 0 where it has none."""
+    # What a plan needs of it and the driver does not tell (`memory`, `MIG instances`, …), in its
+    # own words.
     withheld: Mapping[str, str] = field(default_factory=dict)
-    """What a plan needs of it and the driver does not tell (`memory`, `MIG instances`, …), in its own words."""
 
     @property
     def all_processes(self) -> tuple[GpuProcess, ...]:
@@ -132,8 +133,8 @@ class GpuSnapshot:
     gpus: tuple[GpuStatus, ...] = ()
     source: str | None = None
     driver: str | None = None
+    # The newest CUDA that the driver can run.
     driver_cuda: str | None = None
-    """The newest CUDA that the driver can run."""
     topology: Topology | None = None
 
     def select(self, indices: Sequence[int]) -> GpuSnapshot:

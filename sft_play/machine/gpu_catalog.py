@@ -18,8 +18,6 @@ The figures are in `gpu_catalog.json`. One of which no source was seen is not th
 `HARDWARE="2xMyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS"`.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json
@@ -58,8 +56,8 @@ class CatalogEntry:
     tdp_watts: int | None
     source: str
     aliases: tuple[str, ...] = ()
+    # Whether its memory is the host's.
     unified: bool = False
-    """Whether its memory is the host's."""
 
     @property
     def link(self) -> float:

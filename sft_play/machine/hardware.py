@@ -42,11 +42,11 @@ class Hardware:
     price_per_gpu_hour: float | None = None
     notes: tuple[str, ...] = ()
     ram_given: bool = True
+    # Processes that share the CPUs of all nodes where there are no GPUs.
     cpu_ranks: int = 1
-    """Processes that share the CPUs of all nodes where there are no GPUs."""
+    # Whether the driver moves GPU memory to the host's instead of running out, as Windows' does
+    # below WSL, and a desktop shares the GPU.
     pages: bool = False
-    """Whether the driver moves GPU memory to the host's instead of running out, as Windows' does below WSL, and a
-    desktop shares the GPU."""
 
     @property
     def device(self) -> str:

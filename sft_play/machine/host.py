@@ -1,7 +1,5 @@
 """The host of the GPUs: RAM within this process's control groups, CPU, disks, WSL."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

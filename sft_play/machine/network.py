@@ -1,7 +1,5 @@
 """Addresses, ports and network interfaces of this machine, and where the nodes of a run meet."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import re
@@ -31,8 +29,9 @@ class NodeSetup:
     rank: int = 0
     address: str | None = None
     port: int | None = None
+    # What RANK and WORLD_SIZE of the environment were read as, where they gave count and rank; else
+    # empty.
     exported_note: str = field(default="", compare=False)
-    """What RANK and WORLD_SIZE of the environment were read as, where they gave count and rank; else empty."""
 
     @property
     def endpoint(self) -> str:

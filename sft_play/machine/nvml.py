@@ -3,8 +3,6 @@
 Reference: NVML API Reference Guide; the names are those of the package nvidia-ml-py.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Versions are read from the packages' files without importing them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -2,8 +2,6 @@
 that a run would not use, told by device files, the PCI bus, the driver and torch's build.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Mapping

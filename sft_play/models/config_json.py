@@ -2,8 +2,6 @@
 torch, no weights.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -33,17 +33,18 @@ class ExpertFields:
 
     count_field: str = "num_local_experts"
     width_field: str = "moe_intermediate_size"
+    # The router has one number per expert.
     has_router_bias: bool = False
-    """The router has one number per expert."""
     has_expert_bias: bool = False
     has_clamped_gate: bool = False
+    # The router's weights are fp32 under autocast too.
     routes_in_fp32: bool = False
-    """The router's weights are fp32 under autocast too."""
+    # The field with the number of shared experts, which every token passes (`mlp.shared_experts`);
+    # None: none.
     shared_count_field: str | None = None
-    """The field with the number of shared experts, which every token passes (`mlp.shared_experts`); None: none."""
+    # Which blocks have experts: all; those from `first_k_dense_replace` on; by
+    # `decoder_sparse_step` and `mlp_only_layers`.
     block_rule: Literal["all", "after_dense", "sparse_step"] = "all"
-    """Which blocks have experts: all; those from `first_k_dense_replace` on; by `decoder_sparse_step` and
-    `mlp_only_layers`."""
 
 
 _SPLIT_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -58,18 +59,18 @@ class ModelFamily:
     """The blocks of one model type: attention, then a gated MLP or experts, each behind a norm. The defaults are
     Llama's without its biases."""
 
+    # Paths of the query, key and value projections: three, or one that holds all.
     qkv: tuple[str, ...] = _SPLIT_QKV
-    """Paths of the query, key and value projections: three, or one that holds all."""
+    # Gate, up, down; or gate with up in one, and down.
     mlp: tuple[str, ...] = _GATED_MLP
-    """Gate, up, down; or gate with up in one, and down."""
     qkv_bias: FlagSource = False
     out_bias: FlagSource = False
     mlp_bias: FlagSource = False
     norm: NormKind = "rms"
     norms_per_block: int = 2
     qk_norm: FlagSource = False
+    # head: one weight for all heads; width: as many as the heads are wide together.
     qk_norm_size: Literal["head", "width"] = "head"
-    """head: one weight for all heads; width: as many as the heads are wide together."""
     window_rule: WindowRule = "none"
     has_sinks: bool = False
     experts: ExpertFields | None = None

@@ -31,10 +31,11 @@ class LinearShape:
     inputs: int
     outputs: int
     has_bias: bool = False
+    # Whether it takes an adapter (`families.no_adapter_reason`,
+    # `training/class_checks/adapter_trial`).
     adaptable: bool = True
-    """Whether it takes an adapter (`families.no_adapter_reason`, `training/class_checks/adapter_trial`)."""
+    # Whether qlora keeps it in 4 bits; not where the class reads its weight outside of its product.
     is_packable: bool = True
-    """Whether qlora keeps it in 4 bits; not where the class reads its weight outside of its product."""
 
     @property
     def name(self) -> str:
@@ -64,8 +65,8 @@ class StackedExpertWeight:
     experts: int
     inputs: int
     outputs: int
+    # Whether qlora keeps it in 4 bits (`tuning.quantize_experts`).
     is_packable: bool = True
-    """Whether qlora keeps it in 4 bits (`tuning.quantize_experts`)."""
 
     @property
     def weights(self) -> int:
@@ -81,12 +82,12 @@ class StackedExpertWeight:
 class AdapterPlacement:
     """Where adapters go in a class that the table of families does not have."""
 
+    # What `target_modules: auto` gives to PEFT: ends of the names of layers.
     targets: tuple[str, ...]
-    """What `target_modules: auto` gives to PEFT: ends of the names of layers."""
+    # Linear layers that get none, by full names with * for numbers, and why.
     excluded: tuple[tuple[str, str], ...] = ()
-    """Linear layers that get none, by full names with * for numbers, and why."""
+    # Why no small model of the class could be tried; then every linear layer gets one.
     untried_reason: str = ""
-    """Why no small model of the class could be tried; then every linear layer gets one."""
 
     def resolve_targets(self, targets: Literal["auto"] | tuple[str, ...]) -> list[str]:
         """PEFT's targets for those of the YAML: where one would match a layer that is left out too, the others that it
@@ -123,28 +124,28 @@ class LayerKind:
     count: int
     linears: tuple[LinearShape, ...]
     attention: AttentionKind = "full"
+    # Width of the dense MLP; 0 in a block of experts.
     mlp_width: int = 0
-    """Width of the dense MLP; 0 in a block of experts."""
     num_experts: int = 0
+    # Inner width of one expert; 0 where it cannot be told from the experts' tensors.
     expert_width: int = 0
-    """Inner width of one expert; 0 where it cannot be told from the experts' tensors."""
+    # Experts' weights and biases. transformers keeps them as one tensor per projection, which are
+    # not linear layers.
     expert_params: int = 0
-    """Experts' weights and biases. transformers keeps them as one tensor per projection, which are not linear
-    layers."""
+    # Those tensors, without the biases.
     expert_weights: tuple[StackedExpertWeight, ...] = ()
-    """Those tensors, without the biases."""
+    # Width of the shared experts, which every token passes; their linear layers are in `linears`.
     shared_width: int = 0
-    """Width of the shared experts, which every token passes; their linear layers are in `linears`."""
+    # The router, where it is not a linear layer.
     router_params: int = 0
-    """The router, where it is not a linear layer."""
+    # Width of all value heads of linear attention (a gated delta rule); 0 in a block without it.
     linear_attention_width: int = 0
-    """Width of all value heads of linear attention (a gated delta rule); 0 in a block without it."""
     norm_params: int = 0
+    # Tells blocks of the same layers apart that are set differently (keys and values of an earlier
+    # block, say); empty for a type of the table.
     settings: str = ""
-    """Tells blocks of the same layers apart that are set differently (keys and values of an earlier block, say); empty
-    for a type of the table."""
+    # The rest: attention sinks, weights of activations, convolutions.
     other_params: int = 0
-    """The rest: attention sinks, weights of activations, convolutions."""
 
     @cached_property
     def linear_weights(self) -> int:
@@ -174,8 +175,8 @@ class ModelShape:
     name: str
     model_type: str
     hidden_size: int
+    # Width of the MLP, of one expert where there are experts.
     intermediate_size: int
-    """Width of the MLP, of one expert where there are experts."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -184,64 +185,68 @@ class ModelShape:
     tied: bool
     max_positions: int | None
     layers: tuple[LayerKind, ...]
+    # For each block, from the first to the last, its place in `layers`.
     layer_order: tuple[int, ...]
-    """For each block, from the first to the last, its place in `layers`."""
     window: int | None = None
     num_experts: int = 0
     experts_per_token: int = 0
+    # The class runs its experts by code of its own, which `experts_implementation` does not reach.
     uses_custom_experts: bool = False
-    """The class runs its experts by code of its own, which `experts_implementation` does not reach."""
+    # Experts gate as gpt-oss does: clamped, step by step.
     has_clamped_gate: bool = False
-    """Experts gate as gpt-oss does: clamped, step by step."""
+    # The weights by which experts' outputs are added are fp32, whatever the run computes in.
     routes_in_fp32: bool = False
-    """The weights by which experts' outputs are added are fp32, whatever the run computes in."""
+    # Packages whose kernels the class runs where they are installed, and its own slower reference
+    # code where not.
     kernel_packages: tuple[str, ...] = ()
-    """Packages whose kernels the class runs where they are installed, and its own slower reference code where not."""
     has_head_bias: bool = False
     norm: NormKind = "rms"
+    # Norms over the hidden width in one block.
     norms_per_layer: int = 2
-    """Norms over the hidden width in one block."""
     has_qk_norm: bool = False
     has_fused_qkv: bool = False
     position_rows: int = 0
     uses_alibi: bool = False
+    # How much of a head is rotated; 0 without rotary positions.
     rotary_dim: int = 0
-    """How much of a head is rotated; 0 without rotary positions."""
     has_attention_sinks: bool = False
+    # Attention scores are capped (Gemma-2): only eager attention does it.
     attention_softcap: float | None = None
-    """Attention scores are capped (Gemma-2): only eager attention does it."""
+    # The output head's logits are capped (Gemma).
     caps_logits: bool = False
-    """The output head's logits are capped (Gemma)."""
     attention_dropout: float = 0.0
+    # Width of the token embedding where it is not the hidden size (OPT-350M); else 0.
     embedding_width: int = 0
-    """Width of the token embedding where it is not the hidden size (OPT-350M); else 0."""
+    # Linear layers outside the blocks, the output head left out.
     outer_linears: tuple[LinearShape, ...] = ()
-    """Linear layers outside the blocks, the output head left out."""
+    # Parameters outside blocks, embedding, head and `outer_linears`: the last norm, an embedding
+    # norm.
     outer_params: int = 0
-    """Parameters outside blocks, embedding, head and `outer_linears`: the last norm, an embedding norm."""
+    # Its logits are more than its head's products, so that the loss is computed over whole ones.
     has_custom_logits: bool = False
-    """Its logits are more than its head's products, so that the loss is computed over whole ones."""
+    # Of all parameters: those that a full training gives no gradient, by the class's own code.
     untrained_params: int = 0
-    """Of all parameters: those that a full training gives no gradient, by the class's own code."""
+    # Bytes of what the class keeps beside its parameters, whole on every rank, in a dtype of its
+    # own: causal masks.
     buffer_bytes: int = 0
-    """Bytes of what the class keeps beside its parameters, whole on every rank, in a dtype of its own: causal masks."""
+    # How many numbers it keeps so in the dtype of the weights: tables of positions.
     buffer_elements: int = 0
-    """How many numbers it keeps so in the dtype of the weights: tables of positions."""
+    # Dtype of the weights in the model's files as its config.json says; None where it does not.
     stored_dtype: str | None = None
-    """Dtype of the weights in the model's files as its config.json says; None where it does not."""
+    # Where these shapes are from, if not from the table of families.
     source_note: str = ""
-    """Where these shapes are from, if not from the table of families."""
+    # What is to be said where only the language model of a larger class is trained.
     text_only_note: str = ""
-    """What is to be said where only the language model of a larger class is trained."""
     storage_note: str = ""
+    # What its published files say of the parameters, where that is something else.
     published_note: str = ""
-    """What its published files say of the parameters, where that is something else."""
+    # Where adapters go; None for a type of the table, whose `linears` tell.
     adapter_placement: AdapterPlacement | None = None
-    """Where adapters go; None for a type of the table, whose `linears` tell."""
     can_checkpoint: bool = True
     has_fused_attention: bool = True
+    # Runs blocks of this class to see their bytes (`trace.confirm.BlockMeter`); None where the
+    # estimate knows them.
     block_meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    """Runs blocks of this class to see their bytes (`trace.confirm.BlockMeter`); None where the estimate knows them."""
 
     def without_packed_experts(self) -> ModelShape:
         """The same with experts that stay in 16 bits."""

@@ -2,8 +2,6 @@
 that fits, and grids of settings.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import itertools

@@ -3,8 +3,6 @@
 The one seam for tuning backends: only `choose_backend` decides, from the config, the model's shapes and the machine.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -6,8 +6,6 @@ margin, speeds within 3% of the best count as equal, and the simplest layout wit
 micro-batch wins: unused memory protects against what no prediction sees.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

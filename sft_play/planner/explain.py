@@ -1,7 +1,5 @@
 """A plan in words: the reasons that `plan.json` keeps, the summary, and the page of `make plan`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePath

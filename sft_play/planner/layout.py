@@ -2,8 +2,6 @@
 (`model.mesh_shape`) as one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

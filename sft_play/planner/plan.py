@@ -2,8 +2,6 @@
 nothing fits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

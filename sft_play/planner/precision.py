@@ -2,8 +2,6 @@
 how often, in which dtypes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Environment variables: those that an independent process must not inherit, OpenMP's, and those of PyTorch's CUDA
 allocator."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

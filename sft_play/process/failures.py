@@ -6,8 +6,6 @@ rank does not print it, so that a mistake that eight ranks find is reported once
 single process does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

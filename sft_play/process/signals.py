@@ -232,8 +232,8 @@ class ChildResult(NamedTuple):
     """How a process that ran beside this one ended."""
 
     exit_code: int
+    # What it wrote to the pipe that was its standard output; empty without one.
     stdout: str
-    """What it wrote to the pipe that was its standard output; empty without one."""
     was_stopped: bool
 
 

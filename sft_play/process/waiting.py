@@ -2,8 +2,6 @@
 to the system.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

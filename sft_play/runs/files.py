@@ -5,8 +5,6 @@ No token, key or credential of the environment, of a config or of a git remote r
 half of one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -83,8 +83,8 @@ class RunFolder:
     """A run's folder and the names in it, or that of one of its stages (then `parent_run` is set)."""
 
     path: Path
+    # The run that this is a stage of: log, metrics and curves are there.
     parent_run: RunFolder | None = None
-    """The run that this is a stage of: log, metrics and curves are there."""
     is_last_stage: bool = False
 
     def __post_init__(self) -> None:

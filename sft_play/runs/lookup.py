@@ -60,8 +60,8 @@ class RunLock:
     """Marks a run folder as being written until it is closed or the process ends, however it ends."""
 
     def __init__(self, folder: RunFolder, descriptor: int, role: int | None) -> None:
+        # Where the folder is; code that moves it updates this.
         self.folder = folder
-        """Where the folder is; code that moves it updates this."""
         self._descriptor: int | None = descriptor
         self._role = role
         self._pid = os.getpid()

@@ -1,7 +1,5 @@
 """Memory that ran out: what a run did about it, in its manifest; or in a note, where its processes ended over it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import asdict, dataclass

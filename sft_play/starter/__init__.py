@@ -1,7 +1,5 @@
 """The starter task: rows of a small generated language, and a base that knows its words, so nothing is downloaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 # The model name of the base that is part of this package.

@@ -4,8 +4,6 @@ Hooks read the live bytes of a trace where one block ends and the next begins: f
 backwards when the gradient of its output is there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@ the same memory for what cannot run on fake tensors: NF4 layers and bitsandbytes
 allocate what the real code does, in the same order (`patches.PATCHES` has the reasons and guards).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -6,8 +6,6 @@ their settings, shapes by their config.json. Failures are not, nor what came fro
 code.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

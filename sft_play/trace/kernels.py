@@ -4,8 +4,6 @@ inside.
 Sources are files of PyTorch 2.13 (github.com/pytorch/pytorch) unless another is named.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Parameter counts are exact. What a step keeps for the backward pass is measured 
 (`confirm.BlockMeter`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

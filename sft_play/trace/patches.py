@@ -3,8 +3,6 @@ guard: the parameters that a target must have, so that a library that has change
 instead of giving a wrong number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -3,8 +3,6 @@
 Torch-free, hashable by its JSON, and the key of the cache. Dtypes are torch's names (`bfloat16`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

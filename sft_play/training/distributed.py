@@ -4,8 +4,6 @@ Beside the group they share the launcher's store, by torch's rendezvous (`MASTER
 run over, all publish how far they are, and no shared disk is needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import fcntl

@@ -2,8 +2,6 @@
 does, read from live objects before the first step: transformers and accelerate can leave out an engine without a
 warning."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

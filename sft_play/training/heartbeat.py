@@ -123,8 +123,8 @@ class Heartbeat:
 
     def __init__(self, timeout_s: float, *, interval_s: float = INTERVAL_S) -> None:
         self.timeout_s = timeout_s
+        # Step and activity of what this rank began last.
         self.last_note = (0, "starting")
-        """Step and activity of what this rank began last."""
         self._interval_s = min(interval_s, timeout_s / 4)
         self._note_count = self._publish_count = 0
         self._last_progress: float | None = None

@@ -28,20 +28,21 @@ class RunJob:
     folder: RunFolder
     resume: bool
     log_buffer: MemoryHandler | None = None
+    # Whether the parent that launched this rank has created the folder.
     folder_exists: bool = False
-    """Whether the parent that launched this rank has created the folder."""
+    # The folder's lock, if this process has it already.
     lock: RunLock | None = None
-    """The folder's lock, if this process has it already."""
+    # Else the part of the lock to take (`role` of `lock_run`): the parent that launched this rank
+    # holds one too.
     lock_role: int | None = None
-    """Else the part of the lock to take (`role` of `lock_run`): the parent that launched this rank holds one too."""
+    # DeepSpeed's config, every value resolved.
     deepspeed: Mapping[str, Any] | None = None
-    """DeepSpeed's config, every value resolved."""
+    # Seconds that ranks wait for each other before they give up.
     timeout_s: float = 1800.0
-    """Seconds that ranks wait for each other before they give up."""
+    # The date for chat templates that write one.
     today: date = field(default_factory=date.today)
-    """The date for chat templates that write one."""
+    # The stages, if the run has any, each with its own settings, plan and folder.
     stages: tuple[RunJob, ...] = ()
-    """The stages, if the run has any, each with its own settings, plan and folder."""
 
     @property
     def stage_jobs(self) -> tuple[RunJob, ...]:

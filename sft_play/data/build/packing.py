@@ -3,8 +3,6 @@
 All of it is arithmetic on lengths: no row is read or copied here. Lengths are tokens, indices those of the data set.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ blocks, every token trained. cpt_mixed: both, in a given ratio. The rows themsel
 token cache (`build.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

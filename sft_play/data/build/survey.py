@@ -2,8 +2,6 @@
 show or write them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

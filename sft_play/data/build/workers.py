@@ -1,7 +1,5 @@
 """Jobs that are done by other processes, with their results in the order of the jobs."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ In this order: what ends its turns (`TurnEnds`), the form of messages that it ta
 (`FittedTemplate`), and the probes (`probe_template`). `TurnLocator` of `turns.py` begins here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools
@@ -121,10 +119,10 @@ class TurnEnd:
     """What ends a turn: `text` is what stands after its last piece, through its end."""
 
     text: str
+    # It is the token that opens the next turn.
     opens_next_turn: bool = False
-    """It is the token that opens the next turn."""
+    # It holds no control token.
     is_text_only: bool = False
-    """It holds no control token."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +131,16 @@ class TurnEnds:
 
     special_tokens: tuple[str, ...]
     eos_token: str | None
+    # Tokens that open a turn, where the template writes the next one's header whether or not it is
+    # asked to.
     turn_openers: frozenset[str] = frozenset()
-    """Tokens that open a turn, where the template writes the next one's header whether or not it is asked to."""
+    # Tokens that may close a turn once it is history, where another one closes the last turn.
     history_end_tokens: frozenset[str] = frozenset()
-    """Tokens that may close a turn once it is history, where another one closes the last turn."""
+    # Texts that end an assistant turn, the usual one first; empty where the template writes
+    # nothing.
     end_markers: tuple[str, ...] = ()
-    """Texts that end an assistant turn, the usual one first; empty where the template writes nothing."""
+    # Those of them that open the next turn, where the template closes none.
     opener_end_markers: tuple[str, ...] = ()
-    """Those of them that open the next turn, where the template closes none."""
 
     @property
     def end_of_turn(self) -> str:
@@ -326,12 +326,12 @@ class CallForm:
     """What is changed in a row with tool calls, besides the form of their arguments, where the template refuses the row
     or drops its calls as they are."""
 
+    # In a turn that only calls.
     content: Literal["own", "absent", "empty"] = "own"
-    """In a turn that only calls."""
+    # Every call has a type.
     adds_type: bool = False
-    """Every call has a type."""
+    # Ids are nine letters and digits.
     shortens_ids: bool = False
-    """Ids are nine letters and digits."""
 
 
 # In the order in which they are tried: the first leaves the row as it is written.
@@ -359,21 +359,24 @@ KNOWN_KEYS = frozenset({"role", "tool_calls", "name", "tool_call_id", "call_id",
 class TemplateTraits:
     """What a template was seen to do with probe conversations."""
 
+    # It takes content only as a list of parts.
     needs_content_parts: bool = False
-    """It takes content only as a list of parts."""
+    # It has to be given tools: a template for rows with tools may loop over them without a check.
     needs_tools: bool = False
-    """It has to be given tools: a template for rows with tools may loop over them without a check."""
+    # The one form of a call's arguments that it writes correctly; `own` where it writes both or
+    # neither.
     argument_form: ArgumentForm | Literal["own"] = "own"
-    """The one form of a call's arguments that it writes correctly; `own` where it writes both or neither."""
     system: Literal["written", "dropped", "refused"] = "written"
+    # It writes tool calls.
     writes_calls: bool = False
-    """It writes tool calls."""
+    # What opens think text, what closes it, and the control tokens in both.
     think_marks: tuple[str, ...] = ()
-    """What opens think text, what closes it, and the control tokens in both."""
+    # What it writes behind a question as the prompt of an answer; empty where it writes no
+    # generation prompt.
     generation_prompt: str = ""
-    """What it writes behind a question as the prompt of an answer; empty where it writes no generation prompt."""
+    # What stands between a question and its answer where it writes no generation prompt, such as
+    # the answer's role.
     answer_header: str = ""
-    """What stands between a question and its answer where it writes no generation prompt, such as the answer's role."""
 
 
 class FittedTemplate:

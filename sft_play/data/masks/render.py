@@ -6,8 +6,6 @@ cannot be found exactly is a bad row with its reason, never a guess, unless the 
 Shape letters: T tokens of one row.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

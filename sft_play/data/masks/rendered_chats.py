@@ -6,8 +6,6 @@ between two turns is learned by rendering conversations of known texts, the text
 only if the template renders them as this very text again.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

@@ -9,8 +9,6 @@ Both ends are here: `ask` is called by who renders, `serve` is the process. It i
 starts in a tenth of a second.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -43,8 +41,8 @@ _EXIT_NO_MEMORY = 3
 class RenderError(ValueError):
     """A template that refuses a conversation, fails on it, or never ends with it; the message is safe to show."""
 
+    # The line of the template, where it is no valid Jinja.
     line: int | None = None
-    """The line of the template, where it is no valid Jinja."""
 
 
 class EndlessTemplateError(RenderError):

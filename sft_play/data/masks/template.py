@@ -3,8 +3,6 @@
 A test holds the rendering equal to `apply_chat_template` of transformers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -58,10 +56,11 @@ class ChatTemplate:
     def __init__(self, source: str, *, variables: Mapping[str, Any], today: date) -> None:
         self.source, self._variables, self._today = source, dict(variables), today
         try:
+            # Texts that it looks for; variables that it reads and data.chat_template_kwargs may
+            # set.
             self.searched_texts, self.settable_variables = sandbox.ask(
                 sandbox.describe_template, source, today, set(_RENDER_VARIABLES)
             )
-            """Texts that it looks for; variables that it reads and data.chat_template_kwargs may set."""
         except EndlessTemplateError as error:
             raise TokenizerError(str(error)) from error
         except RenderError as error:

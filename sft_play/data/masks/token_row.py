@@ -3,8 +3,6 @@
 Shape letters: T tokens of one row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,25 +34,25 @@ class TokenRow:
     location: str
     input_ids: list[int]
     labels: list[int]
+    # Tokens that fell to the length limit, and trained ones among them.
     cut_tokens: int = 0
-    """Tokens that fell to the length limit, and trained ones among them."""
     lost_trained_tokens: int = 0
+    # Edges of answers inside a token, which is split there as generation would.
     merged_edges: int = 0
-    """Edges of answers inside a token, which is split there as generation would."""
     source: str = CHAT
     method: str = ""
+    # Assistant turns without an exact mask.
     untrained_turns: int = 0
-    """Assistant turns without an exact mask."""
+    # Pieces of think text that the template does not write.
     stripped_think_pieces: int = 0
-    """Pieces of think text that the template does not write."""
+    # Special tokens in the data's own texts.
     special_token_count: int = 0
-    """Special tokens in the data's own texts."""
     text: str = ""
     spans: tuple[Span, ...] = ()
+    # What was changed of the row for the template's sake.
     notes: tuple[str, ...] = ()
-    """What was changed of the row for the template's sake."""
+    # The end of `text` that the chat template does not write: what ends its last turn.
     added_end: str = ""
-    """The end of `text` that the chat template does not write: what ends its last turn."""
 
     @property
     def trained_tokens(self) -> int:

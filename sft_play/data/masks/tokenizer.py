@@ -182,14 +182,14 @@ END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>")
 class TokenizerParts:
     """What rendering needs of a tokenizer: small enough to be sent to another process, where transformers stays out."""
 
+    # The backend as `tokenizers` writes it.
     backend_json: str
-    """The backend as `tokenizers` writes it."""
+    # Chat templates by name; one tokenizer may have a `default` and a `tool_use` one.
     templates: tuple[tuple[str, str], ...]
-    """Chat templates by name; one tokenizer may have a `default` and a `tool_use` one."""
     special_tokens_map: tuple[tuple[str, str], ...]
     special_tokens: tuple[str, ...]
+    # Added tokens: id, text, and whether they are special.
     added_tokens: tuple[tuple[int, str, bool], ...]
-    """Added tokens: id, text, and whether they are special."""
     bos_id: int | None
     eos_token: str | None
     end_of_text_id: int | None

@@ -15,8 +15,6 @@ prompt ends. Where either does not hold, and for all other rows, there is a copy
 Begin at `TurnLocator.locate`, at the end of this file.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import json
@@ -66,8 +64,8 @@ class MarkedPiece:
     message_index: int
     kind: PieceKind
     text: str
+    # It is think text, which a template may leave out.
     is_think: bool = False
-    """It is think text, which a template may leave out."""
 
 
 @dataclass(frozen=True)
@@ -85,22 +83,25 @@ class Turn:
     message_index: int
     start: GapPosition | None = None
     end: GapPosition | None = None
+    # Its end is that of the rendered conversation up to it.
     ended_by_prefix: bool = False
-    """Its end is that of the rendered conversation up to it."""
+    # It is ended by the token that opens the next turn.
     ended_by_next_turn: bool = False
-    """It is ended by the token that opens the next turn."""
+    # What the template does not write after the last turn: the token that would open the next one.
     added_end: str = ""
-    """What the template does not write after the last turn: the token that would open the next one."""
+    # What the template writes before the turn that its prompt does not have, such as before a first
+    # message.
     unprompted_header: str = ""
-    """What the template writes before the turn that its prompt does not have, such as before a first message."""
+    # What its prompt has behind the header, and the turn has not; None where the text begins with
+    # the prompt.
     prompt_suffix: str | None = None
-    """What its prompt has behind the header, and the turn has not; None where the text begins with the prompt."""
+    # It follows neither a question nor a tool's result, and the text does not begin with its
+    # prompt.
     without_prompt: bool = False
-    """It follows neither a question nor a tool's result, and the text does not begin with its prompt."""
     reason: str = ""
     detail: str = ""
+    # The best guess at an inexact turn's span.
     guessed_span: tuple[GapPosition, GapPosition] | None = None
-    """The best guess at an inexact turn's span."""
 
     @property
     def is_exact(self) -> bool:
@@ -228,10 +229,10 @@ class MarkedText:
         self, text: str, gaps: Sequence[str], written_pieces: Sequence[tuple[int, str]], pieces: Sequence[MarkedPiece]
     ) -> None:
         self.text = text
+        # The position of each gap in the copy.
         self._gap_spans: list[Span] = []
-        """The position of each gap in the copy."""
+        # Number, begin and end of each written piece, sentinels included.
         self._written_spans: list[tuple[int, int, int]] = []
-        """Number, begin and end of each written piece, sentinels included."""
         self._pieces = pieces
         offset, sentinel_chars = 0, SENTINEL_CHARS
         for gap_index, gap in enumerate(gaps):
@@ -681,16 +682,17 @@ class LocatedTurns:
     spans: dict[int, Span]
     inexact_turns: dict[int, Turn]
     guessed_spans: dict[int, Span]
+    # How they were found: a key of `MASK_METHODS`.
     method: str
-    """How they were found: a key of `MASK_METHODS`."""
+    # Pieces of think text that the template does not write.
     stripped_think_pieces: int = 0
-    """Pieces of think text that the template does not write."""
+    # The end of `text` that the template does not write: what ends its last turn.
     added_end: str = ""
-    """The end of `text` that the template does not write: what ends its last turn."""
+    # How the prompt of an exact turn goes on where the turn does not, by where the turn begins in
+    # the text.
     prompt_suffixes: dict[int, str] = field(default_factory=dict)
-    """How the prompt of an exact turn goes on where the turn does not, by where the turn begins in the text."""
+    # What stands before exact turns that their prompts do not have, by message index.
     unprompted_headers: dict[int, str] = field(default_factory=dict)
-    """What stands before exact turns that their prompts do not have, by message index."""
 
 
 class TurnLocator:

@@ -3,8 +3,6 @@ question and its answer, for hints and for the run YAML that `make new` writes; 
 that a format does not read would be missed. Rows are never read by a guess.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

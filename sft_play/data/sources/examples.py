@@ -1,7 +1,5 @@
 """The rows of a source as examples, each file by its own format; and a first look at them before any library loads."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -6,8 +6,6 @@ globs of these, folders saved by `datasets`, data sets of the hub. Everything is
 can be split: the rows of a file's parts, one part after the other, are the file's rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import glob

@@ -5,8 +5,6 @@ names that data sets use; an unknown one is a bad row, never dropped. What can b
 example, counted and reported.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

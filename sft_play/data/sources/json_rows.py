@@ -4,8 +4,6 @@ Memory stays flat: a list of gigabytes is never held whole. A row that parses bu
 NaN, half a surrogate pair) is a bad row.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ Roles are mapped from the names that data sets use; an unknown one is an error o
 a message is left out silently: what cannot be kept makes the row unusable, with the place and the reason.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ A file that is not UTF-8 is read in the encoding that was said, or is an error t
 gzipped file that unpacks to far more than text would is refused.
 """
 
-from __future__ import annotations
-
 import codecs
 import errno
 import functools

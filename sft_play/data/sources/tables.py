@@ -3,8 +3,6 @@
 All of them are read in batches, so memory stays flat. A row has no key for an empty cell (null).
 """
 
-from __future__ import annotations
-
 import csv
 import datetime
 import math

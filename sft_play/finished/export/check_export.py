@@ -5,8 +5,6 @@ them, are training's), its stop tokens, and its answers, read back by transforme
 divergence of the next-token distributions).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -58,13 +56,13 @@ class ExportCheck:
 class AnswerComparison:
     """The file's answers beside the trained model's. Divergences are means over places, in nats."""
 
+    # KL(trained ‖ this).
     kl: float
-    """KL(trained ‖ this)."""
     equal_answers: float
+    # Share of the trained model's tokens before the first that differs.
     equal_tokens: float
-    """Share of the trained model's tokens before the first that differs."""
+    # Mean divergence up to which this counts as the trained model, by the rule of merge-test.
     kl_limit: float
-    """Mean divergence up to which this counts as the trained model, by the rule of merge-test."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,9 @@ class ExportTest(Answer):
     run: Path
     file: Path
     types: tuple[str, ...]
+    # Where the prompts are from: test, val, or test conversations where the run has no held-out
+    # rows.
     split: str
-    """Where the prompts are from: test, val, or test conversations where the run has no held-out rows."""
     prompts: int
     checks: tuple[ExportCheck, ...]
     answers: AnswerComparison | None

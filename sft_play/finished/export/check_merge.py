@@ -5,8 +5,6 @@ divergence, and the loss. The base without its adapter is the yardstick: a merge
 model that is as far from the adapter as the base is has not been merged.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,14 +49,14 @@ class MergeTest(Answer):
     split: str
     rows: int
     places: int
+    # KL(adapter ‖ merged).
     kl_merged: float
-    """KL(adapter ‖ merged)."""
+    # KL(adapter ‖ base without adapter).
     kl_base: float
-    """KL(adapter ‖ base without adapter)."""
+    # Mean divergence up to which the two count as equal.
     kl_limit: float
-    """Mean divergence up to which the two count as equal."""
+    # Of `adapter`, `merged` and `base`.
     loss: Mapping[str, float]
-    """Of `adapter`, `merged` and `base`."""
 
     @property
     def ok(self) -> bool:

@@ -3,8 +3,6 @@
 Training's are token ids of its own renderer. An engine has the folder's chat template, its tokenizer and the messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +46,14 @@ class EnginePrompts:
         self._training_tokenizer = load_tokenizer(run.config).tokenizer
         self._renderer = build_run_renderer(run, self._training_tokenizer)
         self.is_plain_text, self.today = run.config.task_mode == "cpt", self._renderer.today
+        # Tokens that end an answer as the run was trained.
         self.stop_ids = folder_stop_ids(run, self.tokenizer, model_folder)
-        """Tokens that end an answer as the run was trained."""
+        # The text that ends an answer; empty where nothing does.
         self.end_of_turn = "" if self.is_plain_text else self._renderer.turn_locator().ends.end_of_turn
-        """The text that ends an answer; empty where nothing does."""
         templates = self.tokenizer.chat_template or {}
         sources = templates if isinstance(templates, dict) else {"default": templates}
+        # The folder's chat template, of several the one for rows without tools.
         self.template: str | None = sources.get("default")
-        """The folder's chat template, of several the one for rows without tools."""
         token_texts = {key: value for key, value in self.tokenizer.special_tokens_map.items() if isinstance(value, str)}
         self._templates = {
             name: ChatTemplate(source, variables=token_texts, today=self.today) for name, source in sources.items()

@@ -5,8 +5,6 @@ prompt begins with BOS, the tokens that end an answer), and afterwards the file 
 token ids of prompts have to be those of training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -88,10 +86,10 @@ class ExportResult(Answer):
     quant: Quant | None = None
     converter: str | None = None
     pre_tokenizer: str | None = None
+    # Prompts whose token ids by the file's own tokenizer were seen to be those of training.
     prompts_checked: int = 0
-    """Prompts whose token ids by the file's own tokenizer were seen to be those of training."""
+    # Of an adapter: what was merged, and whether merge-test passed, in words.
     merge: str | None = None
-    """Of an adapter: what was merged, and whether merge-test passed, in words."""
     wall_s: float = 0.0
 
     def lines(self) -> list[str]:

@@ -5,8 +5,6 @@ and certificates are the user's own settings) and compares with the digest below
 package is built, and of its files only the converter is unpacked.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

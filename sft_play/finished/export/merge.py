@@ -111,14 +111,15 @@ class AdaptedModel:
         self.base_model = self._build_meta_model()
         tower = self.model_spec.text_tower
         self.key_mapping: dict[str, str] | None = None if tower is None else tower.key_mapping
+        # The name in the base's files of a tensor of the model, where they hold a larger class.
         self.to_full_name: Callable[[str], str] = str if tower is None else tower.to_full_name
-        """The name in the base's files of a tensor of the model, where they hold a larger class."""
         tied_sources = dict(getattr(self.base_model, "all_tied_weights_keys", None) or {})
         self.quantized_names = self._find_quantized_names() if base == "dequantized" else frozenset()
         self.adapted_layers: dict[str, Any] = {}
         self.fully_trained_tensors: dict[str, torch.Tensor] = {}
+        # By name, embeddings of which only some rows were trained: the indices of these rows, and
+        # the rows.
         self.trained_embedding_rows: dict[str, tuple[list[int], torch.Tensor]] = {}
-        """By name, embeddings of which only some rows were trained: the indices of these rows, and the rows."""
         self._load_adapter(self._build_meta_model())
         shared = [source for name, source in tied_sources.items() if {name, source} <= self.adapted_layers.keys()]
         if shared:
@@ -126,8 +127,9 @@ class AdaptedModel:
                 f"the adapter cannot be merged: blocks of a {type(self.base_model).__name__} share {shared[0]}, and "
                 "each has changes of its own to it; serve the base with the adapter"
             )
+        # Tensors that the base ties to others and that training made different, with the name of
+        # the other.
         self.untied_sources: dict[str, str] = {}
-        """Tensors that the base ties to others and that training made different, with the name of the other."""
         for name, source in tied_sources.items():
             trained = [self.fully_trained_tensors[key] for key in (name, source) if key in self.fully_trained_tensors]
             if len(trained) == 1 or (trained and not torch.equal(*trained)):
@@ -269,8 +271,8 @@ class MergedWeights:
         file_dtype = main_dtype(self._base_tensors.values())
         if file_dtype not in _FLOAT_DTYPES:
             raise ModelError(f"{base_folder} holds weights in {file_dtype}, into which no adapter can be merged")
+        # Dtype of the merged weights; tensors that the class keeps in fp32 stay so.
         self.dtype = dtype or _FLOAT_DTYPES[file_dtype]
-        """Dtype of the merged weights; tensors that the class keeps in fp32 stay so."""
         self._sources = _map_to_model(adapted, self._base_tensors)
         # files hold a tied tensor once, under its source's name
         self._unwritten = {*adapted.untied_sources, *adapted.tied_tensors}
@@ -446,11 +448,11 @@ class MergeResult(Answer):
     run: Path
     path: Path
     dtype: str
+    # Of a QLoRA run: which weights the adapter was added to.
     base: MergeBase | None
-    """Of a QLoRA run: which weights the adapter was added to."""
     layers: int
+    # True if input and output embeddings, one tensor in the base, are two now.
     untied: bool
-    """True if input and output embeddings, one tensor in the base, are two now."""
     bytes: int
     wall_s: float
     notes: tuple[str, ...] = ()

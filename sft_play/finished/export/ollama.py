@@ -6,8 +6,6 @@ one turn ends and the next begins between two of them. What Ollama makes of conv
 the chat template's text, character by character.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,17 +31,18 @@ RenderFunction = Callable[[Sequence[Mapping[str, str]]], str]
 class TemplateParts:
     """What a chat template writes around the texts of a conversation."""
 
+    # Before the first question, where there is no system prompt.
     start: str
-    """Before the first question, where there is no system prompt."""
     question_to_answer: str
     answer_to_question: str
+    # After the last question, up to where the answer begins.
     end: str
-    """After the last question, up to where the answer begins."""
+    # Around the system prompt, up to the question that follows it; None where the template takes
+    # none.
     system: tuple[str, str] | None = None
-    """Around the system prompt, up to the question that follows it; None where the template takes none."""
+    # True if the system prompt stands before the last question, after `start` or
+    # `answer_to_question`; else it stands before the first question, in the place of `start`.
     is_system_last: bool = False
-    """True if the system prompt stands before the last question, after `start` or `answer_to_question`; else it stands
-    before the first question, in the place of `start`."""
 
 
 def build_modelfile(

@@ -1,8 +1,6 @@
 """The formats of exports, and where merged and exported models are or may be written: known before any library is
 imported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

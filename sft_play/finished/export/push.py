@@ -4,8 +4,6 @@ Only files that belong to a model are uploaded. In those of text the base is nam
 names a local path or holds a secret is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import json

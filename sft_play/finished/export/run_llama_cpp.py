@@ -11,8 +11,6 @@ this tokenizer; `fields`, entries of the file (numbers, true or false) that are 
 here, whatever the converter thinks of this architecture.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

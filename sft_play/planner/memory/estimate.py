@@ -2,8 +2,6 @@
 checkpoint.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

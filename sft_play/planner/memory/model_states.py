@@ -2,8 +2,6 @@
 optimizer states; and what a rank with a shard gathers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -2,8 +2,6 @@
 its bytes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

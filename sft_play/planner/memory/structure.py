@@ -2,8 +2,6 @@
 kernel, adapters, dtypes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, TypeVar

@@ -1,8 +1,6 @@
 """The model card (README.md) of trained weights: base, data in figures, results, settings, how to use them; no rows,
 paths or secrets. `card.md.jinja` is its text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +34,12 @@ _VERSIONS = ("sft_play", "torch", "transformers", "peft", "trl", "bitsandbytes",
 class CardBase:
     """The base model as a card names it."""
 
+    # Its hub id, or the name of its folder.
     name: str
-    """Its hub id, or the name of its folder."""
     is_on_hub: bool
+    # `license`, and `license_name` and `license_link` where its own card has them; empty where
+    # nothing tells it.
     license: Mapping[str, str]
-    """`license`, and `license_name` and `license_link` where its own card has them; empty where nothing tells it."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class CardFacts:
     manifest: Mapping[str, Any]
     summary: Mapping[str, Any]
     stop_ids: Sequence[int]
+    # Of a merged model: bf16, fp16, fp32.
     dtype: str = ""
-    """Of a merged model: bf16, fp16, fp32."""
 
 
 def write_card(folder: Path, facts: CardFacts) -> None:

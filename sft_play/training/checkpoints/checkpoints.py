@@ -1,7 +1,5 @@
 """Checkpoints: written aside, flushed, checked, renamed; and which one is the last that is still as it was written."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

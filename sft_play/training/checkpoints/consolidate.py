@@ -1,8 +1,6 @@
 """`make consolidate`: the trained weights of a checkpoint, sharded or not, as one adapter or model. The model is built
 on the meta device and saved with them, so that tensors get the names of a finished run's files."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,8 +1,6 @@
 """Whole checkpoints of one process, DDP and FSDP: weights as safetensors, optimizer states by number, as one process's
 optimizer writes them, so that any number of ranks can read them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping

@@ -2,8 +2,6 @@
 another number of ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

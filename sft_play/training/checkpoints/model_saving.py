@@ -49,8 +49,8 @@ class FileTensor:
 
     file: Path
     shape: tuple[int, ...]
+    # As safetensors writes it, such as BF16.
     dtype: str
-    """As safetensors writes it, such as BF16."""
     read: Callable[[], torch.Tensor]
 
     def __getitem__(self, index: Any) -> torch.Tensor:

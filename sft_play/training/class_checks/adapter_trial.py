@@ -5,8 +5,6 @@ PEFT refuses some layers, some return tuples (routers), some get no gradient (in
 What the table of families knows is recorded there, and a test tries it again.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

@@ -4,8 +4,6 @@ Measured on a small model of the class on the CPU: some classes derive no mask f
 gpt-oss), some carry a state from token to token (mamba); some read the mask elsewhere (experts' balance loss).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass
@@ -124,17 +122,17 @@ class MaskRequirement:
 class MaskDifference:
     """What leaving out a mask changes in a model."""
 
+    # Largest difference of a logit at a position without padding, in fp32, over the logits' spread.
     logits: float
-    """Largest difference of a logit at a position without padding, in fp32, over the logits' spread."""
+    # Distance of all gradients in fp32, over their length.
     gradients: float
-    """Distance of all gradients in fp32, over their length."""
+    # What an influence looks like that should be none, in logits over their spread.
     influence: float
-    """What an influence looks like that should be none, in logits over their spread."""
+    # How much of the first two is rounding.
     tolerance: float
-    """How much of the first two is rounding."""
+    # In bf16, by the larger of logits and gradients: distance from fp32 without a mask, beyond
+    # `HALF_ERROR_RATIO` times that with one; at most 0 where the mask makes nothing more exact.
     half_excess: float = 0.0
-    """In bf16, by the larger of logits and gradients: distance from fp32 without a mask, beyond `HALF_ERROR_RATIO`
-    times that with one; at most 0 where the mask makes nothing more exact."""
 
     @property
     def is_rounding(self) -> bool:

@@ -7,8 +7,6 @@ than the plain one is. PyTorch's varlen kernel is compared with a call for each 
 Shape letters: T tokens of all chats, H heads, G heads of keys, D width of a head.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util
@@ -62,10 +60,10 @@ CheckResult = TypeVar("CheckResult")
 class ClassCheck:
     """How far other code is from the plain code, over logits and gradients, the worst of them."""
 
+    # Relative difference in fp32.
     fp32_difference: float
-    """Relative difference in fp32."""
+    # Its error in the run's dtype over the plain code's own; 0 for a run in fp32.
     half_precision_ratio: float
-    """Its error in the run's dtype over the plain code's own; 0 for a run in fp32."""
 
     @property
     def is_rounding(self) -> bool:

@@ -1,7 +1,5 @@
 """A small model of a class with random weights, a few narrow layers of every kind: it computes in a second or two."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -139,10 +137,10 @@ def small_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
 class ModelOutputs:
     """What a model computed of rows, in fp32."""
 
+    # At positions without padding, [tokens, vocabulary].
     logits: torch.Tensor
-    """At positions without padding, [tokens, vocabulary]."""
+    # Of all weights, one after the other; none where it did not train.
     gradients: torch.Tensor
-    """Of all weights, one after the other; none where it did not train."""
 
 
 def run_model(

@@ -1,7 +1,5 @@
 """Callbacks that watch a run: gradients, metrics, progress, and requests to stop."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -4,8 +4,6 @@ A stage is a run of its own in its own folder (`stages/NAME`), with a new optimi
 weights on by disk, so every layout and `resume` go the same way.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import time
@@ -52,8 +50,8 @@ class StageSequence:
             train_stage,
         )
         self._summaries: list[dict[str, Any]] = []
+        # Optimizer steps since this process started.
         self._steps_trained = 0
-        """Optimizer steps since this process started."""
 
     def train(self) -> dict[str, Any]:
         """Train every stage that is not finished yet; returns the summary of the whole run. Raises RunFolderError: a

@@ -1,7 +1,5 @@
 """Values that are not finite: a step that has them changes nothing, and no checkpoint holds them."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator
@@ -34,14 +32,14 @@ class NonFiniteStepGuard(TrainerCallback):
     def __init__(self, trainer: Any, on_nan: Literal["stop", "skip"]) -> None:
         self._trainer, self._on_nan = trainer, on_nan
         self._consecutive_skips = 0
+        # Steps that were left out since this process started.
         self.skipped_steps = 0
-        """Steps that were left out since this process started."""
+        # Steps since the last log whose loss was not finite, and is not in the logged mean.
         self.steps_without_loss = 0
-        """Steps since the last log whose loss was not finite, and is not in the logged mean."""
         self._loss_at_step_start: torch.Tensor | float = 0.0
         self._last_logged_step = 0
+        # The optimizer's own, while a step is left out.
         self._optimizer_step: Any = None
-        """The optimizer's own, while a step is left out."""
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Note the sum of losses before this step."""

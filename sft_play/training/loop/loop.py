@@ -3,8 +3,6 @@
 `EvaluatedLoop` evaluates: every row once, and answers that are generated; `PlannedLoop` trains as the plan says.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -59,8 +57,8 @@ logger = logging.getLogger(__name__)
 class EvaluatedLoop(CheckpointedLoop):
     """A Trainer that evaluates every row once, as a mean over trained tokens, whatever the number of ranks."""
 
+    # Of compiled blocks; None for plain ones.
     compile_monitor: CompileMonitor | None = None
-    """Of compiled blocks; None for plain ones."""
     step_memory: StepMemory
 
     def __init__(
@@ -229,12 +227,12 @@ class EvaluatedLoop(CheckpointedLoop):
 class PlannedLoop(EvaluatedLoop):
     """A Trainer that trains on every row once, on a mean over tokens, whatever the number of ranks."""
 
+    # The library's class that the loop refines.
     upstream: type[Trainer] = Trainer
-    """The library's class that the loop refines."""
+    # What the model computes norms, gated activations and rotations with.
     kernels = ActiveKernels()
-    """What the model computes norms, gated activations and rotations with."""
+    # Micro-steps after which ranks reduce gradients, where the Trainer would after each.
     micro_steps_per_reduction = 1
-    """Micro-steps after which ranks reduce gradients, where the Trainer would after each."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
 """The checkpoints of the training loop: whole or absent, and readable under one process, DDP and FSDP alike. What the
 Trainer writes goes into a folder aside, is checked, and is renamed (`checkpoints`)."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -81,8 +79,8 @@ class CheckpointWriter:
     def __init__(self, write: Callable[[], None], *, step: int, needed_bytes: int) -> None:
         """`step`, `needed_bytes`: of the checkpoint, and the bytes that it takes at least."""
         self.step, self.needed_bytes = step, needed_bytes
+        # Whether training waits for it, so that its bytes are the rank's progress.
         self.is_awaited = False
-        """Whether training waits for it, so that its bytes are the rank's progress."""
         self._write, self._start_time, self._duration_s = write, time.monotonic(), 0.0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="sft_play checkpoint")

@@ -6,8 +6,6 @@ rate of its own for lora_B and vectors; PEFT's function makes an optimizer that 
 knows. Stochastic rounding (https://arxiv.org/abs/2010.06192): updates too small for bf16 arrive in expectation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Until the optimizer's update a step leaves only gradients, sums and random state
 cannot be repeated in place, since others wait in a collective: the processes end, with a note for whoever starts them
 again (`runs.oom`)."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import random
@@ -60,8 +58,8 @@ class StepMemory(TrainerCallback):
             micro_batches,
             BatchPlan(micro_batches.rows, micro_steps, ranks),
         )
+        # Called when memory has run out, before anything is repeated.
         self.on_oom: list[Callable[[OomEvent], None]] = []
-        """Called when memory has run out, before anything is repeated."""
         self.has_halved = False
         self._step_start: dict[str, Any] = {}
 

@@ -2,8 +2,6 @@
 `EpochOrder`, `StepBatches`), and as the tensors of a micro-batch (`Collator`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import multiprocessing
@@ -216,8 +214,8 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
     """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are empty where it needs
     fewer. The Trainer counts a fixed number, and synchronises gradients in the last."""
 
+    # accelerate divides the number of rows by it to find rows that it has repeated; there are none.
     batch_size = 1
-    """accelerate divides the number of rows by it to find rows that it has repeated; there are none."""
 
     def __init__(
         self,
@@ -314,15 +312,16 @@ class Collator:
     pad_id: int
     flat: bool = False
     adds_sources: bool = False
+    # Whether rows of one chat get a mask. Without one they get positions, which run on through the
+    # padding: TRL and transformers ask for one of the two.
     adds_masks: bool = True
-    """Whether rows of one chat get a mask. Without one they get positions, which run on through the padding: TRL and
-    transformers ask for one of the two."""
+    # Whether joined rows come with CHAT_LENGTHS, which this toolkit's own attention reads and no
+    # other.
     adds_chat_lengths: bool = False
-    """Whether joined rows come with CHAT_LENGTHS, which this toolkit's own attention reads and no other."""
+    # Packs are padded to this many tokens at least, so that all batches have one shape.
     min_tokens: int = 0
-    """Packs are padded to this many tokens at least, so that all batches have one shape."""
+    # This rank's index in its context-parallel group; rows are divided along their tokens.
     context_parallel_rank: int = 0
-    """This rank's index in its context-parallel group; rows are divided along their tokens."""
     context_parallel_size: int = 1
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -5,8 +5,6 @@ which measures what TRL's loss holds. `loop` has what the trainer does different
 `loop_checkpoints` how it saves.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence

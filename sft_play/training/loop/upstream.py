@@ -1,8 +1,6 @@
 """Lists the private names of transformers' and TRL's trainers that the training loop uses, and checks that the
 libraries' own methods still use each: otherwise overriding or reading it would have no effect."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 from collections.abc import Mapping

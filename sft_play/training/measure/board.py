@@ -1,8 +1,6 @@
 """What TensorBoard shows: curves, config, plan, manifest, answers of each evaluation, hparams, a layout. It takes each
 folder of event files for a run: the run's own `tb/` has what was trained on, a folder in it each held-out split."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The figures of the held-out rows before and after training: their loss, and the answers to their questions."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass

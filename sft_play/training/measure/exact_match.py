@@ -1,7 +1,5 @@
 """Generated answers, compared word for word with what training teaches to write behind the same prompt; greedy."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence

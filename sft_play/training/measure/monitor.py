@@ -2,8 +2,6 @@
 highest memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -4,8 +4,6 @@ Counts and bytes are those of the operators (`c10d::…`) that all collectives g
 them; times those of the backend's own work: NCCL's kernels, gloo's calls.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """A run as later plans on this machine remember it: what was planned, beside what came of it. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any

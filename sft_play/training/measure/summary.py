@@ -1,7 +1,5 @@
 """The end of a run: the trained weights are saved, the summary is written as JSON and logged in words."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """Whether the optimizer's updates reach the weights, read from live objects at the first steps: a run whose updates are
 rounded away looks like any other."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from dataclasses import asdict, dataclass

@@ -2,8 +2,6 @@
 inputs that are held once.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -184,10 +182,10 @@ class BaseAdapter:
     """An adapter that fits the run's model and belongs to its base."""
 
     folder: Path
+    # Digest of its weights' file.
     sha256: str
-    """Digest of its weights' file."""
+    # Name of the run that trained it; None where there is no run of this toolkit beside it.
     run: str | None
-    """Name of the run that trained it; None where there is no run of this toolkit beside it."""
     note: str
 
     def manifest_facts(self) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 parallelism.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools

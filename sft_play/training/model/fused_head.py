@@ -1,8 +1,6 @@
 """TRL's fused head on a model that no trainer holds: log-probabilities of trained tokens without whole logits; and one
 over whole logits for classes whose logits TRL does not compute."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

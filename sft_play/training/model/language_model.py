@@ -4,8 +4,6 @@ Where transformers has only the decoder (`Qwen2_5_VLTextModel`), it gets a head 
 so that everything that takes a causal language model takes it. What is written carries the names
 of the whole class (`TextTower`), whose other weights stay as published."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -46,12 +44,14 @@ PEFT_PREFIX = "base_model.model."
 class TextTower:
     """Where the language model lies in its whole class."""
 
+    # The config as published.
     full_config: Any
-    """The config as published."""
+    # How names of weights begin in the language model, and in the whole class: `model.` and
+    # `model.language_model.`
     prefixes: tuple[tuple[str, str], ...]
-    """How names of weights begin in the language model, and in the whole class: `model.` and `model.language_model.`"""
+    # What the whole class renames when it is loaded: names in its files, as regular expressions,
+    # and its own.
     renamings: tuple[tuple[str, str], ...] = ()
-    """What the whole class renames when it is loaded: names in its files, as regular expressions, and its own."""
 
     @property
     def key_mapping(self) -> dict[str, str]:

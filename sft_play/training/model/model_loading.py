@@ -1,7 +1,5 @@
 """The model with its weights: read from safetensors, quantised for qlora, refused where any are missing."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import logging

@@ -31,8 +31,8 @@ class PackedWeight:
 
     def __init__(self, nf4_state: NF4State | None = None) -> None:
         self.nf4_state = nf4_state
+        # Factors, experts x rows x rank and experts x rank x columns, and their scale.
         self.adapters: list[tuple[torch.Tensor, torch.Tensor, float]] = []
-        """Factors, experts x rows x rank and experts x rank x columns, and their scale."""
 
     def placeholder(self, packed: torch.Tensor) -> torch.Tensor:
         """A tensor with the weight's shape, dtype and device, and the memory of one element."""

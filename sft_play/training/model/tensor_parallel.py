@@ -5,8 +5,6 @@ DTensors to gradient norms, FSDP2 and checkpoints; modules compute on local tens
 direction (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). Embedding, norms and head are whole on every rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import weakref

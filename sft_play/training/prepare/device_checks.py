@@ -1,7 +1,5 @@
 """Whether the planned device is usable, how much of its memory is free, and the message where it runs out."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

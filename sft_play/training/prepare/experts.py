@@ -1,8 +1,6 @@
 """The experts of a model's class: whether there are any, which implementation runs them, and grouped products under
 autocast."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal

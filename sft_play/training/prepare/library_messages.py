@@ -1,7 +1,5 @@
 """Silences messages of the libraries that a user cannot act on."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 

@@ -2,8 +2,6 @@
 that a mode would train, `tuning.trainable` chooses by patterns: dotted pieces of a name, globs and ranges
 (`layers.0-3`); `lora` means the adapters, `norm` every norm."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 `planner.kernels` has the rule for attention; here the implementation is checked against the model's class.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Mapping
@@ -62,30 +60,33 @@ class ModelSpec:
 
     hf_config: Any
     attention: AttentionChoice
+    # Where it lies in an image-text class, whose language model it is; None for a model of text.
     text_tower: TextTower | None
-    """Where it lies in an image-text class, whose language model it is; None for a model of text."""
     peft_config: PeftLoraConfig | None
     vocab_size: int
     resize_to: int | None
+    # Class name of the repeated decoder layer; empty where there is none.
     layer_class: str
-    """Class name of the repeated decoder layer; empty where there is none."""
     notes: tuple[str, ...]
+    # Whether padded rows come with an attention mask.
     uses_masks: bool = True
-    """Whether padded rows come with an attention mask."""
+    # How modules are divided over tensor-parallel ranks; empty without tensor parallelism.
     tensor_parallel_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
-    """How modules are divided over tensor-parallel ranks; empty without tensor parallelism."""
+    # The base's dtype by its config.json, in which whole weights are saved; None saves them as they
+    # trained.
     dtype: torch.dtype | None = None
-    """The base's dtype by its config.json, in which whole weights are saved; None saves them as they trained."""
+    # How experts are multiplied; None where there are none.
     experts: ExpertsImplementation | None = None
-    """How experts are multiplied; None where there are none."""
+    # Of full training: parameters that get no gradient by their class, with * for numbers.
     untrained_parameters: frozenset[str] = frozenset()
-    """Of full training: parameters that get no gradient by their class, with * for numbers."""
+    # Parameters that only longer rows or later steps give a gradient
+    # (`adapter_trial.late_gradients`).
     late_gradients: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that only longer rows or later steps give a gradient (`adapter_trial.late_gradients`)."""
+    # Rows of the embeddings that added tokens have, and the rows whose mean each begins as; empty:
+    # left as read.
     new_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Rows of the embeddings that added tokens have, and the rows whose mean each begins as; empty: left as read."""
+    # The base's files hold quantised weights, which are dequantised while they are read.
     is_dequantised: bool = False
-    """The base's files hold quantised weights, which are dequantised while they are read."""
 
 
 def resized_spec(model_spec: ModelSpec) -> ModelSpec:

@@ -1,7 +1,5 @@
 """Everything that is checked and decided before any weight is read: backend, tokenizer, the model's shapes, rows."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -51,8 +49,8 @@ class Prepared:
     splits: DataSplits
     model_spec: ModelSpec
     renderer: Renderer
+    # The adapter that training continues; None where it starts a new one.
     base_adapter: BaseAdapter | None = None
-    """The adapter that training continues; None where it starts a new one."""
 
     @property
     def trains_adapter(self) -> bool:

@@ -1,7 +1,5 @@
 """The run folder during a run: the first rank creates or checks it, holds its lock, writes its log and any failure."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The tokenizer of a run: loaded, with a pad token and a chat template; every choice is reported."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,8 +44,8 @@ class LoadedTokenizer:
     notes: tuple[str, ...]
     sha256: str
     original_template: str | None = None
+    # The tokens of `model.add_tokens` by their ids, and the pieces that each was split into before.
     new_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """The tokens of `model.add_tokens` by their ids, and the pieces that each was split into before."""
 
 
 def load_tokenizer(config: RunConfig) -> LoadedTokenizer:

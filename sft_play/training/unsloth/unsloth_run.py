@@ -5,8 +5,6 @@ Unsloth's process trains rows that are built and masked here, and writes into th
 code of this checkout. `planner.backend` decides whether Unsloth can.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -86,17 +84,17 @@ class Handover(BaseModel):
     timeout_s: float
     tokenizer: str
     own_template: str | None
+    # The file of each split's rows.
     splits: dict[str, str]
-    """The file of each split's rows."""
     held_out: str
     asked: list[Question]
     asked_while_training: list[Question]
     stop_ids: list[int]
+    # The folder of the base weights, or their name on the hub.
     model_path: str
-    """The folder of the base weights, or their name on the hub."""
     target_modules: list[str]
+    # Name and shape of every tensor that the adapter's file will hold.
     tensors: dict[str, list[int]]
-    """Name and shape of every tensor that the adapter's file will hold."""
 
 
 def write_rows(dataset: Any, path: Path) -> str:

@@ -1,8 +1,6 @@
 """The program run in Unsloth's environment: `python unsloth_worker.py HANDOVER.json`, or `--probe` to report on it. It
 imports this package from its own folder, and Unsloth first, which patches transformers."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
