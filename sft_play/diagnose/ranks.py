@@ -15,6 +15,7 @@ from sft_play.findings import Finding, fail_finding, pass_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.torchrun import TORCHRUN_MODULE, LaunchCommand, torchrun_command
 from sft_play.log import one_line, redact
+from sft_play.machine.gpu_catalog import find_catalog_entries
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.process.environment import LAUNCHER_VARIABLES
@@ -26,9 +27,10 @@ ALL_REDUCE_NAME = "all-reduce"
 CHECK_MODULE = "sft_play.diagnose.collective_check"
 # The ranks' own limit is this much shorter, so that they can report what they were waiting for.
 REPORT_MARGIN_S = 5.0
-# Fraction of the rate of the link between the GPUs below which something is wrong: nccl-tests reach 0.75 to 0.95 of
-# NVLink; over PCIe data may pass through the host's memory or between sockets.
-MIN_LINK_SHARE = 0.15
+# Fraction of an NVLink's rate below which something is wrong; nccl-tests reach 0.75 to 0.95 of it.
+MIN_NVLINK_SHARE = 0.30
+# The same for PCIe, where data may pass through the host's memory or between sockets.
+MIN_PCIE_SHARE = 0.15
 _SLOW_LINK_REMEDY = (
     "NCCL_DEBUG=INFO shows which path NCCL took (NET/Socket: it found no InfiniBand); nvidia-smi topo -m and nvlink -s "
     "show links and which are down; PCIe: switch ACS off and boot with iommu=pt; unset NCCL_P2P_DISABLE"
@@ -153,7 +155,9 @@ def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes
         text += f"; {best / 1e9:.2f} GB/s a rank ({sizes})"
         if link is not None and nodes.count == 1:
             text += f", {best / link:.0%} of the {link / 1e9:.0f} GB/s of the link between the GPUs"
-            if best < MIN_LINK_SHARE * link:
+            entries = find_catalog_entries(system_facts.hardware.gpus[0].name)
+            is_pcie = bool(entries) and link <= entries[0].pcie
+            if best < link * (MIN_PCIE_SHARE if is_pcie else MIN_NVLINK_SHARE):
                 return warn_finding(ALL_REDUCE_NAME, text, _SLOW_LINK_REMEDY)
     return pass_finding(ALL_REDUCE_NAME, text)
 
