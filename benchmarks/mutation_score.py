@@ -169,7 +169,7 @@ def _text(node: ast.AST) -> str:
 OWN_TESTS = {
     "planner": "decisions recorded_plans plan plan_truth plan_inputs promise memory",
     "launch": "decisions launch_files nodes tensorboard",
-    "data": "data_decisions masks tool_calls ends mask_score template preview check rows words splits files formats "
+    "data": "data_decisions masks tool_calls ends mask_score template preview check rows splits files formats "
     "process data data_story documents other_kinds default_paths row_limit packing recorded_data options bad_inputs "
     "own_messages tokenizer",
 }

@@ -380,3 +380,14 @@ def test_a_missing_run_yaml_names_those_beside_it_or_the_shipped_ones(tmp_path, 
     (tmp_path / "mine.yml").touch()
     with pytest.raises(ConfigError, match=r"there are: \S*/mine\.yml$"):
         load_config(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("text", ["model: {name: “Qwen/Qwen2.5-3B-Instruct”}", "model: {name: ‘x’}"])
+def test_typographic_quotes_around_a_value_are_refused(text):
+    with pytest.raises(ConfigError, match=r"model\.name: is in typographic quotes"):
+        config_from_text(text, name="run.yaml")
+
+
+def test_typographic_quotes_in_a_setting_are_refused():
+    with pytest.raises(ConfigError, match=r"output\.name: is in typographic quotes"):
+        config_from_text("model: {name: x}", name="run.yaml", overrides=["output.name=„x“"])

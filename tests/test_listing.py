@@ -96,7 +96,7 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(seed, tmp_path):
 def test_a_damaged_run_has_no_best_checkpoint_and_is_listed(tmp_path):
     for name, text in (
         ("a", "["),
-        ("b", '{"train": 7, "curriculum": [3]}'),
+        ("b", '{"train": {}, "curr'),
         ("c", '{"train": {"metric_for_best_model": "x"}}'),
     ):
         run = make_run(tmp_path, name)

@@ -266,7 +266,7 @@ def test_a_run_that_has_ended_shows_what_it_measured_beside_what_was_predicted(m
     assert "measured" in page
     for name, size in peaks.items():
         assert f"{name:<8}  {size}.0 GiB" in page, page
-    (folder.path / "summary.json").write_text(json.dumps({"peak_bytes_by_moment": {"training": {key: "much"}}}))
+    (folder.path / "summary.json").write_text('{"peak_bytes_by_moment": {"train')
     assert read_memory_snapshot(tmp_path, {}, name="one").measured == {}
     machine(hardware=CPU, ranks=group)  # of one that trains, what it holds now
     assert read_memory_snapshot(tmp_path, {}, name="one").measured == {}

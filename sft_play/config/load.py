@@ -122,9 +122,32 @@ def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Probl
         problems += stage_problems
         if (count := counts[name.lower()]) > 1:
             problems.append(document.problem(("curriculum", index, "name"), f"{name} is the name of {count} stages"))
-        if config is not None:
-            stages.append(Stage(name, index + 1, config))
+        if config is None:
+            continue
+        if stages and _learned_settings(config) == _learned_settings(stages[-1].config):
+            reason = f"changes nothing: stage {name} has the data and settings of {stages[-1].name} before it"
+            advice = "give it something of its own, or give that stage more epochs"
+            problems.append(document.problem(("curriculum", index), f"{reason}; {advice}"))
+        stages.append(Stage(name, index + 1, config))
     return tuple(stages), problems
+
+
+# Options that change nothing of what a stage learns.
+_UNLEARNED_OPTIONS: Any = {
+    **dict.fromkeys(("eval", "curriculum", "output", "plan", "distributed"), True),
+    "train": {"logging_steps", "save_steps", "save_total_limit", "load_best_model_at_end", "async_save",
+              "metric_for_best_model", "early_stopping_patience"},
+    "data": {"val_path", "test_path", "max_lost_fraction"},
+}  # fmt: skip
+
+
+def _learned_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that decide what a stage learns, as plain data, to compare two stages."""
+    data = config.model_dump(mode="json", exclude=_UNLEARNED_OPTIONS)
+    data["train"]["learning_rate"] = config.learning_rate
+    if config.train.max_steps is not None:  # which takes precedence over epochs
+        data["train"].pop("epochs")
+    return data
 
 
 def _problem_line(problem: Problem) -> int:

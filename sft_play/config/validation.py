@@ -28,6 +28,7 @@ from sft_play.spelling import TYPO_SIMILARITY, did_you_mean
 # Rates above it are slips, such as 2e4 for 2e-4: published ones end at 1e-2.
 MAX_LEARNING_RATE = 1.0
 _SURROGATE = re.compile("[\ud800-\udfff]")
+TYPOGRAPHIC_QUOTES = frozenset("“”„‟‘’‚‛«»")
 
 
 def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
@@ -42,6 +43,9 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
         if isinstance(value, str) and _SURROGATE.search(value):
             has_broken_text = True
             problems.append(document.problem(path, "the text has half of a surrogate pair"))
+        elif isinstance(value, str) and value and {value[0], value[-1]} <= TYPOGRAPHIC_QUOTES:
+            message = "is in typographic quotes, which YAML takes for letters of the text; write \" or '"
+            problems.append(document.problem(path, message))
     if has_broken_text:
         return None, problems
     # Without the keys that are reported already, pydantic finds what else is wrong: all problems are shown at once.

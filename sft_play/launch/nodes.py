@@ -115,7 +115,11 @@ def meet_nodes(nodes: NodeSetup, card: NodeCard, *, timeout_s: float) -> NodeMee
     # in a thread: torch's own waits hear no Ctrl-C, and one for a program that is no store never ends
     thread = threading.Thread(target=meet, daemon=True, name="sft_play nodes")
     thread.start()
-    thread.join(2 * timeout_s + 3 * _LEAVE_TIMEOUT_S)
+    try:
+        thread.join(2 * timeout_s + 3 * _LEAVE_TIMEOUT_S)
+    except BaseException:  # Ctrl-C, SIGTERM: the others would count this node's card, and wait for it
+        _tell_stop(nodes, own_card)
+        raise
     outcome = outcomes[0] if outcomes else _no_answer_error(nodes, own_card, timeout_s, "another program listens there")
     if isinstance(outcome, Exception):
         raise outcome
@@ -151,7 +155,8 @@ def _no_answer_error(nodes: NodeSetup, own_card: NodeCard, timeout_s: float, rea
 
 
 def _exchange_cards(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> tuple[NodeCard, ...]:
-    """The cards of all nodes, as node 0 hands them out. Raises on every node what one of them is refused for."""
+    """The cards of all nodes, as node 0 hands them out. Raises ConfigError on every
+    node where one is refused; HardwareError where this one finds no node 0, or loses it."""
     from torch.distributed import DistError, TCPStore
 
     store = None
@@ -188,6 +193,18 @@ def _exchange_cards(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> t
 def _refuse(store: TCPStore, message: str) -> None:
     """Answer all nodes with an error, unless there is an answer."""
     store.compare_set(_ANSWER_KEY, "", json.dumps({"refused": message}))
+
+
+def _tell_stop(nodes: NodeSetup, own_card: NodeCard) -> None:
+    """Refuse the start on all nodes because this one was stopped, by a connection of its own: the other one waits."""
+    from torch.distributed import TCPStore
+
+    timeout = timedelta(seconds=_LEAVE_TIMEOUT_S)
+    with contextlib.suppress(RuntimeError):  # torch's errors: there is no node 0, or none any more
+        store = TCPStore(str(nodes.address), nodes.port or 0, None, False, timeout, wait_for_workers=False)
+        host = one_line(str(own_card.get("host")))
+        _refuse(store, f"node {nodes.rank} ({host}) was stopped; start it again on all nodes")
+        time.sleep(_POLL_S)  # the store ends with node 0's process
 
 
 def _wait_for_node_0(store: TCPStore, nodes: NodeSetup) -> None:

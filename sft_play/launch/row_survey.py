@@ -122,7 +122,8 @@ def _count_tokens(config: RunConfig) -> None:
     try:
         atomic.write(path, json.dumps(dataclasses.asdict(row_tokens)))
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}; free space there") from error
+        raise DataError(f"{path} cannot be written: {error.strerror or error}; free space there, or name another "
+                        "folder in SFT_PLAY_CACHE") from error  # fmt: skip
 
 
 def _cache_path(config: RunConfig) -> Path:

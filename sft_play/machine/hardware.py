@@ -190,6 +190,10 @@ def _parse_head(head: str, text: str) -> tuple[str | None, int, int]:
     prefix = f"HARDWARE={one_line(text)}"
     if head.lower() == "cpu":
         return None, 1, 0
+    # the count behind the name (`A100x4`), where the whole is no GPU's name (`RTX4090`)
+    swapped = re.fullmatch(r"(.+?)\s*[xX*×:]\s*([0-9]{1,6})", head)
+    if swapped and not find_catalog_entries(head) and find_catalog_entries(swapped[1]):
+        head = f"{swapped[2]}x{swapped[1]}"
     # an X before T or TX is the card's: 7900 XTX
     match = re.fullmatch(r"((?:[0-9]{1,30}\s*[xX*×]\s*(?!TX?\b)){0,2})(.+)", head)
     # neither a bare count (`2x`) nor a third one (`2x2x2xH100`) is a GPU's name
@@ -198,10 +202,6 @@ def _parse_head(head: str, text: str) -> tuple[str | None, int, int]:
         raise HardwareError(f"{prefix} is not COUNTxGPU, such as 2xH200, 2x8xH100 or 2xMyGPU,mem=24GiB; or cpu")
     if name.lower() == "cpu":
         raise HardwareError(f"{prefix}: a machine without GPUs takes no count; write cpu,ram=64GiB,cores=16")
-    # the count behind the name (`A100x4`), where the whole is no GPU's name (`RTX4090`)
-    swapped = re.fullmatch(r"(.+?)\s*[xX*×]\s*([0-9]{1,6})", name)
-    if swapped and not match[1] and not find_catalog_entries(name) and find_catalog_entries(swapped[1]):
-        return _parse_head(f"{swapped[2]}x{swapped[1]}", text)
     # nodes and GPUs of each, or GPUs only
     node_count, gpus_per_node = [1, 1, *map(int, re.findall(r"[0-9]+", match[1]))][-2:]
     total = node_count * gpus_per_node
@@ -241,6 +241,14 @@ def _parse_options(assignments: Sequence[str], text: str, *, has_gpus: bool) -> 
     return options
 
 
+# Apple's GPUs, and accelerators that are none of NVIDIA's or AMD's.
+_OTHER_DEVICES = re.compile(
+    r"(apple\b.*|mac(book)?\b.*|m[1-9]( ?(pro|max|ultra))?( .*)?)"
+    r"|.*\b(tpu|gaudi[0-9]*|trainium|inferentia|ascend|npu|arc|iris|igpu|jetson|strix halo|ryzen ai)\b.*",
+    re.IGNORECASE,
+)
+
+
 def _find_entry(name: str, text: str, *, is_memory_given: bool) -> tuple[CatalogEntry | None, list[str]]:
     """The catalogue's entry for a name, with a note where others share it; None where it has none and needs none."""
     entries = find_catalog_entries(name)
@@ -254,8 +262,12 @@ def _find_entry(name: str, text: str, *, is_memory_given: bool) -> tuple[Catalog
         memory_text = f"{first.memory_bytes / GIB:.1f} GiB"
         other_names = ", ".join(entry.name for entry in others)
         return first, [f"{name} is read as {chosen_name} with {memory_text}; the catalogue also has {other_names}"]
+    if _OTHER_DEVICES.fullmatch(name):
+        raise HardwareError(f"HARDWARE={one_line(text)}: no run uses this device, only NVIDIA's GPUs and CPUs (cpu)")
     size = 8 if catalog_key(name).startswith("laptop") else 24
     short = re.sub(r"[^A-Za-z0-9_.+()/-]", "", name)
+    if name[0].isdigit():  # a size, or a count without a sign
+        short = "MyGPU"
     suggestions = nearest_gpu_names(name)
     hint = f"nearest: {', '.join(suggestions)}" if suggestions else "docs/gpus.md lists those that are"
     raise HardwareError(

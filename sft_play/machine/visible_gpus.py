@@ -124,6 +124,8 @@ def _filter_visible(listed_gpus: tuple[ListedGpu, ...], variable: str) -> tuple[
     visible: list[ListedGpu] = []
     for entry in (part.strip() for part in variable.split(",")):
         matches = [item for item in listed_gpus if _matches_entry(item, entry)]
+        if not matches and entry.startswith(("MIG-", "GPU-")) and len(listed_gpus) == 1 and not listed_gpus[0].uuid:
+            matches = list(listed_gpus)  # the only one there is, whose UUID the driver does not tell
         # a short UUID that fits two GPUs names neither; a split GPU is named with all its instances
         gpus = {item.uuid if entry.startswith("MIG-") else str(item.gpu.index) for item in matches}
         if len(gpus) != 1 or matches[0] in visible:
@@ -192,13 +194,15 @@ def find_unusable_accelerator(
 ) -> str | None:
     """The accelerator that a run on this machine, or the one below `root`, would silently leave unused, with what to
     do; None if there is none. `nvml`: its answer, where it is not to be asked. `CUDA_VISIBLE_DEVICES=`, or -1, asks for
-    the CPU."""
+    the CPU; beside AMD's GPUs, `HIP_VISIBLE_DEVICES` does too."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):  # a wish for the CPU is no accident
+    # a wish for the CPU is no accident
+    emptied_variables = [name for name in VISIBILITY_VARIABLES if environment.get(name, "0").strip() in ("", "-1")]
+    if "CUDA_VISIBLE_DEVICES" in emptied_variables:
         return None
     slots_by_vendor = _find_pci_gpus(root / "sys/bus/pci/devices")
     problem = _nvidia_problem(slots_by_vendor.pop("NVIDIA", []), visible, root, nvml or _query_nvml())
-    if problem is None and slots_by_vendor:
+    if problem is None and slots_by_vendor and not emptied_variables:
         devices = " and ".join(_bus_text(vendor, slots) for vendor, slots in sorted(slots_by_vendor.items()))
         reason = "runs are planned for NVIDIA's GPUs and for CPUs, and nothing is known of how they do on this one"
         problem = f"this machine shows {devices}", reason

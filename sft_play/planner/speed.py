@@ -113,10 +113,13 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
     trained_params = trained_parameters(config, shape, ElementBytes()).params / layout.tensor_parallel
     gradient_bytes = trained_params * DTYPE_BYTES[sync.reduced_dtype]
     if not layout.shards_params:
-        updated_bytes = trained_params * DTYPE_BYTES[precision.compute] * layout.is_zero
-        gather = Collective("all_gather", updated_bytes, ranks, math.ceil(updated_bytes / DDP_BUCKET_BYTES))
         reduction = Collective("all_reduce", gradient_bytes, ranks, math.ceil(gradient_bytes / DDP_BUCKET_BYTES))
-        return Traffic((), (reduction,), (gather,), sync.reductions_per_step)
+        gathers: tuple[Collective, ...] = ()
+        if layout.is_zero:
+            updated_bytes = trained_params * DTYPE_BYTES[precision.compute]
+            calls = math.ceil(updated_bytes / DDP_BUCKET_BYTES)
+            gathers = (Collective("all_gather", updated_bytes, ranks, calls),)
+        return Traffic((), (reduction,), gathers, sync.reductions_per_step)
     calls = shape.num_layers + 1  # a unit per block, and the tail
     if layout.is_fsdp:
         # all units twice: the first block's backward pass prefetches the embedding, trained or not. Only the tail (last

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import pickle
 import shutil
@@ -85,14 +86,14 @@ class RowWriter:
     def _write_batch(self) -> None:
         if not self._pending:
             return
-        columns: dict[str, list[Any]] = {
-            "input_ids": [row.input_ids for row, _ in self._pending],
-            "labels": [row.labels for row, _ in self._pending],
-            "source": [int(row.source != CHAT) for row, _ in self._pending],
-        }
+        columns = [
+            _to_list_array(*_concatenate([row.input_ids for row, _ in self._pending])),
+            _to_list_array(*_concatenate([row.labels for row, _ in self._pending])),
+            _to_arrow(np.array([row.source != CHAT for row, _ in self._pending], np.int8)),
+        ]
         if self._keeps_chats:
-            columns["chat"] = [_chat_to_json(example) for _, example in self._pending]
-        self._stream.write_batch(pa.RecordBatch.from_pydict(columns, schema=self._schema))
+            columns.append(pa.array([_chat_to_json(example) for _, example in self._pending], pa.string()))
+        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         self._pending, self._tokens = [], 0
 
 
@@ -130,8 +131,25 @@ def write_blocks(output_path: Path, paths: Sequence[Path], block_size: int, *, k
 
 def _make_block_batch(tokens: Any, block_size: int) -> Any:
     offsets = np.arange(0, len(tokens) + 1, block_size, dtype=np.int32)
-    column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))
-    return pa.record_batch([column, column, pa.array(np.ones(len(offsets) - 1, np.int8))], schema=_SCHEMA)
+    column = _to_list_array(offsets, np.ascontiguousarray(tokens, np.int32))
+    return pa.record_batch([column, column, _to_arrow(np.ones(len(offsets) - 1, np.int8))], schema=_SCHEMA)
+
+
+def _concatenate(token_lists: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+    """Join lists of tokens: their offsets (int32, [lists + 1]) and all tokens (int32, [tokens])."""
+    lengths = np.fromiter(map(len, token_lists), np.int32, len(token_lists))
+    offsets = np.zeros(len(token_lists) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets, np.fromiter(itertools.chain.from_iterable(token_lists), np.int32, int(offsets[-1]))
+
+
+def _to_arrow(values: Any) -> Any:
+    """A numpy array of integers as an Arrow one; `pyarrow.array` would import pandas first, which takes a second."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def _to_list_array(offsets: Any, tokens: Any) -> Any:
+    return pa.ListArray.from_arrays(_to_arrow(offsets), _to_arrow(tokens))
 
 
 # The two sides of a source: rows that it keeps, and rows that are split off for validation.

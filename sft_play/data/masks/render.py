@@ -113,6 +113,7 @@ class Renderer:
         self._turn_locators: dict[tuple[str, bool, str], TurnLocator | TokenizerError] = {}
         # rows' own chat_template_kwargs that were seen
         self._row_kwargs: set[str] = set()
+        self._end_tokens_by_ends: dict[frozenset[str], tuple[str, ...]] = {}
 
     # What the template does.
 
@@ -372,15 +373,20 @@ class Renderer:
     def _check_end_tokens(self, locator: TurnLocator, text: str, spans: Sequence[Span]) -> None:
         if self.data.on_missing_end == "train":
             return
-        # special tokens, and the template's own ends that are one token
-        own_ends = locator.ends.end_tokens
-        ends = [token for _, token, is_special in self.tokenizer_parts.added_tokens if is_special or token in own_ends]
-        end_tokens = tuple(token for token in (*ends, self.tokenizer_parts.eos_token) if token)
+        end_tokens = self._end_tokens(locator.ends.end_tokens)
         for start, end in spans:
             trained_text = text[start:end].rstrip()  # a line break after the end token may be trained with it
             if not trained_text.endswith(end_tokens):
                 excerpt = one_line(repr(trained_text[-40:]), limit=60)
                 raise InexactMaskError(NO_END_TOKEN, f"{excerpt}: {END_TOKEN_REMEDY}")
+
+    def _end_tokens(self, own_ends: frozenset[str]) -> tuple[str, ...]:
+        """Special tokens, and the template's own ends that are one token."""
+        if own_ends not in self._end_tokens_by_ends:  # a tokenizer may have thousands, and rows millions
+            parts = self.tokenizer_parts
+            ends = [token for _, token, is_special in parts.added_tokens if is_special or token in own_ends]
+            self._end_tokens_by_ends[own_ends] = tuple(token for token in (*ends, parts.eos_token) if token)
+        return self._end_tokens_by_ends[own_ends]
 
     def _check_hidden_rendering(self, locator: TurnLocator, text: str, chat: Chat) -> None:
         """Raise InexactMaskError where the template does not treat a special token in a text as plain text."""

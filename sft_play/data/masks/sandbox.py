@@ -9,6 +9,7 @@ Both ends are here: `ask` is called by who renders, `serve` is the process. It i
 starts in a tenth of a second.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -57,22 +58,35 @@ _process: Any = None
 
 def ask(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function of this module returns in the process of templates; raises RenderError."""
+    try:
+        request = pickle.dumps((MAX_RENDER_SECONDS, function, arguments))
+    except RecursionError:
+        raise EndlessTemplateError("the row is nested too deeply for a chat template") from None
     with _lock:
-        process = _running_process()
-        try:
-            pickle.dump((MAX_RENDER_SECONDS, function, arguments), process.stdin)
-            process.stdin.flush()
-            answer = pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-            process.communicate()  # its end
-            raise _limit_error(process.returncode) from None
-        except BaseException:  # Ctrl-C: the next request must not be given the answer of this one
-            process.kill()
-            process.communicate()
-            raise
+        answer = _exchange(request) or _exchange(request, is_last_try=True)
     if isinstance(answer, RenderError):
         raise answer
-    return answer
+    return answer[0]
+
+
+def _exchange(request: bytes, *, is_last_try: bool = False) -> Any:
+    """The answer to a request: what the function returned, in a tuple, or a RenderError. None where a signal from
+    elsewhere ended the process, for which the template may not be blamed before a second try."""
+    process = _running_process()
+    try:
+        process.stdin.write(request)
+        process.stdin.flush()
+        return pickle.load(process.stdout)
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+        process.communicate()  # its end
+        exit_code = process.returncode
+        if exit_code < 0 and exit_code != -signal.SIGPROF and not is_last_try:
+            return None
+        return _limit_error(exit_code)
+    except BaseException:  # Ctrl-C: the next request must not be given the answer of this one
+        process.kill()
+        process.communicate()
+        raise
 
 
 def _running_process() -> Any:
@@ -84,8 +98,22 @@ def _running_process() -> Any:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            process_group=0,  # Ctrl-C of a terminal is for who asks
         )
     return _process
+
+
+# Of the process that forked this one; kept, since closing its pipes could write what is still in their buffers.
+_inherited_process: Any = None
+
+
+def _forget_process() -> None:
+    global _lock, _process, _inherited_process
+    _lock, _process, _inherited_process = threading.Lock(), None, _process
+
+
+# a process that is forked starts a process of templates of its own
+os.register_at_fork(after_in_child=_forget_process)
 
 
 def _limit_error(exit_code: int) -> EndlessTemplateError:
@@ -107,7 +135,8 @@ def serve() -> None:
         signal.signal(number, signal.SIG_IGN)  # they are for who asks, whose end closes the pipe
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     limit = MAX_SANDBOX_BYTES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, MAX_SANDBOX_BYTES)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses it
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
     try:
         while True:
             seconds, function, arguments = pickle.load(sys.stdin.buffer)
@@ -125,7 +154,7 @@ def serve() -> None:
 
 def _try_answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     try:
-        return function(*arguments)
+        return (function(*arguments),)
     except MemoryError:
         raise
     except RecursionError:

@@ -88,7 +88,8 @@ def file_kind(path: Path, *, wants_text: bool = False) -> str:
     # "ignore": the head may end inside a character; bytes that are not UTF-8 are named, with line, while rows are read
     text = beginning.removeprefix(BOM).decode("utf-8", "ignore")
     if not text.strip():
-        raise DataError(f"{path} has no rows: the file is {'blank' if beginning else 'empty'}")
+        blank = f"its first {len(beginning):,} bytes are blank" if beginning else "the file is empty"
+        raise DataError(f"{path} has no rows: {blank}")
     return _text_kind(path, text.lstrip(), wants_text)
 
 

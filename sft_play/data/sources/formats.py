@@ -205,7 +205,10 @@ def _system_messages(row: RawRow, messages: list[Message]) -> list[Message]:
     key = _first_filled_column(SYSTEM_KEYS, row.data)
     if key is None:
         return []
-    text = content_text(row.data[key], key)
+    value = row.data[key]
+    if isinstance(value, Mapping) and isinstance(value.get("parts"), str):  # Gemini's, whose parts are a list else
+        value = value["parts"]
+    text = content_text(value, key)
     prompts = [message["content"] for message in messages[:1] if message["role"] == "system"]
     if not text.strip() or prompts == [text]:
         return []
