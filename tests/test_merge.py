@@ -324,6 +324,16 @@ def test_a_layer_that_has_no_way_back_into_the_files_is_refused(tmp_path, monkey
     assert not (run.folder.path / "merged").exists()
 
 
+def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypatch):
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
+    shapes = merge.MergedWeights._output_shapes
+    renamed = lambda self: ((name.replace(".1.mlp.gate.", ".1.router."), shape) for name, shape in shapes(self))  # noqa: E731
+    monkeypatch.setattr(merge.MergedWeights, "_output_shapes", renamed)
+    with pytest.raises(ModelError, match="the merged weights would not be those of a Qwen3MoeForCausalLM"):
+        merge_run(run, out=tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
