@@ -21,13 +21,13 @@ from typing import Any
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
 from sft_play.finished.export.check_export import (
+    EnginePrompts,
     adds_space_prefix,
     check_file,
     find_pre_tokenizer,
     is_sentencepiece,
     read_fields,
 )
-from sft_play.finished.export.engine_prompts import EnginePrompts, write_generation_config
 from sft_play.finished.export.llama_cpp import (
     LLAMA_CPP_PACKAGE,
     LLAMA_CPP_VERSION,
@@ -37,7 +37,7 @@ from sft_play.finished.export.llama_cpp import (
     has_llama_cpp,
     quantize_gguf,
 )
-from sft_play.finished.export.merge import ensure_whole_model_folder, main_dtype
+from sft_play.finished.export.merge import ensure_whole_model_folder, main_dtype, write_generation_config
 from sft_play.finished.export.ollama import build_modelfile
 from sft_play.finished.export.places import (
     CONVERTER_QUANTS,
@@ -68,13 +68,12 @@ logger = logging.getLogger(__name__)
 
 # By the dtype of the weights as safetensors names it; other dtypes have no lossless one here.
 _LOSSLESS_QUANTS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
-_MAX_F16 = 65_504.0
 _MAX_CHECKED_ROWS = 32
 
 
 @dataclass(frozen=True)
 class ExportResult(Answer):
-    """What `export_run` wrote; `file`, `quant`, `converter`, `pre_tokenizer` and `prompts_checked` are of a GGUF."""
+    """What `export_run` wrote; `file`, `quant` and `prompts_checked` are of a GGUF."""
 
     run: Path
     format: ExportFormat
@@ -84,8 +83,6 @@ class ExportResult(Answer):
     notes: tuple[str, ...] = ()
     file: Path | None = None
     quant: Quant | None = None
-    converter: str | None = None
-    pre_tokenizer: str | None = None
     # Prompts whose token ids by the file's own tokenizer were seen to be those of training.
     prompts_checked: int = 0
     # Of an adapter: what was merged, and whether merge-test passed, in words.
@@ -95,9 +92,7 @@ class ExportResult(Answer):
     def lines(self) -> list[str]:
         lines = list(filter(None, [self.merge, *self.notes]))
         if self.prompts_checked:
-            lines.append(
-                f"Tokenizer: {self.pre_tokenizer}; its ids of {self.prompts_checked} prompts are those of training"
-            )
+            lines.append(f"Tokenizer: its ids of {self.prompts_checked} prompts are those of training")
         elif self.file is not None:
             lines.append("Tokenizer: not compared")
         facts = filter(None, [self.quant, f"{format_gib(self.bytes, digits=2)} GiB", f"{self.wall_s:.0f} s"])
@@ -144,7 +139,7 @@ def export_run(
             result = _write_gguf(run, model_folder, prompts, staging_folder, target, converter, quant, format)
         record = {
             "run": run.folder.path.name, "model": model_folder.name, "quant": result.quant,
-            "converter": result.converter,
+            "converter": converter.version if converter else None,
             "file": result.file.name if result.file else None,
             "merge": read_merge_record(model_folder) or None,  # what the weights are made of travels with them
         }  # fmt: skip
@@ -194,8 +189,8 @@ def _write_gguf(
     if format == "ollama":
         max_positions, context_note = describe_context_window(run, str(model_folder))
         adds_bos = bool(vocabulary["fields"].get("tokenizer.ggml.add_bos_token"))
-        text, notes = build_modelfile(run, prompts, file.name, adds_bos=adds_bos, context=max_positions)
-        notes += filter(None, [context_note])
+        text = build_modelfile(run, prompts, file.name, adds_bos=adds_bos, context=max_positions)
+        notes = [*filter(None, [context_note])]
         (staging_folder / "Modelfile").write_text(text, encoding="utf-8")
         model_name = shlex.quote(name.lower())
         modelfile = shlex.quote(str(target / "Modelfile"))
@@ -211,24 +206,18 @@ def _write_gguf(
     checked, check_notes = _check_gguf(run, file, fields, prompts, converter)
     return ExportResult(
         run.folder.path, format, target, file.stat().st_size, (command,), (*check_notes, *notes), target / file.name,
-        file_quant, converter.version, str(fields.get("tokenizer.ggml.pre", vocabulary["pre"])), checked,
+        file_quant, checked,
     )  # fmt: skip
 
 
 def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[Quant, Quant]:
     """The type of the file's weights, and the one in which the converter writes them first."""
-    tensors = open_tensors(model_folder)
-    dtype = main_dtype(tensors.values())
+    dtype = main_dtype(open_tensors(model_folder).values())
     lossless = _LOSSLESS_QUANTS.get(dtype)
     quant = requested_quant or lossless
     if quant is None:
         problem = f"the weights in {model_folder} are {dtype}, which no GGUF holds as they are"
         raise ConfigError(f"{problem}; give QUANT=bf16 or q8_0")
-    if quant == "f16" and lossless != "f16":
-        for name, tensor in tensors.items():
-            values = tensor.read()
-            if values.is_floating_point() and values.numel() and float(values.abs().max()) > _MAX_F16:
-                raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
     return quant, quant if quant in CONVERTER_QUANTS else lossless or "bf16"
 
 
