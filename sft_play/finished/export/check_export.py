@@ -6,9 +6,9 @@ divergence of the next-token distributions).
 """
 
 import functools
+import itertools
 import json
 import operator
-import random
 import re
 import shlex
 import unicodedata
@@ -367,11 +367,10 @@ def weight_bits(tensor_type: str) -> int | None:
 # the same pieces. `pre_tokenizers.json` has llama.cpp's own table of them: the names, of several the most usual first;
 # the expressions that cut a text one after the other; and whether a piece that is a token as a whole skips the merges
 # (`ignore_merges`).
-_RANDOM_TEXTS = 400
-_ALPHABETS = (
-    *((0x20, 0x7E), (0x20, 0x7E), (0x09, 0x0D), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x6FF), (0x900, 0xDFF)),
-    *((0xE00, 0x11FF), (0x2000, 0x206F), (0x2070, 0x2BFF), (0x3000, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3)),
-    *((0xFF01, 0xFFEE), (0x1F300, 0x1FAFF), (0x10400, 0x1044F)),
+_PROBED_CHARACTERS = (
+    *((0x20, 0x7E), (0x09, 0x0D), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x6FF), (0x900, 0xDFF), (0xE00, 0x11FF)),
+    *((0x2000, 0x206F), (0x2070, 0x2BFF), (0x3000, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0xFF01, 0xFFEE)),
+    *((0x1F300, 0x1FAFF), (0x10400, 0x1044F)),
 )
 _PIECES = (
     " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "a", "Ab", "ABC", "'s", "'S", "'re", "'LL", "'", "’s",
@@ -397,13 +396,9 @@ def _build_pre_tokenizer(entry: Mapping[str, Any]) -> Any:
 
 
 def _probe_texts() -> list[str]:
-    """Texts of all kinds: words, numbers, punctuation, white space, and scripts from every part of Unicode."""
-    generator = random.Random(0)
-    texts = ["".join(generator.choices(_PIECES, k=generator.randint(1, 24))) for _ in range(_RANDOM_TEXTS)]
-    for _ in range(_RANDOM_TEXTS):
-        alphabets, length = generator.choices(_ALPHABETS, k=3), generator.randint(1, 40)
-        texts.append("".join(chr(generator.randint(*generator.choice(alphabets))) for _ in range(length)))
-    return [*_PIECES, *texts]
+    """All pairs of pieces, and every character of many scripts beside its neighbours and between letters."""
+    scripts = ["".join(map(chr, range(first, last + 1))) for first, last in _PROBED_CHARACTERS]
+    return [*map("".join, itertools.product(_PIECES, repeat=2)), *scripts, *map("x".join, scripts)]
 
 
 def find_pre_tokenizer(backend: Any) -> str | None:
