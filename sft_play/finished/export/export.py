@@ -31,7 +31,6 @@ from sft_play.finished.export.check_export import (
 from sft_play.finished.export.llama_cpp import (
     LLAMA_CPP_PACKAGE,
     LLAMA_CPP_VERSION,
-    Converter,
     convert_to_gguf,
     find_converter,
     has_llama_cpp,
@@ -129,17 +128,17 @@ def export_run(
     if quant not in (None, *CONVERTER_QUANTS) and not has_llama_cpp():
         install = f"{sys.executable} -m pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes)"
         raise ConfigError(f"QUANT={quant} needs llama.cpp's library, which is not here: {install}; or take QUANT=q8_0")
-    converter = None if format == "vllm" else find_converter(llama_cpp)
+    converter_folder = None if format == "vllm" else find_converter(llama_cpp)
     model_folder = ensure_whole_model_folder(run, is_locked=True)
     prompts = EnginePrompts(run, model_folder)
     with staged_folder(target) as staging_folder:
-        if converter is None:
+        if converter_folder is None:
             result = _write_vllm_folder(run, model_folder, prompts, staging_folder, target)
         else:
-            result = _write_gguf(run, model_folder, prompts, staging_folder, target, converter, quant, format)
+            result = _write_gguf(run, model_folder, prompts, staging_folder, target, converter_folder, quant, format)
         record = {
             "run": run.folder.path.name, "model": model_folder.name, "quant": result.quant,
-            "converter": converter.version if converter else None,
+            "converter": converter_folder.name if converter_folder else None,
             "file": result.file.name if result.file else None,
             "merge": read_merge_record(model_folder) or None,  # what the weights are made of travels with them
         }  # fmt: skip
@@ -173,7 +172,7 @@ def _write_gguf(
     prompts: EnginePrompts,
     staging_folder: Path,
     target: Path,
-    converter: Converter,
+    converter_folder: Path,
     quant: Quant | None,
     format: ExportFormat,
 ) -> ExportResult:
@@ -198,12 +197,14 @@ def _write_gguf(
     staged_model = staging_folder / ".model"
     _stage_model(run, model_folder, prompts.tokenizer, staged_model)
     converted_file = file if converted_quant == file_quant else staged_model / "whole.gguf"
-    convert_to_gguf(converter, staged_model, converted_file, quant=converted_quant, name=name, vocabulary=vocabulary)
+    convert_to_gguf(
+        converter_folder, staged_model, converted_file, quant=converted_quant, name=name, vocabulary=vocabulary
+    )
     if converted_file != file:
         quantize_gguf(converted_file, file, file_quant)
     shutil.rmtree(staged_model)
     fields = read_fields(file)
-    checked, check_notes = _check_gguf(run, file, fields, prompts, converter)
+    checked, check_notes = _check_gguf(run, file, fields, prompts)
     return ExportResult(
         run.folder.path, format, target, file.stat().st_size, (command,), (*check_notes, *notes), target / file.name,
         file_quant, checked,
@@ -273,9 +274,7 @@ def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
     }
 
 
-def _check_gguf(
-    run: FinishedRun, file: Path, fields: dict[str, Any], prompts: EnginePrompts, converter: Converter
-) -> tuple[int, list[str]]:
+def _check_gguf(run: FinishedRun, file: Path, fields: dict[str, Any], prompts: EnginePrompts) -> tuple[int, list[str]]:
     """The number of prompts whose ids are training's, and notes on what is not; raises TokenizerError where the file
     would be prompted otherwise than training."""
     paired_prompts = prompts.probe_prompts()
@@ -288,7 +287,7 @@ def _check_gguf(
         if check.ok is False and check.name != "Stop tokens":
             remedy = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"
             raise TokenizerError(
-                f"{converter.version} wrote a GGUF that is not the trained model: {check.reason}; {remedy}"
+                f"llama.cpp's converter wrote a GGUF that is not the trained model: {check.reason}; {remedy}"
             )
     is_compared = any(check.name == "Tokenizer" and check.ok for check in checks)
     notes = [f"{check.name}: {check.reason}" for check in checks if check.ok is not True]
