@@ -156,9 +156,10 @@ def _read_curves(path: Path) -> dict[str | None, dict[str, list[tuple[float, flo
 
 
 def _read_warnings(log_path: Path) -> tuple[str, ...]:
-    text = log_path.read_text(encoding="utf-8", errors="replace") if log_path.is_file() else ""
+    if not log_path.is_file():
+        return ()
     first_times: dict[str, str] = {}
-    for time, message in _WARNING_LINE.findall(text):
+    for time, message in _WARNING_LINE.findall(log_path.read_text(encoding="utf-8", errors="replace")):
         first_times.setdefault(message, time)
     return tuple(f"{time} {message}" for message, time in first_times.items())
 
@@ -286,7 +287,6 @@ def write_final_report(folder: RunFolder) -> None:
 def build_run_charts(record: RunRecord) -> list[Chart]:
     """The curves of a run; a chart that the run cannot fill is left out."""
     curve = record.curve
-    held_memory = "memory_allocated_gib" if any(part.is_on_gpu for part in record.parts) else "memory_resident_gib"
     padding = curve("padding_share")
     if len({value for _, value in padding}) == 1:  # rows without padding
         padding = []
@@ -310,7 +310,7 @@ def build_run_charts(record: RunRecord) -> list[Chart]:
             "Memory of a rank, in GiB",
             (
                 Curve("peak", curve("memory_peak_gib")),
-                Curve("held", curve(held_memory), 1),
+                Curve("held", curve("memory_allocated_gib") or curve("memory_resident_gib"), 1),
                 Curve("reserved", curve("memory_reserved_gib"), 2),
                 Curve("predicted peak", curve("memory_predicted_gib"), None),
             ),
@@ -350,7 +350,7 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
         warnings.append(f"and {len(record.warnings) - MAX_WARNINGS} more in train.log")
     comparisons = []
     for part in record.parts:
-        headers = (f"stage {part.name}" if part.name else "", "predicted", "measured", "difference")
+        headers = (part.name or "", "predicted", "measured", "difference")
         comparisons.append(ReportTable(headers, [*_predicted_and_measured(part)]))
     return [
         ReportSection("How it ended", items=[str(error)] if error and record.status == "failed" else []),

@@ -92,8 +92,6 @@ class ExportResult(Answer):
         lines = list(filter(None, [self.merge, *self.notes]))
         if self.prompts_checked:
             lines.append(f"Tokenizer: its ids of {self.prompts_checked} prompts are those of training")
-        elif self.file is not None:
-            lines.append("Tokenizer: not compared")
         facts = filter(None, [self.quant, f"{format_gib(self.bytes, digits=2)} GiB", f"{self.wall_s:.0f} s"])
         lines.append(f"Written to: {self.file or self.path} ({', '.join(facts)})")
         lines += [f"Serve: {command}" for command in self.commands]
@@ -138,8 +136,8 @@ def export_run(
             result = _write_gguf(run, model_folder, prompts, staging_folder, target, converter_folder, quant, format)
         record = {
             "run": run.folder.path.name, "model": model_folder.name, "quant": result.quant,
-            "converter": converter_folder.name if converter_folder else None,
-            "file": result.file.name if result.file else None,
+            "converter": converter_folder and converter_folder.name,
+            "file": result.file and result.file.name,
             "merge": read_merge_record(model_folder) or None,  # what the weights are made of travels with them
         }  # fmt: skip
         write_json(staging_folder / EXPORT_FILE, {name: value for name, value in record.items() if value is not None})
@@ -159,11 +157,10 @@ def _write_vllm_folder(
             shutil.copyfile(file, copy)
     write_generation_config(run, prompts.tokenizer, model_folder, staging_folder)
     size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
-    max_positions, context_note = describe_context_window(run, str(model_folder))
+    max_positions, _ = describe_context_window(run, str(model_folder))
     name = run.folder.path.name
     command = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(max_positions)]
-    notes = filter(None, [context_note])
-    return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),), tuple(notes))
+    return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),))
 
 
 def _write_gguf(
@@ -184,12 +181,11 @@ def _write_gguf(
         needed_bytes += needed_bytes // 2  # both files are there for a moment
     require_space(staging_folder, needed_bytes, "the GGUF needs up to")
     vocabulary = _converter_vocabulary(prompts)
-    command, notes = f"llama-server --jinja -m {shlex.quote(str(target / file.name))}", list[str]()
+    command = f"llama-server --jinja -m {shlex.quote(str(target / file.name))}"
     if format == "ollama":
-        max_positions, context_note = describe_context_window(run, str(model_folder))
+        max_positions, _ = describe_context_window(run, str(model_folder))
         adds_bos = bool(vocabulary["fields"].get("tokenizer.ggml.add_bos_token"))
         text = build_modelfile(run, prompts, file.name, adds_bos=adds_bos, context=max_positions)
-        notes = [*filter(None, [context_note])]
         (staging_folder / "Modelfile").write_text(text, encoding="utf-8")
         model_name = shlex.quote(name.lower())
         modelfile = shlex.quote(str(target / "Modelfile"))
@@ -204,9 +200,9 @@ def _write_gguf(
         quantize_gguf(converted_file, file, file_quant)
     shutil.rmtree(staged_model)
     fields = read_fields(file)
-    checked, check_notes = _check_gguf(run, file, fields, prompts)
+    checked, notes = _check_gguf(run, file, fields, prompts)
     return ExportResult(
-        run.folder.path, format, target, file.stat().st_size, (command,), (*check_notes, *notes), target / file.name,
+        run.folder.path, format, target, file.stat().st_size, (command,), tuple(notes), target / file.name,
         file_quant, checked,
     )  # fmt: skip
 
