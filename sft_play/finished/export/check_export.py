@@ -80,7 +80,7 @@ class EnginePrompts:
         )
         self._training_tokenizer = load_tokenizer(run.config).tokenizer
         self._renderer = build_run_renderer(run, self._training_tokenizer)
-        self.is_plain_text, self.today = run.config.task_mode == "cpt", self._renderer.today
+        self.is_plain_text = run.config.task_mode == "cpt"
         # Tokens that end an answer as the run was trained.
         self.stop_ids = folder_stop_ids(run, self.tokenizer, model_folder)
         # The text that ends an answer; empty where nothing does.
@@ -91,7 +91,8 @@ class EnginePrompts:
         self.template: str | None = sources.get("default")
         token_texts = {key: value for key, value in self.tokenizer.special_tokens_map.items() if isinstance(value, str)}
         self._templates = {
-            name: ChatTemplate(source, variables=token_texts, today=self.today) for name, source in sources.items()
+            name: ChatTemplate(source, variables=token_texts, today=self._renderer.today)
+            for name, source in sources.items()
         }
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
