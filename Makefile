@@ -53,7 +53,7 @@ verify-layouts: setup ## Train the same run under every layout and compare with 
 ##@ After training (RUN=NAME, the newest finished run without it)
 chat: setup ## Talk to RUN in the terminal (SYSTEM='You are terse.', TEMPERATURE=0.7; /base switches the adapter off)
 infer: setup ## Answer every prompt of INPUT=FILE with RUN, into OUTPUT=FILE; continues where it stopped
-serve: setup ## Serve RUN over HTTP with OpenAI's API until Ctrl-C (PORT=8000, HOST=127.0.0.1)
+serve: setup ## Serve RUN over HTTP with OpenAI's API until Ctrl-C (PORT=8000, HOST=127.0.0.1, ENGINE=vllm)
 eval: setup ## Evaluate RUN and its base on held-out rows (SPLIT=val, DATA=FILE, LIMIT=, METRICS=, TASKS=, OUT=FILE)
 ship: setup ## Decide whether to ship RUN: better at its task, nothing else lost, merge equal; exit code 0 or 2 (REPLAY=FILE, LIMIT=300)
 merge: setup ## Merge RUN's adapter into the weights of its base (DTYPE=bf16, OUT=FOLDER, for QLoRA BASE=original)
@@ -132,6 +132,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: MAX_NEW_TOKENS=512       chat, infer, eval: longest answer
 #: TEMPERATURE=0.7          chat: temperature of sampling; 0 always takes the likeliest token
 #: SYSTEM='You are terse.'  chat: the system prompt
+#: ENGINE=vllm              serve: what serves: transformers (default), or vllm where it is installed
 #: HOST=0.0.0.0             serve: the address to listen on; others than 127.0.0.1 are open to the network
 #: PORT=8000                serve: the port; 0 takes any free one
 #: DTYPE=bf16               merge: dtype of the merged weights: bf16, fp16, fp32

@@ -54,7 +54,7 @@ def infer() -> Any:
 def serve() -> Any:
     from sft_play.finished.serve import ServedEndpoint
 
-    return ServedEndpoint(RUN, "first", RUN / "adapter", "127.0.0.1", 8000, 1)
+    return ServedEndpoint(RUN, "transformers", "first", RUN / "adapter", "127.0.0.1", 8000, 1)
 
 
 def evaluate() -> Any:
@@ -225,7 +225,7 @@ COMMAND_CASES: dict[str, CommandCase] = {
         lambda world: ["--run", "whole", "--limit", "2", "--out", "merged"],
         {"ok", "kl_merged", "kl_base", "loss"},
         next_commands=(
-            (merge_test, ["make", "export", f"RUN={RUN}", "FORMAT=gguf"]),
+            (merge_test, ["make", "serve", f"RUN={RUN}", "ENGINE=vllm"]),
             (lambda: merge_test(OTHER), ["vllm", "serve", str(OTHER)]),
             (
                 lambda: merge_test(divergence=1.0),

@@ -55,6 +55,7 @@ CASES = [
     case("eval", "nope", RUN=RUN, DATA="nope"),
     case("ship", "nope", REPLAY="nope"),
     case("serve", "PORT", RUN=RUN, PORT="99999"),
+    case("serve", "ENGINE", RUN=RUN, ENGINE="banana"),
     case("consolidate", "RUN= names no run"),
     case("compare", "RUNS="),
     case("compare", "nope", RUNS="nope other"),

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.errors import BackendError, DataError
+from sft_play.errors import BackendError, ConfigError, DataError
 from sft_play.finished import serve
 from sft_play.finished.run import find_finished_run
 from tests.bundled import template_of
@@ -53,17 +53,18 @@ def world(tmp_path_factory) -> Path:
 
 
 @contextlib.contextmanager
-def started(service: serve.TransformersService) -> Iterator[serve.ServedEndpoint]:
+def started(service: serve.Service) -> Iterator[serve.ServedEndpoint]:
     """A service in this process, ended afterwards."""
     try:
         yield service.start()
     finally:
-        service._server.should_exit = service._server.force_exit = True
-        service._thread.join(10)
+        if isinstance(service, serve.TransformersService):
+            service._server.should_exit = service._server.force_exit = True
+            service._thread.join(10)
 
 
-def of_run(run: Path) -> serve.TransformersService:
-    return serve.TransformersService(find_finished_run(run.parent, str(run)), "127.0.0.1", 0)
+def of_run(run: Path, engine: str = "transformers") -> serve.Service:
+    return serve.create_service(engine, find_finished_run(run.parent, str(run)), "127.0.0.1", 0)
 
 
 @contextlib.contextmanager
@@ -229,8 +230,18 @@ def test_options_that_ask_for_nothing_change_nothing(world):
         assert post(endpoint, {**CHAT, "temperature": 1e-300})[0] == 200  # logits / 1e-300 would be infinite
 
 
+def streamed(endpoint: serve.ServedEndpoint, body: dict[str, object]) -> tuple[str, str]:
+    """The text of a stream's pieces, and its last line."""
+    data = json.dumps({**body, "stream": True}).encode()
+    request = urllib.request.Request(f"{endpoint.url}/chat/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line]
+    pieces = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if "[DONE]" not in line]
+    return "".join(one.get("delta", {}).get("content") or "" for one in pieces), lines[-1]
+
+
 def test_the_stop_text_is_not_part_of_the_answer(world):
-    """Stop texts of every length from every place of the answer: cut where Python's find says."""
+    """Stop texts of every length from every place of the answer, streamed and not: cut where Python's find says."""
     import random
 
     body = {**CHAT, "max_tokens": 24}
@@ -239,41 +250,43 @@ def test_the_stop_text_is_not_part_of_the_answer(world):
         assert len(whole) > 8
         draw = random.Random(0)
         for _ in range(8):
-            # not in the bytes of a character that never came whole
+            # not in the bytes of a character that never came whole, which a stream decodes differently
             cuts = [whole[at : at + n] for n in (1, 2, 3) for at in range(len(whole) - 3)]
             stops = [draw.choice([cut for cut in cuts if "\N{REPLACEMENT CHARACTER}" not in cut]), "never said"]
             expected = whole[: whole.find(stops[0])]
             answer = post(endpoint, {**body, "stop": stops})[1]
             assert answer["choices"][0]["message"]["content"] == expected, stops
+            assert streamed(endpoint, {**body, "stop": stops}) == (expected, "data: [DONE]")
             assert answer["usage"]["completion_tokens"] <= 24
-        code, said = post(endpoint, {**body, "stop": ["x"], "stream": True})
-        assert (code, said["error"]["param"]) == (400, "stop")
 
 
-def test_an_answer_is_cut_at_the_stop_text_that_is_complete_first():
+def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
     import random
 
-    from sft_play.finished.openai import cut_at_stop
+    from sft_play.finished.openai import StopTextFilter, cut_at_stop
 
     draw = random.Random(1)
     for _ in range(3000):
         text = "".join(draw.choices("ab\n", k=draw.randint(0, 12)))
         stops = ["".join(draw.choices("ab\n", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))]
+        cuts = sorted(draw.choices(range(len(text) + 1), k=3))
+        pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        until = StopTextFilter(stops)
+        shown = "".join([*map(until.feed, pieces), until.feed("", is_over=True)])
         expected = text
         for end in range(len(text) + 1):  # character by character, as if each were a token
             complete = [stop for stop in stops if text[:end].endswith(stop)]
             if complete:
                 expected = text[: end - max(map(len, complete))]
                 break
-        assert cut_at_stop(text, stops) == expected, (text, stops)
+        assert shown == expected, (text, stops, pieces)
+        assert cut_at_stop(text, stops) == shown
 
 
 def test_long_bodies_and_long_prompts_do_not_stop_the_others(world):
     with started(of_run(world / "lora")) as endpoint:
-        for header in (b"Content-Length: 30000000", b"Transfer-Encoding: chunked"):
-            with socket.create_connection(("127.0.0.1", endpoint.port), timeout=60) as connection:
-                connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n" + header + b"\r\n\r\n")
-                assert connection.recv(100).startswith(b"HTTP/1.1 413")
+        code, said = post(endpoint, {**CHAT, "messages": [{"role": "user", "content": "x" * 30_000_000}]})
+        assert (code, said["error"]["type"]) == (413, "invalid_request_error")
         answers = []
         many = [{"role": ("user", "assistant")[n % 2], "content": "x y"} for n in range(19_999)]
         for messages in (many, [{"role": "user", "content": "x y " * 200_000}]):
@@ -381,7 +394,7 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
 
 
 def test_the_lines_are_commands_that_can_be_pasted(tmp_path):
-    shown = serve.ServedEndpoint(tmp_path, 'it\'s "a run"', tmp_path, "127.0.0.1", 8000, 1).lines()
+    shown = serve.ServedEndpoint(tmp_path, "transformers", 'it\'s "a run"', tmp_path, "127.0.0.1", 8000, 1).lines()
     curl = next(line for line in shown if "curl" in line)
     words = shlex.split(curl)
     assert json.loads(words[-1])["model"] == 'it\'s "a run"'
@@ -407,6 +420,7 @@ def test_wrong_addresses_are_refused_before_anything_is_loaded(world, command, m
             (["--port", "65536"], "PORT=65536 is not a port"),
             (["--port", "-1"], "PORT=-1 is not a port"),
             (["--host", "no.such.host.invalid"], "HOST=no.such.host.invalid"),
+            (["--engine", "sglang"], "transformers, vllm"),
         ):
             code, printed = command("serve", "--run", str(world / "lora"), *words)
             assert (code, message in printed) == (2, True), printed
@@ -436,3 +450,52 @@ def test_a_missing_extra_is_named(world, monkeypatch):
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     with pytest.raises(BackendError, match=r"sft-play\[serve\]"):
         of_run(world / "lora")
+
+
+# --- vLLM, by a program that records its words: no real vLLM runs here ----------------------------------------------
+
+VLLM = """#!{python}
+import json, os, sys, time
+print("a line of vLLM's own", flush=True)
+json.dump([os.getpid(), sys.argv[1:]], open({record!r} + ".new", "w"))
+os.rename({record!r} + ".new", {record!r})
+time.sleep(300)
+"""
+
+
+def fake_vllm(folder: Path) -> Path:
+    """A program `vllm` in a folder; it writes its pid and its words to `words` there."""
+    program = folder / "bin" / "vllm"
+    program.parent.mkdir(parents=True)
+    program.write_text(VLLM.format(python=sys.executable, record=str(folder / "words")))
+    program.chmod(0o755)
+    return program.parent
+
+
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_vllm_takes_the_place_of_the_command_over_the_whole_model(world, tmp_path, name):
+    path = f"{fake_vllm(tmp_path)}{os.pathsep}{os.environ['PATH']}"
+    whole = world / name / ("merged" if name == "lora" else "model")
+    with serving(world / name, "--engine", "vllm", PATH=path) as (process, answer):
+        assert (answer["engine"], answer["weights"], answer["pid"]) == ("vllm", str(whole), process.pid)
+        assert (whole / "config.json").is_file()
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "words").is_file():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert json.loads((tmp_path / "words").read_text()) == [process.pid, [
+            "serve", str(whole), "--served-model-name", name, "--host", "127.0.0.1", "--port", str(answer["port"]),
+            "--dtype", "float32",
+        ]]  # fmt: skip
+        process.terminate()
+        assert process.wait(20) == -signal.SIGTERM
+        assert process.stdout.read() == ""  # what vLLM prints goes to standard error
+
+
+def test_a_vllm_that_is_missing_is_said_so(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(BackendError, match="no program vllm"):
+        of_run(world / "full", "vllm")
+    with pytest.raises(ConfigError, match="not one of"):
+        of_run(world / "full", "other")

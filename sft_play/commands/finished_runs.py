@@ -169,7 +169,7 @@ def _serve(request: Request) -> int:
     from sft_play.finished import serve
 
     host, port = request.host or serve.DEFAULT_HOST, serve.parse_port(request.port)
-    service = serve.TransformersService(find_request_run(request), host, port)
+    service = serve.create_service(request.engine or serve.SERVING_ENGINES[0], find_request_run(request), host, port)
     warning = serve.exposure_warning(host)
     if warning is not None:
         logger.warning("%s", warning)

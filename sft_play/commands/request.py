@@ -75,6 +75,7 @@ class Request:
     system: str | None = None
     dtype: str | None = None
     base: str | None = None
+    engine: str | None = None
     host: str | None = None
     port: str | None = None
     repo: str | None = None

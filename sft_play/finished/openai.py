@@ -41,8 +41,12 @@ from sft_play.machine.network import is_local_request
 MAX_STOP_TEXTS, MAX_STOP_CHARS = 4, 256
 # Tokens beyond the stop text's bytes that are decoded too: special ones have no text, parts of a character neither.
 _MARGIN_TOKENS = 16
-# Some 16 bytes for each token of a prompt of a million.
-_MAX_BODY_BYTES = 2**24
+_MIN_BODY_LIMIT = 2**20
+# A token of a request is some four characters, which JSON may write as six bytes each.
+_BYTES_PER_POSITION = 16
+# Of a body that is too long, this many times the limit is read before the connection is closed: a client sees the
+# answer only once it has sent everything.
+_DRAIN_FACTOR = 64
 _MAX_VALUE_CHARS = 60
 # The lowest temperature that is sampled at, as in vLLM: below it logits overflow.
 _MIN_TEMPERATURE = 0.01
@@ -125,6 +129,25 @@ def cut_at_stop(text: str, stop_texts: Sequence[str]) -> str:
     return text[: min(matches)[1]] if matches else text
 
 
+class StopTextFilter:
+    """Pieces of a streamed text, up to the first stop text; what may be the beginning of one is held back."""
+
+    def __init__(self, stop_texts: Sequence[str]) -> None:
+        self._stop_texts, self._text, self._shown_length = stop_texts, "", 0
+
+    def feed(self, piece: str, *, is_over: bool = False) -> str:
+        """Return the text that can be shown once this piece has come."""
+        self._text += piece
+        visible = cut_at_stop(self._text, self._stop_texts)
+        if visible == self._text and not is_over:
+            held_lengths = [
+                length for stop in self._stop_texts for length in range(1, len(stop)) if visible.endswith(stop[:length])
+            ]
+            visible = visible[: len(visible) - max(held_lengths, default=0)]
+        shown_length, self._shown_length = self._shown_length, len(visible)
+        return visible[shown_length:]
+
+
 class StopTextCriteria(StoppingCriteria):
     """Ends generation once the text after the prompt holds a stop text. transformers' own `stop_strings` compares each
     with every entry of the vocabulary first, which takes minutes for many, and takes the prompt's end for the beginning
@@ -142,18 +165,48 @@ class StopTextCriteria(StoppingCriteria):
 
 
 class _StoppingGenerateManager(GenerateManager):
-    """Generates on a thread of its own, and leaves out of a whole answer what begins with a stop text."""
+    """Generates on a thread of its own, and leaves out of the answer what begins with a stop text."""
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
+        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, **options)
+        return _StoppingQueue(queue, _stop_texts_of(inputs)), streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any
     ) -> Any:
         text, length, ids = await super().generate_non_streaming(model, processor, inputs, gen_config, **options)
-        stop_texts = [stop for criterion in inputs.get("stopping_criteria", ()) for stop in criterion.stop_texts]
+        stop_texts = _stop_texts_of(inputs)
         shortened = cut_at_stop(text, stop_texts)
         if shortened != text:  # think text and tool calls are read from the ids, in which special tokens are
             raw_text = cut_at_stop(processor.decode(ids), stop_texts)
             ids = torch.tensor(processor(raw_text, add_special_tokens=False)["input_ids"], dtype=ids.dtype)
         return shortened, length, ids
+
+
+def _stop_texts_of(inputs: Mapping[str, Any]) -> Sequence[str]:
+    return [stop for criterion in inputs.get("stopping_criteria", ()) for stop in criterion.stop_texts]
+
+
+class _StoppingQueue:
+    def __init__(self, queue: asyncio.Queue[Any], stop_texts: Sequence[str]) -> None:
+        self._queue, self._filter, self._next = queue, StopTextFilter(stop_texts), list[Any]()
+
+    async def get(self) -> Any:
+        """The next piece."""
+        return self._next.pop() if self._next else self._filtered(await self._queue.get())
+
+    def get_nowait(self) -> Any:
+        """The next piece; raises asyncio.QueueEmpty where none has come."""
+        return self._next.pop() if self._next else self._filtered(self._queue.get_nowait())
+
+    def _filtered(self, item: Any) -> Any:
+        if type(item) is str:  # think text and tool calls have types of their own
+            return self._filter.feed(item)
+        held_back = self._filter.feed("", is_over=True)
+        if not held_back:
+            return item
+        self._next.append(item)
+        return held_back
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -204,8 +257,6 @@ class _ChatHandler(ChatCompletionHandler):
             raise bad_request(f"this server is pinned to {self._name}; {options['model']} was asked for", "model")
         if options.get("stream") and not hasattr(self._tokenizer, "_tokenizer"):
             raise bad_request("this model's tokenizer cannot stream; ask without stream=True", "stream")
-        if options.get("stream") and options.get("stop"):
-            raise bad_request("stop texts are left out of whole answers alone; ask without stream=True", "stop")
         if options.get("tools") and not self._supports_tools:
             raise bad_request("tools cannot be given: the model's chat template writes no tools", "tools")
         if options.get("temperature"):
@@ -256,18 +307,29 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
     """The application that answers as the run's model, called `name`; `allowed_hosts`: the names under which this
     server is asked, and from whose pages (None: any)."""
     app, handler = FastAPI(openapi_url=None), _ChatHandler(responder, name)
+    body_limit = max(_MIN_BODY_LIMIT, _BYTES_PER_POSITION * (handler.max_positions or 0))
     # of temperature 0, which the server keeps beside do_sample=False
     logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
 
     @app.middleware("http")
     async def guard(request: Request, call_next: Any) -> Any:
-        headers, length = request.headers, request.headers.get("content-length", "0")
+        headers, length = request.headers, request.headers.get("content-length", "")
         if not is_local_request(allowed_hosts, headers.get("host", ""), headers.get("origin")):
             text = "this server answers this machine alone, and the request names another in Host or Origin"
-            return _error_response(403, text)
-        if "transfer-encoding" in headers or (length.isdigit() and int(length) > _MAX_BODY_BYTES):
-            return _error_response(413, f"the body has more than {_MAX_BODY_BYTES} bytes, or does not say how many")
-        return await call_next(request)
+            rejection = _error_response(403, text)
+        elif "transfer-encoding" in headers:
+            rejection = _error_response(411, "the body has no length (Content-Length)")
+        elif length.isdigit() and int(length) > body_limit:
+            text = f"the body has more than {body_limit} bytes, the most that this server takes"
+            rejection = _error_response(413, text)
+        else:
+            return await call_next(request)
+        drained_bytes = 0
+        async for chunk in request.stream():
+            drained_bytes += len(chunk)
+            if drained_bytes > _DRAIN_FACTOR * body_limit:
+                break
+        return rejection
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: dict[str, Any]) -> Any:

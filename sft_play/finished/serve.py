@@ -1,6 +1,8 @@
 """`make serve`: an OpenAI-compatible endpoint that answers as a finished run's model.
 
-The server of `transformers serve` runs in this process, with the model as it was trained (`openai`).
+By default the server of `transformers serve` runs in this process, with the model as it was
+trained (`openai`). With vLLM its own `vllm serve` takes the place of this process, over the
+merged model, whose folder holds the tokenizer, the template and the stop tokens of training.
 """
 
 import json
@@ -8,24 +10,29 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sft_play.answers import Answer
 from sft_play.errors import BackendError, ConfigError
 from sft_play.finished.run import FinishedRun, describe_context_window, next_command_line
 from sft_play.log import one_line
 from sft_play.machine.network import allowed_host_names, is_local
+from sft_play.process.environment import independent_environment
 from sft_play.process.signals import StopSignals
+from sft_play.runs.files import read_json
 
 logger = logging.getLogger(__name__)
 
+SERVING_ENGINES = ("transformers", "vllm")
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 # After the first Ctrl-C, answers that are being streamed have this long to end.
 SHUTDOWN_TIMEOUT_S = 30
@@ -37,6 +44,7 @@ class ServedEndpoint(Answer):
     """An endpoint that answers."""
 
     run: Path
+    engine: str
     model: str
     weights: Path
     host: str
@@ -44,7 +52,6 @@ class ServedEndpoint(Answer):
     pid: int
     # What to say of the model's positions, where rows of training were shorter.
     context: str = ""
-    engine: str = "transformers"
 
     @property
     def url(self) -> str:
@@ -68,9 +75,9 @@ class ServedEndpoint(Answer):
         ]
 
 
-def _client_notes(run: FinishedRun) -> str:
+def _client_notes(run: FinishedRun, model: str) -> str:
     """What clients should know of how the run was trained; empty where there is nothing."""
-    notes = [describe_context_window(run, run.config.model.name if run.is_adapter else str(run.weights))[1]]
+    notes = [describe_context_window(run, model)[1]]
     if run.config.data.style.system:
         notes.append("System prompt: rows of training had that of data.style.system, and requests bring their own")
     return "; ".join(filter(None, notes))
@@ -149,7 +156,10 @@ class TransformersService:
             if not self._thread.is_alive():
                 raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
             time.sleep(_POLL_INTERVAL_S)
-        return ServedEndpoint(run.folder.path, name, run.weights, self._host, port, os.getpid(), _client_notes(run))
+        note = _client_notes(run, run.config.model.name if run.is_adapter else str(run.weights))
+        return ServedEndpoint(
+            run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(), note
+        )
 
     def wait(self) -> int:
         """Wait until it ends or is stopped, and return the exit code. Ctrl-C lets answers under way end; a second one
@@ -173,3 +183,52 @@ class TransformersService:
         self.is_busy = self.is_busy or self._thread.is_alive()
         logger.info("Stopped")
         return 0
+
+
+class VllmService:
+    """`vllm serve` in the place of this process."""
+
+    is_busy = False
+
+    def __init__(self, run: FinishedRun, host: str, port: int) -> None:
+        search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        program = shutil.which("vllm", path=search_path)
+        if program is None:
+            advice = "install vLLM in an environment of its own, and put its bin folder into PATH"
+            raise BackendError(f"ENGINE=vllm: there is no program vllm in PATH or in this environment; {advice}")
+        self._run, self._host = run, host
+        with claim_port(host, port) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
+            self._port = int(listener.getsockname()[1])
+        self._program = program
+
+    def start(self) -> ServedEndpoint:
+        """Merge where that has not been done, and say where vLLM will answer."""
+        from sft_play.finished.export.merge import ensure_whole_model_folder
+
+        weights, name = ensure_whole_model_folder(self._run, is_locked=False), self._run.folder.path.name
+        config = read_json(weights / "config.json")
+        # vLLM's own choice for fp32 weights is a 16-bit dtype
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
+        self._command = [self._program, "serve", str(weights), "--served-model-name", name, "--host", self._host]
+        self._command += ["--port", str(self._port), "--dtype", dtype]
+        self._command += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
+        logger.info("Starting: %s", shlex.join(self._command))
+        note = _client_notes(self._run, str(weights))
+        return ServedEndpoint(
+            self._run.folder.path, SERVING_ENGINES[1], name, weights, self._host, self._port, os.getpid(), note
+        )
+
+    def wait(self) -> NoReturn:
+        """Become vLLM, whose exit code is this command's."""
+        sys.stdout.flush()  # execve drops what is still buffered
+        os.execve(self._command[0], self._command, independent_environment(os.environ))
+
+
+Service = TransformersService | VllmService
+
+
+def create_service(engine: str, run: FinishedRun, host: str, port: int) -> Service:
+    """The service of an engine; raises ConfigError for one that there is not."""
+    if engine not in SERVING_ENGINES:
+        raise ConfigError(f"ENGINE={one_line(engine)} is not one of {', '.join(SERVING_ENGINES)}")
+    return (VllmService if engine == "vllm" else TransformersService)(run, host, port)

@@ -76,7 +76,7 @@ class MergeTest(Answer):
             return [*lines, f"{again} with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"]
         if self.path != self.run / MERGED_FOLDER:
             return [*lines, f"Next: vllm serve {shlex.quote(str(self.path))}"]
-        return [*lines, next_command_line("export", "FORMAT=gguf", RUN=self.run)]
+        return [*lines, next_command_line("serve", "ENGINE=vllm", RUN=self.run)]
 
 
 def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_TEST_ROWS) -> MergeTest:
