@@ -129,7 +129,7 @@ def report() -> Any:
 def compare() -> Any:
     from sft_play.finished.compare import Comparison
 
-    return Comparison(("first", "other"), (record(), record()), {}, {}, OTHER, None)
+    return Comparison(("first", "other"), (record(), record()), {}, {}, OTHER)
 
 
 def reproduce(*differing: Any) -> Any:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import sys
+from pathlib import Path
 
 import pytest
 
 from sft_play.errors import ConfigError
-from sft_play.finished.export.llama_cpp import Converter, find_converter
+from sft_play.finished.export.llama_cpp import find_converter
 
 PYTHON = sys.executable
 """The real one, before a test puts another in its place."""
 
 
 @functools.cache
-def _fetched() -> Converter | str:
+def _fetched() -> Path | str:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "executable", PYTHON)
@@ -24,7 +25,7 @@ def _fetched() -> Converter | str:
         return str(error)
 
 
-def converter() -> Converter:
+def converter() -> Path:
     """It; skips the test where there is no package index."""
     fetched = _fetched()
     if isinstance(fetched, str):

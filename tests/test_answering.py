@@ -238,7 +238,7 @@ def test_prompts_have_the_system_prompt_that_rows_of_training_had(tmp_path):
     assert first_texts(rows) == ["q", "own", "own"]
 
 
-def test_a_chat_keeps_its_history_and_takes_its_commands(responder, tmp_path):
+def test_a_chat_keeps_its_history_and_takes_its_commands(responder):
     shown: list[str] = []
     chat = Conversation(responder, shown.append, max_new_tokens=6)
     chat.handle_line("hello")
@@ -248,22 +248,18 @@ def test_a_chat_keeps_its_history_and_takes_its_commands(responder, tmp_path):
         chat.messages[3]["content"]
         == responder.answer_texts([responder.prompt_ids(chat.messages[:3])], max_new_tokens=6)[0]
     )
-    chat.handle_line(f"/save {tmp_path}/chat.jsonl")
     chat.handle_line("/reset")
     assert chat.messages == []
     chat.handle_line("/system you are terse")
     chat.handle_line("hello")
-    chat.handle_line(f"/save {tmp_path}/chat.jsonl")
-    rows = [json.loads(line) for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
-    assert [len(row["messages"]) for row in rows] == [4, 3]
-    assert rows[1]["messages"][0] == {"role": "system", "content": "you are terse"}
-    name = responder.run.folder.path.name
-    assert [row["answered_by"] for row in rows] == [[name, name], [name]]
-    for line in ("/reset", "/base", "hello", "/base", "and now?", f"/save {tmp_path}/base.jsonl"):
-        chat.handle_line(line)
-    saved = json.loads((tmp_path / "base.jsonl").read_text())
-    assert saved["answered_by"] == [f"the base of {name}", name]  # nobody takes the base's answer for a trained one
-    assert read_prompts(tmp_path / "base.jsonl")[0].reference == saved["messages"][-1]["content"]  # still a row
+    terse = [{"role": "system", "content": "you are terse"}, {"role": "user", "content": "hello"}]
+    assert chat.messages[1]["content"] == responder.answer_texts([responder.prompt_ids(terse)], max_new_tokens=6)[0]
+    chat.handle_line("/reset")
+    chat.handle_line("/base")
+    chat.handle_line("hello")
+    with responder.model.disable_adapter():
+        expected = responder.answer_texts([responder.prompt_ids(terse)], max_new_tokens=6)[0]
+    assert chat.messages[1]["content"] == expected
     chat.handle_line("/nonsense")
     assert "/reset forgets" in shown[-1]
     chat.handle_line("/exit")

@@ -235,7 +235,7 @@ def test_from_own_rows_to_a_model_that_is_judged_exported_and_reported(cache, tm
     assert (shipped["verdict"], shipped["ok"]) == ("ship", True)
     assert "Replayed" in command("ship", "--replay", str(folder / "ship.json"))
     assert answered("merge", "--out", str(tmp_path / "merged"))["path"] == str(tmp_path / "merged")
-    llama_cpp = str(converter().folder)
+    llama_cpp = str(converter())
     assert answered("export", FORMAT="gguf", LLAMA_CPP=llama_cpp)["format"] == "gguf"
     tested = answered("export-test", "--limit", "20")
     assert tested["ok"]

@@ -11,7 +11,7 @@ from typing import Any
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import find_best_checkpoint
-from sft_play.finished.page import Chart, Curve, ReportSection, ReportTable, plot_as_text, write_page
+from sft_play.finished.page import Chart, Curve, ReportSection, ReportTable, write_page
 from sft_play.finished.report import RunRecord, compare_peak_memory, mean_tokens_per_s, read_record, settings_by_path
 from sft_play.finished.run import next_command_line
 from sft_play.log import one_line
@@ -60,7 +60,6 @@ class Comparison(Answer):
     differences: Mapping[str, tuple[Any, ...]]
     results: Mapping[str, tuple[Any, ...]]
     path: Path
-    loss_chart: Chart | None
 
     def as_json(self) -> dict[str, Any]:
         runs = [
@@ -88,10 +87,7 @@ class Comparison(Answer):
 
     def lines(self) -> list[str]:
         columns = [one_line(name, limit=28) for name in self.names]
-        lines = [
-            *plot_as_text(self.loss_chart),
-            f"Compared: {len(self.names)} runs; {len(self.differences)} differences",
-        ]
+        lines = [f"Compared: {len(self.names)} runs; {len(self.differences)} differences"]
         if self.differences:
             left_columns = tuple(range(len(columns) + 1))
             table = build_table(["differs", *columns], self.difference_rows, text_columns=left_columns)
@@ -116,10 +112,7 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
     names = tuple(folder.path.name for folder in folders)
     if len(set(names)) < len(names):
         names = tuple(str(folder.path) for folder in folders)
-    charts = comparison_charts(names, records)
-    comparison = Comparison(
-        names, records, find_differences(records), compare_results(records), path, charts[0] if charts else None
-    )
+    comparison = Comparison(names, records, find_differences(records), compare_results(records), path)
     rows = [
         (
             name,
@@ -135,7 +128,7 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
         ReportSection("Runs", tables=[ReportTable(("run", "status", "model", "started"), rows, has_numbers=False)]),
         ReportSection("Results", tables=[results]),
         ReportSection("What differs", tables=[differences] if differences.rows else []),
-        ReportSection("Curves", charts=charts),
+        ReportSection("Curves", charts=comparison_charts(names, records)),
     ]
     write_page(path, f"{len(names)} runs compared", sections=sections)
     return comparison
@@ -210,12 +203,9 @@ def comparison_charts(names: Sequence[str], records: Sequence[RunRecord]) -> lis
             for index, (name, record) in enumerate(zip(names, records, strict=True))
             if record.curve(key)
         )
-        may_use_log = key.endswith(("loss", "norm"))
-        is_share = key == "eval_exact_match"
         if curves:
-            charts.append(
-                Chart(title, curves, starts_at_zero=not may_use_log, is_share=is_share, may_use_log=may_use_log)
-            )
+            is_share, may_use_log = key == "eval_exact_match", key.endswith(("loss", "norm"))
+            charts.append(Chart(title, curves, is_share=is_share, may_use_log=may_use_log))
     return charts
 
 

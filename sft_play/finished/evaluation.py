@@ -1,15 +1,17 @@
 """`make eval`: the figures of a finished run's model beside those of its base, on the same held-out rows, or a file's;
-and the loss of a model on token rows.
+the loss of a model on token rows; and the tasks of lm-evaluation-harness, where it is installed.
 """
 
+import importlib.util
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import is_peft_model
 from accelerate.utils.memory import should_reduce_batch_size
 from datasets import Dataset
 
@@ -18,7 +20,6 @@ from sft_play.data.build.splits import DataSplit
 from sft_play.data.sources.files import find_data_paths, find_source
 from sft_play.data.sources.messages import Message
 from sft_play.errors import ConfigError, DataError
-from sft_play.finished.harness import TaskComparison, compare_tasks, find_tasks, run_tasks
 from sft_play.finished.load import (
     build_run_renderer,
     build_run_splits,
@@ -30,10 +31,10 @@ from sft_play.finished.load import (
 from sft_play.finished.metrics import (
     BOOTSTRAP_RESAMPLES,
     BOOTSTRAP_SEED,
+    CONFIDENCE_LEVEL,
     Metric,
     MetricComparison,
     compare_metrics,
-    format_comparisons,
     select_metrics,
 )
 from sft_play.finished.respond import Responder
@@ -41,6 +42,7 @@ from sft_play.finished.run import FinishedRun, next_command_line, translate_writ
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.files import write_json, write_text
+from sft_play.text import align_columns
 from sft_play.training.class_checks.adapter_trial import has_custom_logits
 from sft_play.training.loop.rows import Collator, row_lengths
 from sft_play.training.measure.exact_match import Question, build_questions
@@ -238,6 +240,100 @@ def _select_questions(
     }
 
 
+# --- tasks of lm-evaluation-harness -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TaskComparison:
+    """A metric of a task by the harness's name for it (metric and filter, such as `acc,none`), with the standard error
+    of the trained model's, where it gives one."""
+
+    task: str
+    metric: str
+    base: float
+    tuned: float
+    stderr: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return asdict(self) | {"difference": self.tuned - self.base}
+
+    def table_row(self) -> list[str]:
+        """Its line of the table."""
+        stderr_note = "" if self.stderr is None else f" (standard error {self.stderr:.4f})"
+        values = f"{self.base:.4f}", f"{self.tuned:.4f}", f"{self.tuned - self.base:+.4f}{stderr_note}"
+        return [f"{self.task} {self.metric}", *values, ""]
+
+
+def find_tasks(tasks: Sequence[str]) -> list[str]:
+    """The harness's names of the tasks of TASKS=: its names, patterns of them (`mmlu_*`), and YAML files. Raises
+    ConfigError where the harness is not installed, or does not know one."""
+    if not tasks:
+        return []
+    if importlib.util.find_spec("lm_eval") is None:
+        install = "pip install 'sft-play[tasks]'"
+        raise ConfigError(f"TASKS={one_line(','.join(tasks))} needs lm-evaluation-harness: {install}")
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager()
+    matches = {name: [name] if Path(name).is_file() else list(manager.match_tasks([name])) for name in tasks}
+    unknown = [name for name, names in matches.items() if not names]
+    if unknown:
+        task_names = one_line(",".join(unknown))
+        raise ConfigError(f"TASKS={task_names}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them")
+    return [name for names in matches.values() for name in names]
+
+
+def run_tasks(
+    run: FinishedRun, model: Any, tokenizer: Any, task_names: Sequence[str], *, limit: int | None
+) -> dict[str, Any]:
+    """Run the tasks on a model; returns what the harness's `simple_evaluate` does. Runs on chats use their
+    chat template. Raises ConfigError where the harness fails, for example because a task's data cannot be fetched."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    compute = compute_dtype(run)
+    is_mixed = compute in (torch.bfloat16, torch.float16)
+    # it wants transformers' class: the base model, in whose layers the adapter sits
+    base_model = model.get_base_model() if is_peft_model(model) else model
+    # it ties weights, and transformers would tie embeddings again that training made different, or fail at PEFT's
+    # wrapper of them
+    base_model.tie_weights = lambda *_, **__: None
+    try:
+        harness = HFLM(
+            pretrained=base_model,
+            tokenizer=tokenizer,
+            batch_size="auto" if base_model.device.type == "cuda" else run.plan().eval_batch,
+            mixed_precision_dtype=str(compute).removeprefix("torch.") if is_mixed else None,
+        )
+        results = simple_evaluate(
+            model=harness,
+            tasks=list(task_names),
+            limit=limit,
+            apply_chat_template=run.config.task_mode != "cpt",  # a run on plain text learnt no turns
+            log_samples=False,
+        )
+    except Exception as error:  # of the harness, the hub, and what tasks run
+        reason = f"{type(error).__name__}: {one_line(str(error), limit=300)}"
+        raise ConfigError(f"TASKS={one_line(','.join(task_names))}: lm-evaluation-harness failed: {reason}") from error
+    finally:
+        del base_model.tie_weights
+    return dict(results or {})
+
+
+def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComparison, ...]:
+    """Compare the metrics that both results of the harness have, by task; empty results have none."""
+    comparisons = []
+    for task, values in tuned.get("results", {}).items():
+        # others are names, and "N/A" where a standard error is not known
+        numbers = {metric: float(value) for metric, value in values.items() if isinstance(value, (int, float))}
+        base_numbers = base["results"].get(task, {})
+        for metric, value in numbers.items():
+            name, _, filter_name = metric.partition(",")
+            if filter_name and not name.endswith("_stderr") and isinstance(base_numbers.get(metric), (int, float)):
+                stderr = numbers.get(f"{name}_stderr,{filter_name}")
+                comparisons.append(TaskComparison(task, metric, float(base_numbers[metric]), value, stderr))
+    return tuple(comparisons)
+
+
 # --- make eval --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Evaluation(Answer):
@@ -286,9 +382,10 @@ class Evaluation(Answer):
             lines.append(f"Warning: {warning}, and say nothing about new data")
         if before is not None:
             lines.append(f"Before: {before}, which this run continued")
-        base_label = "base" if before is None else "before"
-        lines += format_comparisons(self.comparisons, base_label=base_label)
-        lines += [task.format_line(base_label=base_label) for task in self.tasks]
+        table = [row for comparison in self.comparisons for row in comparison.table_rows()]
+        table += [task.table_row() for task in self.tasks]
+        header = ["", "base" if before is None else "before", "tuned"]
+        lines += align_columns([[*header, f"difference [{CONFIDENCE_LEVEL:.0%} interval]", ""], *table])
         paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
         return [*lines, f"Written to: {paths}", next_command_line("ship", RUN=self.run)]
 

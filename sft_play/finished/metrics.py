@@ -22,7 +22,6 @@ from sft_play.data.sources.messages import Message
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
-from sft_play.text import align_columns
 
 logger = logging.getLogger(__name__)
 
@@ -299,14 +298,6 @@ def _compare_values(
     )
     base_mean, tuned_mean = (float(np.average(values, weights=weights)) for values in (base, tuned))
     return MetricComparison(name, base_mean, tuned_mean, interval, **flags)
-
-
-def format_comparisons(comparisons: Sequence[MetricComparison], *, base_label: str) -> list[str]:
-    """The figures as a table; `base_label` names the model that was trained. Empty where there are none."""
-    if not comparisons:
-        return []
-    header = ["", base_label, "tuned", f"difference [{CONFIDENCE_LEVEL:.0%} interval]", ""]
-    return align_columns([header, *(row for comparison in comparisons for row in comparison.table_rows())])
 
 
 def finite_or_none(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""One self-contained HTML page (`page.html.jinja`): tables, curves and texts; and curves as text in the terminal."""
+"""One self-contained HTML page (`page.html.jinja`): tables, curves and texts."""
 
 import functools
 import math
@@ -52,8 +52,8 @@ class Chart:
 
     title: str
     curves: tuple[Curve, ...]
-    starts_at_zero: bool = False
     is_share: bool = False
+    # Of a loss or a norm, whose axis need not start at zero.
     may_use_log: bool = False
     stage_starts: tuple[int, ...] = ()
 
@@ -85,7 +85,7 @@ def draw_chart(chart: Chart) -> dict[str, Any]:
     """What the template draws of a chart, in units of its viewBox: curves, numbers at the axes, starts of stages."""
     steps, values = zip(*(point for curve in chart.curves for point in curve.points), strict=True)
     first_step, last_step, lowest, highest = min(steps), max(steps), min(values), max(values)
-    if chart.starts_at_zero:
+    if not chart.may_use_log:
         lowest = min(lowest, 0.0)
     if chart.uses_log_scale:
         ticks, scale = _log_ticks(lowest, highest), math.log10
@@ -141,41 +141,6 @@ def _log_ticks(low: float, high: float) -> list[float]:
 def _format_tick(value: float) -> str:
     """The number without an exponent, which few people read."""
     return np.format_float_positional(value, precision=4, fractional=False, trim="-")
-
-
-# --- curves in the terminal, by plotext -------------------------------------------------------------------------------
-PLOT_WIDTH, PLOT_HEIGHT = 80, 12
-_PLOT_MARKERS = "*o+x#@"
-_BOX_TO_ASCII = str.maketrans("┌┐└┘├┤┬┴┼─│", "+++++++++-|")
-
-
-def plot_as_text(chart: Chart | None) -> list[str]:
-    """A chart as lines of ASCII, a legend first; none where there is nothing to draw."""
-    if chart is None or all(len(curve.points) < 2 for curve in chart.curves):
-        return []
-    import plotext
-
-    figure = plotext.figure
-    figure.clear()
-    figure.plot_size(PLOT_WIDTH, PLOT_HEIGHT - 1)
-    figure.theme("simple")
-    legend = []
-    for index, curve in enumerate(chart.curves):
-        marker = _PLOT_MARKERS[index % len(_PLOT_MARKERS)]
-        steps, values = zip(*thin_points(curve.points, 2 * PLOT_WIDTH), strict=True)
-        signal = figure.signal(list(steps), list(values), marker=plotext.marker(marker, "blue+"))
-        figure.draw(signal if curve.shows_points else signal.lines())
-        legend.append(f"{marker} {one_line(redact(curve.name), limit=24)}")
-    figure.legend(False)
-    if chart.uses_log_scale:
-        figure.ruler("y").scale("log")
-    first = min(curve.points[0][0] for curve in chart.curves)
-    last = max(curve.points[-1][0] for curve in chart.curves)
-    ticks = sorted({round(first + (last - first) * quarter / 4) for quarter in range(5)})  # whole steps
-    figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
-    text = figure.build().string(True)
-    lines = [f"{chart.heading}:  {'  '.join(legend)}", *text.rstrip("\n").splitlines()]
-    return [line.translate(_BOX_TO_ASCII).rstrip() for line in lines]
 
 
 # --- the page: readable on a phone, in print, in the dark -------------------------------------------------------------

@@ -2,8 +2,8 @@
 second time. The run may be finished, stopped, failed or running: every part may be missing, since a run that was killed
 early has written little.
 
-The page's sections, in their order: how it ended, curves, the plan beside what was measured, answers, settings,
-machine, data, and how to reproduce it.
+The page's sections, in their order: how it ended, warnings, curves, the plan beside what was measured, answers, and
+what was run: settings, machine, data, and the command that repeats it.
 """
 
 import contextlib
@@ -12,7 +12,8 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +22,8 @@ from typing import Any, Literal
 from sft_play.answers import Answer
 from sft_play.config.options import all_options
 from sft_play.errors import SftPlayError
-from sft_play.finished.listing import RunStatus, find_best_evaluation, run_status
-from sft_play.finished.page import Chart, Curve, Points, ReportSection, ReportTable, plot_as_text, write_page
+from sft_play.finished.listing import RunStatus, run_status
+from sft_play.finished.page import Chart, Curve, Points, ReportSection, ReportTable, write_page
 from sft_play.finished.run import next_command_line
 from sft_play.log import one_line
 from sft_play.runs.files import read_json, read_metric_lines, read_summary
@@ -155,9 +156,10 @@ def _read_curves(path: Path) -> dict[str | None, dict[str, list[tuple[float, flo
 
 
 def _read_warnings(log_path: Path) -> tuple[str, ...]:
-    text = log_path.read_text(encoding="utf-8", errors="replace") if log_path.is_file() else ""
+    if not log_path.is_file():
+        return ()
     first_times: dict[str, str] = {}
-    for time, message in _WARNING_LINE.findall(text):
+    for time, message in _WARNING_LINE.findall(log_path.read_text(encoding="utf-8", errors="replace")):
         first_times.setdefault(message, time)
     return tuple(f"{time} {message}" for message, time in first_times.items())
 
@@ -180,27 +182,13 @@ def headline_metrics(record: RunRecord) -> dict[str, str]:
     if record.parts[0].name is None and isinstance(planned_steps, int) and planned_steps != record.steps:
         headline["Steps"] += f" of {planned_steps:,}"
     for name, label, number_format in (("loss", "Held-out loss", "{:.4f}"), ("exact_match", "Exact match", "{:.1%}")):
-        values = {moment: record.held_out_metric(moment, name) for moment in ("before", "after")}
-        texts = [number_format.format(value) for value in values.values() if value is not None]
-        if not texts:
-            continue
-        headline[label] = " → ".join(texts)
-        if values["after"] is None:
-            headline[label] += " before"
-        rows = record.held_out_metric("before" if values["after"] is None else "after", "generated_rows")
-        if rows and name == "exact_match":
-            headline[label] += f" of {rows:,.0f} rows"
-    answered_rows = max((rows for _, rows in record.curve("eval_generated_rows")), default=None)
-    evaluations = [
-        {name: value, "eval_generated_rows": answered_rows}
-        for name in ("eval_loss", "eval_exact_match")
-        for _, value in record.curve(name)
-    ]
-    best = find_best_evaluation(evaluations, record.summary)
-    if best is not None and not record.summary.get("after"):
-        metric, value, rows = best
-        label = f"Best held-out {metric.replace('_', ' ')}"
-        headline[label] = f"{value:.4g} of {rows:,} rows" if rows else f"{value:.4g}"
+        before, after = (record.held_out_metric(moment, name) for moment in ("before", "after"))
+        texts = [number_format.format(value) for value in (before, after) if value is not None]
+        if texts:
+            headline[label] = " → ".join(texts) + (" before" if after is None else "")
+    answered_rows = record.held_out_metric("after", "generated_rows")
+    if answered_rows and "Exact match" in headline:
+        headline["Exact match"] += f" of {answered_rows:,.0f} rows"
     speed, wall_s = mean_tokens_per_s(record), record.summary.get("wall_s")
     if speed:
         headline["Tokens/s"] = f"{speed:,.0f}"
@@ -251,9 +239,8 @@ class RunReport(Answer):
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        loss_chart = next((chart for chart in self.charts if chart.title == "Loss"), None)
         metrics = ", ".join(f"{name.lower()} {value}" for name, value in headline_metrics(self.record).items())
-        lines = [*plot_as_text(loss_chart), f"Run {self.record.folder.path.name}: {metrics}"]
+        lines = [f"Run {self.record.folder.path.name}: {metrics}"]
         if self.record.warnings:
             lines.append(f"Warnings in the log: {len(self.record.warnings)}")
         compare_command = next_command_line("compare", RUNS=f"{self.record.folder.path} OTHER")
@@ -300,7 +287,6 @@ def write_final_report(folder: RunFolder) -> None:
 def build_run_charts(record: RunRecord) -> list[Chart]:
     """The curves of a run; a chart that the run cannot fill is left out."""
     curve = record.curve
-    held_memory = "memory_allocated_gib" if any(part.is_on_gpu for part in record.parts) else "memory_resident_gib"
     padding = curve("padding_share")
     if len({value for _, value in padding}) == 1:  # rows without padding
         padding = []
@@ -312,26 +298,24 @@ def build_run_charts(record: RunRecord) -> list[Chart]:
     ]
     all_charts = [
         Chart("Loss", (Curve("training", curve("loss")), *_held_out_curves(record, "loss")), may_use_log=True),
-        Chart("Exact match", _held_out_curves(record, "exact_match"), is_share=True, starts_at_zero=True),
+        Chart("Exact match", _held_out_curves(record, "exact_match"), is_share=True),
         Chart("Loss by source", _source_curves(record), may_use_log=True),
-        Chart("Learning rate", (Curve("learning rate", curve("learning_rate")),), starts_at_zero=True),
+        Chart("Learning rate", (Curve("learning rate", curve("learning_rate")),)),
         Chart("Gradient norm", (Curve("gradient norm", curve("grad_norm")),), may_use_log=True),
         Chart(
             "Tokens per second",
             (Curve("measured", curve("tokens_per_s")), Curve("predicted", predicted_speeds, None)),
-            starts_at_zero=True,
         ),
         Chart(
             "Memory of a rank, in GiB",
             (
                 Curve("peak", curve("memory_peak_gib")),
-                Curve("held", curve(held_memory), 1),
+                Curve("held", curve("memory_allocated_gib") or curve("memory_resident_gib"), 1),
                 Curve("reserved", curve("memory_reserved_gib"), 2),
                 Curve("predicted peak", curve("memory_predicted_gib"), None),
             ),
-            starts_at_zero=True,
         ),
-        Chart("Padding", (Curve("padding", padding),), is_share=True, starts_at_zero=True),
+        Chart("Padding", (Curve("padding", padding),), is_share=True),
     ]
     charts = []
     for chart in all_charts:
@@ -364,105 +348,81 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
     warnings = [*record.warnings[:MAX_WARNINGS]]
     if len(record.warnings) > MAX_WARNINGS:
         warnings.append(f"and {len(record.warnings) - MAX_WARNINGS} more in train.log")
-    decisions = {
-        "What was decided, and why": "\n".join(
-            map(str, record.manifest.get("choices") or record.parts[0].plan.get("reasons") or [])
-        ),
-        "Every setting": _format_lines(settings_by_path(record.settings)),
-    }
+    comparisons = []
+    for part in record.parts:
+        headers = (part.name or "", "predicted", "measured", "difference")
+        comparisons.append(ReportTable(headers, [*_predicted_and_measured(part)]))
     return [
         ReportSection("How it ended", items=[str(error)] if error and record.status == "failed" else []),
         ReportSection("Warnings", items=warnings),
         ReportSection("Curves", charts=charts),
-        _plan_section(record),
+        ReportSection("Predicted and measured", tables=[table for table in comparisons if table.rows]),
         ReportSection("Answers before and after", samples=record.summary.get("samples") or []),
-        ReportSection("What was run", pairs=_run_pairs(record), folded=_filled_pairs(decisions)),
-        ReportSection("On what", pairs=_machine_pairs(record.manifest)),
-        _data_section(record.manifest),
-        _reproduce_section(record),
+        _run_section(record),
     ]
 
 
-def _plan_section(record: RunRecord) -> ReportSection:
-    tables = []
-    for part in record.parts:
-        rows = [*_memory_rows(part), *_speed_rows(part)]
-        title = "predicted against measured" if part.name is None else f"{part.name}: predicted against measured"
-        if rows:
-            tables.append(ReportTable((title, "predicted", "measured", "difference"), rows))
-    notes = ["Speed and time are predicted for rows of full length unless the plan knew their lengths."]
-    if not record.parts[0].is_on_gpu:
-        notes.append("On a CPU the memory is what the process has resident beyond Python and the libraries.")
-    return ReportSection("Predicted and measured", tables=tables, items=notes if tables else [])
-
-
-def _plan_row(
-    label: str, predicted: float | None, measured: float | None, format_value: Callable[[Any], str]
-) -> tuple[str, str, str, str]:
-    predicted_text, measured_text = ("-" if value is None else format_value(value) for value in (predicted, measured))
-    difference = f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else ""
-    return label, predicted_text, measured_text, difference
-
-
-def _memory_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
+def _predicted_and_measured(part: RunPart) -> Iterator[tuple[str, ...]]:
+    """Rows of a table: memory of each phase, the peak, speed, and the time of all steps."""
+    memory_kind, predicted_peak, measured_peak = compare_peak_memory(part)
     # tensors on a GPU; on a CPU resident memory, which older runs did not predict by moment
     keys = ("predicted_reserved", "measured_rss")
     if part.is_on_gpu:
         keys = ("predicted_allocated", "measured_allocated")
-    for moment, peak in (part.summary.get("peak_bytes_by_moment") or {}).items():
-        if isinstance(peak, dict):
-            yield _plan_row(f"memory in {moment}", peak.get(keys[0]), peak.get(keys[1]), format_size)
-    memory_kind, predicted, measured = compare_peak_memory(part)
-    if predicted is not None:
-        yield _plan_row(f"peak, {memory_kind}", predicted, measured, format_size)
-
-
-def _speed_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
+    moments = part.summary.get("peak_bytes_by_moment") or {}
+    figures: list[tuple[str, Any, Any, Any]] = [
+        (f"memory in {moment}", peak.get(keys[0]), peak.get(keys[1]), format_size)
+        for moment, peak in moments.items()
+        if isinstance(peak, dict)
+    ]
+    figures.append((f"peak, {memory_kind}", predicted_peak, measured_peak, format_size))
     plan, planned_run = part.plan, part.plan.get("run") or {}
     planned_speed = plan.get("tokens_per_s") if plan.get("speed_known") else None
-    if part.tokens_per_s is not None:
-        predicted = part.summary.get("predicted_tokens_per_s", planned_speed)
-        yield _plan_row("tokens/s in training", predicted, part.tokens_per_s, "{:,.0f}".format)
+    speed = part.summary.get("predicted_tokens_per_s", planned_speed)
+    figures.append(("tokens/s in training", speed, part.tokens_per_s, "{:,.0f}".format))
     hours = planned_run.get("hours")
-    seconds = hours * 3600 if isinstance(hours, (int, float)) else None
-    if part.training_s is not None and part.steps == planned_run.get("steps"):
-        yield _plan_row("time of all steps", seconds, part.training_s, format_duration)
-    elif part.training_s is not None:
-        # of a run that stopped early the plan's time, which is that of all steps, has nothing to be compared with
-        label = f"time of {part.steps:,} steps, of all predicted"
-        yield (*_plan_row(label, seconds, part.training_s, format_duration)[:-1], "")
-    if part.summary.get("wall_s"):
-        yield _plan_row("wall time, with loading, evaluation and saving", None, part.summary["wall_s"], format_duration)
+    if isinstance(hours, (int, float)) and part.steps == planned_run.get("steps"):
+        figures.append(("time of all steps", hours * 3600, part.training_s, format_duration))
+    for label, predicted, measured, format_value in figures:
+        if predicted is None and measured is None:
+            continue
+        texts = ("-" if value is None else format_value(value) for value in (predicted, measured))
+        yield label, *texts, f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else ""
 
 
-def _run_pairs(record: RunRecord) -> list[tuple[str, str]]:
+def _run_section(record: RunRecord) -> ReportSection:
     settings, manifest, plan = record.settings, record.manifest, record.parts[-1].plan
-    model, tuning = settings.get("model") or {}, settings.get("tuning") or {}
-    model_text = str(model.get("name", ""))
-    # a digest of local files, or the commit of a hub model
-    weights = ((manifest.get("data") or {}).get("weights") or {}).get("sha256")
-    if weights:
-        model_text += f" (weights {str(weights)[:12]})"
-    training = f"{settings.get('task_mode', '')}, {tuning.get('mode', '')}"
-    if tuning.get("mode") in ("lora", "qlora"):
-        lora = tuning.get("lora") or {}
-        training += f", r {lora.get('r')}, alpha {lora.get('alpha')}"
+    versions, git, hardware = (manifest.get(name) or {} for name in ("versions", "git", "hardware"))
     layout = ""
     if plan:
-        layout = str(plan.get("layout"))
-        if plan.get("ranks") != 1:
-            layout += f" over {plan.get('ranks')} ranks"
-        layout += f", micro {plan.get('micro_batch')} x accum {plan.get('grad_accum')}"
-        layout += f" = effective {plan.get('effective_batch')}"
-    starts = [manifest.get("started", ""), *(f"resumed {timestamp}" for timestamp in manifest.get("resumed") or [])]
-    return _filled_pairs({
-        "model": model_text,
-        "training": training,
+        layout = f"{plan.get('layout')}, ranks {plan.get('ranks')}, micro {plan.get('micro_batch')}"
+        layout += f" x accum {plan.get('grad_accum')} = effective {plan.get('effective_batch')}"
+    gpu_counts = Counter(str(gpu.get("name")) for gpu in hardware.get("gpus") or [])
+    pairs = {
+        "model": (settings.get("model") or {}).get("name"),
+        "training": ", ".join(filter(None, [settings.get("task_mode"), (settings.get("tuning") or {}).get("mode")])),
         "stages": ", ".join(f"{part.name} ({part.steps:,} steps)" for part in record.parts if part.name),
         "layout": layout,
-        "started": ", ".join(map(str, starts)),
+        "started": manifest.get("started"),
+        "machine": ", ".join(f"{count} x {name}" for name, count in gpu_counts.items()) or hardware.get("cpu_name"),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "commit": git.get("commit"),
         "weights": record.summary.get("model_path"),
-    })  # fmt: skip
+        "again": f"make reproduce RUN={record.folder.shell_path}" if manifest.get("config_path") else None,
+    }
+    config_path = record.folder.path / "config.yaml"
+    folded = {
+        "What was decided, and why": "\n".join(map(str, manifest.get("choices") or plan.get("reasons") or [])),
+        "Every setting": _format_lines(settings_by_path(settings)),
+        "config.yaml, as given": config_path.read_text("utf-8", "replace") if config_path.is_file() else "",
+        "The machine": _format_lines(hardware),
+    }
+    for name, facts in (manifest.get("data") or {}).items():
+        if isinstance(facts, dict):
+            # the report of its rows has keys of its own
+            entries = facts | (facts.get("report") or {})
+            folded[f"Data: {name}"] = _format_lines({key: entries[key] for key in entries if key != "report"})
+    return ReportSection("What was run", pairs=_filled_pairs(pairs), folded=_filled_pairs(folded))
 
 
 def _filled_pairs(texts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -474,55 +434,4 @@ def _format_lines(values: Mapping[str, Any]) -> str:
     return "\n".join(
         f"{key}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)}"
         for key, value in values.items()
-    )
-
-
-def _machine_pairs(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    hardware, versions, git = (manifest.get(name) or {} for name in ("hardware", "versions", "git"))
-    gpus = [f"{gpu.get('name')} ({_format_size(gpu.get('total_bytes'))})" for gpu in hardware.get("gpus") or []]
-    texts = {}
-    if hardware:
-        texts = {
-            "GPUs": ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none",
-            "CPU": f"{hardware.get('cpu_name')}, {hardware.get('cpu_cores')} cores",
-            "RAM": _format_size(hardware.get("ram_bytes")),
-        }
-    texts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    if git.get("commit"):
-        texts["code"] = f"commit {str(git['commit'])[:12]} ({git.get('branch')})"
-        texts["code"] += ", with changes that were not committed" if git.get("dirty") else ""
-    return _filled_pairs(texts)
-
-
-def _format_size(count: int | None) -> str:
-    return "-" if count is None else format_size(count)
-
-
-def _data_section(manifest: Mapping[str, Any]) -> ReportSection:
-    rows, folded = [], []
-    for name, facts in (manifest.get("data") or {}).items():
-        row_report = facts.get("report") if isinstance(facts, dict) else None
-        if not isinstance(row_report, dict):
-            continue
-        tokens, trained_tokens = row_report.get("tokens") or 0, row_report.get("tokens_trained") or 0
-        left_out_rows = sum(count for count in (row_report.get("dropped") or {}).values() if isinstance(count, int))
-        counts = (row_report.get("rows_kept", 0), left_out_rows, row_report.get("rows_cut", 0), tokens)
-        trained_text = f"{trained_tokens:,} ({trained_tokens / tokens:.0%})" if tokens else f"{trained_tokens:,}"
-        rows.append((name, *(f"{count:,}" for count in counts), trained_text))
-        details = {key: value for key, value in row_report.items() if value not in (0, 0.0, {}, None, "")}
-        if facts.get("sha256"):
-            details["sha256"] = facts["sha256"]
-        folded.append((f"{name}: {facts.get('path') or row_report.get('source')}", _format_lines(details)))
-    headers = ("rows of", "kept", "left out", "cut", "tokens", "trained")
-    return ReportSection("Data", tables=[ReportTable(headers, rows)] if rows else [], folded=folded)
-
-
-def _reproduce_section(record: RunRecord) -> ReportSection:
-    path = record.folder.path / "config.yaml"
-    command = f"make reproduce RUN={record.folder.shell_path}" if record.manifest.get("config_path") else ""
-    config_text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return ReportSection(
-        "How to reproduce it",
-        pairs=_filled_pairs({"command": command}),
-        folded=_filled_pairs({"config.yaml, as given": config_text}),
     )

@@ -3,11 +3,9 @@ answers to end; one by one, in batches, or in the conversation of `make chat`.
 """
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +17,6 @@ from sft_play.errors import DataError
 from sft_play.finished.load import build_run_renderer, compute_dtype, load_trained_model
 from sft_play.finished.run import FinishedRun
 from sft_play.process.waiting import report_wait
-from sft_play.runs.files import write_text
 from sft_play.training.measure.exact_match import (
     GeneratedAnswer,
     Question,
@@ -156,7 +153,7 @@ class _TextStreamer:
 
 CHAT_HELP = (
     "/reset forgets the conversation · /system TEXT sets the system prompt · /base switches the adapter off and on · "
-    "/both answers with and without it · /save FILE writes the conversation as a training row · /exit"
+    "/both answers with and without it · /exit"
 )
 
 
@@ -170,8 +167,6 @@ class Conversation:
     temperature: float = 0.0
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
-    # Who gave each of the answers in `messages`.
-    answered_by: list[str] = field(default_factory=list)
     uses_base: bool = False
     compares_base: bool = False
     has_ended: bool = False
@@ -202,8 +197,6 @@ class Conversation:
             self.show("\n")
         # with /both the trained model's, which is last
         self.messages = [*conversation, {"role": "assistant", "content": answer}]
-        run_name = self.responder.run.folder.path.name
-        self.answered_by.append(f"the base of {run_name}" if answering_base[-1] else run_name)
 
     def _system(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []
@@ -214,11 +207,11 @@ class Conversation:
             self.has_ended = True
             return
         if name == "reset":
-            self.messages, self.answered_by = [], []
+            self.messages = []
             reply = "the conversation is empty"
         elif name == "system":
             # answers so far were given under another system prompt
-            self.system, self.messages, self.answered_by = argument or None, [], []
+            self.system, self.messages = argument or None, []
             reply = f"the system prompt is {'set' if argument else 'removed'}; the conversation is empty"
         elif name in ("base", "both") and not self.responder.run.is_adapter:
             reply = "this run trained all weights: there is no adapter to switch off"
@@ -228,15 +221,4 @@ class Conversation:
         elif name == "both":
             self.compares_base = not self.compares_base
             reply = "base and trained model answer" if self.compares_base else "one model answers"
-        elif name == "save":
-            reply = self._save(Path(argument).expanduser()) if argument else "/save FILE: name a file"
         self.show(f"({reply})\n")
-
-    def _save(self, path: Path) -> str:
-        row: dict[str, Any] = {"messages": [*self._system(), *self.messages], "answered_by": self.answered_by}
-        try:
-            existing = path.read_text(encoding="utf-8") if path.exists() else ""
-            write_text(path, existing + json.dumps(row, ensure_ascii=False) + "\n")
-        except OSError as error:
-            return f"{path} cannot be written: {error.strerror}"
-        return f"added to {path}"

@@ -187,11 +187,6 @@ class ShipCheck:
     ok: bool | None
     line: str
     reason: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return {"name": self.name, "ok": self.ok, "line": self.line, "reason": self.reason, **self.figures}
 
 
 @dataclass(frozen=True)
@@ -217,7 +212,7 @@ class ShipVerdict:
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        checks = [check.as_json() for check in self.checks]
+        checks = [asdict(check) for check in self.checks]
         return {"ok": self.ok, "verdict": self.label, "reasons": self.reasons, "checks": checks}
 
     def lines(self, continued_adapter: str | None) -> list[str]:
@@ -232,14 +227,15 @@ class ShipVerdict:
 # --- the rule ---------------------------------------------------------------------------------------------------------
 def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
     """Judge the evidence; a pure function: equal evidence and thresholds give an equal verdict."""
-    task = evidence.task
     if evidence.not_loaded:
-        figures = {"split": task.split, "rows": len(task.losses)}
-        refused_check = ShipCheck("task", ok=False, line="not measured", reason=evidence.not_loaded, figures=figures)
-        skipped_checks = (ShipCheck(name, ok=None, line="not measured") for name in ("general", "merge"))
-        return ShipVerdict((refused_check, *skipped_checks))
-    checks = (_judge_task(task, thresholds), _judge_general(evidence.general, thresholds), _judge_merge(evidence.merge))
-    return ShipVerdict(checks)
+        refused_check = ShipCheck("task", False, "not measured", evidence.not_loaded)
+        return ShipVerdict((refused_check, *(ShipCheck(name, None, "not measured") for name in ("general", "merge"))))
+    general = evidence.general
+    text = _judge_rise("text", general.text, thresholds.max_text_rise, thresholds)
+    chats = _judge_rise("chats", general.chats, thresholds.max_chat_rise, thresholds)
+    reasons = "; ".join(filter(None, (text.reason, chats.reason)))
+    general_check = ShipCheck("general", text.ok and chats.ok, f"{text.line}; {chats.line}", reasons)
+    return ShipVerdict((_judge_task(evidence.task, thresholds), general_check, _judge_merge(evidence.merge)))
 
 
 def too_few_rows_reason(task: TaskEvidence, thresholds: Thresholds) -> str:
@@ -276,91 +272,67 @@ def _paired_interval(first: Any, second: Any, level: float, thresholds: Threshol
 
 
 def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
-    losses, row_count = task.losses, len(task.losses)
-    figures: dict[str, Any] = {"split": task.split, "rows": row_count}
+    losses = task.losses
     refusal = too_few_rows_reason(task, thresholds) or losses.non_finite_reason
     if refusal:
-        return ShipCheck("task", ok=False, line="not measured", reason=refusal, figures=figures)
+        return ShipCheck("task", False, "not measured", refusal)
     base, tuned, tokens, chance = losses.to_arrays()
     sums = (base, tuned, chance, np.minimum(base, chance))
     base_loss, tuned_loss, chance_loss, capped_base_loss = (float(nats.sum() / tokens.sum()) for nats in sums)
-    interval = loss_gain(losses, thresholds)
+    gain = loss_gain(losses, thresholds)
     required_gain = thresholds.min_gain * capped_base_loss
-    figures |= {
-        "loss": {"base": base_loss, "tuned": tuned_loss}, "chance": chance_loss, "gain": interval.as_json(),
-        "gain_asked": required_gain,
-    }  # fmt: skip
     chance_note = f" (chance {chance_loss:.4f})" if capped_base_loss < base_loss else ""
-    line = f"loss {base_loss:.4f}{chance_note} to {tuned_loss:.4f} on {row_count:,} rows ({task.split})"
-    interval_text = f"{interval.level:.1%} interval {interval.low:.4f} to {interval.high:.4f}"
-    line += f", gain {interval.difference:.4f} ({interval_text}, asked: above {required_gain:.4f})"
+    line = f"loss {base_loss:.4f}{chance_note} to {tuned_loss:.4f} on {len(losses):,} rows ({task.split})"
+    interval_text = f"{gain.level:.1%} interval {gain.low:.4f} to {gain.high:.4f}"
+    line += f", gain {gain.difference:.4f} ({interval_text}, asked: above {required_gain:.4f})"
     reason = ""
     if task.right_base:
-        base_rate, tuned_rate, answer_count = np.mean(task.right_base), np.mean(task.right_tuned), len(task.right_base)
+        base_rate, tuned_rate = np.mean(task.right_base), np.mean(task.right_tuned)
+        line += f"; exact match {base_rate:.1%} to {tuned_rate:.1%} of {len(task.right_base):,} rows"
         change = _paired_interval(task.right_base, task.right_tuned, thresholds.answers_level, thresholds)
-        figures["exact_match"] = {
-            "base": float(base_rate), "tuned": float(tuned_rate), "rows": answer_count, "change": change.as_json(),
-        }  # fmt: skip
-        line += f"; exact match {base_rate:.1%} to {tuned_rate:.1%} of {answer_count:,} rows"
         if change.high < 0:
             reason = f"exact match fell from {base_rate:.1%} to {tuned_rate:.1%}, by more than chance"
-    if not interval.low > required_gain:
+    if not gain.low > required_gain:
         reason = "the loss on held-out rows is not better"
-        if interval.difference > required_gain:
+        if gain.difference > required_gain:
             reason = "the gain is within what chance gives"
         if tuned_loss >= chance_loss:
             reason = "the trained model reads the held-out rows no better than by guessing tokens by their frequency"
-    return ShipCheck("task", ok=not reason, line=line, reason=reason, figures=figures)
-
-
-def _judge_general(general: GeneralEvidence, thresholds: Thresholds) -> ShipCheck:
-    text = _judge_rise("text", general.text, thresholds.max_text_rise, thresholds)
-    chats = _judge_rise("chats", general.chats, thresholds.max_chat_rise, thresholds)
-    return ShipCheck(
-        "general",
-        ok=text.ok and chats.ok,
-        line=f"{text.line}; {chats.line}",
-        reason="; ".join(filter(None, (text.reason, chats.reason))),
-        figures={"text": text.figures, "chats": chats.figures},
-    )
+    return ShipCheck("task", not reason, line, reason)
 
 
 def _judge_rise(name: str, losses: Losses, bound: float, thresholds: Thresholds) -> ShipCheck:
-    figures: dict[str, Any] = {"rows": len(losses), "bound": bound}
     if not len(losses):
-        return ShipCheck(name, True, f"{name} not measured (the chat template renders none)", figures=figures)
+        return ShipCheck(name, True, f"{name} not measured (the chat template renders none)")
     if losses.non_finite_reason:
-        return ShipCheck(name, False, f"{name} not measured", f"{name}: {losses.non_finite_reason}", figures)
+        return ShipCheck(name, False, f"{name} not measured", f"{name}: {losses.non_finite_reason}")
     base, tuned, tokens, chance = losses.to_arrays()
-    is_known = (base < chance) & (tokens > 0)
-    base_loss, tuned_loss, chance_loss = (float(nats.sum() / tokens.sum()) for nats in (base, tuned, chance))
+    is_known = base < chance
     known_rows = int(is_known.sum())
-    figures |= {"loss": {"base": base_loss, "tuned": tuned_loss}, "chance": chance_loss, "known_rows": known_rows}
     if known_rows < thresholds.min_known:
         line = f"{name}: nothing to lose (the base reads {known_rows} of {len(losses)} rows better than chance)"
-        return ShipCheck(name, True, line, figures=figures)
+        return ShipCheck(name, True, line)
     base, tuned, tokens = base[is_known], np.minimum(tuned, chance)[is_known], tokens[is_known]
     rise = _paired_interval(base / tokens, tuned / tokens, thresholds.general_level, thresholds, weights=tokens)
-    figures["rise"] = rise.as_json()
     line = f"{name} {rise.difference:+.4f} (at most {rise.high:+.4f}, allowed {bound:+g})"
+    if rise.high <= bound:
+        return ShipCheck(name, True, line)
     reason = f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}"
-    is_within = rise.high <= bound
-    return ShipCheck(name, is_within, line, "" if is_within else reason, figures)
+    return ShipCheck(name, False, line, reason)
 
 
 def _judge_merge(merge: MergeEvidence) -> ShipCheck:
-    figures = {name: getattr(merge, name) for name in ("state", "kl_merged", "kl_limit", "kl_base")}
     if merge.state == "no adapter":
-        return ShipCheck("merge", True, "not needed (all weights were trained)", figures=figures)
+        return ShipCheck("merge", True, "not needed (all weights were trained)")
     if merge.state == "not needed":
-        return ShipCheck("merge", None, "not tested, since the run is refused already", figures=figures)
+        return ShipCheck("merge", None, "not tested, since the run is refused already")
     if merge.state == "failed" or merge.kl_limit is None:
-        return ShipCheck("merge", False, "not tested", merge.reason or "it was not compared", figures)
+        return ShipCheck("merge", False, "not tested", merge.reason or "it was not compared")
     kl = math.nan if merge.kl_merged is None else merge.kl_merged
     line = f"KL divergence from the adapter {kl:.2g} nats (limit {merge.kl_limit:.2g})"
     if kl <= merge.kl_limit:
-        return ShipCheck("merge", True, line, figures=figures)
-    return ShipCheck("merge", False, line, "the merged model is not the adapter's", figures)
+        return ShipCheck("merge", True, line)
+    return ShipCheck("merge", False, line, "the merged model is not the adapter's")
 
 
 # --- a verdict computed again -----------------------------------------------------------------------------------------

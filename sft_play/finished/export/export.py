@@ -21,23 +21,22 @@ from typing import Any
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
 from sft_play.finished.export.check_export import (
+    EnginePrompts,
     adds_space_prefix,
     check_file,
     find_pre_tokenizer,
     is_sentencepiece,
     read_fields,
 )
-from sft_play.finished.export.engine_prompts import EnginePrompts, write_generation_config
 from sft_play.finished.export.llama_cpp import (
     LLAMA_CPP_PACKAGE,
     LLAMA_CPP_VERSION,
-    Converter,
     convert_to_gguf,
     find_converter,
     has_llama_cpp,
     quantize_gguf,
 )
-from sft_play.finished.export.merge import ensure_whole_model_folder, main_dtype
+from sft_play.finished.export.merge import ensure_whole_model_folder, main_dtype, write_generation_config
 from sft_play.finished.export.ollama import build_modelfile
 from sft_play.finished.export.places import (
     CONVERTER_QUANTS,
@@ -68,13 +67,12 @@ logger = logging.getLogger(__name__)
 
 # By the dtype of the weights as safetensors names it; other dtypes have no lossless one here.
 _LOSSLESS_QUANTS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
-_MAX_F16 = 65_504.0
 _MAX_CHECKED_ROWS = 32
 
 
 @dataclass(frozen=True)
 class ExportResult(Answer):
-    """What `export_run` wrote; `file`, `quant`, `converter`, `pre_tokenizer` and `prompts_checked` are of a GGUF."""
+    """What `export_run` wrote; `file`, `quant` and `prompts_checked` are of a GGUF."""
 
     run: Path
     format: ExportFormat
@@ -84,8 +82,6 @@ class ExportResult(Answer):
     notes: tuple[str, ...] = ()
     file: Path | None = None
     quant: Quant | None = None
-    converter: str | None = None
-    pre_tokenizer: str | None = None
     # Prompts whose token ids by the file's own tokenizer were seen to be those of training.
     prompts_checked: int = 0
     # Of an adapter: what was merged, and whether merge-test passed, in words.
@@ -95,11 +91,7 @@ class ExportResult(Answer):
     def lines(self) -> list[str]:
         lines = list(filter(None, [self.merge, *self.notes]))
         if self.prompts_checked:
-            lines.append(
-                f"Tokenizer: {self.pre_tokenizer}; its ids of {self.prompts_checked} prompts are those of training"
-            )
-        elif self.file is not None:
-            lines.append("Tokenizer: not compared")
+            lines.append(f"Tokenizer: its ids of {self.prompts_checked} prompts are those of training")
         facts = filter(None, [self.quant, f"{format_gib(self.bytes, digits=2)} GiB", f"{self.wall_s:.0f} s"])
         lines.append(f"Written to: {self.file or self.path} ({', '.join(facts)})")
         lines += [f"Serve: {command}" for command in self.commands]
@@ -134,18 +126,18 @@ def export_run(
     if quant not in (None, *CONVERTER_QUANTS) and not has_llama_cpp():
         install = f"{sys.executable} -m pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes)"
         raise ConfigError(f"QUANT={quant} needs llama.cpp's library, which is not here: {install}; or take QUANT=q8_0")
-    converter = None if format == "vllm" else find_converter(llama_cpp)
+    converter_folder = None if format == "vllm" else find_converter(llama_cpp)
     model_folder = ensure_whole_model_folder(run, is_locked=True)
     prompts = EnginePrompts(run, model_folder)
     with staged_folder(target) as staging_folder:
-        if converter is None:
+        if converter_folder is None:
             result = _write_vllm_folder(run, model_folder, prompts, staging_folder, target)
         else:
-            result = _write_gguf(run, model_folder, prompts, staging_folder, target, converter, quant, format)
+            result = _write_gguf(run, model_folder, prompts, staging_folder, target, converter_folder, quant, format)
         record = {
             "run": run.folder.path.name, "model": model_folder.name, "quant": result.quant,
-            "converter": result.converter,
-            "file": result.file.name if result.file else None,
+            "converter": converter_folder and converter_folder.name,
+            "file": result.file and result.file.name,
             "merge": read_merge_record(model_folder) or None,  # what the weights are made of travels with them
         }  # fmt: skip
         write_json(staging_folder / EXPORT_FILE, {name: value for name, value in record.items() if value is not None})
@@ -165,11 +157,10 @@ def _write_vllm_folder(
             shutil.copyfile(file, copy)
     write_generation_config(run, prompts.tokenizer, model_folder, staging_folder)
     size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
-    max_positions, context_note = describe_context_window(run, str(model_folder))
+    max_positions, _ = describe_context_window(run, str(model_folder))
     name = run.folder.path.name
     command = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(max_positions)]
-    notes = filter(None, [context_note])
-    return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),), tuple(notes))
+    return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),))
 
 
 def _write_gguf(
@@ -178,7 +169,7 @@ def _write_gguf(
     prompts: EnginePrompts,
     staging_folder: Path,
     target: Path,
-    converter: Converter,
+    converter_folder: Path,
     quant: Quant | None,
     format: ExportFormat,
 ) -> ExportResult:
@@ -190,12 +181,11 @@ def _write_gguf(
         needed_bytes += needed_bytes // 2  # both files are there for a moment
     require_space(staging_folder, needed_bytes, "the GGUF needs up to")
     vocabulary = _converter_vocabulary(prompts)
-    command, notes = f"llama-server --jinja -m {shlex.quote(str(target / file.name))}", list[str]()
+    command = f"llama-server --jinja -m {shlex.quote(str(target / file.name))}"
     if format == "ollama":
-        max_positions, context_note = describe_context_window(run, str(model_folder))
+        max_positions, _ = describe_context_window(run, str(model_folder))
         adds_bos = bool(vocabulary["fields"].get("tokenizer.ggml.add_bos_token"))
-        text, notes = build_modelfile(run, prompts, file.name, adds_bos=adds_bos, context=max_positions)
-        notes += filter(None, [context_note])
+        text = build_modelfile(run, prompts, file.name, adds_bos=adds_bos, context=max_positions)
         (staging_folder / "Modelfile").write_text(text, encoding="utf-8")
         model_name = shlex.quote(name.lower())
         modelfile = shlex.quote(str(target / "Modelfile"))
@@ -203,32 +193,28 @@ def _write_gguf(
     staged_model = staging_folder / ".model"
     _stage_model(run, model_folder, prompts.tokenizer, staged_model)
     converted_file = file if converted_quant == file_quant else staged_model / "whole.gguf"
-    convert_to_gguf(converter, staged_model, converted_file, quant=converted_quant, name=name, vocabulary=vocabulary)
+    convert_to_gguf(
+        converter_folder, staged_model, converted_file, quant=converted_quant, name=name, vocabulary=vocabulary
+    )
     if converted_file != file:
         quantize_gguf(converted_file, file, file_quant)
     shutil.rmtree(staged_model)
     fields = read_fields(file)
-    checked, check_notes = _check_gguf(run, file, fields, prompts, converter)
+    checked, notes = _check_gguf(run, file, fields, prompts)
     return ExportResult(
-        run.folder.path, format, target, file.stat().st_size, (command,), (*check_notes, *notes), target / file.name,
-        file_quant, converter.version, str(fields.get("tokenizer.ggml.pre", vocabulary["pre"])), checked,
+        run.folder.path, format, target, file.stat().st_size, (command,), tuple(notes), target / file.name,
+        file_quant, checked,
     )  # fmt: skip
 
 
 def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[Quant, Quant]:
     """The type of the file's weights, and the one in which the converter writes them first."""
-    tensors = open_tensors(model_folder)
-    dtype = main_dtype(tensors.values())
+    dtype = main_dtype(open_tensors(model_folder).values())
     lossless = _LOSSLESS_QUANTS.get(dtype)
     quant = requested_quant or lossless
     if quant is None:
         problem = f"the weights in {model_folder} are {dtype}, which no GGUF holds as they are"
         raise ConfigError(f"{problem}; give QUANT=bf16 or q8_0")
-    if quant == "f16" and lossless != "f16":
-        for name, tensor in tensors.items():
-            values = tensor.read()
-            if values.is_floating_point() and values.numel() and float(values.abs().max()) > _MAX_F16:
-                raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
     return quant, quant if quant in CONVERTER_QUANTS else lossless or "bf16"
 
 
@@ -284,9 +270,7 @@ def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
     }
 
 
-def _check_gguf(
-    run: FinishedRun, file: Path, fields: dict[str, Any], prompts: EnginePrompts, converter: Converter
-) -> tuple[int, list[str]]:
+def _check_gguf(run: FinishedRun, file: Path, fields: dict[str, Any], prompts: EnginePrompts) -> tuple[int, list[str]]:
     """The number of prompts whose ids are training's, and notes on what is not; raises TokenizerError where the file
     would be prompted otherwise than training."""
     paired_prompts = prompts.probe_prompts()
@@ -299,7 +283,7 @@ def _check_gguf(
         if check.ok is False and check.name != "Stop tokens":
             remedy = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"
             raise TokenizerError(
-                f"{converter.version} wrote a GGUF that is not the trained model: {check.reason}; {remedy}"
+                f"llama.cpp's converter wrote a GGUF that is not the trained model: {check.reason}; {remedy}"
             )
     is_compared = any(check.name == "Tokenizer" and check.ok for check in checks)
     notes = [f"{check.name}: {check.reason}" for check in checks if check.ok is not True]

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,36 +45,27 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 """
 
 
-@dataclass(frozen=True)
-class Converter:
-    """A folder with llama.cpp's converters, and how it is called in messages."""
-
-    folder: Path
-    version: str
-
-
 def has_llama_cpp() -> bool:
     """True if llama-cpp-python can be imported here."""
     return importlib.util.find_spec("llama_cpp") is not None
 
 
-def find_converter(checkout: Path | None) -> Converter:
-    """Find llama.cpp's converters: of the `checkout`, else those in the cache, which are fetched the first time.
-    Raises ConfigError where `checkout` holds none, or they cannot be fetched."""
+def find_converter(checkout: Path | None) -> Path:
+    """The folder with llama.cpp's converters: the `checkout`, else the one in the cache, which is fetched the first
+    time. Raises ConfigError where `checkout` holds none, or they cannot be fetched."""
     if checkout is None:
         return _cached_converter()
     if not (checkout / CONVERTER_FILE).is_file() or not (checkout / "gguf-py" / "gguf").is_dir():
         expectation = f"which has {CONVERTER_FILE} and gguf-py/; leave it out to fetch the converter"
         raise ConfigError(f"LLAMA_CPP={one_line(str(checkout))} is not a checkout of llama.cpp, {expectation}")
-    return Converter(checkout.resolve(), f"LLAMA_CPP={checkout}")
+    return checkout.resolve()
 
 
-def _cached_converter() -> Converter:
+def _cached_converter() -> Path:
     folder = cache_dir() / "llama.cpp"
     converter_folder = folder / f"{LLAMA_CPP_VERSION}-{LLAMA_CPP_SHA256[:12]}"
-    converter = Converter(converter_folder, f"{LLAMA_CPP_PACKAGE} {LLAMA_CPP_VERSION}")
     if (converter_folder / CONVERTER_FILE).is_file():
-        return converter
+        return converter_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -83,14 +73,13 @@ def _cached_converter() -> Converter:
         raise ConfigError(f"the cache {folder} cannot be created {reason}") from None
     with hold_lock(folder / "lock", waiting_message="Another run is fetching llama.cpp's converter: waiting for it"):
         # looked for again: another process may have unpacked it while this one waited for the lock
-        if (converter_folder / CONVERTER_FILE).is_file():
-            return converter
-        # always the same name, since this process holds the lock: what a killed one left is removed
-        with atomic.replace_path(converter_folder, temporary=folder / ".building") as staging_folder:
-            download_folder = staging_folder / "fetched"
-            unpack_converter(_download(download_folder), staging_folder)
-            shutil.rmtree(download_folder, ignore_errors=True)
-    return converter
+        if not (converter_folder / CONVERTER_FILE).is_file():
+            # always the same name, since this process holds the lock: what a killed one left is removed
+            with atomic.replace_path(converter_folder, temporary=folder / ".building") as staging_folder:
+                download_folder = staging_folder / "fetched"
+                unpack_converter(_download(download_folder), staging_folder)
+                shutil.rmtree(download_folder, ignore_errors=True)
+    return converter_folder
 
 
 def _download(folder: Path) -> Path:
@@ -140,14 +129,14 @@ def unpack_converter(archive: Path, target: Path) -> None:
 
 
 def convert_to_gguf(
-    converter: Converter, model_folder: Path, target: Path, *, quant: str, name: str, vocabulary: Mapping[str, Any]
+    converter_folder: Path, model_folder: Path, target: Path, *, quant: str, name: str, vocabulary: Mapping[str, Any]
 ) -> None:
     """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of its own. `name`: the
     model's in the file. `vocabulary`: what `run_llama_cpp.py` is told. Raises BackendError with its last lines where it
     failed."""
-    folders = [str(converter.folder), str(model_folder)]
+    folders = [str(converter_folder), str(model_folder)]
     words = ["convert", *folders, "--outfile", str(target), "--outtype", quant, "--model-name", name]
-    problem = f"llama.cpp's converter ({converter.version}) failed; a newer checkout may do better (LLAMA_CPP=)"
+    problem = f"llama.cpp's converter ({converter_folder}) failed; a newer checkout may do better (LLAMA_CPP=)"
     _run(words, target, problem=problem, SFT_PLAY_GGUF_VOCABULARY=json.dumps(vocabulary))
 
 

@@ -39,7 +39,6 @@ from transformers.core_model_loading import (
 
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, ModelError
-from sft_play.finished.export.engine_prompts import write_generation_config
 from sft_play.finished.export.places import (
     MERGE_FILE,
     MERGED_FOLDER,
@@ -48,6 +47,7 @@ from sft_play.finished.export.places import (
     require_faithful_merge,
     require_mergeable,
 )
+from sft_play.finished.load import build_run_renderer
 from sft_play.finished.run import (
     FinishedRun,
     base_model_folder,
@@ -77,8 +77,10 @@ from sft_play.training.checkpoints.model_saving import (
     open_tensors,
     saved_dtype_rule,
     set_dtype,
+    set_stop_tokens,
     write_tensors,
 )
+from sft_play.training.measure.exact_match import collect_stop_ids
 from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config, silence_load_report
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from sft_play.training.prepare.experts import holds_routed_experts
@@ -545,6 +547,23 @@ def _write_configs(adapted: AdaptedModel, base_folder: Path, folder: Path, dtype
     for file in (*base_folder.glob("*.py"), *base_folder.glob("*processor*.json")):
         shutil.copyfile(file, folder / file.name)
     return stop_ids
+
+
+def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, folder: Path) -> list[int]:
+    """Write the generation config of the model in `source`, with the stop tokens of training, into `folder`; returns
+    the stop tokens."""
+    stop_token_ids = folder_stop_ids(run, tokenizer, source)
+    set_stop_tokens(folder, stop_token_ids, tokenizer.pad_token_id, source_folder=source)
+    return stop_token_ids
+
+
+def folder_stop_ids(run: FinishedRun, tokenizer: Any, folder: Path) -> list[int]:
+    """Tokens that end an answer as the run was trained: those of the model in a folder, by its generation config or
+    else its config, and what ends an assistant's turn."""
+    settings, config = read_json(folder / "generation_config.json"), read_json(folder / "config.json")
+    folder_eos = settings.get("eos_token_id")
+    eos_token_ids = config.get("eos_token_id") if folder_eos is None else folder_eos
+    return collect_stop_ids(run.config.task_mode, tokenizer, build_run_renderer(run, tokenizer), eos_token_ids)
 
 
 def ensure_whole_model_folder(run: FinishedRun, *, is_locked: bool) -> Path:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 from sft_play.data.masks.sandbox import RenderError
 from sft_play.errors import TokenizerError
-from sft_play.finished.export.engine_prompts import EnginePrompts, probe_conversations
+from sft_play.finished.export.check_export import EnginePrompts, probe_conversations
 from sft_play.finished.run import FinishedRun
 
-_MAX_STOP_CHARS = 64
 _SYSTEM, _TURNS = "Qsys0Q", ("Quser1Q", "Qbot1Q", "Quser2Q", "Qbot2Q", "Quser3Q")
 
 
@@ -45,10 +44,8 @@ class TemplateParts:
     is_system_last: bool = False
 
 
-def build_modelfile(
-    run: FinishedRun, prompts: EnginePrompts, file: str, *, adds_bos: bool, context: int
-) -> tuple[str, list[str]]:
-    """The Modelfile, and notes on it. `adds_bos`: the engine puts BOS before a prompt. `context`: positions of the
+def build_modelfile(run: FinishedRun, prompts: EnginePrompts, file: str, *, adds_bos: bool, context: int) -> str:
+    """The text of a Modelfile. `adds_bos`: the engine puts BOS before a prompt. `context`: positions of the
     model. Raises UnsupportedTemplateError where a Modelfile cannot render what the chat template does."""
     tokenizer = prompts.tokenizer
     stops = [tokenizer.decode([token], skip_special_tokens=False) for token in prompts.stop_ids]
@@ -57,18 +54,16 @@ def build_modelfile(
         if len(tokenizer(stop, add_special_tokens=False)["input_ids"]) != 1:
             raise UnsupportedTemplateError(f"the stop token {stop!r} is not one token when it is written as text")
     if prompts.is_plain_text:
-        return format_modelfile(file, "{{ .Prompt }}", stops=stops, context=context), []
+        return format_modelfile(file, "{{ .Prompt }}", stops=stops, context=context)
     bos = str(tokenizer.bos_token) if adds_bos else ""
     try:
         template = go_template(learn_template_parts(prompts.render, bos=bos))
-        modelfile = format_modelfile(file, template, stops=stops, context=context)
+        return format_modelfile(file, template, stops=stops, context=context)
     except (UnsupportedTemplateError, RenderError) as error:
         remedy = f"llama-server --jinja runs it itself: make export FORMAT=gguf RUN={run.folder.shell_path}"
         raise UnsupportedTemplateError(
             f"the chat template cannot be written as an Ollama template: {error}. {remedy}"
         ) from None
-    date_note = f"The chat template writes the date; the Modelfile has that of the run ({prompts.today})"
-    return modelfile, [date_note] if "strftime_now" in (prompts.template or "") else []
 
 
 def format_modelfile(file: str, template: str, *, stops: Sequence[str], context: int) -> str:
@@ -76,9 +71,9 @@ def format_modelfile(file: str, template: str, *, stops: Sequence[str], context:
     Raises UnsupportedTemplateError where the template cannot be quoted."""
     if '"""' in template:
         raise UnsupportedTemplateError('it writes """, which ends a text in a Modelfile')
-    short_stops = [json.dumps(stop, ensure_ascii=False) for stop in stops if len(stop) <= _MAX_STOP_CHARS]
     # greedy, as the run's own evaluation and every comparison here
-    parameters = [*(f"stop {stop}" for stop in short_stops), f"num_ctx {context}", "temperature 0"]
+    parameters = [f"stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
+    parameters += [f"num_ctx {context}", "temperature 0"]
     lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""', *(f"PARAMETER {parameter}" for parameter in parameters)]
     return "\n".join(lines) + "\n"
 
