@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 
@@ -31,7 +32,7 @@ from sft_play.machine.software import LIGER_PACKAGE
 from sft_play.planner.kernels import LIGER_VERSION
 from sft_play.planner.plan import Plan
 from sft_play.training import distributed
-from sft_play.training.class_checks.small_model import small_config, small_model
+from sft_play.training.class_checks.small_model import VOCABULARY_SIZE, pack_row, run_model, small_config, small_model
 from sft_play.training.model import attention_functions
 from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers
 
@@ -104,7 +105,13 @@ def check_replaced_code(
     """How far other code is from the plain code on a small model of each config, the worst of them. `replace` puts it
     into models for as long as its context is open; `packed`: in 16 bits rows lie one behind the other, told apart by
     boundaries, for which attention has no kernel in fp32: there they are padded ones."""
-    differences, ratios = [], [0.0]
+    differences, ratios, generator = [], [0.0], np.random.default_rng(1)
+    rows = [pack_row([generator.integers(3, VOCABULARY_SIZE, size=_LENGTH)]) for _ in range(_ROWS)]
+
+    def compute(model: Any, flat: bool) -> TensorList:
+        outputs = run_model(model, rows, flat=flat)
+        return [outputs.logits, *outputs.weight_gradients]
+
     for config in small_configs:
         with torch.random.fork_rng(devices=[]):
             model = small_model(config, "sdpa" if packed else attention, trust_remote_code=False).to(device)
@@ -112,33 +119,14 @@ def check_replaced_code(
             if dtype != torch.float32:
                 half_model = small_model(config, attention, trust_remote_code=False).to(device, dtype)
                 variants.append((half_model, packed))
-            reference, *reference_half = (_logits_and_gradients(*variant) for variant in variants)
+            reference, *reference_half = (compute(*variant) for variant in variants)
             with replace([model for model, _ in variants]):
-                replaced, *replaced_half = (_logits_and_gradients(*variant) for variant in variants)
+                replaced, *replaced_half = (compute(*variant) for variant in variants)
         differences.append(relative_difference(replaced, reference))
         for plain, other in zip(reference_half, replaced_half, strict=True):
             error = relative_difference(plain, reference)
             ratios.append(relative_difference(other, reference) / error if error else 0.0)
     return ClassCheck(_max_or_nan(differences), _max_or_nan(ratios))
-
-
-def _logits_and_gradients(model: Any, packed: bool) -> TensorList:
-    """Logits and all gradients in fp32, as a model computes them in its dtype of two short rows, or `packed`."""
-    generator = torch.Generator().manual_seed(1)
-    device = next(model.parameters()).device
-    ids = torch.randint(3, model.config.vocab_size, (_ROWS, _LENGTH), generator=generator).to(device)
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if packed:
-        boundaries = torch.arange(0, _ROWS * _LENGTH + 1, _LENGTH, dtype=torch.int32, device=device)
-        inputs = {
-            "input_ids": ids.reshape(1, -1), "position_ids": torch.arange(_LENGTH, device=device).repeat(_ROWS)[None],
-            "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": _LENGTH, "max_length_k": _LENGTH,
-        }  # fmt: skip
-    model.zero_grad()
-    logits = model(**inputs, use_cache=False).logits.float().reshape(_ROWS, _LENGTH, -1)
-    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    gradients = [parameter.grad.float().clone() for parameter in model.parameters() if parameter.grad is not None]
-    return [logits.detach(), *gradients]
 
 
 def relative_difference(tensors: TensorList, references: TensorList) -> float:

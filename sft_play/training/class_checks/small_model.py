@@ -4,14 +4,16 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.log import one_line
 from sft_play.training.loop.rows import COUNT_KEYS, Collator
 
@@ -135,12 +137,24 @@ def small_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What a model computed of rows, in fp32."""
+    """What a model computed of rows, in fp32: logits at positions without padding, [tokens, vocabulary], and the
+    gradient of each weight (none where it did not train)."""
 
-    # At positions without padding, [tokens, vocabulary].
     logits: torch.Tensor
-    # Of all weights, one after the other; none where it did not train.
-    gradients: torch.Tensor
+    weight_gradients: list[torch.Tensor]
+
+    @property
+    def gradients(self) -> torch.Tensor:
+        """All gradients, one after the other."""
+        return torch.cat([gradient.flatten() for gradient in self.weight_gradients])
+
+
+def pack_row(chats: Sequence[Any]) -> dict[str, Any]:
+    """A row of training with these chats, each of whose tokens but the first is trained."""
+    ids, lengths = np.concatenate(chats), np.array([len(chat) for chat in chats])
+    labels = ids.copy()
+    labels[np.cumsum(lengths) - lengths] = IGNORED
+    return {"input_ids": ids, "labels": labels, "chat_lengths": lengths}
 
 
 def run_model(
@@ -156,8 +170,12 @@ def run_model(
     told apart by boundaries; `uses_masks`: padded rows come with theirs; `extra_inputs`: what else the model is
     given."""
     batch = Collator(pad_id=0, flat=flat, adds_masks=uses_masks, adds_chat_lengths=flat)(rows)
-    excluded = COUNT_KEYS if needs_gradients else (*COUNT_KEYS, "labels")
-    inputs = {name: value for name, value in batch.items() if name not in excluded}
+    excluded, device = (*COUNT_KEYS, *(() if needs_gradients else ("labels",))), model.device
+    inputs = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+        if name not in excluded
+    }
     model.zero_grad(set_to_none=True)
     output = model(**inputs, **extra_inputs, use_cache=False)
     if needs_gradients:
@@ -167,8 +185,8 @@ def run_model(
         logits = torch.cat(
             [row_logits[: len(row["input_ids"])] for row_logits, row in zip(output.logits, rows, strict=True)]
         )
-    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-    return ModelOutputs(logits.detach().float(), torch.cat(gradients).float() if gradients else torch.zeros(0))
+    gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+    return ModelOutputs(logits.detach().float(), gradients)
 
 
 def _require_small(config: Any, trust_remote_code: bool, max_parameters: int) -> None:
