@@ -117,10 +117,9 @@ def test_a_missing_package_fails():
 
 
 def test_the_versions_of_this_environment_are_read():
-    around = machine_checks.read_system_facts(CPU, {"NCCL_DEBUG": "INFO", "HOME": "/"})
+    around = machine_checks.read_system_facts(CPU)
     assert around.versions["pytest"] == pytest.__version__
     assert any(text.startswith("torch") for text in around.requirements)
-    assert around.environment == {"NCCL_DEBUG": "INFO"}
     version = Path(str(importlib.util.find_spec("torch").origin)).parent / "version.py"  # type: ignore[union-attr]
     built = re.search(r"^cuda.*= '?([^'\n]*)", version.read_text(), re.MULTILINE)
     assert (around.torch_cuda or "None") == built[1]  # type: ignore[index]
@@ -166,11 +165,6 @@ H100_FLA = {"names": ("NVIDIA H100 80GB HBM3",), "capability": (9, 0), "packages
         ),
         ("no kernels for GPUs older than Turing", {**V100, "torch_cuda": "13.0"}, {"capability": (7, 5)}),
         ("accelerate refuses to start", {**TWO_4090, "driver": "535.183.01"}, {"driver": "550.40.07"}),
-        (
-            "accelerate refuses to start",
-            {**TWO_4090, "driver": "535.183.01"},
-            {"environment": {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}},
-        ),
         ("seen to hang with P2P under 560", {**TWO_4090, "driver": "560.35.03"}, {"driver": "570.86.10"}),
         ("seen to hang with P2P under 560", {**TWO_4090, "driver": "560.35.03"}, {"rank_count": 1}),
         ("every collective fails", {**TWO_5090, "nccl": "2.25.1"}, {"nccl": "2.29.3"}),
@@ -300,13 +294,13 @@ class FakeNvml:
 
 def test_the_driver_is_read_from_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    around = machine_checks.read_system_facts(machine(gpu(0), gpu(1)), {})
+    around = machine_checks.read_system_facts(machine(gpu(0), gpu(1)))
     assert (around.driver, around.driver_cuda) == ("580.82.07", (13, 1))
 
 
 def test_without_nvml_the_driver_is_unknown_and_nothing_breaks(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    around = machine_checks.read_system_facts(machine(gpu(0)), {})
+    around = machine_checks.read_system_facts(machine(gpu(0)))
     assert (around.driver, around.driver_cuda) == (None, None)
 
 

@@ -52,7 +52,7 @@ def all_reduce(bench: TrialBench, hardware: Hardware) -> Part:
     name, machine, options = f"{PREFIX}all-reduce", together(hardware), _spread(hardware)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"} if not hardware.gpus else os.environ
     outcome = ranks.run_all_reduce(machine, options, limit_s=ALL_REDUCE_S, environment=environment)
-    finding = ranks.judge_all_reduce(outcome, read_system_facts(machine, os.environ), NodeSetup())
+    finding = ranks.judge_all_reduce(outcome, read_system_facts(machine), NodeSetup())
     best = outcome.bytes_per_s
     if finding.verdict == "FAIL" or best is None:
         return Part(name, "fail", finding.found)

@@ -105,7 +105,7 @@ def run_doctor(
         machine = machine.without_gpus()
     local_machine, all_nodes, gpu_finding = _select_gpus(machine, options)
     planned_run, plan_finding = _plan_run(planner, all_nodes, gpu_finding)
-    facts = read_system_facts(local_machine, environment)
+    facts = read_system_facts(local_machine)
     findings = [
         machine_checks.check_packages(facts.versions, facts.requirements),
         gpu_finding,

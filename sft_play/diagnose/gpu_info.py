@@ -237,8 +237,8 @@ def assumed_machine_lines(hardware: Hardware, text: str) -> list[str]:
         f"Assumed, not detected: HARDWARE={one_line(text)}, as in make plan (catalogue: docs/gpus.md)",
         f"Number of GPUs: {len(gpus)}",
     ]
-    for header, facts in (("Each GPU:", gpus[0] if gpus else {}), ("Machine:", assumptions)):
-        lines += [header] if facts else []
+    for header, facts in (*(("Each GPU:", gpu) for gpu in gpus[:1]), ("Machine:", assumptions)):
+        lines.append(header)
         lines += [f"  {key}: {_format_fact(key, value)}" for key, value in facts.items() if value not in (None, ())]
     return [escape_control(line) for line in lines]
 

@@ -80,8 +80,10 @@ def find_run(output_root: Path, *, name: str | None = None) -> tuple[RunFolder |
     if not folders:
         return None, (f"No run is in progress in {one_line(str(output_root))}",)
     newest, *others = sorted(folders, key=_start_order, reverse=True)
+    if not others:
+        return newest, ()
     other_paths = ", ".join(one_line(str(folder.path)) for folder in others)
-    return newest, ((f"also running: {other_paths} (RUN= chooses)",) if others else ())
+    return newest, (f"also running: {other_paths} (RUN= chooses)",)
 
 
 def read_manifest_or_empty(folder: RunFolder) -> dict[str, Any]:
@@ -100,10 +102,10 @@ def _start_order(folder: RunFolder) -> tuple[str, str]:
 
 def _describe_run(folder: RunFolder, ranks: tuple[RankProcess, ...], status: object, *, is_running: bool) -> str:
     path, pids = one_line(str(folder.path)), ", ".join(str(rank.pid) for rank in ranks)
+    if not is_running and status == "running":  # a process that is killed cannot write its end into the manifest
+        return f"Run {path} is not running (its manifest says running, and nothing writes it: it was ended)"
     if not is_running:
-        # a process that is killed cannot write its end into the manifest
-        ended = "; its manifest says running, and nothing writes it: it was ended" if status == "running" else ""
-        return f"Run {path} is not running (status: {value_or_na(status)}){ended}"
+        return f"Run {path} is not running (status: {value_or_na(status)})"
     if not ranks:
         unseen = "a process that cannot be seen from here (another user, container or machine)"
         return f"Run {path} is being written, by {unseen}"
@@ -115,9 +117,6 @@ def _describe_run(folder: RunFolder, ranks: tuple[RankProcess, ...], status: obj
 
 # --------------------------------------------------------------------------------------------------
 # What the ranks hold of each GPU, what others hold, and what the plan predicted.
-
-# Processes of others that a warning names.
-MAX_NAMED_PROCESSES = 3
 
 
 @dataclass(frozen=True)
@@ -257,9 +256,9 @@ def _others_warning(use: GpuMemoryUse, prediction: MemoryPrediction) -> str | No
         return None
     holders = f"{gib_or_na(use.others_bytes, digits=2)} GiB are held by no process that is listed"
     if use.others:
-        largest = sorted(use.others, key=lambda item: -(item.used_bytes or 0))[:MAX_NAMED_PROCESSES]
         holders = "others hold " + ", ".join(
-            f"pid {item.pid} ({value_or_na(item.name)}) {gib_or_na(item.used_bytes, digits=2)} GiB" for item in largest
+            f"pid {item.pid} ({value_or_na(item.name)}) {gib_or_na(item.used_bytes, digits=2)} GiB"
+            for item in use.others
         )
     return (
         f"GPU {use.index}: {holders}: beside the predicted peak {gib_or_na(max(0, left_bytes), digits=2)} of the "
@@ -279,12 +278,13 @@ def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
     lines, prediction = [*snapshot.said], snapshot.prediction
     predicted = gib_or_na(prediction.held_bytes if prediction else None, digits=2)
     headers: tuple[str, ...] = ()
-    if snapshot.ranks and not (snapshot.gpus and (prediction is None or prediction.on_gpu)):
+    shows_gpus = bool(snapshot.gpus) and (prediction is None or prediction.on_gpu or not snapshot.ranks)
+    if snapshot.ranks and not shows_gpus:
         headers = ("rank", "pid", "RSS\nGiB", "predicted\npeak")
         rows = [
             [str(rank.rank), str(rank.pid), gib_or_na(rank.rss_bytes, digits=2), predicted] for rank in snapshot.ranks
         ]
-    elif snapshot.gpus:
+    elif shows_gpus:
         headers = ("GPU", "rank", "total", "this\nrun", "predicted\npeak", "others", "free")
         rows = []
         for use in snapshot.gpus:
@@ -303,10 +303,9 @@ def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
             f"{format_size(prediction.outside_allocator)} libraries = {format_size(prediction.required)} needed"
         )
     # `n/a` in the table needs a reason: without one it looks like a run that holds nothing
-    if snapshot.ranks and any(use.run_bytes is None for use in snapshot.gpus):
+    if snapshot.ranks and shows_gpus and any(use.run_bytes is None for use in snapshot.gpus):
         lines.append("n/a: the driver names no process of this run there, as in a container, or before it uses the GPU")
-    ram_line = f"RAM: {gib_or_na(snapshot.ram['total_bytes'])} GiB, {gib_or_na(snapshot.ram['free_bytes'])} free"
-    lines.append(ram_line + ("" if snapshot.gpus else "; no GPU here"))
+    lines.append(f"RAM: {gib_or_na(snapshot.ram['total_bytes'])} GiB, {gib_or_na(snapshot.ram['free_bytes'])} free")
     lines += [f"warning: {text}" for text in snapshot.warnings]
     return [escape_control(line) for line in lines]
 

@@ -142,10 +142,19 @@ def _max_or_nan(figures: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)  # max() would pass over a nan
 
 
-def _small_model_attention(model: Any) -> str:
-    """The attention of small models: the model's, but on whole rows where ranks share them."""
-    name = str(model.config._attn_implementation)
-    return "sdpa" if name == attention_functions.ULYSSES_ATTENTION else name
+def _compare_on_small_models(
+    check: Callable[..., ClassCheck], model: Any, plan: Plan, *, device: torch.device, problem: str
+) -> tuple[ClassCheck, str | None]:
+    """What `check` finds for the class and the precision of a run's model, and the `problem` with its figures where
+    that is more than rounding."""
+    attention = str(model.config._attn_implementation)
+    if attention == attention_functions.ULYSSES_ATTENTION:  # whole rows here, where no ranks share them
+        attention = "sdpa"
+    dtype = getattr(torch, plan.precision.compute)
+    result = check(model.config, attention=attention, device=device, dtype=dtype)
+    if result.is_rounding:
+        return result, None
+    return result, f"{problem}: {result.figures_text}"
 
 
 # --- PyTorch's varlen kernel ------------------------------------------------------------------------------------------
@@ -258,8 +267,7 @@ class ActiveKernels:
 
 def check_kernels(config: RunConfig, plan: Plan) -> None:
     """Raises ConfigError where train.kernels=liger cannot be followed on this machine or in this layout."""
-    problem = _liger_problem(plan) if config.train.kernels == "liger" else None
-    if problem is not None:
+    if config.train.kernels == "liger" and (problem := _liger_problem(plan)):
         raise ConfigError(f"train.kernels: liger: {problem}; use train.kernels=auto, or none")
 
 
@@ -274,10 +282,8 @@ def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch
         problem = _liger_problem(plan) or _unknown_class_problem(model)
         if problem is not None:
             return None, problem
-        dtype = getattr(torch, plan.precision.compute)
-        result = check_liger_kernels(model.config, attention=_small_model_attention(model), device=device, dtype=dtype)
-        problem = f"they differ on a small model of this class: {result.figures_text}"
-        return result, None if result.is_rounding else problem
+        difference = "they differ on a small model of this class"
+        return _compare_on_small_models(check_liger_kernels, model, plan, device=device, problem=difference)
 
     class_check, reason = all_ranks_agree(check)
     if class_check is None:
@@ -422,13 +428,10 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
         return None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    def check() -> tuple[ClassCheck, str | None]:
-        dtype = getattr(torch, plan.precision.compute)
-        result = check_compiled_blocks(base.config, attention=_small_model_attention(base), device=device, dtype=dtype)
-        problem = f"a small model of this class computes something else compiled: {result.figures_text}"
-        return result, None if result.is_rounding else problem
-
-    class_check, reason = all_ranks_agree(check)
+    difference = "a small model of this class computes something else compiled"
+    class_check, reason = all_ranks_agree(
+        lambda: _compare_on_small_models(check_compiled_blocks, base, plan, device=device, problem=difference)
+    )
     if class_check is None:
         logger.warning("Compiled blocks: none, the plain code runs: %s", reason)
         return None

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -35,6 +36,8 @@ _NARROW_SIZES = {
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 4,
     "linear_head_dim": 16, "rotary_dim": 16, "index_n_heads": 4, "index_head_dim": 32, "indexer_n_heads": 4,
     "indexer_head_dim": 32, "hc_lowrank": 16, "ple_embed_dim": 64, "ngram_vocab_size_base": 100,
+    "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_state": 16, "state_size": 16, "ssm_state_size": 16,
+    "mamba_chunk_size": 16, "chunk_size": 16, "time_step_rank": 4, "mamba_dt_rank": 4,
 }  # fmt: skip
 _HEAD_SIZE_FIELDS = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
 # Size of the part of a head that turns with the position, where the config has one apart.
@@ -170,12 +173,10 @@ def run_model(
     told apart by boundaries; `uses_masks`: padded rows come with theirs; `extra_inputs`: what else the model is
     given."""
     batch = Collator(pad_id=0, flat=flat, adds_masks=uses_masks, adds_chat_lengths=flat)(rows)
-    excluded, device = (*COUNT_KEYS, *(() if needs_gradients else ("labels",))), model.device
-    inputs = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-        if name not in excluded
-    }
+    inputs = {name: value for name, value in batch.items() if name not in COUNT_KEYS}
+    if not needs_gradients:
+        del inputs["labels"]
+    inputs = send_to_device(inputs, model.device)
     model.zero_grad(set_to_none=True)
     output = model(**inputs, **extra_inputs, use_cache=False)
     if needs_gradients:
@@ -345,13 +346,9 @@ def _state_space_sizes(config: Any) -> dict[str, int]:
         (value for name in ("mamba_expand", "expand") if isinstance(value := config_field(config, name), int)), 2
     )
     inner_width = expansion * _NARROW_SIZES["hidden_size"]
-    sizes = dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8)
+    sizes = dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner_width // 8)
     # Zamba's, of no size of their own, are computed head by head and token by token
-    sizes["n_mamba_heads"] = 8 if config_field(config, "mamba_headdim") else 2
-    sizes |= dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner_width // 8)
-    sizes |= dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 16)
-    sizes |= dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16) | {"mamba_d_ssm": inner_width}
-    sizes |= dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4)
+    sizes |= {"n_mamba_heads": 8 if config_field(config, "mamba_headdim") else 2, "mamba_d_ssm": inner_width}
     if config_field(config, "attention_hidden_size"):  # Zamba's: of twice the hidden width
         width = 2 * _NARROW_SIZES["hidden_size"]
         sizes |= {"attention_hidden_size": width, "attention_head_dim": width // _NARROW_SIZES["num_attention_heads"]}
