@@ -417,10 +417,6 @@ class CompileMonitor(TrainerCallback):
             logger.warning("Compiled blocks: %d graphs, and plain code runs at %d places (TORCH_LOGS=graph_breaks says "
                            "where and why)", figures["graphs"], figures["breaks"])  # fmt: skip
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Say what was compiled."""
-        logger.debug("Compiled blocks: %(graphs)d graphs in %(seconds).0f s, not counted for tokens/s", self.figures())
-
 
 def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> CompileMonitor | None:
     """Compile a model's blocks, if wanted and proven; None where the plain code stays. All ranks do the same."""
