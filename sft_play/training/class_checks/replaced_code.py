@@ -106,10 +106,11 @@ def check_replaced_code(
     into models for as long as its context is open; `packed`: in 16 bits rows lie one behind the other, told apart by
     boundaries, for which attention has no kernel in fp32: there they are padded ones."""
     differences, ratios, generator = [], [0.0], np.random.default_rng(1)
-    rows = [pack_row([generator.integers(3, VOCABULARY_SIZE, size=_LENGTH)]) for _ in range(_ROWS)]
+    packs = [pack_row([generator.integers(3, VOCABULARY_SIZE, size=_LENGTH)]) for _ in range(_ROWS)]
+    rows = [{"input_ids": pack["input_ids"], "labels": pack["labels"]} for pack in packs]
 
     def compute(model: Any, flat: bool) -> TensorList:
-        outputs = run_model(model, rows, flat=flat)
+        outputs = run_model(model, packs if flat else rows, flat=flat, uses_masks=False)
         return [outputs.logits, *outputs.weight_gradients]
 
     for config in small_configs:
