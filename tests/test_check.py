@@ -123,7 +123,7 @@ def test_a_good_run_is_ready_and_nothing_is_written(tiny_llama, tmp_path, monkey
     assert set(found) >= {
         *("config", "model files", "tokenizer", "chat template", "data files", "rows: train", "rows: val", "leaks"),
         *("duplicates", "masks: train", "masks: val", "tokens by role", "BOS", "end of turn", "padding token"),
-        *("example", "length: train", "model", "memory plan", "disk"),
+        *("example", "length: train", "padding", "model", "memory plan", "disk"),
     }
     assert not {name for name, state in found.items() if state in ("warning", "problem")}
     assert "verified on every one of 30 rows" in one(report, "masks: train", "ok").found

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft_play.data.build.packing import group_by_length, pack_best_fit
+from sft_play.data.build.packing import group_by_length, pack_best_fit, padding_shares
 from sft_play.errors import ConfigError
 from tests.conftest import chat
 
@@ -78,6 +78,21 @@ def test_rows_of_a_step_are_sorted_by_length_and_stay_in_it():
     order = [6, 2, 0, 1, 3, 5, 4]  # lengths 3 9 5 1 | 5 7 2
     assert group_by_length(order, lengths, window=4).tolist() == [2, 0, 6, 1, 5, 3, 4]
     assert group_by_length([3, 0], lengths, window=4).tolist() == [3, 0]  # as they came where they are equal
+
+
+def test_padding_of_each_choice_is_that_of_its_micro_batches():
+    # two rows a micro-batch: beside each other by length none is padded; a 4 beside a 1 wastes 3 of 8 places
+    shares = padding_shares([4, 1, 4, 1], micro_batch=2, effective_batch=4, max_seq_len=5, seed=0)
+    assert shares["grouped"] == shares["best_fit"] == 0
+    drawn = {
+        padding_shares([4, 1, 4, 1], micro_batch=2, effective_batch=4, max_seq_len=5, seed=seed)["random"]
+        for seed in range(20)
+    }
+    assert drawn == {0.0, 6 / 16}
+    # a step of one micro-batch has nothing to sort; rows that are longer than the limit count as cut
+    one = padding_shares([9, 2], micro_batch=2, effective_batch=2, max_seq_len=4, seed=0)
+    assert one == {"random": 2 / 8, "grouped": 2 / 8, "best_fit": 2 / 8}
+    assert padding_shares([], micro_batch=2, effective_batch=2, max_seq_len=4, seed=0)["random"] == 0
 
 
 # --- rows of packs ----------------------------------------------------------------------------------------------------

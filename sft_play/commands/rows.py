@@ -103,7 +103,7 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     paths = find_data_paths(config.data)
     check_first_rows(config.data, paths, task_mode=config.task_mode)
     configure_hub(config)
-    loaded_tokenizer, row_renderer = load_row_tools(config)
+    tools = load_row_tools(config)
     out = out or DEFAULT_RENDERED
     if out == DEFAULT_RENDERED or out.is_dir():
         folder = out
@@ -121,10 +121,10 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     with OutputFolder(folder, file_names, force=force, command="render") as output:
         for part, path in files:
             name = names_by_part[part]
-            stats = _render_rows(path, part, output.open(name), config.data, row_renderer)
+            stats = _render_rows(path, part, output.open(name), config.data, tools.row_renderer)
             rendered_files.append(RenderedFile(data_part_split(part), folder / name, stats))
         _refuse_bad_rows(rendered_files, config.data)
-    notes = [*stage_notes, *paths.notes, *loaded_tokenizer.notes]
+    notes = [*stage_notes, *paths.notes, *tools.notes]
     lines = [*notes, *(line for file in rendered_files for line in file.lines())]
     data = {"ok": True, "files": [file.as_json() for file in rendered_files], "notes": notes}
     return CommandResult(data, ["\n".join(lines)], is_written_to_out=False)
@@ -285,16 +285,16 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     configure_hub(config)
     reader = ExampleReader(path, config.data, split="train", wants_text=config.task_mode == "cpt")
     chosen_rows = choose_rows(reader, count=count or DEFAULT_EXAMPLES, row_number=row)
-    loaded_tokenizer, row_renderer = load_row_tools(config)
-    token_bytes = TokenBytes(loaded_tokenizer.tokenizer)
+    tools = load_row_tools(config)
+    token_bytes = TokenBytes(tools.tokenizer)
     examples = tuple(
         example
         for row_number, raw in chosen_rows
-        for example in preview_rows(row_number, raw, reader, row_renderer, token_bytes)
+        for example in preview_rows(row_number, raw, reader, tools.row_renderer, token_bytes)
     )
     page_path = page or DEFAULT_PAGE
     check_not_source(page_path, [("train", path)])
-    notes = [*stage_notes, *loaded_tokenizer.notes]
+    notes = [*stage_notes, *tools.notes]
     if len(paths.sources) > 1:
         others = ", ".join(source.name for source in paths.sources[1:])
         notes.append(f"The first of data.sources; not shown: {others}")
@@ -302,7 +302,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     intro_lines = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
         f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "
-        f"max_seq_len {row_renderer.max_seq_len:,}",
+        f"max_seq_len {tools.row_renderer.max_seq_len:,}",
         *notes,
     ]
     if config.task_mode == "cpt":

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sft_play.config.schema import DataConfig
@@ -244,6 +244,16 @@ def judge_blocks(stats: RowStats, *, max_seq_len: int) -> Finding:
     if blocks == 0 and stats.split not in ("val", "test"):
         return fail_finding(name, description, "lower model.max_seq_len, or give more text")
     return pass_finding(name, f"{description}; {leftover_tokens:,} tokens are left over")
+
+
+def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str, groups_by_length: bool) -> Finding:
+    """Compare the share of padding of random, grouped and packed batches; the one that the run uses is marked."""
+    names = {"random": "random order", "grouped": "grouped by length", "best_fit": "packed (best_fit)"}
+    run_key = ("random", "grouped")[groups_by_length]
+    if packing == "best_fit":
+        run_key = "best_fit"
+    share_texts = [f"{names[key]} {share:.1%}{' (this run)' * (key == run_key)}" for key, share in shares.items()]
+    return pass_finding("padding", f"of the tokens in batches of {micro_batch}: {', '.join(share_texts)}")
 
 
 # Roles and marks

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
@@ -37,14 +37,11 @@ from sft_play.models.config_json import (
     load_max_positions,
     require_available_model,
 )
-from sft_play.planner.batching import RowTokens, summarize_row_tokens
+from sft_play.planner.batching import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit
 from sft_play.process.waiting import importing, report_wait
 from sft_play.text import plural
 from sft_play.trace.confirm import load_run_model_shape
-
-if TYPE_CHECKING:
-    from sft_play.training.prepare.tokenizer import LoadedTokenizer
 
 # Helpers of commands that look at rows before anything trains: load a run's tokenizer and row
 # renderer, choose the stage whose rows are shown, and refuse to overwrite a source.
@@ -52,12 +49,21 @@ if TYPE_CHECKING:
 ROW_SPLITS = ("train", "val", "test")
 
 
-def load_row_tools(config: RunConfig) -> "tuple[LoadedTokenizer, RowRenderer]":
+@dataclass(frozen=True)
+class RowTools:
+    """A run's tokenizer, notes on what was chosen for it, and the renderer of its rows."""
+
+    tokenizer: Any
+    notes: tuple[str, ...]
+    row_renderer: RowRenderer
+
+
+def load_row_tools(config: RunConfig) -> RowTools:
     """The run's tokenizer and renderer; raises TokenizerError or ModelError where they cannot be used."""
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(config)
-    return loaded, build_row_renderer(config, loaded.tokenizer)
+    return RowTools(loaded.tokenizer, loaded.notes, build_row_renderer(config, loaded.tokenizer))
 
 
 def build_row_renderer(config: RunConfig, tokenizer: Any) -> RowRenderer:
@@ -194,8 +200,11 @@ class _RunChecks:
         )
         yield from self._part("chat template", self._check_template, "give data.chat_template another template")
         yield from self._check_data()
-        yield from self._part("memory plan", self._check_memory, "make plan shows every candidate and the ways out")
+        # made before padding and the model, which need it, and shown after them: the page ends with what it comes to
+        plan = list(self._part("memory plan", self._check_memory, "make plan shows every candidate and the ways out"))
+        yield from self._part("padding", self._check_padding, "fix what is named")
         yield from self._part("model", self._check_model, "fix the option that is named")
+        yield from plan
         yield from self._part("disk", self._check_disk, "fix what is named")
 
     def _part(self, name: str, check: Callable[[], Iterator[Finding]], remedy: str) -> Iterator[Finding]:
@@ -306,7 +315,7 @@ class _RunChecks:
         return self._config.task_mode == "cpt" or survey.split == "text"
 
     def _check_memory(self) -> Iterator[Finding]:
-        from sft_play.planner.explain import choice_line, memory_line
+        from sft_play.planner.explain import choice_line, memory_line, parameter_lines
 
         config, hardware = self._config, self._hardware
         # blocks of text and packs are full, whatever their rows have
@@ -317,7 +326,9 @@ class _RunChecks:
         if not hardware.named:
             require_usable_hardware(config, hardware, os.environ, count_params=lambda: plan.model_params)
         machine_name = "the named machine" if hardware.named else "this machine"
-        summary = f"{choice_line(plan)} ({machine_name})\n{memory_line(plan)}"
+        summary = "\n".join(
+            [f"{choice_line(plan)} ({machine_name})", *parameter_lines(plan, config), memory_line(plan)]
+        )
         if plan.fits:
             yield pass_finding("memory plan", summary)
         else:
@@ -339,6 +350,35 @@ class _RunChecks:
                     if name != "train" and survey.lengths]  # fmt: skip
         lengths = Counter(min(limit, length) for length in train.lengths)
         return summarize_row_tokens(lengths, limit=limit, held_out=max(held_out, default=0))
+
+    def _check_padding(self) -> Iterator[Finding]:
+        from sft_play.data.build.packing import padding_shares
+
+        train, config, planned_run = self._surveys.get("train"), self._config, self._planned_run
+        if train is None or planned_run is None or self._row_renderer is None:
+            return
+        if self._is_text(train) or not train.kept_rows:
+            return
+        plan, batch = planned_run.plan, planned_run.plan.batch
+        # by the real lengths, as the run's own sampler would draw and pad them
+        shares = padding_shares(
+            train.lengths,
+            micro_batch=batch.micro_batch,
+            effective_batch=batch.effective_batch,
+            max_seq_len=self._row_renderer.max_seq_len,
+            seed=config.train.seed,
+        )
+        if plan.micro_batches.tokens is not None and plan.row_tokens is not None:
+            steps = average_micro_steps(
+                plan.row_tokens, plan.micro_batches, effective_batch=batch.effective_batch, ranks=batch.ranks
+            )
+            shares["grouped"] = 1 - steps.tokens / (steps.count * steps.padded_tokens * batch.ranks)
+        yield checks.judge_padding(
+            shares,
+            micro_batch=batch.micro_batch,
+            packing=config.data.packing,
+            groups_by_length=config.train.group_by_length,
+        )
 
     def _check_model(self) -> Iterator[Finding]:
         if self._tokenizer is None or self._planned_run is None:

@@ -6,6 +6,7 @@ All of it is arithmetic on lengths: no row is read or copied here. Lengths are t
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -116,3 +117,29 @@ def group_by_length(order: npt.ArrayLike, lengths: npt.ArrayLike, *, window: int
     rows = np.asarray(order, dtype=np.int64)
     step_of_row = np.arange(len(rows)) // window
     return rows[np.lexsort((-np.asarray(lengths, dtype=np.int64)[rows], step_of_row))]
+
+
+def padding_shares(
+    lengths: npt.ArrayLike, *, micro_batch: int, effective_batch: int, max_seq_len: int, seed: int
+) -> dict[str, float]:
+    """Share of padded tokens in an epoch for each choice: `random` batches, rows `grouped` by length in a step,
+    and `pack_best_fit` packs (grouped too). Rows that are longer than `max_seq_len` count as cut to it."""
+    sizes = np.minimum(np.asarray(lengths, dtype=np.int64), max_seq_len)
+    if not len(sizes):
+        return {"random": 0.0, "grouped": 0.0, "best_fit": 0.0}
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(sizes))
+    pack_tokens = pack_best_fit(sizes, max_seq_len).tokens
+    pack_order = group_by_length(generator.permutation(len(pack_tokens)), pack_tokens, window=effective_batch)
+    return {
+        "random": _padding_share(sizes[order], micro_batch),
+        "grouped": _padding_share(sizes[group_by_length(order, sizes, window=effective_batch)], micro_batch),
+        "best_fit": _padding_share(pack_tokens[pack_order], micro_batch),
+    }
+
+
+def _padding_share(sizes: Any, micro_batch: int) -> float:
+    starts = np.arange(0, len(sizes), micro_batch)
+    rows = np.diff(np.append(starts, len(sizes)))
+    padded_tokens = int((np.maximum.reduceat(sizes, starts) * rows).sum())
+    return 1 - int(sizes.sum()) / padded_tokens
