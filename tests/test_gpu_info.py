@@ -204,7 +204,7 @@ def test_two_gpus_are_counted_on_a_line_of_its_own_and_told_in_detail(nvml):
     row = next(line for line in text if line.startswith("  0 "))
     assert "NVIDIA H200" in row
     assert row.split()[3:6] == ["140.4", "0.6", "139.3"]
-    assert row.split()[6:] == ["9.0", "yes", "yes", "700", "31", "1x16/5x16", "off"]
+    assert row.split()[6:] == ["9.0", "yes", "yes", "700", "31", "1x16/5x16", "no"]
     assert any(f"{os.getpid()}" in line and "0.50" in line for line in text)
     assert "Driver: 580.82.07, which runs CUDA up to 13.1" in text
     assert not fake.open
@@ -218,15 +218,14 @@ def test_every_line_of_a_machine_with_eight_gpus_fits_100_columns(nvml):
     assert text.count("GPU7") == 2  # a column and a row
 
 
-def test_topology_tells_nvlink_switches_bridges_and_missing_peer_access(nvml):
+def test_topology_tells_nvlink_switches_and_bridges(nvml):
     nvml(*(Fake() for _ in range(2)))
     switched = seen_text()
     assert "GPU0  X     NV18" in switched
     nvml(Fake(links=4, bridged=1), Fake(links=4, bridged=0), Fake(links=0))
     lines = seen_text().splitlines()
     assert "GPU0  X     NV4   SYS" in lines
-    assert "GPU2  SYS!  SYS!  X" in lines
-    assert any("!: no peer-to-peer access" in line for line in lines)
+    assert "GPU2  SYS   SYS   X" in lines
 
 
 def test_what_a_driver_does_not_give_is_not_available_and_nothing_breaks(nvml):
@@ -240,7 +239,6 @@ def test_what_a_driver_does_not_give_is_not_available_and_nothing_breaks(nvml):
     assert gpu.unified  # memory is not supported, and the GPU answers: it has the host's
     text = "\n".join(gpu_info.machine_lines(machine))
     assert "n/a/n/a" in text
-    assert "Processes: NVML lists none for" not in text
     assert machine.as_json()["gpus"][0]["power_cap_watts"] is None
 
 
@@ -260,7 +258,6 @@ def test_cuda_visible_devices_is_respected_and_said(nvml):
     nothing = seen_text({"CUDA_VISIBLE_DEVICES": ""})
     assert "Number of GPUs: 0" in nothing
     assert "no GPU is visible" in nothing
-    assert "What still works" in nothing
 
 
 def test_names_with_control_characters_or_markup_are_escaped(nvml):
@@ -272,8 +269,7 @@ def test_names_with_control_characters_or_markup_are_escaped(nvml):
 
 def test_processes_that_are_not_known_here_have_no_name(nvml):
     nvml(Fake(processes=[(2**22 + 7, None)]))
-    row = next(line for line in seen_text().splitlines() if str(2**22 + 7) in line)
-    assert row.split() == ["0", str(2**22 + 7), "n/a", "n/a"]
+    assert f"GPU 0 process {2**22 + 7} (n/a): n/a GiB" in seen_text()
 
 
 # --- MIG --------------------------------------------------------------------------------------------------------------
@@ -317,26 +313,19 @@ def test_instances_of_a_split_gpu_are_listed(nvml):
 # --- no GPU, host, software -------------------------------------------------------------------------------------------
 
 
-def test_a_machine_without_a_gpu_says_what_still_works(bare):
-    machine = gpu_info.read_machine_info(Path("outputs"), {})
-    text = gpu_info.machine_lines(machine)
-    assert "Number of GPUs: 0" in text
-    assert "Without a GPU this works:" in text
-    assert any("make plan HARDWARE=2xH200" in line for line in text)
-    assert any("CPU ranks" in line for line in text)
-    answer = machine.as_json()
-    assert answer["number_of_gpus"] == 0
-    assert len(answer["without_a_gpu"]) == 4
+def test_a_machine_without_a_gpu_has_none(bare, monkeypatch):
+    assert "Number of GPUs: 0" in seen_text()
+    monkeypatch.setattr(gpu_info, "find_unusable_accelerator", lambda environment: "A GPU is there, but it is not seen")
+    assert "A GPU is there, but it is not seen" in seen_text()
 
 
 def test_the_disk_is_that_of_the_outputs(bare, tmp_path):
     there = gpu_info.read_machine_info(tmp_path, {})
-    assert there.host.disk_folder == str(tmp_path)
-    assert there.host.disk_bytes >= there.host.disk_free_bytes > 0
-    assert f"GiB free at {tmp_path}" in gpu_info.machine_lines(there)[-7]
+    assert there.host["disk_bytes"] >= there.host["disk_free_bytes"] > 0
     missing = gpu_info.read_machine_info(tmp_path / "no" / "outputs", {})
-    assert missing.host.disk_folder == str(tmp_path)
-    assert any(f"not there yet; the disk of {tmp_path}" in line for line in gpu_info.machine_lines(missing))
+    for machine in (there, missing):
+        assert machine.host["disk_folder"] == str(tmp_path)
+        assert any(line.endswith(f"GiB free at {tmp_path}") for line in gpu_info.machine_lines(machine))
 
 
 def test_versions_are_read_without_importing(monkeypatch):
@@ -353,7 +342,7 @@ def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
     monkeypatch.setattr(
         gpu_info, "read_torch_report", lambda environment: asked.append(environment) or ["PyTorch version: 2"]
     )
-    assert "FULL=1 asks it what it sees" in seen_text()
+    seen_text()
     assert not asked
     text = seen_text(includes_torch=True)
     assert len(asked) == 1

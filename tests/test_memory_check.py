@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from sft_play.diagnose import memory_check
@@ -121,17 +120,13 @@ def test_each_gpu_shows_the_runs_and_what_is_used_beside_it(machine, tmp_path):
     assert (two.ranks, two.run_bytes, two.others_bytes) == ((1,), 30 * GIB, 5 * GIB)
     assert not check.warnings  # 80 - 5 - 60 leaves 15 of a margin of 5
     text = format_memory_snapshot(check)
-    assert text[0] == f"Run {folder.path}: 2 ranks on this machine, pid 11, 21"
+    assert text[0] == f"Run {folder.path}: 2 of 2 ranks on this machine, pid 11, 21"
     row = next(line for line in text if line.startswith("  1 "))
-    assert row.split()[:7] == ["1", "1", "80.0", "30.00", "5.00", "45.00", "30.00"]
+    assert row.split() == ["1", "1", "80.0", "30.00", "60.00", "5.00", "45.00"]
     joined = "\n".join(text)
-    for term in ("weights           40.0 GiB", "loss head         15.0 GiB", "= allocated       55.0 GiB",
-                 "+ margin           5.0 GiB", "= needed          65.0 GiB"):  # fmt: skip
-        assert " ".join(term.split()) in " ".join(joined.split()), term
-    assert "adapters" not in joined  # a term of no bytes
+    assert "55.0 GiB allocated (weights 40.0 GiB, loss head 15.0 GiB)" in joined  # no term of no bytes
+    assert "59.0 GiB reserved + 5.0 GiB margin + 1.0 GiB libraries = 65.0 GiB needed" in joined
     assert max(map(len, text)) <= 120
-    assert max(len(line) for line in text[1:-3]) <= 100
-    assert check.ram.run_bytes == 7 * GIB
     assert json.loads(json.dumps(check.as_json()))["gpus"][1]["others"][0]["pid"] == OTHER
 
 
@@ -144,9 +139,9 @@ def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
     )
     check = read_memory_snapshot(output, {})
     # 80 - 17 - 60 = 3 of 5 are left on the first; 80 - 22 - 60 = 2 too few on the second
-    assert "3.00 of the plan's margin of 5.00 GiB are left" in check.warnings[0]
+    assert "beside the predicted peak 3.00 of the plan's margin of 5.00 GiB are left" in check.warnings[0]
     assert f"pid {OTHER} (jupy\\x1bter) 17.00 GiB" in check.warnings[0]
-    assert "the plan's margin of 5.00 GiB is gone, and 2.00 more" in check.warnings[1]
+    assert "0.00 of the plan's margin of 5.00 GiB are left" in check.warnings[1]
     assert sum(line.startswith("warning: GPU") for line in format_memory_snapshot(check)) == 2
 
 
@@ -166,7 +161,7 @@ def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, 
     output = machine(gpu(0, GpuProcess(NOWHERE, None, 70 * GIB), used=71 * GIB), gpu(1, used=71 * GIB), ranks=group)
     check = read_memory_snapshot(output, {})
     for use in check.gpus:  # pids of the host on the first, none listed on the second
-        assert (use.run_bytes, use.others_bytes, use.peak_bytes) == (None, None, None)
+        assert (use.run_bytes, use.others_bytes) == (None, None)
         assert use.used_bytes == 71 * GIB
     assert not check.warnings
     assert any("the driver names no process of this run there" in line for line in format_memory_snapshot(check))
@@ -178,19 +173,6 @@ def test_a_driver_that_lists_nothing_gives_n_a(machine, tmp_path):
     assert read_memory_snapshot(output, {}).gpus[0].run_bytes is None
 
 
-def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
-    run_folder(tmp_path, "mine")
-    ranks, peaks = (rank(0, 11),), dict[object, int]()
-    found = []
-    for held in (20, 50, 30):
-        output = machine(gpu(0, GpuProcess(11, "python", held * GIB), used=held * GIB), ranks=ranks)
-        found.append(read_memory_snapshot(output, {}, peaks=peaks).gpus[0].peak_bytes)
-    assert found == [20 * GIB, 50 * GIB, 50 * GIB]
-    later = (rank(0, 12),)  # the run was started again
-    output = machine(gpu(0, GpuProcess(12, "python", 5 * GIB), used=5 * GIB), ranks=later)
-    assert read_memory_snapshot(output, {}, peaks=peaks).gpus[0].peak_bytes == 5 * GIB
-
-
 # --- RAM --------------------------------------------------------------------------------------------------------------
 
 
@@ -199,32 +181,9 @@ def test_without_a_gpu_the_ranks_rss_is_shown_beside_the_prediction(machine, tmp
     ranks = (rank(0, 11, rss_bytes=4 * GIB), rank(1, 21, rss_bytes=2 * GIB))
     output = machine(ranks=ranks, hardware=CPU)
     check = read_memory_snapshot(output, {})
-    assert [(use.rank, use.rss_bytes, use.peak_rss_bytes) for use in check.ranks] == [
-        (0, 4 * GIB, 4 * GIB),
-        (1, 2 * GIB, 2 * GIB),
-    ]
-    assert check.ram.run_bytes == 6 * GIB
-    text = "\n".join(format_memory_snapshot(check))
-    assert "this run holds 6.00; no GPU here" in text
-    assert "= resident in training" in text
-    assert "RSS has the libraries too" in text
-
-
-def test_the_prediction_names_the_moment_that_needs_the_most(tmp_path):
-    moments = {"training": [1, 5], "evaluation": [2, 7], "generation": [2, 7], "loading": [9, 9]}
-    folder = run_folder(tmp_path, "mine", on_gpu=False)
-    plan = plan_json(on_gpu=False)
-    plan["peak_bytes"]["by_moment"] = moments
-    (folder.path / "plan.json").write_text(json.dumps(plan))
-    assert memory_check.read_memory_prediction(folder).moment == "evaluation"
-
-
-def test_ram_below_the_margin_is_warned_of(machine, tmp_path):
-    run_folder(tmp_path, "mine", on_gpu=False)
-    scarce = Hardware((), "CPU", 8, 64 * GIB, 8 * GIB)
-    group = (rank(0, 11), rank(1, 21))
-    (warning,) = read_memory_snapshot(machine(ranks=group, hardware=scarce), {}).warnings
-    assert "8.00 GiB are free, less than the plan's margin of 10.00" in warning  # two ranks of 5
+    assert [(use.rank, use.rss_bytes) for use in check.ranks] == [(0, 4 * GIB), (1, 2 * GIB)]
+    text = format_memory_snapshot(check)
+    assert [line.split() for line in text if line.startswith("   1 ")] == [["1", "21", "2.00", "60.00"]]
 
 
 # --- which run --------------------------------------------------------------------------------------------------------
@@ -236,7 +195,7 @@ def test_no_running_run_is_said_and_the_machine_shown(machine, tmp_path):
     assert not check.running
     text = format_memory_snapshot(check)
     assert text[0].startswith(f"No run is in progress in {output / 'nothing'}")
-    assert text[-1] == "RAM: 64.0 GiB, 60.0 free; no GPU here"
+    assert text[-1] == "RAM: 64.0 GiB, 60.0 free"
 
 
 def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
@@ -249,27 +208,6 @@ def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
     assert "40.0 GiB" in "\n".join(
         format_memory_snapshot(read_memory_snapshot(output, {}, name=str(output / "killed")))
     )
-
-
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_a_run_that_has_ended_shows_what_it_measured_beside_what_was_predicted(machine, tmp_path, on_gpu):
-    group = (rank(0, OTHER),)
-    folder = run_folder(machine(hardware=CPU), "one", on_gpu=on_gpu)
-    peaks = {"loading": 10, "training": 58, "saving": 12}
-    key = "measured_reserved" if on_gpu else "measured_rss"
-    of_moments = {name: {"predicted_allocated": GIB, key: size * GIB} for name, size in peaks.items()}
-    summary = {"peak_bytes_by_moment": of_moments | {"evaluation": {"predicted_allocated": GIB, key: None}}}
-    (folder.path / "summary.json").write_text(json.dumps(summary))
-    check = read_memory_snapshot(tmp_path, {}, name="one")
-    assert check.measured == {name: size * GIB for name, size in peaks.items()}
-    page = "\n".join(format_memory_snapshot(check))
-    assert "measured" in page
-    for name, size in peaks.items():
-        assert f"{name:<8}  {size}.0 GiB" in page, page
-    (folder.path / "summary.json").write_text('{"peak_bytes_by_moment": {"train')
-    assert read_memory_snapshot(tmp_path, {}, name="one").measured == {}
-    machine(hardware=CPU, ranks=group)  # of one that trains, what it holds now
-    assert read_memory_snapshot(tmp_path, {}, name="one").measured == {}
 
 
 def test_a_run_that_is_not_there_is_refused(machine, tmp_path):
@@ -349,7 +287,7 @@ def test_a_single_process_is_found_by_the_log_that_it_has_open(training, tmp_pat
     assert found.running
     (one,) = found.ranks
     assert (one.pid, one.rank) == (process.pid, 0)
-    assert one.rss_bytes > psutil.Process(process.pid).memory_info().rss  # with what it started
+    assert one.rss_bytes > 2**20
     assert found.said[0] == f"Run {folder.path}: one process, pid {process.pid}"
     end(process)
     assert not read_memory_snapshot(tmp_path / "out", {}, name="alone").running

@@ -153,7 +153,7 @@ def machine_pages() -> str:
         memory_check.read_memory_snapshot(Path("outputs"), {}),
     )
     json.dumps([seen.as_json(), memory.as_json()])
-    read_system_facts(detect_hardware({}), {})
+    read_system_facts(detect_hardware({}))
     return "\n".join([*gpu_info.machine_lines(seen), *memory_check.format_memory_snapshot(memory)])
 
 

@@ -52,13 +52,10 @@ def all_reduce(bench: TrialBench, hardware: Hardware) -> Part:
     name, machine, options = f"{PREFIX}all-reduce", together(hardware), _spread(hardware)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"} if not hardware.gpus else os.environ
     outcome = ranks.run_all_reduce(machine, options, limit_s=ALL_REDUCE_S, environment=environment)
-    finding = ranks.judge_all_reduce(outcome, read_system_facts(machine, os.environ), NodeSetup())
-    if finding.verdict == "FAIL" or outcome.result is None:
+    finding = ranks.judge_all_reduce(outcome, read_system_facts(machine), NodeSetup())
+    best = outcome.bytes_per_s
+    if finding.verdict == "FAIL" or best is None:
         return Part(name, "fail", finding.found)
-    best = max(
-        ranks.bus_bandwidth(int(one["bytes"]), float(one["seconds"]), outcome.world_size)
-        for one in outcome.result["speeds"]
-    )  # fmt: skip
     measured = {"ranks": outcome.world_size, "bytes_per_s": best}
     if not hardware.gpus:
         reason = f"right over {outcome.world_size} CPU ranks, {best / 1e9:.1f} GB/s; none is predicted for a CPU"

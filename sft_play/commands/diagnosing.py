@@ -78,10 +78,10 @@ def _gpu_info(request: Request) -> CommandResult:
 
 def _memory_check(request: Request) -> CommandResult | int:
     """One look at the memory, or with WATCH one after the other; the last one is written to OUT."""
-    output, peaks = request_output_dir(request), memory_check.Peaks()  # kept from look to look
+    output = request_output_dir(request)
 
     def take_snapshot() -> memory_check.MemorySnapshot:
-        return memory_check.read_memory_snapshot(output, os.environ, name=request.run, peaks=peaks)
+        return memory_check.read_memory_snapshot(output, os.environ, name=request.run)
 
     def show_snapshot(snapshot: memory_check.MemorySnapshot) -> None:
         if request.json:

@@ -30,10 +30,7 @@ from sft_play.text import join_unique, render_lines
 NODE_MEETING_S = 30.0
 # Limit of the all-reduce; importing torch from a cold disk takes most of it, NCCL's startup up to 10 s on many
 # nodes.
-MAX_ALL_REDUCE_S = 40.0
-# Limit of the whole examination: nodes that meet late have the rest for the all-reduce, at least `MIN_ALL_REDUCE_S`.
-TOTAL_LIMIT_S = 58.0
-MIN_ALL_REDUCE_S = 25.0
+ALL_REDUCE_LIMIT_S = 40.0
 
 
 # --- findings as lines ------------------------------------------------------------------------------------------------
@@ -108,7 +105,7 @@ def run_doctor(
         machine = machine.without_gpus()
     local_machine, all_nodes, gpu_finding = _select_gpus(machine, options)
     planned_run, plan_finding = _plan_run(planner, all_nodes, gpu_finding)
-    facts = read_system_facts(local_machine, environment)
+    facts = read_system_facts(local_machine)
     findings = [
         machine_checks.check_packages(facts.versions, facts.requirements),
         gpu_finding,
@@ -127,9 +124,7 @@ def run_doctor(
         config, shape = planned_run.config, planned_run.shape
         findings.append(check_run_starts(config, machine, environment, params=shape.params))
         findings += machine_checks.disk_findings(config, shape, planned_run.plan, options)
-    findings += _multi_rank_findings(
-        facts, options, gpu_finding, environment, meeting_s=meeting_s, start_time_s=start_time_s
-    )
+    findings += _multi_rank_findings(facts, options, gpu_finding, environment, meeting_s=meeting_s)
     return DoctorReport(tuple(findings), time.monotonic() - start_time_s)
 
 
@@ -180,11 +175,11 @@ def _multi_rank_findings(
     environment: Mapping[str, str],
     *,
     meeting_s: float,
-    start_time_s: float,
 ) -> list[Finding]:
-    findings: list[Finding] = []
-    rank_environment = dict(environment)
-    if options.nodes.count > 1 and "torch" in system_facts.versions:
+    if "torch" not in system_facts.versions:
+        return [skip_finding(ranks.ALL_REDUCE_NAME, "torch is not installed")]
+    findings, rank_environment = list[Finding](), dict(environment)
+    if options.nodes.count > 1:
         variables, finding = check_node_meeting(system_facts, options.nodes, environment, limit_s=meeting_s)
         findings.append(finding)
         if variables is None:  # ranks would wait for the missing node until their own limit
@@ -192,12 +187,10 @@ def _multi_rank_findings(
         rank_environment |= variables
     if gpu_finding.verdict == "FAIL":
         return [*findings, skip_finding(ranks.ALL_REDUCE_NAME, "not over other GPUs than were asked for; see above")]
-    if "torch" not in system_facts.versions:
-        return [*findings, skip_finding(ranks.ALL_REDUCE_NAME, "torch is not installed")]
     disable_broken_p2p(system_facts.hardware, rank_environment)  # as a run's ranks communicate
-    # nodes that met after half a minute leave less of the whole
-    limit_s = min(MAX_ALL_REDUCE_S, max(MIN_ALL_REDUCE_S, TOTAL_LIMIT_S - (time.monotonic() - start_time_s)))
-    outcome = ranks.run_all_reduce(system_facts.hardware, options, limit_s=limit_s, environment=rank_environment)
+    outcome = ranks.run_all_reduce(
+        system_facts.hardware, options, limit_s=ALL_REDUCE_LIMIT_S, environment=rank_environment
+    )
     return [*findings, ranks.judge_all_reduce(outcome, system_facts, options.nodes)]
 
 
@@ -208,35 +201,30 @@ def check_node_meeting(
     not meet), and the finding, with the nodes that are missing and what differs."""
     from sft_play.launch.nodes import meet_nodes
 
-    try:
-        meeting = meet_nodes(nodes, node_description(system_facts), timeout_s=limit_s)
-    except SftPlayError as error:
-        # The doctor's time limit is fixed: distributed.timeout_s does not change it.
-        message = str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")
-        remedy = "fix it there, then start make doctor on all nodes within half a minute"
-        return None, fail_finding("nodes", one_line(message, limit=800), remedy)
-    hosts = join_unique(one_line(str(card.get("host"))) for card in meeting.cards)
-    address = f"{one_line(str(nodes.address))}:{nodes.port}"
-    compared_facts = "the same packages, driver, GPUs and number of ranks"
-    return meeting.gloo_variables(environment), pass_finding(
-        "nodes", f"{nodes.count} met at {address} ({hosts}), with {compared_facts}"
-    )
-
-
-def node_description(system_facts: SystemFacts) -> Mapping[str, object]:
-    """The description of this node, which the others compare with theirs."""
-    package_names = [
-        name for name in system_facts.versions if name in COMPUTE_PACKAGES or name.startswith("nvidia-nccl")
-    ]
-    return {
+    versions = {
+        f"version of {name}": version
+        for name, version in sorted(system_facts.versions.items())
+        if name in COMPUTE_PACKAGES or name.startswith("nvidia-nccl")
+    }
+    card = {
         "host": system_facts.hostname,
         "alike": {
             "command": "doctor",
             "version of Python": system_facts.python,
-            **{f"version of {name}": system_facts.versions[name] for name in sorted(package_names)},
+            **versions,
             "CUDA of torch": system_facts.torch_cuda or "none",
             "driver": system_facts.driver or "none",
             "GPUs": ", ".join(gpu.name for gpu in system_facts.hardware.gpus) or "none",
             "number of ranks": system_facts.hardware.ranks,
         },
     }
+    try:
+        meeting = meet_nodes(nodes, card, timeout_s=limit_s)
+    except SftPlayError as error:
+        # The doctor's time limit is fixed: distributed.timeout_s does not change it.
+        message = str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")
+        remedy = "fix it there, then start make doctor on all nodes within half a minute"
+        return None, fail_finding("nodes", one_line(message, limit=800), remedy)
+    return meeting.gloo_variables(environment), pass_finding(
+        "nodes", f"{nodes.count} met, with the same packages, driver, GPUs and number of ranks"
+    )

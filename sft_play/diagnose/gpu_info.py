@@ -13,7 +13,7 @@ import psutil
 
 from sft_play.log import escape_control, one_line
 from sft_play.machine import nvml
-from sft_play.machine.gpu import GpuSnapshot, GpuStatus, Topology
+from sft_play.machine.gpu import GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.host import nearest_disk_space
 from sft_play.machine.software import installed_version, nccl_package, torch_cuda_version, torch_hip_version
@@ -24,43 +24,19 @@ from sft_play.text import NOT_KNOWN, build_table, gib_or_na, render_lines, value
 # An import of torch from a cold network disk takes a minute and more.
 TORCH_TIMEOUT_S = 120.0
 
-# What works on a machine without a GPU that can be used.
-CPU_CAPABILITIES = (
-    "make plan HARDWARE=2xH200 plans for any GPU in the catalogue, or for one that you describe",
-    "make train trains on the CPU: the starter, and models of a few million parameters",
-    "make train-distributed runs every layout over CPU ranks (ddp, fsdp, ZeRO-1 to 3, with and without offload)",
-    "make verify-layouts and make doctor work as they do with GPUs",
-)
-
-
-@dataclass(frozen=True)
-class HostInfo:
-    """The machine around the GPUs: cores, RAM as far as this process may use it, and the disk of the run folders."""
-
-    cpu: str
-    physical_cores: int | None
-    logical_cores: int | None
-    usable_cores: int
-    ram_bytes: int
-    ram_free_bytes: int
-    outputs: str
-    # The nearest folder above the outputs that exists.
-    disk_folder: str
-    disk_bytes: int | None
-    disk_free_bytes: int | None
-
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """One look at this machine. `visible_gpus` are the indices of the GPUs that a run here would see, in its order;
-    `software` has the versions of what computes on GPUs (None: not installed); `torch_report` is torch's own, None
-    where it was not asked; `unused_accelerator` an accelerator that a run would not see."""
+    """One look at this machine. `visible_gpus` are the indices of the GPUs that a run here would see,
+    in its order; `host` has its cores, its RAM as far as this process may use it, and the disk of the
+    run folders; `software` the versions of what computes on GPUs (None: not installed); `torch_report`
+    is torch's own, None where it was not asked; `unused_accelerator` one that a run would not see."""
 
     gpu_snapshot: GpuSnapshot
     visible_gpus: tuple[int, ...]
     visible_setting: str | None
     hardware: Hardware
-    host: HostInfo
+    host: Mapping[str, Any]
     software: Mapping[str, str | None]
     torch_report: list[str] | None
     unused_accelerator: str | None
@@ -79,11 +55,10 @@ class MachineInfo:
             "gpus": snapshot["gpus"],
             "topology": snapshot["topology"],
             "driver": {"version": snapshot["driver"], "newest_cuda": snapshot["driver_cuda"]},
-            "host": asdict(self.host),
+            "host": dict(self.host),
             "software": dict(self.software),
             "torch": self.torch_report,
             "unused_accelerator": self.unused_accelerator,
-            "without_a_gpu": [] if gpu_count else list(CPU_CAPABILITIES),
         }
 
 
@@ -99,18 +74,19 @@ def read_machine_info(outputs: Path, environment: Mapping[str, str], *, includes
         visible_gpus=tuple(dict.fromkeys(gpu.index for gpu in hardware.gpus)),
         visible_setting=None if visible_devices is None else f"CUDA_VISIBLE_DEVICES={visible_devices}",
         hardware=hardware,
-        host=HostInfo(
-            cpu=hardware.cpu_name,
-            physical_cores=psutil.cpu_count(logical=False),
-            logical_cores=psutil.cpu_count(),
-            usable_cores=hardware.cpu_cores,
-            ram_bytes=hardware.ram_bytes,
-            ram_free_bytes=hardware.ram_free_bytes,
-            outputs=str(outputs),
-            disk_folder=str(disk_folder),
-            disk_bytes=disk.total if disk else None,
-            disk_free_bytes=disk.free if disk else None,
-        ),
+        host={
+            "cpu": hardware.cpu_name,
+            "physical_cores": psutil.cpu_count(logical=False),
+            "logical_cores": psutil.cpu_count(),
+            "usable_cores": hardware.cpu_cores,
+            "ram_bytes": hardware.ram_bytes,
+            "ram_free_bytes": hardware.ram_free_bytes,
+            "outputs": str(outputs),
+            # the nearest folder above the outputs that exists
+            "disk_folder": str(disk_folder),
+            "disk_bytes": disk.total if disk else None,
+            "disk_free_bytes": disk.free if disk else None,
+        },
         software={
             "torch": installed_version("torch"),
             "torch_cuda": torch_cuda_version(),
@@ -145,55 +121,58 @@ def read_torch_report(environment: Mapping[str, str], *, timeout_s: float = TORC
     return [one_line(line) for line in report.splitlines()[1:] if line.strip()]
 
 
-# --- this machine as lines --------------------------------------------------------------------------------------------
+# --- this machine as lines ----------------------------------------------------------------------
 
 
 def machine_lines(machine: MachineInfo) -> list[str]:
     """The page; its first line names the source, the second the number of GPUs."""
-    snapshot, visible_count = machine.gpu_snapshot, len(machine.hardware.gpus)
+    snapshot = machine.gpu_snapshot
     silent_gpus = [gpu for gpu in snapshot.gpus if gpu.trouble]
-    lines = [
-        f"This machine: GPUs as {snapshot.source} shows them" if snapshot.source else
-        "This machine: no driver shows a GPU",
-        f"Number of GPUs: {visible_count}",
-    ]  # fmt: skip
+    header = "no driver shows a GPU"
+    if snapshot.source:
+        header = f"GPUs as {snapshot.source} shows them"
+    lines = [f"This machine: {header}", f"Number of GPUs: {len(machine.hardware.gpus)}"]
     if machine.visible_setting is not None:
-        order = ", ".join(f"GPU {index} is cuda:{device}" for device, index in enumerate(machine.visible_gpus))
-        lines.append(f"{one_line(machine.visible_setting)}: {order or 'no GPU is visible'}")
+        order = [f"GPU {index} is cuda:{device}" for device, index in enumerate(machine.visible_gpus)]
+        lines.append(f"{one_line(machine.visible_setting)}: {', '.join(order) or 'no GPU is visible'}")
     lines += [f"GPU {gpu.index} does not answer: {one_line(str(gpu.trouble))}" for gpu in silent_gpus]
     lines += machine.hardware.notes
+    if machine.unused_accelerator:
+        lines.append(machine.unused_accelerator)
     selected = snapshot.select([*machine.visible_gpus, *(gpu.index for gpu in silent_gpus)])
     if selected.gpus:
-        lines += ["", *_gpu_lines(selected), *_process_lines(selected.gpus)]
+        lines += ["", *_gpu_lines(selected)]
     if selected.topology is not None:
-        lines += ["", *_topology_lines(selected.topology)]
+        topology = selected.topology
+        headers = ["", *(f"GPU{index}" for index in topology.indices)]
+        rows = [[name, *links] for name, links in zip(headers[1:], topology.links, strict=True)]
+        grid = build_table(headers, rows, text_columns=range(len(headers)))
+        lines += ["", *render_lines(grid, width=None)]
     lines += ["", *_software_lines(machine), *_host_lines(machine.host)]
     if machine.torch_report is not None:
         lines += ["", "torch, asked:", *(f"  {line}" for line in machine.torch_report)]
-    if not visible_count:
-        reason = machine.unused_accelerator
-        if snapshot.gpus and not reason:
-            reason = "No GPU is visible to a run, or one does not answer"
-        lines += ["", f"{reason}. What still works:" if reason else "Without a GPU this works:"]
-        lines += [f"  {text}" for text in CPU_CAPABILITIES]
     return [escape_control(line) for line in lines]
 
 
 def _gpu_lines(snapshot: GpuSnapshot) -> list[str]:
     """The table of GPUs, and below it what it has no column for."""
     headers = ("GPU", "name", "total\nGiB", "used\nGiB", "free\nGiB", "cc", "bf16", "fp8", "cap\nW", "°C",
-             "PCIe\nnow/max", "MIG")  # fmt: skip
+               "PCIe\nnow/max", "MIG")  # fmt: skip
     lines = render_lines(build_table(headers, [_gpu_row(gpu) for gpu in snapshot.gpus], text_columns=(1,)))
     for gpu in snapshot.gpus:
         if gpu.unified:
             lines.append(f"GPU {gpu.index} shares the machine's memory")
         if gpu.withheld and not gpu.trouble:
-            withheld_text = ", ".join(f"{fact} ({one_line(reason)})" for fact, reason in gpu.withheld.items())
-            lines.append(f"GPU {gpu.index}: {snapshot.source} does not tell its {withheld_text}")
+            withheld = ", ".join(f"{fact} ({one_line(reason)})" for fact, reason in gpu.withheld.items())
+            lines.append(f"GPU {gpu.index}: {snapshot.source} does not tell its {withheld}")
         lines += [
             f"GPU {gpu.index} instance {value_or_na(item.profile)}: {gib_or_na(item.total_bytes)} GiB, "
             f"{gib_or_na(item.free_bytes)} free, {value_or_na(item.uuid)}"
             for item in gpu.instances
+        ]
+        lines += [
+            f"GPU {gpu.index} process {item.pid} ({value_or_na(item.name)}): {gib_or_na(item.used_bytes, digits=2)} GiB"
+            for item in gpu.all_processes
         ]
     return lines
 
@@ -205,72 +184,39 @@ def _gpu_row(gpu: GpuStatus) -> list[str]:
         gib_or_na(gpu.total_bytes), gib_or_na(gpu.used_bytes), gib_or_na(gpu.free_bytes),
         value_or_na(gpu.compute_capability), yes_no_or_na(gpu.bf16), yes_no_or_na(gpu.fp8),
         value_or_na(gpu.power_cap_watts), value_or_na(gpu.temperature_celsius),
-        f"{_format_pcie_link(link.generation, link.lanes)}/{_format_pcie_link(link.max_generation, link.max_lanes)}",
-        {None: NOT_KNOWN, True: "on", False: "off"}[gpu.mig_enabled],
+        f"{_format_pcie_link(link.generation, link.lanes)}/"
+        f"{_format_pcie_link(link.max_generation, link.max_lanes)}",
+        yes_no_or_na(gpu.mig_enabled),
     ]  # fmt: skip
 
 
 def _format_pcie_link(generation: int | None, lanes: int | None) -> str:
-    """`5x16`, with `?` for the one of both that is not known."""
-    if generation is None and lanes is None:
-        return NOT_KNOWN
-    return "x".join("?" if number is None else str(number) for number in (generation, lanes))
-
-
-def _process_lines(gpus: tuple[GpuStatus, ...]) -> list[str]:
-    lines = []
-    rows = [
-        [str(gpu.index), str(item.pid), value_or_na(item.name), gib_or_na(item.used_bytes, digits=2)]
-        for gpu in gpus
-        for item in gpu.all_processes
-    ]
-    if rows:
-        lines += ["", *render_lines(build_table(("GPU", "pid", "process", "GiB"), rows, text_columns=(2,)))]
-    unlisted = [str(gpu.index) for gpu in gpus if gpu.processes is None and not gpu.trouble and not gpu.unified]
-    if unlisted:
-        lines.append(f"Processes: none is listed for GPU {', '.join(unlisted)} (n/a)")
-    return lines
-
-
-def _topology_lines(topology: Topology) -> list[str]:
-    rows = [
-        [f"GPU{index}", *(f"{link}!" if peer is False else link for link, peer in zip(links, peers, strict=True))]
-        for index, links, peers in zip(topology.indices, topology.links, topology.peer, strict=True)
-    ]
-    headers = ["", *(f"GPU{index}" for index in topology.indices)]
-    matrix = render_lines(build_table(headers, rows, text_columns=range(len(headers))), width=None)
-    return [*matrix, "Links as nvidia-smi topo -m names them; !: no peer-to-peer access"]
+    """`5x16`."""
+    return NOT_KNOWN if generation is None or lanes is None else f"{generation}x{lanes}"
 
 
 def _software_lines(machine: MachineInfo) -> list[str]:
     snapshot, software = machine.gpu_snapshot, machine.software
-    driver, nccl = f"{NOT_KNOWN} (none answers)", "none installed beside torch"
-    torch_text = "not installed (make setup)"
+    driver, torch_text = f"{NOT_KNOWN} (none answers)", "not installed (make setup)"
     if snapshot.driver:
-        newest_cuda = f", which runs CUDA up to {snapshot.driver_cuda}" if snapshot.driver_cuda else ""
-        driver = f"{one_line(snapshot.driver)}{newest_cuda}"
-    if software["nccl"]:
-        nccl = f"{software['nccl']} ({software['nccl_package']})"
+        driver = f"{one_line(snapshot.driver)}, which runs CUDA up to {value_or_na(snapshot.driver_cuda)}"
     if software["torch"]:
         build = "the CPU alone"
         for name, version in (("CUDA", software["torch_cuda"]), ("ROCm", software["torch_hip"])):
-            build = f"{name} {version}" if version else build
-        hint = "; FULL=1 asks it what it sees" if machine.torch_report is None else ""
-        torch_text = f"{software['torch']}, built for {build}{hint}"
-    return [f"Driver: {driver}", f"NCCL: {nccl}", f"torch: {torch_text}"]
+            if version:
+                build = f"{name} {version}"
+        torch_text = f"{software['torch']}, built for {build}"
+    nccl = f"NCCL: {value_or_na(software['nccl'])}"
+    return [f"Driver: {driver}", nccl, f"torch: {torch_text}"]
 
 
-def _host_lines(host: HostInfo) -> list[str]:
-    cores = f"{value_or_na(host.physical_cores)} physical cores, {value_or_na(host.logical_cores)} logical"
-    if host.usable_cores != host.logical_cores:
-        cores += f", {host.usable_cores} for this process"
-    disk = f"{gib_or_na(host.disk_free_bytes)} of {gib_or_na(host.disk_bytes)} GiB free at {one_line(host.outputs)}"
-    if host.disk_folder != str(Path(host.outputs).expanduser().absolute()):
-        disk += f" (not there yet; the disk of {one_line(host.disk_folder)})"
+def _host_lines(host: Mapping[str, Any]) -> list[str]:
     return [
-        f"CPU: {one_line(host.cpu)}, {cores}",
-        f"RAM: {gib_or_na(host.ram_bytes)} GiB, {gib_or_na(host.ram_free_bytes)} free",
-        f"Disk: {disk}",
+        f"CPU: {one_line(host['cpu'])}, {value_or_na(host['physical_cores'])} physical cores, "
+        f"{value_or_na(host['logical_cores'])} logical, {host['usable_cores']} for this process",
+        f"RAM: {gib_or_na(host['ram_bytes'])} GiB, {gib_or_na(host['ram_free_bytes'])} free",
+        f"Disk: {gib_or_na(host['disk_free_bytes'])} of {gib_or_na(host['disk_bytes'])} GiB free "
+        f"at {one_line(host['disk_folder'])}",
     ]
 
 
@@ -291,8 +237,8 @@ def assumed_machine_lines(hardware: Hardware, text: str) -> list[str]:
         f"Assumed, not detected: HARDWARE={one_line(text)}, as in make plan (catalogue: docs/gpus.md)",
         f"Number of GPUs: {len(gpus)}",
     ]
-    for header, facts in (("Each GPU:", gpus[0] if gpus else {}), ("Machine:", assumptions)):
-        lines += [header] if facts else []
+    for header, facts in (*(("Each GPU:", gpu) for gpu in gpus[:1]), ("Machine:", assumptions)):
+        lines.append(header)
         lines += [f"  {key}: {_format_fact(key, value)}" for key, value in facts.items() if value not in (None, ())]
     return [escape_control(line) for line in lines]
 

@@ -25,7 +25,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import SftPlayError
 from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
-from sft_play.launch.run_hardware import P2P_OFF_VARIABLES, has_broken_p2p
+from sft_play.launch.run_hardware import has_broken_p2p
 from sft_play.log import one_line
 from sft_play.machine import nvml
 from sft_play.machine.hardware import Hardware
@@ -41,7 +41,7 @@ from sft_play.models.config_json import find_model_folder
 from sft_play.models.shape import ModelShape
 from sft_play.planner.plan import MORE_SPACE_REMEDY, DiskUsage, Plan, planned_disk_usage
 from sft_play.runs.lookup import output_dir
-from sft_play.text import GIB, MIB, format_size
+from sft_play.text import GIB, MIB, format_size, plural
 
 DISTRIBUTION = "sft-play"
 SHM_PATH = Path("/dev/shm")
@@ -66,10 +66,9 @@ class SystemFacts:
     driver_cuda: tuple[int, int] | None = None
     # None where /dev/shm is not a separate file system.
     shared_memory: DiskSpace | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_system_facts(hardware: Hardware, environment: Mapping[str, str]) -> SystemFacts:
+def read_system_facts(hardware: Hardware) -> SystemFacts:
     """Read everything about this machine that a check needs; what cannot be read stays unknown."""
     versions: dict[str, str] = {}
     for item in metadata.distributions():
@@ -92,7 +91,6 @@ def read_system_facts(hardware: Hardware, environment: Mapping[str, str]) -> Sys
         driver=driver,
         driver_cuda=driver_cuda,
         shared_memory=disk_space(SHM_PATH) if SHM_PATH.is_mount() else None,
-        environment={name: value for name, value in environment.items() if name.startswith("NCCL_")},
     )
 
 
@@ -165,10 +163,7 @@ def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Findi
     free_text = f"{format_size(space.free)} free of {format_size(space.total)} at /dev/shm"
     if gpus_per_node < 2:
         return pass_finding("shared memory", free_text)
-    remedy = (
-        "in a container: docker run --shm-size=8g (or --ipc=host; Kubernetes: an emptyDir with medium Memory at "
-        "/dev/shm); else mount -o remount,size=8G /dev/shm"
-    )
+    remedy = "in a container: docker run --shm-size=8g; else mount -o remount,size=8G /dev/shm"
     if space.free <= DOCKER_SHM_BYTES:
         return fail_finding("shared memory", f"{free_text}: too little for NCCL", remedy, *_SHM_SOURCES)
     if space.free < NCCL_ADVISED_SHM_BYTES:
@@ -239,7 +234,7 @@ def _meets_requirement(fact: Any, required: Any) -> bool:
 
 def _version_text(fact: Any) -> str | None:
     """The leading numbers alone: 2.13.0+cu128, 6.8.0-45-generic and 570.86.15 have to compare."""
-    match = re.match(r"\d+(?:\.\d+)*", "" if fact is None else str(fact))
+    match = re.match(r"\d+(?:\.\d+)*", str(fact))
     return match[0] if match else None
 
 
@@ -251,7 +246,6 @@ def _combination_facts(
     torch_cuda = _version_text(system_facts.torch_cuda)
     package_problems = [kernel_package_problem(name, capability) for name in packages for capability in capabilities]
     uses_nccl = rank_count > 1 and bool(gpus)
-    is_p2p_off = P2P_OFF_VARIABLES.keys() <= system_facts.environment.keys()
     driver_runs_torchs_cuda = None
     if gpus and driver_cuda and torch_cuda:
         driver_runs_torchs_cuda = driver_cuda[0] >= int(torch_cuda.partition(".")[0])
@@ -274,9 +268,7 @@ def _combination_facts(
         "nodes": node_count,
         "over_nccl": uses_nccl,
         "layout": layout,
-        "accelerate_refuses_p2p": uses_nccl
-        and not is_p2p_off
-        and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
+        "accelerate_refuses_p2p": uses_nccl and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
     }
 
 
@@ -330,17 +322,15 @@ def check_disk(
     if space is None:
         return skip_finding("disk", f"the free space at {disk_folder} cannot be read")
     size, free_text = format_size(disk_usage.checkpoint_bytes), f"{format_size(space.free)} are free at {disk_folder}"
+    is_too_small = space.free < disk_usage.total_bytes
     if disk_usage.max_checkpoints is None:
-        verdict = fail_finding if space.free < disk_usage.total_bytes else warn_finding
+        verdict = fail_finding if is_too_small else warn_finding
         return verdict("disk", f"every checkpoint of {size} is kept, and {free_text}", "set train.save_total_limit=2")
-    written_text = f"a checkpoint of {size}"
-    if disk_usage.max_checkpoints > 1:
-        written_text = (
-            f"{disk_usage.max_checkpoints} checkpoints of {size} at once (the oldest is deleted after a new one)"
-        )
-    sizes = f"{format_size(disk_usage.weights_bytes)} at the end: {format_size(disk_usage.total_bytes)}"
-    needed = f"{written_text} and {sizes}; {free_text}"
-    if space.free < disk_usage.total_bytes:
+    needed = (
+        f"{plural(disk_usage.max_checkpoints, 'checkpoint')} of {size} at once and "
+        f"{format_size(disk_usage.weights_bytes)} at the end: {format_size(disk_usage.total_bytes)}; {free_text}"
+    )
+    if is_too_small:
         return fail_finding("disk", needed, MORE_SPACE_REMEDY)
     return pass_finding("disk", needed)
 

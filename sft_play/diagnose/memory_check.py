@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.table import Table
 
 from sft_play.diagnose.gpu_info import read_all_gpus
 from sft_play.errors import RunFolderError
@@ -21,7 +20,6 @@ from sft_play.log import escape_control, one_line
 from sft_play.machine.gpu import GpuProcess
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.process.failures import RUN_VARIABLE
-from sft_play.runs.files import read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import iter_runs, lock_holder_pid, lock_holder_pids, resolve_run
 from sft_play.text import build_table, format_size, gib_or_na, render_lines, value_or_na
@@ -37,54 +35,38 @@ from sft_play.text import build_table, format_size, gib_or_na, render_lines, val
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A process that trains; `rss_bytes` is resident memory, with that of what it started, such as data loaders; pages
-    that processes share count for each. `rank` is None where it is the only one."""
+    """A process that trains; `rss_bytes` is its resident memory. `world_size` is None where it is the only one."""
 
+    rank: int
     pid: int
-    rank: int | None
     rss_bytes: int
     world_size: str | None = None
 
 
 def find_ranks(folder: RunFolder, holder_pids: tuple[int, ...]) -> tuple[RankProcess, ...]:
     """Find the processes that train a run, given the pids that hold its lock; none if they cannot be seen from here."""
-    processes = _user_processes()
-    rank_pids = {pid for pid, process in processes.items() if "RANK" in process.info["environ"]}
+    # None is what cannot be read, as of a process that has ended
+    processes = {
+        process.pid: process.info
+        for process in psutil.process_iter(["pid", "ppid", "uids", "environ", "memory_info"])
+        if process.pid != os.getpid() and None not in process.info.values() and process.info["uids"].real == os.getuid()
+    }
+    rank_pids = {pid for pid, info in processes.items() if "RANK" in info["environ"]}
     # what a rank started has its environment: only the topmost one counts
-    top_ranks = [processes[pid] for pid in rank_pids if processes[pid].info["ppid"] not in rank_pids]
+    top_ranks = [processes[pid] for pid in rank_pids if processes[pid]["ppid"] not in rank_pids]
     run_path = folder.path.resolve()
-    members = [process for process in top_ranks if _named_run(process) == run_path]
+    members = [info for info in top_ranks if Path(info["environ"].get(RUN_VARIABLE, os.devnull)).resolve() == run_path]
     writer = next((processes[pid] for pid in holder_pids if pid in processes), None)
     if not members and writer is not None:
         members = [writer]
-        if writer.pid in rank_pids:  # a person started the ranks, by a launcher that names no folder
-            members = [process for process in top_ranks if process.info["ppid"] == writer.info["ppid"]]
-    return tuple(sorted(map(_rank_process, members), key=lambda rank: rank.rank or 0))
-
-
-def _user_processes() -> dict[int, psutil.Process]:
-    """The other processes of this user by their pids, with what could be read of each in `info`."""
-    fields = ["ppid", "uids", "environ"]  # None where it cannot be read, as of a process that has ended
-    return {
-        process.pid: process
-        for process in psutil.process_iter(fields)
-        if process.pid != os.getpid() and None not in process.info.values() and process.info["uids"].real == os.getuid()
-    }
-
-
-def _named_run(process: psutil.Process) -> Path | None:
-    name = process.info["environ"].get(RUN_VARIABLE)
-    return None if name is None else Path(name).resolve()
-
-
-def _rank_process(process: psutil.Process) -> RankProcess:
-    environment, rss_bytes = process.info["environ"], 0
-    with contextlib.suppress(psutil.Error):
-        for member in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # a worker may end meanwhile
-                rss_bytes += member.memory_info().rss
-    rank = environment.get("RANK", "")
-    return RankProcess(process.pid, int(rank) if rank.isdecimal() else None, rss_bytes, environment.get("WORLD_SIZE"))
+        if writer["pid"] in rank_pids:  # a person started the ranks, by a launcher that names no folder
+            members = [info for info in top_ranks if info["ppid"] == writer["ppid"]]
+    ranks = []
+    for info in members:
+        rank, world_size = info["environ"].get("RANK", ""), info["environ"].get("WORLD_SIZE")
+        number = int(rank) if rank.isdecimal() else 0
+        ranks.append(RankProcess(number, info["pid"], info["memory_info"].rss, world_size))
+    return tuple(sorted(ranks, key=lambda rank: rank.rank))
 
 
 def find_run(output_root: Path, *, name: str | None = None) -> tuple[RunFolder | None, tuple[str, ...]]:
@@ -98,8 +80,10 @@ def find_run(output_root: Path, *, name: str | None = None) -> tuple[RunFolder |
     if not folders:
         return None, (f"No run is in progress in {one_line(str(output_root))}",)
     newest, *others = sorted(folders, key=_start_order, reverse=True)
+    if not others:
+        return newest, ()
     other_paths = ", ".join(one_line(str(folder.path)) for folder in others)
-    return newest, ((f"also running: {other_paths} (RUN= chooses)",) if others else ())
+    return newest, (f"also running: {other_paths} (RUN= chooses)",)
 
 
 def read_manifest_or_empty(folder: RunFolder) -> dict[str, Any]:
@@ -117,34 +101,28 @@ def _start_order(folder: RunFolder) -> tuple[str, str]:
 
 
 def _describe_run(folder: RunFolder, ranks: tuple[RankProcess, ...], status: object, *, is_running: bool) -> str:
-    path, pids, count = one_line(str(folder.path)), ", ".join(str(rank.pid) for rank in ranks), str(len(ranks))
+    path, pids = one_line(str(folder.path)), ", ".join(str(rank.pid) for rank in ranks)
+    if not is_running and status == "running":  # a process that is killed cannot write its end into the manifest
+        return f"Run {path} is not running (its manifest says running, and nothing writes it: it was ended)"
     if not is_running:
-        # a process that is killed cannot write its end into the manifest
-        ended = "; its manifest says running, and nothing writes it: it was ended" if status == "running" else ""
-        return f"Run {path} is not running (status: {value_or_na(status)}){ended}"
+        return f"Run {path} is not running (status: {value_or_na(status)})"
     if not ranks:
         unseen = "a process that cannot be seen from here (another user, container or machine)"
         return f"Run {path} is being written, by {unseen}"
-    if ranks[0].rank is None:
+    world_size = ranks[0].world_size
+    if world_size is None:
         return f"Run {path}: one process, pid {pids}"
-    world_size = ranks[0].world_size or count
-    world_text = "" if world_size == count else f" of {one_line(world_size)}"
-    return f"Run {path}: {count}{world_text} rank{'s' * (world_size != '1')} on this machine, pid {pids}"
+    return f"Run {path}: {len(ranks)} of {one_line(world_size)} ranks on this machine, pid {pids}"
 
 
 # --------------------------------------------------------------------------------------------------
 # What the ranks hold of each GPU, what others hold, and what the plan predicted.
 
-# Processes of others that a warning names.
-MAX_NAMED_PROCESSES = 3
-# The most bytes that were seen of a run while it was watched, by the GPU with the pids of its ranks, and by pid.
-Peaks = dict[object, int]
-
 
 @dataclass(frozen=True)
 class MemoryPrediction:
     """A plan's peak of one rank, in bytes; `terms` add up to `allocated`. On a CPU `reserved` is what a rank is
-    predicted to hold beyond what it holds after its imports. `moment`: that of the run that `reserved` is of."""
+    predicted to hold beyond what it holds after its imports, which is `outside_allocator`."""
 
     terms: Mapping[str, int]
     allocated: int
@@ -153,17 +131,17 @@ class MemoryPrediction:
     outside_allocator: int
     required: int
     on_gpu: bool
-    layout: str
-    ranks: int
-    micro_batch: int
-    grad_accum: int
-    moment: str = "training"
+
+    @property
+    def held_bytes(self) -> int:
+        """What a rank holds at its peak, as the driver or the kernel counts it."""
+        return self.reserved + self.outside_allocator
 
 
 @dataclass(frozen=True)
 class GpuMemoryUse:
     """Memory of one GPU now, in bytes. `run_bytes` and `others_bytes`, the rest of what is used: None where the driver
-    does not say whose it is. `peak_bytes` is the most that this run was seen to hold."""
+    does not say whose it is."""
 
     index: int
     name: str | None
@@ -173,32 +151,13 @@ class GpuMemoryUse:
     free_bytes: int | None
     run_bytes: int | None
     others_bytes: int | None
-    peak_bytes: int | None
     others: tuple[GpuProcess, ...]
 
 
 @dataclass(frozen=True)
-class RankMemoryUse:
-    """Resident memory of one rank, with what it started, in the host's RAM, in bytes; the most that was seen."""
-
-    rank: int
-    pid: int
-    rss_bytes: int
-    peak_rss_bytes: int
-
-
-@dataclass(frozen=True)
-class RamUse:
-    """The host's RAM in bytes, as far as this process may use it; `run_bytes` is what the run holds of it."""
-
-    total_bytes: int
-    free_bytes: int
-    run_bytes: int
-
-
-@dataclass(frozen=True)
 class MemorySnapshot:
-    """One look. `said` are lines about the run; `running` is False where nothing trains."""
+    """One look. `said` are lines about the run; `running` is False where nothing trains; `ram` has `total_bytes` and
+    `free_bytes` of the host, as far as this process may use it."""
 
     time: str
     running: bool
@@ -206,13 +165,10 @@ class MemorySnapshot:
     folder: str | None
     status: str | None
     gpus: tuple[GpuMemoryUse, ...]
-    ranks: tuple[RankMemoryUse, ...]
+    ranks: tuple[RankProcess, ...]
     prediction: MemoryPrediction | None
-    ram: RamUse
+    ram: Mapping[str, int]
     warnings: tuple[str, ...]
-    # Of a run that has ended the peak of each moment, in bytes of one rank, as it measured them
-    # itself.
-    measured: Mapping[str, int]
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object, bytes as integers."""
@@ -223,63 +179,33 @@ def read_memory_prediction(folder: RunFolder) -> MemoryPrediction | None:
     """Read what the plan of a run predicted for one rank; None if its `plan.json` cannot be read."""
     try:
         plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
-        peak = plan["peak_bytes"]
-        size_names = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required")
-        reserved = {name: size for name, (_, size) in peak.get("by_moment", {}).items() if name != "loading"}
-        return MemoryPrediction(
-            moment=max(reserved, key=lambda name: reserved[name], default="training"),
-            **{name: peak[name] for name in size_names},
-            on_gpu=bool(plan["hardware"]["gpus"]),
-            **{name: plan[name] for name in ("layout", "ranks", "micro_batch", "grad_accum")},
-        )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        names = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required")
+        sizes = {name: plan["peak_bytes"][name] for name in names}
+        return MemoryPrediction(**sizes, on_gpu=bool(plan["hardware"]["gpus"]))
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
-def read_measured_peaks(folder: RunFolder) -> dict[str, int]:
-    """Read what a run has measured of each of its moments, from its summary; on a CPU above what its imports took."""
-    moments = read_summary(folder.path).get("peak_bytes_by_moment") or {}
-    size_names = ("measured_reserved", "measured_allocated", "measured_rss")
-    return {
-        moment: size
-        for moment, peak in moments.items()
-        if isinstance(peak, dict) and (size := next((peak[name] for name in size_names if peak.get(name)), None))
-    }
-
-
 def read_memory_snapshot(
-    output_root: Path, environment: Mapping[str, str], *, name: str | None = None, peaks: Peaks | None = None
+    output_root: Path, environment: Mapping[str, str], *, name: str | None = None
 ) -> MemorySnapshot:
-    """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running. `peaks`,
-    seen before, is updated. Raises RunFolderError where a name was given, and it is not a run of this toolkit."""
-    peaks = {} if peaks is None else peaks
+    """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running. Raises
+    RunFolderError where a name was given, and it is not a run of this toolkit."""
     (folder, notes), hardware = find_run(output_root, name=name), detect_hardware(environment)
     is_running = folder is not None and lock_holder_pid(folder) is not None
-    processes: tuple[RankProcess, ...] = ()
-    prediction, status, measured = None, None, {}
+    ranks: tuple[RankProcess, ...] = ()
+    prediction, status = None, None
     if folder is not None:
         prediction, status = read_memory_prediction(folder), read_manifest_or_empty(folder).get("status")
         if is_running:
-            processes = find_ranks(folder, lock_holder_pids(folder))
-        else:
-            measured = read_measured_peaks(folder)
-        notes = (_describe_run(folder, processes, status, is_running=is_running), *notes)
+            ranks = find_ranks(folder, lock_holder_pids(folder))
+        notes = (_describe_run(folder, ranks, status, is_running=is_running), *notes)
         if prediction is None:
             notes += ("its plan.json cannot be read, so there is no prediction to compare with",)
-    ranks = tuple(
-        RankMemoryUse(
-            position if rank.rank is None else rank.rank,
-            rank.pid,
-            rank.rss_bytes,
-            _raise_peak(peaks, rank.pid, rank.rss_bytes),
-        )
-        for position, rank in enumerate(processes)
-    )
-    gpus = tuple(_gpu_memory_uses(hardware, ranks, peaks))
-    ram = RamUse(hardware.ram_bytes, hardware.ram_free_bytes, sum(rank.rss_bytes for rank in ranks))
-    warnings: tuple[str, ...] = ()
-    if prediction is not None and ranks:
-        warnings = tuple(memory_warnings(gpus, ram, prediction, len(ranks)))
+    gpus = tuple(_gpu_memory_uses(hardware, ranks))
+    warnings: list[str] = []
+    if prediction is not None and prediction.on_gpu:
+        warnings = [text for use in gpus if (text := _others_warning(use, prediction))]
     return MemorySnapshot(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         running=is_running,
@@ -289,18 +215,12 @@ def read_memory_snapshot(
         gpus=gpus,
         ranks=ranks,
         prediction=prediction,
-        ram=ram,
-        warnings=warnings,
-        measured=measured,
+        ram={"total_bytes": hardware.ram_bytes, "free_bytes": hardware.ram_free_bytes},
+        warnings=tuple(warnings),
     )
 
 
-def _raise_peak(peaks: Peaks, key: object, size: int) -> int:
-    peaks[key] = max(peaks.get(key, 0), size)
-    return peaks[key]
-
-
-def _gpu_memory_uses(hardware: Hardware, ranks: tuple[RankMemoryUse, ...], peaks: Peaks) -> Iterator[GpuMemoryUse]:
+def _gpu_memory_uses(hardware: Hardware, ranks: tuple[RankProcess, ...]) -> Iterator[GpuMemoryUse]:
     """Each GPU that is visible here or that the run uses, with whose its memory is."""
     rank_by_pid, visible = {rank.pid: rank.rank for rank in ranks}, {gpu.index for gpu in hardware.gpus}
     gpus = read_all_gpus(includes_topology=False).gpus
@@ -311,125 +231,83 @@ def _gpu_memory_uses(hardware: Hardware, ranks: tuple[RankMemoryUse, ...], peaks
         run_processes = [item for item in gpu.all_processes if item.pid in rank_by_pid]
         if gpu.index not in visible and not run_processes:
             continue
-        run_bytes = others_bytes = peak_bytes = None
+        run_bytes = others_bytes = None
         others: tuple[GpuProcess, ...] = ()
         is_known = bool(run_processes) or not ranks or (is_listed and gpu.processes is not None)
         if is_known and all(item.used_bytes is not None for item in run_processes):
             run_bytes = sum(item.used_bytes or 0 for item in run_processes)
             others_bytes = None if gpu.used_bytes is None else max(0, gpu.used_bytes - run_bytes)
             others = tuple(item for item in gpu.all_processes if item.pid not in rank_by_pid)
-            peak_bytes = _raise_peak(peaks, (gpu.index, *rank_by_pid), run_bytes)
         own_ranks = tuple(sorted(rank_by_pid[item.pid] for item in run_processes))
         yield GpuMemoryUse(
             gpu.index, gpu.name, own_ranks, gpu.total_bytes, gpu.used_bytes, gpu.free_bytes,
-            run_bytes, others_bytes, peak_bytes, others,
+            run_bytes, others_bytes, others,
         )  # fmt: skip
 
 
-def memory_warnings(
-    gpus: tuple[GpuMemoryUse, ...], ram: RamUse, prediction: MemoryPrediction, rank_count: int
-) -> Iterator[str]:
-    """Warn of what others hold of what the plan counts on: the predicted peak and its margin have to fit beside it."""
-    if prediction.on_gpu:
-        for use in gpus:
-            if use.run_bytes:
-                yield from _gpu_warnings(use, prediction)
-    elif ram.free_bytes < (margin := prediction.margin * rank_count):
-        margin_text = f"less than the plan's margin of {gib_or_na(margin, digits=2)}"
-        yield f"RAM: {gib_or_na(ram.free_bytes, digits=2)} GiB are free, {margin_text}"
-
-
-def _gpu_warnings(use: GpuMemoryUse, prediction: MemoryPrediction) -> Iterator[str]:
-    if use.total_bytes is None or not use.others_bytes:  # a tight plan without others is no news: `make plan` said so
-        return
+def _others_warning(use: GpuMemoryUse, prediction: MemoryPrediction) -> str | None:
+    """What others hold of a GPU of the run, if the predicted peak and its margin do not fit beside it."""
+    # a tight plan without others is no news: `make plan` said so
+    if not use.run_bytes or use.total_bytes is None or not use.others_bytes:
+        return None
     # by the plan, not by what the run holds at the moment
-    left_bytes = use.total_bytes - use.others_bytes - prediction.reserved - prediction.outside_allocator
+    left_bytes = use.total_bytes - use.others_bytes - prediction.held_bytes
     if left_bytes >= prediction.margin:
-        return
+        return None
     holders = f"{gib_or_na(use.others_bytes, digits=2)} GiB are held by no process that is listed"
     if use.others:
-        largest = sorted(use.others, key=lambda item: -(item.used_bytes or 0))[:MAX_NAMED_PROCESSES]
         holders = "others hold " + ", ".join(
-            f"pid {item.pid} ({value_or_na(item.name)}) {gib_or_na(item.used_bytes, digits=2)} GiB" for item in largest
+            f"pid {item.pid} ({value_or_na(item.name)}) {gib_or_na(item.used_bytes, digits=2)} GiB"
+            for item in use.others
         )
-    text = f"the plan's margin of {gib_or_na(prediction.margin, digits=2)} GiB"
-    if left_bytes > 0:
-        text = f"{gib_or_na(left_bytes, digits=2)} of {text} are left"
-    else:
-        text = f"{text} is gone, and {gib_or_na(-left_bytes, digits=2)} more"
-    yield f"GPU {use.index}: {holders}: beside the predicted peak {text}"
+    return (
+        f"GPU {use.index}: {holders}: beside the predicted peak {gib_or_na(max(0, left_bytes), digits=2)} of the "
+        f"plan's margin of {gib_or_na(prediction.margin, digits=2)} GiB are left"
+    )
 
 
 # --------------------------------------------------------------------------------------------------
-# The page: the run, a table with the prediction beside it, RAM, warnings; once or renewed.
+# The page: the run, a table with the prediction in it, RAM, warnings; once or renewed.
 
 # Seconds between two looks.
 REFRESH_S = 3.0
 
 
 def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
-    """What a person reads: the run, one table with the prediction beside it, RAM, warnings."""
-    lines, tables, prediction = [*snapshot.said], [], snapshot.prediction
-    shows_ranks = bool(snapshot.ranks) and not (snapshot.gpus and (prediction is None or prediction.on_gpu))
-    if shows_ranks:
-        tables.append(_rank_table(snapshot))
-    elif snapshot.gpus:
-        tables.append(_gpu_table(snapshot))
+    """What a person reads: the run, one table with the prediction in it, RAM, warnings."""
+    lines, prediction = [*snapshot.said], snapshot.prediction
+    predicted = gib_or_na(prediction.held_bytes if prediction else None, digits=2)
+    headers: tuple[str, ...] = ()
+    shows_gpus = bool(snapshot.gpus) and (prediction is None or prediction.on_gpu or not snapshot.ranks)
+    if snapshot.ranks and not shows_gpus:
+        headers = ("rank", "pid", "RSS\nGiB", "predicted\npeak")
+        rows = [
+            [str(rank.rank), str(rank.pid), gib_or_na(rank.rss_bytes, digits=2), predicted] for rank in snapshot.ranks
+        ]
+    elif shows_gpus:
+        headers = ("GPU", "rank", "total", "this\nrun", "predicted\npeak", "others", "free")
+        rows = []
+        for use in snapshot.gpus:
+            sizes = [gib_or_na(size, digits=2) for size in (use.run_bytes, use.others_bytes, use.free_bytes)]
+            sizes.insert(1, predicted if use.ranks else "-")
+            rows.append([str(use.index), ",".join(map(str, use.ranks)) or "-", gib_or_na(use.total_bytes), *sizes])
+    if headers:
+        lines += ["", *render_lines(build_table(headers, rows)), ""]
     if prediction is not None:
-        tables.append(_prediction_table(prediction))
-    if snapshot.measured:
-        sizes = [[moment, format_size(size)] for moment, size in snapshot.measured.items()]
-        tables.append(build_table(("measured\nper rank", ""), sizes, text_columns=(0,)))
-    if tables:
-        grid = Table.grid(padding=(0, 4))
-        grid.add_row(*tables)
-        lines += ["", *render_lines(grid), ""]
-    if prediction is not None:
-        batch = f"micro-batch {prediction.micro_batch} x accum {prediction.grad_accum}"
-        layout = f"{one_line(prediction.layout)} over {prediction.ranks} rank(s)"
-        lines.append(f"Plan: {layout}, {batch}; sizes in units of 2**30 bytes")
-        if not prediction.on_gpu:
-            lines.append("RSS has the libraries too: what is predicted of it is resident and libraries together")
+        terms = ", ".join(
+            f"{name.replace('_', ' ')} {format_size(size)}" for name, size in prediction.terms.items() if size > 0
+        )
+        lines.append(f"Predicted for each rank: {format_size(prediction.allocated)} allocated ({terms})")
+        lines.append(
+            f"{format_size(prediction.reserved)} reserved + {format_size(prediction.margin)} margin + "
+            f"{format_size(prediction.outside_allocator)} libraries = {format_size(prediction.required)} needed"
+        )
     # `n/a` in the table needs a reason: without one it looks like a run that holds nothing
-    if not shows_ranks and snapshot.ranks and any(use.run_bytes is None for use in snapshot.gpus):
+    if snapshot.ranks and shows_gpus and any(use.run_bytes is None for use in snapshot.gpus):
         lines.append("n/a: the driver names no process of this run there, as in a container, or before it uses the GPU")
-    ram = snapshot.ram
-    ram_line = f"RAM: {gib_or_na(ram.total_bytes)} GiB, {gib_or_na(ram.free_bytes)} free"
-    if snapshot.ranks:
-        ram_line += f"; this run holds {gib_or_na(ram.run_bytes, digits=2)}"
-    lines.append(ram_line + ("" if snapshot.gpus else "; no GPU here"))
+    lines.append(f"RAM: {gib_or_na(snapshot.ram['total_bytes'])} GiB, {gib_or_na(snapshot.ram['free_bytes'])} free")
     lines += [f"warning: {text}" for text in snapshot.warnings]
     return [escape_control(line) for line in lines]
-
-
-def _gpu_table(snapshot: MemorySnapshot) -> Table:
-    rows = []
-    for use in snapshot.gpus:
-        sizes = (use.run_bytes, use.others_bytes, use.free_bytes, use.peak_bytes)
-        ranks = ",".join(map(str, use.ranks)) or "-"
-        rows.append([str(use.index), ranks, gib_or_na(use.total_bytes), *(gib_or_na(size, digits=2) for size in sizes)])
-    return build_table(("GPU", "rank", "total", "this\nrun", "others", "free", "peak\nseen"), rows)
-
-
-def _rank_table(snapshot: MemorySnapshot) -> Table:
-    rows = [
-        [str(use.rank), str(use.pid), gib_or_na(use.rss_bytes, digits=2), gib_or_na(use.peak_rss_bytes, digits=2)]
-        for use in snapshot.ranks
-    ]
-    return build_table(("rank", "pid", "RSS\nGiB", "peak\nseen"), rows)
-
-
-def _prediction_table(prediction: MemoryPrediction) -> Table:
-    total_word, outside_words = ("reserved", "context, NCCL") if prediction.on_gpu else ("resident", "libraries")
-    sizes = {name.replace("_", " "): size for name, size in prediction.terms.items()} | {
-        "= allocated": prediction.allocated,
-        f"= {total_word} in {prediction.moment}": prediction.reserved,
-        "+ margin": prediction.margin,
-        f"+ {outside_words}": prediction.outside_allocator,
-        "= needed": prediction.required,
-    }
-    rows = [[name, format_size(size)] for name, size in sizes.items() if size > 0]
-    return build_table(("predicted\nper rank", ""), rows, text_columns=(0,))
 
 
 def watch_memory(

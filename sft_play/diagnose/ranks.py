@@ -21,7 +21,6 @@ from sft_play.machine.network import NodeSetup
 from sft_play.process.environment import LAUNCHER_VARIABLES
 from sft_play.process.failures import format_ranks, kill_process_tree
 from sft_play.process.signals import raise_interrupt, start_child, supervise
-from sft_play.text import MIB
 
 ALL_REDUCE_NAME = "all-reduce"
 CHECK_MODULE = "sft_play.diagnose.collective_check"
@@ -31,10 +30,7 @@ REPORT_MARGIN_S = 5.0
 MIN_NVLINK_SHARE = 0.30
 # The same for PCIe, where data may pass through the host's memory or between sockets.
 MIN_PCIE_SHARE = 0.15
-_SLOW_LINK_REMEDY = (
-    "NCCL_DEBUG=INFO shows which path NCCL took (NET/Socket: it found no InfiniBand); nvidia-smi topo -m and nvlink -s "
-    "show links and which are down; PCIe: switch ACS off and boot with iommu=pt; unset NCCL_P2P_DISABLE"
-)
+_SLOW_LINK_REMEDY = "nvidia-smi topo -m and nvlink -s show the links and which are down; unset NCCL_P2P_DISABLE"
 _TAIL_LINES = 3
 
 
@@ -50,6 +46,14 @@ class AllReduceOutcome:
     exit_code: int = 0
     output_tail: str = ""
     limit_s: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The rate over each rank's link: size / time x 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
+        if self.result is None or self.world_size == 1:
+            return None
+        size, seconds = int(self.result["bytes"]), float(self.result["seconds"])
+        return size / seconds * 2 * (self.world_size - 1) / self.world_size
 
 
 def all_reduce_launch(
@@ -137,27 +141,17 @@ def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes
     is_done = all(reports.get(rank, {}).get("stage") == "done" for rank in outcome.expected_ranks)
     if not is_done or (outcome.result is None and nodes.rank == 0):
         return _failure_finding(outcome, system_facts)
-    done_reports = outcome.result["ranks"] if outcome.result else list(reports.values())
-    ranks_by_host: dict[str, list[int]] = {}
-    for report in done_reports:
-        ranks_by_host.setdefault(one_line(str(report.get("host"))), []).append(int(report["rank"]))
-    text = f"right over {'NCCL' if has_gpus else 'gloo'} on {len(done_reports)} ranks"
+    text = f"right over {'NCCL' if has_gpus else 'gloo'} on {outcome.world_size} ranks"
     if outcome.result is None:
-        text += f" (this node's part of {outcome.world_size}; node 0 reports on all)"
-    text += ": " + "; ".join(f"{format_ranks(sorted(ranks))} on {host}" for host, ranks in ranks_by_host.items())
-    if outcome.result is not None and outcome.world_size > 1:
-        rates = {
-            int(item["bytes"]): bus_bandwidth(int(item["bytes"]), float(item["seconds"]), outcome.world_size)
-            for item in outcome.result["speeds"]
-        }
-        sizes = ", ".join(f"{size // MIB} MiB: {rate / 1e9:.2f}" for size, rate in rates.items())
-        best, link = max(rates.values()), system_facts.hardware.link_bytes_per_s
-        text += f"; {best / 1e9:.2f} GB/s a rank ({sizes})"
+        text = f"right for this node's part of {outcome.world_size} ranks; node 0 reports on all"
+    rate, link = outcome.bytes_per_s, system_facts.hardware.link_bytes_per_s
+    if rate is not None:
+        text += f"; {rate / 1e9:.2f} GB/s a rank"
         if link is not None and nodes.count == 1:
-            text += f", {best / link:.0%} of the {link / 1e9:.0f} GB/s of the link between the GPUs"
+            text += f", {rate / link:.0%} of the {link / 1e9:.0f} GB/s of the link between the GPUs"
             entries = find_catalog_entries(system_facts.hardware.gpus[0].name)
             is_pcie = bool(entries) and link <= entries[0].pcie
-            if best < link * (MIN_PCIE_SHARE if is_pcie else MIN_NVLINK_SHARE):
+            if rate < link * (MIN_PCIE_SHARE if is_pcie else MIN_NVLINK_SHARE):
                 return warn_finding(ALL_REDUCE_NAME, text, _SLOW_LINK_REMEDY)
     return pass_finding(ALL_REDUCE_NAME, text)
 
@@ -202,20 +196,8 @@ def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts) -> Fi
 
 def _hang_remedy(system_facts: SystemFacts, outcome: AllReduceOutcome) -> tuple[str, ...]:
     if outcome.world_size > len(outcome.expected_ranks):
-        sockets = "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" if system_facts.hardware.gpus else "GLOO_SOCKET_IFNAME"
-        return (
-            f"name the network interface that joins the nodes: export {sockets}=eth0 (ip -br address shows them), and "
-            "let the firewall pass all ports between the nodes: ranks choose their own",
-        )
+        return ("let the firewall pass all ports between the nodes: ranks choose their own",)
     if system_facts.hardware.gpus:
-        return (
-            "export NCCL_P2P_DISABLE=1 and run make doctor again: where that passes, boot with iommu=pt and switch ACS "
-            "off in the BIOS; NCCL_DEBUG=INFO shows where it hangs",
-            "https://github.com/NVIDIA/nccl/issues/2079",
-        )
+        remedy = "export NCCL_P2P_DISABLE=1: where that passes, boot with iommu=pt and switch ACS off in the BIOS"
+        return remedy, "https://github.com/NVIDIA/nccl/issues/2079"
     return ("stop other work on this machine and run it again; each rank needs a core, and all need 1 GiB",)
-
-
-def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
-    """Bytes per second over each rank's link: size / time x 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
-    return size_bytes / seconds * 2 * (ranks - 1) / ranks

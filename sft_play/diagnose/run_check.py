@@ -40,6 +40,7 @@ from sft_play.models.config_json import (
 from sft_play.planner.batching import RowTokens, average_micro_steps, summarize_row_tokens
 from sft_play.planner.plan import require_fit
 from sft_play.process.waiting import importing, report_wait
+from sft_play.text import plural
 from sft_play.trace.confirm import load_run_model_shape
 
 # Helpers of commands that look at rows before anything trains: load a run's tokenizer and row
@@ -126,7 +127,7 @@ class CheckReport(FindingsReport):
         if self.ok and "memory plan" in self.names_by_verdict("WARN"):
             verdict = "Predicted not to fit"
         counts = [
-            f"{count} {word}{'s' * (count != 1)}"
+            plural(count, word)
             for state, word in (("FAIL", "problem"), ("WARN", "warning"))
             if (count := len(self.names_by_verdict(state)))
         ]
@@ -188,10 +189,10 @@ class _RunChecks:
 
     def findings(self) -> Iterator[Finding]:
         """Every check, in the order of the page."""
-        config, setting_count = self._config, len(self._loaded.overrides)
-        settings = f" with {setting_count} setting{'s' * (setting_count > 1)}" if setting_count else ""
+        config = self._config
+        settings = plural(len(self._loaded.overrides), "setting")
         summary = f"{config.model.name}, {config.task_mode}, {config.tuning.mode}"
-        yield pass_finding("config", f"{self._loaded.path}{settings}: {summary}")
+        yield pass_finding("config", f"{self._loaded.path} with {settings}: {summary}")
         configure_hub(config)
         yield from self._part("model files", self._check_model_files, "give model.name a folder or hub id that exists")
         yield from self._part(

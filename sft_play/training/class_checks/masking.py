@@ -20,6 +20,7 @@ from sft_play.training.class_checks.small_model import (
     length_threshold,
     measure_small_model,
     model_type_name,
+    pack_row,
     run_model,
     small_model,
 )
@@ -92,7 +93,7 @@ def measure_packing_leak(config: Any, *, attention: str, trust_remote_code: bool
         )
 
         def logits(*packs: list[Any]) -> torch.Tensor:
-            return run_model(model, [_pack(pack) for pack in packs], needs_gradients=False).logits
+            return run_model(model, [pack_row(pack) for pack in packs], needs_gradients=False).logits
 
         alone = logits([second])
         packed, other_packed = (logits([chat, second])[start:] for chat in (first, other_first))
@@ -101,13 +102,6 @@ def measure_packing_leak(config: Any, *, attention: str, trust_remote_code: bool
     spread = float(alone.std()) or 1.0
     gaps = torch.cat([packed - other_packed, packed - alone, batch - torch.cat([alone, alone])])
     return float(gaps.abs().max()) / spread, float((joined - other_joined).abs().max()) / spread
-
-
-def _pack(chats: list[Any]) -> dict[str, Any]:
-    ids, lengths = np.concatenate(chats), np.array([len(chat) for chat in chats])
-    labels = ids.copy()
-    labels[np.cumsum(lengths) - lengths] = IGNORED
-    return {"input_ids": ids, "labels": labels, "chat_lengths": lengths}
 
 
 @dataclass(frozen=True)
@@ -242,7 +236,7 @@ def measure_boundaries(config: Any, *, trust_remote_code: bool = False) -> MaskD
         chats = [
             [generator.integers(3, VOCABULARY_SIZE, size=length) for length in lengths] for lengths in _PACK_LENGTHS
         ]
-        packs = [_pack(row_chats) for row_chats in chats]
+        packs = [pack_row(row_chats) for row_chats in chats]
         masked, separated = run_model(sdpa_model, packs), run_model(varlen_model, packs, flat=True)
         # each row as one chat: what a model computes that cannot tell them apart
         joined_rows = [{**row, "chat_lengths": np.array([len(row["input_ids"])])} for row in packs]
@@ -250,7 +244,9 @@ def measure_boundaries(config: Any, *, trust_remote_code: bool = False) -> MaskD
         varlen_model.train()  # raises ValueError for a class that drops attention probabilities
         run_model(varlen_model, packs, flat=True)
         varlen_model.eval()
-        single_rows = [{name: _pack([chat])[name] for name in ("input_ids", "labels")} for row in chats for chat in row]
+        single_rows = [
+            {name: pack_row([chat])[name] for name in ("input_ids", "labels")} for row in chats for chat in row
+        ]
         sdpa_rows, varlen_rows = (
             run_model(sdpa_model, single_rows),
             run_model(varlen_model, single_rows, uses_masks=False),

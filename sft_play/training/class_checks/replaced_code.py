@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 
@@ -31,7 +32,7 @@ from sft_play.machine.software import LIGER_PACKAGE
 from sft_play.planner.kernels import LIGER_VERSION
 from sft_play.planner.plan import Plan
 from sft_play.training import distributed
-from sft_play.training.class_checks.small_model import small_config, small_model
+from sft_play.training.class_checks.small_model import VOCABULARY_SIZE, pack_row, run_model, small_config, small_model
 from sft_play.training.model import attention_functions
 from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers
 
@@ -104,7 +105,14 @@ def check_replaced_code(
     """How far other code is from the plain code on a small model of each config, the worst of them. `replace` puts it
     into models for as long as its context is open; `packed`: in 16 bits rows lie one behind the other, told apart by
     boundaries, for which attention has no kernel in fp32: there they are padded ones."""
-    differences, ratios = [], [0.0]
+    differences, ratios, generator = [], [0.0], np.random.default_rng(1)
+    packs = [pack_row([generator.integers(3, VOCABULARY_SIZE, size=_LENGTH)]) for _ in range(_ROWS)]
+    rows = [{"input_ids": pack["input_ids"], "labels": pack["labels"]} for pack in packs]
+
+    def compute(model: Any, flat: bool) -> TensorList:
+        outputs = run_model(model, packs if flat else rows, flat=flat, uses_masks=False)
+        return [outputs.logits, *outputs.weight_gradients]
+
     for config in small_configs:
         with torch.random.fork_rng(devices=[]):
             model = small_model(config, "sdpa" if packed else attention, trust_remote_code=False).to(device)
@@ -112,33 +120,14 @@ def check_replaced_code(
             if dtype != torch.float32:
                 half_model = small_model(config, attention, trust_remote_code=False).to(device, dtype)
                 variants.append((half_model, packed))
-            reference, *reference_half = (_logits_and_gradients(*variant) for variant in variants)
+            reference, *reference_half = (compute(*variant) for variant in variants)
             with replace([model for model, _ in variants]):
-                replaced, *replaced_half = (_logits_and_gradients(*variant) for variant in variants)
+                replaced, *replaced_half = (compute(*variant) for variant in variants)
         differences.append(relative_difference(replaced, reference))
         for plain, other in zip(reference_half, replaced_half, strict=True):
             error = relative_difference(plain, reference)
             ratios.append(relative_difference(other, reference) / error if error else 0.0)
     return ClassCheck(_max_or_nan(differences), _max_or_nan(ratios))
-
-
-def _logits_and_gradients(model: Any, packed: bool) -> TensorList:
-    """Logits and all gradients in fp32, as a model computes them in its dtype of two short rows, or `packed`."""
-    generator = torch.Generator().manual_seed(1)
-    device = next(model.parameters()).device
-    ids = torch.randint(3, model.config.vocab_size, (_ROWS, _LENGTH), generator=generator).to(device)
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if packed:
-        boundaries = torch.arange(0, _ROWS * _LENGTH + 1, _LENGTH, dtype=torch.int32, device=device)
-        inputs = {
-            "input_ids": ids.reshape(1, -1), "position_ids": torch.arange(_LENGTH, device=device).repeat(_ROWS)[None],
-            "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": _LENGTH, "max_length_k": _LENGTH,
-        }  # fmt: skip
-    model.zero_grad()
-    logits = model(**inputs, use_cache=False).logits.float().reshape(_ROWS, _LENGTH, -1)
-    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    gradients = [parameter.grad.float().clone() for parameter in model.parameters() if parameter.grad is not None]
-    return [logits.detach(), *gradients]
 
 
 def relative_difference(tensors: TensorList, references: TensorList) -> float:
@@ -154,10 +143,19 @@ def _max_or_nan(figures: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)  # max() would pass over a nan
 
 
-def _small_model_attention(model: Any) -> str:
-    """The attention of small models: the model's, but on whole rows where ranks share them."""
-    name = str(model.config._attn_implementation)
-    return "sdpa" if name == attention_functions.ULYSSES_ATTENTION else name
+def _compare_on_small_models(
+    check: Callable[..., ClassCheck], model: Any, plan: Plan, *, device: torch.device, problem: str
+) -> tuple[ClassCheck, str | None]:
+    """What `check` finds for the class and the precision of a run's model, and the `problem` with its figures where
+    that is more than rounding."""
+    attention = str(model.config._attn_implementation)
+    if attention == attention_functions.ULYSSES_ATTENTION:  # whole rows here, where no ranks share them
+        attention = "sdpa"
+    dtype = getattr(torch, plan.precision.compute)
+    result = check(model.config, attention=attention, device=device, dtype=dtype)
+    if result.is_rounding:
+        return result, None
+    return result, f"{problem}: {result.figures_text}"
 
 
 # --- PyTorch's varlen kernel ------------------------------------------------------------------------------------------
@@ -270,8 +268,7 @@ class ActiveKernels:
 
 def check_kernels(config: RunConfig, plan: Plan) -> None:
     """Raises ConfigError where train.kernels=liger cannot be followed on this machine or in this layout."""
-    problem = _liger_problem(plan) if config.train.kernels == "liger" else None
-    if problem is not None:
+    if config.train.kernels == "liger" and (problem := _liger_problem(plan)):
         raise ConfigError(f"train.kernels: liger: {problem}; use train.kernels=auto, or none")
 
 
@@ -286,10 +283,8 @@ def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch
         problem = _liger_problem(plan) or _unknown_class_problem(model)
         if problem is not None:
             return None, problem
-        dtype = getattr(torch, plan.precision.compute)
-        result = check_liger_kernels(model.config, attention=_small_model_attention(model), device=device, dtype=dtype)
-        problem = f"they differ on a small model of this class: {result.figures_text}"
-        return result, None if result.is_rounding else problem
+        difference = "they differ on a small model of this class"
+        return _compare_on_small_models(check_liger_kernels, model, plan, device=device, problem=difference)
 
     class_check, reason = all_ranks_agree(check)
     if class_check is None:
@@ -423,10 +418,6 @@ class CompileMonitor(TrainerCallback):
             logger.warning("Compiled blocks: %d graphs, and plain code runs at %d places (TORCH_LOGS=graph_breaks says "
                            "where and why)", figures["graphs"], figures["breaks"])  # fmt: skip
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Say what was compiled."""
-        logger.debug("Compiled blocks: %(graphs)d graphs in %(seconds).0f s, not counted for tokens/s", self.figures())
-
 
 def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> CompileMonitor | None:
     """Compile a model's blocks, if wanted and proven; None where the plain code stays. All ranks do the same."""
@@ -434,13 +425,10 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
         return None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    def check() -> tuple[ClassCheck, str | None]:
-        dtype = getattr(torch, plan.precision.compute)
-        result = check_compiled_blocks(base.config, attention=_small_model_attention(base), device=device, dtype=dtype)
-        problem = f"a small model of this class computes something else compiled: {result.figures_text}"
-        return result, None if result.is_rounding else problem
-
-    class_check, reason = all_ranks_agree(check)
+    difference = "a small model of this class computes something else compiled"
+    class_check, reason = all_ranks_agree(
+        lambda: _compare_on_small_models(check_compiled_blocks, base, plan, device=device, problem=difference)
+    )
     if class_check is None:
         logger.warning("Compiled blocks: none, the plain code runs: %s", reason)
         return None

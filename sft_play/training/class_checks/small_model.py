@@ -4,14 +4,17 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.log import one_line
 from sft_play.training.loop.rows import COUNT_KEYS, Collator
 
@@ -33,6 +36,8 @@ _NARROW_SIZES = {
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 4,
     "linear_head_dim": 16, "rotary_dim": 16, "index_n_heads": 4, "index_head_dim": 32, "indexer_n_heads": 4,
     "indexer_head_dim": 32, "hc_lowrank": 16, "ple_embed_dim": 64, "ngram_vocab_size_base": 100,
+    "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_state": 16, "state_size": 16, "ssm_state_size": 16,
+    "mamba_chunk_size": 16, "chunk_size": 16, "time_step_rank": 4, "mamba_dt_rank": 4,
 }  # fmt: skip
 _HEAD_SIZE_FIELDS = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
 # Size of the part of a head that turns with the position, where the config has one apart.
@@ -135,12 +140,24 @@ def small_model(config: Any, attention: str, trust_remote_code: bool) -> Any:
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What a model computed of rows, in fp32."""
+    """What a model computed of rows, in fp32: logits at positions without padding, [tokens, vocabulary], and the
+    gradient of each weight (none where it did not train)."""
 
-    # At positions without padding, [tokens, vocabulary].
     logits: torch.Tensor
-    # Of all weights, one after the other; none where it did not train.
-    gradients: torch.Tensor
+    weight_gradients: list[torch.Tensor]
+
+    @property
+    def gradients(self) -> torch.Tensor:
+        """All gradients, one after the other."""
+        return torch.cat([gradient.flatten() for gradient in self.weight_gradients])
+
+
+def pack_row(chats: Sequence[Any]) -> dict[str, Any]:
+    """A row of training with these chats, each of whose tokens but the first is trained."""
+    ids, lengths = np.concatenate(chats), np.array([len(chat) for chat in chats])
+    labels = ids.copy()
+    labels[np.cumsum(lengths) - lengths] = IGNORED
+    return {"input_ids": ids, "labels": labels, "chat_lengths": lengths}
 
 
 def run_model(
@@ -156,8 +173,10 @@ def run_model(
     told apart by boundaries; `uses_masks`: padded rows come with theirs; `extra_inputs`: what else the model is
     given."""
     batch = Collator(pad_id=0, flat=flat, adds_masks=uses_masks, adds_chat_lengths=flat)(rows)
-    excluded = COUNT_KEYS if needs_gradients else (*COUNT_KEYS, "labels")
-    inputs = {name: value for name, value in batch.items() if name not in excluded}
+    inputs = {name: value for name, value in batch.items() if name not in COUNT_KEYS}
+    if not needs_gradients:
+        del inputs["labels"]
+    inputs = send_to_device(inputs, model.device)
     model.zero_grad(set_to_none=True)
     output = model(**inputs, **extra_inputs, use_cache=False)
     if needs_gradients:
@@ -167,8 +186,8 @@ def run_model(
         logits = torch.cat(
             [row_logits[: len(row["input_ids"])] for row_logits, row in zip(output.logits, rows, strict=True)]
         )
-    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-    return ModelOutputs(logits.detach().float(), torch.cat(gradients).float() if gradients else torch.zeros(0))
+    gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+    return ModelOutputs(logits.detach().float(), gradients)
 
 
 def _require_small(config: Any, trust_remote_code: bool, max_parameters: int) -> None:
@@ -327,13 +346,9 @@ def _state_space_sizes(config: Any) -> dict[str, int]:
         (value for name in ("mamba_expand", "expand") if isinstance(value := config_field(config, name), int)), 2
     )
     inner_width = expansion * _NARROW_SIZES["hidden_size"]
-    sizes = dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8)
+    sizes = dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner_width // 8)
     # Zamba's, of no size of their own, are computed head by head and token by token
-    sizes["n_mamba_heads"] = 8 if config_field(config, "mamba_headdim") else 2
-    sizes |= dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner_width // 8)
-    sizes |= dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 16)
-    sizes |= dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16) | {"mamba_d_ssm": inner_width}
-    sizes |= dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4)
+    sizes |= {"n_mamba_heads": 8 if config_field(config, "mamba_headdim") else 2, "mamba_d_ssm": inner_width}
     if config_field(config, "attention_hidden_size"):  # Zamba's: of twice the hidden width
         width = 2 * _NARROW_SIZES["hidden_size"]
         sizes |= {"attention_hidden_size": width, "attention_head_dim": width // _NARROW_SIZES["num_attention_heads"]}

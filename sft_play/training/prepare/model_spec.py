@@ -206,9 +206,8 @@ def _measure_attention(
     if uses_boundaries and attention.name == "sdpa":
         boundaries = check_boundaries(hf_config, max_row_tokens=max_row_tokens, trust_remote_code=trust_remote_code)
         notes.append(f"Attention: {boundaries.reason}")
-        attention = (
-            replace(attention, name=attention_functions.VARLEN_ATTENTION) if not boundaries.is_needed else attention
-        )
+        if not boundaries.is_needed:
+            attention = replace(attention, name=attention_functions.VARLEN_ATTENTION)
     # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
     if not uses_masks and config.task_mode != "cpt" and layout.context_parallel == 1:
         padding = check_padding(

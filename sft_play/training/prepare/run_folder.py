@@ -76,14 +76,11 @@ def log_start(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
     logger.debug("Learning rate: %g (%s)", job.loaded.config.learning_rate, job.loaded.config.train.lr_scheduler_type)
 
 
-def batch_facts(plan: Plan) -> dict[str, int]:
-    """The batch arithmetic that a resumed run must share."""
-    return {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
-
-
 def layout_facts(plan: Plan) -> dict[str, Any]:
-    """How a run is spread, for the manifest; `processes` are more than `ranks` where some share rows."""
-    return {"batch": batch_facts(plan), "layout": plan.layout, "processes": plan.choice.layout.ranks}
+    """How a run is spread, for the manifest: the batch arithmetic that a resumed run must share, and `processes`, which
+    are more than `ranks` where some share rows."""
+    batch = {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
+    return {"batch": batch, "layout": plan.layout, "processes": plan.choice.layout.ranks}
 
 
 def _resume_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
@@ -95,14 +92,13 @@ def _resume_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapp
         )
         _write_deepspeed(job)
         return run_lock
+    spread = layout_facts(job.plan)
     check_same_run(
-        job.folder, job.loaded, data=dict(facts), batch=batch_facts(job.plan), backend=prepared_stages[0].backend.name
+        job.folder, job.loaded, data=dict(facts), batch=spread["batch"], backend=prepared_stages[0].backend.name
     )
     resume_times = [*job.folder.read_manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
     # how the stopped run ended is not how this one does
-    job.folder.update_manifest(
-        status="running", resumed=resume_times, **dict.fromkeys(END_ENTRIES), **layout_facts(job.plan)
-    )
+    job.folder.update_manifest(status="running", resumed=resume_times, **dict.fromkeys(END_ENTRIES), **spread)
     return run_lock
 
 
