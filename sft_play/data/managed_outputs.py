@@ -66,9 +66,8 @@ class OutputFolder:
         """Open a text file that gets its name when the context ends; `name` must be one of the folder's `names`."""
         assert name in self._names, name
         path = self.path / name
-        with _name_write_errors(path):
-            temporary_path = self._renames.enter_context(atomic.replace_path(path))
-            self._files[name] = temporary_path.open("w", encoding="utf-8", newline="\n")
+        temporary_path = self._renames.enter_context(atomic.replace_path(path))
+        self._files[name] = temporary_path.open("w", encoding="utf-8", newline="\n")
         return self._files[name]
 
     def write_json(self, name: str, data: Any) -> None:
@@ -81,8 +80,10 @@ class OutputFolder:
                 with contextlib.suppress(OSError):
                     file.close()
             self._renames.__exit__(kind, error, trace)
-            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-                raise DataError(f"{error.filename or self.path} cannot be written: {error.strerror}") from None
+            if isinstance(error, OSError):
+                is_own_file = error.filename is not None and Path(error.filename).parent == self.path
+                if is_own_file or error.errno in _DISK_ERRORS:
+                    raise DataError(f"{self.path} cannot be written: {error.strerror}") from None
             return
         with _name_write_errors(self.path), self._renames:
             record = self._read_record()

@@ -119,7 +119,6 @@ class SplitReport:
     """One written split: rows, turns by role, trained turns, and lengths in estimated tokens."""
 
     rows: int = 0
-    text_rows: int = 0
     roles: Counter[str] = field(default_factory=Counter)
     trained_turns: int = 0
     tokens: int = 0
@@ -131,7 +130,6 @@ class SplitReport:
         """Count a row."""
         messages = getattr(example, "messages", ())
         self.rows += 1
-        self.text_rows += isinstance(example, Text)
         self.roles.update(message["role"] for message in messages)
         self.trained_turns += sum(map(is_trained_turn, messages))
         tokens = round(len(example_text(example)) / CHARACTERS_PER_TOKEN)
@@ -143,7 +141,6 @@ class SplitReport:
         """The report as JSON."""
         return {
             "rows": self.rows,
-            "text_rows": self.text_rows,
             "turns": self.roles.total(),
             "roles": dict(sorted(self.roles.items())),
             "trained_turns": self.trained_turns,
@@ -154,14 +151,12 @@ class SplitReport:
 
     def lines(self, max_seq_len: int) -> list[str]:
         """The report in words."""
-        turns, texts = "no turns", ""
+        turns = "plain text"  # chats are not mixed with it
         if self.roles:
             roles = ", ".join(f"{role} {count:,}" for role, count in self.roles.most_common())
             turns = f"{self.roles.total():,} turns ({roles}), {self.trained_turns:,} of them trained"
-        if self.text_rows:
-            texts = f", {self.text_rows:,} of them plain text"
         return [
-            f"{format_row_count(self.rows)}{texts}; {turns}",
+            f"{format_row_count(self.rows)}; {turns}",
             f"about {self.tokens:,} tokens an epoch, longest row {self.longest:,}; "
             f"{self.rows_over_limit / self.rows:.1%} of the rows are over model.max_seq_len {max_seq_len:,} "
             f"({_LENGTH_NOTE})",
