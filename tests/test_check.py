@@ -17,9 +17,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data import checks
 from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import RowStats, TruncationCost, trained_runs
-from sft_play.data.build.survey import count_tokens_by_role
 from sft_play.data.sources.files import find_data_paths
-from sft_play.data.sources.formats import Chat
 from sft_play.diagnose.doctor import format_findings
 from sft_play.diagnose.run_check import CHECK_STATES, CheckReport, check_run
 from sft_play.errors import DataError
@@ -122,23 +120,13 @@ def test_a_good_run_is_ready_and_nothing_is_written(tiny_llama, tmp_path, monkey
     found = states(report)
     assert set(found) >= {
         *("config", "model files", "tokenizer", "chat template", "data files", "rows: train", "rows: val", "leaks"),
-        *("duplicates", "masks: train", "masks: val", "tokens by role", "BOS", "end of turn", "padding token"),
+        *("duplicates", "masks: train", "masks: val", "BOS", "end of turn", "padding token"),
         *("example", "length: train", "padding", "model", "memory plan", "disk"),
     }
     assert not {name for name, state in found.items() if state in ("warning", "problem")}
     assert "verified on every one of 30 rows" in one(report, "masks: train", "ok").found
     assert "[[it" in one(report, "example", "ok").found
     assert report.lines()[-1].startswith("Ready to train: ")
-
-
-def test_the_tokens_of_a_role_are_those_of_its_texts(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", SUMS)
-    said = one(checked(run_yaml(tmp_path, tiny_llama)), "tokens by role", "ok").found
-    # every answer is trained whole, no token of a question is, and of the template's one <|im_end|> a row
-    assert "user 0 of " in said
-    assert "template 40 of " in said
-    assistant = said.partition("assistant ")[2].partition(",")[0].split(" of ")
-    assert assistant[0] == assistant[1]
 
 
 def test_a_missing_model_does_not_hide_bad_rows(tmp_path):
@@ -325,7 +313,7 @@ def test_real_tokenizers_end_every_answer_with_a_token(name, tmp_path):
 
 
 def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch):
-    """Row numbers, places, repeated rows, sums: only tokens by role are counted in other rows."""
+    """Row numbers, places, repeated rows, sums."""
     from transformers import AutoTokenizer
 
     from sft_play.data.build import workers
@@ -354,14 +342,11 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
 
 
 def same_counts(one: dict[str, Any], several: dict[str, Any]) -> None:
-    """But for tokens by role, which are counted in other rows."""
     one, several = dict(one), dict(several)
     cost, other_cost = one.pop("truncation_cost"), several.pop("truncation_cost")
     assert (cost.longest, cost.trained_tokens) == (other_cost.longest, other_cost.trained_tokens)
     limits = (8, 64, 500)
     assert list(map(cost.kept_share, limits)) == list(map(other_cost.kept_share, limits))
-    assert min(several.pop("role_rows"), one.pop("role_rows")) > 50
-    assert several.pop("role_tokens").keys() == one.pop("role_tokens").keys()
     for name in ("source", "formats"):  # which only a build counts
         one.pop(name), several.pop(name)
     assert several == one
@@ -401,15 +386,6 @@ def test_trained_runs_are_found():
     assert trained_runs([5, -100, 1, 2, -100, 0]) == [(0, 1), (2, 4), (5, 6)]
     assert trained_runs([-100]) == []
     assert trained_runs([]) == []
-
-
-def test_tokens_are_counted_by_the_role_in_whose_text_they_begin():
-    messages = ({"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab"})
-    text, labels = "<>ab</><>ab</>", [-100, -100, -100, -100, -100, 7, 7]
-    offsets = [(n, n + 2) for n in range(0, 14, 2)]
-    # user: characters 2 to 4, the token at 2; assistant: 9 to 11, the token at 10; the other five are the template's
-    counts = count_tokens_by_role(Chat("x", messages), text, labels, offsets)
-    assert counts == {"template": [5, 1], "user": [1, 0], "assistant": [1, 1]}
 
 
 def test_a_length_that_the_model_does_not_have_is_not_proposed():

@@ -69,7 +69,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
         self.tags.append((tag, found))
-        if tag == "span" and "title" in found:
+        is_example = any(tag == "pre" for tag, _ in self.tags)  # not the legend above
+        if tag == "span" and is_example and "t" in str(found["class"]).split():
             self.tokens.append((str(found["class"]), ""))
             self._in_token = 1
 
@@ -280,7 +281,7 @@ def test_the_page_holds_nothing_of_the_data_but_text():
     assert {tag for tag, _ in page.tags} == {
         *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "section", "pre", "span"),
     }
-    allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "dir", "title"}
+    allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "dir"}
     assert {name for _, found in page.tags for name in found} <= allowed
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     text.encode("utf-8")
@@ -297,18 +298,15 @@ def test_the_page_allows_its_own_style_and_nothing_else():
     assert "https://" not in text
 
 
-def test_the_page_shows_every_token_in_order_with_its_id(tiny_llama, tmp_path):
+def test_the_page_shows_every_token_in_order(tiny_llama, tmp_path):
     found = look(tmp_path, tiny_llama, [chat("hello there", "the light is on")])
     page = Page((tmp_path / "page.html").read_text())
-    example = found.examples[0]
     assert "".join(text for _, text in page.tokens) == (
         "<|im_start|>user⏎\nhello·there<|im_end|>⏎\n<|im_start|>assistant⏎\nthe·light·is·on<|im_end|>⏎\n"
     )
     trained = "".join(text for name, text in page.tokens if "y" in name.split())
     assert trained == "the·light·is·on<|im_end|>"
-    titles = [str(attrs["title"]) for tag, attrs in page.tags if "title" in attrs]
-    assert [int(title.split()[1]) for title in titles] == list(example.ids)
-    assert example.method
+    assert found.examples[0].method
 
 
 def test_truncation_is_marked_with_its_counts(tiny_llama, tmp_path):

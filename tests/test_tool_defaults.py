@@ -138,7 +138,6 @@ def test_each_default_reaches_the_yaml_or_a_comment(tool, mode):
             for name in path.split("."):
                 at = getattr(at, name)
             assert at == ours, (key, path)
-            assert path in found.default_options or ours == all_options()[path].default, (key, path)
             seen.add(path)
         if isinstance(value, dict) and set(value) == {"words"}:
             assert f"{key} (not in the file): {value['words']}" in said

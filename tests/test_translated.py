@@ -131,29 +131,22 @@ def test_what_a_file_leaves_out_is_what_its_tool_takes_then(text, expected):
     assert {path: value(config, path) for path in expected} == expected
 
 
-def test_defaults_are_named_and_those_that_are_ours_too_are_not_written():
-    text = f"{FACTORY}dataset: my.jsonl\n"
-    assert "not in the file, defaults of LLaMA-Factory" in comments(text)
-    found = translated(text)
-    assert {"tuning.lora.r", "train.learning_rate"} <= set(found.default_options)
-    assert "model.max_seq_len" not in found.settings  # 2,048 in both
-    assert "defaults of" not in comments(
-        f"{AXOLOTL}sequence_len: 8\nexcess_length_strategy: drop\nadapter: lora\ngradient_accumulation_steps: 1\n"
-    )
+def test_defaults_that_are_ours_too_are_not_written():
+    found = translated(f"{FACTORY}dataset: my.jsonl\n").settings
+    assert {"tuning.lora.r", "train.learning_rate"} <= set(found)
+    assert "model.max_seq_len" not in found  # 2,048 in both
 
 
 def test_an_adapter_that_is_continued_keeps_its_own_options():
     config = config_of(f"{FACTORY}adapter_name_or_path: saves/first\n")
     assert config.model.adapter == "saves/first"
-    assert not any(
-        path.startswith("tuning.lora.") for path in translated(f"{FACTORY}adapter_folder: x\n").default_options
-    )
+    assert not any(path.startswith("tuning.lora.") for path in translated(f"{FACTORY}adapter_folder: x\n").settings)
 
 
 def test_a_run_yaml_of_ours_gets_no_other_tools_defaults():
     text = "model: {name: a/b, max_seq_len: 64}\ndata: {packing: best_fit, train_path: x.jsonl}\ntuning: {mode: lora}\n"
     found = translate_file(text, name="x.yaml", user_settings={})
-    assert (found.default_options, found.left_out_keys) == ([], [])
+    assert found.left_out_keys == []
     assert found.settings == {
         "model.name": "a/b", "model.max_seq_len": 64, "data.train_path": "x.jsonl", "data.packing": "best_fit",
         "tuning.mode": "lora",

@@ -91,7 +91,8 @@ def _translate_file(request: Request, file: Path) -> _RunYaml:
     result = translate_file(
         text, name=str(file), user_settings=settings, row_format=dataset_info.format if dataset_info else ""
     )
-    head = f"From {one_line(str(file))}, a file of {result.tool.name}; what is not set has this toolkit's defaults"
+    origin = f"From {one_line(str(file))}, a file of {result.tool.name}, with its defaults"
+    head = f"{origin}; what is not set has this toolkit's"
     comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
     return [head], result.settings, comments if comments[1:] else []
 

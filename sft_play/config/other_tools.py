@@ -273,33 +273,23 @@ def _read_template(value: Any, _: str) -> KeyTranslation | None:
 
 def _read_names(value: Any, path: str) -> KeyTranslation | None:
     """Names in a list, or in a text with commas."""
-    entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-    names: JsonValue = (
-        [_load_tables()["modules"].get(str(name), name) for name in entries if name]
-        if isinstance(entries, list)
-        else None
-    )
-    is_pattern = path.startswith("tuning.") and not re.fullmatch(r"[\w.,\[\]\"' -]*", str(value))
-    if is_pattern:
+    if path.startswith("tuning.") and not re.fullmatch(r"[\w.,\[\]\"' -]*", str(value)):
         return explain_only(
             "a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj, …), or is auto"
         )
-    return (
-        translate_to(path, names)
-        if names and option_accepts(path, names)
-        else explain_only(f"{path} takes {all_options()[path].accepted_values}")
-    )
+    entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if isinstance(entries, list):
+        names: JsonValue = [_load_tables()["modules"].get(str(name), name) for name in entries if name]
+        if names and option_accepts(path, names):
+            return translate_to(path, names)
+    return explain_only(f"{path} takes {all_options()[path].accepted_values}")
 
 
 def _read_split(value: Any, path: str) -> KeyTranslation | None:
     """A split of `datasets`: nothing to say of the one that is read."""
     match = re.fullmatch(r"(train|val|dev)\w*(\[:\d+\])?", str(value))
     if match and (match[1] == "train") is (path == DATA_SET_OPTIONS[0]):
-        return (
-            explain_only("this number of rows (max_rows) is drawn by train.seed, not the first")
-            if match[2]
-            else KeyTranslation()
-        )
+        return explain_only("this number of rows (max_rows) is drawn by train.seed, not the first" * bool(match[2]))
     return explain_only(
         f"{path} reads a split whole, train or validation: load_dataset(…, split={{value}}).to_json(FILE) of datasets "
         "writes another, or a part, to name here"

@@ -37,26 +37,19 @@ _PARTIAL_WORDS = re.compile(r"\bnot\b|longest|together|with tuning")
 
 @dataclass
 class Translation:
-    """Our settings by path, and what is not taken, with the reason. `idle_keys` are empty or switched off,
-    `default_options` are set by the other tool's defaults."""
+    """Our settings by path, and what is not taken, with the reason."""
 
     tool: OtherTool
     settings: dict[str, JsonValue]
     left_out_keys: list[tuple[str, str]] = field(default_factory=list)
-    idle_keys: list[str] = field(default_factory=list)
-    default_options: list[str] = field(default_factory=list)
 
     def comments(self) -> list[str]:
-        """What is not taken, and which settings are the other tool's defaults, as lines of comment."""
+        """What is not taken, or taken in another way, as lines of comment."""
         reasons = dict.fromkeys(entry_reason for _, entry_reason in self.left_out_keys)
         texts = [
             f"{', '.join(entry for entry, entry_reason in self.left_out_keys if entry_reason == reason)}: {reason}"
             for reason in reasons
         ]
-        if self.idle_keys:
-            texts.append(f"empty, off, or without effect here: {', '.join(self.idle_keys)}")
-        if self.default_options:
-            texts.append(f"not in the file, defaults of {self.tool.name}: {', '.join(self.default_options)}")
         # no word is broken: a path or a command is meant to be copied
         wrapper = textwrap.TextWrapper(
             112, initial_indent="# ", subsequent_indent="#     ", break_long_words=False, break_on_hyphens=False
@@ -184,6 +177,7 @@ def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[Forei
 
 
 def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> None:
+    """Take the settings of a key that our options accept; say what is not taken, or taken in another way."""
     if key.translation == KeyTranslation():
         return
     values = ((path, _dependent_value(path, value, result.settings)) for path, value in key.settings.items())
@@ -191,23 +185,19 @@ def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> 
     for path, value in accepted.items():
         result.settings.setdefault(path, value)
     raw_text = document.raw_texts.get(key.path)
-    template = _REMOVE_ADVICE.sub("", key.translation.explanation) if key.translation else ""
-    explanation = template.replace("{value}", format_value(key.value, raw_text=raw_text).strip('"'))
-    is_off = key.value is False or key.value in (None, "", [], {}) or "no effect" in explanation
-    if (
-        not accepted
-        and not explanation.startswith("here rows")
-        and (is_off or (key.translation is not None and not explanation))
-    ):
-        result.idle_keys.append(dotted_path(key.path))
-    elif not accepted or _PARTIAL_WORDS.search(explanation):
-        settings_text = (
-            f"here {' and '.join(f'{path}: {format_value(value)}' for path, value in accepted.items())}"
-            if accepted
-            else ""
-        )
-        reason = "; ".join(filter(None, [settings_text, explanation])) or _UNKNOWN_KEY.explanation
-        result.left_out_keys.append((f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})", reason))
+    reason = ""
+    if key.translation is not None:
+        template = _REMOVE_ADVICE.sub("", key.translation.explanation)
+        reason = template.replace("{value}", format_value(key.value, raw_text=raw_text).strip('"'))
+    is_off = key.value is False or key.value in (None, "", [], {}) or "no effect" in reason
+    if accepted:
+        if not _PARTIAL_WORDS.search(reason):
+            return
+        reason = f"here {' and '.join(f'{path}: {format_value(value)}' for path, value in accepted.items())}; {reason}"
+    elif is_off and not reason.startswith("here rows"):
+        return
+    entry = f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})"
+    result.left_out_keys.append((entry, reason or _UNKNOWN_KEY.explanation))
 
 
 def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> None:
@@ -219,7 +209,6 @@ def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> Non
         value = _dependent_value(path, key.settings[path], result.settings, row_format)
         if option_accepts(path, value) and (path == "tuning.mode" or value != all_options()[path].default):
             result.settings[path] = value
-            result.default_options.append(path)
     # what is said of a mode is that of training the whole
     is_mode_explanation = "tuning.mode" in key.settings and result.settings["tuning.mode"] != "full"
     explanation = key.translation.explanation if key.translation and not is_mode_explanation else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, count_shared_rows, format_row_count, length_remedy
-from sft_play.data.build.survey import TEMPLATE_ROLE, count_readable_rows
+from sft_play.data.build.survey import count_readable_rows
 from sft_play.data.masks.token_row import MASK_METHODS
 from sft_play.data.sources.columns import describe_unused_columns
 from sft_play.data.sources.files import data_part_split, find_data_paths
@@ -256,20 +256,7 @@ def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str
     return pass_finding("padding", f"of the tokens in batches of {micro_batch}: {', '.join(share_texts)}")
 
 
-# Roles and marks
-
-
-def judge_roles(stats: RowStats) -> Iterator[Finding]:
-    """Trained tokens of each role."""
-    if stats.role_rows:
-        order = sorted(stats.role_tokens, key=lambda role: (role == TEMPLATE_ROLE, -stats.role_tokens[role][0]))
-        shares = ", ".join(f"{role} {stats.role_tokens[role][1]:,} of {stats.role_tokens[role][0]:,}" for role in order)
-        rows_note = (
-            ""
-            if stats.role_rows == stats.kept_rows
-            else f", counted in {stats.role_rows:,} of {stats.kept_rows:,} rows"
-        )
-        yield pass_finding("tokens by role", f"trained in {stats.split}: {shares}{rows_note}")
+# Marks
 
 
 def judge_special_tokens(stats: RowStats, tokenizer: Any) -> Iterator[Finding]:

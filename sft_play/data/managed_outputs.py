@@ -8,8 +8,8 @@ so that a command that fails or is killed leaves the old files as they were.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +23,8 @@ from sft_play.log import one_line
 RECORD_NAME = ".sft_play_written.json"
 
 
-class OutputWriteError(DataError):
-    """Output could not be written: the disk is full, or a limit was reached."""
+# What a write fails with where the disk is full or broken, or a limit is reached.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def _name_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputWriteError(f"{path} cannot be written: {error.strerror}") from None
+        raise DataError(f"{path} cannot be written: {error.strerror}") from None
 
 
 class OutputFolder:
@@ -42,7 +42,7 @@ class OutputFolder:
     def __init__(self, path: Path, names: tuple[str, ...], *, force: bool, command: str) -> None:
         self.path = path
         self._names, self._force, self._command = names, force, command
-        self._files: dict[str, _OutputFile] = {}
+        self._files: dict[str, TextIO] = {}
         # Renames what was written when it is left, the last opened first; removes it where it is left with an error.
         self._renames = contextlib.ExitStack()
 
@@ -66,9 +66,8 @@ class OutputFolder:
         """Open a text file that gets its name when the context ends; `name` must be one of the folder's `names`."""
         assert name in self._names, name
         path = self.path / name
-        with _name_write_errors(path):
-            temporary_path = self._renames.enter_context(atomic.replace_path(path))
-            self._files[name] = _OutputFile(path, temporary_path)
+        temporary_path = self._renames.enter_context(atomic.replace_path(path))
+        self._files[name] = temporary_path.open("w", encoding="utf-8", newline="\n")
         return self._files[name]
 
     def write_json(self, name: str, data: Any) -> None:
@@ -81,12 +80,16 @@ class OutputFolder:
                 with contextlib.suppress(OSError):
                     file.close()
             self._renames.__exit__(kind, error, trace)
+            if isinstance(error, OSError):
+                is_own_file = error.filename is not None and Path(error.filename).parent == self.path
+                if is_own_file or error.errno in _DISK_ERRORS:
+                    raise DataError(f"{self.path} cannot be written: {error.strerror}") from None
             return
         with _name_write_errors(self.path), self._renames:
             record = self._read_record()
             for name, file in self._files.items():
                 file.close()
-                record[name] = _file_digest(file.temporary_path)
+                record[name] = _file_digest(Path(file.name))
             outdated = record.keys() & set(self._names) - self._files.keys()
             for name in outdated:
                 del record[name]
@@ -105,18 +108,6 @@ class OutputFolder:
                 f"{path} cannot be read ({one_line(str(error))}); remove it, or overwrite with FORCE=1"
             ) from None
         return record
-
-
-class _OutputFile(io.TextIOWrapper):
-    """A file that is written; a full disk, or a limit, is the user's error, not ours."""
-
-    def __init__(self, path: Path, temporary_path: Path) -> None:
-        self._path, self.temporary_path = path, temporary_path
-        super().__init__(temporary_path.open("wb"), encoding="utf-8", newline="\n")
-
-    def write(self, text: str, /) -> int:
-        with _name_write_errors(self._path):
-            return super().write(text)
 
 
 def _file_digest(path: Path) -> str:

@@ -4,7 +4,6 @@ A text is the set of its runs of `NGRAM` words, in any case of letters. Scripts 
 the letter.
 """
 
-import functools
 import hashlib
 import math
 from collections import Counter
@@ -33,13 +32,7 @@ _MAX_BANDS, _MAX_BAND_ROWS = 16, 5
 _MAX_TEXTS_PER_KEY, _MAX_CANDIDATES = 256, 32
 # What a text takes beside its shingles (measured on GSM8K's 7,473 rows).
 _INDEX_BYTES_PER_TEXT = 2_300
-_MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64)
 Shingles = np.ndarray[Any, np.dtype[np.uint64]]
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def _hash_word(word: str) -> int:
-    return int.from_bytes(hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "big")
 
 
 def comparison_words(text: str) -> list[str]:
@@ -50,14 +43,10 @@ def comparison_words(text: str) -> list[str]:
 def compute_shingles(text: str) -> Shingles:
     """The set of a text's runs of `NGRAM` words, or of all its words where it has fewer: 64-bit hashes in order."""
     words = comparison_words(text)
-    hashes = np.fromiter(map(_hash_word, words), dtype=np.uint64, count=len(words))
-    count = min(NGRAM, len(hashes))
-    runs = np.full(len(hashes) - count + 1, count, dtype=np.uint64)
-    for offset in range(count):  # arithmetic modulo 2**64
-        runs = (runs ^ (runs >> np.uint64(29))) * _MULTIPLIERS[offset] + hashes[offset : offset + len(runs)]
-    runs.sort()
-    unique: Shingles = runs[np.append(True, runs[1:] != runs[:-1])]
-    return unique
+    count = min(NGRAM, len(words))
+    runs = {" ".join(words[start : start + count]) for start in range(len(words) - count + 1)}
+    digests = (hashlib.blake2b(run.encode("utf-8", "replace"), digest_size=8).digest() for run in runs)
+    return np.unique(np.frombuffer(b"".join(digests), dtype=np.uint64))
 
 
 def jaccard_similarity(first: Shingles, second: Shingles) -> float:
@@ -107,29 +96,35 @@ class SketchMaker:
 
 class SimilarityIndex:
     """Indexes texts, and finds the one most similar to another text, if their similarity reaches the threshold.
-    datasketch's MinHashLSH finds the same, with four times the memory and ten times the time for it."""
+    datasketch's MinHashLSH finds the same, with four times the memory and ten times the time for it. No text is added
+    to one that takes `max_bytes`."""
 
-    def __init__(self, sketch_maker: SketchMaker) -> None:
+    def __init__(self, sketch_maker: SketchMaker, *, max_bytes: float = math.inf) -> None:
+        self._max_bytes = max_bytes
         self._threshold = sketch_maker.threshold
-        self._tables: list[dict[bytes, tuple[int, ...] | list[int]]] = [{} for _ in range(sketch_maker.bands)]
+        self._tables: list[dict[bytes, tuple[int, ...]]] = [{} for _ in range(sketch_maker.bands)]
         self._texts: list[tuple[Shingles, str]] = []
-        # About the memory that the index takes.
-        self.memory_bytes = 0
+        self._memory_bytes = 0
 
     def __len__(self) -> int:
         return len(self._texts)
 
+    @property
+    def is_full(self) -> bool:
+        """True where the texts take about all the memory that they may."""
+        return self._memory_bytes >= self._max_bytes
+
     def add(self, sketch: TextSketch, location: str) -> None:
-        """Add the text of a row at this place."""
+        """Add the text of a row at this place, unless the index is full."""
+        if self.is_full:
+            return
         new_entry = (len(self._texts),)  # one for all tables: nearly every key is one text's
         for table, key in zip(self._tables, sketch.bands, strict=True):
             entries = table.setdefault(key, new_entry)
-            if isinstance(entries, list):
-                entries += new_entry[: _MAX_TEXTS_PER_KEY - len(entries)]
-            elif entries is not new_entry:
-                table[key] = [*entries, *new_entry]
+            if entries is not new_entry and len(entries) < _MAX_TEXTS_PER_KEY:
+                table[key] = entries + new_entry
         self._texts.append((sketch.shingles, location))
-        self.memory_bytes += _INDEX_BYTES_PER_TEXT + sketch.shingles.nbytes
+        self._memory_bytes += _INDEX_BYTES_PER_TEXT + sketch.shingles.nbytes
 
     def nearest(self, sketch: TextSketch) -> tuple[float, str] | None:
         """Similarity and place of the most similar text, the first of several; None where none is similar enough."""

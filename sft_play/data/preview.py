@@ -390,16 +390,15 @@ _TERMINAL_STYLES = {
 
 def format_plain_lines(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIECES) -> list[str]:
     """The example as plain text."""
-    body = "".join(text for text, _ in _mark_segments(row, max_pieces))
-    lines = [*filter(None, body.split("\n")), *row.problem_lines()]
-    return [f"Row {row.row_number:,} {row.summary()}", *(f"  {line}" for line in lines)]
+    heading, *lines = format_terminal_text(row, max_pieces=max_pieces).plain.split("\n")
+    return [heading, *(f"  {line}" for line in filter(None, lines))]
 
 
 def format_terminal_text(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIECES) -> Any:
     """The example as `rich.text.Text`: tokens on changing grounds, trained ones green, cut ones struck through."""
     from rich.text import Text
 
-    problem_lines = [(f"  {line}\n", "bold red") for line in row.problem_lines()]
+    problem_lines = [(f"{line}\n", "bold red") for line in row.problem_lines()]
     heading = (f"Row {row.row_number:,} {row.summary()}\n", "bold")
     return Text.assemble(heading, *_mark_segments(row, max_pieces), "\n", *problem_lines)
 
@@ -429,34 +428,25 @@ def _mark_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str]
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1d2129; --soft: #5b6472; --page: #fbfbfa; --line: #d9dce1; --a: #eceef1;
-  --b: #dde1e7; --ta: #c2ecc4; --tb: #9fdda4; --special: #2557a7; --bad: #a3262a; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7ec; --soft: #9aa4b2; --page: #15181d; --line: #363c46;
-  --a: #262b33; --b: #343b46; --ta: #1c5130; --tb: #28713f; --special: #8fb8f6; --bad: #ff8f8f; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem clamp(.75rem, 3vw, 2.5rem) 4rem; max-width: 78rem; background: var(--page);
-  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.3rem; margin: 0 0 .25rem; }
-h2 { font-size: 1.05rem; margin: 0 0 .25rem; }
-p { margin: .25rem 0; }
-.soft { color: var(--soft); }
-.bad { color: var(--bad); font-weight: 600; }
-section { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem; }
-pre { font: 14px/1.75 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
-.t { background: var(--a); border-radius: 3px; padding: .08em 0; unicode-bidi: isolate; }
+:root { color-scheme: light dark; --a: #eceef1; --b: #dde1e7; --ta: #c2ecc4; --tb: #9fdda4; --bad: #a3262a; }
+@media (prefers-color-scheme: dark) { :root { --a: #262b33; --b: #343b46; --ta: #1c5130; --tb: #28713f;
+  --bad: #ff8f8f; } }
+body { margin: 0 auto; padding: 1.5rem; max-width: 78rem; font: 15px/1.5 system-ui, sans-serif; }
+body, pre { overflow-wrap: anywhere; }
+section { margin-top: 2rem; border-top: 1px solid gray; }
+pre { font: 14px/1.75 ui-monospace, monospace; white-space: pre-wrap; }
+.t { background: var(--a); unicode-bidi: isolate; }
 .b { background: var(--b); }
 .y { background: var(--ta); }
 .o { background: var(--tb); }
-.s { color: var(--special); font-weight: 600; box-shadow: inset 0 0 0 1px currentColor; padding: .08em .2em; }
+.s { font-weight: 600; box-shadow: inset 0 0 0 1px currentColor; padding: .08em .2em; }
 .x { text-decoration: line-through; opacity: .6; }
-.cut { color: var(--bad); font-weight: 600; }
-.gap { color: var(--soft); font-style: italic; }
+.cut, .bad { color: var(--bad); font-weight: 600; }
+.gap { font-style: italic; }
 """.strip()
 _LEGEND = """<p><span class="t">not</span><span class="t b"> trained</span> · <span class="t y">tra</span><span
-class="t y o">ined</span> · <span class="t s">special token</span> · <span class="t x">cut by max_seq_len</span></p>
-<p class="soft">· space, ⏎ line break, ⇥ tab, ⟨U+200B⟩ a character that is not seen, ⟨0xF0⟩ a byte that is no character;
-point at a token for its id</p>
+class="t y o">ined</span> · <span class="t s">special token</span> · <span class="t x">cut by max_seq_len</span> ·
+⟨U+200B⟩ a character that is not seen, ⟨0xF0⟩ a byte that is no character</p>
 """
 
 
@@ -467,7 +457,7 @@ def render_html_page(
     # the page may be opened anywhere: it allows itself this one style sheet, by its digest, and nothing else
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    lines = "".join(f'<p class="soft">{_escape(line)}</p>\n' for line in intro_lines)
+    lines = "".join(f"<p>{_escape(line)}</p>\n" for line in intro_lines)
     sections = "".join(_render_section(row, max_pieces) for row in rows)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -480,17 +470,15 @@ def render_html_page(
 
 
 def _render_section(row: PreviewRow, max_pieces: int) -> str:
-    spans = "".join(map(_render_segment, shown_segments(row, max_pieces)))
+    spans = "".join(
+        f'<span class="{segment.classes}">{html.escape(segment.text)}</span>'
+        for segment in shown_segments(row, max_pieces)
+    )
     problems = "".join(f'<p class="bad">{_escape(line)}</p>\n' for line in row.problem_lines())
     return (
-        f'<section>\n<h2>Row {row.row_number:,}</h2>\n<p class="soft">{_escape(row.summary())}</p>\n'
+        f"<section>\n<h2>Row {row.row_number:,}</h2>\n<p>{_escape(row.summary())}</p>\n"
         f'<pre dir="ltr">{spans}</pre>\n{problems}</section>\n'
     )
-
-
-def _render_segment(segment: Segment) -> str:
-    title = f' title="id {", ".join(map(str, segment.piece.ids))}"' if segment.piece else ""
-    return f'<span class="{segment.classes}"{title}>{html.escape(segment.text)}</span>'
 
 
 def _escape(text: str) -> str:

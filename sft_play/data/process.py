@@ -6,11 +6,11 @@ the others, and rows with the same content are in the same split; raw files that
 Nothing is written where a row cannot be used, unless data.on_bad_row=skip.
 """
 
-import bisect
 import dataclasses
 import functools
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from sft_play.config.schema import ProcessConfig, RunConfig, StyleConfig
 from sft_play.data.build.stats import RowStats, format_row_count
 from sft_play.data.build.survey import CHARACTERS_PER_TOKEN
 from sft_play.data.checks import judge_columns
-from sft_play.data.managed_outputs import OutputFolder, OutputWriteError
+from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.masks.render import is_trained_turn
 from sft_play.data.near_duplicates import (
     SimilarityIndex,
@@ -66,8 +66,6 @@ OUTPUT_NAMES = (*(f"{name}.jsonl" for name in SPLIT_NAMES), "report.json")
 MAX_INDEX_BYTES = 2 * GIB
 # Rows, or files, that are named of each problem; the rest is counted.
 MAX_LISTED = 20
-# Upper edges in tokens, inclusive, of the ranges that rows are counted in; one more range is above the last.
-LENGTH_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 # Without the chat template's own tokens: processing needs no model, and its rows may be trained with any.
 _LENGTH_NOTE = f"lengths are estimated at {CHARACTERS_PER_TOKEN:g} characters per token"
 
@@ -121,12 +119,9 @@ class SplitReport:
     """One written split: rows, turns by role, trained turns, and lengths in estimated tokens."""
 
     rows: int = 0
-    text_rows: int = 0
     roles: Counter[str] = field(default_factory=Counter)
     trained_turns: int = 0
     tokens: int = 0
-    # Rows by range of length.
-    lengths: list[int] = field(default_factory=lambda: [0] * (len(LENGTH_EDGES) + 1))
     # Rows that are longer than max_seq_len.
     rows_over_limit: int = 0
     longest: int = 0
@@ -135,51 +130,36 @@ class SplitReport:
         """Count a row."""
         messages = getattr(example, "messages", ())
         self.rows += 1
-        self.text_rows += isinstance(example, Text)
         self.roles.update(message["role"] for message in messages)
         self.trained_turns += sum(map(is_trained_turn, messages))
         tokens = round(len(example_text(example)) / CHARACTERS_PER_TOKEN)
         self.tokens += tokens
-        self.lengths[bisect.bisect_left(LENGTH_EDGES, tokens)] += 1
         self.rows_over_limit += tokens > max_seq_len
         self.longest = max(self.longest, tokens)
 
     def as_json(self) -> dict[str, Any]:
         """The report as JSON."""
-        labels = [*(f"<= {edge}" for edge in LENGTH_EDGES), f"> {LENGTH_EDGES[-1]}"]
         return {
             "rows": self.rows,
-            "text_rows": self.text_rows,
             "turns": self.roles.total(),
             "roles": dict(sorted(self.roles.items())),
             "trained_turns": self.trained_turns,
             "tokens_estimated": self.tokens,
-            "token_lengths": dict(zip(labels, self.lengths, strict=True)),
             "longest": self.longest,
             "share_over_max_seq_len": round(self.rows_over_limit / self.rows, 6),
         }
 
     def lines(self, max_seq_len: int) -> list[str]:
         """The report in words."""
-        turns, texts = "no turns", ""
+        turns = "plain text"  # chats are not mixed with it
         if self.roles:
             roles = ", ".join(f"{role} {count:,}" for role, count in self.roles.most_common())
             turns = f"{self.roles.total():,} turns ({roles}), {self.trained_turns:,} of them trained"
-        if self.text_rows:
-            texts = f", {self.text_rows:,} of them plain text"
-        edges = itertools.pairwise([0, *LENGTH_EDGES])
-        ranges = [*(f"{low}-{high}" for low, high in edges), f"over {LENGTH_EDGES[-1]}"]
-        bars = [
-            f"{tokens}: {rows:,} ({rows / self.rows:.0%})"
-            for tokens, rows in zip(ranges, self.lengths, strict=True)
-            if rows
-        ]
         return [
-            f"{format_row_count(self.rows)}{texts}; {turns}",
+            f"{format_row_count(self.rows)}; {turns}",
             f"about {self.tokens:,} tokens an epoch, longest row {self.longest:,}; "
             f"{self.rows_over_limit / self.rows:.1%} of the rows are over model.max_seq_len {max_seq_len:,} "
             f"({_LENGTH_NOTE})",
-            f"rows by tokens: {', '.join(bars)}",
         ]
 
 
@@ -325,7 +305,8 @@ class _Processor:
         self._output_files: dict[str, TextIO] = {}
         self._similarity_index: SimilarityIndex | None = None
         if self._options.near_duplicates != "ignore":
-            self._similarity_index = SimilarityIndex(self._sketch_maker)
+            max_bytes = MAX_INDEX_BYTES if self._options.near_duplicates == "count" else math.inf
+            self._similarity_index = SimilarityIndex(self._sketch_maker, max_bytes=max_bytes)
         # The rows of each file that training rows are compared with.
         self._indexes_by_file: dict[str, SimilarityIndex] = {}
         self._progress: WaitProgress
@@ -345,7 +326,7 @@ class _Processor:
             for part, split in parts:
                 self._process_part(part, split, out)
             self._check_results()
-            if self._similarity_index is not None and self._is_index_full:
+            if self._similarity_index is not None and self._similarity_index.is_full:
                 report.remarks.append(
                     f"Near-duplicates: rows were compared with the first {len(self._similarity_index):,} that have "
                     f"none ({MAX_INDEX_BYTES / GIB:g} GiB of memory); data.process.near_duplicates=drop compares with "
@@ -462,8 +443,6 @@ class _Processor:
                 if problem is not None:
                     self._report.count_dropped(problem.reason, problem.where)
                     stats.count_bad(problem)
-        except OutputWriteError:  # a full disk is no fault of the raw file
-            raise
         except DataError as error:
             error_text = str(error)
         file_report.unused = list(dict.fromkeys(name for name, _, _ in stats.unused_columns))[:MAX_LISTED]
@@ -561,18 +540,11 @@ class _Processor:
         if match is not None:
             report.near_duplicates.add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
             return "nearly an earlier row" * (options.near_duplicates == "drop")
-        if not self._is_index_full:
-            self._similarity_index.add(sketch, example.where)
+        self._similarity_index.add(sketch, example.where)
         return ""
 
-    @property
-    def _is_index_full(self) -> bool:
-        index = self._similarity_index
-        is_counting_only = self._options.near_duplicates == "count"
-        return is_counting_only and index is not None and index.memory_bytes >= MAX_INDEX_BYTES
-
     def _check_results(self) -> None:
-        report, options = self._report, self._options
+        report = self._report
         if self._faults:
             more = filter(None, [_more(len(self._faults), "… and {} more files")])
             advice = "fix it" if len(self._faults) == 1 else "fix them"
@@ -593,16 +565,6 @@ class _Processor:
                 f"all {report.rows_kept:,} rows fall into {' and '.join(report.splits)}, none into train; set "
                 "data.process.val_fraction=0 and test_fraction=0, or give more rows"
             )
-        for name, share in (("val", options.val_fraction), ("test", options.test_fraction)):
-            if name in report.splits:
-                continue
-            if report.has_own_splits:
-                report.remarks.append(f"The raw files have no {name} rows: {name}.jsonl is not written")
-            elif share:
-                report.remarks.append(
-                    f"No row falls into {name} ({name}_fraction {share:g} of {format_row_count(report.rows_kept)}): "
-                    f"{name}.jsonl is not written"
-                )
 
 
 def _find_named_split(part: FilePart, folder: Path | None) -> str | None:

@@ -296,7 +296,6 @@ class _RunChecks:
             yield from checks.judge_masks(survey, config.data)
             yield from checks.judge_texts(survey, config.data)
         for survey in chats[:1]:
-            yield from checks.judge_roles(survey)
             yield from checks.judge_special_tokens(survey, self._tokenizer)
             if survey.first_row is not None:
                 row_number, token_row = survey.first_row

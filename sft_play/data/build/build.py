@@ -386,7 +386,7 @@ class _BuildWorker:
                 elif recipe.is_document:
                     stats[side].count_document(whole_row)
                 else:
-                    counter.count(stats[side], outcome.row_number, outcome.example, whole_row, row)
+                    counter.count(stats[side], outcome.row_number, whole_row, row)
                 if not isinstance(row, BadRow):
                     writers[side].add(row, outcome.example)
                     stats[side].digests.append(token_digest(row.input_ids))

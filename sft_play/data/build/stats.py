@@ -171,9 +171,6 @@ class RowStats:
     # Rows whose last turn the template does not end, by the end that was added.
     added_ends: Counter[str] = field(default_factory=Counter)
     rows_training_pad: int = 0
-    # [tokens, trained] by role, in `role_rows` of the rows.
-    role_tokens: dict[str, list[int]] = field(default_factory=dict)
-    role_rows: int = 0
     # The first row that can be trained: `(row number, TokenRow)`, before any cut.
     first_row: Any = None
 
@@ -369,9 +366,6 @@ def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] =
             continue
         if name == "shortest_prompt":
             setattr(stats, name, min(filter(None, (value, other_value)), default=0))
-        elif name == "role_tokens":
-            for role, role_counts in other_value.items():
-                value[role] = [sum(pair) for pair in zip(value.get(role, (0, 0)), role_counts, strict=True)]
         elif isinstance(value, Counter):
             value.update(other_value)
         elif isinstance(value, array):

@@ -11,11 +11,11 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, trained_runs
 from sft_play.data.build.workers import RENDER_BATCH_CHARS, RENDER_BATCH_ROWS
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.token_row import IGNORED, TokenRow
+from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.sources.examples import ExampleReader, character_count, count_part_rows
 from sft_play.data.sources.files import AnySource, FilePart, find_source, list_parts, read_part
 from sft_play.data.sources.formats import Chat, Example, Text
-from sft_play.data.sources.messages import TEXT_KEYS, iter_texts
+from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import BadRow, is_gzipped
 from sft_play.errors import SftPlayError, translate_library_errors
 from sft_play.process.waiting import release_after_long_text
@@ -89,58 +89,23 @@ def _estimate_file(part: FilePart) -> EstimatedSize:
 # Count rows while they are built; and render rows in this process, batch by batch, to show, write
 # or count them.
 
-# Rows of each piece of a file in which tokens are counted by role: that takes tokenising them again.
-ROLE_ROWS = 64
-# Counts tokens that are in no message's text.
-TEMPLATE_ROLE = "template"
-
-
-# Tokens by role
-def count_tokens_by_role(
-    chat: Chat, text: str, labels: Sequence[int], offsets: Sequence[tuple[int, int]]
-) -> dict[str, list[int]]:
-    """[tokens, trained] by the role whose text each token begins in, `template` for those that are in none. A message's
-    text is looked for behind the one before it; one that the template rewrites counts as template."""
-    spans: list[tuple[int, int, str]] = []
-    offset = 0
-    for message in chat.messages:
-        for part in map(message.get, TEXT_KEYS):
-            content = str(part or "").strip()
-            # from the end of the one before: the same words may stand in several messages
-            begin = text.find(content, offset) if content else -1
-            if begin >= 0:
-                offset = begin + len(content)
-                spans.append((begin, offset, str(message["role"])))
-    counts: dict[str, list[int]] = {}
-    span_index = 0
-    for label, (start, _) in zip(labels, offsets, strict=True):
-        while span_index < len(spans) and spans[span_index][1] <= start:
-            span_index += 1
-        role = spans[span_index][2] if span_index < len(spans) and spans[span_index][0] <= start else TEMPLATE_ROLE
-        entry = counts.setdefault(role, [0, 0])
-        entry[0] += 1
-        entry[1] += label != IGNORED
-    return counts
-
 
 # Counts
 class RowCounter:
     """Counts rows as they are made with one tokenizer."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
         tokenizer_parts, backend = renderer.tokenizer_parts, renderer.backend
+        self._bos_id = tokenizer_parts.bos_id
         pad_token = dict(tokenizer_parts.special_tokens_map).get("pad_token")
         # a tokenizer without a pad token of its own pads with eos
-        self._pad_id = (
-            None if pad_token is None or pad_token == tokenizer_parts.eos_token else backend.token_to_id(pad_token)
-        )
+        self._pad_id = None
+        if pad_token not in (None, tokenizer_parts.eos_token):
+            self._pad_id = backend.token_to_id(pad_token)
         added_ids = (token_id for token_id, _, _ in tokenizer_parts.added_tokens)
         self._special_ids = frozenset(added_ids) | frozenset(map(backend.token_to_id, tokenizer_parts.special_tokens))
 
-    def count(
-        self, stats: RowStats, row_number: int, example: Example, whole_row: TokenRow, row: TokenRow | BadRow
-    ) -> None:
+    def count(self, stats: RowStats, row_number: int, whole_row: TokenRow, row: TokenRow | BadRow) -> None:
         """Count a rendered row: as `whole_row`, and as max_seq_len leaves it; a bad `row` is too long."""
         runs = trained_runs(whole_row.labels)
         stats.truncation_cost.add(len(whole_row.labels), runs)
@@ -151,12 +116,9 @@ class RowCounter:
         stats.first_row = stats.first_row or (row_number, whole_row)
         stats.count_kept(row, whole_row)
         stats.lengths.append(len(row.input_ids))
-        bos_id = self._renderer.tokenizer_parts.bos_id
-        stats.rows_with_bos += bos_id is not None and bool(whole_row.input_ids) and whole_row.input_ids[0] == bos_id
+        stats.rows_with_bos += self._bos_id is not None and list(whole_row.input_ids[:1]) == [self._bos_id]
         stats.rows_training_pad += self._pad_id is not None and self._pad_id in row.labels
         self._count_ends(stats, whole_row, runs)
-        if isinstance(example, Chat):
-            self._count_roles(stats, example, whole_row)
 
     def _count_ends(self, stats: RowStats, whole_row: TokenRow, runs: Sequence[tuple[int, int]]) -> None:
         has_open_end = False
@@ -173,20 +135,6 @@ class RowCounter:
         if has_open_end and whole_row.method != "document":
             stats.rows_with_open_end += 1
             stats.first_open_end_location = stats.first_open_end_location or whole_row.location
-
-    def _count_roles(self, stats: RowStats, chat: Chat, whole_row: TokenRow) -> None:
-        if stats.role_rows == ROLE_ROWS:
-            return
-        encoded = self._renderer.backend.encode(whole_row.text, add_special_tokens=False)
-        if encoded.ids != list(whole_row.input_ids):
-            return  # a text that spells a special token is tokenised differently
-        stats.role_rows += 1
-        for role, (tokens, trained_tokens) in count_tokens_by_role(
-            chat, whole_row.text, whole_row.labels, encoded.offsets
-        ).items():
-            entry = stats.role_tokens.setdefault(role, [0, 0])
-            entry[0] += tokens
-            entry[1] += trained_tokens
 
 
 # Rows, one batch after the other

@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.config.load import resolved_config_without_paths
 from sft_play.data.build.splits import DataSplits, build_splits
-from sft_play.data.checks import judge_roles, judge_special_tokens, judge_split
+from sft_play.data.checks import judge_special_tokens, judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import source_digest
@@ -177,7 +177,7 @@ def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec
             level = logging.INFO if finding.verdict == "WARN" and not is_reported_for_train else logging.DEBUG
             logger.log(level, "Data %s: %s: %s", name, finding.name.partition(":")[0], finding.found.partition("\n")[0])
         if name == "train":
-            for finding in (*judge_roles(stats), *judge_special_tokens(stats, tokenizer.tokenizer)):
+            for finding in judge_special_tokens(stats, tokenizer.tokenizer):
                 logger.debug("Data train: %s: %s", finding.name, finding.found)
     return splits
 
