@@ -55,7 +55,7 @@ class OutputFolder:
         if unmanaged:
             raise DataError(
                 f"{', '.join(map(str, unmanaged))}: edited since make {self._command} wrote it, or not written by it; "
-                f"move it away, or overwrite it with make {self._command} FORCE=1"
+                f"move it away, or overwrite it with make {self._command} FORCE=1 (which replaces no folder)"
             )
         with _name_write_errors(self.path):
             # opened first, so that it gets its name last

@@ -196,9 +196,14 @@ def find_known_bad(
     """Find the entries that apply, else a PASS. `rank_count`: of all nodes. `packages`: whose kernels the model's
     class runs where they are installed."""
     facts = _combination_facts(system_facts, packages, rank_count=rank_count, node_count=node_count, layout=layout)
+    known_facts = {name: "?" if value is None else value for name, value in facts.items()}
     findings = [
         Finding(
-            KNOWN_BAD_NAME, entry["verdict"], entry["what"].format(**facts), entry["remedy"], tuple(entry["sources"])
+            KNOWN_BAD_NAME,
+            entry["verdict"],
+            entry["what"].format(**known_facts),
+            entry["remedy"],
+            tuple(entry["sources"]),
         )
         for entry in KNOWN_BAD_TABLE["pairs"]
         if matches_conditions(entry["when"], facts)

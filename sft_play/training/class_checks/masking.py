@@ -75,9 +75,16 @@ def require_packable(
             f"Packing: {model_type} keeps the chats of a row apart ({leak_words}, alone, packed, or after another chat)"
         )
     threshold = length_threshold(hf_config)
-    length_hint = f" (it computes otherwise on rows of more than {threshold} tokens)" if threshold else ""
-    raise ConfigError(f"data.packing=best_fit: {model_type} does not keep the chats of a row apart: {leak_words}"
-                      f"{length_hint}; use {_WITHOUT_PACKING}")  # fmt: skip
+    length_hint = ""
+    if threshold and (max_row_tokens is None or threshold < max_row_tokens):
+        shorter_measurement, _ = measure_small_model(
+            hf_config, measure_packing_leak, attention=attention, max_row_tokens=threshold,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        if shorter_measurement is not None and shorter_measurement[0] < APART_TOLERANCE:
+            length_hint = f"model.max_seq_len={threshold}, up to which it does, or "
+    raise ConfigError(f"data.packing=best_fit: {model_type} does not keep the chats of a row apart: {leak_words}; "
+                      f"use {length_hint}{_WITHOUT_PACKING}")  # fmt: skip
 
 
 def measure_packing_leak(config: Any, *, attention: str, trust_remote_code: bool = False) -> tuple[float, float]:
