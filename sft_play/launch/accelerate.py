@@ -206,10 +206,6 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
 
 # Set by every start of `accelerate launch`, whichever launcher it uses.
 _ACCELERATE_LAUNCH_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
-_ALTERNATIVE_COMMANDS = (
-    "make train-distributed NPROC=2 (ACCELERATE_CONFIG=FILE reads the same file), or torchrun --standalone "
-    "--nproc-per-node 2 scripts/train.py with the same arguments"
-)
 # Variables by which accelerate turns on an engine inside a process, whatever its Trainer's arguments are.
 _ACCELERATE_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 _DEEPSPEED_KEYS = {
@@ -258,13 +254,14 @@ def remove_accelerate_variables(environment: MutableMapping[str, str]) -> None:
         del environment[name]
 
 
-def refuse_too_few_processes(environment: Mapping[str, str], *, alternative: str = _ALTERNATIVE_COMMANDS) -> None:
+def refuse_too_few_processes(environment: Mapping[str, str]) -> None:
     """Raises ConfigError where `accelerate launch` was asked for several processes (it sets MASTER_ADDR then) but
-    started one, as on a CPU without MPI. `alternative`: what starts them."""
+    started one, as on a CPU without MPI."""
     if is_accelerate_launch(environment) and "MASTER_ADDR" in environment and not rank_variables(environment):
         raise ConfigError(
             "accelerate launch was asked for several processes (MASTER_ADDR is set) and started 1: without a GPU it "
-            f"starts several only through MPI. Use {alternative}"
+            "starts several only through MPI. Use torchrun --standalone --nproc-per-node 2 with the same script and "
+            "arguments, or for a run make train-distributed NPROC=2 (ACCELERATE_CONFIG=FILE reads the same file)"
         )
 
 

@@ -85,10 +85,10 @@ def shipped_deepspeed_config(layout: LayoutName) -> DeepspeedConfig:
     }
 
 
-def read_deepspeed_file(path: Path) -> DeepspeedConfig:
+def read_deepspeed_file(path: Path, *, variable: str = "DEEPSPEED_CONFIG") -> DeepspeedConfig:
     """A person's file as plain data: JSON (comments and trailing commas allowed) or YAML; raises ConfigError where the
-    file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice."""
-    text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", expected=DEEPSPEED_FILE_DESCRIPTION)
+    file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice. `variable`: what named it."""
+    text = yaml_io.read_text(path, variable=variable, expected=DEEPSPEED_FILE_DESCRIPTION)
     name = one_line(str(path))
     json_text = _NOT_YAML.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)  # lines and columns stay
     is_json = json_text.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".yaml", ".yml")
