@@ -107,9 +107,7 @@ def load_deepspeed_config(settings: DistConfig, folder: Path, *, best_precision:
     else:
         path = _find_file(Path(settings.deepspeed_config), folder)
         name = one_line(str(path))
-        config, notes = translate_deepspeed_keys(read_deepspeed_file(path, variable="deepspeed_config"), name=name)
-        for note in notes:
-            logger.info("%s: %s", name, note)
+        config = translate_deepspeed_keys(read_deepspeed_file(path, variable="deepspeed_config"), name=name)
     steps = settings.gradient_accumulation_steps
     if config.get("gradient_accumulation_steps", "auto") not in ("auto", steps):
         raise ConfigError(f"{name}: gradient_accumulation_steps: {config['gradient_accumulation_steps']} contradicts "
