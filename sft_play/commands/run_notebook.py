@@ -62,7 +62,8 @@ def read_notebook(path: Path) -> list[types.CodeType]:
         # so that a traceback shows the cell's lines, which are in no file
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         try:
-            compiled_cells += [compile(source, name, "exec")] if source.strip() else []
+            if source.strip():
+                compiled_cells.append(compile(source, name, "exec"))
         except SyntaxError as error:
             line = f"cell {cell_number}, line {error.lineno}: {one_line((error.text or '').strip(), limit=60)}"
             remedy = "what only IPython understands, such as !pip, has to be removed, or written in Python"

@@ -6,8 +6,6 @@ Fields, variables and defaults are those of accelerate 1.15 (https://github.com/
 is false; a false where a word belongs is read as `no` here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
