@@ -242,7 +242,6 @@ def test_the_processes_of_a_data_loader_end_when_the_trainer_is_killed(config, t
 
 
 ENDED_OTHERWISE = {
-    "sft_play.machine.host": "programs of the driver's, with a time limit",
     "sft_play.machine.compiler": "a compiler's trial of a few lines, with a time limit",
     "sft_play.data.masks.sandbox": "chat templates: it ends with the pipe that it reads from",
     "sft_play.runs.folder": "git, with a time limit",
