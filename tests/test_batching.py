@@ -102,7 +102,7 @@ def test_three_numbers_that_agree_on_one_rank_keep_the_effective_batch_over_any_
 
 def test_a_deepspeed_files_batch_of_all_ranks_goes_with_three_numbers_of_one():
     train = written("train.batch_size=2", "train.grad_accum=4", "train.effective_batch_size=8").train
-    assert merge_deepspeed_batch(train, {"train_batch_size": 8}, ranks=2)[0] == train
+    assert merge_deepspeed_batch(train, {"train_batch_size": 8}, ranks=2) == train
     with pytest.raises(ConfigError, match=r"is not train\.batch_size=2"):
         merge_deepspeed_batch(train, {"train_batch_size": 8, "gradient_accumulation_steps": 4}, ranks=2)
 

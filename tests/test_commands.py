@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -169,11 +168,7 @@ def test_the_answer_stands_alone_on_standard_output_and_parses(name, world, tiny
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("ACCELERATE_CONFIG", str(tmp_path / "accelerate.yaml") if name == "setup-accelerate" else "none")
     capfd.readouterr()
-    if name == "run-notebook":  # which becomes its launcher
-        words = [warm.python(), "-m", "sft_play", name, *given]
-        code = subprocess.run(words, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
-    else:
-        code = main([name, *config, *given])
+    code = main([name, *config, *given])
     out, err = capfd.readouterr()
     # this run has no held-out rows, without which nothing ships
     assert code == (2 if name == "ship" or (name == "doctor" and code) else 0), out + err

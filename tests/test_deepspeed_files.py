@@ -50,27 +50,23 @@ def settings(**train: object):
 
 
 def taken(train, config, ranks=2):
-    found, lines = merge_deepspeed_batch(train, config, ranks=ranks, name="theirs.json")
-    return (found.batch_size, found.grad_accum, found.effective_batch_size), lines
+    found = merge_deepspeed_batch(train, config, ranks=ranks, name="theirs.json")
+    return found.batch_size, found.grad_accum, found.effective_batch_size
 
 
 def test_numbers_of_a_file_fill_what_the_run_yaml_leaves_open():
-    assert taken(settings(), {"zero_optimization": {"stage": 2}}) == (("auto", "auto", 32), ())
-    assert taken(settings(), dict.fromkeys(KEYS.values(), "auto")) == (("auto", "auto", 32), ())
-    numbers, lines = taken(settings(), {KEYS["micro"]: 4})  # 4 x accum x 2 = 32
-    assert numbers == (4, "auto", 32)
-    assert lines == ("train_micro_batch_size_per_gpu: 4 is the run's train.batch_size, which the run YAML leaves open",)
-    assert taken(settings(), {KEYS["accum"]: 8})[0] == ("auto", 8, 32)
-    assert taken(settings(), {KEYS["batch"]: 64})[0] == ("auto", "auto", 64)
-    assert taken(settings(batch_size=4, effective_batch_size=32), {KEYS["accum"]: 4})[0] == (4, 4, 32)
+    assert taken(settings(), {"zero_optimization": {"stage": 2}}) == ("auto", "auto", 32)
+    assert taken(settings(), dict.fromkeys(KEYS.values(), "auto")) == ("auto", "auto", 32)
+    assert taken(settings(), {KEYS["micro"]: 4}) == (4, "auto", 32)  # 4 x accum x 2 = 32
+    assert taken(settings(), {KEYS["accum"]: 8}) == ("auto", 8, 32)
+    assert taken(settings(), {KEYS["batch"]: 64}) == ("auto", "auto", 64)
+    assert taken(settings(batch_size=4, effective_batch_size=32), {KEYS["accum"]: 4}) == (4, 4, 32)
 
 
 def test_an_effective_batch_that_nobody_gave_is_the_product():
-    numbers, lines = taken(settings(), {KEYS["micro"]: 3, KEYS["accum"]: 5}, ranks=4)
-    assert numbers == (3, 5, 60)
-    assert lines[-1] == "train.effective_batch_size → 3 × 5 × 4 ranks = 60, which neither file gives"
-    assert taken(settings(batch_size=3), {KEYS["accum"]: 5})[0] == (3, 5, 30)
-    assert taken(settings(), dict(zip(KEYS.values(), (3, 5, 30), strict=True)))[0] == (3, 5, 30)
+    assert taken(settings(), {KEYS["micro"]: 3, KEYS["accum"]: 5}, ranks=4) == (3, 5, 60)
+    assert taken(settings(batch_size=3), {KEYS["accum"]: 5}) == (3, 5, 30)
+    assert taken(settings(), dict(zip(KEYS.values(), (3, 5, 30), strict=True))) == (3, 5, 30)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +112,7 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
         train, said = settings(**text), {key: value for key, value in config.items() if value != "auto"}
         before = train.model_copy()
         try:
-            found, lines = merge_deepspeed_batch(train, config, ranks=ranks, name="f")
+            found = merge_deepspeed_batch(train, config, ranks=ranks, name="f")
         except ConfigError as error:
             refused += 1
             for line in str(error).splitlines():
@@ -130,7 +126,6 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
         for key, value in said.items():
             field = next(FIELDS[name] for name in KEYS if KEYS[name] == key)
             assert getattr(found, field) == value
-        assert len(lines) >= len({*said} - {KEYS[name] for name in KEYS if FIELDS[name] in text})
         if said:
             agreed += 1
             assert all(
@@ -153,29 +148,20 @@ def test_precision_is_the_runs_whatever_a_file_says(compute):
     for bf16, fp16 in itertools.product(states, states):
         raw = {"bf16": bf16, "fp16": fp16, "zero_optimization": {"stage": 3}}
         raw = {key: dict(value) for key, value in raw.items() if value is not None}
-        config, lines = fill_auto_values(raw, numbers)
+        config = fill_auto_values(raw, numbers)
         assert config.get("bf16", {}).get("enabled", False) is (compute == "bfloat16")
         assert config.get("fp16", {}).get("enabled", False) is (compute == "float16")
-        turned = [line for line in lines if "as train.bf16 and train.fp16 choose" in line]
-        wrong = [
-            (bf16 or {}).get("enabled") not in (None, compute == "bfloat16"),
-            (fp16 or {}).get("enabled") not in (None, compute == "float16"),
-        ]
-        assert len(turned) == any(wrong)
 
 
-def test_autocast_is_turned_off_aloud():
-    for autocast, was_on in (({"enabled": True, "dtype": "fp16"}, True), ({"enabled": False}, False)):
-        config, lines = fill_auto_values({"torch_autocast": autocast}, NUMBERS)
-        assert config["torch_autocast"]["enabled"] is False
-        assert any("torch_autocast.enabled: true → false" in line for line in lines) is was_on
+def test_autocast_is_turned_off():
+    for autocast in ({"enabled": True, "dtype": "fp16"}, {"enabled": False}):
+        assert fill_auto_values({"torch_autocast": autocast}, NUMBERS)["torch_autocast"]["enabled"] is False
 
 
 def test_checkpoints_of_stage_3_hold_whole_weights_whatever_the_file_says():
     for given in ({}, {"stage3_gather_16bit_weights_on_model_save": False}):
-        config, lines = fill_auto_values({"zero_optimization": {"stage": 3, **given}}, NUMBERS)
+        config = fill_auto_values({"zero_optimization": {"stage": 3, **given}}, NUMBERS)
         assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
-        assert any("stage3_gather_16bit_weights_on_model_save → true" in line for line in lines)
 
 
 # --- a file as it was typed -------------------------------------------------------------------------------------------
@@ -199,12 +185,9 @@ def test_the_typed_file_is_planned_for_the_starter(command, tmp_path, monkeypatc
     code, printed = command(*words, f"output.dir={tmp_path}")
     assert code == 0, printed
     assert "zero3_offload on the CPU" in printed
-    assert printed.count("the run computes in float32, as train.bf16") == 1
-    assert 'read as zero_optimization.offload_optimizer.device: "cpu"' in printed
     path.write_text(TYPED.replace('"gradient_accumulation_steps": "auto"', '"gradient_accumulation_steps": 4'))
     code, printed = command(*words, f"output.dir={tmp_path}")
     assert code == 0, printed
-    assert "gradient_accumulation_steps: 4 is the run's train.grad_accum" in printed
     assert "micro 2 x accum 4 x 2 ranks = 16" in printed  # the starter's effective batch of 16
     code, printed = command(*words, f"output.dir={tmp_path}", "train.grad_accum=2")
     assert code == 2
@@ -283,15 +266,11 @@ def test_a_file_means_kept_weights_where_it_offloads_the_states_alone():
 
 def test_a_file_without_a_bucket_size_gets_the_one_that_is_planned():
     for layout in ("zero2", "zero3"):
-        filled, lines = fill_auto_values(
-            {"zero_optimization": {"stage": int(layout[-1])}}, replace(NUMBERS, layout=layout)
-        )
-        assert filled["zero_optimization"]["reduce_bucket_size"] == replace(NUMBERS, layout=layout).hidden_size ** 2
-        assert any("reduce_bucket_size" in line for line in lines)
-    filled, _ = fill_auto_values(
-        {"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, replace(NUMBERS, layout="zero2")
-    )
-    assert filled["zero_optimization"]["reduce_bucket_size"] == 7
+        numbers = replace(NUMBERS, layout=layout)
+        filled = fill_auto_values({"zero_optimization": {"stage": int(layout[-1])}}, numbers)
+        assert filled["zero_optimization"]["reduce_bucket_size"] == numbers.hidden_size**2
+        own = {"stage": int(layout[-1]), "reduce_bucket_size": 7}
+        assert fill_auto_values({"zero_optimization": own}, numbers)["zero_optimization"]["reduce_bucket_size"] == 7
 
 
 @pytest.mark.parametrize(

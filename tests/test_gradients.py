@@ -319,7 +319,7 @@ def test_the_trace_runs_what_the_keys_say():
 def test_dtypes_in_a_deepspeed_file_are_the_run_yamls(given, field):
     with pytest.raises(ConfigError, match=f"distributed.mixed_precision.{field} of the run YAML"):
         translate_deepspeed_keys(given)
-    assert translate_deepspeed_keys({"communication_data_type": "auto"})[0] == {"communication_data_type": "auto"}
+    assert translate_deepspeed_keys({"communication_data_type": "auto"}) == {"communication_data_type": "auto"}
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from sft_play.launch.deepspeed import (
     KNOWN_DEEPSPEED_KEYS,
     ZERO_STAGES,
     PlanValues,
-    cpu_adam_compile_note,
     cpu_adam_obstacles,
     deepspeed_layout,
     deepspeed_options,
@@ -221,11 +220,10 @@ def test_what_files_say_in_other_words_is_understood(tmp_path, change, field, va
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("num_processes: 16", "num_processes: 15"), ["num_processes: 15", "num_machines: 2", "14 or 16"]),
-        (("num_processes: 16", "num_processes: 1"), ["num_processes: 1", "use 2"]),
+        (("num_processes: 16", "num_processes: 15"), ["num_processes: 15", "num_machines: 2"]),
         (("num_processes: 16", "num_processes: many"), ["many", "integer"]),
-        (("machine_rank: 1", "machine_rank: 2"), ["machine_rank: 2", "0 to 1"]),
-        (("gpu_ids: all", "gpu_ids: 0,1"), ["gpu_ids: 0,1", "num_processes: 16"]),
+        (("machine_rank: 1", "machine_rank: 2"), ["machine_rank: 2", "num_machines: 2"]),
+        (("gpu_ids: all", "gpu_ids: 0,1,1"), ["gpu_ids", "twice"]),
         (("gpu_ids: all", "gpu_ids: first"), ["gpu_ids", "first"]),
         (("MULTI_GPU", "MULTI_XPU"), ["MULTI_XPU", "MULTI_GPU"]),
         (("mixed_precision: 'no'", "mixed_precision: half"), ["half", "bf16"]),
@@ -324,15 +322,6 @@ def test_a_missing_file_a_folder_and_bytes_are_one_message_each(tmp_path):
 # --- DeepSpeed: understood --------------------------------------------------------------------------------------------
 
 
-def test_the_old_offload_key_is_translated_aloud():
-    config, notes = translate_deepspeed_keys({"zero_optimization": {"stage": 2, "cpu_offload": True}})
-    assert config == {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert len(notes) == 1
-    assert "cpu_offload: true" in notes[0]
-    assert "offload_optimizer" in notes[0]
-    assert deepspeed_layout(config) == "zero2_offload"
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -341,9 +330,11 @@ def test_the_old_offload_key_is_translated_aloud():
             {"zero_optimization": {"stage": 2, "cpu_offload": {"device": "nvme", "pin_memory": True}}},
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "pin_memory": True}}},
         ),
-        ({"zero_optimization": {"stage": 2, "cpu_offload": False}}, {"zero_optimization": {"stage": 2}}),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": False}},
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}},
+        ),
         ({"aio": {"thread_count": 2}}, {"aio": {"intra_op_parallelism": 2}}),
-        ({"sparse_gradients": False, "amp": {"enabled": False}}, {}),
         ({"_comment": "zero two", "zero_optimization": {"//": "x", "stage": 2}}, {"zero_optimization": {"stage": 2}}),
         (
             {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}},
@@ -357,15 +348,13 @@ def test_the_old_offload_key_is_translated_aloud():
     ],
 )  # fmt: skip
 def test_old_forms_mean_what_they_meant(old, new):
-    config, notes = translate_deepspeed_keys(old)
-    assert config == new
-    assert notes
+    assert translate_deepspeed_keys(old) == new
 
 
-def test_todays_keys_pass_without_a_word_and_the_input_is_not_changed():
+def test_todays_keys_pass_and_the_input_is_not_changed():
     for layout in ZERO_STAGES:
         raw = shipped_deepspeed_config(layout)
-        assert translate_deepspeed_keys(raw) == (raw, ())
+        assert translate_deepspeed_keys(raw) == raw
     raw = {"zero_optimization": {"cpu_offload": True}}
     translate_deepspeed_keys(raw)
     assert raw == {"zero_optimization": {"cpu_offload": True}}
@@ -374,19 +363,15 @@ def test_todays_keys_pass_without_a_word_and_the_input_is_not_changed():
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"trian_batch_size": 8}, ["trian_batch_size", "train_batch_size"]),
-        ({"zero_optimisation": {}}, ["zero_optimisation", "zero_optimization"]),
-        ({"zero_optimization": {"overlap_com": True}}, ["zero_optimization.overlap_com", "overlap_comm"]),
+        ({"trian_batch_size": 8}, ["trian_batch_size is not a DeepSpeed key"]),
+        ({"zero_optimization": {"overlap_com": True}}, ["zero_optimization.overlap_com is not"]),
         (
             {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
-            ["zero_optimization.offload_optimizer.devise", "zero_optimization.offload_optimizer.device"],
+            ["zero_optimization.offload_optimizer.devise is not"],
         ),
-        ({"offload_optimizer": {"device": "cpu"}}, ["zero_optimization.offload_optimizer"]),
-        ({"checkpoint": {"writer": {"typ": "fast"}}}, ["checkpoint.writer.typ", "checkpoint.writer.type"]),
-        ({"xyzzy": 1}, ["xyzzy", "nearest"]),
-        ({"compile": {"backend": "inductor"}}, ["compile.backend", "removed"]),
-        ({"sparse_attention": {"mode": "fixed"}}, ["sparse_attention", "removed"]),
-        ({"zero_optimization": {"mics_shard_size": 8}}, ["mics_shard_size", "removed"]),
+        ({"offload_optimizer": {"device": "cpu"}}, ["offload_optimizer is not"]),
+        ({"compile": {"backend": "inductor"}}, ["compile.backend is not"]),
+        ({"amp": {"enabled": True}}, ["amp is not"]),
         (
             {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
             ["cpu_offload", "nvme", "disagree"],
@@ -394,17 +379,16 @@ def test_todays_keys_pass_without_a_word_and_the_input_is_not_changed():
         ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage: 4"]),
         ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage: true"]),
         ({"zero_optimization": "auto"}, ["zero_optimization", "is not a section"]),
-        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, ["5e8", "without quotes"]),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, ["gpu", "nvme"]),
         ({"train_batch_size": 2.5}, ["train_batch_size: 2.5"]),
         ({"train_micro_batch_size_per_gpu": "4"}, ["train_micro_batch_size_per_gpu"]),
         ({"gradient_clipping": float("inf")}, ["gradient_clipping"]),
-        ({"bf16": {"enabled": "yes"}}, ["bf16.enabled"]),
         ({"optimizer": {"params": [1]}}, ["optimizer.params"]),
         ({"sequence_parallel_size": 2}, ["sequence_parallel_size: 2"]),
+        ({"expert_parallel": {"enabled": True}}, ["expert_parallel.enabled: true"]),
     ],
 )
-def test_what_deepspeed_does_not_know_is_refused_with_the_nearest(raw, words):
+def test_what_deepspeed_does_not_know_or_the_plan_does_not_model_is_refused(raw, words):
     with pytest.raises(ConfigError) as error:
         translate_deepspeed_keys(raw, name="my.json")
     assert all(word in str(error.value) for word in [*words, "my.json"])
@@ -412,7 +396,7 @@ def test_what_deepspeed_does_not_know_is_refused_with_the_nearest(raw, words):
 
 def test_all_problems_are_said_at_once():
     with pytest.raises(ConfigError) as error:
-        translate_deepspeed_keys({"aa": 1, "amp": {"enabled": True}, "bf16": {"on": True}})
+        translate_deepspeed_keys({"aa": 1, "amp": {"enabled": True, "b": 1}, "bf16": {"on": True}})
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -440,7 +424,7 @@ def test_the_table_is_that_of_the_installed_deepspeed():
 
 def test_what_is_filled_loads_in_the_installed_deepspeed():
     filled = [
-        fill_auto_values(shipped_deepspeed_config(layout), replace(NUMBERS, layout=layout))[0] for layout in ZERO_STAGES
+        fill_auto_values(shipped_deepspeed_config(layout), replace(NUMBERS, layout=layout)) for layout in ZERO_STAGES
     ]
     code = (
         "import json, sys\n"
@@ -468,8 +452,8 @@ def test_the_shipped_files_are_what_the_code_means():
 
 
 @pytest.mark.parametrize("layout", sorted(ZERO_STAGES))
-def test_no_auto_is_left_and_every_filled_value_is_shown(layout):
-    config, lines = fill_auto_values(shipped_deepspeed_config(layout), replace(NUMBERS, layout=layout))
+def test_no_auto_is_left(layout):
+    config = fill_auto_values(shipped_deepspeed_config(layout), replace(NUMBERS, layout=layout))
     assert "auto" not in json.dumps(config)
     assert deepspeed_layout(config) == layout
     # micro 2 x accumulation 4 x 2 ranks = 16; 1024 squared = 1,048,576; 0.9 of it = 943,718.4; 10 x 1024 = 10,240
@@ -482,14 +466,11 @@ def test_no_auto_is_left_and_every_filled_value_is_shown(layout):
     if layout.startswith("zero3"):
         assert zero["stage3_prefetch_bucket_size"] == 943_718
         assert zero["stage3_param_persistence_threshold"] == 10_240
-    assert any(line.startswith("train_batch_size → 16") and "2 × 4 × 2" in line for line in lines)
-    assert any("1,048,576" in line for line in lines)
 
 
 def test_an_empty_file_becomes_the_planned_layout():
-    config, lines = fill_auto_values({}, replace(NUMBERS, layout="zero2"))
+    config = fill_auto_values({}, replace(NUMBERS, layout="zero2"))
     assert config["zero_optimization"]["stage"] == 2
-    assert any("stage → 2" in line for line in lines)
     assert config["bf16"] == {"enabled": True}
 
 
@@ -512,44 +493,23 @@ def test_a_number_that_contradicts_the_plan_names_both(config, words):
     assert all(word in str(error.value) for word in [*words, "my.json"])
 
 
-def test_blocks_that_only_repeat_the_run_are_left_out_aloud():
+def test_blocks_that_only_repeat_the_run_are_left_out():
     raw = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.999], "weight_decay": "auto"}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto"}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 2e-4, "betas": [0.9, 0.999], "weight_decay": "auto", "torch_adam": True},
+        },
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
     }
-    config, lines = fill_auto_values(raw, NUMBERS)
-    assert not {"optimizer", "scheduler"} & set(config)
-    assert sum("left out" in line for line in lines) == 2
+    assert not {"optimizer", "scheduler"} & set(fill_auto_values(raw, NUMBERS))
 
 
 def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built():
+    key, shipped = "zero_force_ds_cpu_optimizer", shipped_deepspeed_config("zero3_offload")
     numbers = replace(NUMBERS, layout="zero3_offload")
-    config, lines = fill_auto_values(
-        shipped_deepspeed_config("zero3_offload"), numbers, adam_obstacle="no C++ compiler"
-    )
-    assert config["zero_force_ds_cpu_optimizer"] is False
-    assert any("no C++ compiler" in line for line in lines)
-    assert "zero_force_ds_cpu_optimizer" not in fill_auto_values(shipped_deepspeed_config("zero3_offload"), numbers)[0]
-    assert (
-        "zero_force_ds_cpu_optimizer"
-        not in fill_auto_values(shipped_deepspeed_config("zero2"), NUMBERS, adam_obstacle="x")[0]
-    )
-
-
-@pytest.mark.parametrize("obstacles", [(), ("no ninja",)])
-@pytest.mark.parametrize("built", [False, True])
-@pytest.mark.parametrize("layout", ["zero2", "zero2_offload"])
-def test_only_a_run_that_compiles_cpu_adam_says_so(monkeypatch, caplog, obstacles, built, layout):
-    from sft_play.launch import planning
-
-    caplog.set_level("INFO")
-    monkeypatch.setattr(planning, "cpu_adam_obstacles", lambda: obstacles)
-    monkeypatch.setattr(planning, "cpu_adam_compile_note", lambda: None if built else "compiles for minutes")
-    config = load_config(ROOT / "configs" / "run_bnb.yaml", overrides=["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"])
-    options = LaunchOptions(strategy=layout, deepspeed=DeepspeedRequest())
-    planning.plan_stage(planning.build_stage_request(config, parse_hardware("2xH100"), options))
-    wanted = layout == "zero2_offload" and not built and not obstacles
-    assert ("compiles for minutes" in caplog.text) == wanted
+    assert fill_auto_values(shipped, numbers, adam_obstacle="no C++ compiler")[key] is False
+    assert key not in fill_auto_values(shipped, numbers)
+    assert key not in fill_auto_values(shipped_deepspeed_config("zero2"), NUMBERS, adam_obstacle="x")
 
 
 @pytest.mark.parametrize("file", ["zero2", "zero3", "zero3_offload"])
@@ -584,22 +544,6 @@ def test_a_plan_refuses_a_wrong_deepspeed_file(command, tmp_path):
     assert code == 2, printed
     assert "mine.json" in printed
     assert "Traceback" not in printed
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_minutes_of_compiling_are_said_until_cpu_adam_is_there(monkeypatch, tmp_path, given):
-    from torch.utils import cpp_extension
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    if given:
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "given"))
-    assert "takes minutes" in str(cpu_adam_compile_note())
-    folder = Path(cpp_extension._get_build_directory("cpu_adam", False))  # torch's own answer
-    assert tmp_path in folder.parents
-    assert "takes minutes" in str(cpu_adam_compile_note()), "an empty folder is what a build that failed leaves"
-    (folder / "cpu_adam.so").write_bytes(b"")
-    assert cpu_adam_compile_note() is None
 
 
 def test_what_the_builder_of_cpu_adam_would_miss_is_named(monkeypatch):
@@ -637,10 +581,9 @@ def test_a_file_is_planned_as_the_layout_of_its_stage_and_states(zero, layout):
 def test_autos_that_nobody_resolves_are_left_out_and_deepspeeds_own_stay():
     raw = {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto", "sub_group_size": "auto",
                                  "zenflow": {"select_strategy": "auto"}}}  # fmt: skip
-    config, lines = fill_auto_values(raw, NUMBERS)
+    config = fill_auto_values(raw, NUMBERS)
     assert config["zero_optimization"]["zenflow"] == {"select_strategy": "auto"}
     assert not {"sub_group_size", "stage3_prefetch_bucket_size"} & set(config["zero_optimization"])
-    assert any("sub_group_size" in line for line in lines)
 
 
 def test_accelerates_questions_need_a_terminal(monkeypatch, tmp_path, command):

@@ -41,9 +41,9 @@ def test_cells_are_read_in_order_with_lines_as_text_or_list(tmp_path):
     data["cells"][1]["source"] = ["a = 1\n", "a += 1"]
     path.write_text(json.dumps(data))
     cells = notebook.read_notebook(path)
-    assert list(cells) == ["work.ipynb, cell 1", "work.ipynb, cell 4"]
+    assert [code.co_filename for code in cells] == ["work.ipynb, cell 1", "work.ipynb, cell 4"]
     values: dict[str, Any] = {}
-    for code in cells.values():
+    for code in cells:
         exec(code, values)
     assert (values["a"], values["b"]) == (2, 3)
 
@@ -65,13 +65,13 @@ def test_what_is_not_python_is_refused_before_anything_runs(cell, line, tmp_path
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"{", "not valid JSON"),
+        (b"{", "is not a notebook of format 4"),
         (b"\xff\xfe", "is not UTF-8"),
-        (b"[]", "is not a notebook of format 4 (nbformat: None)"),
-        (b'{"nbformat": 3, "worksheets": []}', "nbformat: 3"),
+        (b"[]", "is not a notebook of format 4"),
+        (b'{"nbformat": 3, "worksheets": []}', "is not a notebook of format 4"),
         (b'{"nbformat": 4, "cells": 5}', "is not a notebook of format 4"),
         (b'{"nbformat": 4, "cells": [], "metadata": {}}', "has no code cell"),
-        (b'{"nbformat": 4, "cells": [null, {"cell_type": "code"}], "metadata": null}', "has no code cell"),
+        (b'{"nbformat": 4, "cells": [null, {"cell_type": "code"}]}', "is not a notebook of format 4"),
         (None, "does not exist"),
     ],
 )
@@ -137,29 +137,16 @@ def test_every_rank_runs_every_cell_and_rank_0_prints_until_one_fails(tmp_path):
     assert 'File "work.ipynb, cell 5", line 2, in broken\n    return 1 / number' in said
     assert re.search(r"\[run-notebook\] error: rank [01] of 2", said)
     assert "ended with ZeroDivisionError: division by zero" in said
-    assert "notebook.py" not in said
 
 
-def test_an_error_of_ours_in_a_cell_is_its_message_with_the_cell(tmp_path):
-    path = book(tmp_path, "from sft_play.errors import ConfigError", "a = 1\nraise ConfigError('frob: unknown key')")
-    answer = run(sys.executable, "scripts/run_notebook.py", "--notebook", str(path), "--nproc", "1")
-    assert answer.returncode == 2
-    assert "[run-notebook] error: work.ipynb, cell 2, line 2: frob: unknown key" in answer.stdout
-    assert "Traceback" not in answer.stdout
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_with_json_a_rank_that_fails_is_one_object(rank, tmp_path):
-    """Rank 0 has done all its cells, or is ended by the agent: either way the agent answers, once."""
-    # rank 1 fails when rank 0, whose cells are shown, has printed: the agent then ends it
-    cell = f"import os, time\nprint('hello')\nif os.environ['RANK'] == '{rank}':\n    time.sleep({3 * rank})\n    1 / 0"
-    path = book(tmp_path, cell)
-    words = [sys.executable, "-m", "sft_play", "run-notebook", "--notebook", str(path), "--nproc", "2", "--json"]
+def test_with_json_a_rank_that_fails_is_one_object(tmp_path):
+    path = book(tmp_path, "import os\nprint('hello')\nif os.environ['RANK'] == '1':\n    1 / 0")
+    words = [sys.executable, "scripts/run_notebook.py", "--notebook", str(path), "--nproc", "2", "--json"]
     ended = subprocess.run(words, cwd=ROOT, env=clean(), text=True, timeout=600, capture_output=True)
     answer = json.loads(ended.stdout)
     assert (ended.returncode, answer["ok"], answer["kind"], answer["exit"]) == (1, False, "failed", 1)
-    assert f"rank {rank} of 2" in answer["error"]
-    assert "ZeroDivisionError" in answer["error"]
+    assert "rank 1 of 2" in ended.stderr
+    assert "ended with ZeroDivisionError" in ended.stderr
     assert "hello" in ended.stderr
 
 

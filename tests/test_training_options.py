@@ -72,7 +72,7 @@ def test_the_trainer_and_unsloths_process_are_given_a_new_option(longer, monkeyp
 def test_deepspeeds_file_agrees_with_a_new_option_or_is_refused(longer):
     numbers = PlanValues("zero2", 1, 1, 1, hidden_size=8, compute_dtype="float32", options=deepspeed_options(longer))
     block = {"type": "AdamW", "params": {"eps": 1e-6}}
-    assert "optimizer" not in fill_auto_values({"optimizer": block}, numbers)[0]
+    assert "optimizer" not in fill_auto_values({"optimizer": block}, numbers)
     with pytest.raises(ConfigError, match=r"eps: 1e-08 contradicts train.adam_epsilon: 1e-06"):
         fill_auto_values({"optimizer": {"type": "AdamW", "params": {"eps": 1e-8}}}, numbers)
 

@@ -16,7 +16,7 @@ from sft_play.diagnose.doctor import PlannedRun, run_doctor
 from sft_play.diagnose.run_check import CheckReport, check_run
 from sft_play.errors import SftPlayError
 from sft_play.exit_codes import add_exit_status, write_json_line
-from sft_play.launch.accelerate import find_accelerate_file, read_accelerate_file_with_notes
+from sft_play.launch.accelerate import find_accelerate_file, read_accelerate_file
 from sft_play.launch.planning import plan_run, refuse_impossible_strategy
 from sft_play.launch.request import apply_mesh, fill_from_accelerate
 from sft_play.log import is_output_lost
@@ -47,7 +47,7 @@ def check_result(report: CheckReport, *, is_full: bool) -> CommandResult:
 def _doctor(request: Request) -> CommandResult:
     options, file = request.options, find_accelerate_file(os.environ)
     if file is not None:
-        options = fill_from_accelerate(options, read_accelerate_file_with_notes(file, os.environ)[0])
+        options = fill_from_accelerate(options, read_accelerate_file(file))
     uses_cpu = False
     with contextlib.suppress(SftPlayError):  # `planner` raises it again, and the report shows it
         config = load_config(request.config, overrides=request.overrides).config

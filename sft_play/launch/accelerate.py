@@ -6,8 +6,6 @@ Fields, variables and defaults are those of accelerate 1.15 (https://github.com/
 is false; a false where a word belongs is read as `no` here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -41,9 +39,8 @@ def accelerate_path(environment: Mapping[str, str]) -> Path:
     return Path(named_path).expanduser() if named_path and named_path != NO_ACCELERATE_FILE else PROJECT_ACCELERATE_FILE
 
 
-def default_accelerate_path(environment: Mapping[str, str] | None = None) -> Path:
+def default_accelerate_path(environment: Mapping[str, str]) -> Path:
     """Where `accelerate config` writes its answers by default (`accelerate/commands/config`)."""
-    environment = os.environ if environment is None else environment
     cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
     home = environment.get("HF_HOME") or f"{cache}/huggingface"
     return Path(os.path.expandvars(home)).expanduser() / "accelerate" / "default_config.yaml"
@@ -57,21 +54,6 @@ def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
     return next(
         (path for path in (PROJECT_ACCELERATE_FILE, default_accelerate_path(environment)) if path.is_file()), None
     )
-
-
-def read_accelerate_file_with_notes(
-    path: Path, environment: Mapping[str, str]
-) -> tuple[AccelerateConfig, tuple[str, ...]]:
-    """The configuration of `find_accelerate_file`, and a log line about it where the user did not name it. Raises
-    ConfigError as `read_accelerate_file` does; of accelerate's own file, with how to leave it out."""
-    if path != default_accelerate_path(environment) or environment.get("ACCELERATE_CONFIG", "").strip():
-        return read_accelerate_file(path), ()
-    hint = f"ACCELERATE_CONFIG={NO_ACCELERATE_FILE} leaves it out"
-    try:
-        config = read_accelerate_file(path)
-    except ConfigError as error:
-        raise ConfigError(f"{error}\nThis is accelerate's own file, which is read by default: {hint}") from None
-    return config, (f"accelerate's own file {one_line(str(path))} is read ({hint})",)
 
 
 class AccelerateConfig(BaseModel):
@@ -123,39 +105,20 @@ class AccelerateConfig(BaseModel):
 
     def contradictions(self) -> list[str]:
         """What is wrong with values that are valid alone."""
-        machines, total, ids = self.num_machines, self.num_processes or 0, self.gpu_ids or ()
-        nearest_totals = (machines * (total // machines), machines * -(-total // machines))
-        remedy = "use " + " or ".join(str(number) for number in nearest_totals if number)
+        machines, total = self.num_machines, self.num_processes or 0
         stage = self.deepspeed_config.get("zero_stage", 2)
-        total_text = f"num_processes: {total} is the total over num_machines: {machines}"
-        rules = (
-            (
-                self.machine_rank >= machines,
-                f"machine_rank: {self.machine_rank} is not one of num_machines: {machines}; ranks go from 0 to "
-                f"{machines - 1}",
-            ),
-            (
-                self.main_process_ip is not None and not is_host_address(self.main_process_ip),
-                f"main_process_ip: {format_value(self.main_process_ip)} is not a host name or an IP address",
-            ),
-            (len(set(ids)) < len(ids), "gpu_ids names a GPU twice"),
-            (
-                total % machines,
-                f"{total_text} and is not divisible by it; {remedy}",
-            ),
-            (
-                self.gpu_ids is not None and not self.use_cpu and not total % machines and total // machines > len(ids),
-                f"{total_text}, and gpu_ids: {','.join(map(str, ids))} has {len(ids)} for each; one process needs one "
-                "GPU",
-            ),
-            (
-                self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)),
-                f"deepspeed_config.zero_stage: {format_value(stage)} is not 0, 1, 2 or 3",
-            ),
-        )
-        return [message for is_wrong, message in rules if is_wrong] + list(
-            _parallelism_problems(self.parallelism_config)
-        )
+        problems = []
+        if self.machine_rank >= machines:
+            problems.append(f"machine_rank: {self.machine_rank} is not one of num_machines: {machines}, from 0")
+        if total % machines:
+            problems.append(
+                f"num_processes: {total} is the total over num_machines: {machines} and is not divisible by it"
+            )
+        if len(set(self.gpu_ids or ())) < len(self.gpu_ids or ()):
+            problems.append("gpu_ids names a GPU twice")
+        if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
+            problems.append(f"deepspeed_config.zero_stage: {format_value(stage)} is not 0, 1, 2 or 3")
+        return problems + list(_parallelism_problems(self.parallelism_config))
 
 
 def _parallelism_problems(block: Mapping[str, Any]) -> Iterator[str]:
@@ -206,10 +169,6 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
 
 # Set by every start of `accelerate launch`, whichever launcher it uses.
 _ACCELERATE_LAUNCH_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
-_ALTERNATIVE_COMMANDS = (
-    "make train-distributed NPROC=2 (ACCELERATE_CONFIG=FILE reads the same file), or torchrun --standalone "
-    "--nproc-per-node 2 scripts/train.py with the same arguments"
-)
 # Variables by which accelerate turns on an engine inside a process, whatever its Trainer's arguments are.
 _ACCELERATE_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 _DEEPSPEED_KEYS = {
@@ -258,13 +217,14 @@ def remove_accelerate_variables(environment: MutableMapping[str, str]) -> None:
         del environment[name]
 
 
-def refuse_too_few_processes(environment: Mapping[str, str], *, alternative: str = _ALTERNATIVE_COMMANDS) -> None:
+def refuse_too_few_processes(environment: Mapping[str, str]) -> None:
     """Raises ConfigError where `accelerate launch` was asked for several processes (it sets MASTER_ADDR then) but
-    started one, as on a CPU without MPI. `alternative`: what starts them."""
+    started one, as on a CPU without MPI."""
     if is_accelerate_launch(environment) and "MASTER_ADDR" in environment and not rank_variables(environment):
         raise ConfigError(
             "accelerate launch was asked for several processes (MASTER_ADDR is set) and started 1: without a GPU it "
-            f"starts several only through MPI. Use {alternative}"
+            "starts several only through MPI. Use torchrun --standalone --nproc-per-node 2 with the same script and "
+            "arguments, or for a run make train-distributed NPROC=2 (ACCELERATE_CONFIG=FILE reads the same file)"
         )
 
 

@@ -7,7 +7,6 @@ would end them after 30 s.
 """
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -26,7 +25,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from sft_play.errors import Interrupted, SftPlayError
-from sft_play.exit_codes import add_exit_status, write_json_line
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
 from sft_play.process import failures
 from sft_play.process.failures import Failure
@@ -193,21 +191,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except _RENDEZVOUS_ERRORS as error:
             text = f"[{COMMAND}] error: {_rendezvous_error(error, options)}"
             exit_code = 2
-        _print_ending(text, exit_code)
+        _print_ending(text)
         if exit_code:
             failures.kill_leftovers(os.getpid(), grace_s=LEFTOVER_TIMEOUT_S)
     return exit_code
 
 
-def _print_ending(text: str, exit_code: int) -> None:
+def _print_ending(text: str) -> None:
     if text:
         sys.stdout.flush()
         sys.stderr.write(redact(f"{escape_control(text)}\n"))
         sys.stderr.flush()
-    answer = os.environ.get(failures.ANSWER_VARIABLE)
-    if answer is not None:
-        error = redact(_error_text(text)) if exit_code else None
-        write_json_line(add_exit_status(json.loads(answer), exit_code, error))
 
 
 def _error_text(text: str) -> str:

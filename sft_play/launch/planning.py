@@ -15,7 +15,7 @@ import importlib
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 from typing import Any
 
@@ -28,7 +28,6 @@ from sft_play.finished.report import report_on_exit
 from sft_play.launch.deepspeed import (
     DeepspeedConfig,
     PlanValues,
-    cpu_adam_compile_note,
     cpu_adam_obstacles,
     deepspeed_layout,
     fill_auto_values,
@@ -586,7 +585,7 @@ def plan_stage(request: StageRequest) -> PlanWithDeepSpeed:
     if plan.layout not in DEEPSPEED_LAYOUTS:
         return plan, None
     # without a config the plan chose DeepSpeed by itself
-    deepspeed_config = request.deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))[0]
+    deepspeed_config = request.deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))
     resolved_config = _resolve_deepspeed_config(plan, config, deepspeed_config, request.deepspeed_name)
     return dataclasses.replace(plan, deepspeed=deepspeed_config), resolved_config
 
@@ -599,38 +598,24 @@ def read_deepspeed_config(
     name in messages. Raises ConfigError where the file asks for another layout than `strategy`."""
     planned_layout = strategy or "zero2"
     name = f"DEEPSPEED_CONFIG={one_line(str(request.file))}" if request.file else "DeepSpeed"
-    deepspeed_config, notes = translate_deepspeed_keys(
+    deepspeed_config = translate_deepspeed_keys(
         read_deepspeed_file(request.file) if request.file else shipped_deepspeed_config(planned_layout), name=name
     )
     layout = deepspeed_layout(deepspeed_config, name=name, default_layout=planned_layout)
     if strategy not in (None, layout):
         raise ConfigError(f"STRATEGY={strategy} contradicts {name}, which asks for {layout}: leave one of them out")
-    _log_deepspeed(notes)
     return deepspeed_config, layout, name
 
 
 def apply_deepspeed_batch(config: RunConfig, deepspeed_config: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
     """The settings with the batch of DeepSpeed's config where the run YAML leaves it open."""
-    train, batch_notes = merge_deepspeed_batch(config.train, deepspeed_config, ranks=ranks, name=name)
-    _log_deepspeed(batch_notes)
+    train = merge_deepspeed_batch(config.train, deepspeed_config, ranks=ranks, name=name)
     return config.model_copy(update={"train": train})
-
-
-def _log_deepspeed(lines: Iterable[str]) -> None:
-    for line in lines:
-        logger.debug("DeepSpeed: %s", line)
 
 
 def _resolve_deepspeed_config(
     plan: Plan, config: RunConfig, deepspeed_config: dict[str, Any], name: str
 ) -> dict[str, Any]:
     plan_values = PlanValues.from_plan(plan, config, hidden_size=load_run_model_shape(config).hidden_size)
-    offloads = plan.choice.layout.offloads_states
-    obstacles = cpu_adam_obstacles() if offloads else ()
-    resolved, value_lines = fill_auto_values(
-        deepspeed_config, plan_values, name=name, adam_obstacle="; ".join(obstacles) or None
-    )
-    _log_deepspeed(value_lines)
-    if offloads and resolved.get("zero_force_ds_cpu_optimizer", True) and (compile_note := cpu_adam_compile_note()):
-        logger.info("DeepSpeed: %s", compile_note)  # a wait of minutes
-    return resolved
+    obstacles = cpu_adam_obstacles() if plan.choice.layout.offloads_states else ()
+    return fill_auto_values(deepspeed_config, plan_values, name=name, adam_obstacle="; ".join(obstacles) or None)

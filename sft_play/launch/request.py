@@ -15,8 +15,9 @@ from sft_play.launch.accelerate import (
     MIXED_PRECISION,
     AccelerateConfig,
     accelerate_launch_config,
+    default_accelerate_path,
     find_accelerate_file,
-    read_accelerate_file_with_notes,
+    read_accelerate_file,
     remove_accelerate_variables,
 )
 from sft_play.launch.deepspeed import are_numbers_equal
@@ -214,15 +215,15 @@ def _resolve_single_process(request: LaunchRequest) -> LaunchRequest:
 
 def apply_accelerate_config(options: LaunchOptions, config: RunConfig) -> tuple[LaunchOptions, AccelerateConfig | None]:
     """The options with what an accelerate configuration adds, and that configuration; what it adds is logged."""
-    accelerate_config, notes = None, options.notes
-    file = find_accelerate_file(os.environ)
-    if file is not None:
-        accelerate_config, file_notes = read_accelerate_file_with_notes(file, os.environ)
-        options = fill_from_accelerate(options, accelerate_config, parse_mesh(config.model.mesh_shape))
-        notes += file_notes
-    for note in notes:
+    for note in options.notes:
         logger.info("%s", note)
-    return options, accelerate_config
+    file = find_accelerate_file(os.environ)
+    if file is None:
+        return options, None
+    if file == default_accelerate_path(os.environ):
+        logger.info("accelerate's own file %s is read (ACCELERATE_CONFIG=none leaves it out)", one_line(str(file)))
+    accelerate_config = read_accelerate_file(file)
+    return fill_from_accelerate(options, accelerate_config, parse_mesh(config.model.mesh_shape)), accelerate_config
 
 
 def pop_accelerate_launch_config() -> AccelerateConfig | None:

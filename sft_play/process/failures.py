@@ -34,8 +34,6 @@ AGENT_VARIABLE = "SFT_PLAY_AGENT"
 RUN_VARIABLE = "SFT_PLAY_RUN"
 # In an agent: the command that its messages start with, where it does not train.
 COMMAND_VARIABLE = "SFT_PLAY_COMMAND"
-# In an agent that has taken the place of its command: the JSON that the command answers with.
-ANSWER_VARIABLE = "SFT_PLAY_ANSWER"
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # Beside the error file: the rank's latest step, readable after it was killed.
 HEARTBEAT_NAME = "beat.txt"
