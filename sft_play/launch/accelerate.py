@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sft_play.config.yaml_io import format_value, parse_yaml_value, read_text
 from sft_play.data.managed_outputs import OutputFolder
@@ -56,6 +56,15 @@ def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
     )
 
 
+def _refuse_boolean(value: Any) -> Any:
+    if isinstance(value, bool):  # to pydantic a number; in a file a yes or no of YAML 1.1 in the wrong place
+        raise ValueError("a whole number is expected")
+    return value
+
+
+_Number = Annotated[int, BeforeValidator(_refuse_boolean)]
+
+
 class AccelerateConfig(BaseModel):
     """The keys of a file that are read, by accelerate's names and with its defaults. Others are not read."""
 
@@ -65,11 +74,11 @@ class AccelerateConfig(BaseModel):
     distributed_type: DistributedType = "NO"
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
     # The total over machines; None: one for each GPU.
-    num_processes: int | None = Field(default=None, ge=1)
-    num_machines: int = Field(default=1, ge=1)
-    machine_rank: int = Field(default=0, ge=0)
+    num_processes: _Number | None = Field(default=None, ge=1)
+    num_machines: _Number = Field(default=1, ge=1)
+    machine_rank: _Number = Field(default=0, ge=0)
     # Those of each machine; None: all.
-    gpu_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    gpu_ids: tuple[Annotated[_Number, Field(ge=0)], ...] | None = None
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
     use_cpu: bool = False
     main_process_ip: str | None = None

@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             watch_parent()
             launcher.run(options)
         except ChildFailedError as error:
-            exits = [_read_exit(rank, failure) for rank, failure in error.failures.items()]
+            exits = [_read_exit(rank, failure, Path(options.log_dir)) for rank, failure in error.failures.items()]
             text, exit_code = failure_report(exits, world_size, stopped=stop_request.is_requested)
             if stop_request.is_immediate:
                 text, exit_code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
@@ -206,21 +206,27 @@ def _print_ending(text: str) -> None:
 
 def _error_text(text: str) -> str:
     """The first line of a report's message, without the stack before it."""
-    return text.rpartition(f"[{COMMAND}] ")[2].removeprefix("error: ").partition("\n")[0]
+    lines = text.splitlines()
+    line = next((line for line in lines if line.startswith(f"[{COMMAND}] ")), text)
+    return line.removeprefix(f"[{COMMAND}] ").removeprefix("error: ").partition("\n")[0]
 
 
-def _read_exit(rank: int, failure: ProcessFailure) -> RankExit:
-    """How a rank ended, with what it has left beside the launcher's file."""
-    error_file = Path(failure.error_file)
-    last_note = read_note(error_file.with_name(failures.HEARTBEAT_NAME))
+def _read_exit(rank: int, failure: ProcessFailure, log_dir: Path) -> RankExit:
+    """How a rank ended, with what it has left in its folder of the launcher's logs. torch names no error file of a
+    rank that a signal has ended, so that the folder is looked for."""
+    note_path = _newest_file(log_dir, f"{failure.local_rank}/{failures.HEARTBEAT_NAME}")
+    last_note = read_note(note_path) if note_path is not None else None
     step = f"{last_note[0]} ({last_note[1]})" if last_note is not None else ""
-    stack = ""
-    with contextlib.suppress(OSError):
-        stack = error_file.with_name(failures.FAULT_NAME).read_text(encoding="utf-8", errors="replace")
-    rank_failure = failures.read_failure(error_file)
+    stack_path = _newest_file(log_dir, f"{failure.local_rank}/{failures.FAULT_NAME}")
+    stack = stack_path.read_text(encoding="utf-8", errors="replace") if stack_path is not None else ""
+    rank_failure = failures.read_failure(Path(failure.error_file))
     if rank_failure is not None and rank_failure.pid != failure.pid:
         rank_failure = None
     return RankExit(rank, failure.pid, failure.exitcode, float(failure.timestamp), rank_failure, step, stack)
+
+
+def _newest_file(folder: Path, name: str) -> Path | None:
+    return max(folder.rglob(name), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _record_in_run(text: str, exit_code: int, crash: str | None) -> None:

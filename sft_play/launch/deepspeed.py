@@ -218,7 +218,9 @@ def translate_deepspeed_keys(raw: DeepspeedConfig, *, name: str = "the DeepSpeed
         for path, value in yaml_io.walk_leaves(raw)
         if value is not None and path and not any(_COMMENT_KEY.fullmatch(str(key)) for key in path)
     }
-    problems = [*_rename_old_keys(values), *dict.fromkeys(_unknown_key_problems(values))]
+    dotted_keys = {str(key) for path, _ in yaml_io.walk_leaves(raw) for key in path if "." in str(key)}
+    problems = [f"{one_line(key)}: unknown key; DeepSpeed's sections are nested" for key in sorted(dotted_keys)]
+    problems += [*_rename_old_keys(values), *dict.fromkeys(_unknown_key_problems(values))]
     # a value under a wrong key would be reported twice
     problems = problems or list(_value_problems(values))
     if problems:

@@ -254,15 +254,16 @@ def _is_answering_at(url: str, logdir: str) -> bool:
 
 def running_servers() -> list[TensorBoardServer]:
     """This user's TensorBoards of this project on this machine, whether they answer or not; the newest first."""
-    servers = []
+    servers: list[tuple[float, TensorBoardServer]] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, KeyError):  # it has ended meanwhile, or is another user's
             argv, environment = process.cmdline(), process.environ()
             if _TENSORBOARD_MODULE in argv and environment.get(OWNER_VARIABLE) == _owner():
                 options = dict(word[2:].split("=", 1) for word in argv if word.startswith("--") and "=" in word)
                 address = options["host"], int(options["port"]), options["logdir"]
-                servers.append(TensorBoardServer(process, *address, ends_with_run=PARENT_VARIABLE in environment))
-    return sorted(servers, key=lambda server: -server.process.create_time())
+                server = TensorBoardServer(process, *address, ends_with_run=PARENT_VARIABLE in environment)
+                servers.append((process.create_time(), server))
+    return [server for _, server in sorted(servers, key=lambda item: -item[0])]
 
 
 def stop_server(server: TensorBoardServer) -> str:
