@@ -72,16 +72,12 @@ def run_plan(request: Request) -> CommandResult:
     missing_data_lines = count_row_tokens_if_quick(run, on_error=row_errors.append)
     # another one than was asked for
     backend_lines = [f"Backend: {backend.reason}"] if backend is not None and backend.fallback_from else []
-    budget = None
-    if request.budget is not None:
-        if run.stages:
-            raise ConfigError("BUDGET is for a run without stages: its hours are those of one schedule")
-        budget = make_budget(run.config, request.budget, hardware, layouts=layouts)
-        if budget.offers and not request.hardware and request.price is None:
-            cheapest = budget.offers[0]  # within the budget or not
-            hardware = machine = dataclasses.replace(
-                parse_hardware(cheapest.machine), price_per_gpu_hour=cheapest.usd_per_gpu_hour
-            )
+    budget = _ask_budget(request, run, hardware, layouts)
+    if budget is not None and budget.offers and not request.hardware and request.price is None:
+        cheapest = budget.offers[0]  # within the budget or not
+        hardware = machine = dataclasses.replace(
+            parse_hardware(cheapest.machine), price_per_gpu_hour=cheapest.usd_per_gpu_hour
+        )
     refuse_impossible_strategy(run.config, hardware, strategy)
     parts = _plan_parts(run, hardware, layouts, trace=request.trace, keeps_params=keeps_params)
     stages = parts if run.stages else []
@@ -101,11 +97,10 @@ def run_plan(request: Request) -> CommandResult:
         fit_request = dataclasses.replace(build_plan_request(config, hardware, layouts), row_tokens=None)
         largest = find_largest_fit(fit_question, fit_request)
     misfit = _misfit_error(plan, config, name)
-    errors: list[SftPlayError] = []
+    refusal_texts: list[str] = []
     if misfit is None:
-        plans = [part_plan for *_, part_plan in parts]
-        errors = [*row_errors, *refusals(run, machine, needs_rows=False, plans=plans)]
-    refusal_texts = list(dict.fromkeys(map(str, errors)))
+        errors = [*row_errors, *refusals(run, machine, needs_rows=False, plans=[part[2] for part in parts])]
+        refusal_texts = list(dict.fromkeys(map(str, errors)))
     for text in refusal_texts:
         logger.warning("a run%s would stop: %s", "" if machine.named else " here", text)
     command, node_lines = None, list[str]()
@@ -136,6 +131,17 @@ def run_plan(request: Request) -> CommandResult:
         if misfit is None and not budget.affordable_offers:
             misfit = DoesNotFit(budget.lines()[0])  # no machine is within the budget: what the cheapest costs
     return CommandResult(data, lines, 0 if plan.fits and misfit is None else DoesNotFit.exit_code, misfit)
+
+
+def _ask_budget(
+    request: Request, run: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutName, ...]
+) -> BudgetResult | None:
+    """What BUDGET buys; None where it was not asked."""
+    if request.budget is None:
+        return None
+    if run.stages:
+        raise ConfigError("BUDGET is for a run without stages: its hours are those of one schedule")
+    return make_budget(run.config, request.budget, hardware, layouts=layouts)
 
 
 def _deepspeed_settings(

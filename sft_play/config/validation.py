@@ -179,13 +179,14 @@ def find_conflicts(config: RunConfig, document: YamlDocument) -> list[Problem]:
     return [document.problem(path, message) for path, message in conflicts]
 
 
+# A key, whether it contradicts another, and what is wrong.
+_Rule = tuple[str, Any, str]
+
+
 def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    train, tuning, lora = config.train, config.tuning, config.tuning.lora
-    mode, init = tuning.mode, lora.init if tuning.mode != "full" else "default"
-    experts_key = "experts" if lora.experts else "target_parameters"
+    train, tuning = config.train, config.tuning
     is_mixed = config.task_mode == "cpt_mixed"
-    # the key, whether it contradicts another, and what is wrong
-    rules: tuple[tuple[str, Any, str], ...] = (
+    rules: tuple[_Rule, ...] = (
         ("train.fp16", train.fp16 and train.bf16 is True, "true, and train.bf16 is true as well; choose one"),
         (
             "task_mode",
@@ -229,9 +230,24 @@ def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         ),
         (
             "train.optim",
-            train.optim == "muon" and mode != "full",
-            f"muon steps whole weight matrices, and tuning.mode is {mode}; use full or AdamW",
+            train.optim == "muon" and tuning.mode != "full",
+            f"muon steps whole weight matrices, and tuning.mode is {tuning.mode}; use full or AdamW",
         ),
+        (
+            "tuning.backend_fallback",
+            tuning.backend_fallback == tuning.backend,
+            f"is the backend itself ({tuning.backend}); remove it",
+        ),
+    )
+    all_rules = (*rules, *_adapter_rules(config))
+    yield from ((tuple(name.split(".")), message) for name, is_wrong, message in all_rules if is_wrong)
+
+
+def _adapter_rules(config: RunConfig) -> tuple[_Rule, ...]:
+    tuning, lora = config.tuning, config.tuning.lora
+    mode, init = tuning.mode, lora.init if tuning.mode != "full" else "default"
+    experts_key = "experts" if lora.experts else "target_parameters"
+    return (
         *(
             (
                 f"tuning.lora.{name}",
@@ -275,13 +291,7 @@ def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
             init == "pissa" and lora.use_rslora,
             "pissa divides its start by the scale; set tuning.lora.alpha instead",
         ),
-        (
-            "tuning.backend_fallback",
-            tuning.backend_fallback == tuning.backend,
-            f"is the backend itself ({tuning.backend}); remove it",
-        ),
     )
-    yield from ((tuple(name.split(".")), message) for name, is_wrong, message in rules if is_wrong)
 
 
 def _negative_power(rate: float) -> str:
