@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from sft_play.planner.batching import MicroBatches
-from sft_play.runs import oom
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import OOM_NOTE_FILE, OomEvent, RunFolder, read_oom_events
 from sft_play.training.loop import loop_checkpoints
 from sft_play.training.loop.out_of_memory import StepMemory
 from sft_play.training.loop.rows import EpochOrder, StepBatches
@@ -113,7 +112,7 @@ def test_a_repeated_step_and_all_after_it_are_those_of_a_run_planned_so(
         return when == "step 3" and not (trainer.state.global_step == 2 and is_last_pass)
 
     refuse(monkeypatch, fits)
-    told: list[oom.OomEvent] = []
+    told: list[OomEvent] = []
     trainer = dropping(tiny_llama, tmp_path / "broken", planned, bf16=bf16)
     trainer.step_memory.on_oom.append(told.append)
     trainer.train()
@@ -198,7 +197,7 @@ def test_a_run_goes_on_and_says_why_and_a_resumed_one_does_not_try_again(train, 
     assert line in printed
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["batch"] == {"micro_batch": 2, "grad_accum": 4, "ranks": 1}
-    (event,) = oom.read_oom_events(RunFolder(folder))
+    (event,) = read_oom_events(RunFolder(folder))
     assert event.description.startswith(line)
     assert line in texts_of(folder)["out_of_memory"]
     code, printed, _ = train("broken", *same, verb="resume")
@@ -255,7 +254,7 @@ def test_what_one_row_does_not_fit_in_ends_with_what_would(train, monkeypatch): 
     )
     assert found["train.gradient_checkpointing=true"].endswith("resume takes it")
     assert found["tuning.mode=lora"].endswith("a new run")
-    assert oom.read_oom_events(RunFolder(folder))[-1].again is None
+    assert read_oom_events(RunFolder(folder))[-1].again is None
     assert train("one", "tuning.mode=full", "train.gradient_checkpointing=true", verb="resume")[0] == 0
 
 
@@ -292,7 +291,7 @@ def test_evaluations_and_answers_and_checkpoints_are_done_again_with_less(train,
         assert found[when]["exact_match"] == wanted[when]["exact_match"]
     assert asked
     assert seen
-    assert {one.doing for one in oom.read_oom_events(RunFolder(folder))} == {"evaluating", "generating answers"}
+    assert {one.doing for one in read_oom_events(RunFolder(folder))} == {"evaluating", "generating answers"}
     assert "Checkpoint: out of memory; once more without caches" in printed
 
 
@@ -378,8 +377,8 @@ def test_ranks_start_again_from_the_last_checkpoint_as_a_run_planned_so(world, s
     assert losses(folder) == losses(other)
     assert len(losses(folder)) == 5
     assert_same_bits(weights(folder), weights(other))
-    (event,) = oom.read_oom_events(RunFolder(folder))
+    (event,) = read_oom_events(RunFolder(folder))
     assert (event.rank, event.step, event.micro_batch, event.now, event.again) == (rank, step, 2, 1, "run")
     assert json.loads((folder / "manifest.json").read_text())["batch"]["micro_batch"] == 1
     assert "start again from the last checkpoint with 1" in texts_of(folder)["out_of_memory"]
-    assert not (folder / oom.OOM_NOTE_FILE).exists()
+    assert not (folder / OOM_NOTE_FILE).exists()

@@ -19,8 +19,7 @@ from sft_play.launch.request import LaunchOptions
 from sft_play.launch.resume import RestartBudget
 from sft_play.process import signals
 from sft_play.process.failures import Failure, FailureKind
-from sft_play.runs.folder import CRASH_ENTRY, MANIFEST_FORMAT, RESTARTS_ENTRY, RunFolder
-from sft_play.runs.oom import OomEvent, write_oom_note
+from sft_play.runs.folder import CRASH_ENTRY, MANIFEST_FORMAT, RESTARTS_ENTRY, OomEvent, RunFolder, write_oom_note
 from sft_play.training.checkpoints import checkpoints
 from tests import warm
 from tests.conftest import ROOT, clean_environment

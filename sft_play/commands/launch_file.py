@@ -1,4 +1,6 @@
-"""`launch-file`: a job for a scheduler that trains a run as it is planned, and goes on after a preemption.
+"""`launch-file` and `setup-accelerate`: what launchers read.
+
+A job for a scheduler trains a run as it is planned, and goes on after a preemption:
 
 `jobs/` has a template for each scheduler: Slurm's batch script, which lets `scripts/train_slurm.sbatch` requeue the job
 at its end, a managed job of SkyPilot, whose run folder is in a bucket that the next machines find, and a PyTorchJob of
@@ -13,19 +15,25 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sft_play.commands import plan
-from sft_play.commands.answer import CommandResult
+from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.files import ROOT, atomic
+from sft_play.launch.accelerate import MIXED_PRECISION, accelerate_path, read_accelerate_nodes, write_accelerate_file
+from sft_play.launch.run_hardware import restrict_to_device
 from sft_play.log import one_line
 from sft_play.machine.gpu_catalog import find_catalog_entries
+from sft_play.machine.hardware import detect_hardware
+from sft_play.planner.precision import choose_precision
 
 SCHEDULERS = {
     "slurm": ("slurm.sbatch.jinja", ".sbatch", "sbatch"),
@@ -38,7 +46,12 @@ _SKYPILOT_GPU_NAMES = {"A100-40GB": "A100"}  # what SkyPilot calls a GPU of the 
 
 
 def run_launch_file(request: Request) -> CommandResult:
-    """Write the file of the planned run; raises DoesNotFit where none would start."""
+    """Write what a launcher reads: accelerate's configuration, or a scheduler's job."""
+    return _setup_accelerate(request) if request.command == "setup-accelerate" else _write_job(request)
+
+
+def _write_job(request: Request) -> CommandResult:
+    """Write the job of the planned run; raises DoesNotFit where none would start."""
     if request.for_ not in SCHEDULERS:
         for_text = f"FOR={one_line(request.for_)} is not" if request.for_ else "make launch-file needs FOR=,"
         raise ConfigError(f"{for_text} one of {', '.join(SCHEDULERS)}")
@@ -143,3 +156,34 @@ def _write_job_file(path: Path, text: str, *, force: bool) -> None:
         atomic.write(path, text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"OUT={one_line(str(path))} cannot be written: {error}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# A configuration for accelerate's launcher.
+
+
+def _setup_accelerate(request: Request) -> CommandResult:
+    """Write the configuration of the GPUs, or processes, of this machine; with INTERACTIVE=1 accelerate asks."""
+    path = accelerate_path(os.environ)
+    if os.environ.get("INTERACTIVE", "") not in ("", "0"):
+        if not (sys.stdin and sys.stdin.isatty()):
+            raise ConfigError("INTERACTIVE=1: there is no terminal to answer accelerate's questions in; leave it out")
+        argv = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
+        with redirect_stdout_to_stderr(enabled=request.json):
+            exit_code = subprocess.call(argv)
+        return CommandResult({"ok": exit_code == 0, "path": str(path)}, exit_code=exit_code)
+    loaded = load_config(request.config, overrides=request.overrides)
+    options = dataclasses.replace(request.options, nodes=read_accelerate_nodes(os.environ))
+    hardware = options.select_hardware(restrict_to_device(loaded.config, detect_hardware()))
+    precision = choose_precision(loaded.config, hardware).compute
+    text = write_accelerate_file(
+        path,
+        hardware,
+        mixed_precision=MIXED_PRECISION.get(precision, "no"),
+        gpu_ids=options.gpus,
+        overwrite=request.force,
+        nodes=options.nodes,
+    )
+    return CommandResult(
+        {"ok": True, "path": str(path), "text": text}, [f"{path}:", *(f"  {line}" for line in text.splitlines())]
+    )

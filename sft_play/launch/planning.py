@@ -72,13 +72,13 @@ from sft_play.planner.layout import (
 )
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed, RunLength, Suggestion, TracePrediction, require_fit
 from sft_play.process.waiting import importing
-from sft_play.runs import oom
 from sft_play.runs.folder import (
     FREE_TO_CHANGE_OPTIONS,
     RunFolder,
     changed_settings,
     check_no_differences,
     first_start_date,
+    pop_oom_note,
     requested_deepspeed,
 )
 from sft_play.runs.lookup import LAUNCHER, find_resumable, is_finished, is_resume, lock_run, new_run_folder
@@ -324,7 +324,7 @@ def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) 
     resumed_folder = folder if is_resumed else None
     if resumed_folder is not None:
         if starts_run:  # left by a run whose launcher did not start it again
-            oom.pop_oom_note(resumed_folder)
+            pop_oom_note(resumed_folder)
             pop_crash_record(resumed_folder)
         if is_finished(resumed_folder):
             return LaunchPlan(folder, is_resumed)

@@ -25,9 +25,8 @@ from sft_play.process import failures, signals
 from sft_play.process.environment import THREADS_VARIABLE
 from sft_play.process.failures import RUN_VARIABLE
 from sft_play.runs.files import write_json, write_text
-from sft_play.runs.folder import CRASH_ENTRY, DEEPSPEED_FILE, RunFolder, first_start_date, new_manifest
+from sft_play.runs.folder import CRASH_ENTRY, DEEPSPEED_FILE, OOM_NOTE_FILE, RunFolder, first_start_date, new_manifest
 from sft_play.runs.lookup import LAUNCHER, create_run, discard_run
-from sft_play.runs.oom import OOM_NOTE_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,16 @@ from sft_play.planner.layout import (
     parse_mesh,
 )
 from sft_play.planner.precision import UNSHARDED_LAYOUTS, WeightUpdates
-from sft_play.runs import oom
 from sft_play.runs.files import read_json
-from sft_play.runs.folder import CRASH_ENTRY, RESTARTS_ENTRY, CodeTrust, RunFolder, load_resumed_config
+from sft_play.runs.folder import (
+    CRASH_ENTRY,
+    RESTARTS_ENTRY,
+    CodeTrust,
+    RunFolder,
+    load_resumed_config,
+    pop_oom_note,
+    read_oom_events,
+)
 from sft_play.runs.lookup import find_resumable
 
 logger = logging.getLogger(__name__)
@@ -88,7 +95,7 @@ def read_previous_run(folder: RunFolder) -> PreviousRun | None:
     # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
     updates = (plan.get("precision") or {}).get("updates") if layout in UNSHARDED_LAYOUTS else None
     known_layout: LayoutName = layout if layout in LAYOUT_NAMES else "single"
-    oom_micro_batches = [event.micro_batch for event in oom.read_oom_events(folder) if event.again in ("step", "run")]
+    oom_micro_batches = [event.micro_batch for event in read_oom_events(folder) if event.again in ("step", "run")]
     previous_batch = BatchPlan(micro_batch, grad_accum, ranks)
     return PreviousRun(
         known_layout, previous_batch, processes, updates, folder.has_trained, min(oom_micro_batches, default=None)
@@ -176,7 +183,7 @@ class RestartBudget:
 
     def should_restart(self, folder: RunFolder, loaded: LoadedConfig) -> bool:
         """Whether a run that has failed is to be started again; why is logged, and recorded in its manifest."""
-        if event := oom.pop_oom_note(folder):
+        if event := pop_oom_note(folder):
             logger.warning("Starting again with micro-batch %d", event.now)
             return True
         crash = pop_crash_record(folder) if self.limit else None

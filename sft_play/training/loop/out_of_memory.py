@@ -2,7 +2,7 @@
 
 Until the optimizer's update a step leaves only gradients, sums and random states, which are set back. Over ranks it
 cannot be repeated in place, since others wait in a collective: the processes end, with a note for whoever starts them
-again (`runs.oom`)."""
+again (`runs.folder`)."""
 
 import contextlib
 import logging
@@ -18,8 +18,7 @@ from sft_play.errors import OutOfMemory
 from sft_play.log import one_line
 from sft_play.planner import calibration
 from sft_play.planner.batching import BatchPlan, MicroBatches
-from sft_play.runs import oom
-from sft_play.runs.oom import OomEvent
+from sft_play.runs.folder import OomEvent, record_oom_event, write_oom_note
 from sft_play.training import distributed
 from sft_play.training.job import RunJob
 from sft_play.training.loop.rows import FILLER_INDEX
@@ -218,6 +217,6 @@ def record_oom(job: RunJob, event: OomEvent) -> None:
     if is_planned and event.doing in (TRAINING, UPDATING):
         calibration.add_measured_run(measured_run(job.loaded.config, plan, ran_out_of=plan.budget_bytes))
     if event.again == "run":
-        oom.write_oom_note(job.folder, event)
+        write_oom_note(job.folder, event)
     elif distributed.is_first():
-        oom.record_oom_event(job.folder, event)
+        record_oom_event(job.folder, event)

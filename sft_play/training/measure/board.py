@@ -13,8 +13,7 @@ from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
 from sft_play.log import redact
 from sft_play.planner.plan import Plan
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.oom import OOM_ENTRY, OomEvent, read_oom_events
+from sft_play.runs.folder import OOM_ENTRY, OomEvent, RunFolder, read_oom_events
 from sft_play.training.measure.exact_match import GeneratedAnswer
 
 MAX_LOGGED_ANSWERS = 5

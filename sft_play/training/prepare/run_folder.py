@@ -14,9 +14,8 @@ from sft_play.log import escape_control, start_log_file
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import DTYPE_SHORT_NAMES
 from sft_play.runs.files import explain_disk_refusals
-from sft_play.runs.folder import DEEPSPEED_FILE, END_ENTRIES, RESTARTS_ENTRY, check_same_run, new_manifest
+from sft_play.runs.folder import DEEPSPEED_FILE, END_ENTRIES, OOM_ENTRY, RESTARTS_ENTRY, check_same_run, new_manifest
 from sft_play.runs.lookup import RunLock, create_run, discard_run, lock_run, write_initial_files
-from sft_play.runs.oom import OOM_ENTRY
 from sft_play.training import distributed
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.job import RunJob
