@@ -13,9 +13,9 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.launch.refusals import require_usable_hardware
-from sft_play.machine import software
+from sft_play.machine import compiler
+from sft_play.machine.compiler import Toolchain, require_inductor
 from sft_play.machine.hardware import Hardware, parse_hardware
-from sft_play.machine.software import Toolchain, require_inductor
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner import calibration, explain
 from sft_play.planner.decide import PlanRequest, make_plan
@@ -183,7 +183,7 @@ THERE = Toolchain(
 )  # fmt: skip
 def test_a_gpu_needs_triton_and_its_c_compiler_for_every_kernel(monkeypatch, tools, machine, words):
     """What an earlier run has built is not enough: each new kernel is built again."""
-    monkeypatch.setattr(software, "find_toolchain", lambda _: tools)
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: tools)
     if words is None:
         return require_inductor(parse_hardware(machine), {})
     with pytest.raises(HardwareError, match=f"train.compile: inductor cannot compile here: {words}.*compile=false"):
@@ -199,7 +199,7 @@ def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path)
     (tmp_path / "none").chmod(0o755)
     with pytest.raises(HardwareError, match="fails: error: no licence"):
         require_inductor(CPU, environment)
-    monkeypatch.setattr(software, "_compile_trial", lambda *_: None)
+    monkeypatch.setattr(compiler, "_compile_trial", lambda *_: None)
     require_inductor(CPU, environment)
 
 

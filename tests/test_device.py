@@ -17,9 +17,9 @@ from sft_play.launch import refusals
 from sft_play.launch.refusals import MAX_CPU_PARAMS, require_usable_hardware
 from sft_play.launch.run_hardware import hide_gpus, restrict_to_device
 from sft_play.launch.torchrun import visible_gpu_variables
-from sft_play.machine import software, visible_gpus
+from sft_play.machine import compiler, visible_gpus
+from sft_play.machine.compiler import Toolchain, require_compiler, toolchain_obstacle
 from sft_play.machine.hardware import Hardware, parse_hardware
-from sft_play.machine.software import Toolchain, require_compiler, toolchain_obstacle
 from sft_play.machine.visible_gpus import MIN_VRAM, NvmlStatus, explain_unusable_torch
 
 GIB = 2**30
@@ -270,27 +270,27 @@ def compilers(tmp_path, monkeypatch):
 
 def test_the_toolchain_is_tried(compilers, tmp_path):
     home = {"TRITON_HOME": str(tmp_path)}
-    assert software.find_toolchain(home).compiler is None
+    assert compiler.find_toolchain(home).compiler is None
     clang = compilers("clang", "", 0)
-    assert (software.find_toolchain(home).compiler, software.find_toolchain(home).compile_error) == (clang, None)
+    assert (compiler.find_toolchain(home).compiler, compiler.find_toolchain(home).compile_error) == (clang, None)
     gcc = compilers("gcc", NO_HEADERS, 1)
-    assert (software.find_toolchain(home).compiler, software.find_toolchain(home).compile_error) == (gcc, NO_HEADERS)
+    assert (compiler.find_toolchain(home).compiler, compiler.find_toolchain(home).compile_error) == (gcc, NO_HEADERS)
     own = compilers("own", "no licence", 3)
-    assert software.find_toolchain({**home, "CC": own}).compile_error == "no licence"
-    assert "No such file" in str(software.find_toolchain({**home, "CC": "/nowhere/cc"}).compile_error)
-    assert not software.find_toolchain(home).has_built_module
+    assert compiler.find_toolchain({**home, "CC": own}).compile_error == "no licence"
+    assert "No such file" in str(compiler.find_toolchain({**home, "CC": "/nowhere/cc"}).compile_error)
+    assert not compiler.find_toolchain(home).has_built_module
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     build(tmp_path, {f".triton/cache/abc/cuda_utils{suffix}": ""})
-    assert software.find_toolchain(home).has_built_module
-    assert not software.find_toolchain({"TRITON_CACHE_DIR": str(tmp_path / "elsewhere")}).has_built_module
+    assert compiler.find_toolchain(home).has_built_module
+    assert not compiler.find_toolchain({"TRITON_CACHE_DIR": str(tmp_path / "elsewhere")}).has_built_module
 
 
 def test_a_run_on_a_gpu_looks_for_a_compiler_before_anything_loads(monkeypatch, caplog):
-    monkeypatch.setattr(software, "find_toolchain", lambda _: replace(THERE, compiler=None))
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: replace(THERE, compiler=None))
     with pytest.raises(HardwareError, match=r"Triton builds the loss kernel.*no C compiler.*apt-get install -y gcc"):
         require_compiler(parse_hardware("1xL4"), {})
     require_compiler(CPU, {})
-    monkeypatch.setattr(software, "find_toolchain", lambda _: replace(THERE, has_triton=False, compiler=None))
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: replace(THERE, has_triton=False, compiler=None))
     require_compiler(parse_hardware("1xMI300X"), {})
     assert "up to 3.6 GiB beyond the plan" in caplog.text
 
@@ -307,7 +307,7 @@ def test_the_doctor_finds_what_a_run_would_stop_for(monkeypatch):
 
     def found(machine: Hardware, there: str | None, params: int = 0, tools: Toolchain = THERE) -> str:
         monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda environment: there)
-        monkeypatch.setattr(software, "find_toolchain", lambda environment: tools)
+        monkeypatch.setattr(compiler, "find_toolchain", lambda environment: tools)
         return check_run_starts(config, machine, {}, params=params).verdict
 
     assert found(CPU, SHOWN) == "FAIL"

@@ -247,7 +247,8 @@ ENDED_OTHERWISE = {
     "sft_play.diagnose.gpu_info": "torch's report of itself, with a time limit",
     "sft_play.commands.launch_file": "accelerate's questions, in the same terminal",
     "sft_play.process.signals": "start_child, which sets the variable",
-    "sft_play.machine.software": "a compiler's trial, and what Unsloth's environment says of itself, with time limits",
+    "sft_play.machine.compiler": "a compiler's trial of a few lines, with a time limit",
+    "sft_play.machine.software": "what Unsloth's environment says of itself, with a time limit",
 }
 
 

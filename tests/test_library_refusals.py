@@ -16,7 +16,7 @@ from sft_play.diagnose.machine_checks import SystemFacts, find_known_bad
 from sft_play.errors import HardwareError
 from sft_play.launch import refusals
 from sft_play.launch import run_hardware as launched
-from sft_play.machine import software
+from sft_play.machine import compiler
 from sft_play.machine.gpu import Gpu, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware
 from sft_play.text import GIB
@@ -153,8 +153,8 @@ def test_flash_attention_without_kernels_is_refused_before_anything_loads(monkey
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("capability", "refused"), [((6, 1), True), ((7, 0), False), ((9, 0), False)])
 def test_compiled_blocks_need_volta(monkeypatch, ranks, capability, refused):
-    monkeypatch.setattr(software, "find_toolchain", lambda _: software.Toolchain(True, "gcc", Path("/include")))
-    said = software.inductor_obstacle(gpus(*["GPU"] * ranks, capability=capability), {})
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: compiler.Toolchain(True, "gcc", Path("/include")))
+    said = compiler.inductor_obstacle(gpus(*["GPU"] * ranks, capability=capability), {})
     assert (said is not None) is refused
     assert not refused or "GPU has 6.1" in said[0]  # type: ignore[index]
 

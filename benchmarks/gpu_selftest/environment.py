@@ -13,7 +13,7 @@ from benchmarks.gpu_selftest.checks import attention_problems, memory_counter_pr
 from benchmarks.gpu_selftest.material import LARGE_MODEL
 from benchmarks.gpu_selftest.part import Part
 from benchmarks.gpu_selftest.trials import TrialBench, run_module
-from sft_play.machine import software, visible_gpus
+from sft_play.machine import compiler, visible_gpus
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import cuda_libraries
 from sft_play.models.config_json import load_model_shape
@@ -44,7 +44,7 @@ def device(hardware: Hardware) -> Part:
 
 def toolchain(_: TrialBench) -> Part:
     """A C compiler and Python's headers, which Triton needs."""
-    name, there = f"{PREFIX}compiler", software.find_toolchain(os.environ)
+    name, there = f"{PREFIX}compiler", compiler.find_toolchain(os.environ)
     measured = {
         "compiler": there.compiler,
         "failed": there.compile_error,
@@ -52,7 +52,7 @@ def toolchain(_: TrialBench) -> Part:
         "built": there.has_built_module,
     }
     if there.compiler is None or there.compile_error is not None:
-        missing, remedy = software.toolchain_obstacle(
+        missing, remedy = compiler.toolchain_obstacle(
             dataclasses.replace(there, has_triton=True, has_built_module=False)
         ) or ("none", "")
         if not there.has_triton:

@@ -12,8 +12,9 @@ from sft_play.data.sources.examples import check_first_rows
 from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import DataError, HardwareError, RunFolderError, SftPlayError, stage_context
 from sft_play.log import one_line
+from sft_play.machine.compiler import require_compiler, require_inductor
 from sft_play.machine.hardware import Hardware
-from sft_play.machine.software import require_compiler, require_inductor, torch_cuda_version
+from sft_play.machine.software import torch_cuda_version
 from sft_play.machine.visible_gpus import CPU_HINT, explain_unusable_torch, find_unusable_accelerator
 from sft_play.planner.backend import check_trackers
 from sft_play.planner.kernels import require_attention_package

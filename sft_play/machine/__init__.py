@@ -3,6 +3,6 @@ torch.
 
 `hardware` is the result, of GPUs that are a `gpu.Gpu` each. They are named, by a grammar of its own,
 or found (`visible_gpus`, by `nvml`), with rates from `gpu_catalog`; `host` and `network` are the
-rest of the machine, `software` its packages, and whether a kernel can be built. Tables are JSON files
-beside their modules.
+rest of the machine, `software` its packages and `compiler` whether a kernel can be built. Tables are
+JSON files beside their modules.
 """
