@@ -22,9 +22,9 @@ from sft_play.finished.listing import PruneScope, list_runs, prune, select_pruna
 from sft_play.finished.report import read_record, write_report
 from sft_play.finished.run import find_run_folder, next_command_line, require_split
 from sft_play.log import escape_control, one_line
-from sft_play.process.waiting import quiet_libraries
 from sft_play.runs.lookup import check_run_name, open_run
 from sft_play.text import format_gib
+from sft_play.training.prepare.library_messages import quiet_libraries
 
 logger = logging.getLogger(__name__)
 

@@ -157,14 +157,14 @@ def read_text(
 def _suggest_file(path: Path, suffixes: tuple[str, ...]) -> str:
     """The file that was probably meant, beside it or in configs/; else those that there are."""
     stem = path.stem if path.suffix in suffixes else path.name
-    there: list[Path] = []
+    existing: list[Path] = []
     for folder in (path.parent, Path("configs")):
         files = {file.name: file for file in sorted(folder.glob("[!.]*")) if file.suffix in suffixes}
         stems = {file.stem: file for file in files.values()}
         if match := nearest_name(stem, stems) or nearest_name(path.name, files):
             return f"; did you mean {stems.get(match) or files[match]}?"
-        there = there or list(files.values())
-    return f"; there are: {', '.join(map(str, there[:20]))}" if there else ""
+        existing = existing or list(files.values())
+    return f"; there are: {', '.join(map(str, existing[:20]))}" if existing else ""
 
 
 def parse_yaml(text: str, *, name: str) -> YamlDocument:

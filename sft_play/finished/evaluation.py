@@ -41,7 +41,6 @@ from sft_play.finished.respond import Responder
 from sft_play.finished.run import FinishedRun, next_command_line, translate_write_errors
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
-from sft_play.process.waiting import quiet_libraries
 from sft_play.runs.files import write_json, write_text
 from sft_play.text import align_columns
 from sft_play.training.class_checks.adapter_trial import has_custom_logits
@@ -49,6 +48,7 @@ from sft_play.training.loop.rows import Collator, row_lengths
 from sft_play.training.measure.exact_match import Question, build_questions
 from sft_play.training.model.fused_head import fused_head
 from sft_play.training.prepare.device_checks import free_memory
+from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -139,7 +139,7 @@ class TransformersService:
             reason = f"transformers {version('transformers')} has another server than the one that answers here"
             raise BackendError(f"{reason} ({one_line(str(error))}): install that of requirements.lock") from None
         from sft_play.finished.respond import Responder
-        from sft_play.process.waiting import quiet_libraries
+        from sft_play.training.prepare.library_messages import quiet_libraries
 
         quiet_libraries()
         run, name, port = self._run, self._run.folder.path.name, int(self._listener.getsockname()[1])

@@ -42,9 +42,9 @@ from sft_play.finished.metrics import Interval, finite_or_none, paired_bootstrap
 from sft_play.finished.run import FinishedRun, next_command_line, translate_write_errors
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
-from sft_play.process.waiting import quiet_libraries
 from sft_play.runs.folder import installed_versions
 from sft_play.runs.lookup import lock_run
+from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
-"""What takes long says so, also while libraries are imported, which say no more than a user can act on;
-and memory that is freed is given back to the system.
+"""What takes long says so, also while libraries are imported; and memory that is freed is given back
+to the system.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import logging
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
@@ -112,24 +111,3 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-# --------------------------------------------------------------------------------------------------
-# What libraries say that a user cannot act on.
-
-
-def quiet_libraries() -> None:
-    """Silence the libraries' deprecation warnings, and their progress bars where there is no terminal."""
-    with importing():
-        from datasets.utils.logging import disable_progress_bar
-        from transformers.utils import logging as transformers_logging
-
-    for category in (FutureWarning, DeprecationWarning):
-        warnings.simplefilter("ignore", category=category)
-    # torch 2.11, of how accelerate makes its mesh
-    warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-    disable_progress_bar()
-    transformers_logging.disable_default_handler()
-    transformers_logging.enable_propagation()
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()

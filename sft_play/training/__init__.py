@@ -6,7 +6,7 @@ ranks: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpee
 that they run), `heartbeat`. A folder for each part:
 
 - `prepare/`, what is decided before weights are read: `prepare`, `tokenizer`, `model_spec`,
-  `lora_config`, `experts`, `device_checks`, `run_folder`.
+  `lora_config`, `experts`, `device_checks`, `run_folder`, `library_messages` (silenced).
 - `class_checks/`, measured in place of lists of names: `small_model` of a class, `masking` (do
   chats of a row stay apart, by a mask or by boundaries; does padding need a mask), `adapter_trial`
   (which layers take an adapter), `replaced_code` (do Liger's kernels, compiled blocks and attention

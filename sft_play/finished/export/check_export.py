@@ -38,11 +38,11 @@ from sft_play.finished.load import (
 )
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
-from sft_play.process.waiting import quiet_libraries
 from sft_play.training.measure.exact_match import Question, generate_answers
 from sft_play.training.model import attention_functions
 from sft_play.training.model.language_model import prepare_text_config
 from sft_play.training.prepare.device_checks import free_memory
+from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 EXPORT_TEST_ROWS = 200

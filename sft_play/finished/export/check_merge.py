@@ -18,9 +18,9 @@ from sft_play.finished.export.merge import record_merge_test
 from sft_play.finished.export.places import MERGED_FOLDER, require_merged
 from sft_play.finished.load import evenly_spaced_indices, load_held_out_rows, load_model_folder, load_trained_model
 from sft_play.finished.run import FinishedRun, next_command_line
-from sft_play.process.waiting import quiet_libraries
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.prepare.device_checks import free_memory
+from sft_play.training.prepare.library_messages import quiet_libraries
 
 MERGE_TEST_ROWS = 16
 # How much of the divergence between base and adapter may remain between merged model and adapter.

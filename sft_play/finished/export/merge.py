@@ -60,7 +60,6 @@ from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.models.families import dequantised_config
 from sft_play.planner.memory.estimate import MAX_WEIGHTS_FILE_BYTES
-from sft_play.process.waiting import quiet_libraries
 from sft_play.runs.files import read_json, read_summary, write_json
 from sft_play.runs.lookup import lock_run
 from sft_play.text import format_gib
@@ -85,6 +84,7 @@ from sft_play.training.measure.exact_match import collect_stop_ids
 from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config, silence_load_report
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from sft_play.training.prepare.experts import holds_routed_experts
+from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
 from sft_play.training.prepare.tokenizer import added_token_rows
 

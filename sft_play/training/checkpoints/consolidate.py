@@ -17,7 +17,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
-from sft_play.process.waiting import quiet_libraries
 from sft_play.runs.folder import CodeTrust, RunFolder, trust_none
 from sft_play.runs.lookup import lock_run
 from sft_play.text import GIB, MIB
@@ -25,6 +24,7 @@ from sft_play.training.checkpoints import checkpoints, sharded_checkpoints
 from sft_play.training.checkpoints.full_state_dict import model_names_by_saved_name, read_checkpoint_weights
 from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from sft_play.training.checkpoints.model_saving import fetch_base_folder, save_model, saved_shapes
+from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec, model_location, resized_spec
 from sft_play.training.prepare.tokenizer import added_token_rows
 

@@ -21,7 +21,6 @@ from sft_play.machine.software import COMPUTE_PACKAGES
 from sft_play.models.config_json import base_weights_identity, require_available_model
 from sft_play.planner.backend import Backend, check_trackers, choose_backend, fall_back, unsloth_model_problem
 from sft_play.planner.precision import Precision
-from sft_play.process.waiting import quiet_libraries
 from sft_play.runs.folder import installed_versions
 from sft_play.text import GIB
 from sft_play.training import distributed
@@ -29,6 +28,7 @@ from sft_play.training.class_checks.replaced_code import check_kernels
 from sft_play.training.job import RunJob
 from sft_play.training.model.adapters import BaseAdapter, read_base_adapter
 from sft_play.training.prepare.device_checks import check_device, check_gpu
+from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
 from sft_play.training.prepare.tokenizer import LoadedTokenizer, load_tokenizer
 

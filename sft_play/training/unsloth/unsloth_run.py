@@ -38,7 +38,6 @@ from sft_play.planner.backend import Backend, check_trackers
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.process import failures, signals
 from sft_play.process.failures import Failure
-from sft_play.process.waiting import quiet_libraries
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.training import distributed, engines
@@ -54,6 +53,7 @@ from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
 from sft_play.training.measure.summary import write_model_card
 from sft_play.training.model.model_loading import keep_4bit_trainable
 from sft_play.training.prepare.device_checks import check_device, check_gpu
+from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec, build_meta_model
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.prepare.tokenizer import LoadedTokenizer
