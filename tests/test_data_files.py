@@ -109,7 +109,6 @@ SCHEMAS = {
             "sources": listed(TEXT),
             "sections": mapping(record({"keys": TEXT}, file=TEXT, with_and_without_stage3_=TEXT, **{"class": TEXT})),
             "renamed": mapping(TEXT),
-            "removed": mapping(TEXT),
             "auto_is_a_value": listed(TEXT),
         }
     ),

@@ -26,6 +26,7 @@ from sft_play.data.sources.formats import recognise_format
 from sft_play.data.sources.raw import (
     BOM,
     GZIP_MARK,
+    HEAD_BYTES,
     NOTE_PIECE,
     BadRow,
     RawRow,
@@ -88,8 +89,10 @@ def file_kind(path: Path, *, wants_text: bool = False) -> str:
     # "ignore": the head may end inside a character; bytes that are not UTF-8 are named, with line, while rows are read
     text = beginning.removeprefix(BOM).decode("utf-8", "ignore")
     if not text.strip():
-        blank = f"its first {len(beginning):,} bytes are blank" if beginning else "the file is empty"
-        raise DataError(f"{path} has no rows: {blank}")
+        problem = "the file is blank" if beginning else "the file is empty"
+        if len(beginning) == HEAD_BYTES:
+            problem = f"its first {HEAD_BYTES:,} bytes are blank"
+        raise DataError(f"{path} has no rows: {problem}")
     return _text_kind(path, text.lstrip(), wants_text)
 
 
