@@ -20,6 +20,8 @@ from sft_play.errors import ConfigError, RunFolderError, SftPlayError, TrainingE
 from sft_play.files import atomic
 from sft_play.launch.accelerate import refuse_too_few_processes, remove_accelerate_variables
 from sft_play.launch.deepspeed import (
+    AUTO,
+    HIDDEN_SIZE_FORMULAS,
     drop_unresolved_autos,
     read_deepspeed_file,
     shipped_deepspeed_config,
@@ -85,7 +87,7 @@ def read_settings(config: str | os.PathLike[str] | Mapping[str, Any] | DistConfi
     except ValidationError as error:
         for item in error.errors():
             key = str(item["loc"][0])
-            problems.append(document.problem((key,), f"{item['msg']}, found {one_line(repr(document.data[key]))}"))
+            problems.append(document.problem((key,), f"{item['msg']}, found {one_line(repr(item['input']))}"))
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
     if settings.zero3_offload and settings.backend == "accelerate":
@@ -196,7 +198,12 @@ def _best_precision() -> str:
 
 def _new_accelerator(settings: DistConfig, precision: str, deepspeed: dict[str, Any], *, on_cpu: bool) -> Any:
     from accelerate.state import PartialState
-    from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, GradientAccumulationPlugin
+    from accelerate.utils import (
+        DeepSpeedPlugin,
+        DistributedDataParallelKwargs,
+        DistributedType,
+        GradientAccumulationPlugin,
+    )
 
     options: dict[str, Any] = {"cpu": on_cpu}
     if deepspeed:
@@ -208,8 +215,9 @@ def _new_accelerator(settings: DistConfig, precision: str, deepspeed: dict[str, 
         if on_cpu:
             PartialState(cpu=True)  # with `cpu=True` the Accelerator itself would silently leave out DeepSpeed
         options = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=deepspeed)}
-    else:
-        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # the settings choose, and not `accelerate launch`
+    elif os.environ.pop("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and settings.backend == "accelerate":
+        logger.warning("accelerate launch asked for DeepSpeed, but backend is accelerate, which trains without it; set "
+                       "backend: deepspeed")  # fmt: skip
     # FSDP would keep every rank's full gradients until the last micro-batch of a step
     uses_fsdp = not deepspeed and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     accelerator = Accelerator(
@@ -220,6 +228,9 @@ def _new_accelerator(settings: DistConfig, precision: str, deepspeed: dict[str, 
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=settings.find_unused_parameters)],
         **options,
     )
+    if uses_fsdp and str(accelerator.distributed_type) != str(DistributedType.FSDP):
+        logger.warning("accelerate launch asked for FSDP, and accelerate trains without it here (%s)",
+                       accelerator.distributed_type)  # fmt: skip
     if deepspeed and on_cpu:
         init_deepspeed(on_cpu=True)  # ZeRO-3 partitions weights while they are read
     return accelerator
@@ -246,13 +257,23 @@ def wrap_model_optimizer(
         # non-reentrant: that works with frozen weights and under DDP
         enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
     plugin = getattr(accelerator, "deepspeed_plugin", None)
-    if plugin is not None and not hasattr(model, "config"):  # accelerate fills sizes by a transformers config
-        drop_unresolved_autos(plugin.deepspeed_config["zero_optimization"], "zero_optimization.")
+    if plugin is not None:
+        _fill_hidden_size(plugin.deepspeed_config["zero_optimization"], getattr(model, "config", None))
     items = (model, optimizer, *others)
     present_items = [item for item in items if item is not None]
     prepared = accelerator.prepare(*present_items)
     remaining_items = iter(prepared if len(present_items) > 1 else (prepared,))
     return tuple(None if item is None else next(remaining_items) for item in items)
+
+
+def _fill_hidden_size(zero: dict[str, Any], model_config: Any) -> None:
+    """Fill what is "auto" and goes by the model's hidden size, which accelerate finds in text models' configs alone."""
+    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    hidden_size = getattr(text_config, "hidden_size", None)
+    if hidden_size is None:
+        drop_unresolved_autos(zero, "zero_optimization.")
+        return
+    zero |= {key: formula(hidden_size) for key, formula in HIDDEN_SIZE_FORMULAS.items() if zero.get(key) == AUTO}
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------

@@ -470,6 +470,7 @@ def test_of_two_nodes_each_says_what_it_knows(start, tmp_path):
     line = last_line(nodes[0], "[train-distributed] error: ")
     assert "rank 0 of 2 (pid " in line
     assert "lost its connection to another rank at step " in line
+    assert "rank 1 (host " in line
     for started in nodes:
         require_no_noise(started)
         started.require_nobody_left()
@@ -561,7 +562,7 @@ def test_a_mistake_that_one_rank_alone_sees_names_it_and_keeps_its_exit_code():
 def beat(rank, step, count, **options):
     from sft_play.training.heartbeat import Beat
 
-    given = {"activity": "training", "since_s": 30.0, "published": 100.0, "where": ""} | options
+    given = {"activity": "training", "since_s": 30.0, "published": 100.0, "number": 1, "where": ""} | options
     return Beat(rank, "a" if rank < 2 else "b", 10 + rank, step, count=count, **given)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
 from sft_play.commands.request import Request
 from sft_play.config.yaml_io import read_text
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, SftPlayError
 from sft_play.launch.ranks import run_ranks
 from sft_play.launch.torchrun import LaunchCommand, read_rank_info, torchrun_command
 from sft_play.log import one_line, set_up_logging
@@ -83,7 +83,11 @@ def run_cells(cells: Sequence[types.CodeType], path: Path, *, rank: int) -> None
     if rank != 0:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     for code in cells:
-        exec(code, module.__dict__)
+        try:
+            exec(code, module.__dict__)
+        except SftPlayError as error:
+            line = error.__traceback__.tb_next.tb_lineno if error.__traceback__ and error.__traceback__.tb_next else 0
+            raise type(error)(f"{code.co_filename}, line {line}: {error}") from error
 
 
 def notebook_launch(path: Path, machine: Hardware, *, gpus: Sequence[int] = ()) -> LaunchCommand:

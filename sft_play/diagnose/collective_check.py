@@ -27,6 +27,8 @@ SIZES = {"cpu": (MIB, 64 * MIB), "cuda": (MIB, 256 * MIB)}
 # Seconds that the timed repetitions take together.
 TIMING_BUDGET_S = 1.0
 MAX_REPETITIONS = 20
+# The longest that the largest size may take once.
+MAX_ONCE_S = 3.0
 # Values repeat after so many elements, so that sums are whole numbers that fp32 represents exactly.
 PATTERN_LENGTH = 7
 
@@ -66,7 +68,9 @@ def _run_check(note: Callable[..., None], out: Path, device_type: str, timeout_s
     for size in SIZES[device_type]:
         wrong_count += wrong_elements(size, device)
         note("reduced")  # a broken network hangs in the first one
-    once_s = time_all_reduce(size, device, 1)
+        once_s = time_all_reduce(size, device, 1)
+        if once_s * SIZES[device_type][-1] / size > MAX_ONCE_S:  # a network so slow would not be done in time
+            break
     repetitions = max(1, min(MAX_REPETITIONS, int(TIMING_BUDGET_S / max(once_s, 1e-6))))
     seconds = time_all_reduce(size, device, repetitions)
     note("done", wrong=wrong_count)

@@ -218,7 +218,8 @@ def translate_deepspeed_keys(raw: DeepspeedConfig, *, name: str = "the DeepSpeed
         for path, value in yaml_io.walk_leaves(raw)
         if value is not None and path and not any(_COMMENT_KEY.fullmatch(str(key)) for key in path)
     }
-    dotted_keys = {str(key) for path, _ in yaml_io.walk_leaves(raw) for key in path if "." in str(key)}
+    dotted_keys = {str(key) for path, _ in yaml_io.walk_leaves(raw) for key in path
+                   if "." in str(key) and not any(_COMMENT_KEY.fullmatch(str(part)) for part in path)}  # fmt: skip
     problems = [f"{one_line(key)}: unknown key; DeepSpeed's sections are nested" for key in sorted(dotted_keys)]
     problems += [*_rename_old_keys(values), *dict.fromkeys(_unknown_key_problems(values))]
     # a value under a wrong key would be reported twice
@@ -238,7 +239,9 @@ def _rename_old_keys(values: dict[str, Any]) -> Iterator[str]:
         for path in _paths_below(values, old):
             value, new_path = values.pop(path), new + path.removeprefix(old)
             if path == old and "cpu_offload" in old and isinstance(value, bool):  # a switch, now a section
-                new_path, value = f"{new}.device", "cpu" if value else "none"
+                if not value:
+                    continue
+                new_path, value = f"{new}.device", "cpu"
             logger.debug("DeepSpeed: %s is an old key, read as %s: %s", path, new_path, format_value(value))
             if values.setdefault(new_path, value) != value:
                 yield f"{path} (an old key) and {new_path}: {format_value(values[new_path])} disagree; keep one"
@@ -484,6 +487,8 @@ class _ConfigFiller:
         for path, value in block.items():
             # torch_adam chooses between implementations of the same update
             if value == AUTO or path.endswith(".torch_adam") or not path.startswith("optimizer.params."):
+                continue
+            if value is True and path.endswith((".adam_w_mode", ".bias_correction")):  # as they are without a word
                 continue
             if path not in planned_options:
                 contradicted = "the run YAML's optimizer, which has no such number"

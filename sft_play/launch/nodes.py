@@ -105,10 +105,11 @@ def meet_nodes(nodes: NodeSetup, card: NodeCard, *, timeout_s: float) -> NodeMee
     with importing():
         importlib.import_module("torch.distributed")
     outcomes: list[tuple[NodeCard, ...] | Exception] = []
+    has_left_card = threading.Event()
 
     def meet() -> None:
         try:
-            outcomes.append(_exchange_cards(nodes, own_card, timeout_s))
+            outcomes.append(_exchange_cards(nodes, own_card, timeout_s, has_left_card))
         except Exception as error:
             outcomes.append(error)
 
@@ -118,7 +119,10 @@ def meet_nodes(nodes: NodeSetup, card: NodeCard, *, timeout_s: float) -> NodeMee
     try:
         thread.join(2 * timeout_s + 3 * _LEAVE_TIMEOUT_S)
     except BaseException:  # Ctrl-C, SIGTERM: the others would count this node's card, and wait for it
-        _tell_stop(nodes, own_card)
+        if has_left_card.is_set():
+            thread = threading.Thread(target=_tell_stop, args=(nodes, own_card), daemon=True)
+            thread.start()
+            thread.join(_LEAVE_TIMEOUT_S)
         raise
     outcome = outcomes[0] if outcomes else _no_answer_error(nodes, own_card, timeout_s, "another program listens there")
     if isinstance(outcome, Exception):
@@ -154,9 +158,11 @@ def _no_answer_error(nodes: NodeSetup, own_card: NodeCard, timeout_s: float, rea
     )
 
 
-def _exchange_cards(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> tuple[NodeCard, ...]:
-    """The cards of all nodes, as node 0 hands them out. Raises ConfigError on every
-    node where one is refused; HardwareError where this one finds no node 0, or loses it."""
+def _exchange_cards(
+    nodes: NodeSetup, own_card: NodeCard, timeout_s: float, has_left_card: threading.Event
+) -> tuple[NodeCard, ...]:
+    """The cards of all nodes, as node 0 hands them out; sets `has_left_card` once this one is there. Raises ConfigError
+    on every node where one is refused; HardwareError where this one finds no node 0, or loses it."""
     from torch.distributed import DistError, TCPStore
 
     store = None
@@ -166,6 +172,7 @@ def _exchange_cards(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> t
         store.set_timeout(2 * timeout)  # node 0 may have begun to wait last
         store.add(_CAME_KEY, 1)
         card = json.loads(store.compare_set(_CARD_KEY + str(nodes.rank), "", json.dumps(own_card)))
+        has_left_card.set()
         if card["start"] != own_card["start"]:
             hosts = " and ".join(one_line(str(item.get("host"))) for item in (card, own_card))
             _refuse(store, f"{hosts} were both given NODE_RANK={nodes.rank}: give each node its own number, 0 to "

@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 2.0
 # A note's length in its file: always the same, so that a shorter one leaves nothing of the last.
 NOTE_BYTES = 64
-# A rank whose last sign of life is as many intervals old is silent.
-SILENT_INTERVALS = 3
 # How long the store may take to answer: it may be gone with the first node.
 STORE_TIMEOUT_S = 10.0
 
@@ -42,7 +40,7 @@ STORE_TIMEOUT_S = 10.0
 @dataclass(frozen=True)
 class Beat:
     """A rank's sign of life: what it last began (the `count`th thing), how long ago, and where its code is; `published`
-    is in seconds since 1970; `moved` are the bytes written or read so far."""
+    is in seconds since 1970, `number` counts them; `moved` are the bytes written or read so far."""
 
     rank: int
     host: str
@@ -52,6 +50,7 @@ class Beat:
     count: int
     since_s: float
     published: float
+    number: int
     where: str = ""
     moved: int = 0
 
@@ -78,8 +77,8 @@ def laggards(beats: Sequence[Beat], silent_ranks: Collection[int]) -> list[Beat]
 def stall_report(
     beats: Sequence[Beat], silent_ranks: Collection[int], *, missing_ranks: Sequence[int], waited_s: float, now: float
 ) -> str:
-    """Which rank stopped where, and who waits for it. `silent_ranks`: those whose last sign of life is old;
-    `missing_ranks`: those that never gave one; `now`: in seconds since 1970."""
+    """Which rank stopped where, and who waits for it. `silent_ranks`: ranks that published nothing between two looks;
+    `missing_ranks`: those that never did; `now`: in seconds since 1970."""
     head = f"no progress for {waited_s:.0f} s (distributed.timeout_s)"
     parts = [f"rank {rank} has never given a sign of life" for rank in missing_ranks]
     stopped_beats = laggards(beats, silent_ranks)
@@ -127,7 +126,7 @@ class Heartbeat:
         # Step and activity of what this rank began last.
         self.last_note = (0, "starting")
         self._interval_s = min(interval_s, timeout_s / 4)
-        self._note_count = 0
+        self._note_count = self._publish_count = 0
         self._last_progress: float | None = None
         self._moved_bytes = self._published_bytes = self._all_moved_bytes = 0
         self._watched_folder: Path | None = None
@@ -200,14 +199,21 @@ class Heartbeat:
             return
         if error is not None:
             with self._report_lock:
-                if failures.failure_kind(error) == "hung":
-                    self._report_stall()
-                else:
-                    failures.report_to_agent(error)
+                self._record_error(error)
         self._thread.join(self._interval_s)
         if self._note_file is not None:
             self._note_file.close()
             self._note_file = None
+
+    def _record_error(self, error: BaseException) -> None:
+        kind = failures.failure_kind(error)
+        is_on_several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size)) < self._world_size
+        if kind == "hung":
+            self._report_stall()
+        elif kind == "peer" and is_on_several_nodes:
+            failures.record_failure("peer", self._describe_lost_ranks(), error=error)
+        else:
+            failures.report_to_agent(error)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -239,11 +245,12 @@ class Heartbeat:
         restarts the clock of one that waits."""
         if self._store is None:
             return
+        self._publish_count += 1
         idle_s, moved_bytes = self._idle_s(), self._moved_bytes
         location = self._main_thread_location() if idle_s >= 2 * self._interval_s else ""
         beat = Beat(
             self._rank, socket.gethostname(), os.getpid(), *self.last_note, self._note_count, round(idle_s, 1),
-            time.time(), location, moved_bytes,
+            time.time(), self._publish_count, location, moved_bytes,
         )  # fmt: skip
         try:
             self._store.set(str(self._rank), json.dumps(asdict(beat)))
@@ -266,17 +273,21 @@ class Heartbeat:
         return f"{outer.f_code.co_name} ({Path(outer.f_code.co_filename).name}:{outer.f_lineno})"
 
     def _report_stall(self) -> None:
-        waited_s, now, beats = max(self._idle_s(), self.timeout_s), time.time(), self._read_beats()
-        silent_ranks = {beat.rank for beat in beats if now - beat.published > SILENT_INTERVALS * self._interval_s}
+        waited_s = max(self._idle_s(), self.timeout_s)
+        beats, silent_ranks = self._find_silent_ranks()
         missing_ranks = [rank for rank in range(self._world_size) if rank not in {beat.rank for beat in beats}]
         if beats:
-            text = stall_report(beats, silent_ranks, missing_ranks=missing_ranks, waited_s=waited_s, now=now)
+            text = stall_report(beats, silent_ranks, missing_ranks=missing_ranks, waited_s=waited_s, now=time.time())
         else:  # the store is gone, and with it what the others published
             step, activity = self.last_note
             text = f"no progress for {waited_s:.0f} s: rank {self._rank} waits at step {step} ({activity})"
         failures.record_failure("hung", text)
         if not failures.is_under_agent():
-            logger.error("%s", text)
+            is_first = True
+            with contextlib.suppress(RuntimeError):
+                is_first = self._store is None or int(self._store.add("told", 1)) == 1
+            if is_first:
+                logger.error("%s", text)
             return
         for beat in laggards(beats, silent_ranks):
             if beat.pid == os.getpid() or beat.host != socket.gethostname():
@@ -286,6 +297,15 @@ class Heartbeat:
                 if process.ppid() == os.getppid():
                     process.kill()
 
+    def _find_silent_ranks(self) -> tuple[list[Beat], set[int]]:
+        """The signs of life of all ranks, and the ranks that give none. Two looks need no agreement of the clocks."""
+        earlier_numbers = {beat.rank: beat.number for beat in self._read_beats()}
+        for _ in range(5):  # 2.5 intervals, in which a rank that lives has published
+            time.sleep(self._interval_s / 2)
+            self._publish()  # others, whose time is over too, may be looking at this one
+        beats = self._read_beats()
+        return beats, {beat.rank for beat in beats if earlier_numbers.get(beat.rank) == beat.number}
+
     def _read_beats(self) -> list[Beat]:
         beats: list[Beat] = []
         with contextlib.suppress(RuntimeError):
@@ -293,3 +313,11 @@ class Heartbeat:
                 if self._store.check([str(rank)]):
                     beats.append(Beat(**json.loads(self._store.get(str(rank)))))
         return beats
+
+    def _describe_lost_ranks(self) -> str:
+        beats, silent_ranks = self._find_silent_ranks()
+        lost_beats = [beat for beat in beats if beat.rank in silent_ranks]
+        if not lost_beats:
+            return "the launcher of another node has ended; see its output there"
+        listed = ", ".join(f"rank {beat.rank} (host {beat.host}, last at {beat.position})" for beat in lost_beats)
+        return f"{listed} gives no more signs of life; see the output of its host"

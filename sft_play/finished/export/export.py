@@ -67,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 # By the dtype of the weights as safetensors names it; other dtypes have no lossless one here.
 _LOSSLESS_QUANTS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+_MAX_F16 = 65_504.0
 _MAX_CHECKED_ROWS = 32
 
 
@@ -209,12 +210,18 @@ def _write_gguf(
 
 def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[Quant, Quant]:
     """The type of the file's weights, and the one in which the converter writes them first."""
-    dtype = main_dtype(open_tensors(model_folder).values())
+    tensors = open_tensors(model_folder)
+    dtype = main_dtype(tensors.values())
     lossless = _LOSSLESS_QUANTS.get(dtype)
     quant = requested_quant or lossless
     if quant is None:
         problem = f"the weights in {model_folder} are {dtype}, which no GGUF holds as they are"
         raise ConfigError(f"{problem}; give QUANT=bf16 or q8_0")
+    if quant == "f16" and lossless != "f16":
+        for name, tensor in tensors.items():
+            values = tensor.read()
+            if values.is_floating_point() and values.numel() and float(values.abs().max()) > _MAX_F16:
+                raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
     return quant, quant if quant in CONVERTER_QUANTS else lossless or "bf16"
 
 
