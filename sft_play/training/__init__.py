@@ -14,9 +14,10 @@ that they run), `heartbeat`. A folder for each part:
 - `model/`: `model_loading` (whole, or under FSDP2 unit by unit), `nf4_experts` (in 4 bits),
   `language_model` (of an image-text class), `adapters` (where they start, and those that a run
   continues), `attention_functions`, `tensor_parallel`, `fused_head` (of TRL).
-- `loop/`: `trainer` (TRL's), `loop` (steps and evaluation), `loop_checkpoints`, `upstream` (private
-  names of the libraries, guarded), `rows` (to micro-batches), `optimizers`, `callbacks`, `finite`
-  (steps that are not), `out_of_memory` (steps that do), `curriculum` (stages).
+- `loop/`: `trainer` (TRL's), `loop`, `loop_evaluation`, `loop_checkpoints`, `upstream` (private
+  names of the libraries, guarded), `rows` (to micro-batches), `optimizers`, `callbacks`,
+  `run_callbacks` (those of a run, together), `finite` (steps that are not), `out_of_memory` (steps
+  that do), `curriculum` (stages).
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
   `full_state_dict`, `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.
 - `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`, `recorded` (for

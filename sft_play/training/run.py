@@ -6,27 +6,22 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
-from sft_play.runs.files import truncate_metrics
 from sft_play.training import distributed, engines
-from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import RunJob
-from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopController, stop_signals
 from sft_play.training.loop.curriculum import StageSequence
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.out_of_memory import record_oom
-from sft_play.training.loop.trainer import build_plan_callbacks, load_trainer
-from sft_play.training.measure.evaluate import EvalSet, InitialEvaluation, build_eval_set, estimate_remaining, evaluate
+from sft_play.training.loop.run_callbacks import RunCallbacks
+from sft_play.training.loop.trainer import load_trainer
+from sft_play.training.measure.evaluate import EvalSet, InitialEvaluation, build_eval_set, evaluate
 from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
 from sft_play.training.measure.summary import TrainingSummary, build_summary, finish_run
-from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import attention_functions
 from sft_play.training.prepare.device_checks import explain_out_of_memory
 from sft_play.training.prepare.prepare import Prepared, data_facts, prepare_stages, require_agreement
@@ -129,77 +124,3 @@ def _run_training_loop(
     tokens = distributed.sum_over_ranks(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
     progress = callbacks.progress
     return TrainingSummary(callbacks.stop_controller, progress, callbacks.update_check, tokens / progress.training_s)
-
-
-# --------------------------------------------------------------------------------------------------
-# What watches the optimizer steps of a run: gradients, updates, metrics, progress, and requests
-# to stop.
-
-
-class RunCallbacks:
-    """The callbacks of one training, from its first step or from a checkpoint."""
-
-    def __init__(
-        self,
-        job: RunJob,
-        prepared: Prepared,
-        trainer: PlannedLoop,
-        eval_set: EvalSet,
-        monitors: RunMonitors,
-        checkpoint: Path | None,
-    ) -> None:
-        self._job, self._trainer = job, trainer
-        self._resume_step = None if checkpoint is None else checkpoints.checkpoint_step(checkpoint)
-        train = job.loaded.config.train
-        self.stop_controller = StopController(
-            train.stop_after_steps, hours=train.max_hours, pause_seconds=trainer.pause_seconds
-        )
-        self.update_check = UpdateCheck(trainer, job.plan.precision.updates)
-        self.progress = Progress(
-            count_tokens=lambda: trainer.tokens_seen,
-            estimate_remaining=lambda: estimate_remaining(trainer, eval_set),
-        )
-        self._gradient_check = GradientCheck(prepared.model_spec.late_gradients)
-        self._metrics_file = MetricsFile(
-            job.folder.metrics_path, start_time=monitors.start_time, stage=job.folder.stage_name
-        )
-        self._metric_tags = eval_set.metric_tags(evaluates_in_training=trainer.args.eval_strategy != "no")
-
-    def add_to_trainer(self, *, before: Sequence[TrainerCallback] = ()) -> None:
-        """Add all of them to the trainer; those of `before` are called first.
-
-        The lines of metrics.jsonl that come after the checkpoint are removed: their steps are trained again.
-        """
-        job, trainer = self._job, self._trainer
-        if distributed.is_first():
-            last_step = -1 if self._resume_step is None else self._resume_step
-            truncate_metrics(job.folder.metrics_path, last_step, stage_name=job.folder.stage_name)
-        if trainer.compile_monitor is not None:
-            trainer.compile_monitor.on_compiled.append(self.progress.exclude_wait)
-        plan_callbacks = build_plan_callbacks(
-            job.loaded.config,
-            job.plan,
-            job.folder,
-            trainer,
-            resume_step=self._resume_step,
-            metric_tags=self._metric_tags,
-        )
-        own_callbacks = (
-            self._gradient_check,
-            self.update_check,
-            self._metrics_file,
-            self.progress,
-            self.stop_controller,
-        )
-        for callback in (*before, *own_callbacks, *plan_callbacks):
-            trainer.add_callback(callback)
-
-    @contextlib.contextmanager
-    def watching(self, message: str) -> Iterator[None]:
-        """While open, requests to stop are heeded; `message` says what takes long before the first step."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(stop_signals(self.stop_controller))
-            if self._trainer.compile_monitor is not None:
-                stack.enter_context(contextlib.closing(self._trainer.compile_monitor))
-            stack.enter_context(self.progress.announce_start(message))
-            yield
