@@ -15,8 +15,8 @@ from trl import SFTTrainer
 
 from sft_play.errors import BackendError
 from sft_play.training.loop import upstream
-from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
 from sft_play.training.loop.loop import PlannedLoop
+from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
 from sft_play.training.loop.loop_evaluation import EvaluatedLoop
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure.monitor import Monitor

@@ -9,6 +9,7 @@ Both ends are here: `ask` is called by who renders, `serve` is the process. It i
 starts in a tenth of a second.
 """
 
+import atexit
 import contextlib
 import functools
 import json
@@ -114,6 +115,13 @@ def _forget_process() -> None:
 
 # a process that is forked starts a process of templates of its own
 os.register_at_fork(after_in_child=_forget_process)
+
+
+@atexit.register
+def _end_process() -> None:
+    if _process is not None:
+        _process.kill()
+        _process.communicate()
 
 
 def _limit_error(exit_code: int) -> EndlessTemplateError:
