@@ -239,9 +239,9 @@ def _rename_old_keys(values: dict[str, Any]) -> Iterator[str]:
         for path in _paths_below(values, old):
             value, new_path = values.pop(path), new + path.removeprefix(old)
             if path == old and "cpu_offload" in old and isinstance(value, bool):  # a switch, now a section
-                if not value:
+                if not value and _paths_below(values, new):  # guides keep it, switched off, beside its section
                     continue
-                new_path, value = f"{new}.device", "cpu"
+                new_path, value = f"{new}.device", "cpu" if value else "none"
             logger.debug("DeepSpeed: %s is an old key, read as %s: %s", path, new_path, format_value(value))
             if values.setdefault(new_path, value) != value:
                 yield f"{path} (an old key) and {new_path}: {format_value(values[new_path])} disagree; keep one"
