@@ -295,9 +295,9 @@ def _use_full_names(model: Any, text_tower: TextTower, folder: Path) -> None:
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def expand_to_full_class(model: Any, folder: Path, base_folder: Path, *, dtype: torch.dtype | None = None) -> None:
+def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
     """Make of a folder with a language model's weights one of its whole class, under the names that the base's files
-    have; all else is the base's, bit by bit, or in `dtype` if one is asked for. A model of text stays as it is."""
+    have; all else is the base's, bit by bit. A model of text stays as it is."""
     text_tower = find_text_tower(model)
     if text_tower is None or has_adapter(model):
         return
@@ -333,7 +333,7 @@ def expand_to_full_class(model: Any, folder: Path, base_folder: Path, *, dtype: 
             published(lambda file_tensor: file_tensor.read()),
         ),
         shapes=shapes,
-        dtype_rule=lambda name, tensor: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
+        dtype_rule=lambda name, tensor: tensor.dtype,
     )  # fmt: skip
     for file in {*(file_tensor.file for file_tensor in trained.values()), *folder.glob("*.index.json")}:
         file.unlink()
