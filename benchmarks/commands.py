@@ -55,16 +55,11 @@ def verify_layouts(request: Request, progress: Progress) -> CommandResult:
 
 def gpu_selftest(request: Request, progress: Progress) -> CommandResult:
     """What this machine's GPUs do, beside what is planned; exit code 2 where they differ."""
-    from benchmarks.gpu_selftest.report import result_lines
     from benchmarks.gpu_selftest.selftest import selftest
 
-    book = selftest(request.out, minutes=request.minutes, progress=progress)
-    return CommandResult(
-        book.as_json(),
-        ["\n".join(result_lines(book))],
-        0 if book.ok else ConfigError.exit_code,
-        is_written_to_out=False,
-    )
+    record = selftest(request.out, minutes=request.minutes, progress=progress)
+    code = 0 if record.ok else ConfigError.exit_code
+    return CommandResult(record.as_json(), record.result_lines(), code, is_written_to_out=False)
 
 
 def mask_score(request: Request, _: Progress) -> CommandResult:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from benchmarks.gpu_selftest import environment
+from benchmarks.gpu_selftest import machine_parts
 from benchmarks.gpu_selftest.checks import attention_problems
 from sft_play.config.load import config_from_text
 from sft_play.machine import software
@@ -279,7 +279,7 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
 
 # --- the self-test ----------------------------------------------------------------------------------------------------
 def seen_by(machine: Machine) -> dict[str, str]:
-    """What the self-test's probe would see on this machine: the cases of `environment.kernels_of`, called as
+    """What the self-test's probe would see on this machine: the cases of `machine_parts.planned_kernels`, called as
     transformers and `sdpa_attention` call sdpa."""
     found = {}
     for dtype in ("bf16", "fp16", "fp32"):
@@ -302,14 +302,14 @@ def seen_by(machine: Machine) -> dict[str, str]:
     "name", ["1xH100", "1xH200", "1xB200", "1xGB200", "1xB300", "1xA100-80GB", "1xL4", "1xT4", "1xRTXPRO6000"]
 )
 def test_healthy_gpus_pass_the_self_test_of_attention(monkeypatch, name, wheel):
-    monkeypatch.setattr(environment, "cuda_libraries", lambda: WHEELS[wheel])
+    monkeypatch.setattr(machine_parts, "cuda_libraries", lambda: WHEELS[wheel])
     hardware = parse_hardware(name)
     machine = Machine(hardware.gpus[0].capability, WHEELS[wheel])
-    predicted, measured = environment.kernels_of(hardware), seen_by(machine)
+    predicted, measured = machine_parts.planned_kernels(hardware), seen_by(machine)
     asked = {case: kernel for case, kernel in predicted.items() if case in measured}
     assert len(asked) == (24 if machine.sm >= (8, 0) else 16)
     assert attention_problems(asked, measured) == []
-    assert "cudnn" not in environment.kernels_of(parse_hardware("1xMI300X")).values()
+    assert "cudnn" not in machine_parts.planned_kernels(parse_hardware("1xMI300X")).values()
     is_datacenter = machine.sm[0] in (9, 10) and wheel == "cu130"
     assert sum(kernel == "cudnn" for kernel in measured.values()) == (8 if is_datacenter else 0)
     stuck = seen_by(dataclasses.replace(machine)) | {

@@ -8,37 +8,20 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_selftest.probe_cases import DTYPES, HEAD_DIM, HEADS, MASKS, QUERY_HEADS, ROWS, TOKENS
 from sft_play.machine.hardware import detect_hardware
 from sft_play.process.signals import watch_parent
-
-MASKS = ("causal", "padding mask")
-HEADS = {"grouped heads": 2, "equal heads": 8}
-"""Key and value heads beside eight of the query."""
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ROWS = {"": False, ", one shape": True}
-"""Whether all batches have one shape."""
-TOKENS, HEAD_DIM, QUERY_HEADS = 256, 64, 8
 
 
 def device() -> str:
     """torch's name of the device where a probe computes."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def triton() -> dict[str, Any]:
-    """A Triton kernel, compiled and run: its wrong elements, and the seconds of both."""
-    from benchmarks.gpu_selftest.triton_kernel import wrong_elements
-
-    began = time.perf_counter()
-    wrong = wrong_elements(100_000, device())
-    return {"wrong_elements": wrong, "seconds": round(time.perf_counter() - began, 3)}
 
 
 def nf4() -> dict[str, float]:
@@ -89,7 +72,8 @@ def attention() -> dict[str, Any]:
 
     kernels: dict[str, str] = {}
     names: dict[str, list[str]] = {}
-    for short, dtype in DTYPES.items():
+    for short, dtype_name in DTYPES.items():
+        dtype = getattr(torch, dtype_name)
         if short == "bf16" and capability is not None and capability < (8, 0):
             continue  # no run computes in bf16 there
         repeats = capability is not None and not can_run_flash(half_precision=short != "fp32", capability=capability)
@@ -101,34 +85,6 @@ def attention() -> dict[str, Any]:
                 names[case] = _profiled(forward, dtype, count, masked=mask != "causal")
                 kernels[case] = kind_of(names[case])
     return {"kernels": kernels, "names": {case: _telling(found) for case, found in names.items()}}
-
-
-def varlen() -> dict[str, Any]:
-    """Attention by boundaries as a run of packs calls it, in bf16, against one chat at a time in fp32 by sdpa.
-
-    `errors` has the relative error (2-norm) of each case, the largest of output and gradients; `lacking` why
-    there is none.
-    """
-    from sft_play.planner.kernels import FLASH_MIN_CAPABILITY
-    from sft_play.training.class_checks.replaced_code import kernel_error
-    from sft_play.training.model import attention_functions
-    from sft_play.training.model import attention_functions as ours
-
-    attention_functions.enable_cudnn(enabled=False)
-    on_gpu = device() == "cuda"
-    lacking = None
-    if on_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < FLASH_MIN_CAPABILITY:
-        lacking = "the flash kernel runs from compute capability 8.0 on"
-    errors: dict[str, float] = {}
-    for heads, count in HEADS.items() if lacking is None else ():
-        for window in (None, 48):
-            for width in (HEAD_DIM, 60):
-                case = f"{heads}, {'no window' if window is None else f'window {window}'}, width {width}"
-                errors[case] = kernel_error(
-                    ours.flash_attention if on_gpu else ours.packed_attention, (QUERY_HEADS, count, width),
-                    window=window, dtype=torch.bfloat16, device=torch.device(device()),
-                )  # fmt: skip
-    return {"errors": errors, "lacking": lacking}
 
 
 def _profiled(forward: Callable[..., Any], dtype: torch.dtype, heads: int, *, masked: bool) -> list[str]:
@@ -204,10 +160,8 @@ def _free_by_driver() -> int:
 
 
 PROBES: dict[str, Callable[[], Any]] = {
-    "triton": triton,
     "nf4": nf4,
     "attention": attention,
-    "varlen": varlen,
     "nvml": nvml,
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -10,40 +9,52 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_selftest.checks import Peak, moment_problems, peak_problems, speed_problems
-from benchmarks.gpu_selftest.material import CPU_SIZE, GPU_SIZE, ROW_KINDS, TrialSize
-from benchmarks.gpu_selftest.part import Part
+from benchmarks.gpu_selftest.checks import (
+    FREE_APART,
+    Peak,
+    moment_problems,
+    out_of_memory_problems,
+    peak_problems,
+    speed_problems,
+    update_problems,
+)
+from benchmarks.gpu_selftest.material import CPU_SIZE, GPU_SIZE, ROW_KINDS, TrialSize, write_trial_rows
+from benchmarks.gpu_selftest.record import Part, judged_part
 from sft_play.config.load import load_config
 from sft_play.launch.planning import has_eval
 from sft_play.log import one_line, redact
-from sft_play.machine.hardware import detect_hardware
+from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.visible_gpus import VISIBILITY_VARIABLES
-from sft_play.planner.calibration import RECORD_FILE as RECORD
+from sft_play.planner.calibration import RECORD_FILE
 from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.memory.estimate import LOAD_MARGIN, MARGIN_BYTES
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
+from sft_play.text import GIB
 from sft_play.trace.confirm import load_run_model_shape
 
 MODES = ("qlora", "lora", "full")
 EVALUATIONS = ("evaluate", "generate")
+# A trial that takes longer hangs: on one H100 they take 15 to 25 s, most of it imports and loading.
 TRIAL_TIMEOUT_S = 300.0
-"""A trial that takes longer hangs: on one H100 they are estimated at 15 to 25 s, most of it imports and loading."""
-MEASURED_MOMENTS = {"save": "saving", "evaluate": "evaluation"}
-"""What is measured apart from the training."""
+# What is measured apart from the training: the plan's name of a moment, and the summary's.
+MEASURED_MOMENTS = {"load": "loading", "save": "saving", "evaluate": "evaluation"}
 WARM_UP_STEPS = 3
-"""Steps whose speed does not count."""
 ANSWER_TOKENS = {"cuda": 32, "cpu": 8}
+OUT_OF_MEMORY = "out-of-memory"
+# A driver reclaims the memory of a process a moment after it ends.
+RECLAIM_S = 10.0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One cell of the table: twenty steps of a run."""
+    """Twenty steps of a run with these settings."""
 
     mode: str
     checkpointing: bool
@@ -58,14 +69,10 @@ class Trial:
 
 
 def all_trials() -> list[Trial]:
-    """All 36, first those that together cover every pair of settings (an orthogonal array of nine)."""
-    every = [Trial(*cell) for cell in itertools.product(MODES, (True, False), ROW_KINDS, EVALUATIONS)]
-    first = core_trials()
-    return [*first, *(trial for trial in every if trial not in first)]
+    """Nine trials (an orthogonal array) in which every pair of two settings' values occurs.
 
-
-def core_trials() -> list[Trial]:
-    """Nine trials in which every pair of two settings' values occurs; every mode and kind of rows in three in a row."""
+    Each three in a row have every mode and every kind of rows, so that a little time says something of all.
+    """
     checkpointing = {0: (True, True, False), 1: (True, False, True), 2: (False, True, True)}
     judged = {0: (0, 1, 1), 1: (1, 1, 0), 2: (0, 0, 1)}
     cells = [(m, (m + shift) % len(ROW_KINDS)) for shift in range(len(ROW_KINDS)) for m in range(len(MODES))]
@@ -93,15 +100,16 @@ class TrialBench:
     @property
     def record(self) -> Path:
         """What the trials' runs measured."""
-        return self.cache / RECORD
+        return self.cache / RECORD_FILE
 
-    def config(self, mode: str, rows: str, **more: Any) -> Path:
-        """Write the run YAML of a trial; `more` are settings by section (`train={...}`)."""
+    @property
+    def run_folder(self) -> Path:
+        """Where a trial's run is written."""
+        return self.folder / "outputs" / "run"
+
+    def write_config(self, mode: str, rows: str, **changes: Mapping[str, Any]) -> Path:
+        """Write the run YAML of a trial; `changes` are settings by section (`train={...}`)."""
         size, device = self.size, "cuda" if self.on_gpu else "cpu"
-        train: dict[str, Any] = {
-            "batch_size": size.micro_batch, "effective_batch_size": size.effective_batch, "max_steps": size.steps,
-            "report_to": [], "save_steps": 1000, "logging_steps": 1, "device": "auto" if self.on_gpu else "cpu",
-        }  # fmt: skip
         settings: dict[str, Any] = {
             "model": {"name": str(self.folder / "model"), "max_seq_len": size.seq_len},
             "tuning": {"mode": mode},
@@ -112,29 +120,32 @@ class TrialBench:
                 "packing": "best_fit" if rows == "packed" else "none",
                 "workers": 1,
             },
-            "train": train,
+            "train": {
+                "batch_size": size.micro_batch,
+                "effective_batch_size": size.effective_batch,
+                "max_steps": size.steps,
+                "report_to": [],
+                "save_steps": 1000,
+                "logging_steps": 1,
+                "device": "auto" if self.on_gpu else "cpu",
+            },
             "eval": {"steps": size.steps // 2, "before_training": False, "max_new_tokens": ANSWER_TOKENS[device]},
             "output": {"dir": str(self.folder / "outputs"), "name": "run", "if_exists": "replace"},
         }
-        for section, values in more.items():
+        for section, values in changes.items():
             settings[section] |= values
         path = self.folder / "run.yaml"
         path.write_text(json.dumps(settings, indent=2), encoding="utf-8")  # JSON is YAML
         return path
 
-    def of(self, trial: Trial) -> Path:
-        """The run YAML of a trial."""
-        return self.config(
+    def write_trial_config(self, trial: Trial) -> Path:
+        """Write the run YAML of a trial."""
+        return self.write_config(
             trial.mode,
             trial.rows,
             train={"gradient_checkpointing": trial.checkpointing},
             eval={"generate_rows": 8 if trial.judged == "generate" else 0},
         )
-
-    @property
-    def run_folder(self) -> Path:
-        """Where a trial's run is written."""
-        return self.folder / "outputs" / "run"
 
     def clean(self) -> None:
         """Remove what earlier trials have written and measured: nothing corrects the next prediction."""
@@ -152,105 +163,108 @@ class ProcessResult:
     seconds: float
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """Its error message, or the last line of its traceback, or of its output."""
-        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
+        lines = [line.strip() for line in self.text.splitlines() if line.strip()] or ["no output"]
         errors = [line.split("error: ", 1)[1] for line in lines if "] error: " in line]
-        last = errors[-1] if errors else lines[-1] if lines else "no output"
-        how = f"not done after {self.seconds:.0f} s" if self.code is None else f"exit code {self.code}"
-        return one_line(redact(f"{last} ({how})"), limit=1200)
+        last = (errors or lines)[-1]
+        ending = f"not done after {self.seconds:.0f} s" if self.code is None else f"exit code {self.code}"
+        return one_line(redact(f"{last} ({ending})"), limit=1200)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Its seconds and its log, as a part has them."""
+        return {"seconds": round(self.seconds, 1), "log": str(self.log)}
 
 
 def run_module(
     arguments: Sequence[str], log: Path, bench: TrialBench, *, limit_s: float = TRIAL_TIMEOUT_S
 ) -> ProcessResult:
-    """Run `python -m WORDS` to its end, its output in `log`; whatever it started ends with it."""
+    """Run `python -m ARGUMENTS` to its end, its output in `log`; whatever it started ends with it."""
     environment = child_environment(independent_environment(os.environ))
     environment |= {"SFT_PLAY_CACHE": str(bench.cache), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    environment.setdefault(
-        "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
-    )  # the first GPU of the driver's list is the first here too
+    environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the driver's first GPU is the first here too
     if not bench.on_gpu:
         environment |= dict.fromkeys(VISIBILITY_VARIABLES, "-1")
     began = time.monotonic()
-    code: int | None
-    with log.open("ab") as sink:
-        start = sink.tell()
+    code: int | None = None
+    with log.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=sink,
+            [sys.executable, "-m", *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
             stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        )
         try:
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            code = None
+            pass
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    with log.open("rb") as source:
-        source.seek(start)
-        text = source.read().decode("utf-8", "replace")
+    text = log.read_text(encoding="utf-8", errors="replace")
     return ProcessResult(code, text, log, time.monotonic() - began)
 
 
-def train_run(bench: TrialBench, config: Path, log: Path, *overrides: str, command: str = "train") -> ProcessResult:
-    """One run of a run YAML."""
-    return run_module(["sft_play", command, "--config", str(config), *overrides], log, bench)
-
-
 def run_trial(trial: Trial, bench: TrialBench) -> Part:
-    """Run a trial and check its peak and its speed; one that does not fit by its plan is skipped."""
+    """Run a trial and check its peaks, its dtypes and its speed; one that does not fit by its plan is skipped."""
     bench.clean()
-    config = bench.of(trial)
+    config = bench.write_trial_config(trial)
     plan = plan_run(config) if bench.on_gpu else None
     if plan is not None and not plan.fits:
         return Part(trial.name, "skipped", f"the plan says that it {plan.choice.verdict}")
     log = bench.logs / f"{trial.name.removeprefix('train/').replace('/', '-')}.log"
-    return judge_run_folder(trial.name, bench.run_folder, train_run(bench, config, log), rows=trial.rows)
+    result = run_module(["sft_play", "train", "--config", str(config)], log, bench)
+    return judge_run_folder(trial.name, bench.run_folder, result, mode=trial.mode, rows=trial.rows)
 
 
 def plan_run(config: Path) -> Plan:
     """The plan of a run YAML on the first GPU, without earlier runs."""
-    read = load_config(config).config
+    run_config = load_config(config).config
     return make_plan(
         PlanRequest(
-            read,
-            load_run_model_shape(read),
+            run_config,
+            load_run_model_shape(run_config),
             detect_hardware().limit_gpus(1),
             allowed_layouts=("single",),
-            has_eval=has_eval(read),
+            has_eval=has_eval(run_config),
         )
     )
 
 
-def judge_run_folder(name: str, folder: Path, ended: ProcessResult, *, rows: str) -> Part:
+def judge_run_folder(name: str, folder: Path, result: ProcessResult, *, mode: str, rows: str) -> Part:
     """The part that a run yields, from its plan and its summary."""
-    common: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(ended.log)}
-    if ended.code != 0 or not (folder / "summary.json").is_file():
-        return Part(name, "fail", ended.words, **common)
+    if result.code != 0 or not (folder / "summary.json").is_file():
+        return Part(name, "fail", result.message, **result.figures)
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     predicted, measured = _predicted(plan), _measured(summary) | {"tokens_per_s": steady_speed(folder)}
-    problems = find_problems(predicted, measured, rows=rows)
-    return Part(name, "fail" if problems else "pass", "; ".join(problems) or _words(predicted, measured),
-                predicted, measured, **common)  # fmt: skip
+    problems = find_problems(predicted, measured, rows=rows) + update_problems(measured["updates"], mode=mode)
+    speed = f"{predicted['tokens_per_s']:,.0f}" if predicted["tokens_per_s"] else "none"
+    reason = (
+        f"reserved {measured['reserved'] / GIB:.2f} GiB measured, {predicted['reserved'] / GIB:.2f} predicted (margin "
+        f"{predicted['margin'] / GIB:.2f}); {measured['tokens_per_s']:,.0f} tokens/s, {speed} predicted"
+    )
+    return judged_part(name, problems, reason, predicted=predicted, measured=measured, **result.figures)
 
 
 def _predicted(plan: dict[str, Any]) -> dict[str, Any]:
     peak = plan["peak_bytes"]
     allocated, reserved = peak["by_moment"]["training"]
+    moments = {
+        "load": peak["load"],
+        **{name: peak["moments"].get(MEASURED_MOMENTS[name]) for name in ("save", "evaluate")},
+    }
+    copied = ("tokens_per_s", "confirmed_by_trace", "micro_batch", "grad_accum", "fits")
     return {
         "allocated": allocated,
         "reserved": reserved,
-        **{name: peak[name] for name in ("margin", "load")},
-        **{name: peak["moments"].get(moment) for name, moment in MEASURED_MOMENTS.items()},
-        "tokens_per_s": plan["tokens_per_s"],
-        "confirmed_by_trace": plan["confirmed_by_trace"],
+        "margin": peak["margin"],
+        "moments": moments,
         "precision": plan["precision"]["compute"],
-        "micro_batch": plan["micro_batch"],
-        "grad_accum": plan["grad_accum"],
-        "fits": plan["fits"],
+        **{name: plan[name] for name in copied},
     }
 
 
@@ -259,70 +273,88 @@ def _measured(summary: dict[str, Any]) -> dict[str, Any]:
     peak = by_moment["training"]
     return {
         "allocated": peak["measured_allocated"],
-        "reserved": peak["measured_reserved"] if "measured_rss" not in peak else peak["measured_rss"],
-        "load": by_moment.get("loading", {}).get("measured_allocated"),
-        **{name: by_moment.get(moment, {}).get("measured_allocated") for name, moment in MEASURED_MOMENTS.items()},
+        "reserved": peak.get("measured_rss", peak["measured_reserved"]),
+        "moments": {
+            name: by_moment.get(moment, {}).get("measured_allocated") for name, moment in MEASURED_MOMENTS.items()
+        },
         "updates": summary["updates"],
         "evaluations": len(summary["evaluations"]),
     }
 
 
 def steady_speed(folder: Path) -> float:
-    """Median tokens per second of a run's steps, without the first, in which kernels are compiled and libraries
-    start."""
+    """Median tokens per second of a run's steps, without the first ones, in which kernels are compiled."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [line for line in map(json.loads, lines) if "tokens_per_s" in line]
     return float(statistics.median(line["tokens_per_s"] for line in steps[WARM_UP_STEPS:] or steps))
 
 
 def find_problems(predicted: dict[str, Any], measured: dict[str, Any], *, rows: str) -> list[str]:
-    """What is wrong with a run of rows of a kind: its peak and, where the device's rates are known and the rows are
+    """What is wrong with a run of rows of a kind: its peaks and, where the device's rates are known and the rows are
     full, as a plan assumes them, its speed."""
-    full = rows != "unequal"
+    is_full = rows != "unequal"
     peak = Peak(
-        predicted["allocated"], predicted["reserved"], predicted["margin"], measured["allocated"],
-        measured["reserved"], exact=full,
-    )  # fmt: skip
+        predicted["allocated"],
+        predicted["reserved"],
+        predicted["margin"],
+        measured["allocated"],
+        measured["reserved"],
+        exact=is_full,
+    )
     problems = peak_problems(peak)
-    if full and predicted["tokens_per_s"]:
+    for name, held in measured["moments"].items():
+        promised = predicted["moments"][name]
+        if promised is None or held is None:
+            continue  # a CPU's process has one peak for the whole run
+        margin = MARGIN_BYTES + (int(promised * LOAD_MARGIN) if name == "load" else 0)
+        problems += moment_problems(name, predicted=promised, margin=margin, measured=held)
+    if is_full and predicted["tokens_per_s"]:
         problems += speed_problems(predicted["tokens_per_s"], measured["tokens_per_s"])
     return problems
 
 
-def _words(predicted: dict[str, Any], measured: dict[str, Any]) -> str:
-    def gib(size: int | None) -> str:
-        return "-" if size is None else f"{size / 2**30:.2f}"
-
-    speed = f"{predicted['tokens_per_s']:,.0f}" if predicted["tokens_per_s"] else "none"
-    return (
-        f"reserved {gib(measured['reserved'])} GiB measured, {gib(predicted['reserved'])} predicted (margin "
-        f"{gib(predicted['margin'])}); {measured['tokens_per_s']:,.0f} tokens/s, {speed} predicted"
+# --- out of memory ----------------------------------------------------------------------------------------------------
+def run_out_of_memory(bench: TrialBench, hardware: Hardware) -> Part:
+    """Give a run a micro-batch that its plan says cannot fit, let it run out of memory, and compare its message with
+    the figures of the plan and the driver."""
+    if hardware.pages:
+        reason = "under WSL the driver moves memory to the host's and no run has to run out of it"
+        return Part(OUT_OF_MEMORY, "skipped", reason)
+    bench.clean()
+    micro = find_oversized_micro_batch(
+        lambda size: plan_run(oversized_config(bench, size)).memory.required, hardware.gpus[0].total_bytes
     )
+    if micro is None:
+        return Part(OUT_OF_MEMORY, "skipped", "no micro-batch up to 4,096 needs more than this GPU has")
+    write_trial_rows(bench.folder, bench.size, largest_batch=micro)
+    config = oversized_config(bench, micro)
+    plan = plan_run(config)
+    free_before = _free_bytes()
+    result = run_module(["sft_play", "train", "--config", str(config)], bench.logs / f"{OUT_OF_MEMORY}.log", bench)
+    free_after = _reclaimed_bytes(free_before)
+    predicted = {"required": plan.memory.required, "budget": plan.budget_bytes, "micro_batch": micro}
+    measured = {
+        "exit_code": result.code,
+        "said": result.message,
+        "free_before": free_before,
+        "free_after": free_after,
+    }
+    problems = out_of_memory_problems(
+        result.message, exit_code=result.code, free_before=free_before, free_after=free_after, **predicted
+    )
+    reason = f"micro-batch {micro} ran out as planned ({plan.memory.required / GIB:.1f} GiB), and the message is true"
+    return judged_part(OUT_OF_MEMORY, problems, reason, predicted=predicted, measured=measured, **result.figures)
 
 
-def moment_parts(parts: Iterable[Part], *, load_margin: float, margin_bytes: int) -> list[Part]:
-    """`load/MODE`, `save/MODE` and so on: the most that a moment besides training held in any trial of a mode."""
-    parts, results = list(parts), []
-    for mode, name in itertools.product(MODES, ("load", *MEASURED_MOMENTS)):
-        of_mode = [part for part in parts if part.name.startswith(f"train/{mode}/") and part.measured]
-        held = [
-            (part, part.predicted[name], part.measured[name])
-            for part in of_mode
-            if part.predicted and part.measured
-            and part.predicted.get(name) is not None and part.measured.get(name) is not None
-        ]  # fmt: skip
-        if not held:
-            needs = "resident memory, all that a CPU shows, has one peak for the whole run: needs a GPU"
-            why = needs if of_mode else "no trial of this mode completed"
-            results.append(Part(f"{name}/{mode}", "skipped", why))
-            continue
-        worst, promised, saw = max(held, key=lambda one: one[2] - one[1])
-        margin = int(promised * (load_margin if name == "load" else 0.0)) + margin_bytes
-        problems = moment_problems(name, predicted=promised, margin=margin, measured=saw)
-        reason = f"{saw / 2**30:.2f} GiB measured, {promised / 2**30:.2f} predicted (margin {margin / 2**30:.2f})"
-        results.append(Part(f"{name}/{mode}", "fail" if problems else "pass", "; ".join(problems) or reason,
-                          {name: promised, "margin": margin}, {name: saw}, log=worst.log))  # fmt: skip
-    return results
+def oversized_config(bench: TrialBench, micro: int) -> Path:
+    """Write the run YAML of a step of this many full rows."""
+    train = {
+        "batch_size": micro,
+        "effective_batch_size": micro,
+        "max_steps": 2,
+        "gradient_checkpointing": False,
+    }
+    return bench.write_config("full", OUT_OF_MEMORY, data={"val_path": None}, train=train, eval={"steps": 0})
 
 
 def find_oversized_micro_batch(required: Callable[[int], int], budget: int, *, max_rows: int = 4096) -> int | None:
@@ -337,3 +369,15 @@ def find_oversized_micro_batch(required: Callable[[int], int], budget: int, *, m
             return size
         size *= 2
     return None
+
+
+def _free_bytes() -> int:
+    return detect_hardware().gpus[0].free_bytes or 0
+
+
+def _reclaimed_bytes(wanted: int) -> int:
+    """Bytes that are free once the driver has reclaimed a process's memory."""
+    until = time.monotonic() + RECLAIM_S
+    while (free := _free_bytes()) < wanted - FREE_APART and time.monotonic() < until:
+        time.sleep(0.5)
+    return free
