@@ -55,20 +55,19 @@ class Row:
     seq_len: int
     micro_batch: int
     checkpointing: bool | str
-    loss: str = "chunked"
 
     @property
     def name(self) -> str:
         """The row's name in the results."""
         size = {0: "auto", -1: "twice-auto"}.get(self.micro_batch, str(self.micro_batch))
-        return f"{self.model} {self.mode} {size}x{self.seq_len} checkpointing={self.checkpointing} {self.loss}"
+        return f"{self.model} {self.mode} {size}x{self.seq_len} checkpointing={self.checkpointing}"
 
 
 def grid(small: bool) -> list[Row]:
     """The fixed list of rows."""
     if small:
         rows = [Row(SMALL[0], mode, 128, 4, on) for mode in ("qlora", "lora", "full") for on in (True, False)]
-        return [*rows, Row(SMALL[0], "qlora", 128, 0, "auto"), Row(SMALL[0], "lora", 64, 2, True, "model")]
+        return [*rows, Row(SMALL[0], "qlora", 128, 0, "auto")]
     rows = []
     for model, mode in itertools.product(LARGE, ("qlora", "lora", "full")):
         if model == LARGE[3] and mode == "full":
@@ -78,8 +77,7 @@ def grid(small: bool) -> list[Row]:
                 continue
             rows.append(Row(model, mode, seq_len, micro, on))
         rows += [Row(model, mode, 2048, 0, "auto"), Row(model, mode, 2048, -1, "auto")]
-    rows += [Row(model, "qlora", 512, 16, True) for model in LARGE[:3]]
-    return rows + [Row(model, mode, 2048, 2, True, "model") for model in LARGE[:3] for mode in ("lora", "full")]
+    return rows + [Row(model, "qlora", 512, 16, True) for model in LARGE[:3]]
 
 
 def model_folder(name: str, scratch: Path) -> Path:
@@ -142,7 +140,6 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
         plan.precision,
         plan.choice.step,
     )
-    settings = dataclasses.replace(settings, loss="chunked" if row.loss == "chunked" else "model")
     try:
         traced = cached_trace(settings)
     except TraceUnavailable as error:
@@ -235,8 +232,6 @@ def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
 
 def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: Any, tokenizer: Any) -> tuple[float, int]:
     """Runs the steps; returns the seconds and number of those after the first."""
-    if row.loss == "model":
-        return plain_loop(config, plan, model_spec, model)
     from transformers import TrainerCallback
     from transformers.trainer_utils import SaveStrategy
 
@@ -271,41 +266,6 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
         trainer.args.save_strategy = SaveStrategy.NO  # the last step would write gigabytes
         reset_peak()
         trainer.train()
-    return times[-1] - times[0], len(times) - 1
-
-
-def plain_loop(config: RunConfig, plan: Plan, model_spec: Any, model: Any) -> tuple[float, int]:
-    """The same step with the model's own loss over whole logits."""
-    import torch
-    from peft import get_peft_model
-
-    from sft_play.training.loop.trainer import checkpoint_first_layers
-
-    device = next(model.parameters()).device
-    if config.train.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        checkpoint_first_layers(model, plan.choice.checkpointed_layers)
-    if model_spec.peft_config is not None:
-        model.enable_input_require_grads()
-        model = get_peft_model(model, model_spec.peft_config)
-    model.train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-    ids = torch.full((plan.batch.micro_batch, plan.max_seq_len), 7, device=device)
-    half = plan.precision.compute != "float32"
-    reset_peak()
-    times = []
-    for _ in range(STEPS):
-        for _ in range(plan.batch.grad_accum):
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
-                loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
-            (loss / plan.batch.grad_accum).backward()
-            del loss
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        settle()
-        times.append(time.perf_counter())
     return times[-1] - times[0], len(times) - 1
 
 

@@ -22,17 +22,6 @@ from tests.conftest import ROOT
 
 MIXED = {"words_of_question": (3, 0.5), "words_of_answer": (6, 0.9)}
 """Median and spread; the tiny tokenizer has about six tokens a word."""
-FACTS: dict[str, Any] = {
-    "model": "m", "revision": None, "trust_remote_code": False, "attention": "sdpa", "mode": "qlora",
-    "load_dtype": "bfloat16", "compute_dtype": "bfloat16", "on_cpu": False, "micro_batch": 4, "grad_accum": 2,
-    "effective_batch": 8, "seq_len": 512, "packing": True, "gradient_checkpointing": True, "max_steps": 9,
-    "trainer": {
-        "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "warmup_steps": 3, "weight_decay": 0.0,
-        "adam_beta2": 0.999, "max_grad_norm": 1.0, "optim": "adamw_torch", "seed": 1,
-    },
-    "logging_steps": 1, "pad_id": 0,
-    "lora": {"r": 8, "alpha": 16, "dropout": 0.0, "rslora": False, "dora": False, "targets": ["q_proj"], "saved": []},
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +45,8 @@ def small(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
 def facts_of(config: Path, folder: Path) -> dict[str, Any]:
     """What peers are told of a run; its rows lie in `facts/rows`."""
     (folder / "facts").mkdir()
-    words = ["train.max_steps=1", f"output.dir={json.dumps(str(folder / 'outputs'))}", "output.name=facts"]
-    order = ProcessOrder("facts", str(folder / "r.json"), str(folder), 1, 1, config=str(config), overrides=words,
+    words = ["train.max_steps=2", f"output.dir={json.dumps(str(folder / 'outputs'))}", "output.name=facts"]
+    order = ProcessOrder("ours", str(folder / "r.json"), str(folder), 1, 1, config=str(config), overrides=words,
                   facts=str(folder / "facts"))  # fmt: skip
     importlib.import_module("benchmarks.steps.ours").measure(order)
     return order.known()
@@ -200,7 +189,7 @@ def test_tokens_are_counted_alike_padded_without_a_mask_and_packed(seed):
 def test_an_unknown_peer_is_refused_before_anything_runs(command, small):
     code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "tlr")
     assert code == 2
-    assert "PEER=tlr is not known; there are: bare, trl, trl-grouped, trl-cli" in said
+    assert "PEER=tlr is not known; there are: bare, trl, trl-grouped" in said
 
 
 def python_with(folder: Path, trl: str | None) -> str:
@@ -271,13 +260,6 @@ def test_a_process_that_fails_is_named_by_its_exit_code():
         bench.refuse("trl", 1, "Traceback\nValueError: no\n")
 
 
-def test_start_to_end_needs_conversations_in_one_file(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "no conversation"}\n')
-    with pytest.raises(ConfigError, match=r"PEER=trl-cli needs .* a JSONL file of messages"):
-        bench.conversations(path)
-
-
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -331,16 +313,6 @@ def test_trl_tries_powers_of_two_that_divide_the_step():
     assert bench.micro_batches({"effective_batch": 32, "micro_batch": 8, "on_cpu": True}) == [1, 2, 4, 8]
     assert bench.micro_batches({"effective_batch": 12, "micro_batch": 3, "on_cpu": True}) == [1, 2, 3, 4]
     assert bench.micro_batches({"effective_batch": 32, "micro_batch": 8, "on_cpu": False}) == [4, 8, 16]
-
-
-def test_the_command_line_of_trl_gets_prompt_and_completion(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    material.write_chats(rows, 3)
-    made = bench.trl_cli_config(tmp_path, {**FACTS, "train_path": str(rows)}, steps=5)
-    settings = json.loads(made.read_text())
-    assert (settings["max_steps"], settings["lora_r"], settings["load_in_4bit"]) == (5, 8, True)
-    lines = (tmp_path / "trl-cli" / "train.jsonl").read_text().splitlines()
-    assert [list(json.loads(line)) for line in lines] == [["prompt", "completion"]] * 3
 
 
 def test_recording_and_orders_need_nothing_of_this_project():

@@ -14,8 +14,6 @@ from benchmarks.memory_model.closed import NoClosedForm, closed_form
 from benchmarks.memory_model.published import PublishedRun, read_runs
 from benchmarks.memory_model.score import Promise, ScoredRow, score
 from benchmarks.memory_model.script_settings import ScriptSettings
-from benchmarks.memory_model.streams import replay
-from benchmarks.reserved import CAP_PRECISION, required_cap
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import (
     GRADIENT_SLACK,
@@ -25,7 +23,6 @@ from sft_play.planner.memory.estimate import (
     resident_term_bytes,
     step_reserved_bytes,
 )
-from sft_play.trace.storages import ALLOC, FREE, Event
 from tests.bundled import model_config
 from tests.conftest import ROOT, shared
 from tests.test_score import LLAMA, ROW, config_of, fixed, settings_of, write
@@ -130,15 +127,6 @@ def promised_to(line: str, *, layers: int | None) -> int:
     model |= {"num_hidden_layers": layers} if layers else {}
     found = predict_memory(setting, model)
     return found.reserved + found.margin
-
-
-def test_the_smallest_card_on_which_steps_go_through_is_found() -> None:
-    """Two tensors of 64 MiB after one of 48: what is free of the first segment is given back."""
-    mib = 1 << 20
-    events: list[Event] = [(ALLOC, 1, 48 * mib, 0), (FREE, 1, 0, 0), (ALLOC, 2, 64 * mib, 0), (ALLOC, 3, 64 * mib, 0)]
-    peaks = replay(events, count_from="start")
-    assert (peaks.allocated, peaks.reserved) == (128 * mib, 176 * mib)
-    assert 128 * mib <= required_cap(events, peaks.allocated, peaks.reserved) <= 128 * mib + CAP_PRECISION
 
 
 def test_few_measured_runs_would_have_been_refused(rows: list[ScoredRow]) -> None:

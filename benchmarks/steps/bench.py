@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps.order import ProcessOrder, trainer_arguments
+from benchmarks.steps.order import ProcessOrder
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.log import one_line, redact
@@ -39,11 +39,10 @@ logger = logging.getLogger(__name__)
 
 STEPS, WARMUP, ROUNDS = 20, 3, 3
 # What our run is compared with. All but `bare` need the package trl, in this environment or in that of PEER_PYTHON=.
-PEERS = ("bare", "trl", "trl-grouped", "trl-cli")
+PEERS = ("bare", "trl", "trl-grouped")
 OUR_MODULE, TRL_MODULE = "benchmarks.steps.ours", "benchmarks.steps.trl_peer"
 COMPARED = 5
 """Steps from the first, those of the warm-up included, whose losses are compared."""
-BARE_TRL = "from trl.cli import main; main()"
 FIGURES = (
     *("tokens_per_s", "trained_tokens_per_s", "padded_tokens_per_s", "rows_per_s", "step_s", "cpu_s_per_step", "mfu"),
     *("resident_bytes", "allocated_bytes", "reserved_bytes", "process_s", "process_cpu_s"),
@@ -94,7 +93,7 @@ class Comparison:
 
     def same_work(self) -> dict[str, Any] | None:
         """Whether the first runs of both sides trained on the same: rows, rows of every step, losses."""
-        if self.peer is None or "losses" not in self.runs["ours"][0] or "losses" not in self.runs[self.peer][0]:
+        if self.peer is None or "losses" not in self.runs["ours"][0]:
             return None
         mine, other = self.runs["ours"][0], self.runs[self.peer][0]
         # of the first steps alone: rounding that differs grows from step to step, however equal the work is
@@ -206,12 +205,10 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="sft-play-bench-") as workdir:
         bench = _Bench(loaded, Path(workdir), list(overrides), python, steps, warmup, progress)
         comparison = Comparison(loaded.path.name, peer, steps, warmup)
-        if peer == "trl-cli":
-            bench.facts_alone()
         # in turns, so that a machine that slows down (heat, other work) slows both sides down
         for turn in range(rounds):
             bench.begins("ours", turn, rounds)
-            comparison.runs.setdefault("ours", []).append(bench.ours(turn, is_whole=peer == "trl-cli"))
+            comparison.runs.setdefault("ours", []).append(bench.ours(turn))
             if peer is None:
                 continue
             # the peer gets the micro-batch that is best for it, not the one that suits us
@@ -295,30 +292,16 @@ class _Bench:
         """Say what runs now: nothing else is printed until it ends."""
         self.progress(f"Round {turn + 1} of {rounds}: {side}, {self.warmup} steps and {self.steps} that are measured")
 
-    def ours(self, turn: int, *, is_whole: bool) -> Run:
-        """One run of ours; `is_whole`: `train` as a user calls it, timed from outside."""
-        if is_whole:
-            arguments = ["-m", "sft_play", "train", "--config", str(self.loaded.path), *self._words(f"whole-{turn}")]
-            return self._timed("ours", [sys.executable, *arguments])
+    def ours(self, turn: int) -> Run:
+        """One run of ours; the first writes what a peer has to know of it."""
         is_first = not turn
         self._facts.mkdir(exist_ok=True)
         order = self._order("ours", turn, config=str(self.loaded.path), overrides=self._words(f"ours-{turn}"),
                             facts=str(self._facts) if is_first else "")  # fmt: skip
         return self._measured(order, OUR_MODULE, sys.executable)
 
-    def facts_alone(self) -> None:
-        """Write what a peer has to know of our run, without training."""
-        self._facts.mkdir(exist_ok=True)
-        order = self._order(
-            "facts", config=str(self.loaded.path), overrides=self._words("facts"), facts=str(self._facts)
-        )
-        self._run("ours", [sys.executable, "-m", OUR_MODULE, str(order.write(self.folder / "facts-order.json"))])
-
     def theirs(self, peer: str, turn: int) -> Run:
         """One run of the peer."""
-        if peer == "trl-cli":
-            config = trl_cli_config(self.folder, self._known() | self._taken(), steps=self.warmup + self.steps)
-            return self._timed(peer, [self.python, "-c", BARE_TRL, "sft", "--config", str(config)])
         if peer == "bare":
             order = self._order("bare", turn, config=str(self.loaded.path), overrides=self._words(f"bare-{turn}"))
             return self._measured(order, OUR_MODULE, sys.executable)
@@ -367,12 +350,6 @@ class _Bench:
         self.progress(f"{order.side}: {_words({name: run.get(name) for name in FIGURES})}")
         for line in _beside_the_plan(run):  # now: a peer that fails would leave no comparison
             self.progress(f"{order.side}, {line.strip()}")
-        return run
-
-    def _timed(self, side: str, command: list[str]) -> Run:
-        """A run that is timed from outside only."""
-        run = {"side": side, **self._run(side, command)}
-        self.progress(f"{side}: {run['process_s']:.1f} s, {run['process_cpu_s']:.1f} s of processors")
         return run
 
     def _run(self, side: str, command: list[str]) -> Run:
@@ -473,47 +450,3 @@ def micro_batches(facts: dict[str, Any]) -> list[int]:
     if facts["on_cpu"]:
         return sorted({own, *(micro for micro in powers if micro <= 8)})
     return sorted({own, *(micro for micro in powers if own / 2 <= micro <= own * 2)})
-
-
-def trl_cli_config(folder: Path, facts: dict[str, Any], *, steps: int) -> Path:
-    """The file for `trl sft --config`: the same model, rows, adapters and batch. Its own rows lie beside it.
-
-    Raises:
-        ConfigError: the rows are not conversations in one JSONL file, the only form that both sides read.
-    """
-    rows = conversations(Path(facts["train_path"]))
-    data = folder / "trl-cli"
-    data.mkdir(exist_ok=True)
-    is_single = all(len(messages) == 2 for messages in rows)
-    with (data / "train.jsonl").open("w", encoding="utf-8") as file:
-        for messages in rows:
-            row = {"prompt": messages[:-1], "completion": messages[-1:]} if is_single else {"messages": messages}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    lora = facts["lora"]
-    settings: dict[str, Any] = {
-        "model_name_or_path": facts["model"], "dataset_name": str(data), "output_dir": str(folder / "trl-cli-out"),
-        "dtype": facts["load_dtype"], "attn_implementation": facts["attention"], "max_length": facts["seq_len"],
-        "packing": facts["packing"], "assistant_only_loss": not is_single, "eval_strategy": "no",
-        "gradient_checkpointing": facts["gradient_checkpointing"], "use_peft": lora is not None,
-        **trainer_arguments(facts, steps=steps, micro=facts["micro_batch"]),
-    }  # fmt: skip
-    if lora is not None:
-        settings |= {
-            "lora_r": lora["r"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
-            "lora_target_modules": lora["targets"], "load_in_4bit": facts["mode"] == "qlora",
-        }  # fmt: skip
-    path = folder / "trl-cli.yaml"
-    path.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
-    return path
-
-
-def conversations(path: Path) -> list[list[dict[str, Any]]]:
-    """The messages of every row of a JSONL file; raises ConfigError where it has another form."""
-    try:
-        rows = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"PEER=trl-cli needs data.train_path to be a JSONL file of messages, and {one_line(str(path))} is not: "
-            f"{one_line(str(error), limit=200)}; make process writes one"
-        ) from None
-    return rows

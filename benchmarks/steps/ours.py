@@ -64,13 +64,10 @@ def measure(order: ProcessOrder) -> None:
 
 def _train(order: ProcessOrder, train: Callable[..., Any], job: Any, prepared: Any, watch: Any, **options: Any) -> Any:
     """The run's `train`, with a recorder at its trainer, and what a peer needs to know of the run written first."""
-    from benchmarks.steps.recording import MeasurementDone
     from sft_play.training.loop.trainer import load_trainer
 
     if order.facts:
         write_facts(Path(order.facts), job, prepared)
-    if order.side == "facts":
-        raise MeasurementDone
 
     def loaded_and_watched(*args: Any, **more: Any) -> Any:
         trainer = load_trainer(*args, **more)
@@ -235,7 +232,6 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
         "packing": config.data.packing != "none", "gradient_checkpointing": plan.choice.checkpointed_layers > 0,
         "trainer": training_facts(config),
         "max_steps": config.train.max_steps, "logging_steps": config.train.logging_steps,
-        "train_path": str(config.data.train_path),
         "pad_id": int(prepared.tokenizer.tokenizer.pad_token_id or 0), "plan": plan.as_json(),
     }  # fmt: skip
     (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
