@@ -35,126 +35,7 @@ from sft_play.trace.settings import StepSettings, TracedPeak
 BF16 = Precision("bfloat16", "bfloat16", "")
 FP32_MASTERS = Precision("bfloat16", "float32", "")
 
-SAMPLE_LINES = """
-Llama-3.2-1B full 2048 4
-Llama-3.2-1B full 2048 4 masters
-Llama-3.2-1B full 1024 2 masters off accum=4
-Llama-3.2-1B full 1024 8 off
-Llama-3.2-1B full 8192 1
-Llama-3.2-1B full 1024 2 accum=4
-Llama-3.2-1B full 2048 1 optim=adamw_torch
-Llama-3.2-1B lora 512 1
-Llama-3.2-1B lora 32768 1
-Llama-3.2-1B lora 1500 2 loss=logits
-Llama-3.2-1B qlora 4096 2 dropout=0.05
-Llama-3.2-1B qlora 2048 8 eval=8
-Llama-3.2-1B qlora 3000 1 padded
-Llama-3.2-1B lora 2048 4 off padded
-Llama-3.2-1B lora 2048 2 some=5
-Llama-3.1-8B full 2048 1
-Llama-3.1-8B full 4096 1 accum=2
-Llama-3.1-8B lora 4096 1
-Llama-3.1-8B lora 1024 4 off
-Llama-3.1-8B qlora 2048 2
-Llama-3.1-8B qlora 2048 2 bf16_adapters
-Llama-3.1-8B qlora 16384 1
-Llama-3.1-8B qlora 512 8 accum=4
-Mistral-7B-v0.3 full 1024 2 off
-Mistral-7B-v0.3 lora 8192 1 targets=q_proj,v_proj
-Mistral-7B-v0.3 qlora 4096 2 off
-Mistral-7B-v0.3 qlora 32768 1
-Qwen2.5-0.5B full 1024 8
-Qwen2.5-0.5B full 1024 8 masters
-Qwen2.5-0.5B full 512 1 off
-Qwen2.5-0.5B lora 4096 4
-Qwen2.5-0.5B lora 4096 2 dropout=0.1
-Qwen2.5-0.5B qlora 2048 4 off
-Qwen2.5-0.5B qlora 2048 1 loss=logits off
-Qwen2.5-3B full 2048 2
-Qwen2.5-3B lora 2048 2 off dropout=0.05
-Qwen2.5-3B qlora 8192 1
-Qwen2.5-7B lora 1024 8
-Qwen2.5-7B qlora 4096 1 off
-Qwen3-4B full 1024 2
-Qwen3-4B lora 8192 1
-Qwen3-4B lora 1024 2 off
-Qwen3-4B qlora 2048 2 rank=64
-Qwen3-8B qlora 16384 1
-Qwen3-8B lora 2048 2 targets=o_proj,down_proj
-gemma-2-9b full 1024 1 eager
-gemma-2-9b lora 2048 2 eager
-gemma-2-9b qlora 4096 1 eager off
-gemma-2-9b qlora 8192 1 eager
-gemma-3-1b-it full 2048 2
-gemma-3-1b-it full 8192 1 off
-gemma-3-1b-it lora 512 8
-gemma-3-1b-it lora 16384 1
-gemma-3-1b-it qlora 8192 1
-gemma-3-1b-it qlora 1024 2 off eval=8
-Phi-3.5-mini-instruct full 2048 2
-Phi-3.5-mini-instruct lora 4096 1
-Phi-3.5-mini-instruct qlora 8192 2
-Phi-3.5-mini-instruct qlora 1024 2 off
-SmolLM2-135M-Instruct full 8192 2
-SmolLM2-135M-Instruct full 512 8 off
-SmolLM2-135M-Instruct lora 2048 8
-SmolLM2-135M-Instruct qlora 1024 4 off accum=2
-SmolLM2-135M-Instruct lora 8192 1 eager
-TinyLlama-1.1B-Chat-v1.0 full 2048 1 off
-TinyLlama-1.1B-Chat-v1.0 lora 2048 8
-TinyLlama-1.1B-Chat-v1.0 qlora 2048 4 dora
-TinyLlama-1.1B-Chat-v1.0 lora 1024 2 dora
-Llama-3.2-1B lora 1024 4 off apart
-Qwen2.5-3B qlora 2048 2 apart
-gemma-3-1b-it lora 2048 2 off apart
-Llama-3.2-1B full 2048 2 fsdp=2
-Llama-3.1-8B full 2048 1 fsdp=8
-Llama-3.1-8B lora 4096 1 fsdp=4
-Qwen3-4B full 4096 1 fsdp=4 accum=2
-TinyLlama-1.1B-Chat-v1.0 qlora 2048 4 fsdp=2
-Llama-3.2-1B full 2048 2 ddp=2
-Llama-3.2-1B full 2048 4 liger
-Llama-3.2-1B full 1024 4 masters off liger
-Llama-3.2-1B lora 4096 2 liger
-Llama-3.1-8B lora 1024 4 off liger
-Llama-3.1-8B qlora 2048 2 liger
-Mistral-7B-v0.3 full 1024 2 off liger
-Mistral-7B-v0.3 lora 8192 1 liger
-Mistral-7B-v0.3 qlora 4096 2 off liger
-Qwen2.5-0.5B full 1024 8 liger
-Qwen2.5-0.5B lora 1024 4 off liger
-Qwen2.5-7B qlora 4096 1 liger
-Qwen3-4B full 1024 2 off liger
-Qwen3-4B lora 8192 1 liger
-Qwen3-4B qlora 2048 2 off liger
-gemma-2-9b qlora 4096 1 eager liger
-gemma-3-1b-it full 2048 2 liger
-gemma-3-1b-it lora 1024 4 off liger
-gemma-3-1b-it qlora 8192 1 liger
-Phi-3.5-mini-instruct full 2048 2 off liger
-Phi-3.5-mini-instruct lora 4096 1 liger
-Phi-3.5-mini-instruct qlora 8192 2 liger
-Llama-3.1-8B lora 4096 1 fsdp=4 liger
-Qwen3-30B-A3B qlora 2048 1
-gpt-oss-20b qlora 1024 1 eager
-Qwen3-30B-A3B qlora 1024 1 experts
-gpt-oss-20b qlora 1024 1 eager experts
-Qwen3-30B-A3B lora 1024 1
-gpt-oss-20b lora 1024 1 eager
-Qwen3-30B-A3B full 1024 1
-gpt-oss-20b full 512 1 eager
-Qwen3-30B-A3B qlora 1024 2 off
-gpt-oss-20b qlora 512 1 eager off
-Qwen3-30B-A3B lora 1024 1 off
-gpt-oss-20b lora 512 2 eager off
-Qwen3-30B-A3B full 512 1 off
-gpt-oss-20b full 512 1 eager off
-Qwen3-30B-A3B lora 1024 1 experts
-"""
-"""model, mode, tokens of a row, rows of a pass, then what differs from the defaults: checkpointing `off` or of `some`
-blocks, `eager` attention or the package `flash`, `liger`'s kernels, `padded` rows, rows that are attended to one by
-one on a Turing GPU (`apart`), an accumulation, rows of an evaluation batch, `fsdp` or `ddp` ranks, the class's own loss
-over whole `logits`; adapters on `experts` too."""
+SAMPLE = Path(__file__).with_name("closed_form_sample.txt")
 
 
 @dataclass(frozen=True)
@@ -169,7 +50,8 @@ class SampleSetting:
 
 def sample_settings() -> dict[str, SampleSetting]:
     """The sample by its own words."""
-    return {line: parse_setting(line) for line in SAMPLE_LINES.strip().splitlines()}
+    lines = SAMPLE.read_text(encoding="utf-8").splitlines()
+    return {line: parse_setting(line) for line in lines if not line.startswith("#")}
 
 
 def parse_setting(line: str) -> SampleSetting:

@@ -422,34 +422,7 @@ def _parameter(parameters: Mapping[str, torch.Tensor], name: str) -> torch.Tenso
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
-PAGE_TEMPLATE = """\
-# Model classes
-
-{seen} of the {all} causal language models and image-text classes of transformers {transformers}, each as a tiny model
-with random weights, on a CPU ({date}; torch {torch}, peft {peft}, bitsandbytes {bitsandbytes}). Of an image-text class
-the language model is trained, and what is written is of that class, its other parts as they were. Made by
-`make -C benchmarks registry`.
-
-- **plan**: `known` blocks, whose bytes the plan computes, or blocks `measured` on tensors without bytes.
-- **trace**: how far the plan's bytes are from those of the whole step, run on such tensors, of a model eight times as
-  wide, 8 rows of 128 tokens: LoRA without checkpointing; QLoRA and full weights with it, where the class has one that
-  frees memory. — where none runs; (small): of the model that trains here, LoRA and full.
-- **LoRA, QLoRA, full**: trained; interrupted, resumed, and equal bit by bit to the run without a break; merged (full:
-  saved) and loaded by plain transformers, with the answers of base and adapter in plain PEFT.
-
-Merges are compared in fp32. What a merge in bf16 changes beside the rounding of its weights is which experts a router
-chooses where two are nearly equal ([trained.md](trained.md#merge)).
-
-{planned} classes are planned, {trained} of them do all of it in all three modes; {refused} are refused by name, and
-{not_built} cannot be built small. FastVLM, Gemma 3n and Perception LM have parts for images from the package timm: it
-must be installed to walk them here and to load their whole classes; training their language models does without it.
-
-| class | plan | trace | LoRA | QLoRA | full |
-|---|---|---|---|---|---|
-{rows}
-
-{notes}
-"""
+PAGE_TEMPLATE = Path(__file__).with_name("registry_page.md")
 
 
 def format_page(book: Mapping[str, Any]) -> str:
@@ -475,7 +448,7 @@ def format_page(book: Mapping[str, Any]) -> str:
         rows.append(f"| {kind} | {row['plan']} | {trace} | {' | '.join(cell(row[mode]) for mode in MODES)} |")
     lines = (f"{number}. {text}" for text, number in notes.items())
     number = {"seen": len(rows), "all": book["all"]}
-    return PAGE_TEMPLATE.format(
+    return PAGE_TEMPLATE.read_text(encoding="utf-8").format(
         **book["versions"], **counts, **number, date=book["date"], rows="\n".join(rows), notes="\n".join(lines)
     )
 

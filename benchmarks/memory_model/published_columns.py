@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.memory_model.published_models import Config, ConfigOf
 from sft_play.errors import ModelError
+from sft_play.machine.gpu_catalog import find_catalog_entries
 from sft_play.planner.precision import DtypeName
 from sft_play.text import GIB, MIB
 
@@ -90,46 +91,26 @@ def version_in(row: CsvRow, column: str) -> tuple[int, ...]:
     return tuple(int(part or 0) for part in found.groups()) if found else (999,)
 
 
-_CAPABILITIES: tuple[tuple[str, tuple[int, int]], ...] = (
-    ("B200", (10, 0)),
-    ("B300", (10, 3)),
-    ("RTX PRO", (12, 0)),
-    ("RTX 50", (12, 0)),
-    ("H100", (9, 0)),
-    ("H200", (9, 0)),
-    ("H800", (9, 0)),
-    ("GH200", (9, 0)),
-    ("L40", (8, 9)),
-    ("L4", (8, 9)),
-    ("ADA", (8, 9)),
-    ("RTX 40", (8, 9)),
-    ("A100", (8, 0)),
-    ("A800", (8, 0)),
-    ("A30", (8, 0)),
-    ("A10", (8, 6)),
-    ("A40", (8, 6)),
-    ("A6000", (8, 6)),
-    ("RTX 30", (8, 6)),
-    ("T4", (7, 5)),
-    ("RTX 20", (7, 5)),
-    ("V100", (7, 0)),
-    ("P100", (6, 0)),
-)
-"""Compute capability by a part of the card's name (developer.nvidia.com/cuda-gpus); the first that fits counts."""
-
 _CAPABILITY_UNKNOWN = (8, 0)
 """A card that the row does not name: one with flash attention and the small cuBLAS workspace."""
 
 
 def _card(row: CsvRow) -> dict[str, Any]:
-    name = row.get("gpu", "").upper().replace("-", " ")
-    # where a word begins; L40 and A100 come in the table before L4 and A10, which they begin with
-    known = (capability for part, capability in _CAPABILITIES if re.search(rf"(?<![A-Z0-9]){part}", name))
     context = re.search(r"cuda_context_mib=(\d+(?:\.\d+)?)", row.get("notes", ""))
     total = _number(row, "gpu_total_gib")
     # the context is outside of what the allocator can have
     capacity = int(total * GIB - float(context[1]) * MIB) if total and context else None
-    return {"capability": next(known, _CAPABILITY_UNKNOWN), "capacity": capacity}
+    return {"capability": _capability(row.get("gpu", "")), "capacity": capacity}
+
+
+def _capability(name: str) -> tuple[int, int]:
+    """The catalogue's compute capability of a card, by as many words of its name as the catalogue knows."""
+    words = re.split(r"[\s-]+", name)
+    for count in range(len(words), 0, -1):
+        entries = find_catalog_entries(" ".join(words[:count]))
+        if entries:
+            return entries[0].capability
+    return _CAPABILITY_UNKNOWN
 
 
 def _targets(row: CsvRow) -> str | list[str]:

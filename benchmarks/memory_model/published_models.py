@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ModelError
@@ -13,95 +15,11 @@ Config = Mapping[str, Any]
 ConfigOf = Callable[[str], Config]
 """A model's config.json by its name; raises ModelError."""
 
-_LLAMA_2_70B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28_672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
+# Shapes that only published runs need, each with its source; the table of known models comes first.
+MORE_MODELS = {
+    name: entry["config"]
+    for name, entry in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")).items()
 }
-
-MORE_MODELS: dict[str, dict[str, Any]] = {
-    # The Power Scheduler paper (arXiv 2408.13359), table 4; vocabulary of the Granite code tokenizer, tied.
-    "ibm/PowerLM-3b": {
-        "model_type": "granite",
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 36,
-        "num_key_value_heads": 36,
-        "vocab_size": 49_152,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    },
-    # Same paper, PowerMoE-3B, whose shape granite-3.0-3b-a800m has.
-    "ibm-granite/granite-3.0-3b-a800m-instruct": {
-        "model_type": "granitemoe",
-        "hidden_size": 1536,
-        "intermediate_size": 512,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
-        "num_local_experts": 40,
-        "num_experts_per_tok": 8,
-        "vocab_size": 49_155,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    },
-    # foundation-model-stack/fms-extras, models/paged_gpt_bigcode.py names the same published config; SantaCoder paper
-    # (arXiv 2301.03988), section 5: 24 layers, 16 heads, hidden 2048, multi-query attention.
-    "bigcode/gpt_bigcode-santacoder": {
-        "model_type": "gpt_bigcode",
-        "n_embd": 2048,
-        "n_inner": 8192,
-        "n_layer": 24,
-        "n_head": 16,
-        "n_positions": 2048,
-        "vocab_size": 49_280,
-        "multi_query": True,
-        "activation_function": "gelu_pytorch_tanh",
-        "attn_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-    },
-    # Printed modules of LlamaForCausalLM: 32256 x 2048, 24 layers, 5504 wide; 1,346,471,936 parameters
-    # (Xpehutta/llm4sql data-model-generator/lora_sql_model/README.md, less its adapter).
-    "deepseek-ai/deepseek-coder-1.3b-instruct": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 5504,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "vocab_size": 32_256,
-        "max_position_embeddings": 16_384,
-        "tie_word_embeddings": False,
-    },
-    # deepspeedai/DeepSpeedExamples training/bf16_master_weight/train.py with its README's sizes: GPT-2's blocks with
-    # norms after them, learned positions, an untied head; 6.86 billion parameters.
-    "deepspeedai/bf16_master_weight-6.9b": {
-        "model_type": "gpt2",
-        "n_embd": 4096,
-        "n_inner": 16_384,
-        "n_layer": 32,
-        "n_head": 32,
-        "n_positions": 512,
-        "vocab_size": 50_257,
-        "activation_function": "gelu",
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "tie_word_embeddings": False,
-    },
-    # Llama 2 paper (arXiv 2307.09288), appendix; meta-llama/Llama-2-70b-hf config.json.
-    "NousResearch/Llama-2-70b-hf": _LLAMA_2_70B,
-    "meta-llama/Llama-2-70b-hf": _LLAMA_2_70B,
-}
-"""Shapes that only published runs need; the table of known models comes first."""
 
 
 def known_config(name: str) -> Config:
