@@ -7,7 +7,7 @@ Real rows (GSM8K's where the shared material is there, else the starter's) are r
 conversations. Four things are measured on it, each in a process of its own that may use two cores:
 
 - `trl`: SFTTrainer's own preparation, built on a model of no size, nothing trained: with assistant_only_loss, and with
-  prompt and completion; with one process and with two. Its clock runs over its maps alone, not over reading the file.
+  prompt and completion, with two processes. Its clock runs over its maps alone, not over reading the file.
 - `ours`: `sft_play.data.build.build`, masks verified as before training; reading the file and writing the cache too.
 - `tokenizer`: the tokenizer's own batch call on rendered texts, with its threads; its clock runs over the calls alone.
 - `ours_again`: a second start, which finds the cache.
@@ -15,8 +15,7 @@ conversations. Four things are measured on it, each in a process of its own that
 Every run says `prepare_s`, seconds of the preparation alone, and `total_s`, from the start of the process with its
 imports on. `peak_rss_bytes` is the highest sum of resident memory over the process and its children, sampled;
 `peak_private_bytes` leaves out what they share with others (mapped files, for one). Ratios compare the quickest run of
-each tool's best setting, by `prepare_s`; those `by_cpu` compare `cpu_s`, seconds of processors, which a busy machine
-disturbs less.
+each tool, by `prepare_s`.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ TOKENIZER_ROWS = 100_000
 """So many the tokenizer alone, for the same reason."""
 ROUNDS = 3
 ONE_ROUND_FROM = 100_000
-"""Files of so many rows are measured once, with each tool's best setting only."""
+"""Files of so many rows are measured once."""
 MARK = "bench-data "
 Run = dict[str, Any]
 Messages = list[dict[str, str]]
@@ -74,11 +73,6 @@ class Job:
     file: str = ""
     tokenizer: str = ""
     cache: str = ""
-
-    @property
-    def setting(self) -> tuple[str, int, str]:
-        """What is compared with other settings of the same tool."""
-        return self.tool, self.processes, self.form
 
 
 # Rows.
@@ -275,39 +269,16 @@ def measure(job: Job) -> Run:
 
 
 def jobs_of(rows: int, trl_rows: int) -> list[Job]:
-    """Every setting of every tool."""
+    """Every tool on both cores, TRL with either form of rows."""
     trl_limit = min(rows, trl_rows)
-    trl = [Job("trl", trl_limit, rows, count, form) for form in ("messages", "prompt_completion") for count in (1, 2)]
-    alone = Job("tokenizer", min(rows, TOKENIZER_ROWS), rows, CORES)
-    return [*(Job("ours", rows, rows, count) for count in (1, 2)), alone, *trl]
-
-
-def best_only(jobs: Sequence[Job], runs: Sequence[Run]) -> list[Job]:
-    """Of each tool the job whose setting was quickest in the runs so far; all of them where there is none.
-
-    Ours takes every core for long files: there the start of its processes no longer counts.
-    """
-    found = [job for job in jobs if job.tool == "ours" and job.processes == CORES]
-    for tool in dict.fromkeys(job.tool for job in jobs if job.tool != "ours"):
-        tool_jobs = [job for job in jobs if job.tool == tool]
-        quickest = best(runs, tool)
-        setting = quickest and (tool, quickest["processes"], quickest["form"])
-        found += [job for job in tool_jobs if job.setting == setting] or tool_jobs
-    return found
+    trl = [Job("trl", trl_limit, rows, CORES, form) for form in ("messages", "prompt_completion")]
+    return [Job("ours", rows, rows, CORES), Job("tokenizer", min(rows, TOKENIZER_ROWS), rows, CORES), *trl]
 
 
 def best(runs: Sequence[Run], tool: str, of: int | None = None) -> Run | None:
     """The run of a tool with the most rows a second."""
     candidates = [run for run in runs if run["tool"] == tool and "error" not in run and of in (None, run["of"])]
     return max(candidates, key=lambda run: run["rows_per_s"], default=None)
-
-
-def _cheapest(runs: Sequence[Run], tool: str, of: int) -> float | None:
-    """Seconds of processors for a row, in the run of a tool that took fewest."""
-    cpu_seconds = [
-        run["cpu_s"] / run["rows"] for run in runs if run["tool"] == tool and run["of"] == of and "cpu_s" in run
-    ]
-    return min(cpu_seconds, default=None)
 
 
 # What it comes to.
@@ -328,23 +299,18 @@ def ratios(runs: Sequence[Run]) -> dict[str, Any]:
         if ours and trl:
             size_ratios["memory_ours_over_trl"] = ours["peak_rss_bytes"] / trl["peak_rss_bytes"]
             size_ratios["ours_over_trl_from_start"] = ours["rows"] / ours["total_s"] / (trl["rows"] / trl["total_s"])
-        for name, tool in (("ours_over_trl_by_cpu", "trl"), ("ours_over_tokenizer_by_cpu", "tokenizer")):
-            if (mine := _cheapest(runs, "ours", size)) and (theirs := _cheapest(runs, tool, size)):
-                size_ratios[name] = theirs / mine
         if again:
             size_ratios["second_start_s"] = again["prepare_s"]
     return {**all_ratios, **_memory_ratios(runs, sizes), "by_rows": by_rows}
 
 
 def _memory_ratios(runs: Sequence[Run], sizes: Sequence[int]) -> dict[str, float]:
-    """Memory of ours at the most rows over that at the fewest, with the setting that was measured at both."""
-    last = best(runs, "ours", sizes[-1]) if len(sizes) > 1 else None
-    if last is None:
+    """Memory of ours at the most rows over that at the fewest."""
+    first, last = best(runs, "ours", sizes[0]), best(runs, "ours", sizes[-1])
+    if first is None or last is None or first is last:
         return {}
-    alike = [run for run in runs if run["of"] == sizes[0] and run["processes"] == last["processes"]]
-    first = best(alike, "ours", sizes[0])
     name = f"memory_{_short(sizes[-1])}_over_{_short(sizes[0])}"
-    return {name: last["peak_rss_bytes"] / first["peak_rss_bytes"]} if first else {}
+    return {name: last["peak_rss_bytes"] / first["peak_rss_bytes"]}
 
 
 def _short(count: int) -> str:
@@ -364,10 +330,8 @@ def bench(sizes: Sequence[int], tokenizer: str, out: Path, *, trl_rows: int, rou
     answer: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for size in sorted(sizes):
-            few = size < ONE_ROUND_FROM
-            jobs = jobs_of(size, trl_rows)
-            for turn in range(rounds if few else 1):
-                for job in jobs if few else best_only(jobs, runs):
+            for turn in range(rounds if size < ONE_ROUND_FROM else 1):
+                for job in jobs_of(size, trl_rows):
                     runs += _measured(replace(job, tokenizer=tokenizer), rows, Path(scratch), turn)
                     answer = _answer(source, tokenizer, runs)
                     write_json(out.absolute(), answer)

@@ -176,9 +176,9 @@ OWN_TESTS = {
 """The test files of each package: its mutants are run against those that execute the mutant's line."""
 
 
-def own_tests(path: str, requested: Sequence[str] = ()) -> list[str]:
-    """The test files of a module's package; of them those that are asked, where some are."""
-    return [f"test_{name}.py" for name in OWN_TESTS[path.split("/")[1]].split() if not requested or name in requested]
+def own_tests(path: str) -> list[str]:
+    """The test files of a module's package."""
+    return [f"test_{name}.py" for name in OWN_TESTS[path.split("/")[1]].split()]
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
@@ -364,9 +364,9 @@ def _as_they_come(pool: ProcessPoolExecutor, ask: Callable[[T], R], about: Itera
         yield future.result()
 
 
-def judge_mutants(mutants: Sequence[Mutant], workers: int, requested: Sequence[str] = ()) -> Iterator[MutantVerdict]:
+def judge_mutants(mutants: Sequence[Mutant], workers: int) -> Iterator[MutantVerdict]:
     """The verdict of every mutant, as they come; each test file is measured once without a mutant before."""
-    files = sorted({file for mutant in mutants for file in own_tests(mutant.path, requested)})
+    files = sorted({file for mutant in mutants for file in own_tests(mutant.path)})
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as parent,
@@ -379,9 +379,7 @@ def judge_mutants(mutants: Sequence[Mutant], workers: int, requested: Sequence[s
             sys.stderr.write(f"{one.file} without a mutant: {usual}\n")
         jobs = []
         for mutant in mutants:
-            there = [
-                baselines[file] for file in own_tests(mutant.path, requested) if baselines[file].seconds is not None
-            ]
+            there = [baselines[file] for file in own_tests(mutant.path) if baselines[file].seconds is not None]
             jobs.append((mutant, sorted(there, key=lambda one: one.seconds or 0)))
         for count, verdict in enumerate(_as_they_come(pool, _judge, jobs), 1):
             mutant = verdict.mutant
@@ -464,7 +462,6 @@ def main() -> int:
     parser.add_argument(
         "--again", type=Path, help="what an earlier run wrote: only mutants not killed there are judged"
     )
-    parser.add_argument("--tests", default="", help="only these test files, such as 'check words'")
     parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -474,7 +471,7 @@ def main() -> int:
     drawn = list(itertools.islice(filter(_is_code, everything), options.count))
     verdicts = previously_killed(options.again, drawn) if options.again else []
     done = {verdict.mutant for verdict in verdicts}
-    for verdict in judge_mutants([one for one in drawn if one not in done], options.workers, options.tests.split()):
+    for verdict in judge_mutants([one for one in drawn if one not in done], options.workers):
         verdicts.append(verdict)
         if options.out:  # after each: a run that is stopped leaves what it found
             write_json(options.out, {"seed": options.seed, "drawn_from": len(everything), **report(verdicts)})

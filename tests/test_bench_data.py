@@ -20,7 +20,7 @@ ROWS = [
 def run(tool: str, of: int, per_s: float, **more: Any) -> dict[str, Any]:
     """A run as it is noted; TRL may have taken fewer rows than the file has."""
     rows = more.pop("rows", of)
-    noted = {"tool": tool, "of": of, "rows": rows, "processes": 1, "form": "messages", "rows_per_s": per_s}
+    noted = {"tool": tool, "of": of, "rows": rows, "form": "messages", "rows_per_s": per_s}
     return {**noted, "prepare_s": rows / per_s, "total_s": rows / per_s + 5, "peak_rss_bytes": 100, **more}
 
 
@@ -39,12 +39,12 @@ def test_the_last_turn_is_the_completion(tmp_path: Path):
     assert json.loads((tmp_path / "rows.jsonl").read_text()) == {"prompt": ROWS[0][:1], "completion": ROWS[0][1:]}
 
 
-def test_ratios_compare_the_best_setting_of_each_tool_at_the_fewest_rows():
+def test_ratios_compare_the_best_run_of_each_tool_at_the_fewest_rows():
     runs = [
-        run("ours", 10_000, 3000.0, processes=1),
-        run("ours", 10_000, 2000.0, processes=2),
-        run("trl", 10_000, 500.0, processes=1),
-        run("trl", 10_000, 750.0, processes=2, peak_rss_bytes=400),
+        run("ours", 10_000, 3000.0),
+        run("ours", 10_000, 2000.0),
+        run("trl", 10_000, 500.0),
+        run("trl", 10_000, 750.0, form="prompt_completion", peak_rss_bytes=400),
         run("tokenizer", 10_000, 4000.0),
         run("ours", 1_000_000, 3200.0, peak_rss_bytes=110),
         run("trl", 1_000_000, 800.0, rows=20_000),
@@ -57,27 +57,9 @@ def test_ratios_compare_the_best_setting_of_each_tool_at_the_fewest_rows():
     assert found["by_rows"]["1000000"]["ours_over_trl"] == 4.0  # 3200 / 800
 
 
-def test_memory_is_compared_between_runs_of_as_many_processes():
-    runs = [
-        run("ours", 10, 9.0, processes=1, peak_rss_bytes=100),
-        run("ours", 10, 5.0, processes=2, peak_rss_bytes=200),
-        run("ours", 1000, 8.0, processes=2, peak_rss_bytes=220),
-    ]
-    assert bench.ratios(runs)["memory_1k_over_10"] == pytest.approx(1.1)  # 220 / 200
-
-
 def test_a_run_that_failed_is_in_no_ratio():
     runs = [run("ours", 10, 9.0), {"tool": "trl", "of": 10, "rows": 10, "error": "no template"}]
     assert "ours_over_trl" not in bench.ratios(runs)
-
-
-def test_of_a_long_file_only_the_quickest_setting_is_measured():
-    runs = [run("ours", 10, 9.0, processes=2), run("ours", 10, 5.0, processes=1), run("tokenizer", 10, 9, processes=2)]
-    jobs = bench.best_only(bench.jobs_of(1_000_000, 20_000), runs)
-    assert [(job.tool, job.processes) for job in jobs if job.tool != "trl"] == [("ours", 2), ("tokenizer", 2)]
-    trl = [job for job in jobs if job.tool == "trl"]
-    assert len(trl) == 4, "none was measured yet, so all are"
-    assert {(job.rows, job.of) for job in trl} == {(20_000, 1_000_000)}
 
 
 @pytest.mark.parametrize("text", ["ten", "", "0", "10,-1", "1e6"])
@@ -116,7 +98,7 @@ def test_a_measurement_that_fails_is_a_result(tmp_path: Path, tokenizer: str):
 def test_trl_and_this_project_make_the_same_tokens(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "real_rows", lambda: ("two rows", ROWS))
     answer = bench.bench([60], tokenizer, tmp_path / "out.json", trl_rows=60, rounds=1)
-    runs = {(one["tool"], one["processes"], one["form"]): one for one in answer["runs"]}
+    runs = {(one["tool"], one["form"]): one for one in answer["runs"]}
     made = {key: one["ids_digest"] for key, one in runs.items() if "ids_digest" in one}
     assert len({made[key] for key in made}) == 1, runs
     assert {key[0] for key in made} == {"ours", "trl"}
