@@ -8,7 +8,9 @@ communication and waiting alone. `make -C benchmarks benchmark-speed` prints the
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.load import config_from_text
@@ -20,16 +22,6 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.trace.confirm import load_planned_shape
-
-FMS = (
-    "https://github.com/foundation-model-stack/fms-acceleration/blob/876e2ed6fc4e/scripts/benchmarks/refs/"
-    "a100_80gb_liger.csv"
-)
-TITAN = "https://github.com/huggingface/transformers/issues/9371 (2021-01-27; batch 4 a GPU, fp32)"
-EXXACT = "https://www.exxactcorp.com/blog/benchmark/lora-fine-tuning-benchmark-on-nvidia-gpus (2026-06-04)"
-"""It states no batch that was found: 2 rows of 2048 tokens a step are assumed."""
-FSDP_QLORA = "https://github.com/AnswerDotAI/fsdp_qlora/blob/main/benchmarks_03_2024.md"
-TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/b5bcd76c66d0/benchmarks"
 
 
 @dataclass(frozen=True)
@@ -65,53 +57,12 @@ class ScalingPoint:
         return f"{self.model} {self.mode} {self.layout} {self.micro}x{self.length} {machine} {few} -> {self.more}"
 
 
-MISTRAL, LLAMA, GPT2 = "mistralai/Mistral-7B-v0.1", "meta-llama/Meta-Llama-3-8B", "gpt2"
-A100 = "{n}xA100-80GB"
-NVLINK, HOST = "{n}xTITAN RTX,link=100GB/s", "{n}xTITAN RTX,link=16GB/s"
-"""Two bridged cards; the same with NCCL_P2P_DISABLE=1, on a desktop board that gives each of two cards 8 lanes."""
-SCALING_POINTS = (
-    ScalingPoint("{n}xRTX PRO 4500", "meta-llama/Llama-3.1-8B", "lora", "ddp", 1, 4, 2777, 2679, 2, 2048, EXXACT),
-    ScalingPoint("{n}xRTX PRO 6000", "meta-llama/Llama-3.1-8B", "lora", "ddp", 1, 2, 4962, 9541 / 2, 2, 2048, EXXACT),
-    ScalingPoint(A100, MISTRAL, "full", "fsdp", 1, 2, 3420, 3252, 4, 4096, FMS),
-    ScalingPoint(A100, MISTRAL, "full", "fsdp", 1, 4, 3420, 3325, 4, 4096, FMS),
-    ScalingPoint(A100, MISTRAL, "full", "fsdp", 1, 4, 3567, 3522, 16, 4096, FMS),
-    ScalingPoint(A100, MISTRAL, "lora", "fsdp", 1, 2, 3900, 3670, 4, 4096, FMS),
-    ScalingPoint(A100, MISTRAL, "lora", "fsdp", 1, 4, 3900, 3674, 4, 4096, FMS),
-    ScalingPoint(A100, MISTRAL, "lora", "fsdp", 1, 4, 3943, 3777, 8, 4096, FMS),
-    ScalingPoint(A100, MISTRAL, "qlora", "fsdp", 1, 4, 4063, 3957, 4, 4096, FMS),
-    ScalingPoint(A100, LLAMA, "full", "fsdp", 1, 4, 3294, 3202, 4, 4096, FMS),
-    ScalingPoint(A100, LLAMA, "lora", "fsdp", 1, 4, 3844, 3606, 4, 4096, FMS),
-    ScalingPoint(A100, LLAMA, "lora", "fsdp", 1, 4, 3892, 3766, 16, 4096, FMS),
-    ScalingPoint(A100, LLAMA, "qlora", "fsdp", 1, 4, 4092, 4019, 8, 4096, FMS),
-    *(
-        ScalingPoint(machine, GPT2 + size, "full", "ddp", 1, 2, 1600 * length / one, 800 * length / two, 4, length,
-        TITAN,
-              precision="float32", checkpointing=False)
-        for size, length, one, linked, not_linked in (
-            ("", 128, 19.5621, 13.5368, 30.0181), ("", 256, 30.423, 18.6943, 35.4208),
-            ("", 512, 58.0856, 32.3616, 49.1999), ("-medium", 128, 49.3823, 33.4365, 74.9924),
-            ("-medium", 256, 79.6724, 47.7543, 89.3616), ("-medium", 512, 152.6255, 82.1935, 124.1163),
-            ("-large", 128, 98.5939, 65.7918, 152.2178),
-        )
-        for machine, two in ((NVLINK, linked), (HOST, not_linked))
-    ),
-    ScalingPoint("{n}xRTX 4090", "meta-llama/Llama-2-7b-hf", "lora", "fsdp", 2, 2, 1 / 437, 1 / 481, 6, 2048,
-    FSDP_QLORA,
-          few_layout="ddp", few_micro=4, in_tokens=False),
-    ScalingPoint("{n}xRTX 4090", "meta-llama/Llama-2-7b-hf", "qlora", "fsdp", 2, 2, 1 / 450, 1 / 466, 10, 2048,
-    FSDP_QLORA,
-          few_layout="ddp", few_micro=8, in_tokens=False),
-    ScalingPoint("{n}xRTX A5000", "meta-llama/Llama-2-70b-hf", "qlora", "fsdp", 4, 8, 1 / 4829 / 4, 1 / 2613 / 8, 1,
-    2048,
-          FSDP_QLORA, in_tokens=False),
-    ScalingPoint("{n}xA100-40GB", "meta-llama/Llama-2-70b-hf", "qlora", "fsdp", 4, 8, 1 / 1266 / 4, 1 / 672 / 8, 4,
-    2048,
-          FSDP_QLORA, in_tokens=False),
-    ScalingPoint("{n}xH100,network=3200Gbps", "meta-llama/Llama-3.1-8B", "full", "fsdp", 8, 128, 5762, 5605, 2, 8192,
-          f"{TORCHTITAN}/llama3_h100_202412_torchtitan.md", checkpointing=False),
-    ScalingPoint("{n}xH200,network=3200Gbps", "meta-llama/Llama-3.1-8B", "full", "fsdp", 32, 64, 10938, 10753, 2, 8192,
-          f"{TORCHTITAN}/llama3-8b_h200_202506_trainy-whitefiber.md (float8)", checkpointing=False),
-)  # fmt: skip
+# Published points with their sources. Exxact states no batch: 2 rows of 2048 tokens a step are assumed.
+# TITAN RTX at 16 GB/s: two cards on a desktop board that gives each 8 lanes, with NCCL_P2P_DISABLE=1; at 100 bridged.
+SCALING_POINTS = tuple(
+    ScalingPoint(**point)
+    for point in json.loads(Path(__file__).with_name("scaling_points.json").read_text(encoding="utf-8"))
+)
 
 
 def speed(point: ScalingPoint, gpus: int, *, layout: str, micro: int, share: float | None = None) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,119 +32,15 @@ _OPTIONS = DataConfig(on_missing_end="train")
 """The templates' ends need not be tokens of the one tokenizer that all of them are scored with."""
 
 
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
+def _read_cases() -> Iterator[MaskCase]:
+    """Conversations, each message with the words that it alone has; `optional` ones need not be written."""
+    for case in json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8")):
+        messages, words = zip(*case["said"], strict=True)
+        needed = [word for own in words for word in own if word not in case["optional"]]
+        yield MaskCase(case["name"], messages, tuple(map(tuple, words)), tuple(needed), tuple(case["tools"]))
 
 
-def _answer(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Look the weather up.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "description": "Name of the city."},
-                "days": {"type": "integer", "description": "How many days."},
-            },
-            "required": ["city"],
-        },
-    },
-}
-_CALL = {
-    "type": "function",
-    "id": "Ab3dE6gH9",
-    "function": {"name": "get_weather", "arguments": {"city": "Brambleforth", "days": 3}},
-}
-
-
-def _case(name: str, *said: tuple[dict[str, Any], str], optional: str = "", tools: tuple[Any, ...] = ()) -> MaskCase:
-    """A case of messages, each with the words that it alone has; `optional` ones need not be written."""
-    words = tuple(tuple(own.split()) for _, own in said)
-    needed = tuple(word for own in words for word in own if word not in optional.split())
-    return MaskCase(name, tuple(message for message, _ in said), words, needed, tools)
-
-
-_RESULT = {"role": "tool", "name": "get_weather", "tool_call_id": "Ab3dE6gH9", "content": '{"forecast": "vexlumpish"}'}
-
-CASES = (
-    _case(
-        "single_turn",
-        (_user("What is a quoskat?"), "quoskat"),
-        (_answer("A marsilune from Rottmoor"), "marsilune Rottmoor"),
-    ),
-    _case(
-        "multi_turn",
-        (_user("What is a quoskat?"), "quoskat"),
-        (_answer("A marsilune from Rottmoor"), "marsilune Rottmoor"),
-        (_user("Does it bitulate?"), "bitulate"),
-        (_answer("Seldomly, unless kornvered"), "Seldomly kornvered"),
-        (_user("And swimmery?"), "swimmery"),
-        (_answer("Barevolin"), "Barevolin"),
-    ),
-    _case(
-        "system",
-        ({"role": "system", "content": "Speak like a zoolorigist."}, "zoolorigist"),
-        (_user("What is a quoskat?"), "quoskat"),
-        (_answer("A marsilune from Rottmoor"), "marsilune Rottmoor"),
-        (_user("Does it bitulate?"), "bitulate"),
-        (_answer("Seldomly, unless kornvered"), "Seldomly kornvered"),
-    ),
-    _case(
-        "tool_calls",
-        (_user("Will it rain, dear orakulon?"), "orakulon"),
-        ({"role": "assistant", "content": "", "tool_calls": [_CALL]}, "Brambleforth"),
-        (_RESULT, "vexlumpish"),
-        (_answer("Yes, take an umbrellowick"), "umbrellowick"),
-        (_user("Splendorak, many thanks."), "Splendorak"),
-        (_answer("Gladdenfro"), "Gladdenfro"),
-        tools=(_TOOL,),
-    ),
-    _case(
-        "think_text",
-        (_user("What is a quoskat?"), "quoskat"),
-        (
-            _answer("<think>\nThey mean the makropodel.\n</think>\n\nA marsilune from Rottmoor"),
-            "makropodel marsilune Rottmoor",
-        ),
-        (_user("Does it bitulate?"), "bitulate"),
-        (
-            _answer("<think>\nTeeth, inzisorel.\n</think>\n\nSeldomly, unless kornvered"),
-            "inzisorel Seldomly kornvered",
-        ),
-        optional="makropodel inzisorel",
-    ),
-    _case(
-        "reasoning",
-        (_user("What is a quoskat?"), "quoskat"),
-        (
-            {**_answer("A marsilune from Rottmoor"), "reasoning_content": "They mean the makropodel."},
-            "makropodel marsilune Rottmoor",
-        ),
-        (_user("Does it bitulate?"), "bitulate"),
-        (
-            {**_answer("Seldomly, unless kornvered"), "reasoning_content": "Teeth, inzisorel."},
-            "inzisorel Seldomly kornvered",
-        ),
-        optional="makropodel inzisorel",
-    ),
-    _case(
-        "answer_first",
-        (_answer("Greetelorn"), "Greetelorn"),
-        (_user("What is a quoskat?"), "quoskat"),
-        (_answer("A marsilune from Rottmoor"), "marsilune Rottmoor"),
-    ),
-    _case(
-        "call_last",
-        (_user("Will it rain, dear orakulon?"), "orakulon"),
-        ({"role": "assistant", "content": "", "tool_calls": [_CALL]}, "Brambleforth"),
-        tools=(_TOOL,),
-    ),
-)
+CASES = tuple(_read_cases())
 
 
 @dataclass(frozen=True)
