@@ -5,9 +5,8 @@
 A Llama with two million random weights and a byte-level BPE tokenizer learn the recorded corpus with `task_mode: cpt`
 and `tuning.mode: full` (benchmarks/starter_base.yaml); the weights are rounded to bfloat16. Other processors, versions
 and numbers of threads round differently, and after 1,200 steps nearly every weight is another: such a base has learned
-the same, as one of another seed has. What any of them has to reach is measured by `make -C benchmarks
-benchmark-starter`. With OUT=sft_play/starter/starter-base the new one is shipped, and benchmarks/starter_base.json
-renewed.
+the same, as one of another seed has. With OUT=sft_play/starter/starter-base the new one is shipped, and
+benchmarks/starter_base.json renewed.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def main() -> None:
     sys.stdout.write(f"{out / WEIGHTS}: sha256 {digest(out / WEIGHTS)}\n{difference(shipped, made)}\n")
     if out.resolve() == BASE:
         write_json(RECORD, record())
-        sys.stdout.write(f"{RECORD} has its digest; next: make -C benchmarks benchmark-starter\n")
+        sys.stdout.write(f"{RECORD} has its digest\n")
 
 
 def make_base(out: Path) -> dict[str, Any]:

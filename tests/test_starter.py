@@ -251,7 +251,7 @@ def test_from_own_rows_to_a_model_that_is_judged_exported_and_reported(cache, tm
 
 @pytest.mark.slow
 def test_the_starter_reaches_95_percent(cache, tmp_path):
-    """What is wanted of every seed, processor and number of threads; benchmarks/starter.py measures it."""
+    """What is wanted of every seed, processor and number of threads."""
     train(cache, tmp_path, "output.name=starter")
     assert json.loads((tmp_path / "starter" / "summary.json").read_text())["after"]["exact_match"] >= 0.95
 

@@ -21,30 +21,8 @@ from sft_play.errors import SftPlayError
 from sft_play.files import ROOT
 
 _PLAIN: tuple[Any, ...] = (
-    True,
-    False,
-    None,
-    0,
-    1,
-    2,
-    3,
-    4,
-    8,
-    16,
-    64,
-    100,
-    512,
-    4096,
-    0.0,
-    0.1,
-    0.5,
-    1.0,
-    1e-4,
-    2e-5,
-    [],
-    "auto",
-    "x",
-    "a/b",
+    *(True, False, None, [], "auto", "x", "a/b"),
+    *(0, 1, 2, 3, 4, 8, 16, 64, 100, 512, 4096, 0.0, 0.1, 0.5, 1.0, 1e-4, 2e-5),
 )
 _MACHINES = ("1xH100", "2xH200", "8xA100-80GB", "1xRTX4090", "4xL40S", "1xT4")
 

@@ -22,31 +22,14 @@ _ATTRIBUTES = (
     *("clear()", "_environment", "environment", "update({'a': 1})", "mro()", "encode().decode", "__reduce__()"),
 )
 _FILTERS = (
-    *(
-        "tojson",
-        "length",
-        "list",
-        "join",
-        "upper",
-        "trim",
-        "indent(99999)",
-        "center(999999999)",
-        "map('attr', '__class__')",
-    ),
-    *("attr('__class__')", "sort", "batch(2)", "wordwrap(1)", "replace('a', 'aaaa')", "format(1, 2)", "xmlattr"),
-    *("groupby('role')", "urlize", "pprint", "random", "safe", "unique", "sum", "dictsort", "tojson(indent=99999999)"),
+    *("tojson", "length", "list", "join", "upper", "trim", "indent(99999)", "center(999999999)", "sort", "batch(2)"),
+    *("map('attr', '__class__')", "attr('__class__')", "wordwrap(1)", "replace('a', 'aaaa')", "format(1, 2)", "random"),
+    *("groupby('role')", "urlize", "pprint", "safe", "unique", "sum", "dictsort", "tojson(indent=99999999)", "xmlattr"),
 )
 _EXPRESSIONS = (
-    *(
-        "range(10**9)",
-        "'a' * 10**9",
-        "[0] * 10**8",
-        "9**9**9",
-        "lipsum(999999)",
-        "raise_exception('no')",
-        "'%9999999d' % 1",
-    ),
-    *("strftime_now('%Y' * 999999)", "dict(a=1)", "joiner()", "1/0", "'{:>999999999}'.format(1)", "x" * 3, "none.a"),
+    *("range(10**9)", "'a' * 10**9", "[0] * 10**8", "9**9**9", "lipsum(999999)", "raise_exception('no')", "1/0"),
+    *("strftime_now('%Y' * 999999)", "'%9999999d' % 1", "'{:>999999999}'.format(1)", "dict(a=1)", "joiner()", "xxx"),
+    "none.a",
 )
 
 

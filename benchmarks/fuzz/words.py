@@ -27,7 +27,7 @@ from sft_play.variables import COMMANDS, VARIABLES
 
 _QUICK = ("plan", "gpu-info", "runs", "report", "compare", "prune", "process", "style", "tb-stop", "tb-clean", "check")
 """Commands that end soon by themselves, whatever the config."""
-_READ_ONLY = (
+_READ_ONLY = [
     "gpu-selftest",
     "mask-score",
     "memory-model-score",
@@ -35,10 +35,10 @@ _READ_ONLY = (
     "doctor",
     "run-notebook",
     "setup-accelerate",
-)
+]
 """Commands that work without a config, or on the machine: their words are read, and nothing is run."""
 _GOOD = "model: {name: Qwen/Qwen2.5-0.5B}\ndata: {train_path: rows.jsonl}\n"
-_VALUES = (
+_VALUES = [
     "run.yaml",
     "none.yaml",
     ".",
@@ -53,7 +53,7 @@ _VALUES = (
     "a.b=1",
     "rows.jsonl",
     "out",
-)
+]
 
 
 @contextlib.contextmanager
