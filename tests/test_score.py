@@ -535,8 +535,9 @@ def test_a_shared_row_is_met_by_the_tracer(tmp_path: Path, monkeypatch: pytest.M
     rows = [row for row in published.read_rows(shared("published_peaks.csv")) if wanted in row["id"]]
     report = score(write(tmp_path / "peaks.csv", [dict(row) for row in rows], columns=list(rows[0])))
     assert len(report.rows) == len(rows) > 0
-    assert report.groups["class A"].allocated is not None
-    assert report.groups["class A"].allocated.median_abs_error < 0.003
+    spread = report.groups["class A"].spreads["allocated_error"]
+    assert spread is not None
+    assert spread.median_abs_error < 0.003
 
 
 @pytest.mark.parametrize(("value", "is_on"), [("", False), ("0", False), ("1", True)])
