@@ -23,11 +23,9 @@ from sft_play.config.load import load_config
 from sft_play.data.sources.raw import NotUtf8Error
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
 from sft_play.launch import nodes as launch_nodes
-from sft_play.launch import rank as launch_rank
 from sft_play.launch import request as launch_request
 from sft_play.launch.nodes import meet_nodes, node_card
-from sft_play.launch.rank import LaunchPlan
-from sft_play.launch.request import LaunchOptions
+from sft_play.launch.request import LaunchOptions, LaunchPlan
 from sft_play.launch.torchrun import RENDEZVOUS_VARIABLES
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.network import NodeSetup
@@ -337,7 +335,7 @@ def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, erro
     began, left = time.monotonic(), []
 
     def leave() -> None:
-        distributed.broadcast_text(launch_rank.refusal_to_json(error))
+        distributed.broadcast_text(launch_request.refusal_to_json(error))
         left.append(time.monotonic() - began)
 
     first = threading.Thread(target=leave)

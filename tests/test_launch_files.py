@@ -11,6 +11,8 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -164,24 +166,29 @@ def read(tmp_path: Path, text: str) -> AccelerateConfig:
     return read_accelerate_file(path)
 
 
+def planned(dtype: str) -> Any:
+    """What `override_lines` asks of a plan that accumulates four micro-batches."""
+    return SimpleNamespace(precision=SimpleNamespace(compute=dtype), batch=SimpleNamespace(grad_accum=4))
+
+
 def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_path):
     config = read(tmp_path, QUESTIONNAIRE)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (16, 8, None)
     assert (config.machine_rank, config.main_process_ip, config.main_process_port) == (1, "192.168.1.4", 29501)
-    lines = override_lines(config, mixed_precision="bf16")
-    assert any("mixed_precision: no" in line and "bf16" in line and "the run YAML wins" in line for line in lines)
-    assert override_lines(config, mixed_precision="no") == []
+    (line,) = override_lines(config, planned("bfloat16"), max_grad_norm=1)
+    assert "mixed_precision: no" in line
+    assert "bf16: the run YAML wins" in line
+    assert override_lines(config, planned("float32"), max_grad_norm=1) == []
 
 
 def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
     block = "DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 8\n  gradient_clipping: 1.0"
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", block))
-    lines = override_lines(config, mixed_precision="no", grad_accum=4, max_grad_norm=1)
-    assert [line for line in lines if "wins" in line] == [
+    assert override_lines(config, planned("float32"), max_grad_norm=1) == [
         "theirs.yaml says deepspeed_config.gradient_accumulation_steps: 8, the plan 4: the plan wins"
     ]
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_offload_params: true"))
-    assert len(override_lines(config, mixed_precision="no")) == 2
+    assert len(override_lines(config, planned("float32"), max_grad_norm=1)) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import HardwareError
-from sft_play.launch import rank as launch_rank
+from sft_play.launch import run_hardware as launch_rank
 from sft_play.launch import run_hardware as of_ranks
-from sft_play.launch.rank import check_rank_gpu
 from sft_play.launch.request import parse_launch_options
+from sft_play.launch.run_hardware import check_rank_gpu
 from sft_play.launch.torchrun import RankInfo
 from sft_play.machine import visible_gpus
 from sft_play.machine.gpu import Gpu

@@ -4,7 +4,6 @@ that says what is wrong before a rank starts."""
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -25,8 +24,7 @@ from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.launch.accelerate import read_accelerate_file
 from sft_play.launch.nodes import NodeMeeting, card_differences, meet_nodes, node_card
-from sft_play.launch.rank import choose_interface
-from sft_play.launch.request import LaunchOptions, fill_from_accelerate, parse_launch_options
+from sft_play.launch.request import LaunchOptions, choose_interface, fill_from_accelerate, parse_launch_options
 from sft_play.launch.torchrun import RankInfo
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.network import NodeSetup
@@ -439,29 +437,6 @@ def test_two_nodes_with_one_rank_are_told_on_all(card):
     for answer in answers:
         assert isinstance(answer, ConfigError)
         assert "were both given NODE_RANK=1" in str(answer)
-
-
-def test_a_node_that_is_stopped_while_others_wait_ends_the_start_on_all(card, caplog):
-    port = free_port()
-    code = (
-        "import json, sys\n"
-        "from sft_play.launch.nodes import meet_nodes\n"
-        "from sft_play.machine.network import NodeSetup\n"
-        f"meet_nodes(NodeSetup(3, 1, '127.0.0.1', {port}), json.loads(sys.argv[1]), timeout_s=60)"
-    )
-
-    def stop_one() -> NodeMeeting:
-        stopped = subprocess.Popen([sys.executable, "-c", code, json.dumps(card)], cwd=ROOT, stderr=subprocess.PIPE)
-        until = time.monotonic() + 30
-        while "node 1 is here" not in caplog.text and time.monotonic() < until:
-            time.sleep(0.05)
-        stopped.send_signal(signal.SIGINT)
-        stopped.communicate(timeout=60)
-        raise ConfigError("stopped")
-
-    with caplog.at_level(logging.INFO):
-        answers = together(stop_one, lambda: meet_nodes(NodeSetup(3, 0, "127.0.0.1", port), card, timeout_s=60))
-    assert "was stopped; start it again on all nodes" in str(answers[1])
 
 
 def test_a_node_that_never_comes_is_named_when_the_time_is_over(card):

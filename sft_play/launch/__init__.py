@@ -10,9 +10,8 @@ a LaunchResult.
 - The plan: `refusals` (what a run is refused for before a library is loaded; of layouts the planner
   says it), `row_survey` (the lengths of the rows), `planning` (asked for once, completed with what
   this machine knows, made).
-- The processes: `ranks` (those that are launched), `rank` (this process as one of them), `agent`
-  (which starts and watches ranks in torchrun's place), `nodes` (several machines meet),
-  `tensorboard` (beside them).
+- The processes: `start` (which launches ranks), `agent` (which starts and watches them in torchrun's
+  place), `nodes` (several machines meet), `tensorboard` (beside them).
 - Other programs' words: `torchrun` (its command, and what launchers export), `accelerate`, and
   `deepspeed` (its configuration with the plan's values).
 """
