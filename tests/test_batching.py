@@ -14,8 +14,7 @@ from sft_play.config.load import LoadedConfig, config_from_text, resolved_config
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.launch.deepspeed import merge_deepspeed_batch
 from sft_play.launch.planning import build_stage_request, plan_stage
-from sft_play.launch.request import LaunchOptions
-from sft_play.launch.resume import resume_constraints
+from sft_play.launch.request import LaunchOptions, resume_constraints
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.advice import find_largest_fit, find_suggestions

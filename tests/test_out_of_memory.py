@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from sft_play.config.load import LoadedConfig, config_from_text
-from sft_play.launch.resume import resume_constraints
+from sft_play.launch.request import resume_constraints
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.layout import PreviousRun
 from sft_play.runs.folder import RunFolder, check_same_run, new_manifest

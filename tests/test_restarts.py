@@ -15,8 +15,7 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.launch import request
 from sft_play.launch import start as starting
-from sft_play.launch.request import LaunchOptions
-from sft_play.launch.resume import RestartBudget
+from sft_play.launch.request import LaunchOptions, RestartBudget
 from sft_play.process import signals
 from sft_play.process.failures import Failure, FailureKind
 from sft_play.runs.folder import CRASH_ENTRY, MANIFEST_FORMAT, RESTARTS_ENTRY, OomEvent, RunFolder, write_oom_note

@@ -47,12 +47,10 @@ from sft_play.launch.request import (
     LaunchOptions,
     LaunchPlan,
     LaunchRequest,
-    refusal_to_json,
-)
-from sft_play.launch.resume import (
     count_data_parallel_ranks,
     pop_crash_record,
     read_previous_run,
+    refusal_to_json,
     require_resumable_layout,
     resume_constraints,
 )
@@ -284,8 +282,8 @@ def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> li
         for item in find_suggestions(dataclasses.replace(request, measured_runs=measured_runs)):
             if item.fits and (item.hardware is None or item.required < failed_plan.memory.required):
                 keys = {word.partition("=")[0] for word in (item.setting or "").split()}
-                where = "resume takes it" if keys and keys <= FREE_TO_CHANGE_OPTIONS else "a new run"
-                alternatives.append(f"{item.change} ({item.needs}; {where})")
+                way = "resume takes it" if keys and keys <= FREE_TO_CHANGE_OPTIONS else "a new run"
+                alternatives.append(f"{item.change} ({item.needs}; {way})")
     return alternatives
 
 
@@ -490,8 +488,9 @@ def build_stage_request(
     deepspeed_config, deepspeed_name = None, "DeepSpeed"
     if options.deepspeed is not None:
         deepspeed_config, strategy, deepspeed_name = read_deepspeed_config(options.deepspeed, strategy)
-    elif original_deepspeed is not None and _asks_for_layout(original_deepspeed, strategy):
-        deepspeed_config = original_deepspeed
+    elif original_deepspeed is not None and strategy is not None and strategy in DEEPSPEED_LAYOUTS:
+        same_layout = deepspeed_layout(original_deepspeed, default_layout=strategy) == strategy
+        deepspeed_config = original_deepspeed if same_layout else None
     if resume_from and strategy:
         require_resumable_layout(resume_from, previous, strategy)
     if deepspeed_config is not None:
@@ -515,12 +514,6 @@ def build_stage_request(
     )
     run = dataclasses.replace(loaded, config=config)
     return StageRequest(run, plan_request, deepspeed_config, deepspeed_name)
-
-
-def _asks_for_layout(deepspeed_config: DeepspeedConfig, layout: LayoutName | None) -> bool:
-    if layout is None or layout not in DEEPSPEED_LAYOUTS:
-        return False
-    return deepspeed_layout(deepspeed_config, default_layout=layout) == layout
 
 
 def count_rows_before_planning(stage_requests: Sequence[StageRequest], *, trains_in_process: bool) -> None:

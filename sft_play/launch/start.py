@@ -23,10 +23,10 @@ from sft_play.launch.request import (
     LaunchOptions,
     LaunchPlan,
     LaunchRequest,
+    RestartBudget,
     override_lines,
     resolve_launch_request,
 )
-from sft_play.launch.resume import RestartBudget
 from sft_play.launch.run_hardware import check_rank_gpu, prepare_libraries
 from sft_play.launch.torchrun import (
     RESUMED_VARIABLE,
@@ -285,12 +285,11 @@ def _require_fitting_adapter(loaded: LoadedConfig, plan: Plan) -> None:
     from sft_play.training.prepare.model_spec import build_model_spec
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
-    config, loaded_tokenizer = loaded.config, load_tokenizer(loaded.config)
-    tokenizer_size = len(loaded_tokenizer.tokenizer)
-    read_base_adapter(
-        config,
-        build_model_spec(config, plan.precision, tokenizer_size=tokenizer_size, new_rows=loaded_tokenizer.new_rows),
+    config, tokenizer = loaded.config, load_tokenizer(loaded.config)
+    spec = build_model_spec(
+        config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), new_rows=tokenizer.new_rows
     )
+    read_base_adapter(config, spec)
 
 
 def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:

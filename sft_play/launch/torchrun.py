@@ -174,15 +174,19 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo | None:
     rank, world_size, local_rank, local_world_size, node_count = (
         read_whole_number(environment, name, minimum=0) for name in (*RANK_VARIABLES, "GROUP_WORLD_SIZE")
     )
-    given = ", ".join(f"{name}={one_line(environment[name])}" for name in RANK_VARIABLES[:3] if environment.get(name))
+    variables_text = ", ".join(
+        f"{name}={one_line(environment[name])}" for name in RANK_VARIABLES[:3] if environment.get(name)
+    )
     if (rank is None) != (world_size is None):
-        raise ConfigError(f"the environment sets {given} alone; a launcher sets RANK and WORLD_SIZE")
+        raise ConfigError(
+            f"the environment sets {variables_text}, and not both RANK and WORLD_SIZE; a launcher sets all"
+        )
     if rank is None or world_size is None or local_rank is None:
         return None
     if local_world_size is None:  # a launcher that does not say how many ranks are here has started all of them here
         local_world_size = world_size
     if rank >= world_size or local_rank >= max(1, local_world_size):
-        raise ConfigError(f"the environment says {given}: a rank is 0 to WORLD_SIZE - 1")
+        raise ConfigError(f"the environment says {variables_text}: a rank is 0 to WORLD_SIZE - 1")
     # torchrun's number of nodes. The plan, and shards of a node (fsdp_hybrid), need as many ranks on each.
     if node_count is not None and node_count * local_world_size != world_size:
         raise ConfigError(
