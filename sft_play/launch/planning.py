@@ -282,8 +282,8 @@ def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> li
         for item in find_suggestions(dataclasses.replace(request, measured_runs=measured_runs)):
             if item.fits and (item.hardware is None or item.required < failed_plan.memory.required):
                 keys = {word.partition("=")[0] for word in (item.setting or "").split()}
-                way = "resume takes it" if keys and keys <= FREE_TO_CHANGE_OPTIONS else "a new run"
-                alternatives.append(f"{item.change} ({item.needs}; {way})")
+                effect = "resume takes it" if keys and keys <= FREE_TO_CHANGE_OPTIONS else "a new run"
+                alternatives.append(f"{item.change} ({item.needs}; {effect})")
     return alternatives
 
 
