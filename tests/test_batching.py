@@ -17,7 +17,6 @@ from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import LaunchOptions, resume_constraints
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
-from sft_play.planner.advice import find_largest_fit, find_suggestions
 from sft_play.planner.batching import BatchPlan, batch_splits, effective_batch, format_batch_product
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.explain import batch_lines
@@ -134,30 +133,6 @@ def test_the_resolved_config_holds_the_batch_of_the_plan_and_can_be_given_back()
     assert resolved_config(plain, effective_batch=8)["train"]["effective_batch_size"] == 32  # as the plan splits it
 
 
-def test_ways_out_keep_an_effective_batch_that_follows():
-    config = written(
-        "train.batch_size=16", "train.grad_accum=2", "model.max_seq_len=4096", "model.name=meta-llama/Llama-3.1-8B"
-    )
-    found = list(
-        find_suggestions(PlanRequest(config, load_model_shape("meta-llama/Llama-3.1-8B"), parse_hardware("1xRTX4090")))
-    )
-    settings = [way.setting for way in found if way.setting and "batch_size" in way.setting]
-    assert "train.batch_size=1 train.grad_accum=32" in settings
-    for way in settings:
-        assert effective_batch(written("train.batch_size=16", "train.grad_accum=2", *way.split()).train, ranks=1) == 32
-    assert not any("grad_accum=auto" in str(way.setting) for way in found)
-
-
-def test_the_largest_counts_the_batch_that_follows():
-    """A pass more keeps gradients: what fits hangs on the accumulation, which is that of the config and not of 32."""
-    shape, hardware = load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("1xRTX4090")
-    follows = written("train.batch_size=1", "train.grad_accum=1", "tuning.mode=full")
-    explicit = written("train.batch_size=1", "train.grad_accum=1", "train.effective_batch_size=1", "tuning.mode=full")
-    assert find_largest_fit("batch", PlanRequest(follows, shape, hardware)) == find_largest_fit(
-        "batch", PlanRequest(explicit, shape, hardware)
-    )
-
-
 def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do():
     """Whatever the config gives of the three numbers, and also when it is resumed a second time."""
     draw = random.Random(15)
@@ -256,10 +231,3 @@ def test_a_batch_that_follows_trains_and_resumes_over_other_ranks(tmp_path, tiny
     assert "micro 2 x accum 4 x 1 ranks (stopped with 2): the effective batch of 8 is kept" in (
         (folder / "train.log").read_text()
     )
-
-
-def test_what_to_change_for_another_effective_batch_is_what_was_given():
-    both = written("train.batch_size=2", "train.grad_accum=2")
-    assert both.train.effective_batch_options == "train.batch_size or train.grad_accum"
-    assert written("train.batch_size=2").train.effective_batch_options == "train.effective_batch_size"
-    assert written("train.effective_batch_size=32").train.effective_batch_options == "train.effective_batch_size"

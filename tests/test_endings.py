@@ -69,16 +69,6 @@ def test_each_of_the_four_is_a_request_of_its_own(said, number):
     assert said == [f"first {int(number)}"]
 
 
-def test_a_sighup_that_is_ignored_stays_ignored():
-    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
-    try:
-        with signals.StopSignals(signals.raise_interrupt):
-            signal.raise_signal(signal.SIGHUP)
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, old)
-
-
 class Terminal:
     """A command in a terminal of its own, which is closed as a window is."""
 
@@ -359,14 +349,3 @@ def test_an_error_leaves_no_supervised_child_behind_and_kills_as_it_was_told():
             raise KeyError
         assert killed == [second.pid]  # the other has ended by itself
         assert second.returncode == -signal.SIGKILL
-
-
-def test_a_child_that_is_started_under_supervision_is_told_as_well():
-    processes: list[subprocess.Popen[str]] = []
-    with stubborn_children(1) as children, signals.supervise(processes) as received:
-        processes.extend(children)
-        signal.raise_signal(signal.SIGTERM)
-        assert received == [signal.SIGTERM]
-        assert children[0].stdout is not None
-        assert children[0].stdout.readline() == "saving\n"
-        children[0].kill()

@@ -78,16 +78,6 @@ def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypat
     assert kinds == {"one kind", "refused"}
 
 
-def test_the_two_groups_of_a_mixed_machine_word_for_word(monkeypatch):
-    a100, other = "NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 4090"
-    monkeypatch.setattr(of_ranks, "detect_hardware", lambda: machine(other, a100, other, a100))
-    with pytest.raises(HardwareError) as refused:
-        machine_here({})
-    assert str(refused.value).endswith(f"GPUS=1,3 (2 x {a100}) or GPUS=0,2 (2 x {other})")
-    with pytest.raises(HardwareError, match=rf"alike: NPROC=2 GPUS=1,3 \(2 x {a100}\) or NPROC=2 GPUS=0,2"):
-        machine_here({"NPROC": "3"})
-
-
 def test_ranks_of_a_mixed_machine_number_its_gpus_as_the_plan_does(monkeypatch):
     """CUDA's own order puts the fastest first: two ranks would take the A100 and an L4."""
     monkeypatch.setattr(of_ranks, "detect_hardware", lambda: machine("NVIDIA L4", "NVIDIA L4", "NVIDIA A100 80GB PCIe"))

@@ -16,7 +16,7 @@ import pytest
 
 from sft_play.commands import run_notebook as notebook
 from sft_play.errors import ConfigError
-from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
+from sft_play.machine.hardware import detect_hardware
 from tests import warm
 from tests.conftest import ROOT
 
@@ -82,27 +82,6 @@ def test_what_is_no_notebook_is_one_message_and_exit_2(content, said, tmp_path, 
     code, printed = command("run-notebook", "--notebook", str(path))
     assert (code, printed.count("error:")) == (2, 1)
     assert said in printed
-
-
-def test_a_folder_none_and_what_is_not_python(tmp_path, command):
-    assert command("run-notebook", "--notebook", str(tmp_path))[0] == 2
-    code, printed = command("run-notebook")
-    assert (code, "NOTEBOOK= names no file" in printed) == (2, True)
-    code, printed = command("run-notebook", "--notebook", str(book(tmp_path, "a = 1", "b = 2\nif b\n")))
-    assert (code, "cell 2, line 2: if b is not Python" in printed) == (2, True)
-
-
-def test_ranks_are_the_gpus_or_two(tmp_path):
-    path = book(tmp_path, "a = 1")
-    made = notebook.notebook_launch(path, Hardware((), "cpu", 8, 2**30, 2**30, cpu_ranks=2))
-    assert " --nproc-per-node 2 --module sft_play run-notebook --notebook " in made.shell_line
-    assert (made.environment["OMP_NUM_THREADS"], made.environment["SFT_PLAY_COMMAND"]) == ("4", "run-notebook")
-    made = notebook.notebook_launch(path, parse_hardware("4xH200"))
-    assert "--nproc-per-node 4 " in made.shell_line
-    assert "OMP_NUM_THREADS" not in made.environment
-    made = notebook.notebook_launch(path, parse_hardware("2xH200"), gpus=(1, 3))
-    assert "--nproc-per-node 2 " in made.shell_line
-    assert made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 
 def clean() -> dict[str, str]:

@@ -130,17 +130,6 @@ def test_one_line_says_how_it_died_and_from_where_it_goes_on(tmp_path, config, c
     assert CRASH_ENTRY not in folder.read_manifest()
 
 
-def test_of_a_curriculum_the_stage_is_named(tmp_path, config, caplog):
-    loaded = load_config(config, overrides=["curriculum=[{name: first}, {name: second, learning_rate: 1e-5}]"])
-    folder = RunFolder(tmp_path / "one")
-    failed(folder, "rank 0 died")
-    for name, step in (("first", 9), ("second", 2)):
-        failed(folder.stage_folder(name), None)
-        checkpoint(folder.stage_folder(name), step)
-    assert RestartBudget(1).should_restart(folder, loaded)
-    assert caplog.messages[0].endswith("goes on from the checkpoint of step 2 of stage second")
-
-
 def test_memory_that_ran_out_and_other_failures_count_for_nothing(tmp_path, config):
     folder, restarts = RunFolder(tmp_path / "one"), RestartBudget(1)
     folder.path.mkdir()
