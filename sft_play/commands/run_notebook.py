@@ -43,7 +43,7 @@ def run_notebook(request: Request) -> CommandResult | int:
     logger.info("Launch: %s", launch.shell_line)
     with redirect_stdout_to_stderr(enabled=request.json):
         exit_code = run_ranks(launch, None)
-    data = {"notebook": str(request.notebook), "cells": len(cells), "ranks": launch.processes_per_node}
+    data = {"notebook": str(request.notebook), "cells": len(cells), "ranks": hardware.ranks}
     return CommandResult(data, exit_code=exit_code)
 
 

@@ -124,8 +124,7 @@ def plan_run(
         keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
         rows: the lengths of the rows, where the caller has counted them.
     """
-    request = build_plan_request(config, hardware, layouts, rows=rows)
-    request = dataclasses.replace(request, keeps_params=keeps_params)
+    request = build_plan_request(config, hardware, layouts, rows=rows, keeps_params=keeps_params)
     return plan_request(request, trace=trace, include_suggestions=include_suggestions)
 
 
@@ -136,6 +135,7 @@ def build_plan_request(
     *,
     rows: RowTokens | None = None,
     is_stage: bool = False,
+    keeps_params: bool = False,
 ) -> PlanRequest:
     """Build the planner's request for a run, or a stage of one: the shapes of its model, earlier runs here, and the
     lengths of its rows where they are known. Raises as `training_backend` and `load_run_model_shape` do."""
@@ -155,6 +155,7 @@ def build_plan_request(
         row_tokens=rows or cached_row_tokens(config),
         missing_packages=missing_kernel_packages(),
         libraries=cuda_libraries(),
+        keeps_params=keeps_params,
     )
 
 
@@ -423,7 +424,14 @@ def build_stage_requests(
         previous = read_previous_run(resume_from)
         options = dataclasses.replace(options, strategy=previous.kept_layout(hardware.ranks) if previous else None)
     stage_requests = []
-    for stage_run, stage_folder in _match_stage_folders(loaded, resume_from):
+    for stage_run in loaded.runs:
+        stage_folder = resume_from
+        if resume_from is not None and stage_run.stage_name is not None:
+            is_last_stage = stage_run.stage_name == loaded.stages[-1].name
+            stage_folder = resume_from.stage_folder(stage_run.stage_name, is_last_stage=is_last_stage)
+            is_adapter = stage_run.config.tuning.mode != "full"
+            if not stage_folder.has_begun or stage_folder.has_finished(is_adapter=is_adapter):
+                stage_folder = None  # it begins, or is not trained again
         with stage_context(stage_run.stage_name):
             stage_requests.append(
                 build_stage_request(
@@ -431,21 +439,6 @@ def build_stage_requests(
                 )
             )
     return stage_requests
-
-
-def _match_stage_folders(
-    loaded: LoadedConfig, folder: RunFolder | None
-) -> Iterator[tuple[LoadedConfig, RunFolder | None]]:
-    """The parts of a run that is resumed from a folder, or begins (None), each with its own folder: None for a stage
-    that has not begun, or is finished."""
-    for stage_run in loaded.runs:
-        if folder is None or stage_run.stage_name is None:
-            yield stage_run, folder
-            continue
-        is_last_stage = stage_run.stage_name == loaded.stages[-1].name
-        stage_folder = folder.stage_folder(stage_run.stage_name, is_last_stage=is_last_stage)
-        is_finished_stage = stage_folder.has_finished(is_adapter=stage_run.config.tuning.mode != "full")
-        yield stage_run, stage_folder if stage_folder.has_begun and not is_finished_stage else None
 
 
 def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
@@ -459,9 +452,8 @@ def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: 
     reasons = [refused_layout.because for refused_layout in refused if refused_layout.name == strategy]
     if config.model.mesh_shape is not None:
         reasons = [f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"]
-    others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
-    reason = reasons[0] if reasons else f"{hardware.ranks} rank(s)"
-    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; {others}")
+    reason, others = (*reasons, f"{hardware.ranks} rank(s)")[0], ", ".join(names) or "none"
+    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; there are: {others}")
 
 
 def build_stage_request(
@@ -506,14 +498,13 @@ def build_stage_request(
     layouts = (strategy,) if strategy else layout_choices(hardware.ranks)
     if previous is not None and strategy is None:
         layouts = tuple(name for name in layouts if previous.resume_obstacle(name) is None)
-    plan_request = dataclasses.replace(
-        build_plan_request(config, hardware, layouts, is_stage=loaded.stage_name is not None),
-        keeps_params=bool(deepspeed_config and strategy and keeps_params_on_gpu(deepspeed_config, strategy)),
-        resumed_batch=constraints.batch,
-        resumed_updates=constraints.updates,
+    keeps_params = bool(deepspeed_config and strategy and keeps_params_on_gpu(deepspeed_config, strategy))
+    plan_request = build_plan_request(
+        config, hardware, layouts, is_stage=loaded.stage_name is not None, keeps_params=keeps_params
     )
     run = dataclasses.replace(loaded, config=config)
-    return StageRequest(run, plan_request, deepspeed_config, deepspeed_name)
+    request = StageRequest(run, plan_request, deepspeed_config, deepspeed_name)
+    return request.with_changes(resumed_batch=constraints.batch, resumed_updates=constraints.updates)
 
 
 def count_rows_before_planning(stage_requests: Sequence[StageRequest], *, trains_in_process: bool) -> None:

@@ -51,11 +51,6 @@ class LaunchCommand:
     port: int | None = None
 
     @property
-    def processes_per_node(self) -> int:
-        """How many ranks it starts on this node."""
-        return int(self.argv[self.argv.index("--nproc-per-node") + 1])
-
-    @property
     def agent_argv(self) -> tuple[str, ...]:
         """The words with our agent in the launcher's place: what is run."""
         return tuple(AGENT_MODULE if word == TORCHRUN_MODULE else word for word in self.argv)

@@ -36,13 +36,9 @@ def independent_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if name not in excluded and not name.startswith(LAUNCHER_PREFIXES)
     }
     variables["ACCELERATE_CONFIG"] = "none"  # accelerate's own file may name several machines
-    return add_package_path(variables)
-
-
-def add_package_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is to import this very package, whatever folder it starts in."""
-    package = str(Path(__file__).resolve().parents[2])
-    return {**environment, "PYTHONPATH": os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])}
+    paths = [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH")]
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return variables
 
 
 def set_deepspeed_to_cpu() -> None:
