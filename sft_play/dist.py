@@ -23,6 +23,7 @@ from sft_play.launch.deepspeed import (
     AUTO,
     HIDDEN_SIZE_FORMULAS,
     drop_unresolved_autos,
+    is_offloaded,
     read_deepspeed_file,
     shipped_deepspeed_config,
     translate_deepspeed_keys,
@@ -117,22 +118,21 @@ def load_deepspeed_config(settings: DistConfig, folder: Path, *, best_precision:
     config["gradient_accumulation_steps"] = steps
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"):
         config.setdefault(key, "auto")
-    _set_zero_stage(config.setdefault("zero_optimization", {}), settings, name)
+    zero = config.setdefault("zero_optimization", {})
+    if zero.get("stage", "auto") == "auto":
+        zero["stage"] = 3 if settings.zero3_offload else 2
+    if zero["stage"] != 3 and (settings.zero3_offload or is_offloaded(zero, "offload_param")):
+        raise ConfigError(
+            f"{name}: weights that are offloaded (zero3_offload, offload_param) need stage 3, and "
+            f"zero_optimization.stage is {zero['stage']}"
+        )
+    for key in ("offload_optimizer", "offload_param"):
+        if settings.zero3_offload and not is_offloaded(zero, key):  # what the file moves to NVMe stays there
+            zero[key] = {"device": "cpu", "pin_memory": True}
     precision = _precision(settings, config, best_precision)
     for key in ("bf16", "fp16"):  # the file may have been written for another machine
         config[key] = {**config.get(key, {}), "enabled": key == precision}
     return config
-
-
-def _set_zero_stage(zero: dict[str, Any], settings: DistConfig, name: str) -> None:
-    if zero.get("stage", "auto") == "auto":
-        zero["stage"] = 3 if settings.zero3_offload else 2
-    if zero["stage"] != 3 and (settings.zero3_offload or zero.get("offload_param", {}).get("device", "none") != "none"):
-        cause = "zero3_offload: true" if settings.zero3_offload else "offload_param"
-        raise ConfigError(f"{name}: {cause} needs stage 3, and zero_optimization.stage is {zero['stage']}")
-    for key in ("offload_optimizer", "offload_param") if settings.zero3_offload else ():
-        if zero.get(key, {}).get("device", "none") in ("none", "auto"):  # what the file moves to NVMe stays there
-            zero[key] = {"device": "cpu", "pin_memory": True}
 
 
 def _precision(settings: DistConfig, deepspeed: Mapping[str, Any], best_precision: str) -> str:
@@ -140,8 +140,9 @@ def _precision(settings: DistConfig, deepspeed: Mapping[str, Any], best_precisio
     if settings.mixed_precision != "auto":
         return settings.mixed_precision
     enabled = {key: deepspeed.get(key, {}).get("enabled") for key in ("bf16", "fp16")}
-    if True in enabled.values():
-        return "bf16" if enabled["bf16"] is True else "fp16"
+    for key, is_enabled in enabled.items():
+        if is_enabled is True:
+            return key
     return "no" if enabled.get(best_precision) is False else best_precision
 
 
@@ -243,8 +244,7 @@ def wrap_model_optimizer(
     `gradient_checkpointing`: None follows the settings of `get_accelerator`. Raises ConfigError: the model cannot
     recompute its activations."""
     if gradient_checkpointing is None:
-        settings = getattr(accelerator, "dist_config", None)
-        gradient_checkpointing = settings is not None and settings.gradient_checkpointing
+        gradient_checkpointing = getattr(getattr(accelerator, "dist_config", None), "gradient_checkpointing", False)
     if gradient_checkpointing:
         # transformers' new and old name of the same
         kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
@@ -258,22 +258,22 @@ def wrap_model_optimizer(
         enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
     plugin = getattr(accelerator, "deepspeed_plugin", None)
     if plugin is not None:
-        _fill_hidden_size(plugin.deepspeed_config["zero_optimization"], getattr(model, "config", None))
+        # what is "auto" and goes by the model's hidden size, which accelerate finds in text models' configs alone
+        zero: dict[str, Any] = plugin.deepspeed_config["zero_optimization"]
+        model_config: Any = getattr(model, "config", None)
+        if hasattr(model_config, "get_text_config"):
+            model_config = model_config.get_text_config()
+        hidden_size = getattr(model_config, "hidden_size", None)
+        for key, formula in HIDDEN_SIZE_FORMULAS.items():
+            if hidden_size is not None and zero.get(key) == AUTO:
+                zero[key] = formula(hidden_size)
+        if hidden_size is None:
+            drop_unresolved_autos(zero, "zero_optimization.")
     items = (model, optimizer, *others)
     present_items = [item for item in items if item is not None]
     prepared = accelerator.prepare(*present_items)
     remaining_items = iter(prepared if len(present_items) > 1 else (prepared,))
     return tuple(None if item is None else next(remaining_items) for item in items)
-
-
-def _fill_hidden_size(zero: dict[str, Any], model_config: Any) -> None:
-    """Fill what is "auto" and goes by the model's hidden size, which accelerate finds in text models' configs alone."""
-    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
-    hidden_size = getattr(text_config, "hidden_size", None)
-    if hidden_size is None:
-        drop_unresolved_autos(zero, "zero_optimization.")
-        return
-    zero |= {key: formula(hidden_size) for key, formula in HIDDEN_SIZE_FORMULAS.items() if zero.get(key) == AUTO}
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
@@ -314,17 +314,17 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
 
 def _run_on_rank_0(accelerator: Any, work: Callable[[], None]) -> None:
     """Do this on rank 0, and wait for all ranks; every rank raises where it failed."""
-    failure: Exception | None = None
+    failure, message = None, ""
     if accelerator.is_main_process:
         try:
             work()
         except Exception as error:
-            failure = error
-    first_failure, *_ = gather_values(failure and f"{type(failure).__name__}: {one_line(str(failure), limit=300)}")
+            failure, message = error, f"{type(error).__name__}: {one_line(str(error), limit=300)}"
+    first_message, *_ = gather_values(message)
     if failure is not None:
         raise failure
-    if first_failure is not None:
-        raise TrainingError(f"nothing was saved; rank 0: {first_failure}")
+    if first_message:
+        raise TrainingError(f"nothing was saved; rank 0: {first_message}")
 
 
 def _prepare_folders(path: Path, temporary_path: Path) -> None:
@@ -348,11 +348,9 @@ def _gather_weights(accelerator: Any, model: Any, unwrapped_model: Any) -> dict[
     if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
         weights = accelerator.get_state_dict(model)  # FSDP1: flat parameters, complete on rank 0
         return dict(weights) if accelerator.is_main_process else {}
-    tensors: Any
+    tensors: Any = unwrapped_model.state_dict(keep_vars=True).items()
     if hasattr(unwrapped_model, "peft_config"):
         tensors = adapter_parameters(unwrapped_model)
-    else:
-        tensors = unwrapped_model.state_dict(keep_vars=True).items()
     return gather_to_cpu(tensors, keeps_copies=accelerator.is_main_process)
 
 

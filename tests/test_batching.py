@@ -8,17 +8,14 @@ import random
 from pathlib import Path
 
 import pytest
-import yaml
 
 from sft_play.config.load import LoadedConfig, config_from_text, resolved_config
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.launch.deepspeed import merge_deepspeed_batch
 from sft_play.launch.planning import build_stage_request, plan_stage
-from sft_play.launch.request import LaunchOptions
-from sft_play.launch.resume import resume_constraints
+from sft_play.launch.request import LaunchOptions, resume_constraints
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
-from sft_play.planner.advice import find_largest_fit, find_suggestions
 from sft_play.planner.batching import BatchPlan, batch_splits, effective_batch, format_batch_product
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.explain import batch_lines
@@ -26,8 +23,6 @@ from sft_play.planner.layout import PreviousRun
 from sft_play.runs.folder import RunFolder, check_same_run, new_manifest
 from sft_play.runs.lookup import create_run
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
-from tests.models import uneven_run
-from tests.test_distributed import start as call
 
 
 def written(*overrides, text=""):
@@ -135,30 +130,6 @@ def test_the_resolved_config_holds_the_batch_of_the_plan_and_can_be_given_back()
     assert resolved_config(plain, effective_batch=8)["train"]["effective_batch_size"] == 32  # as the plan splits it
 
 
-def test_ways_out_keep_an_effective_batch_that_follows():
-    config = written(
-        "train.batch_size=16", "train.grad_accum=2", "model.max_seq_len=4096", "model.name=meta-llama/Llama-3.1-8B"
-    )
-    found = list(
-        find_suggestions(PlanRequest(config, load_model_shape("meta-llama/Llama-3.1-8B"), parse_hardware("1xRTX4090")))
-    )
-    settings = [way.setting for way in found if way.setting and "batch_size" in way.setting]
-    assert "train.batch_size=1 train.grad_accum=32" in settings
-    for way in settings:
-        assert effective_batch(written("train.batch_size=16", "train.grad_accum=2", *way.split()).train, ranks=1) == 32
-    assert not any("grad_accum=auto" in str(way.setting) for way in found)
-
-
-def test_the_largest_counts_the_batch_that_follows():
-    """A pass more keeps gradients: what fits hangs on the accumulation, which is that of the config and not of 32."""
-    shape, hardware = load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("1xRTX4090")
-    follows = written("train.batch_size=1", "train.grad_accum=1", "tuning.mode=full")
-    explicit = written("train.batch_size=1", "train.grad_accum=1", "train.effective_batch_size=1", "tuning.mode=full")
-    assert find_largest_fit("batch", PlanRequest(follows, shape, hardware)) == find_largest_fit(
-        "batch", PlanRequest(explicit, shape, hardware)
-    )
-
-
 def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do():
     """Whatever the config gives of the three numbers, and also when it is resumed a second time."""
     draw = random.Random(15)
@@ -234,33 +205,3 @@ def test_the_settings_of_a_resumed_run_keep_the_batch_that_the_user_gave(tmp_pat
         check_same_run(folder, loaded, data={}, batch=dataclasses.asdict(plan.batch))
         kinds.add((len(given), ranks == first))
     assert len(kinds) == 6
-
-
-@pytest.mark.build
-@pytest.mark.slow
-def test_a_batch_that_follows_trains_and_resumes_over_other_ranks(tmp_path, tiny_llama):
-    uneven_run(tmp_path, tiny_llama)
-    run = yaml.safe_load((tmp_path / "run.yaml").read_text())
-    run["train"] |= {"batch_size": 2, "grad_accum": 2}
-    del run["train"]["effective_batch_size"]
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    words = ["--config", f"{tmp_path}/run.yaml", "output.name=one"]
-    begun = call(tmp_path, "train-distributed", *words, "train.stop_after_steps=2", STRATEGY="ddp", NPROC="2")
-    assert begun.returncode == 0, begun.stdout + begun.stderr
-    assert "effective batch 8 = micro 2 x accum 2 x 2 ranks: train.effective_batch_size was not given" in begun.stdout
-    folder = tmp_path / "outputs" / "one"
-    assert json.loads((folder / "resolved.json").read_text())["train"]["effective_batch_size"] == 8
-    for given in ({"NPROC": "1"}, {"NPROC": "1"}, {"NPROC": "2"}):
-        ended = call(tmp_path, "resume", *words, "train.stop_after_steps=1", RUN="one", **given)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert json.loads((folder / "plan.json").read_text())["effective_batch"] == 8
-    assert "micro 2 x accum 4 x 1 ranks (stopped with 2): the effective batch of 8 is kept" in (
-        (folder / "train.log").read_text()
-    )
-
-
-def test_what_to_change_for_another_effective_batch_is_what_was_given():
-    both = written("train.batch_size=2", "train.grad_accum=2")
-    assert both.train.effective_batch_options == "train.batch_size or train.grad_accum"
-    assert written("train.batch_size=2").train.effective_batch_options == "train.effective_batch_size"
-    assert written("train.effective_batch_size=32").train.effective_batch_options == "train.effective_batch_size"

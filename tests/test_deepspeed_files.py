@@ -6,8 +6,6 @@ import itertools
 import json
 import random
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +18,6 @@ from sft_play.launch.deepspeed import (
     fill_auto_values,
     keeps_params_on_gpu,
     merge_deepspeed_batch,
-    read_deepspeed_file,
 )
 from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import DeepspeedRequest, LaunchOptions
@@ -31,11 +28,9 @@ from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import LAYOUT_NAMES
 from sft_play.planner.plan import plan_from_json
 from tests.conftest import ROOT
-from tests.test_distributed import losses, start
 
 OPTIONS = deepspeed_options(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
 NUMBERS = PlanValues("zero3", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
 KEYS = {"micro": "train_micro_batch_size_per_gpu", "accum": "gradient_accumulation_steps", "batch": "train_batch_size"}
 FIELDS = {"micro": "batch_size", "accum": "grad_accum", "batch": "effective_batch_size"}
 
@@ -153,17 +148,6 @@ def test_precision_is_the_runs_whatever_a_file_says(compute):
         assert config.get("fp16", {}).get("enabled", False) is (compute == "float16")
 
 
-def test_autocast_is_turned_off():
-    for autocast in ({"enabled": True, "dtype": "fp16"}, {"enabled": False}):
-        assert fill_auto_values({"torch_autocast": autocast}, NUMBERS)["torch_autocast"]["enabled"] is False
-
-
-def test_checkpoints_of_stage_3_hold_whole_weights_whatever_the_file_says():
-    for given in ({}, {"stage3_gather_16bit_weights_on_model_save": False}):
-        config = fill_auto_values({"zero_optimization": {"stage": 3, **given}}, NUMBERS)
-        assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
-
-
 # --- a file as it was typed -------------------------------------------------------------------------------------------
 
 TYPED = """{
@@ -195,44 +179,6 @@ def test_the_typed_file_is_planned_for_the_starter(command, tmp_path, monkeypatc
     assert printed.count("error:") == 1
 
 
-def test_a_launch_says_which_numbers_of_accelerates_deepspeed_block_it_does_not_take(
-    command, tmp_path, monkeypatch, tiny_llama
-):
-    file = tmp_path / "theirs.yaml"
-    file.write_text(
-        "distributed_type: DEEPSPEED\nnum_processes: 2\nuse_cpu: true\n"
-        "deepspeed_config: {zero_stage: 2, gradient_clipping: 0.5, gradient_accumulation_steps: auto}\n"
-    )
-    monkeypatch.setenv("ACCELERATE_CONFIG", str(file))
-    words = ["launch-command", "--config", str(ROOT / "configs/run_starter.yaml"), f"model.name={tiny_llama}"]
-    code, printed = command(*words, f"output.dir={tmp_path}")
-    assert code == 0, printed
-    assert "theirs.yaml says deepspeed_config.gradient_clipping: 0.5, the plan 1: the plan wins" in printed
-    code, printed = command(*words, f"output.dir={tmp_path}", "train.max_grad_norm=0.5")
-    assert code == 0, printed
-    assert "gradient_clipping: 0.5, the plan" not in printed
-
-
-@pytest.mark.build
-@pytest.mark.slow
-@needs_deepspeed
-def test_the_typed_file_trains_the_starter_over_two_ranks(tmp_path, tiny_llama):
-    """Slow where DeepSpeed's CPU Adam is built first; the model is a tiny one, all else is the starter's."""
-    (tmp_path / "that.json").write_text(TYPED)
-    words = ["--config", "configs/run_starter.yaml", f"model.name={tiny_llama}", f"output.dir={tmp_path}/outputs"]
-    words += ["train.max_steps=3", "train.logging_steps=1", "eval.generate_rows=2", "data.test_path=null"]
-    answer = start(tmp_path, "train-deepspeed", *words, "output.name=two", NPROC="2",
-                   DEEPSPEED_CONFIG=f"{tmp_path}/that.json", limit_s=900)  # fmt: skip
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "Engine: zero3_offload proved" in answer.stdout
-    one = start(tmp_path, "train", *words, "output.name=one")
-    assert one.returncode == 0, one.stdout + one.stderr
-    run = Path(tmp_path / "outputs")
-    assert losses(run / "two") == pytest.approx(losses(run / "one"), rel=1e-5)
-    kept = json.loads((run / "two" / "deepspeed.json").read_text())
-    assert (kept["bf16"]["enabled"], kept["zero_optimization"]["stage"]) == (False, 3)
-
-
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 def test_weights_that_a_file_leaves_on_the_gpus_are_planned_there(mode):
     """`"stage": 3, "cpu_offload": true`: the states go to RAM and the weights, cut, stay: between zero3 and offload."""
@@ -262,15 +208,6 @@ def test_a_file_means_kept_weights_where_it_offloads_the_states_alone():
     ]:
         config = {"zero_optimization": zero}
         assert keeps_params_on_gpu(config, deepspeed_layout(config)) is keeps
-
-
-def test_a_file_without_a_bucket_size_gets_the_one_that_is_planned():
-    for layout in ("zero2", "zero3"):
-        numbers = replace(NUMBERS, layout=layout)
-        filled = fill_auto_values({"zero_optimization": {"stage": int(layout[-1])}}, numbers)
-        assert filled["zero_optimization"]["reduce_bucket_size"] == numbers.hidden_size**2
-        own = {"stage": int(layout[-1]), "reduce_bucket_size": 7}
-        assert fill_auto_values({"zero_optimization": own}, numbers)["zero_optimization"]["reduce_bucket_size"] == 7
 
 
 @pytest.mark.parametrize(
@@ -312,23 +249,3 @@ def test_a_strategy_that_contradicts_the_file_is_refused(tmp_path, strategy, sta
         return
     with pytest.raises(ConfigError, match=f"STRATEGY={strategy} contradicts .*own.json, which asks for zero{stage}"):
         build_stage_request(loaded, parse_hardware("2xH100"), asked)
-
-
-@pytest.mark.parametrize(("text", "said"), [
-    ('{\n"zero_optimization": {"stage": 2},, // two\n}', "mine.json:2:35: not valid YAML"),
-    ('{\n// a comment\n"zero_optimization": {"stage" 2}\n}', "mine.json:3:31: not valid YAML"),
-    ('{"zero_optimization": {"stage": 2}, "zero_optimization": {}}', "the key appears twice"),
-])  # fmt: skip
-def test_slips_are_said_with_their_place(tmp_path, text, said):
-    (tmp_path / "mine.json").write_text(text)
-    with pytest.raises(ConfigError) as error:
-        read_deepspeed_file(tmp_path / "mine.json")
-    assert said in str(error.value)
-
-
-def test_yaml_is_still_read_and_its_errors_are_yamls(tmp_path):
-    (tmp_path / "mine.json").write_text('{zero_optimization: {stage: 2,},\n "bf16": {"enabled": true}, }')
-    assert read_deepspeed_file(tmp_path / "mine.json")["zero_optimization"] == {"stage": 2}
-    (tmp_path / "mine.yaml").write_text("zero_optimization: {stage: 2\n")
-    with pytest.raises(ConfigError, match="not valid YAML"):
-        read_deepspeed_file(tmp_path / "mine.yaml")

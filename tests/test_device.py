@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.load import config_from_text, load_config
-from sft_play.diagnose.doctor import check_run_starts
-from sft_play.diagnose.machine_checks import SystemFacts, check_torch_build
+from sft_play.config.load import load_config
 from sft_play.errors import HardwareError
 from sft_play.launch import refusals
 from sft_play.launch.refusals import MAX_CPU_PARAMS, require_usable_hardware
 from sft_play.launch.run_hardware import hide_gpus, restrict_to_device
-from sft_play.launch.torchrun import visible_gpu_variables
 from sft_play.machine import compiler, visible_gpus
 from sft_play.machine.compiler import Toolchain, require_compiler, toolchain_obstacle
 from sft_play.machine.hardware import Hardware, parse_hardware
@@ -137,11 +134,6 @@ def test_a_model_of_more_than_a_billion_parameters_is_trained_on_a_cpu_only_if_a
     start(config("train.device=cpu"), CPU, None, monkeypatch, params=MAX_CPU_PARAMS + 1)
 
 
-def test_a_plan_for_amd_s_gpus_says_what_it_goes_by():
-    assert any("rules that were scored on NVIDIA's" in note for note in parse_hardware("2xMI300X").notes)
-    assert not parse_hardware("2xH200").notes
-
-
 def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
     machine = parse_hardware("2xH100")
     assert restrict_to_device(config(), machine) is machine
@@ -152,23 +144,6 @@ def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
     assert environment == {"HIP_VISIBLE_DEVICES": "0"}
     hide_gpus(config("train.device=cpu"), environment)
     assert environment == {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
-
-
-@pytest.mark.parametrize("what", ["train", "train-distributed"])
-def test_the_command_stops_before_anything_is_made(command, config, monkeypatch, tmp_path, tiny_llama, sums, what):
-    from sft_play.launch import planning
-    from sft_play.launch import run_hardware as of_ranks
-
-    monkeypatch.chdir(tmp_path)
-    for module in (of_ranks, planning):
-        monkeypatch.setattr(module, "detect_hardware", lambda: CPU)
-    monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda _: SHOWN)
-    path = tmp_path / "own.yaml"
-    path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
-    code, said = command(what, "--config", str(path))
-    assert code == 2
-    assert SHOWN in said
-    assert not (tmp_path / "outputs").exists()
 
 
 def test_a_plan_for_the_cpu_says_that_a_run_would_stop(command, monkeypatch, tmp_path, tiny_llama, sums):
@@ -182,10 +157,6 @@ def test_a_plan_for_the_cpu_says_that_a_run_would_stop(command, monkeypatch, tmp
     assert (code, "a run here would stop: this machine shows a GPU" in said) == (0, True)
     code, said = command("plan", "--config", str(path), "train.device=cpu")
     assert (code, "would stop" in said) == (0, False)
-
-
-def test_gpus_are_named_by_slot():
-    assert visible_gpu_variables("2") == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "2"}
 
 
 # --- torch and the driver ---------------------------------------------------------------------------------------------
@@ -249,10 +220,6 @@ def test_what_triton_misses_is_named_with_the_package(there, missing, remedy):
     assert toolchain_obstacle(replace(there, has_triton=False)) is None
 
 
-def test_a_machine_that_can_build_is_passed():
-    assert toolchain_obstacle(THERE) is None
-
-
 @pytest.fixture
 def compilers(tmp_path, monkeypatch):
     """A function that writes a compiler which prints a text and ends with a code; only it is on the path."""
@@ -296,30 +263,3 @@ def test_a_run_on_a_gpu_looks_for_a_compiler_before_anything_loads(monkeypatch, 
 
 
 # --- the doctor -------------------------------------------------------------------------------------------------------
-
-
-def verdicts(findings) -> list[tuple[str, str]]:
-    return [(item.verdict, item.name) for item in findings]
-
-
-def test_the_doctor_finds_what_a_run_would_stop_for(monkeypatch):
-    config = config_from_text("model: {name: m}", name="r")
-
-    def found(machine: Hardware, there: str | None, params: int = 0, tools: Toolchain = THERE) -> str:
-        monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda environment: there)
-        monkeypatch.setattr(compiler, "find_toolchain", lambda environment: tools)
-        return check_run_starts(config, machine, {}, params=params).verdict
-
-    assert found(CPU, SHOWN) == "FAIL"
-    assert found(CPU, None, MAX_CPU_PARAMS) == "PASS"
-    assert found(CPU, None, MAX_CPU_PARAMS + 1) == "FAIL"
-    assert found(parse_hardware("1xL4"), None, MAX_CPU_PARAMS + 1) == "PASS"
-    assert found(parse_hardware("1xL4"), None, tools=replace(THERE, compile_error=NO_HEADERS)) == "FAIL"
-
-
-def test_the_doctor_wants_a_torch_for_the_gpus():
-    around = SystemFacts(hardware=parse_hardware("2xL4"), versions={"torch": "2.13.0"})
-    (found,) = check_torch_build(around)
-    assert (found.verdict, "make setup" in str(found.remedy)) == ("FAIL", True)
-    (found,) = check_torch_build(replace(around, torch_cuda="13.0", driver="580.1", driver_cuda=(13, 0)))
-    assert (found.verdict, found.found) == ("PASS", "580.1 (CUDA 13.0 and older); torch 2.13.0 is built for CUDA 13.0")

@@ -20,23 +20,10 @@ import pytest
 
 from sft_play.process import signals
 from tests.conftest import ROOT, clean_environment
+from tests.processes import is_alive, wait_for
 
 WAIT_S = 150
 WAITS = "import time; from sft_play.process.signals import watch_parent; watch_parent(); time.sleep(300)"
-
-
-def wait_for(holds: Callable[[], object], *, within_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, f"waited {within_s} s in vain"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 # --- when it is told to -----------------------------------------------------------------------------------------------
@@ -69,16 +56,6 @@ def test_each_of_the_four_is_a_request_of_its_own(said, number):
     assert said == [f"first {int(number)}"]
 
 
-def test_a_sighup_that_is_ignored_stays_ignored():
-    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
-    try:
-        with signals.StopSignals(signals.raise_interrupt):
-            signal.raise_signal(signal.SIGHUP)
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, old)
-
-
 class Terminal:
     """A command in a terminal of its own, which is closed as a window is."""
 
@@ -97,7 +74,7 @@ class Terminal:
                 self.shown += part.decode("utf-8", "replace")
         return self.shown
 
-    def wait_for(self, holds: Callable[[], object]) -> None:
+    def until(self, holds: Callable[[], object]) -> None:
         """Wait for something that the command does."""
         deadline = time.monotonic() + WAIT_S
         while not holds():
@@ -130,7 +107,7 @@ def test_a_terminal_that_is_closed_saves_the_run_as_sigterm_does(config, tmp_pat
     terminal = Terminal([sys.executable, "-m", "sft_play", "train", "--config", str(config)], tmp_path)
     run = tmp_path / "outputs" / "one"
     metrics = run / "metrics.jsonl"
-    terminal.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+    terminal.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
     assert terminal.close() == 130
     manifest = json.loads((run / "manifest.json").read_text())
     assert (manifest["status"], manifest.get("error")) == ("stopped", None)
@@ -149,7 +126,7 @@ def test_a_request_before_the_first_step_leaves_a_run_that_is_known_to_be_stoppe
     words = [sys.executable, "-m", "sft_play", "train", "--config", str(config), "eval.before_training=true"]
     words += ["eval.generate_rows=64", "eval.max_new_tokens=400"]  # for minutes
     terminal = Terminal(words, tmp_path)
-    terminal.wait_for(lambda: "Evaluation on val" in terminal.read())
+    terminal.until(lambda: "Evaluation on val" in terminal.read())
     os.kill(terminal.pid, number)
     wait_for(lambda: terminal.read() and not is_alive(terminal.pid))
     assert terminal.close() == 130
@@ -359,14 +336,3 @@ def test_an_error_leaves_no_supervised_child_behind_and_kills_as_it_was_told():
             raise KeyError
         assert killed == [second.pid]  # the other has ended by itself
         assert second.returncode == -signal.SIGKILL
-
-
-def test_a_child_that_is_started_under_supervision_is_told_as_well():
-    processes: list[subprocess.Popen[str]] = []
-    with stubborn_children(1) as children, signals.supervise(processes) as received:
-        processes.extend(children)
-        signal.raise_signal(signal.SIGTERM)
-        assert received == [signal.SIGTERM]
-        assert children[0].stdout is not None
-        assert children[0].stdout.readline() == "saving\n"
-        children[0].kill()

@@ -23,18 +23,17 @@ from sft_play.config.load import load_config
 from sft_play.data.sources.raw import NotUtf8Error
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
 from sft_play.launch import nodes as launch_nodes
-from sft_play.launch import rank as launch_rank
 from sft_play.launch import request as launch_request
 from sft_play.launch.nodes import meet_nodes, node_card
-from sft_play.launch.rank import LaunchPlan
-from sft_play.launch.request import LaunchOptions
+from sft_play.launch.request import LaunchOptions, LaunchPlan
 from sft_play.launch.torchrun import RENDEZVOUS_VARIABLES
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.training import distributed
 from tests import warm
 from tests.conftest import ROOT, clean_environment
-from tests.test_nodes import free_port, together
+from tests.processes import free_port
+from tests.test_nodes import together
 
 pytestmark = pytest.mark.build
 GIB = 2**30
@@ -148,6 +147,7 @@ def assert_trained(config: Path, name: str, ended: Sequence[Ended], *, nodes: in
     assert said.count(f"ddp proved: the model is a DistributedDataParallel over {ranks} ranks") == 1, said
 
 
+@pytest.mark.slow
 def test_two_machines_train_by_the_variables_that_guides_export(config):
     """RANK=0 and RANK=2 of WORLD_SIZE=4, two ranks on each."""
     ended = launch(config, "ranks", 0, 2, world=4)
@@ -155,24 +155,6 @@ def test_two_machines_train_by_the_variables_that_guides_export(config):
     for one in ended:
         assert "count ranks, 4 in all and 2 on each node" in one.printed
     assert "this is node 1, at 127.0.0.1" in ended[1].printed
-
-
-@pytest.mark.slow
-def test_a_numbered_machine_that_does_not_come_is_named_with_how_the_variables_were_read(config):
-    """WORLD_SIZE counts nodes, as Kubernetes' PyTorchJob has it."""
-    words = ["distributed.timeout_s=8", "train.effective_batch_size=12"]  # of six ranks
-    ended = launch(config, "numbered", 0, 1, world=3, words=words)
-    assert [one.code for one in ended] == [2, 2]
-    for one in ended:
-        assert one.printed.count("error:") == 1, one.printed
-        assert "WORLD_SIZE=3 in the environment, without LOCAL_RANK: this is node" in one.printed
-        assert "node 2 of 3 did not connect" in one.printed
-
-
-@pytest.mark.slow
-def test_a_late_machine_is_waited_for(config):
-    ended = launch(config, "late", 0, 2, world=4, later_s={2: 12.0})
-    assert_trained(config, "late", ended, nodes=2, ranks=4)
 
 
 def test_what_would_be_started_is_shown_without_waiting_for_anybody(config, command, monkeypatch):
@@ -236,21 +218,6 @@ def test_leftover_variables_are_said_with_the_command_that_leaves_them_out(confi
     assert json.loads((run / "plan.json").read_text())["ranks"] == 1
 
 
-def test_leftover_variables_of_a_node_come_with_the_command_that_leaves_them_out(config, tmp_path):
-    environ = clean_environment(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    words = [warm.python(), "-m", "sft_play", "train", "--config", str(config), f"output.dir={tmp_path}"]
-    with subprocess.Popen(
-        words, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        alone = until_said(process, "env -u RANK .*")
-        until_said(process, r"Nodes: node 1 looks for node 0 at 127\.0\.0\.1:\d+, 1800 s at most")
-        process.terminate()
-    assert process.returncode == 130
-    answer = subprocess.run(["sh", "-c", alone], cwd=ROOT, env={**environ, "VENV": str(warm.environment_folder())},
-                            capture_output=True, text=True, timeout=200)  # fmt: skip
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-
-
 @pytest.mark.parametrize(
     "left",
     [
@@ -270,24 +237,14 @@ def test_leftovers_of_one_process_wait_for_nobody(config, left, tmp_path, comman
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_do_not_come_are_one_message(monkeypatch, rank):
+def test_ranks_that_do_not_come_are_one_message(monkeypatch):
     monkeypatch.setattr(distributed, "RENDEZVOUS_TIMEOUT_S", 1.0)
-    left = {**LEFT, "RANK": str(rank), "MASTER_PORT": str(free_port())}
+    left = {**LEFT, "RANK": "1", "MASTER_PORT": str(free_port())}
     for name, text in left.items():
         monkeypatch.setenv(name, text)
-    said = rf"rank {rank} waited 1 s at 127.0.0.1:\d+ for the other ranks .*leave RANK"
+    said = r"rank 1 waited 1 s at 127.0.0.1:\d+ for the other ranks .*leave RANK"
     with pytest.raises(HardwareError, match=said):
-        distributed.publish_gpu("", rank)
-
-
-def test_a_launch_that_starts_one_process_because_of_leftovers_says_so(config, tmp_path, command, monkeypatch):
-    for name, text in {**LEFT, "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, text)
-    words = ["--config", str(config), "train.max_steps=1", f"output.dir={tmp_path}"]
-    code, printed = command("train-distributed", *words)
-    assert code == 0, printed
-    assert "no others are started; without them: env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR make" in printed
+        distributed.publish_gpu("", 1)
 
 
 # --- what rank 0 decides ----------------------------------------------------------------------------------------------
@@ -337,7 +294,7 @@ def test_what_rank_0_refuses_reaches_the_others_before_it_ends(ranks_store, erro
     began, left = time.monotonic(), []
 
     def leave() -> None:
-        distributed.broadcast_text(launch_rank.refusal_to_json(error))
+        distributed.broadcast_text(launch_request.refusal_to_json(error))
         left.append(time.monotonic() - began)
 
     first = threading.Thread(target=leave)
@@ -363,34 +320,3 @@ def test_a_rank_0_that_is_gone_is_named(monkeypatch):
         threading.Timer(1, first.kill).start()
         with pytest.raises(HardwareError, match="rank 0 ended before it had planned"):
             distributed.broadcast_text(None)
-
-
-def test_ranks_of_no_launcher_are_all_told_why_rank_0_refuses(config, tmp_path):
-    """Rank 0 serves their store, and names the run folder, which is there."""
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "a file").touch()
-    shared = {**LEFT, "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
-    words = [warm.python(), "-m", "sft_play", "train", "--config", str(config), f"output.dir={tmp_path}"]
-    running = [
-        subprocess.Popen([*words, "output.name=there"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                         env=clean_environment(**{**shared, "RANK": rank, "LOCAL_RANK": rank}), text=True)
-        for rank in "01"
-    ]  # fmt: skip
-    for process in running:
-        printed, _ = process.communicate(timeout=100)
-        assert process.returncode == 2, printed
-        assert f"error: the run folder {tmp_path}/there exists" in printed
-
-
-@pytest.mark.slow
-def test_an_error_of_rank_0_ends_all_machines_at_once_and_names_the_reading(config):
-    (config.parent / "outputs" / "taken").mkdir(parents=True)
-    began = time.monotonic()
-    words = ["distributed.timeout_s=240"]
-    for ended in launch(config, "taken", 0, 2, world=4, words=words, python=sys.executable):
-        assert ended.code == 2, ended.printed
-        assert ended.printed.count("error:") == 1
-        after = ended.printed[ended.printed.index("error:") :]
-        assert "/taken exists" in after
-        assert "count ranks, 4 in all and 2 on each node" in after
-    assert time.monotonic() - began < 120

@@ -17,14 +17,12 @@ import psutil
 import pytest
 
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
-from sft_play.launch.torchrun import nccl_variables, torchrun_command
+from sft_play.launch.torchrun import torchrun_command
 from sft_play.machine.network import NodeSetup, require_free_port
 from sft_play.process import failures
 from sft_play.process.failures import Failure
-from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
-from sft_play.runs.lookup import lock_holder_pid
-from tests import warm
-from tests.conftest import ROOT, Command, chat, clean_environment
+from tests.conftest import ROOT, chat, clean_environment
+from tests.processes import is_alive, wait_for
 
 pytestmark = pytest.mark.build
 NOISE = ("ChildFailedError", "torch/distributed/elastic", "torch/distributed/run.py", "Root Cause", "error_file:")
@@ -38,17 +36,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from sft_play import cli
-from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.training.heartbeat import Heartbeat
 
 mode, folder, timeout_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 rank = int(os.environ["RANK"])
 
 def work(request):
-    if mode == "user":
-        raise ConfigError("the same mistake is seen by every rank")
-    if mode == "exit":
-        os._exit(7 * rank)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s + (20 if mode == "loop" else 0)))
     try:
         with Heartbeat(timeout_s=timeout_s) as beat:
@@ -57,8 +50,6 @@ def work(request):
                 (folder / f"rank{rank}").write_text(f"{os.getpid()} {step}")
                 if mode == "fault" and rank == 1 and step == 5:
                     raise ValueError("a row of seven tokens")
-                if mode == "memory" and rank == 1 and step == 5:
-                    raise DoesNotFit("CUDA out of memory; the plan predicted 1.0 of 2.0 GiB")
                 if mode == "abort" and rank == 1 and step == 5:
                     os.abort()
                 if mode == "loop" and rank == 1 and step == 5:
@@ -118,22 +109,9 @@ class Started:
         assert self.agent is not None
         agent = self.agent
         wait_for(
-            lambda: not is_alive(agent) and not list(failures.find_agent_processes(agent)), self, within_s=within_s
-        )
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_for(holds: Callable[[], bool], started: Started, *, within_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, f"waited {within_s} s in vain; printed:\n{started.printed}"
-        time.sleep(0.1)
+            lambda: not is_alive(agent) and not list(failures.find_agent_processes(agent)),
+            within_s=within_s, said=lambda: self.printed,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -181,7 +159,7 @@ def until_step(started: Started, folder: Path, step: int = 3) -> None:
         texts = [path.read_text().split() for path in (folder / "rank0", folder / "rank1") if path.exists()]
         return len(texts) == 2 and all(len(text) == 2 and int(text[1]) >= step for text in texts)
 
-    wait_for(are_there, started)
+    wait_for(are_there, said=lambda: started.printed)
     started.agent_process()
 
 
@@ -207,7 +185,8 @@ def training(start, long_run) -> Callable[..., tuple[Started, Path]]:
         command = [sys.executable, "-m", "sft_play", "train-distributed", "--config", f"{long_run}/run.yaml"]
         started = start(*command, f"output.name={name}", *words, STRATEGY="ddp", NPROC="2")
         run = long_run / "outputs" / name
-        wait_for(lambda: (run / "metrics.jsonl").exists() or started.process.poll() is not None, started)
+        metrics = run / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() or started.process.poll() is not None, said=lambda: started.printed)
         assert started.process.poll() is None, started.printed
         started.agent_process()
         return started, run
@@ -230,20 +209,6 @@ def require_no_noise(started: Started) -> None:
 # --- real runs --------------------------------------------------------------------------------------------------------
 
 
-def check_memory_of_ranks(run: Path, config: Path, command: Command) -> None:
-    """What `memory-check` shows of a run of two ranks that trains."""
-    code, printed = command("memory-check", "--config", str(config), "--json")
-    assert code == 0
-    found = json.loads(printed)
-    assert found["running"]
-    assert found["folder"] == str(run)
-    assert [use["rank"] for use in found["ranks"]] == [0, 1]
-    for use in found["ranks"]:  # torch and its libraries alone are more than 100 MiB
-        assert use["rss_bytes"] > 100 * 2**20
-    assert sum(found["prediction"]["terms"].values()) == found["prediction"]["allocated"]
-    assert lock_holder_pid(RunFolder(run)) == found["ranks"][0]["pid"]
-
-
 def test_ranks_whose_agent_is_killed_before_any_checkpoint_save_one(training):
     """The agent serves the store by which ranks make groups: what a save needs is made before the first step."""
     started, run = training("orphaned")
@@ -259,7 +224,11 @@ def test_ranks_whose_agent_is_killed_before_any_checkpoint_save_one(training):
 
 def test_a_run_shows_the_memory_of_its_ranks_and_one_that_is_killed_ends_it_and_is_named(training, long_run, command):
     started, run = training("killed")
-    check_memory_of_ranks(run, long_run / "run.yaml", command)
+    code, printed = command("memory-check", "--config", f"{long_run}/run.yaml", "--json")
+    found = json.loads(printed)
+    assert (code, found["running"], found["folder"]) == (0, True, str(run))
+    assert [use["rank"] for use in found["ranks"]] == [0, 1]
+    assert all(use["rss_bytes"] > 100 * 2**20 for use in found["ranks"])  # torch and its libraries alone are more
     rank = started.rank(1)
     rank.kill()
     assert started.end() == 1
@@ -271,36 +240,9 @@ def test_a_run_shows_the_memory_of_its_ranks_and_one_that_is_killed_ends_it_and_
     assert manifest["status"] == "failed"
     assert "was killed by SIGKILL" in manifest["error"]
     assert "was killed by SIGKILL" in (run / "train.log").read_text()
-    code, printed = command("memory-check", "--config", f"{long_run}/run.yaml", "--run", "killed")
-    assert code == 0
-    assert "is not running (status: failed)" in printed
 
 
-def check_hung(started: Started, timeout_s: int) -> None:
-    started.rank(1).suspend()
-    assert started.end() == 1
-    line = last_line(started, "[train-distributed] error: ")
-    assert f"no progress for {timeout_s} s (distributed.timeout_s): rank 1 (host " in line
-    assert "stopped at step " in line
-    assert "its last sign of life" in line
-    assert "rank 0 waits for it at step " in line
-    require_no_noise(started)
-    started.require_nobody_left()
-
-
-@pytest.mark.slow
-def test_a_rank_of_a_run_that_hangs_ends_it_by_the_timeout_and_is_named(training):
-    started, _ = training("hung", "distributed.timeout_s=8")
-    check_hung(started, 8)
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)),
-        signal.SIGTERM,
-    ],
-)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_saves_at_the_end_of_the_step_and_says_how_to_go_on(training, number):
     started, run = training(f"told-{number.name}")
     started.process.send_signal(number)
@@ -324,29 +266,15 @@ def test_ranks_save_and_leave_when_the_command_that_started_them_is_killed(train
     assert "stopped at step " in started.printed
 
 
-@pytest.mark.parametrize(
-    ("settings", "said", "ranks_began"),
-    [
-        # its first row can be read: the command looks no further before it counts the rows
-        ("data.train_path=FOLDER/broken.jsonl", "broken.jsonl", False),
-        # the default tier has such a run in test_fsdp_loading
-        pytest.param(
-            "train.load_best_model_at_end=true eval.steps=5", "needs validation rows", True, marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_bad_input_that_is_found_late_is_one_message_and_exit_code_2(start, long_run, settings, said, ranks_began):
+def test_bad_input_that_is_found_late_is_one_message_and_exit_code_2(long_run, command, monkeypatch):
+    """The first row can be read: the command looks no further before it counts the rows."""
     broken = '{"messages": [{"role": "user", "content": \n' * 8
     (long_run / "broken.jsonl").write_text(json.dumps(chat("hello", "hello")) + "\n" + broken)
-    python = sys.executable if ranks_began else warm.python()
-    words = [python, "-m", "sft_play", "train-distributed", "--config", f"{long_run}/run.yaml"]
-    words += settings.replace("FOLDER", str(long_run)).split()
-    started = start(*words, "output.name=bad", STRATEGY="ddp", NPROC="2")
-    assert started.end(WAIT_S) == 2
-    assert ("Launch: " in started.printed) == ranks_began, started.printed
-    assert started.printed.count("error:") == 1, started.printed
-    assert said in last_line(started, "[train-distributed] error: ")
-    require_no_noise(started)
+    monkeypatch.setenv("NPROC", "2")
+    words = [f"data.train_path={long_run}/broken.jsonl", "output.name=bad"]
+    code, printed = command("train-distributed", "--config", f"{long_run}/run.yaml", *words)
+    assert (code, printed.count("error:")) == (2, 1), printed
+    assert "broken.jsonl" in printed
     assert not (long_run / "outputs" / "bad").exists()
 
 
@@ -356,17 +284,12 @@ def test_bad_input_that_is_found_late_is_one_message_and_exit_code_2(start, long
 def test_a_rank_that_hangs_ends_the_others_by_the_timeout_and_is_named(probe, tmp_path):
     started = probe("run", timeout_s=6)
     until_step(started, tmp_path)
-    check_hung(started, 6)
-
-
-@pytest.mark.slow
-def test_the_first_rank_killed_is_named_too(probe, tmp_path):
-    started = probe("run")
-    until_step(started, tmp_path)
-    rank = started.rank(0)
-    rank.kill()
+    started.rank(1).suspend()
     assert started.end() == 1
-    assert f"error: rank 0 of 2 (pid {rank.pid}) was killed by SIGKILL at step " in started.printed
+    line = last_line(started, "[train-distributed] error: ")
+    assert "no progress for 6 s (distributed.timeout_s): rank 1 (host " in line
+    assert "its last sign of life" in line
+    assert "rank 0 waits for it at step " in line
     require_no_noise(started)
     started.require_nobody_left()
 
@@ -380,24 +303,6 @@ def test_an_exception_of_one_rank_is_shown_once_its_traceback_first(probe):
     assert printed.index("Traceback") < printed.index("error: rank 1 of 2 ")
     assert "ended with ValueError at step 5 (training): a row of seven tokens" in printed
     assert not [noise for noise in NOISE if noise in printed], printed
-
-
-@pytest.mark.slow
-def test_the_rank_that_ran_out_of_memory_is_what_the_manifest_names(probe, tmp_path):
-    """Rank 0 sees only that its connection is lost."""
-    folder = RunFolder(tmp_path / "run")
-    folder.path.mkdir()
-    folder.write_json(
-        "manifest.json", {"format": MANIFEST_FORMAT, "status": "failed", "error": "RuntimeError: gloo: closed"}
-    )
-    started = probe("memory", **{failures.RUN_VARIABLE: str(folder.path)})
-    assert started.end(WAIT_S) == DoesNotFit.exit_code
-    words = "rank 1 (host "
-    assert words in last_line(started, "[train-distributed] error: ")
-    manifest = folder.read_manifest()
-    assert manifest["status"] == "failed"
-    assert manifest["error"].startswith(words)
-    assert "CUDA out of memory; the plan predicted" in manifest["error"]
 
 
 def test_a_rank_that_runs_in_circles_is_named_with_its_place_in_the_code(probe):
@@ -417,21 +322,6 @@ def test_a_crash_of_the_machine_code_is_shown_with_its_stack(probe):
     assert "in work" in started.printed
 
 
-@pytest.mark.slow
-def test_the_same_mistake_of_all_ranks_is_told_once(probe):
-    """The default tier has a run whose ranks refuse the same in test_fsdp_loading."""
-    started = probe("user")
-    assert started.end(WAIT_S) == 2
-    assert started.printed.count("the same mistake is seen by every rank") == 1, started.printed
-    require_no_noise(started)
-
-
-def test_an_exit_without_a_word_is_said(probe):
-    started = probe("exit")
-    assert started.end(WAIT_S) == 1
-    assert "ended with exit code 7 and no message" in last_line(started, "[train-distributed] error: rank 1 of 2 ")
-
-
 def test_ranks_leave_when_their_agent_is_killed(probe, tmp_path):
     started = probe("run")
     until_step(started, tmp_path)
@@ -448,15 +338,7 @@ def test_of_two_nodes_each_says_what_it_knows(start, tmp_path):
         port = str(free.getsockname()[1])
 
     def node(number: int) -> Started:
-        words = [
-            sys.executable,
-            "-m",
-            "sft_play.launch.agent",
-            "--nnodes",
-            "2",
-            "--node-rank",
-            str(number),
-        ]
+        words = [sys.executable, "-m", "sft_play.launch.agent", "--nnodes", "2", "--node-rank", str(number)]
         words += ["--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1", "--module"]
         return start(*words, "probe_ranks", "run", str(tmp_path), "60", path=tmp_path)
 
@@ -529,28 +411,21 @@ def test_a_stop_that_fails_to_save_is_a_failure():
     assert "rank 0 of 2 (pid 10) ended with OSError: No space left on device" in text
     text, code = failure_report([ended(0, -15), ended(1, -15)], 2, stopped=True)
     assert (code, "error" in text) == (130, False)
-
-
-def test_of_a_stop_the_first_rank_tells_what_was_saved():
-    from sft_play.launch.agent import failure_report
-
+    # of a stop the first rank tells what was saved
     early = ended(1, 130, failure=own("stopped", rank=1, at=100.1, message="stopped"))
     first = ended(0, 130, failure=own("stopped", rank=0, at=100.4, message="stopped, go on with"))
     answer = failure_report([early, first], 2, stopped=True)
     assert answer == ("[train-distributed] stopped, go on with", 130)
 
 
-def test_a_kill_says_where_and_that_memory_may_have_run_out():
+def test_what_is_reported_of_ranks_names_the_one_and_keeps_its_exit_code():
     from sft_play.launch.agent import failure_report
 
     text, code = failure_report([ended(1, -9, step="17 (training)")], 4, stopped=False)
     assert code == 1
     assert "rank 1 of 4 (pid 11) was killed by SIGKILL at step 17 (training) (out of memory? see dmesg)" in text
-
-
-def test_a_mistake_that_one_rank_alone_sees_names_it_and_keeps_its_exit_code():
-    from sft_play.launch.agent import failure_report
-
+    text, _ = failure_report([ended(1, 7)], 2, stopped=False)
+    assert "rank 1 of 2 (pid 11) ended with exit code 7 and no message" in text
     mine = ended(1, 3, failure=own("user", rank=1, code=3, message="CUDA out of memory"))
     text, code = failure_report([mine, ended(0, -15)], 2, stopped=False)
     assert (text, code) == ("[train-distributed] error: rank 1 (host a): CUDA out of memory", 3)
@@ -633,13 +508,6 @@ def test_the_first_word_of_a_rank_stands_unless_a_message_of_ours_words_it(tmp_p
     assert written["message"]["extraInfo"].keys() == {"py_callstack", "timestamp"}
 
 
-def test_a_process_that_no_launcher_started_writes_and_hides_nothing(tmp_path, monkeypatch):
-    monkeypatch.delenv(failures.ERROR_FILE_VARIABLE, raising=False)
-    assert not failures.report_to_agent(ValueError("x"))
-    monkeypatch.setenv(failures.AGENT_VARIABLE, str(os.getppid() + 1))  # of another process's agent
-    assert not failures.is_under_agent()
-
-
 def test_a_port_that_is_taken_is_said_before_anything_starts():
     with socket.socket() as holder:
         holder.bind(("", 0))
@@ -651,19 +519,3 @@ def test_a_port_that_is_taken_is_said_before_anything_starts():
         # it will not listen
         require_free_port(torchrun_command(["train"], processes_per_node=2, nodes=NodeSetup(2, 1, "head", port)).port)
     require_free_port(first.port)
-
-
-def test_the_agent_is_run_where_torchs_launcher_is_shown():
-    made = torchrun_command(["train"], processes_per_node=2, nodes=NodeSetup(), python="python")
-    assert made.argv[:3] == ("python", "-m", "torch.distributed.run")
-    assert made.agent_argv == ("python", "-m", "sft_play.launch.agent", *made.argv[3:])
-
-
-def test_nccl_is_told_the_timeout_where_the_user_has_not(monkeypatch):
-    given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-    made = torchrun_command(
-        ["train"], processes_per_node=2, nodes=NodeSetup(), nccl_timeout_s=90.5, present_environment=given
-    )
-    assert made.environment == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "91"}
-    assert torchrun_command(["train"], processes_per_node=2, nodes=NodeSetup()).environment == {}
-    assert nccl_variables(1800)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"

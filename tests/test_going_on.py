@@ -13,8 +13,6 @@ import pytest
 from safetensors.torch import load_file
 
 from sft_play.errors import ModelError
-from sft_play.planner.batching import BatchPlan
-from sft_play.planner.layout import PreviousRun
 from tests.conftest import ROOT
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
@@ -289,17 +287,6 @@ def test_dropout_differs_between_ranks_and_weights_begin_alike(world):
     checkpoint = world / "outputs" / "dropout" / "checkpoints" / "checkpoint-1"
     states = [(checkpoint / f"rng_state_{rank}.pth").read_bytes() for rank in range(2)]
     assert states[0] != states[1]
-
-
-def test_what_a_layout_can_become():
-    ddp, zero = PreviousRun("ddp", BatchPlan(2, 2, 2)), PreviousRun("zero3", BatchPlan(2, 2, 2))
-    assert ddp.batch.effective_batch == 8
-    assert ddp.resume_obstacle("fsdp") is None
-    assert ddp.resume_obstacle("single") is None
-    assert zero.resume_obstacle("zero3") is None
-    assert "stopped under zero3, and is now zero2" in str(zero.resume_obstacle("zero2"))
-    assert zero.resume_obstacle("ddp")
-    assert ddp.resume_obstacle("zero2")
 
 
 def test_saved_weights_that_are_not_the_models_are_found(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import io
 import json
 import os
@@ -11,6 +12,8 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,10 +21,7 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError, DataError
 from sft_play.files import relative_to_cwd
 from sft_play.launch.accelerate import (
-    PROJECT_ACCELERATE_FILE,
     AccelerateConfig,
-    accelerate_path,
-    find_accelerate_file,
     read_accelerate_file,
     read_accelerate_nodes,
     write_accelerate_file,
@@ -101,14 +101,10 @@ def test_a_file_that_nobody_edited_is_renewed_and_an_edited_one_stays(tmp_path):
     assert read_accelerate_file(path).num_processes == 3
     write(2, overwrite=True)
     assert read_accelerate_file(path).num_processes == 2
-
-
-def test_a_file_of_the_questionnaire_is_never_taken_for_ours(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    other = tmp_path / "b.yaml"
+    other.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     with pytest.raises(DataError, match="or not written by it"):
-        write_accelerate_file(path, machine(2), mixed_precision="bf16")
-    assert path.read_text().startswith("distributed_type")
+        write_accelerate_file(other, machine(2), mixed_precision="bf16")
 
 
 def test_machines_come_from_the_environment():
@@ -123,14 +119,6 @@ def test_machines_come_from_the_environment():
             read_accelerate_nodes({name: value})
     with pytest.raises(ConfigError, match="NUM_MACHINES=2 needs MACHINE_RANK=0 to 1 and MAIN_IP="):
         read_accelerate_nodes({"NUM_MACHINES": "2"})
-
-
-def test_the_file_is_the_named_one_or_the_projects(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert find_accelerate_file({}) is None
-    assert find_accelerate_file({"ACCELERATE_CONFIG": "x.yaml"}) == Path("x.yaml")
-    write_accelerate_file(accelerate_path({}), machine(2), mixed_precision="bf16")
-    assert find_accelerate_file({}) == PROJECT_ACCELERATE_FILE
 
 
 # --- accelerate: read -------------------------------------------------------------------------------------------------
@@ -164,24 +152,29 @@ def read(tmp_path: Path, text: str) -> AccelerateConfig:
     return read_accelerate_file(path)
 
 
+def planned(dtype: str) -> Any:
+    """What `override_lines` asks of a plan that accumulates four micro-batches."""
+    return SimpleNamespace(precision=SimpleNamespace(compute=dtype), batch=SimpleNamespace(grad_accum=4))
+
+
 def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_path):
     config = read(tmp_path, QUESTIONNAIRE)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (16, 8, None)
     assert (config.machine_rank, config.main_process_ip, config.main_process_port) == (1, "192.168.1.4", 29501)
-    lines = override_lines(config, mixed_precision="bf16")
-    assert any("mixed_precision: no" in line and "bf16" in line and "the run YAML wins" in line for line in lines)
-    assert override_lines(config, mixed_precision="no") == []
+    (line,) = override_lines(config, planned("bfloat16"), max_grad_norm=1)
+    assert "mixed_precision: no" in line
+    assert "bf16: the run YAML wins" in line
+    assert override_lines(config, planned("float32"), max_grad_norm=1) == []
 
 
 def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
     block = "DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 8\n  gradient_clipping: 1.0"
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", block))
-    lines = override_lines(config, mixed_precision="no", grad_accum=4, max_grad_norm=1)
-    assert [line for line in lines if "wins" in line] == [
+    assert override_lines(config, planned("float32"), max_grad_norm=1) == [
         "theirs.yaml says deepspeed_config.gradient_accumulation_steps: 8, the plan 4: the plan wins"
     ]
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_offload_params: true"))
-    assert len(override_lines(config, mixed_precision="no")) == 2
+    assert len(override_lines(config, planned("float32"), max_grad_norm=1)) == 2
 
 
 @pytest.mark.parametrize(
@@ -197,21 +190,12 @@ def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
         (("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 1"), "layout", "fsdp"),
         (("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD"), "layout", "ddp"),
         (("MULTI_GPU", "DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3"), "layout", "zero3"),
-        (
-            (
-                "MULTI_GPU",
-                "DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  offload_optimizer_device: cpu",
-            ),
-            "layout",
-            "zero2_offload",
-        ),
-        (
-            ("MULTI_GPU", "DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: z.json"),
-            "deepspeed_config_file",
-            Path("z.json"),
-        ),
+        (("MULTI_GPU", "DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  offload_optimizer_device: cpu"),
+         "layout", "zero2_offload"),
+        (("MULTI_GPU", "DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: z.json"),
+         "deepspeed_config_file", Path("z.json")),
     ],
-)
+)  # fmt: skip
 def test_what_files_say_in_other_words_is_understood(tmp_path, change, field, value):
     assert change[0] in QUESTIONNAIRE
     assert getattr(read(tmp_path, QUESTIONNAIRE.replace(*change)), field) == value
@@ -240,17 +224,11 @@ def test_what_files_cannot_mean_is_one_message(tmp_path, change, words):
 
 
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "just words", "a: [1,", "\t", '{"zero_optimization": {}}'])
-def test_a_file_of_another_shape_is_one_message(tmp_path, text):
+def test_a_file_of_another_shape_or_none_is_one_message(tmp_path, text):
     with pytest.raises(ConfigError, match=r"theirs\.yaml"):
         read(tmp_path, text)
-
-
-def test_a_file_that_is_not_there_names_what_is(tmp_path):
-    (tmp_path / "there.yaml").write_text("a: 1\n")
-    with pytest.raises(ConfigError, match=r"ACCELERATE_CONFIG=.*does not exist.*there\.yaml"):
+    with pytest.raises(ConfigError, match=r"ACCELERATE_CONFIG=.*does not exist.*theirs\.yaml"):
         read_accelerate_file(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match="is a folder"):
-        read_accelerate_file(tmp_path)
 
 
 # --- DeepSpeed: read --------------------------------------------------------------------------------------------------
@@ -272,32 +250,21 @@ def test_json_with_comments_and_trailing_commas_is_read_and_strings_are_left_alo
       "wandb": {"project": "say \\"//\\" ,]"},
     }
     """
-    data = read_deepspeed_file(file(tmp_path, text))
-    assert data["zero_optimization"]["stage"] == 2
-    assert data["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/a//b/*c*/,}"
-    assert data["wandb"]["project"] == 'say "//" ,]'
-
-
-@pytest.mark.parametrize("name", ["d.yaml", "d.yml", "d.conf"])
-def test_yaml_is_read_too(tmp_path, name):
-    text = "train_batch_size: auto\nzero_optimization:\n  stage: 3\n  reduce_bucket_size: 5e8\n"
-    data = read_deepspeed_file(file(tmp_path, text, name))
+    for name in ("d.json", "ds_config"):  # without an ending it is told by its content
+        data = read_deepspeed_file(file(tmp_path, text, name))
+        assert data["zero_optimization"]["stage"] == 2
+        assert data["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/a//b/*c*/,}"
+        assert data["wandb"]["project"] == 'say "//" ,]'
+    data = read_deepspeed_file(file(tmp_path, "zero_optimization:\n  stage: 3\n  reduce_bucket_size: 5e8\n", "d.yaml"))
     assert data["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 5e8}
-
-
-def test_a_file_without_ending_is_told_by_its_content(tmp_path):
-    assert read_deepspeed_file(file(tmp_path, '// x\n{"train_batch_size": 8,}', "ds_config")) == {"train_batch_size": 8}
 
 
 @pytest.mark.parametrize(
     ("text", "name", "words"),
     [
         ('{"a": 1, "a": 2}', "d.json", ["a", "twice"]),
-        ("a: 1\na: 2\n", "d.yaml", ["a", "twice"]),
         ('{\n "a": 1\n "b": 2}', "d.json", ["d.json:3:", "not valid YAML"]),
         ("[1, 2]", "d.json", ["[1, 2]"]),
-        ("7", "d.yaml", ["7"]),
-        ("", "d.json", ["null"]),
         ("# nothing\n", "d.yaml", ["null"]),
         ('{"a": 1 /* open', "d.json", ["not valid YAML"]),
     ],
@@ -306,17 +273,8 @@ def test_what_cannot_be_read_is_one_message(tmp_path, text, name, words):
     with pytest.raises(ConfigError) as error:
         read_deepspeed_file(file(tmp_path, text, name))
     assert all(word in str(error.value) for word in words)
-
-
-def test_a_missing_file_a_folder_and_bytes_are_one_message_each(tmp_path):
-    (tmp_path / "there.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"DEEPSPEED_CONFIG=.*none\.json does not exist.*there\.json"):
+    with pytest.raises(ConfigError, match=rf"DEEPSPEED_CONFIG=.*none\.json does not exist.*{name}"):
         read_deepspeed_file(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match="is a folder"):
-        read_deepspeed_file(tmp_path)
-    (tmp_path / "b.json").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        read_deepspeed_file(tmp_path / "b.json")
 
 
 # --- DeepSpeed: understood --------------------------------------------------------------------------------------------
@@ -326,78 +284,44 @@ def test_a_missing_file_a_folder_and_bytes_are_one_message_each(tmp_path):
     ("old", "new"),
     [
         ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
-        (
-            {"zero_optimization": {"stage": 2, "cpu_offload": {"device": "nvme", "pin_memory": True}}},
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "pin_memory": True}}},
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "cpu_offload": False}},
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}},
-        ),
+        ({"zero_optimization": {"cpu_offload": {"device": "nvme", "pin_memory": True}}},
+         {"zero_optimization": {"offload_optimizer": {"device": "nvme", "pin_memory": True}}}),
+        ({"zero_optimization": {"cpu_offload": False}},
+         {"zero_optimization": {"offload_optimizer": {"device": "none"}}}),
         ({"aio": {"thread_count": 2}}, {"aio": {"intra_op_parallelism": 2}}),
         ({"_comment": "zero two", "zero_optimization": {"//": "x", "stage": 2}}, {"zero_optimization": {"stage": 2}}),
-        (
-            {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}},
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"},
-                                   "offload_param": {"device": "cpu"}}},
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}},
-            {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
-        ),
+        ({"zero_optimization": {"cpu_offload": True, "cpu_offload_params": True}},
+         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}),
     ],
 )  # fmt: skip
 def test_old_forms_mean_what_they_meant(old, new):
+    before = copy.deepcopy(old)
     assert translate_deepspeed_keys(old) == new
-
-
-def test_todays_keys_pass_and_the_input_is_not_changed():
-    for layout in ZERO_STAGES:
-        raw = shipped_deepspeed_config(layout)
-        assert translate_deepspeed_keys(raw) == raw
-    raw = {"zero_optimization": {"cpu_offload": True}}
-    translate_deepspeed_keys(raw)
-    assert raw == {"zero_optimization": {"cpu_offload": True}}
+    assert old == before
 
 
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
         ({"trian_batch_size": 8}, ["trian_batch_size is not a DeepSpeed key"]),
-        ({"zero_optimization": {"overlap_com": True}}, ["zero_optimization.overlap_com is not"]),
-        (
-            {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
-            ["zero_optimization.offload_optimizer.devise is not"],
-        ),
-        ({"offload_optimizer": {"device": "cpu"}}, ["offload_optimizer is not"]),
-        ({"compile": {"backend": "inductor"}}, ["compile.backend is not"]),
+        ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, ["offload_optimizer.devise is not"]),
         ({"amp": {"enabled": True}}, ["amp is not"]),
-        (
-            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
-            ["cpu_offload", "nvme", "disagree"],
-        ),
-        ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage: 4"]),
+        ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}}, ["nvme", "disagree"]),
         ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage: true"]),
         ({"zero_optimization": "auto"}, ["zero_optimization", "is not a section"]),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, ["gpu", "nvme"]),
         ({"train_batch_size": 2.5}, ["train_batch_size: 2.5"]),
-        ({"train_micro_batch_size_per_gpu": "4"}, ["train_micro_batch_size_per_gpu"]),
         ({"gradient_clipping": float("inf")}, ["gradient_clipping"]),
         ({"optimizer": {"params": [1]}}, ["optimizer.params"]),
         ({"sequence_parallel_size": 2}, ["sequence_parallel_size: 2"]),
         ({"expert_parallel": {"enabled": True}}, ["expert_parallel.enabled: true"]),
+        ({"aa": 1, "bf16": {"on": True}}, ["aa", "bf16.on"]),
     ],
 )
 def test_what_deepspeed_does_not_know_or_the_plan_does_not_model_is_refused(raw, words):
     with pytest.raises(ConfigError) as error:
         translate_deepspeed_keys(raw, name="my.json")
     assert all(word in str(error.value) for word in [*words, "my.json"])
-
-
-def test_all_problems_are_said_at_once():
-    with pytest.raises(ConfigError) as error:
-        translate_deepspeed_keys({"aa": 1, "amp": {"enabled": True, "b": 1}, "bf16": {"on": True}})
-    assert len(str(error.value).splitlines()) == 3
 
 
 def fields_of(tree: ast.Module, name: str) -> set[str]:
@@ -444,16 +368,14 @@ def test_what_is_filled_loads_in_the_installed_deepspeed():
 # --- DeepSpeed: filled ------------------------------------------------------------------------------------------------
 
 
-def test_the_shipped_files_are_what_the_code_means():
-    found = sorted((ROOT / "configs" / "deepspeed").glob("*"))
-    assert [path.stem for path in found] == ["zero2", "zero3", "zero3_offload"]
-    for path in found:
-        assert read_deepspeed_file(path) == shipped_deepspeed_config(path.stem)
-
-
 @pytest.mark.parametrize("layout", sorted(ZERO_STAGES))
 def test_no_auto_is_left(layout):
-    config = fill_auto_values(shipped_deepspeed_config(layout), replace(NUMBERS, layout=layout))
+    raw = shipped_deepspeed_config(layout)
+    path = ROOT / "configs" / "deepspeed" / f"{layout}.json"
+    if layout in ("zero2", "zero3", "zero3_offload"):
+        assert read_deepspeed_file(path) == raw
+    assert translate_deepspeed_keys(raw) == raw
+    config = fill_auto_values(raw, replace(NUMBERS, layout=layout))
     assert "auto" not in json.dumps(config)
     assert deepspeed_layout(config) == layout
     # micro 2 x accumulation 4 x 2 ranks = 16; 1024 squared = 1,048,576; 0.9 of it = 943,718.4; 10 x 1024 = 10,240
@@ -468,18 +390,11 @@ def test_no_auto_is_left(layout):
         assert zero["stage3_param_persistence_threshold"] == 10_240
 
 
-def test_an_empty_file_becomes_the_planned_layout():
-    config = fill_auto_values({}, replace(NUMBERS, layout="zero2"))
-    assert config["zero_optimization"]["stage"] == 2
-    assert config["bf16"] == {"enabled": True}
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"train_batch_size": 7}, ["train_batch_size: 7", "16"]),
         ({"train_micro_batch_size_per_gpu": 3}, ["train_micro_batch_size_per_gpu: 3", "plan's 2"]),
-        ({"gradient_accumulation_steps": 1}, ["gradient_accumulation_steps: 1", "plan's 4"]),
         ({"gradient_clipping": 0.5}, ["gradient_clipping: 0.5", "max_grad_norm: 1"]),
         ({"zero_optimization": {"stage": 3}}, ["zero3", "zero2"]),
         ({"optimizer": {"type": "OneBitAdam"}}, ["OneBitAdam", "train.optim"]),
@@ -493,35 +408,46 @@ def test_a_number_that_contradicts_the_plan_names_both(config, words):
     assert all(word in str(error.value) for word in [*words, "my.json"])
 
 
-def test_blocks_that_only_repeat_the_run_are_left_out():
+def test_blocks_that_only_repeat_the_run_are_left_out_and_what_is_missing_is_the_plans():
+    params = {"lr": 2e-4, "betas": [0.9, 0.999], "weight_decay": "auto", "torch_adam": True}
     raw = {
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 2e-4, "betas": [0.9, 0.999], "weight_decay": "auto", "torch_adam": True},
-        },
+        "optimizer": {"type": "AdamW", "params": params},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+        "torch_autocast": {"enabled": True, "dtype": "fp16"},
+        "zero_optimization": {"sub_group_size": "auto", "zenflow": {"select_strategy": "auto"}},
     }
-    assert not {"optimizer", "scheduler"} & set(fill_auto_values(raw, NUMBERS))
+    config = fill_auto_values(raw, NUMBERS)
+    assert not {"optimizer", "scheduler"} & set(config)
+    assert config["torch_autocast"]["enabled"] is False
+    assert config["bf16"] == {"enabled": True}
+    assert config["zero_optimization"]["stage"] == 2
+    # an auto that nobody resolves is left out, and DeepSpeed's own stays
+    assert config["zero_optimization"]["zenflow"] == {"select_strategy": "auto"}
+    assert "sub_group_size" not in config["zero_optimization"]
+    forced = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}}
+    config = fill_auto_values(forced, replace(NUMBERS, layout="zero3"))
+    assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
 
 
-def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built():
+def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built(monkeypatch):
     key, shipped = "zero_force_ds_cpu_optimizer", shipped_deepspeed_config("zero3_offload")
     numbers = replace(NUMBERS, layout="zero3_offload")
     assert fill_auto_values(shipped, numbers, adam_obstacle="no C++ compiler")[key] is False
     assert key not in fill_auto_values(shipped, numbers)
     assert key not in fill_auto_values(shipped_deepspeed_config("zero2"), NUMBERS, adam_obstacle="x")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "my-compiler -x")
+    assert [word for word in cpu_adam_obstacles() if "my-compiler" in word]
+    assert "no ninja" in cpu_adam_obstacles()
 
 
-@pytest.mark.parametrize("file", ["zero2", "zero3", "zero3_offload"])
-def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, file, caplog, monkeypatch):
+def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, tmp_path):
     from sft_play.launch import planning
 
-    path = ROOT / "configs" / "deepspeed" / f"{file}.json"
+    path, config = ROOT / "configs" / "deepspeed" / "zero3_offload.json", ROOT / "configs" / "run_bnb.yaml"
     words = ["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"]
-    config = ROOT / "configs" / "run_bnb.yaml"
-    code, printed = command(
-        "plan", "--config", str(config), "--hardware", "2xH100", "--deepspeed_config", str(path), "--json", *words
-    )
+    asked = ["plan", "--config", str(config), "--hardware", "2xH100", "--deepspeed_config"]
+    code, printed = command(*asked, str(path), "--json", *words)
     assert code == 0, printed
     found = json.loads(printed)
     options = LaunchOptions(deepspeed=DeepspeedRequest(path))
@@ -530,39 +456,11 @@ def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, file, caplog, mo
     planned = json.loads(json.dumps(run.as_json()))
     for key in set(planned) - {"deepspeed", "reasons", "ways_out"}:
         assert found[key] == planned[key], key
-    code, printed = command(
-        "plan", "--config", str(config), "--hardware", "2xH100", "--deepspeed_config", str(path), *words
-    )
+    code, printed = command(*asked, str(path), *words)
     assert f"make train-deepspeed CONFIG={relative_to_cwd(config)} DEEPSPEED_CONFIG={relative_to_cwd(path)}" in printed
-
-
-def test_a_plan_refuses_a_wrong_deepspeed_file(command, tmp_path):
-    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 7}}')
-    config = ROOT / "configs" / "run_bnb.yaml"
-    words = ("--config", str(config), "--hardware", "2xH100", "--deepspeed_config", str(tmp_path / "mine.json"))
-    code, printed = command("plan", *words)
+    code, printed = command(*asked, str(file(tmp_path, '{"zero_optimization": {"stage": 7}}', "mine.json")))
     assert code == 2, printed
     assert "mine.json" in printed
-    assert "Traceback" not in printed
-
-
-def test_what_the_builder_of_cpu_adam_would_miss_is_named(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CXX", "my-compiler -x")
-    assert [word for word in cpu_adam_obstacles() if "my-compiler" in word]
-    assert "no ninja" in cpu_adam_obstacles()
-
-
-@pytest.mark.parametrize(
-    ("zero", "words"),
-    [
-        ({"stage": 0}, "STRATEGY=ddp"),
-        ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param needs stage 3"),
-    ],
-)
-def test_a_file_that_means_no_layout_is_refused(zero, words):
-    with pytest.raises(ConfigError, match=words):
-        deepspeed_layout({"zero_optimization": zero})
 
 
 @pytest.mark.parametrize(
@@ -572,18 +470,16 @@ def test_a_file_that_means_no_layout_is_refused(zero, words):
         ({"stage": 3, "offload_param": {"device": "cpu"}}, "zero3"),
         ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "zero1"),
         ({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}, "zero2_offload"),
+        ({"stage": 0}, None),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, None),
     ],
 )
-def test_a_file_is_planned_as_the_layout_of_its_stage_and_states(zero, layout):
-    assert deepspeed_layout({"zero_optimization": zero}) == layout
-
-
-def test_autos_that_nobody_resolves_are_left_out_and_deepspeeds_own_stay():
-    raw = {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto", "sub_group_size": "auto",
-                                 "zenflow": {"select_strategy": "auto"}}}  # fmt: skip
-    config = fill_auto_values(raw, NUMBERS)
-    assert config["zero_optimization"]["zenflow"] == {"select_strategy": "auto"}
-    assert not {"sub_group_size", "stage3_prefetch_bucket_size"} & set(config["zero_optimization"])
+def test_a_file_is_planned_as_the_layout_of_its_stage_and_states_or_refused(zero, layout):
+    if layout is None:
+        with pytest.raises(ConfigError, match=r"STRATEGY=ddp|offload_param needs stage 3"):
+            deepspeed_layout({"zero_optimization": zero})
+    else:
+        assert deepspeed_layout({"zero_optimization": zero}) == layout
 
 
 def test_accelerates_questions_need_a_terminal(monkeypatch, tmp_path, command):

@@ -8,9 +8,7 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +90,6 @@ def test_slurm_runs_the_command_on_every_node_with_any_value(cluster):
         # the batch script's own name and if_exists come before ours, which win
         assert given[4:] == wanted(str(job.config), job)[2:]
     assert not (cluster / "MARK").exists()
-
-
-def test_slurm_saves_before_the_time_limit_and_is_queued_anew(cluster):
-    process = started(cluster, render_job("slurm", a_job(cluster)), SLURM_JOB_NUM_NODES="2", FAKE_WAITS="1")
-    tasks = [cluster / f"task-{node}" for node in (0, 1)]
-    limit = time.monotonic() + 60
-    while not all(task.exists() and "started" in task.read_text() for task in tasks) and time.monotonic() < limit:
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGUSR1)  # `B:` sends it to the script alone
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, printed
-    assert all("saved" in task.read_text() for task in tasks)
-    assert "requeue 4711" in (cluster / "scontrol-words").read_text()
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

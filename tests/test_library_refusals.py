@@ -93,16 +93,6 @@ def test_accelerate_starts_on_every_pair_of_cards(cards, on_a_gpu, names, driver
         os.environ.update(given)
 
 
-def test_what_a_user_has_set_stays(cards):
-    cards([ADA, ADA], OLD)
-    given = {"NCCL_P2P_DISABLE": "0"}
-    launched.disable_broken_p2p(gpus(ADA), given)
-    assert given == {"NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "1"}
-    alone: dict[str, str] = {}
-    launched.disable_broken_p2p(gpus(), alone)  # on the CPU nothing communicates over NCCL
-    assert alone == {}
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_doctor_says_what_a_run_does(ranks):
     around = SystemFacts(hardware=gpus(ADA, ADA), driver=OLD)
@@ -208,16 +198,3 @@ def test_a_bitsandbytes_without_its_library_is_refused_where_the_run_needs_it(st
     started("lora", library=lost)
     with pytest.raises(HardwareError, match="bitsandbytes has no library that works with torch for CUDA"):
         started("qlora", library=lost)
-
-
-@pytest.mark.build
-def test_every_place_of_accelerate_that_asks_for_the_cards_is_known():
-    import accelerate
-
-    root = Path(accelerate.__file__).parent
-    asks = {
-        str(path.relative_to(root)) for path in root.rglob("*.py")
-        if "check_cuda_p2p_ib_support()" in path.read_text(encoding="utf-8")
-    }  # fmt: skip
-    # its launchers set the variables, big_modeling warns; the state alone raises
-    assert asks == {"state.py", "launchers.py", "big_modeling.py", "commands/launch.py", "utils/environment.py"}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from benchmarks.long_rows import LONG_ROWS, long_rows
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.launch import request, resume
+from sft_play.launch import request
 from sft_play.launch import run_hardware as of_ranks
 from sft_play.launch.accelerate import _ACCELERATE_LAUNCH_VARIABLES, accelerate_launch_config, read_accelerate_file
 from sft_play.launch.request import LaunchOptions
@@ -461,13 +461,13 @@ def test_a_resumed_run_keeps_its_mesh_only_over_as_many_processes_and_in_its_lay
         options = LaunchOptions(strategy=strategy, processes_per_node=processes, gpus=gpus,  # type: ignore[arg-type]
                                 nodes=NodeSetup(nodes, 0, "a", 1))  # fmt: skip
         previous = PreviousRun(before, BatchPlan(1, 1, 1)) if before else None  # type: ignore[arg-type]
-        keeps = resume._keeps_mesh(run([fsdp, tp]), options, previous)
+        keeps = request._keeps_mesh(run([fsdp, tp]), options, previous)
         asked_layout = strategy or before or layout
         asked_processes = (processes or len(gpus)) * nodes or ranks
         assert keeps == (asked_layout == layout and asked_processes == ranks), (options, previous)
         kinds.add(keeps)
     assert kinds == {True, False}
-    assert resume._keeps_mesh(run(None), LaunchOptions(strategy="ddp"), None)
+    assert request._keeps_mesh(run(None), LaunchOptions(strategy="ddp"), None)
 
 
 def test_plan_and_check_take_the_mesh_that_a_run_here_would_start(monkeypatch, tmp_path, command):

@@ -10,10 +10,10 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import HardwareError
-from sft_play.launch import rank as launch_rank
+from sft_play.launch import run_hardware as launch_rank
 from sft_play.launch import run_hardware as of_ranks
-from sft_play.launch.rank import check_rank_gpu
 from sft_play.launch.request import parse_launch_options
+from sft_play.launch.run_hardware import check_rank_gpu
 from sft_play.launch.torchrun import RankInfo
 from sft_play.machine import visible_gpus
 from sft_play.machine.gpu import Gpu
@@ -76,16 +76,6 @@ def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypat
         assert len(groups) == len(set(names))
         kinds.add("refused")
     assert kinds == {"one kind", "refused"}
-
-
-def test_the_two_groups_of_a_mixed_machine_word_for_word(monkeypatch):
-    a100, other = "NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 4090"
-    monkeypatch.setattr(of_ranks, "detect_hardware", lambda: machine(other, a100, other, a100))
-    with pytest.raises(HardwareError) as refused:
-        machine_here({})
-    assert str(refused.value).endswith(f"GPUS=1,3 (2 x {a100}) or GPUS=0,2 (2 x {other})")
-    with pytest.raises(HardwareError, match=rf"alike: NPROC=2 GPUS=1,3 \(2 x {a100}\) or NPROC=2 GPUS=0,2"):
-        machine_here({"NPROC": "3"})
 
 
 def test_ranks_of_a_mixed_machine_number_its_gpus_as_the_plan_does(monkeypatch):

@@ -3,8 +3,8 @@ that says what is wrong before a rank starts."""
 
 from __future__ import annotations
 
+import functools
 import json
-import logging
 import os
 import shutil
 import signal
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,13 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
-from sft_play.launch.accelerate import read_accelerate_file
 from sft_play.launch.nodes import NodeMeeting, card_differences, meet_nodes, node_card
-from sft_play.launch.rank import choose_interface
-from sft_play.launch.request import LaunchOptions, fill_from_accelerate, parse_launch_options
+from sft_play.launch.request import choose_interface, parse_launch_options
 from sft_play.launch.torchrun import RankInfo
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.network import NodeSetup
 from tests.conftest import ROOT, VARIABLES, clean_environment
+from tests.processes import free_port
 
 pytestmark = pytest.mark.build
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
@@ -165,11 +164,6 @@ def run_together(
     return [Ended(process.returncode, log.read_text()) for process, log in zip(running, logs, strict=True)]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def command(world: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "sft_play", "train-distributed", "--config", f"{world}/run.yaml", *words]
 
@@ -245,22 +239,6 @@ def test_two_hosts_with_disks_of_their_own_train_what_one_process_trains(
     assert there.stdout == ""  # one run folder, on rank 0's node
 
 
-@pytest.mark.slow
-def test_two_hosts_train_by_the_ranks_that_guides_export(world, hosts, alone):
-    """`export MASTER_ADDR=node-a MASTER_PORT=29500 RANK=0 WORLD_SIZE=4`, and RANK=2 on the other host."""
-    words = command(world, "output.name=hosts-exported", "distributed.timeout_s=120")
-    variables = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "NPROC": "2", "STRATEGY": "ddp"}
-    ended = run_together(
-        world, [hosts.on(rank, words) for rank in (0, 1)], [{**variables, "RANK": str(2 * rank)} for rank in (0, 1)]
-    )
-    assert [one.code for one in ended] == [0, 0], ended[0].printed + ended[1].printed
-    assert "this is node 1, at 10.99.0.2 on link-b" in ended[1].printed
-    aside = world / "of-node-0-exported"
-    copied = hosts.on(0, ["cp", "-r", f"{world}/outputs/hosts-exported", str(aside)])
-    assert subprocess.run(copied, check=False).returncode == 0
-    assert_whole(aside, alone, "ddp", "DistributedDataParallel", ended[0].printed)
-
-
 @needs_deepspeed
 @pytest.mark.slow
 def test_zero_without_a_shared_disk_is_refused_before_the_first_step(world, hosts):
@@ -274,53 +252,6 @@ def test_zero_without_a_shared_disk_is_refused_before_the_first_step(world, host
     for one in ended:
         assert "is not on a disk that all nodes share, and under zero2 every rank writes a part" in one.printed
         assert "step 1/3" not in one.printed
-
-
-@pytest.mark.slow
-def test_ranks_that_a_person_starts_on_two_hosts_find_each_other(world, hosts, alone):
-    """`torchrun --nnodes 2 --rdzv-backend c10d …` once on each, as torch documents it."""
-    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    program = shutil.which("sft-play", path=str(Path(sys.executable).parent))
-    if torchrun is None or program is None:
-        pytest.skip("torchrun and sft-play are not beside this Python")
-    words = [torchrun, "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29512", "--rdzv-id", "x"]
-    words += ["--nproc-per-node", "2", "--no-python", program, "train", "--config", f"{world}/run.yaml"]
-    words += ["output.name=by-hand", "distributed.timeout_s=120"]
-    ended = run_together(
-        world,
-        [hosts.on(rank, [*words, "--strategy", "ddp"]) for rank in (0, 1)],
-        [{}, {}],
-    )
-    assert [one.code for one in ended] == [0, 0], ended[0].printed + ended[1].printed
-    first = next(one for one in ended if "Engine: ddp proved" in one.printed)
-    rank = ended.index(first)
-    aside = world / "of-node-0-by-hand"
-    copied = hosts.on(rank, ["cp", "-r", f"{world}/outputs/by-hand", str(aside)])
-    assert subprocess.run(copied, check=False).returncode == 0
-    assert_whole(aside, alone, "ddp", "DistributedDataParallel", first.printed)
-
-
-@pytest.mark.slow
-def test_two_launches_over_the_loopback_read_an_accelerate_file_each(world, alone, tmp_path):
-    """Node 0's file as `make setup-accelerate` writes it, node 1's as `accelerate config` leaves it."""
-    port = str(free_port())
-    first, second = tmp_path / "node-0.yaml", tmp_path / "node-1.yaml"
-    setup = [sys.executable, "-m", "sft_play", "setup-accelerate", "--config", f"{world}/run.yaml"]
-    told = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "127.0.0.1", "MAIN_PORT": port, "NPROC": "2"}
-    (written,) = run_together(tmp_path, [setup], [{**told, "ACCELERATE_CONFIG": str(first)}])
-    assert written.code == 0, written.printed
-    second.write_text(
-        "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: MULTI_CPU\ndowncast_bf16: 'no'\n"
-        "enable_cpu_affinity: false\nipex_config:\n  ipex: false\nmachine_rank: 1\nmain_process_ip: 127.0.0.1\n"
-        f"main_process_port: {port}\nmain_training_function: main\nmixed_precision: 'no'\nnum_machines: 2\n"
-        "num_processes: 4\nrdzv_backend: static\nsame_network: true\ntpu_env: []\ntpu_use_cluster: false\n"
-        "tpu_use_sudo: false\nuse_cpu: true\n"
-    )
-    words = command(world, "output.name=accelerate", "distributed.timeout_s=120")
-    environs = [{"ACCELERATE_CONFIG": str(file), "STRATEGY": "ddp"} for file in (first, second)]
-    ended = run_together(world, [words, words], environs)
-    assert [one.code for one in ended] == [0, 0], ended[0].printed + ended[1].printed
-    assert_whole(world / "outputs" / "accelerate", alone, "ddp", "DistributedDataParallel", ended[0].printed)
 
 
 def test_nodes_that_were_told_different_things_all_say_so_and_start_nothing(world):
@@ -389,79 +320,22 @@ def test_three_nodes_meet_and_each_has_all_cards(card):
         pass  # torch may listen there now
 
 
-def test_the_meeting_is_not_disturbed_by_what_else_connects(card):
-    port = free_port()
-
-    def stranger() -> NodeMeeting:
-        for text in (b"GET / HTTP/1.1\r\n\r\n", b"", b'{"program": "another"}\n', b"\x00\xce\xf7"):
-            deadline = time.monotonic() + 10
-            while time.monotonic() < deadline:
-                try:
-                    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
-                        client.sendall(text)
-                    break
-                except OSError:
-                    time.sleep(0.05)
-        return meet_nodes(NodeSetup(2, 1, "127.0.0.1", port), card, timeout_s=30)
-
-    met = together(lambda: meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, timeout_s=30), stranger)
-    assert all(isinstance(one, NodeMeeting) for one in met), met
-
-
 @pytest.mark.parametrize(
-    ("first", "second", "message"),
+    ("setups", "message"),
     [
-        (NodeSetup(3, 0), NodeSetup(2, 1), "NNODES is 3 on node 0 and 2 on node 1"),
-        (NodeSetup(3, 0), NodeSetup(4, 2), "NNODES is 3 on node 0 and 4 on node 2"),
+        ([(3, 0), (2, 1)], "NNODES is 3 on node 0 and 2 on node 1"),
+        ([(3, 0), (4, 2)], "NNODES is 3 on node 0 and 4 on node 2"),
+        ([(3, 0), (3, 1), (3, 1)], "were both given NODE_RANK=1"),
     ],
 )
-def test_nodes_that_count_differently_are_told_on_both(card, first, second, message):
+def test_nodes_that_count_differently_are_told_on_all(card, setups, message):
     port = free_port()
-    answers = together(
-        *(
-            lambda one=one: meet_nodes(replace(one, address="127.0.0.1", port=port), card, timeout_s=30)  # type: ignore[misc]
-            for one in (first, second)
-        )
-    )
-    for answer in answers:
+    meetings = [
+        functools.partial(meet_nodes, NodeSetup(*setup, "127.0.0.1", port), card, timeout_s=30) for setup in setups
+    ]
+    for answer in together(*meetings):
         assert isinstance(answer, ConfigError)
         assert message in str(answer)
-
-
-def test_two_nodes_with_one_rank_are_told_on_all(card):
-    port = free_port()
-    answers = together(
-        *(
-            lambda rank=rank: meet_nodes(NodeSetup(3, rank, "127.0.0.1", port), card, timeout_s=30)  # type: ignore[misc]
-            for rank in (0, 1, 1)
-        )
-    )
-    for answer in answers:
-        assert isinstance(answer, ConfigError)
-        assert "were both given NODE_RANK=1" in str(answer)
-
-
-def test_a_node_that_is_stopped_while_others_wait_ends_the_start_on_all(card, caplog):
-    port = free_port()
-    code = (
-        "import json, sys\n"
-        "from sft_play.launch.nodes import meet_nodes\n"
-        "from sft_play.machine.network import NodeSetup\n"
-        f"meet_nodes(NodeSetup(3, 1, '127.0.0.1', {port}), json.loads(sys.argv[1]), timeout_s=60)"
-    )
-
-    def stop_one() -> NodeMeeting:
-        stopped = subprocess.Popen([sys.executable, "-c", code, json.dumps(card)], cwd=ROOT, stderr=subprocess.PIPE)
-        until = time.monotonic() + 30
-        while "node 1 is here" not in caplog.text and time.monotonic() < until:
-            time.sleep(0.05)
-        stopped.send_signal(signal.SIGINT)
-        stopped.communicate(timeout=60)
-        raise ConfigError("stopped")
-
-    with caplog.at_level(logging.INFO):
-        answers = together(stop_one, lambda: meet_nodes(NodeSetup(3, 0, "127.0.0.1", port), card, timeout_s=60))
-    assert "was stopped; start it again on all nodes" in str(answers[1])
 
 
 def test_a_node_that_never_comes_is_named_when_the_time_is_over(card):
@@ -475,23 +349,17 @@ def test_a_node_that_never_comes_is_named_when_the_time_is_over(card):
     assert "MASTER_ADDR= resolves to this machine itself" in str(answers[1])
 
 
-def test_a_port_that_is_taken_is_said_before_anybody_waits(card):
+def test_a_port_or_an_address_that_is_none_is_said_before_anybody_waits(card):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(HardwareError, match=rf"MASTER_PORT={port} cannot be listened on"):
             meet_nodes(NodeSetup(2, 0, "127.0.0.1", port), card, timeout_s=60)
-
-
-def test_node_0_on_another_machine_than_the_address_is_refused(card):
     with pytest.raises(ConfigError, match=r"NODE_RANK=0 is the machine at MASTER_ADDR=192\.0\.2\.1"):
         # an address of documentation (RFC 5737)
         meet_nodes(NodeSetup(2, 0, "192.0.2.1", free_port()), card, timeout_s=60)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_address_that_means_nothing_is_refused_on_every_node(card, rank):
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR=nowhere\.invalid does not resolve on this machine"):
-        meet_nodes(NodeSetup(2, rank, "nowhere.invalid", free_port()), card, timeout_s=60)
+    for rank in (0, 1):
+        with pytest.raises(ConfigError, match=r"MASTER_ADDR=nowhere\.invalid does not resolve on this machine"):
+            meet_nodes(NodeSetup(2, rank, "nowhere.invalid", free_port()), card, timeout_s=60)
 
 
 def test_where_files_lie_may_differ_and_what_they_are_trained_with_may_not(world, card):
@@ -526,7 +394,7 @@ def test_a_rank_among_several_nodes_is_given_the_interface_to_the_others():
     [
         ({"NNODES": "2", "MASTER_ADDR": "x"}, "NNODES=2 needs NODE_RANK=0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": " "}, "needs NODE_RANK=0 to 1 and MASTER_ADDR="),
-        ({"NODE_RANK": "1"}, r"NODE_RANK=1 is not one of NNODES=1 \(its default\)"),
+        ({"NODE_RANK": "1"}, r"NODE_RANK=1 is not one of NNODES=1"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h:29500"}, "the port goes into MASTER_PORT="),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "is not a port"),
     ],
@@ -534,15 +402,6 @@ def test_a_rank_among_several_nodes_is_given_the_interface_to_the_others():
 def test_variables_of_nodes_that_cannot_be_meant_are_refused(variables, message):
     with pytest.raises(ConfigError, match=message):
         parse_launch_options(variables)
-
-
-def test_an_accelerate_file_for_several_machines_has_to_say_where_they_meet(tmp_path):
-    file = tmp_path / "a.yaml"
-    file.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\nmachine_rank: 1\n")
-    with pytest.raises(ConfigError, match="num_machines: 2 needs main_process_ip"):
-        fill_from_accelerate(LaunchOptions(), read_accelerate_file(file))
-    given = LaunchOptions(nodes=NodeSetup(2, 0, "10.0.0.1", 29_500))
-    assert fill_from_accelerate(given, read_accelerate_file(file)).nodes == given.nodes  # the command line says it
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------
@@ -642,7 +501,8 @@ def test_the_batch_script_tells_each_node_which_it_is(slurm):
         ]
     words = (slurm / "srun-words").read_text().splitlines()
     assert words[:2] == ["--ntasks=2", "--ntasks-per-node=1"]
-    assert "requeue" not in (slurm / "scontrol-words").read_text()
+    assert ended(batch(slurm, "my run.yaml", FAKE_EXIT="2")).code == 2
+    assert "requeue" not in (slurm / "scontrol-words").read_text()  # nor of one that fails
 
 
 def test_one_node_meets_nobody_and_two_jobs_have_two_ports(slurm):
@@ -650,10 +510,10 @@ def test_one_node_meets_nobody_and_two_jobs_have_two_ports(slurm):
     assert result.code == 0, result.printed
     assert (slurm / "task-0").read_text().splitlines()[:2] == ["NNODES=1", "word --config"]
     ports = set()
-    for job in (4711, 4712, 1_000_003):
+    for job in (4711, 4712):
         assert ended(batch(slurm, "my run.yaml", job=job)).code == 0
         ports |= {line for line in (slurm / "task-1").read_text().splitlines() if line.startswith("MASTER_PORT=")}
-    assert len(ports) == 3
+    assert len(ports) == 2
 
 
 @pytest.mark.parametrize(
@@ -678,12 +538,6 @@ def test_a_signal_saves_on_every_node_and_only_the_time_limit_queues_anew(slurm,
     asked = "requeue 4711" in (slurm / "scontrol-words").read_text()
     assert asked == (words is not None)
     assert words is None or words in result.printed
-
-
-def test_a_run_that_fails_is_not_queued_anew(slurm):
-    result = ended(batch(slurm, "my run.yaml", FAKE_EXIT="2"))
-    assert result.code == 2
-    assert "requeue" not in (slurm / "scontrol-words").read_text()
 
 
 @pytest.mark.parametrize(

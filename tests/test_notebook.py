@@ -16,7 +16,7 @@ import pytest
 
 from sft_play.commands import run_notebook as notebook
 from sft_play.errors import ConfigError
-from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
+from sft_play.machine.hardware import detect_hardware
 from tests import warm
 from tests.conftest import ROOT
 
@@ -82,27 +82,6 @@ def test_what_is_no_notebook_is_one_message_and_exit_2(content, said, tmp_path, 
     code, printed = command("run-notebook", "--notebook", str(path))
     assert (code, printed.count("error:")) == (2, 1)
     assert said in printed
-
-
-def test_a_folder_none_and_what_is_not_python(tmp_path, command):
-    assert command("run-notebook", "--notebook", str(tmp_path))[0] == 2
-    code, printed = command("run-notebook")
-    assert (code, "NOTEBOOK= names no file" in printed) == (2, True)
-    code, printed = command("run-notebook", "--notebook", str(book(tmp_path, "a = 1", "b = 2\nif b\n")))
-    assert (code, "cell 2, line 2: if b is not Python" in printed) == (2, True)
-
-
-def test_ranks_are_the_gpus_or_two(tmp_path):
-    path = book(tmp_path, "a = 1")
-    made = notebook.notebook_launch(path, Hardware((), "cpu", 8, 2**30, 2**30, cpu_ranks=2))
-    assert " --nproc-per-node 2 --module sft_play run-notebook --notebook " in made.shell_line
-    assert (made.environment["OMP_NUM_THREADS"], made.environment["SFT_PLAY_COMMAND"]) == ("4", "run-notebook")
-    made = notebook.notebook_launch(path, parse_hardware("4xH200"))
-    assert "--nproc-per-node 4 " in made.shell_line
-    assert "OMP_NUM_THREADS" not in made.environment
-    made = notebook.notebook_launch(path, parse_hardware("2xH200"), gpus=(1, 3))
-    assert "--nproc-per-node 2 " in made.shell_line
-    assert made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 
 def clean() -> dict[str, str]:
@@ -214,14 +193,3 @@ def test_the_example_runs_under_every_launcher(launcher, backend, alone, tmp_pat
         PATH=path, DS_ACCELERATOR="cpu",
     )  # fmt: skip
     assert check_example(answer, tmp_path / "out") == pytest.approx(alone, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_the_example_notebook_runs_over_ranks(tmp_path):
-    (tmp_path / "nb").mkdir()
-    path = shutil.copy(EXAMPLES / "train_with_accelerator.ipynb", tmp_path / "nb")
-    answer = run("make", f"VENV={TOOLS.parent}", "run-notebook", f"NOTEBOOK={path}", "NPROC=2")
-    assert answer.returncode == 0, answer.stdout
-    assert answer.stdout.count("2 ranks on cpu") == 1
-    assert answer.stdout.count("batch 4: loss") == 1
-    assert (tmp_path / "outputs" / "with_accelerator_notebook" / "adapter_model.safetensors").is_file()

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from sft_play.config.load import LoadedConfig, config_from_text
-from sft_play.launch.resume import resume_constraints
+from sft_play.launch.request import resume_constraints
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.layout import PreviousRun
 from sft_play.runs.folder import RunFolder, check_same_run, new_manifest
@@ -66,18 +66,3 @@ def test_what_is_advised_is_taken_by_resume_and_needs_less(tmp_path):
         assert kept.micro_batch < micro or (micro == 1 and again.config.train.gradient_checkpointing is True)
         kinds.add(len(given))
     assert kinds == {"nothing", 1, 2}
-
-
-def test_a_run_that_goes_on_keeps_no_earlier_error(tmp_path):
-    folder = RunFolder(tmp_path)
-    loaded = loaded_config()
-    create_run(
-        RunFolder(tmp_path / "run"), loaded, manifest=new_manifest(loaded, hardware={}, data={}), plan={}
-    ).close()
-    folder = RunFolder(tmp_path / "run")
-    folder.update_manifest(status="failed", error="DoesNotFit: CUDA out of memory", ended="2026-11-24")
-    folder.update_manifest(status="running", error=None, ended=None)
-    manifest = folder.read_manifest()
-    assert manifest["status"] == "running"
-    assert not {"error", "ended"} & set(manifest)
-    assert manifest["format"]

@@ -459,7 +459,7 @@ def test_a_torch_without_cuda_beside_gpus_is_refused_before_ranks_are_started(
     for module in ("commands.lookups", "commands.sweep", "launch.planning", "launch.request", "launch.run_hardware"):
         monkeypatch.setattr(f"sft_play.{module}.detect_hardware", lambda: machine)
     monkeypatch.setattr("sft_play.launch.refusals.require_compiler", lambda *_: None)
-    monkeypatch.setattr("sft_play.launch.ranks.run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("sft_play.launch.start.run_ranks", lambda *_: pytest.fail("ranks were started"))
     monkeypatch.setattr("sft_play.launch.refusals.torch_cuda_version", lambda: None)
     more = ["train.learning_rate=1e-4,2e-4"] if verb == "sweep" else []
     code, said = command(verb, "--config", str(small_run), *more)
@@ -536,7 +536,7 @@ def test_a_start_asks_for_its_plan_once_and_makes_it_once(command, monkeypatch, 
     for name in steps:
         count_calls(name)
     monkeypatch.setattr("sft_play.launch.start.train_in_process", stop)
-    monkeypatch.setattr("sft_play.launch.ranks.run_ranks", stop)
+    monkeypatch.setattr("sft_play.launch.start.run_ranks", stop)
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import load_config
-from sft_play.launch import ranks, request
+from sft_play.launch import request
 from sft_play.launch import start as starting
-from sft_play.launch.request import LaunchOptions
-from sft_play.launch.resume import RestartBudget
+from sft_play.launch.request import LaunchOptions, RestartBudget
 from sft_play.process import signals
 from sft_play.process.failures import Failure, FailureKind
 from sft_play.runs.folder import CRASH_ENTRY, MANIFEST_FORMAT, RESTARTS_ENTRY, OomEvent, RunFolder, write_oom_note
@@ -131,17 +130,6 @@ def test_one_line_says_how_it_died_and_from_where_it_goes_on(tmp_path, config, c
     assert CRASH_ENTRY not in folder.read_manifest()
 
 
-def test_of_a_curriculum_the_stage_is_named(tmp_path, config, caplog):
-    loaded = load_config(config, overrides=["curriculum=[{name: first}, {name: second, learning_rate: 1e-5}]"])
-    folder = RunFolder(tmp_path / "one")
-    failed(folder, "rank 0 died")
-    for name, step in (("first", 9), ("second", 2)):
-        failed(folder.stage_folder(name), None)
-        checkpoint(folder.stage_folder(name), step)
-    assert RestartBudget(1).should_restart(folder, loaded)
-    assert caplog.messages[0].endswith("goes on from the checkpoint of step 2 of stage second")
-
-
 def test_memory_that_ran_out_and_other_failures_count_for_nothing(tmp_path, config):
     folder, restarts = RunFolder(tmp_path / "one"), RestartBudget(1)
     folder.path.mkdir()
@@ -156,9 +144,9 @@ def test_memory_that_ran_out_and_other_failures_count_for_nothing(tmp_path, conf
 def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path, stopped):
     folder = RunFolder(tmp_path / "one")
     failed(folder, None)
-    assert ranks._command_exit_code(-signal.SIGKILL, folder, was_stopped=stopped) == (130 if stopped else 1)
+    assert starting._command_exit_code(-signal.SIGKILL, folder, was_stopped=stopped) == (130 if stopped else 1)
     assert folder.read_manifest().get(CRASH_ENTRY) == (None if stopped else "the ranks' agent was killed by SIGKILL")
-    assert ranks._command_exit_code(-signal.SIGKILL, None, was_stopped=stopped) == (130 if stopped else 1)
+    assert starting._command_exit_code(-signal.SIGKILL, None, was_stopped=stopped) == (130 if stopped else 1)
 
 
 @pytest.mark.parametrize(

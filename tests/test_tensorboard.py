@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -32,10 +31,10 @@ from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
+from tests.processes import free_port, is_alive, wait_for
 
 WAIT_S = 120
 END_S = 30
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 @pytest.fixture(autouse=True)
@@ -50,31 +49,9 @@ def own_cache(tmp_path, monkeypatch) -> Iterator[Path]:
 OPENS_AT = "?smoothing=0#custom_scalars&_smoothingWeight=0"
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def family(pid: int) -> list[psutil.Process]:
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_for(holds: Callable[[], Any], *, within_s: float = WAIT_S, said: Callable[[], str] = str) -> Any:
-    """What `holds` answers once it is true; fails where that takes longer."""
-    deadline = time.monotonic() + within_s
-    while not (answer := holds()):
-        assert time.monotonic() < deadline, f"waited {within_s} s in vain; {said()}"
-        time.sleep(0.1)
-    return answer
 
 
 def fetch(url: str) -> bytes:
@@ -207,15 +184,12 @@ def test_a_pid_that_is_another_programs_by_now_ends_nothing(other):
     assert process.poll() is None
 
 
-@pytest.mark.parametrize("ends_with_me", [False, True])
-def test_a_sidecar_that_cannot_start_is_a_reason_and_leaves_nothing(tmp_path, own_cache, monkeypatch, ends_with_me):
+def test_a_sidecar_that_cannot_start_is_a_reason_and_leaves_nothing(tmp_path, monkeypatch):
     broken = tmp_path / "broken.sh"
     broken.write_text("#!/bin/sh\necho no module named tensorboard >&2\nexit 3\n")
     broken.chmod(0o755)
     for python, expected in [(str(broken), "no module named tensorboard"), (str(tmp_path / "none"), "No such file")]:
-        sidecar, words = board.start_server(
-            tmp_path / "tb", port=free_port(), python=python, ends_with_caller=ends_with_me
-        )
+        sidecar, words = board.start_server(tmp_path / "tb", port=free_port(), python=python, ends_with_caller=True)
         assert sidecar is None
         assert expected in words
         assert board.running_servers() == []
@@ -226,13 +200,12 @@ def test_a_sidecar_that_cannot_start_is_a_reason_and_leaves_nothing(tmp_path, ow
     assert board.start_server(tmp_path / "tb", port=free_port())[0] is None
 
 
-@pytest.mark.parametrize("ends_with_me", [False, True])
-def test_a_sidecar_that_hangs_is_ended(tmp_path, ends_with_me):
+def test_a_sidecar_that_hangs_is_ended(tmp_path):
     hanging = tmp_path / "hang.sh"
     hanging.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nexec sleep 60\n")
     hanging.chmod(0o755)
     sidecar, words = board.start_server(
-        tmp_path / "tb", port=free_port(), python=str(hanging), timeout_s=2, ends_with_caller=ends_with_me
+        tmp_path / "tb", port=free_port(), python=str(hanging), timeout_s=1, ends_with_caller=True
     )
     assert sidecar is None
     assert "did not answer" in words
@@ -287,17 +260,6 @@ def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, f
     assert "stopped" in board.stop_server(kept)
 
 
-def test_one_that_is_asked_for_while_a_run_goes_on_is_the_runs_and_that_is_said(tmp_path, fake, caplog):
-    caplog.set_level(logging.INFO)
-    options = {"port": 0, "python": fake}
-    with board.sidecar(tmp_path / "tb", environment={}, **options) as sidecar:
-        again, words = board.start_server(tmp_path / "tb", **options)
-        assert again.pid == sidecar.pid
-        assert words.endswith("; it ends with its run")
-    assert not is_alive(sidecar.pid)
-    assert f"TensorBoard (pid {sidecar.pid}) stopped" in caplog.text
-
-
 def test_one_that_crashes_on_the_way_does_not_disturb_the_run(tmp_path, fake, caplog):
     caplog.set_level(logging.INFO)
     with board.sidecar(tmp_path / "tb", environment={}, port=0, python=fake) as sidecar:
@@ -341,8 +303,8 @@ def test_on_another_host_there_is_one_of_its_own_and_it_says_that_there_is_no_pa
 @pytest.mark.parametrize(
     ("environment", "why"),
     [
-        ({"TB_PORT": "80x"}, "TB_PORT=80x is not a port; ports go from 1 to 65535"),
-        ({"TB_PORT": "65536"}, "TB_PORT=65536 is not a port"),
+        ({"TB_PORT": "80x"}, "TB_PORT=80x is not a whole number from 1"),
+        ({"TB_PORT": "65536"}, "TB_PORT=65536 is not a port; ports go from 1 to 65535"),
         ({"TB_HOST": "192.0.2.1"}, "192.0.2.1 cannot be listened on: Cannot assign requested address"),
         ({"TB_HOST": "no such host"}, "no such host cannot be listened on: "),
     ],
@@ -355,30 +317,6 @@ def test_what_cannot_be_meant_is_one_warning_and_the_run_goes_on(tmp_path, fake,
     assert len(caplog.records) == 1
     assert f"no TensorBoard: {why}" in caplog.text
     assert "training continues without it" in caplog.text
-
-
-def test_a_host_that_is_none_leaves_the_sidecar_that_runs(tmp_path, fake):
-    first, _ = board.start_server(tmp_path / "tb", port=0, python=fake)
-    assert board.start_server(tmp_path / "tb", host="192.0.2.1", python=fake)[0] is None
-    assert board.running_servers() == [first]
-    assert board.is_serving(first)
-
-
-def test_loopback_needs_no_warning():
-    assert [board.tensorboard_exposure_warning(host) for host in ("127.0.0.1", "localhost", "::1")] == [
-        None,
-        None,
-        None,
-    ]
-    assert "0.0.0.0" in board.tensorboard_exposure_warning("0.0.0.0")
-
-
-def test_the_rank_of_a_run_does_not_reach_the_sidecar(monkeypatch):
-    for name in ("RANK", "MASTER_ADDR", "SFT_PLAY_AGENT"):  # the last: whatever carries it is ended with the ranks
-        monkeypatch.setenv(name, "1")
-    environment = board._server_environment()
-    assert not {"RANK", "MASTER_ADDR", "SFT_PLAY_AGENT"} & set(environment)
-    assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
 # --- the end of whoever started it ------------------------------------------------------------------------------------
@@ -407,16 +345,11 @@ def owner(tmp_path, fake) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_it_ends_when_the_process_that_wanted_it_ends_by_a_signal(owner, number):
     process, pid = owner
+    assert os.getsid(process.pid) != os.getsid(pid)  # a terminal's Ctrl-C does not reach it
     process.send_signal(number)
     process.wait(END_S)
     wait_for(lambda: not is_alive(pid), within_s=END_S)
     assert board.running_servers() == []
-
-
-def test_a_terminals_ctrl_c_does_not_reach_the_sidecar(owner):
-    process, pid = owner
-    assert psutil.Process(pid).ppid() == process.pid
-    assert os.getsid(process.pid) != os.getsid(pid)
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
@@ -546,31 +479,19 @@ def test_stop_ends_those_of_a_folder_or_all(tmp_path, fake, on, command):
         board.start_server(place, port=0, python=fake)[0]
         for place in (one.tensorboard_path, two.tensorboard_path, base, away)
     )
-    assert board.running_servers() == [fourth, third, second, first]  # the newest first
+    assert {server.pid for server in board.running_servers()} == {first.pid, second.pid, third.pid, fourth.pid}
 
-    def stopped(printed: str) -> list[int]:
-        return [item["pid"] for item in answer_in(printed)["stopped"]]
+    def stopped(printed: str) -> set[int]:
+        return {item["pid"] for item in answer_in(printed)["stopped"]}
 
-    assert stopped(on("tb-stop", base, "--run", "one", "--json")[1]) == [first.pid]
+    assert stopped(on("tb-stop", base, "--run", "one", "--json")[1]) == {first.pid}
     assert [is_alive(item.pid) for item in (first, second, third, fourth)] == [False, True, True, True]
-    assert stopped(on("tb-stop", base, "--json")[1]) == [third.pid, second.pid]
+    assert stopped(on("tb-stop", base, "--json")[1]) == {third.pid, second.pid}
     assert [is_alive(item.pid) for item in (second, third, fourth)] == [False, False, True]
     code, printed = command("tb-stop", "--json")
-    assert (code, stopped(printed), answer_in(printed)["running"]) == (0, [fourth.pid], [])
+    assert (code, stopped(printed), answer_in(printed)["running"]) == (0, {fourth.pid}, [])
     assert not is_alive(fourth.pid)
     assert "No TensorBoard of this project is running" in command("tb-stop")[1]
-
-
-def test_one_that_does_not_end_is_said(tmp_path, fake, on, monkeypatch):
-    sidecar, _ = board.start_server(tmp_path / "outputs", port=0, python=fake)
-    with monkeypatch.context() as patch:
-        patch.setattr(board, "_terminate", lambda process: False)
-        code, printed = on("tb-stop", tmp_path / "outputs", "--json")
-    assert code == 1
-    assert f"TensorBoard (pid {sidecar.pid}) does not end" in printed
-    answer = answer_in(printed)
-    assert (answer["ok"], answer["stopped"]) == (False, [])
-    assert [item["pid"] for item in answer["running"]] == [sidecar.pid]
 
 
 def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, fake, on, monkeypatch):
@@ -695,170 +616,45 @@ def boards_of(world: World) -> dict[str, dict[str, Any]]:
     return shown
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Two runs that went on at the same time, and were ended: what was to be seen of them."""
-
-    world: World
-    stopped: Training
-    killed: Training
-    curves: dict[str, dict[int, float]]
-    boards: dict[str, dict[str, Any]]
-    port: int
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory, tiny_llama) -> Iterator[Seen]:
-    """`train-tb` twice at the same time on the same TB_PORT; then Ctrl-C for one, kill -9 for the other."""
-    world = make_world(tmp_path_factory.mktemp("side-by-side"), tiny_llama)
-    port = str(free_port())
+@pytest.mark.build
+def test_two_runs_at_the_same_time_show_their_curves_and_end_with_their_tensorboards(tmp_path, tiny_llama):
+    """`train-tb` twice on the same TB_PORT, both on one page of `make tensorboard`; then Ctrl-C for one, kill -9 for
+    the other."""
+    world, port = make_world(tmp_path, tiny_llama), free_port()
     trainings: list[Training] = []
     try:
         for name, rate in (("stopped", "1e-3"), ("killed", "3e-2")):
             words = ("train.max_steps=100000", f"train.learning_rate={rate}", "train.warmup_steps=0")
-            trainings.append(world.train(name, *words, TB_PORT=port))
+            trainings.append(world.train(name, *words, TB_PORT=str(port)))
             said = trainings[-1]
             wait_for(lambda said=said: "TensorBoard: " in said.printed, said=lambda said=said: said.printed)
-        curves = {one.run.name: until_curves(one, points=12) for one in trainings}
-        boards = {one.run.name: boards_of(world)[str(one.run / "tb")] for one in trainings}
-        trainings[0].process.send_signal(signal.SIGINT)
-        trainings[1].process.kill()
-        for one in trainings:
-            one.end()
-        yield Seen(world, trainings[0], trainings[1], curves, boards, int(port))
+        stopped, killed = trainings
+        for training in trainings:
+            shown, logged = until_curves(training, points=12), losses(training.run)
+            assert set(range(1, 13)) <= set(shown)
+            assert {step: logged[step] for step in shown} == pytest.approx(shown, rel=1e-5)
+        assert f"TensorBoard: http://127.0.0.1:{port}/{OPENS_AT}\n" in stopped.printed
+        assert f"/{OPENS_AT} (port {port} is taken)" in killed.printed
+        answer = world.command("tensorboard", TB_PORT=str(free_port()))
+        page = answer.stdout.partition("TensorBoard: ")[2].partition("?")[0]
+        for name in ("stopped/tb", "killed/tb"):
+            wait_for(lambda name=name: scalars(page, name, "train/loss"), within_s=END_S)
+        assert f"TensorBoard is already running: {page}" in world.command("tensorboard").stdout
+        boards = boards_of(world)
+        pids = [boards[str(training.run / "tb")]["pid"] for training in trainings]
+        stopped.process.send_signal(signal.SIGINT)
+        killed.process.kill()
+        assert [training.end() for training in trainings] == [130, -signal.SIGKILL]
+        assert list((stopped.run / "checkpoints").iterdir())
+        printed = stopped.printed
+        assert printed.index("saving at the end of this step") < printed.index(f"TensorBoard (pid {pids[0]}) stopped")
+        wait_for(lambda: not any(map(is_alive, pids)), within_s=END_S)
+        assert " stopped: http://" in world.command("tb-stop").stdout
     finally:
-        for one in trainings:
-            one.process.kill()
-            one.process.wait()
+        for training in trainings:
+            training.process.kill()
+            training.process.wait()
         world.command("tb-stop")
-
-
-@pytest.mark.build
-def test_a_run_shows_its_curves_while_it_goes_on(seen):
-    for training in (seen.stopped, seen.killed):
-        shown, logged = seen.curves[training.run.name], losses(training.run)
-        assert set(range(1, 13)) <= set(shown)
-        assert {step: logged[step] for step in shown} == pytest.approx(shown, rel=1e-5)
-
-
-@pytest.mark.build
-def test_two_runs_at_the_same_time_have_a_port_each(seen):
-    first, second = (seen.boards[name] for name in ("stopped", "killed"))
-    assert first["port"] == seen.port
-    assert f"TensorBoard: http://127.0.0.1:{seen.port}/{OPENS_AT}\n" in seen.stopped.printed
-    assert second["port"] > seen.port
-    assert f"http://127.0.0.1:{second['port']}/{OPENS_AT} (port {seen.port} is taken)" in seen.killed.printed
-    assert [item["logdir"] for item in (first, second)] == [str(seen.stopped.run / "tb"), str(seen.killed.run / "tb")]
-
-
-@pytest.mark.build
-def test_ctrl_c_saves_at_the_end_of_the_step_before_tensorboard_is_stopped(seen):
-    assert seen.stopped.process.returncode == 130, seen.stopped.printed
-    assert list((seen.stopped.run / "checkpoints").iterdir())
-    pid = seen.boards["stopped"]["pid"]
-    assert not is_alive(pid)
-    printed = seen.stopped.printed
-    assert printed.index("saving at the end of this step") < printed.index(f"TensorBoard (pid {pid}) stopped")
-    assert json.loads((seen.stopped.run / "manifest.json").read_text())["status"] == "stopped"
-
-
-@pytest.mark.build
-def test_kill_9_of_the_trainer_ends_its_tensorboard_too(seen):
-    assert seen.killed.process.returncode == -signal.SIGKILL
-    wait_for(lambda: not is_alive(seen.boards["killed"]["pid"]), within_s=END_S)
-    assert json.loads((seen.killed.run / "manifest.json").read_text())["status"] == "running"  # it could not say more
-
-
-@pytest.fixture(scope="module")
-def page(seen) -> Iterator[str]:
-    """The address of `make tensorboard` over both runs."""
-    answer = seen.world.command("tensorboard", TB_PORT=str(free_port()))
-    assert answer.returncode == 0, answer.stderr
-    line = next(line for line in answer.stdout.splitlines() if "TensorBoard: " in line)
-    yield line.partition("TensorBoard: ")[2].partition("?")[0]
-    answer = seen.world.command("tb-stop")
-    assert " stopped: http://" in answer.stdout, answer.stdout + answer.stderr
-
-
-@pytest.mark.build
-def test_two_runs_are_seen_side_by_side(seen, page):
-    names = [f"{training.run.name}/tb" for training in (seen.stopped, seen.killed)]
-    for name, training in zip(names, (seen.stopped, seen.killed), strict=True):
-        shown = wait_for(lambda name=name: scalars(page, name, "train/loss"), within_s=END_S)
-        logged = losses(training.run)
-        assert shown == pytest.approx({step: logged[step] for step in shown}, rel=1e-5)
-        assert len(shown) >= 3
-    again = seen.world.command("tensorboard")
-    assert f"TensorBoard is already running: {page}" in again.stdout
-    assert page in seen.world.command("tb-open").stdout
-
-
-def screenshot(url: str, to: Path, profile: Path) -> Path:
-    """A picture of a page in headless Chromium; a skip where there is none."""
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if browser is None:
-        pytest.skip(f"there is no browser here ({', '.join(BROWSERS)})")
-    words = [browser, "--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    words += ["--disable-component-update", "--disable-sync", "--disable-quic", "--disable-dev-shm-usage"]
-    words += ["--no-proxy-server", f"--user-data-dir={profile}", "--window-size=1500,1100", "--hide-scrollbars"]
-    words += ["--no-sandbox"] if os.geteuid() == 0 else []  # it refuses to run as root with its sandbox
-    words += ["--virtual-time-budget=15000", f"--screenshot={to}", url]
-    answer = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S)
-    assert to.exists(), answer.stderr
-    return to
-
-
-RUN_COLOURS = {"orange": (255, 112, 67), "blue": (0, 119, 187), "red": (204, 51, 17)}
-"""What TensorBoard draws its first three runs in: of two trainings the first, its validation, the second."""
-
-
-def drawn(picture: Path, box: tuple[int, int, int, int]) -> dict[str, int]:
-    """How many pixels of a part of the picture have the colour of each run."""
-    image = pytest.importorskip("PIL.Image").open(picture).convert("RGB").crop(box)
-    found = image.getcolors(1_000_000)
-    return {
-        name: sum(n for n, colour in found if max(abs(a - b) for a, b in zip(colour, wanted, strict=True)) < 8)
-        for name, wanted in RUN_COLOURS.items()
-    }
-
-
-@pytest.mark.build
-def test_a_browser_shows_the_curves_of_both_runs_on_the_first_page(seen, page, tmp_path):
-    for name in ("stopped/tb", "killed/tb"):
-        wait_for(lambda name=name: scalars(page, name, "train/loss"), within_s=END_S)
-    picture = screenshot(f"{page}{OPENS_AT}", tmp_path / "curves.png", tmp_path / "profile")
-    charts = (365, 110, 1500, 1100)  # right of the list of runs, which has their colours too
-    found = drawn(picture, charts)
-    assert min(found["orange"], found["red"]) > 100, found
-    loss = (430, 150, 720, 345)  # the first chart of the layout, without its title and buttons
-    assert drawn(picture, loss)["orange"] > 100, drawn(picture, loss)
-    layout = json.loads(fetch(f"{page}data/plugin/custom_scalars/layout"))
-    titles = [chart["title"] for category in layout["category"] for chart in category["chart"]]
-    assert titles[:3] == ["Loss", "Learning rate", "Gradient norm"]
-    assert "Exact match" not in titles, "these runs do not measure it"
-
-
-@pytest.mark.build
-def test_a_browser_shows_training_and_held_out_loss_in_two_colours(tmp_path):
-    from sft_play.training.measure.board import TensorBoardWriter
-
-    run = RunFolder(tmp_path / "run")
-    writer = TensorBoardWriter(run, hparams={}, metric_tags=(), answers=list)
-    for step in range(1, 101):
-        logs = {"loss": 2.0 + 2 / step, **({"eval_loss": 1.0 + 2 / step} if step % 10 == 0 else {})}
-        for name, value in logs.items():
-            writer.on_log(None, SimpleNamespace(global_step=step), None, {name: value})
-    writer.on_train_end()
-    sidecar, words = board.start_server(run.tensorboard_path, port=0)
-    assert sidecar is not None, words
-    wait_for(lambda: scalars(sidecar.url, "validation", "eval/loss"), within_s=END_S)
-    assert set(scalars(sidecar.url, ".", "train/loss")) == set(range(1, 101))
-    picture = screenshot(sidecar.page, tmp_path / "loss.png", tmp_path / "profile")
-    loss = (430, 150, 720, 345)  # the first chart of the layout, without its title and buttons
-    found = drawn(picture, loss)
-    assert min(found["orange"], found["blue"]) > 100, found
-    beside = (740, 110, 1500, 1100)
-    assert set(drawn(picture, beside).values()) == {0}, "there is only one chart"
 
 
 @pytest.fixture
@@ -890,35 +686,3 @@ def test_several_ranks_have_one_tensorboard_that_ends_with_their_command(world, 
     if number == signal.SIGTERM:
         printed = training.printed
         assert printed.index("stopped at step ") < printed.index(f"TensorBoard (pid {pid}) stopped")
-
-
-@pytest.mark.slow
-def test_a_kept_one_shows_the_finished_run_and_is_stopped_and_cleaned_by_command(world):
-    training = world.train("kept", TB_KEEP="1", TB_PORT=str(free_port()))
-    assert training.end() == 0, training.printed
-    url = training.printed.partition("TensorBoard: ")[2].partition("?")[0]
-    assert f"TensorBoard stays at {url}" in training.printed
-    wait_for(lambda: len(scalars(url, ".", "train/loss")) == 5, within_s=END_S)
-    assert scalars(url, ".", "train/loss") == pytest.approx(losses(training.run), rel=1e-5)
-    assert f"TensorBoard is already running: {url}" in world.command("tensorboard", "--run", "kept").stdout
-    assert f"stopped: {url}" in world.command("tb-stop", "--run", "kept").stdout
-    refused = world.command("tb-clean")
-    assert refused.returncode == 2
-    assert "there is no terminal to ask on" in refused.stderr
-    cleaned = world.command("tb-clean", YES="1")
-    assert cleaned.returncode == 0
-    assert not events(world.folder / "outputs")
-    assert (training.run / "adapter").is_dir()
-
-
-@pytest.mark.slow
-def test_a_run_whose_tensorboard_breaks_is_trained_all_the_same(world):
-    (world.folder / "broken" / "sitecustomize.py").parent.mkdir()
-    (world.folder / "broken" / "sitecustomize.py").write_text(
-        "import sys\nif 'sft_play.launch.tensorboard' in sys.orig_argv: raise SystemExit('broken here')\n"
-    )
-    path = os.pathsep.join([str(ROOT), str(world.folder / "broken")])
-    training = world.train("alone", PYTHONPATH=path)
-    assert training.end() == 0, training.printed
-    assert training.printed.count("no TensorBoard: it ended with exit code 1: SystemExit: broken here") == 1
-    assert len(losses(training.run)) == 5

@@ -63,12 +63,6 @@ def test_the_run_ends_within_its_limit_and_no_sooner_than_it_must(seed):
     assert run.ended_at + kept > limit_s
 
 
-def test_without_a_limit_nothing_stops_it():
-    run = Simulated(random.Random(0), None)
-    run.run()
-    assert (run.step, run.stop.has_stopped_early) == (STEPS, False)
-
-
 def test_the_limit_counts_from_the_start_and_a_clock_that_is_set_moves_nothing(monkeypatch):
     monkeypatch.delenv(signals.START_TIME_VARIABLE, raising=False)
     assert signals.elapsed_s() == 0.0

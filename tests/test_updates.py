@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.launch import resume
+from sft_play.launch import request as resume
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.advice import make_advised_plan

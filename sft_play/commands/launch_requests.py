@@ -11,8 +11,7 @@ from sft_play.commands.request import Request, make_argv
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.launch.accelerate import find_accelerate_file, read_accelerate_file, refuse_too_few_processes
-from sft_play.launch.request import LaunchRequest
-from sft_play.launch.resume import resume_request
+from sft_play.launch.request import LaunchRequest, resume_request
 from sft_play.launch.torchrun import (
     RENDEZVOUS_VARIABLES,
     RESUMED_VARIABLE,

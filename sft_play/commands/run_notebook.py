@@ -19,7 +19,7 @@ from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
 from sft_play.commands.request import Request
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.launch.ranks import run_ranks
+from sft_play.launch.start import run_ranks
 from sft_play.launch.torchrun import LaunchCommand, read_rank_info, torchrun_command
 from sft_play.log import one_line, set_up_logging
 from sft_play.machine.hardware import Hardware, detect_hardware
@@ -43,7 +43,7 @@ def run_notebook(request: Request) -> CommandResult | int:
     logger.info("Launch: %s", launch.shell_line)
     with redirect_stdout_to_stderr(enabled=request.json):
         exit_code = run_ranks(launch, None)
-    data = {"notebook": str(request.notebook), "cells": len(cells), "ranks": launch.processes_per_node}
+    data = {"notebook": str(request.notebook), "cells": len(cells), "ranks": hardware.ranks}
     return CommandResult(data, exit_code=exit_code)
 
 

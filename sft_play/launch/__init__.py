@@ -2,17 +2,16 @@
 and loads no torch but where its launcher runs, where nodes meet, and where a run begins.
 
 `start` has the steps of every start in their order: a LaunchRequest becomes a LaunchPlan, and that
-a LaunchResult.
+a LaunchResult; it launches the ranks, too.
 
 - The request: `request` (make's variables, and what a launcher, accelerate's file and a mesh add to
-  them), `resume` (a run that was stopped, or died), `run_hardware` (the hardware as the run uses
+  them; a run that was stopped, or died, and goes on), `run_hardware` (the hardware as the run uses
   it).
 - The plan: `refusals` (what a run is refused for before a library is loaded; of layouts the planner
   says it), `row_survey` (the lengths of the rows), `planning` (asked for once, completed with what
   this machine knows, made).
-- The processes: `ranks` (those that are launched), `rank` (this process as one of them), `agent`
-  (which starts and watches ranks in torchrun's place), `nodes` (several machines meet),
-  `tensorboard` (beside them).
+- The processes: `agent` (which starts and watches ranks in torchrun's place), `nodes` (several
+  machines meet), `tensorboard` (beside them).
 - Other programs' words: `torchrun` (its command, and what launchers export), `accelerate`, and
   `deepspeed` (its configuration with the plan's values).
 """

@@ -9,10 +9,10 @@ is false; a false where a word belongs is read as `no` here.
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from sft_play.config.yaml_io import format_value, parse_yaml_value, read_text
 from sft_play.data.managed_outputs import OutputFolder
@@ -49,20 +49,12 @@ def default_accelerate_path(environment: Mapping[str, str]) -> Path:
 def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
     """The configuration that a launch reads: the named one, else the project's, else accelerate's own."""
     named_path = environment.get("ACCELERATE_CONFIG", "").strip()
+    if named_path == NO_ACCELERATE_FILE:
+        return None
     if named_path:
-        return None if named_path == NO_ACCELERATE_FILE else accelerate_path(environment)
-    return next(
-        (path for path in (PROJECT_ACCELERATE_FILE, default_accelerate_path(environment)) if path.is_file()), None
-    )
-
-
-def _refuse_boolean(value: Any) -> Any:
-    if isinstance(value, bool):  # to pydantic a number; in a file a yes or no of YAML 1.1 in the wrong place
-        raise ValueError("a whole number is expected")
-    return value
-
-
-_Number = Annotated[int, BeforeValidator(_refuse_boolean)]
+        return Path(named_path).expanduser()
+    paths = (PROJECT_ACCELERATE_FILE, default_accelerate_path(environment))
+    return next((path for path in paths if path.is_file()), None)
 
 
 class AccelerateConfig(BaseModel):
@@ -74,11 +66,11 @@ class AccelerateConfig(BaseModel):
     distributed_type: DistributedType = "NO"
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
     # The total over machines; None: one for each GPU.
-    num_processes: _Number | None = Field(default=None, ge=1)
-    num_machines: _Number = Field(default=1, ge=1)
-    machine_rank: _Number = Field(default=0, ge=0)
+    num_processes: int | None = Field(default=None, ge=1)
+    num_machines: int = Field(default=1, ge=1)
+    machine_rank: int = Field(default=0, ge=0)
     # Those of each machine; None: all.
-    gpu_ids: tuple[Annotated[_Number, Field(ge=0)], ...] | None = None
+    gpu_ids: tuple[NonNegativeInt, ...] | None = None
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
     use_cpu: bool = False
     main_process_ip: str | None = None
@@ -105,35 +97,31 @@ class AccelerateConfig(BaseModel):
             strategy = str(self.fsdp_config.get("fsdp_sharding_strategy", "")).upper()
             if strategy == "NO_SHARD":
                 return "ddp"
-            return "fsdp_hybrid" if "HYBRID_SHARD" in strategy and self.num_machines > 1 else "fsdp"
+            if "HYBRID_SHARD" in strategy and self.num_machines > 1:
+                return "fsdp_hybrid"
+            return "fsdp"
         if self.distributed_type == "DEEPSPEED" and self.deepspeed_config_file is None:
             offloads_states = self.deepspeed_config.get("offload_optimizer_device", "none") in ("cpu", "nvme")
             # 2 is accelerate's default too; stage 0 shards nothing and is no layout
             return ZERO_LAYOUTS.get((int(self.deepspeed_config.get("zero_stage", 2)), offloads_states))
         return None
 
-    def contradictions(self) -> list[str]:
+    def contradictions(self) -> Iterator[str]:
         """What is wrong with values that are valid alone."""
-        machines, total = self.num_machines, self.num_processes or 0
+        machines, total, gpu_ids = self.num_machines, self.num_processes or 0, self.gpu_ids or ()
         stage = self.deepspeed_config.get("zero_stage", 2)
-        problems = []
         if self.machine_rank >= machines:
-            problems.append(f"machine_rank: {self.machine_rank} is not one of num_machines: {machines}, from 0")
+            yield f"machine_rank: {self.machine_rank} is not one of num_machines: {machines}, from 0"
         if total % machines:
-            problems.append(
-                f"num_processes: {total} is the total over num_machines: {machines} and is not divisible by it"
-            )
-        if len(set(self.gpu_ids or ())) < len(self.gpu_ids or ()):
-            problems.append("gpu_ids names a GPU twice")
-        if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-            problems.append(f"deepspeed_config.zero_stage: {format_value(stage)} is not 0, 1, 2 or 3")
-        return problems + list(_parallelism_problems(self.parallelism_config))
-
-
-def _parallelism_problems(block: Mapping[str, Any]) -> Iterator[str]:
-    axes = [axis for axis in ("tp", "cp", "sp") if str(block.get(f"parallelism_config_{axis}_size", 1)).strip() != "1"]
-    if axes:
-        yield f"parallelism_config divides by {', '.join(axes)}, which model.mesh_shape of the run YAML asks for here"
+            yield f"num_processes: {total} is the total over num_machines: {machines} and is not divisible by it"
+        if len(set(gpu_ids)) < len(gpu_ids):
+            yield "gpu_ids names a GPU twice"
+        if self.distributed_type == "DEEPSPEED" and str(stage) not in ("0", "1", "2", "3"):
+            yield f"deepspeed_config.zero_stage: {format_value(stage)} is not 0, 1, 2 or 3"
+        sizes = {axis: self.parallelism_config.get(f"parallelism_config_{axis}_size", 1) for axis in ("tp", "cp", "sp")}
+        axes = [axis for axis, size in sizes.items() if str(size).strip() != "1"]
+        if axes:
+            yield f"parallelism_config divides by {', '.join(axes)}, which model.mesh_shape of the run YAML asks for"
 
 
 def read_accelerate_file(path: Path) -> AccelerateConfig:
@@ -149,21 +137,19 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
     values: dict[str, Any] = {key: value for key, value in data.items() if value is not None}
     if values.get("num_processes") == -1:
         del values["num_processes"]
-    # false: an unquoted no, in a file that a tool with YAML 1.1 has read and written again
     values.setdefault("distributed_type", "no")
     for key in ("distributed_type", "mixed_precision"):
-        if key in values:
-            values[key] = "no" if values[key] is False else str(values[key]).strip().lower()
+        if key in values:  # false: an unquoted no that a tool with YAML 1.1 has written again
+            values[key] = str(values[key]).strip().lower().replace("false", "no")
     values["distributed_type"] = values["distributed_type"].upper()
-    if str(values.get("gpu_ids", "all")).strip().lower() in ("all", ""):
-        values["gpu_ids"] = None
-    elif not isinstance(values["gpu_ids"], list):
-        values["gpu_ids"] = str(values["gpu_ids"]).split(",")
+    gpu_ids = str(values.pop("gpu_ids", "all")).strip(" []").lower()
+    if gpu_ids not in ("all", ""):
+        values["gpu_ids"] = gpu_ids.split(",")
     if values["distributed_type"] == "NO":
         values.setdefault("num_processes", 1)
     try:
         config = AccelerateConfig.model_validate({**values, "path": path})
-        problems = config.contradictions()
+        problems = list(config.contradictions())
     except ValidationError as error:
         problems = [
             f"{detail['loc'][0]}: {format_value(data[str(detail['loc'][0])])} is not valid: {detail['msg']}"
@@ -207,16 +193,19 @@ def accelerate_launch_config(environment: Mapping[str, str]) -> AccelerateConfig
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         distributed_type = "DEEPSPEED"
     deepspeed_values = {key: environment.get(name, "none") for name, key in _DEEPSPEED_KEYS.items()}
+    lowered = {name.lower(): text for name, text in environment.items()}
     values = {
         "path": Path("accelerate launch"),
         "distributed_type": distributed_type,
         "mixed_precision": environment["ACCELERATE_MIXED_PRECISION"],
-        "fsdp_config": {name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
+        "fsdp_config": lowered,
+        "parallelism_config": lowered,
         "deepspeed_config": {key: text for key, text in deepspeed_values.items() if text != "none"},
     }
-    for problem in _parallelism_problems({name.lower(): text for name, text in environment.items()}):
+    config = AccelerateConfig.model_validate(values)
+    for problem in config.contradictions():
         raise ConfigError(f"accelerate launch: {problem}")
-    return AccelerateConfig.model_validate(values)
+    return config
 
 
 def remove_accelerate_variables(environment: MutableMapping[str, str]) -> None:
@@ -258,21 +247,23 @@ def write_accelerate_file(
     """Write a configuration for the ranks of a machine (`select_hardware`), on `gpu_ids` of each node (none: all), and
     return its text. The engine is left to the plan. Raises DataError where the file is not ours or was edited and
     `overwrite` is False, or it cannot be written; nothing is written then."""
-    process_count = hardware.ranks  # accelerate counts over all machines, torchrun on each
-    distributed_type: DistributedType = "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
-    if process_count == 1:
+    distributed_type: DistributedType = "MULTI_GPU"
+    gpu_list: str | None = ",".join(map(str, gpu_ids)) or "all"
+    if not hardware.gpus:
+        distributed_type, gpu_list = "MULTI_CPU", None
+    if hardware.ranks == 1:
         distributed_type = "NO"
     fields = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
         "distributed_type": distributed_type,
-        "gpu_ids": (",".join(map(str, gpu_ids)) or "all") if hardware.gpus else None,
+        "gpu_ids": gpu_list,
         "machine_rank": nodes.rank,
         "main_process_ip": nodes.address,
         "main_process_port": nodes.port,
         "mixed_precision": mixed_precision,
         "num_machines": nodes.count,
-        "num_processes": process_count,
+        "num_processes": hardware.ranks,  # over all machines; torchrun counts those of each
         "same_network": True,
         "use_cpu": not hardware.gpus,
     }

@@ -60,9 +60,10 @@ class RankExit:
     @property
     def signal(self) -> str | None:
         """The name of the signal that ended it, or None."""
-        number = -self.exit_code
+        if self.exit_code >= 0:
+            return None
         known = {member.value: member.name for member in signal.Signals}
-        return None if number <= 0 else known.get(number, f"signal {number}")
+        return known.get(-self.exit_code, f"signal {-self.exit_code}")
 
     @property
     def was_told_to_stop(self) -> bool:
@@ -91,11 +92,11 @@ def describe_exit(rank_exit: RankExit, world_size: int) -> str:
     failure = rank_exit.failure
     name = f"rank {rank_exit.rank} of {world_size} (pid {rank_exit.pid})"
     step_note = f" at step {rank_exit.step}" if rank_exit.step else ""
-    if failure is None and rank_exit.signal is not None:
+    if failure is None:
+        if rank_exit.signal is None:
+            return f"{name} ended with exit code {rank_exit.exit_code} and no message{step_note}"
         cause = " (out of memory? see dmesg)" if rank_exit.signal == "SIGKILL" else ""
         return f"{name} was killed by {rank_exit.signal}{step_note}{cause}"
-    if failure is None:
-        return f"{name} ended with exit code {rank_exit.exit_code} and no message{step_note}"
     message = one_line(failure.message, limit=600)
     if failure.kind == "fault":
         return f"{name} ended with {failure.name}{step_note}: {message}"
@@ -109,17 +110,18 @@ def failure_report(exits: Sequence[RankExit], world_size: int, *, stopped: bool)
     root = root_exit(exits, stopped=stopped)
     failure, stack = root.failure, root.stack
     if root.was_told_to_stop and (stopped or failure is not None):
-        failures_by_rank = sorted((end.rank, end.failure) for end in exits if end.failure and end.was_told_to_stop)
-        # rank 0 knows what was saved, and where
-        messages = [failure.message for _, failure in failures_by_rank if failure.message]
-        unsaved = "stopped by the user before the training could save; what was saved until then is kept"
-        return f"[{COMMAND}] {next(iter(messages), unsaved)}", Interrupted.exit_code
+        text = "stopped by the user before the training could save; what was saved until then is kept"
+        # rank 0, which comes last, knows what was saved, and where
+        for end in sorted(exits, key=lambda end: -end.rank):
+            if end.was_told_to_stop and end.failure is not None and end.failure.message:
+                text = end.failure.message
+        return f"[{COMMAND}] {text}", Interrupted.exit_code
     if failure is not None and failure.kind == "user":
-        others = [end.failure for end in exits if end is not root and end.failure]
-        is_shared = root.rank == 0 or any(other.message == failure.message for other in others)
-        names_rank = is_shared or failure.message.startswith("rank ")
-        prefix = "" if names_rank else f"rank {root.rank} (host {failure.host}): "
-        return f"[{COMMAND}] error: {prefix}{failure.message}", failure.exit_code
+        message = failure.message
+        is_shared = sum(end.failure is not None and end.failure.message == message for end in exits) > 1
+        if root.rank != 0 and not is_shared and not message.startswith("rank "):
+            message = f"rank {root.rank} (host {failure.host}): {message}"
+        return f"[{COMMAND}] error: {message}", failure.exit_code
     if failure is not None:
         stack = failure.traceback if failure.kind == "fault" else ""
     return f"{stack.rstrip()}\n[{COMMAND}] error: {describe_exit(root, world_size)}".lstrip("\n"), 1
@@ -137,33 +139,30 @@ def describe_crash(exits: Sequence[RankExit], world_size: int, *, was_requested:
     return describe_exit(root, world_size) if can_restart else None
 
 
-class _StopRequest:
-    """Passes the first request to stop on to the ranks, which save and stop; a second ends everything at once."""
+# The requests to stop that have come.
+_stop_signals: list[int] = []
 
-    def __init__(self) -> None:
-        self.is_requested = False
-        self.is_immediate = False
 
-    def forward_to_ranks(self, signal_number: int) -> None:
-        """Tell the ranks; raises KeyboardInterrupt where there are none yet, since the nodes have not met."""
-        self.is_requested = True
-        rank_processes = psutil.Process().children()  # the ranks; what they have started ends with them
-        if not rank_processes:
-            raise KeyboardInterrupt
-        for rank in rank_processes:
-            with contextlib.suppress(psutil.Error):
-                rank.send_signal(signal.SIGTERM)
+def _forward_to_ranks(signal_number: int) -> None:
+    """Tell the ranks, which save and stop; raises KeyboardInterrupt where there are none, as nodes have not met."""
+    _stop_signals.append(signal_number)
+    rank_processes = psutil.Process().children()  # the ranks; what they have started ends with them
+    if not rank_processes:
+        raise KeyboardInterrupt
+    for rank in rank_processes:
+        with contextlib.suppress(psutil.Error):
+            rank.send_signal(signal.SIGTERM)
 
-    def end_at_once(self, signal_number: int) -> None:
-        self.is_immediate = True
-        failures.kill_process_tree(os.getpid())
+
+def _end_at_once(signal_number: int) -> None:
+    _stop_signals.append(signal_number)
+    failures.kill_process_tree(os.getpid())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ranks to their end; returns sft-play's exit code."""
     set_up_logging(COMMAND, stream=sys.stderr)
-    stop_request = _StopRequest()
-    StopSignals(stop_request.forward_to_ranks, stop_request.end_at_once).__enter__()  # as long as the process lives
+    StopSignals(_forward_to_ranks, _end_at_once).__enter__()  # as long as the process lives
     end_when_unresponsive(failures.exit_stopped)
     torch_logger = logging.getLogger("torch.distributed.elastic")  # it would log every rank's end beside our report
     torch_logger.propagate = False
@@ -180,10 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             launcher.run(options)
         except ChildFailedError as error:
             exits = [_read_exit(rank, failure, Path(options.log_dir)) for rank, failure in error.failures.items()]
-            text, exit_code = failure_report(exits, world_size, stopped=stop_request.is_requested)
-            if stop_request.is_immediate:
+            text, exit_code = failure_report(exits, world_size, stopped=bool(_stop_signals))
+            if len(_stop_signals) > 1:
                 text, exit_code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
-            crash = describe_crash(exits, world_size, was_requested=stop_request.is_requested)
+            crash = describe_crash(exits, world_size, was_requested=bool(_stop_signals))
             _record_in_run(text, exit_code, crash)
         except (KeyboardInterrupt, SignalException):
             text = f"[{COMMAND}] stopped by the user before the ranks had started"
@@ -191,42 +190,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         except _RENDEZVOUS_ERRORS as error:
             text = f"[{COMMAND}] error: {_rendezvous_error(error, options)}"
             exit_code = 2
-        _print_ending(text)
+        if text:
+            sys.stdout.flush()
+            sys.stderr.write(redact(f"{escape_control(text)}\n"))
+            sys.stderr.flush()
         if exit_code:
             failures.kill_leftovers(os.getpid(), grace_s=LEFTOVER_TIMEOUT_S)
     return exit_code
 
 
-def _print_ending(text: str) -> None:
-    if text:
-        sys.stdout.flush()
-        sys.stderr.write(redact(f"{escape_control(text)}\n"))
-        sys.stderr.flush()
-
-
-def _error_text(text: str) -> str:
-    """The first line of a report's message, without the stack before it."""
-    lines = text.splitlines()
-    line = next((line for line in lines if line.startswith(f"[{COMMAND}] ")), text)
-    return line.removeprefix(f"[{COMMAND}] ").removeprefix("error: ").partition("\n")[0]
-
-
 def _read_exit(rank: int, failure: ProcessFailure, log_dir: Path) -> RankExit:
     """How a rank ended, with what it has left in its folder of the launcher's logs. torch names no error file of a
     rank that a signal has ended, so that the folder is looked for."""
-    note_path = _newest_file(log_dir, f"{failure.local_rank}/{failures.HEARTBEAT_NAME}")
-    last_note = read_note(note_path) if note_path is not None else None
-    step = f"{last_note[0]} ({last_note[1]})" if last_note is not None else ""
-    stack_path = _newest_file(log_dir, f"{failure.local_rank}/{failures.FAULT_NAME}")
-    stack = stack_path.read_text(encoding="utf-8", errors="replace") if stack_path is not None else ""
+    step = stack = ""
+    for path in log_dir.rglob(f"{failure.local_rank}/{failures.HEARTBEAT_NAME}"):
+        last_note = read_note(path)
+        if last_note is not None:
+            step = f"{last_note[0]} ({last_note[1]})"
+    for path in log_dir.rglob(f"{failure.local_rank}/{failures.FAULT_NAME}"):
+        stack = path.read_text(encoding="utf-8", errors="replace")
     rank_failure = failures.read_failure(Path(failure.error_file))
     if rank_failure is not None and rank_failure.pid != failure.pid:
         rank_failure = None
     return RankExit(rank, failure.pid, failure.exitcode, float(failure.timestamp), rank_failure, step, stack)
-
-
-def _newest_file(folder: Path, name: str) -> Path | None:
-    return max(folder.rglob(name), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _record_in_run(text: str, exit_code: int, crash: str | None) -> None:
@@ -243,7 +229,8 @@ def _record_in_run(text: str, exit_code: int, crash: str | None) -> None:
         # and one that was told to end with the others may have written that it was stopped
         has_failed = status in ("running", "failed") or (status == "stopped" and crash is not None)
         if exit_code != Interrupted.exit_code and has_failed:
-            folder.update_manifest(status="failed", error=_error_text(text), **{CRASH_ENTRY: crash})
+            message = text.partition(f"[{COMMAND}] error: ")[2]  # after the stack
+            folder.update_manifest(status="failed", error=message.partition("\n")[0], **{CRASH_ENTRY: crash})
 
 
 def _rendezvous_error(error: Exception, options: Any) -> str:

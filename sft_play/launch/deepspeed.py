@@ -30,7 +30,6 @@ from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.planner.batching import batch_product_problem, is_single_rank_batch
 from sft_play.planner.layout import LayoutName
-from sft_play.planner.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -154,24 +153,28 @@ def merge_deepspeed_batch(
     """The run's settings with the batch of a translated configuration where the run YAML leaves it open (micro-batch
     and accumulation "auto", the effective batch not set). Raises ConfigError where numbers of the two contradict each
     other, or do not multiply over the data-parallel `ranks`; all of them at once."""
-    keys = {field: key for key, field in BATCH_KEYS.items()}
-    file_values = {field: config[key] for field, key in keys.items() if isinstance(config.get(key), int)}  # no "auto"
+    source_texts = {"effective_batch_size": f"train.effective_batch_size={train.effective_batch_size} (its default)"}
+    run_values, file_values, taken_values = {}, {}, {}
+    problems = []
+    for key, field_name in BATCH_KEYS.items():
+        value, file_value = getattr(train, field_name), config.get(key)
+        # the effective batch has a number as its default: it is given where the YAML or SET holds it
+        if value != AUTO and (field_name != "effective_batch_size" or field_name in train.model_fields_set):
+            run_values[field_name] = value
+            source_texts[field_name] = f"train.{field_name}={value}"
+        if not isinstance(file_value, int):  # "auto"
+            continue
+        file_values[field_name] = file_value
+        if field_name not in run_values:
+            taken_values[field_name] = file_value
+            source_texts[field_name] = f"{key}: {file_value}"
+        elif value != file_value:
+            problems.append(
+                f'{key}: {file_value} contradicts train.{field_name}={value}; keep one of them ("auto" here)'
+            )
     if not file_values:
         return train
-    run_values = {field: value for field in ("batch_size", "grad_accum") if (value := getattr(train, field)) != AUTO}
-    # It has a number as its default, so "given" is what the file or SET holds, even if that is the default.
-    if "effective_batch_size" in train.model_fields_set:
-        run_values["effective_batch_size"] = train.effective_batch_size
-    problems = [
-        f'{keys[field]}: {value} contradicts train.{field}={run_values[field]}; keep one of them ("auto" here)'
-        for field, value in file_values.items()
-        if run_values.get(field, value) != value
-    ]
-    taken_values = {field: value for field, value in file_values.items() if field not in run_values}
-    source_texts = {"effective_batch_size": f"train.effective_batch_size={train.effective_batch_size} (its default)"}
-    source_texts |= {field: f"train.{field}={value}" for field, value in run_values.items()}
-    source_texts |= {field: f"{keys[field]}: {value}" for field, value in taken_values.items()}
-    micro_batch, grad_accum = ((run_values | taken_values).get(field) for field in ("batch_size", "grad_accum"))
+    micro_batch, grad_accum = ((run_values | taken_values).get(name) for name in ("batch_size", "grad_accum"))
     if "effective_batch_size" not in run_values | taken_values and micro_batch and grad_accum:
         taken_values["effective_batch_size"] = micro_batch * grad_accum * ranks
     merged = train.model_copy(update=taken_values)
@@ -191,18 +194,15 @@ SHORT_DTYPES = {short_name: name for name, short_name in DTYPE_ALIASES.items()}
 _KEY_TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8"))
 
 
-def _section_keys(section: dict[str, str]) -> frozenset[str]:
-    """A section's keys. Some of ZeRO's may be written with the prefix `stage3_` (pydantic's `populate_by_name`)."""
-    prefixable_keys = section.get("with_and_without_stage3_", "").split()
-    return frozenset([*section["keys"].split(), *prefixable_keys, *(f"stage3_{key}" for key in prefixable_keys)])
-
-
 # The keys of each section by its dotted path ("" is the top level). Sections that are not here are open: what they may
 # contain depends on their values. `sequence_parallel_size` and `inference` are read by transformers and by DeepSpeed's
 # ZeRO-3 loading.
-KNOWN_DEEPSPEED_KEYS: dict[str, frozenset[str]] = {
-    path: _section_keys(section) for path, section in _KEY_TABLE["sections"].items()
-}
+KNOWN_DEEPSPEED_KEYS: dict[str, frozenset[str]] = {}
+for _path, _section in _KEY_TABLE["sections"].items():
+    # some of ZeRO's may be written with the prefix `stage3_` (pydantic's `populate_by_name`)
+    _prefixable = _section.get("with_and_without_stage3_", "").split()
+    _keys = [*_section["keys"].split(), *_prefixable, *(f"stage3_{key}" for key in _prefixable)]
+    KNOWN_DEEPSPEED_KEYS[_path] = frozenset(_keys)
 
 # Paths where DeepSpeed itself understands "auto".
 PATHS_WITH_AUTO: tuple[str, ...] = tuple(_KEY_TABLE["auto_is_a_value"])
@@ -218,10 +218,7 @@ def translate_deepspeed_keys(raw: DeepspeedConfig, *, name: str = "the DeepSpeed
         for path, value in yaml_io.walk_leaves(raw)
         if value is not None and path and not any(_COMMENT_KEY.fullmatch(str(key)) for key in path)
     }
-    dotted_keys = {str(key) for path, _ in yaml_io.walk_leaves(raw) for key in path
-                   if "." in str(key) and not any(_COMMENT_KEY.fullmatch(str(part)) for part in path)}  # fmt: skip
-    problems = [f"{one_line(key)}: unknown key; DeepSpeed's sections are nested" for key in sorted(dotted_keys)]
-    problems += [*_rename_old_keys(values), *dict.fromkeys(_unknown_key_problems(values))]
+    problems = [*_rename_old_keys(values), *dict.fromkeys(_unknown_key_problems(values))]
     # a value under a wrong key would be reported twice
     problems = problems or list(_value_problems(values))
     if problems:
@@ -340,27 +337,6 @@ class PlanValues:
     # Dtype that buffers are cast to; None: unchanged.
     buffer: str | None = None
 
-    @classmethod
-    def from_plan(cls, plan: Plan, config: RunConfig, *, hidden_size: int) -> PlanValues:
-        """Those of a plan and the run's settings."""
-        mixed_precision, batch = config.distributed.mixed_precision, plan.trainer_batch
-        return cls(
-            layout=plan.layout,
-            micro_batch=batch.micro_batch,  # DeepSpeed takes a fixed number of micro steps
-            grad_accum=batch.grad_accum,
-            data_parallel_ranks=plan.batch.ranks,
-            hidden_size=hidden_size,
-            compute_dtype=plan.precision.compute,
-            options=deepspeed_options(config),
-            reduce=SHORT_DTYPES.get(mixed_precision.reduce),
-            buffer=SHORT_DTYPES.get(mixed_precision.buffer),
-        )
-
-    @property
-    def effective_batch(self) -> int:
-        """Rows per optimizer step, over all ranks."""
-        return self.micro_batch * self.grad_accum * self.data_parallel_ranks
-
 
 def deepspeed_options(config: RunConfig) -> dict[str, tuple[str, Any]]:
     """The training options that DeepSpeed's file has, by their paths in it: key of the run YAML, value."""
@@ -381,8 +357,12 @@ def fill_auto_values(
     """A translated configuration with every "auto" resolved. `adam_obstacle`: why DeepSpeed's own CPU Adam cannot run
     (`cpu_adam_obstacles`), so that torch's updates the offloaded states, more slowly. Optimizer and schedule are the
     run YAML's. Raises ConfigError where a number contradicts the plan; all of them at once."""
-    leaves = {".".join(map(str, path)): copy.deepcopy(value) for path, value in yaml_io.walk_leaves(config)}
-    filler = _ConfigFiller({path: value for path, value in leaves.items() if value not in (None, {})}, plan_values)
+    values = {
+        ".".join(map(str, path)): copy.deepcopy(value)
+        for path, value in yaml_io.walk_leaves(config)
+        if value not in (None, {})
+    }
+    filler = _ConfigFiller(values, plan_values)
     layout = deepspeed_layout(config, name=name, default_layout=plan_values.layout)
     if layout != plan_values.layout:  # memory and speed were planned for another one
         filler.problems.append(
@@ -391,7 +371,14 @@ def fill_auto_values(
     filler.fill_from_plan()
     filler.fill_precision()
     filler.drop_optimizer()
-    filler.drop_scheduler()
+    # the schedule is the run YAML's: DeepSpeed's own would silently replace it
+    for path in _paths_below(values, "scheduler"):
+        value = values.pop(path)
+        if value != AUTO and path != "scheduler.type":
+            filler.problems.append(
+                f"{path}: {format_value(value)}: the run YAML has the schedule (train.lr_scheduler_type, "
+                'warmup_steps); remove the scheduler block, or set its numbers to "auto"'
+            )
     if filler.problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in filler.problems))
     if adam_obstacle and filler.values.get("zero_optimization.offload_optimizer.device") in OFFLOAD_DEVICES:
@@ -421,9 +408,10 @@ class _ConfigFiller:
         elements, would take another GiB."""
         plan = self.plan_values
         stage = ZERO_STAGES[plan.layout][0]
-        product = f"{plan.micro_batch} × {plan.grad_accum} × {plan.data_parallel_ranks} ranks = {plan.effective_batch}"
+        effective_batch = plan.micro_batch * plan.grad_accum * plan.data_parallel_ranks
+        product = f"{plan.micro_batch} × {plan.grad_accum} × {plan.data_parallel_ranks} ranks = {effective_batch}"
         batch = {
-            "train_batch_size": plan.effective_batch,
+            "train_batch_size": effective_batch,
             "train_micro_batch_size_per_gpu": plan.micro_batch,
             "gradient_accumulation_steps": plan.grad_accum,
         }
@@ -450,8 +438,8 @@ class _ConfigFiller:
             if is_open and (stage == 3 or key == "reduce_bucket_size"):
                 self.set_value(path, formula(plan.hidden_size), f"from the hidden size, {plan.hidden_size}")
         if stage == 3:
-            gather_path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-            self.set_value(gather_path, True, "checkpoints hold whole weights")
+            path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+            self.set_value(path, True, "checkpoints hold whole weights")
         # DeepSpeed stops at optimizer classes that it does not know
         self.set_value("zero_allow_untested_optimizer", True, "train.optim is the plan's choice")
 
@@ -490,24 +478,10 @@ class _ConfigFiller:
                 continue
             if value is True and path.endswith((".adam_w_mode", ".bias_correction")):  # as they are without a word
                 continue
-            if path not in planned_options:
-                contradicted = "the run YAML's optimizer, which has no such number"
-            elif are_numbers_equal(value, planned_options[path][1]):
-                continue
-            else:
-                source, planned = planned_options[path]
+            source, planned = planned_options.get(path, ("the run YAML's optimizer, which has", None))
+            if not are_numbers_equal(value, planned):
                 contradicted = f"{source}: {format_value(planned)}"
-            self.problems.append(f'{path}: {format_value(value)} contradicts {contradicted}; set it to "auto"')
-
-    def drop_scheduler(self) -> None:
-        """The schedule is the run YAML's: DeepSpeed's own would silently replace it."""
-        block = {path: self.values.pop(path) for path in _paths_below(self.values, "scheduler")}
-        self.problems += [
-            f"{path}: {format_value(value)}: the run YAML has the schedule (train.lr_scheduler_type, warmup_steps); "
-            'remove the scheduler block, or set its numbers to "auto"'
-            for path, value in block.items()
-            if value != AUTO and path != "scheduler.type"
-        ]
+                self.problems.append(f'{path}: {format_value(value)} contradicts {contradicted}; set it to "auto"')
 
 
 def drop_unresolved_autos(config: DeepspeedConfig, path: str = "") -> None:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -97,55 +97,48 @@ def meet_nodes(nodes: NodeSetup, card: NodeCard, *, timeout_s: float) -> NodeMee
         "sees node 0 at": addresses,
     }
     if nodes.rank == 0:
-        _require_own_address(nodes, addresses)
+        if not any(map(can_bind, addresses)):
+            raise ConfigError(
+                f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and this one has another "
+                f"address ({', '.join(local_addresses()) or 'none but the loopback'}): give this machine another "
+                f"NODE_RANK= (1 to {nodes.count - 1}), or all nodes a MASTER_ADDR= of this machine"
+            )
         require_free_port(nodes.port)
         logger.info("Nodes: node 0 waits at %s for %d more, %.0f s at most", nodes.endpoint, nodes.count - 1, timeout_s)
     else:
         logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.endpoint, timeout_s)
     with importing():
         importlib.import_module("torch.distributed")
-    outcomes: list[tuple[NodeCard, ...] | Exception] = []
-    has_left_card = threading.Event()
+    outcomes: list[Mapping[str, Any] | Exception] = []
 
     def meet() -> None:
         try:
-            outcomes.append(_exchange_cards(nodes, own_card, timeout_s, has_left_card))
+            outcomes.append(_exchange_cards(nodes, own_card, timeout_s))
         except Exception as error:
             outcomes.append(error)
 
     # in a thread: torch's own waits hear no Ctrl-C, and one for a program that is no store never ends
     thread = threading.Thread(target=meet, daemon=True, name="sft_play nodes")
     thread.start()
-    try:
-        thread.join(2 * timeout_s + 3 * _LEAVE_TIMEOUT_S)
-    except BaseException:  # Ctrl-C, SIGTERM: the others would count this node's card, and wait for it
-        if has_left_card.is_set():
-            thread = threading.Thread(target=_tell_stop, args=(nodes, own_card), daemon=True)
-            thread.start()
-            thread.join(_LEAVE_TIMEOUT_S)
-        raise
+    thread.join(2 * timeout_s + 3 * _LEAVE_TIMEOUT_S)
     outcome = outcomes[0] if outcomes else _no_answer_error(nodes, own_card, timeout_s, "another program listens there")
     if isinstance(outcome, Exception):
         raise outcome
+    if "refused" in outcome:
+        raise ConfigError(outcome["refused"])
+    cards: tuple[NodeCard, ...] = tuple(outcome["cards"])
+    if nodes.rank >= len(cards):
+        raise ConfigError(f"NNODES={nodes.count} here, and node 0 was given {len(cards)}: give all the same")
     if nodes.rank == 0:  # its name may mean the loopback here: the others know where they reach it
-        seen_addresses = [address for card in (*outcome[1:], own_card) for address in card["sees node 0 at"]]
+        seen_addresses = [address for card in (*cards[1:], own_card) for address in card["sees node 0 at"]]
         address = next(filter(can_bind, seen_addresses), None)
     else:
         address = route_address(str(nodes.address), nodes.port or 0)
+    hosts = ", ".join(one_line(str(item.get("host"))) for item in cards)
     interface = find_interface(address) if address else None
-    hosts = ", ".join(one_line(str(item.get("host"))) for item in outcome)
-    logger.info("Nodes: %d met at %s (%s); this is node %d, at %s%s", len(outcome), nodes.endpoint, hosts, nodes.rank,
+    logger.info("Nodes: %d met at %s (%s); this is node %d, at %s%s", len(cards), nodes.endpoint, hosts, nodes.rank,
                 address, f" on {interface}" if interface else "")  # fmt: skip
-    return NodeMeeting(outcome, address)
-
-
-def _require_own_address(nodes: NodeSetup, addresses: list[str]) -> None:
-    if not any(map(can_bind, addresses)):
-        raise ConfigError(
-            f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and this one has another "
-            f"address ({', '.join(local_addresses()) or 'none but the loopback'}): give this machine another "
-            f"NODE_RANK= (1 to {nodes.count - 1}), or all nodes a MASTER_ADDR= of this machine"
-        )
+    return NodeMeeting(cards, address)
 
 
 def _no_answer_error(nodes: NodeSetup, own_card: NodeCard, timeout_s: float, reason: str) -> HardwareError:
@@ -158,31 +151,34 @@ def _no_answer_error(nodes: NodeSetup, own_card: NodeCard, timeout_s: float, rea
     )
 
 
-def _exchange_cards(
-    nodes: NodeSetup, own_card: NodeCard, timeout_s: float, has_left_card: threading.Event
-) -> tuple[NodeCard, ...]:
-    """The cards of all nodes, as node 0 hands them out; sets `has_left_card` once this one is there. Raises ConfigError
-    on every node where one is refused; HardwareError where this one finds no node 0, or loses it."""
+def _exchange_cards(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> Mapping[str, Any]:
+    """Put this node's card into the store; returns node 0's answer, the cards of all, or why one is refused. Raises
+    HardwareError where this node finds no node 0, or loses it."""
     from torch.distributed import DistError, TCPStore
 
-    store = None
+    store, timeout = None, timedelta(seconds=timeout_s)
     try:
-        timeout = timedelta(seconds=timeout_s)
         store = TCPStore(str(nodes.address), nodes.port or 0, None, nodes.rank == 0, timeout, wait_for_workers=False)
         store.set_timeout(2 * timeout)  # node 0 may have begun to wait last
         store.add(_CAME_KEY, 1)
         card = json.loads(store.compare_set(_CARD_KEY + str(nodes.rank), "", json.dumps(own_card)))
-        has_left_card.set()
         if card["start"] != own_card["start"]:
             hosts = " and ".join(one_line(str(item.get("host"))) for item in (card, own_card))
             _refuse(store, f"{hosts} were both given NODE_RANK={nodes.rank}: give each node its own number, 0 to "
                            f"{nodes.count - 1}, and start the command once")  # fmt: skip
         elif nodes.rank == 0:
             _collect_cards(store, nodes, own_card, timeout_s)
-        else:
-            _wait_for_node_0(store, nodes)
-        answer = json.loads(store.get(_ANSWER_KEY))
-        _leave(store, nodes)
+        elif not _poll(lambda: store.check([_CARD_KEY + "0"]), _LEAVE_TIMEOUT_S):
+            raise HardwareError(
+                f"what answers at {nodes.endpoint} is another program, or the ranks of a run that began without this "
+                "node: start it again on all nodes"
+            )
+        answer: Mapping[str, Any] = json.loads(store.get(_ANSWER_KEY))
+        store.add(_LEFT_KEY, 1)
+        # Node 0 stays until the others have read its answer; these until its store has closed: torchrun, next at the
+        # same port, would find this store and lose it.
+        with contextlib.suppress(RuntimeError):
+            _poll(lambda: store.add(_LEFT_KEY, 0) >= store.add(_CAME_KEY, 0) and nodes.rank == 0, _LEAVE_TIMEOUT_S)
     except DistError as error:
         reason = one_line(str(error).partition("\n")[0], limit=200)
         if store is None:
@@ -190,11 +186,17 @@ def _exchange_cards(
         raise HardwareError(
             f"the nodes lost each other at {nodes.endpoint}: {reason}; start all of them again"
         ) from None
-    if "refused" in answer:
-        raise ConfigError(answer["refused"])
-    if nodes.rank >= len(answer["cards"]):
-        raise ConfigError(f"NNODES={nodes.count} here, and node 0 was given {len(answer['cards'])}: give all the same")
-    return tuple(answer["cards"])
+    return answer
+
+
+def _poll(holds: Callable[[], bool], limit_s: float) -> bool:
+    """Look ten times a second whether something holds; False where it does not within `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 def _refuse(store: TCPStore, message: str) -> None:
@@ -202,64 +204,33 @@ def _refuse(store: TCPStore, message: str) -> None:
     store.compare_set(_ANSWER_KEY, "", json.dumps({"refused": message}))
 
 
-def _tell_stop(nodes: NodeSetup, own_card: NodeCard) -> None:
-    """Refuse the start on all nodes because this one was stopped, by a connection of its own: the other one waits."""
-    from torch.distributed import TCPStore
-
-    timeout = timedelta(seconds=_LEAVE_TIMEOUT_S)
-    with contextlib.suppress(RuntimeError):  # torch's errors: there is no node 0, or none any more
-        store = TCPStore(str(nodes.address), nodes.port or 0, None, False, timeout, wait_for_workers=False)
-        host = one_line(str(own_card.get("host")))
-        _refuse(store, f"node {nodes.rank} ({host}) was stopped; start it again on all nodes")
-        time.sleep(_POLL_S)  # the store ends with node 0's process
-
-
-def _wait_for_node_0(store: TCPStore, nodes: NodeSetup) -> None:
-    deadline = time.monotonic() + _LEAVE_TIMEOUT_S
-    while not store.check([_CARD_KEY + "0"]):
-        if time.monotonic() > deadline:
-            raise HardwareError(
-                f"what answers at {nodes.endpoint} is another program, or the ranks of a run that began without this "
-                "node: start it again on all nodes"
-            )
-        time.sleep(_POLL_S)
-
-
 def _collect_cards(store: TCPStore, nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> None:
     """On node 0: answer all with the cards of all, once they are there and alike."""
-    cards, deadline = {0: own_card}, time.monotonic() + timeout_s
-    while len(cards) < nodes.count and not store.check([_ANSWER_KEY]):
-        absent = [rank for rank in range(nodes.count) if rank not in cards]
-        if time.monotonic() > deadline:
-            return _refuse(
-                store,
-                f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {nodes.count} did not connect to "
-                f"{nodes.endpoint} within {timeout_s:.0f} s (distributed.timeout_s): start the same command there with "
-                f"its own NODE_RANK=; where it runs, a firewall closes port {nodes.port}, or MASTER_ADDR= differs",
-            )
-        for rank in absent:
-            if store.check([_CARD_KEY + str(rank)]):
+    cards = {0: own_card}
+
+    def is_answered() -> bool:
+        for rank in range(nodes.count):
+            if rank not in cards and store.check([_CARD_KEY + str(rank)]):
                 cards[rank] = json.loads(store.get(_CARD_KEY + str(rank)))
                 logger.info("Nodes: node %d is here (%s)", rank, one_line(str(cards[rank].get("host"))))
-                if differing := card_differences(own_card, cards[rank]):
+                differing = card_differences(own_card, cards[rank])
+                if differing:
                     listed = "; ".join(differing[:_MAX_LISTED_DIFFERENCES])
-                    ellipsis = " …" * (len(differing) > _MAX_LISTED_DIFFERENCES)
-                    advice = "give all nodes the same command, run YAML and packages"
-                    return _refuse(store, f"the nodes differ: {listed}{ellipsis}; {advice}")
-        time.sleep(_POLL_S)
+                    _refuse(
+                        store, f"the nodes differ: {listed}; give all nodes the same command, run YAML and packages"
+                    )
+        return len(cards) == nodes.count or store.check([_ANSWER_KEY])
+
+    if not _poll(is_answered, timeout_s):
+        absent = [rank for rank in range(nodes.count) if rank not in cards]
+        _refuse(
+            store,
+            f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {nodes.count} did not connect to "
+            f"{nodes.endpoint} within {timeout_s:.0f} s (distributed.timeout_s): start the same command there with "
+            f"its own NODE_RANK=; where it runs, a firewall closes port {nodes.port}, or MASTER_ADDR= differs",
+        )
+    # unless one was refused
     store.compare_set(_ANSWER_KEY, "", json.dumps({"cards": [cards[rank] for rank in sorted(cards)]}))
-    return None
-
-
-def _leave(store: TCPStore, nodes: NodeSetup) -> None:
-    """Node 0 stays until the others have read its answer; these until its store has closed: torchrun, next at the same
-    port, would find this store and lose it."""
-    store.add(_LEFT_KEY, 1)
-    deadline = time.monotonic() + _LEAVE_TIMEOUT_S
-    with contextlib.suppress(RuntimeError):
-        while (nodes.rank or store.add(_LEFT_KEY, 0) < store.add(_CAME_KEY, 0)) and time.monotonic() < deadline:
-            store.check([_LEFT_KEY])
-            time.sleep(_POLL_S)
 
 
 def card_differences(first: NodeCard, other: NodeCard) -> list[str]:

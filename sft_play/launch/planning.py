@@ -15,6 +15,7 @@ import importlib
 import logging
 import math
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from datetime import date
 from typing import Any
@@ -26,10 +27,12 @@ from sft_play.data.sources.files import has_held_out_file
 from sft_play.errors import ConfigError, OutOfMemory, SftPlayError, stage_context
 from sft_play.finished.report import report_on_exit
 from sft_play.launch.deepspeed import (
+    SHORT_DTYPES,
     DeepspeedConfig,
     PlanValues,
     cpu_adam_obstacles,
     deepspeed_layout,
+    deepspeed_options,
     fill_auto_values,
     keeps_params_on_gpu,
     merge_deepspeed_batch,
@@ -37,18 +40,29 @@ from sft_play.launch.deepspeed import (
     shipped_deepspeed_config,
     translate_deepspeed_keys,
 )
-from sft_play.launch.rank import LaunchPlan, gather_rank_hardware, receive_launch_plan, refusal_to_json
 from sft_play.launch.refusals import refusals, require_gpus_and_disk
-from sft_play.launch.request import DeepspeedRequest, LaunchOptions, LaunchRequest
-from sft_play.launch.resume import (
+from sft_play.launch.request import (
+    LAUNCH_FILE,
+    DeepspeedRequest,
+    LaunchOptions,
+    LaunchPlan,
+    LaunchRequest,
     count_data_parallel_ranks,
     pop_crash_record,
     read_previous_run,
+    refusal_to_json,
     require_resumable_layout,
     resume_constraints,
 )
 from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens, has_variable_lengths
-from sft_play.launch.run_hardware import prepare_libraries, restrict_to_device, use_one_gpu, warn_idle_gpus
+from sft_play.launch.run_hardware import (
+    gather_rank_hardware,
+    prepare_libraries,
+    rank_gpu_id,
+    restrict_to_device,
+    use_one_gpu,
+    warn_idle_gpus,
+)
 from sft_play.launch.torchrun import rank_variables
 from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware, detect_hardware
@@ -70,7 +84,7 @@ from sft_play.planner.layout import (
     format_mesh,
     layout_choices,
 )
-from sft_play.planner.plan import Plan, PlanWithDeepSpeed, RunLength, Suggestion, TracePrediction, require_fit
+from sft_play.planner.plan import Plan, PlanWithDeepSpeed, RunLength, TracePrediction, require_fit
 from sft_play.process.waiting import importing
 from sft_play.runs.folder import (
     FREE_TO_CHANGE_OPTIONS,
@@ -110,8 +124,7 @@ def plan_run(
         keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
         rows: the lengths of the rows, where the caller has counted them.
     """
-    request = build_plan_request(config, hardware, layouts, rows=rows)
-    request = dataclasses.replace(request, keeps_params=keeps_params)
+    request = build_plan_request(config, hardware, layouts, rows=rows, keeps_params=keeps_params)
     return plan_request(request, trace=trace, include_suggestions=include_suggestions)
 
 
@@ -122,9 +135,10 @@ def build_plan_request(
     *,
     rows: RowTokens | None = None,
     is_stage: bool = False,
+    keeps_params: bool = False,
 ) -> PlanRequest:
     """Build the planner's request for a run, or a stage of one: the shapes of its model, earlier runs here, and the
-    lengths of its rows where they are known. Raises as `select_local_backend` and `load_run_model_shape` do."""
+    lengths of its rows where they are known. Raises as `training_backend` and `load_run_model_shape` do."""
     hardware = restrict_to_device(config, hardware)
     backend = training_backend(config, hardware, layouts, has_stages=is_stage)
     if backend is not None and backend.fallback_from is not None:
@@ -141,18 +155,19 @@ def build_plan_request(
         row_tokens=rows or cached_row_tokens(config),
         missing_packages=missing_kernel_packages(),
         libraries=cuda_libraries(),
+        keeps_params=keeps_params,
     )
 
 
 def plan_request(request: PlanRequest, *, trace: bool = False, include_suggestions: bool = True) -> Plan:
     """Plan what a request asks for, with the length of the run and, where asked for, a trace."""
-    # a resumed run's batch is fixed: there is nothing to suggest
-    planner = make_advised_plan if include_suggestions and request.resumed_batch is None else make_plan
-    return planner(
-        request,
-        trace_candidate=functools.partial(_trace_candidate, request.config, request.shape) if trace else None,
-        estimate_run_length=functools.partial(_estimate_run_length, request.config, request.row_tokens),
-    )
+    config, planner, trace_candidate = request.config, make_plan, None
+    if include_suggestions and request.resumed_batch is None:  # a resumed run's batch is fixed
+        planner = make_advised_plan
+    if trace:
+        trace_candidate = functools.partial(_trace_candidate, config, request.shape)
+    estimate_run_length = functools.partial(_estimate_run_length, config, request.row_tokens)
+    return planner(request, trace_candidate=trace_candidate, estimate_run_length=estimate_run_length)
 
 
 def has_eval(config: RunConfig) -> bool:
@@ -189,13 +204,11 @@ def _estimate_run_length(config: RunConfig, row_tokens: RowTokens | None, effect
 def log_plan(plan: Plan, config: RunConfig, *, stage_name: str | None = None) -> None:
     """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons. Of a stage its
     batch is said when it begins."""
-    visible_lines = explain.batch_size_lines(plan, config) if stage_name is None else []
-    stage_prefix = "" if stage_name is None else f"Stage {stage_name}: "
-    for line in [
-        explain.choice_line(plan),
-        *explain.parameter_lines(plan, config),
-        *explain.batch_lines(plan, config),
-    ]:
+    visible_lines, stage_prefix = explain.batch_size_lines(plan, config), ""
+    if stage_name is not None:
+        visible_lines, stage_prefix = [], f"Stage {stage_name}: "
+    details = [explain.choice_line(plan), *explain.parameter_lines(plan, config), *explain.batch_lines(plan, config)]
+    for line in details:
         logger.log(logging.INFO if line in visible_lines else logging.DEBUG, "%s", line)
     logger.info("%s%s", stage_prefix, fit_line(plan, config))
     for warning in plan_warnings(plan, config):
@@ -205,9 +218,21 @@ def log_plan(plan: Plan, config: RunConfig, *, stage_name: str | None = None) ->
 
 
 # --- the backend ------------------------------------------------------------------------------------------------------
-def select_local_backend(config: RunConfig, hardware: Hardware, *, layout: str, has_stages: bool = False) -> Backend:
-    """Choose the backend that trains a run on this machine; `has_stages`: in stages. Raises BackendError where Unsloth
-    was asked for and cannot run it, and no fallback was named."""
+def training_backend(
+    config: RunConfig,
+    hardware: Hardware,
+    layouts: tuple[LayoutName, ...] = LAYOUT_NAMES,
+    *,
+    has_stages: bool = False,
+) -> Backend | None:
+    """The backend that trains a run here, where it had to be chosen: not for bnb, nor on a machine that was only named.
+    `has_stages`: in stages. Raises BackendError where Unsloth was asked for and cannot run it, and no fallback was
+    named."""
+    if config.tuning.backend == "bnb" or hardware.named:
+        return None
+    layout = _default_layout(hardware)
+    if layouts and layout not in layouts:
+        layout = layouts[0]
     return choose_backend(
         config,
         hardware,
@@ -218,37 +243,17 @@ def select_local_backend(config: RunConfig, hardware: Hardware, *, layout: str, 
     )
 
 
-def training_backend(
-    config: RunConfig,
-    hardware: Hardware,
-    layouts: tuple[LayoutName, ...] = LAYOUT_NAMES,
-    *,
-    has_stages: bool = False,
-) -> Backend | None:
-    """The backend that trains a run here, where it had to be chosen: not for bnb, nor on a machine that was only named.
-    Raises as `select_local_backend` does."""
-    if config.tuning.backend == "bnb" or hardware.named:
-        return None
-    layout = _default_layout(hardware)
-    if layouts and layout not in layouts:
-        layout = layouts[0]
-    return select_local_backend(config, hardware, layout=layout, has_stages=has_stages)
-
-
 def _default_layout(hardware: Hardware) -> LayoutName:
     return "ddp" if hardware.ranks > 1 else "single"
 
 
 def find_unsloth_layout(loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> LayoutName | None:
-    """The layout in which Unsloth's processes train a run; None where they do not. Raises BackendError where Unsloth
-    was asked for and cannot run it, and no fallback was named."""
-    if loaded.config.tuning.backend != "unsloth":
-        return None
+    """The layout in which Unsloth's processes train a run; None where they do not. Raises as `training_backend`."""
     layout = options.strategy or _default_layout(hardware)
     if options.deepspeed and options.strategy is None:
         layout = "zero2"
-    backend = select_local_backend(loaded.config, hardware, layout=layout, has_stages=bool(loaded.stages))
-    return layout if backend.name == "unsloth" else None
+    backend = training_backend(loaded.config, hardware, (layout,), has_stages=bool(loaded.stages))
+    return layout if backend is not None and backend.name == "unsloth" else None
 
 
 # --- where memory ran out ---------------------------------------------------------------------------------------------
@@ -258,8 +263,7 @@ def add_oom_advice(config: RunConfig, plan: Plan) -> Iterator[None]:
     try:
         yield
     except OutOfMemory as error:
-        alternatives = _cheaper_alternatives(config, plan, error.batch) if error.batch is not None else []
-        if not alternatives:
+        if error.batch is None or not (alternatives := _cheaper_alternatives(config, plan, error.batch)):
             raise
         raise OutOfMemory(f"{error}. Predicted to need less: {'; '.join(alternatives)}") from error.__cause__
 
@@ -271,22 +275,17 @@ def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> li
         is_selective = choice.checkpointing == "selective"
         train_settings["gradient_checkpointing"] = choice.checkpointed_layers if is_selective else choice.checkpointing
     config = config.model_copy(update={"train": config.train.model_copy(update=train_settings)})
+    alternatives = []
     with contextlib.suppress(SftPlayError):
         request = build_plan_request(config, plan.hardware, (plan.layout,))
         failed_plan = make_plan(request)
         measured_runs = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
-        suggestions = find_suggestions(dataclasses.replace(request, measured_runs=measured_runs))
-        return [
-            f"{item.change} ({item.needs}; {'resume takes it' if _can_resume_with(item) else 'a new run'})"
-            for item in suggestions
-            if item.fits and (item.hardware is None or item.required < failed_plan.memory.required)
-        ]
-    return []
-
-
-def _can_resume_with(suggestion: Suggestion) -> bool:
-    keys = {word.partition("=")[0] for word in (suggestion.setting or "").split()}
-    return bool(keys) and keys <= FREE_TO_CHANGE_OPTIONS
+        for item in find_suggestions(dataclasses.replace(request, measured_runs=measured_runs)):
+            if item.fits and (item.hardware is None or item.required < failed_plan.memory.required):
+                keys = {word.partition("=")[0] for word in (item.setting or "").split()}
+                effect = "resume takes it" if keys and keys <= FREE_TO_CHANGE_OPTIONS else "a new run"
+                alternatives.append(f"{item.change} ({item.needs}; {effect})")
+    return alternatives
 
 
 # --------------------------------------------------------------------------------------------------
@@ -296,13 +295,21 @@ def _can_resume_with(suggestion: Suggestion) -> bool:
 def plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> LaunchPlan:
     """Plan a launch, or receive the plan, as one of a launcher's ranks. What has to be closed at the end, such as the
     lock of a run that is resumed, goes onto `exit_stack`. Raises SftPlayError where the run is refused."""
-    if request.rank_info is None:
+    rank_info = request.rank_info
+    if rank_info is None:
         return _make_launch_plan(request, exit_stack)
-    received_plan = receive_launch_plan(request.loaded.config, request.rank_info)
-    if received_plan is not None:
-        return received_plan
-    from sft_play.training.distributed import broadcast_text
+    if rank_info.run_folder is not None:  # `make train-distributed` on one node: the parent planned, every rank reads
+        return LaunchPlan.from_json((rank_info.run_folder / LAUNCH_FILE).read_text(encoding="utf-8"))
+    with importing():
+        from sft_play.training.distributed import broadcast_text, publish_gpu
 
+    # torch's wait hears no Ctrl-C, and there is nothing to undo
+    previous_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    local_hardware = restrict_to_device(request.loaded.config, detect_hardware())
+    publish_gpu(rank_gpu_id(rank_info, local_hardware), rank_info.rank)
+    signal.signal(signal.SIGINT, previous_handler)
+    if not rank_info.is_first:
+        return LaunchPlan.from_json(broadcast_text(None))
     try:
         launch_plan = _make_launch_plan(request, exit_stack)
     except SftPlayError as error:
@@ -317,9 +324,6 @@ def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) 
     lock of a run that is resumed."""
     loaded, options, starts_run = request.loaded, request.options, not request.options.dry_run
     hardware = _launch_hardware(request)
-    if request.launches_ranks:
-        accelerate_file = request.accelerate_config.path if request.accelerate_config else None
-        warn_idle_gpus(hardware, options.gpus, accelerate_file)
     folder, is_resumed = _run_folder(request)
     resumed_folder = folder if is_resumed else None
     if resumed_folder is not None:
@@ -342,33 +346,41 @@ def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) 
             raise ConfigError(f"MAX_RESTARTS={options.max_restarts} does not watch Unsloth's processes; leave it out")
         options = dataclasses.replace(options, strategy=unsloth_layout)
     trains_in_process = unsloth_layout is not None or not request.launches_ranks
-    run_lock = None
+    own_lock = None
     if starts_run and folder is not None and request.rank_info is None:
         exit_stack.enter_context(report_on_exit(folder))
         if is_resumed and options.nodes.count == 1:  # before minutes go into rows and plan
-            run_lock = exit_stack.enter_context(lock_run(folder, role=None if trains_in_process else LAUNCHER))
+            lock = exit_stack.enter_context(lock_run(folder, role=None if trains_in_process else LAUNCHER))
+            own_lock = lock if trains_in_process else None
 
     stage_requests = build_stage_requests(loaded, hardware, options, resume_from=resumed_folder)
     if starts_run:
         count_rows_before_planning(stage_requests, trains_in_process=trains_in_process)
     stage_plans = plan_stages(stage_requests)
-    if starts_run:  # the folder is rank 0's where there are several nodes
-        require_gpus_and_disk(loaded, hardware, [plan for plan, _ in stage_plans] if folder is not None else [], folder)
-    today = first_start_date(folder) if folder is not None else date.today()
-    return LaunchPlan(
-        folder, is_resumed, stage_plans, trains_in_process, lock=run_lock if trains_in_process else None, today=today
-    )
+    plans, today = [plan for plan, _ in stage_plans], date.today()
+    if folder is None:  # rank 0's, where there are several nodes
+        plans = []
+    else:
+        today = first_start_date(folder)
+    if starts_run:
+        require_gpus_and_disk(loaded, hardware, plans, folder)
+    return LaunchPlan(folder, is_resumed, stage_plans, trains_in_process, lock=own_lock, today=today)
 
 
 def _launch_hardware(request: LaunchRequest) -> Hardware:
-    hardware = detect_hardware()
+    hardware, options = detect_hardware(), request.options
     if not request.launches_ranks:
         hardware = restrict_to_device(request.loaded.config, hardware)
         if request.rank_info is not None:
             return gather_rank_hardware(hardware, request.rank_info)
     for line in explain.hardware_lines(hardware):
         logger.info("%s", line)
-    return request.options.select_hardware(hardware) if request.launches_ranks else use_one_gpu(hardware)
+    if not request.launches_ranks:
+        return use_one_gpu(hardware)
+    hardware = options.select_hardware(hardware)
+    accelerate_file = request.accelerate_config.path if request.accelerate_config else None
+    warn_idle_gpus(hardware, options.gpus, accelerate_file)
+    return hardware
 
 
 def _run_folder(request: LaunchRequest) -> tuple[RunFolder | None, bool]:
@@ -412,7 +424,14 @@ def build_stage_requests(
         previous = read_previous_run(resume_from)
         options = dataclasses.replace(options, strategy=previous.kept_layout(hardware.ranks) if previous else None)
     stage_requests = []
-    for stage_run, stage_folder in _match_stage_folders(loaded, resume_from):
+    for stage_run in loaded.runs:
+        stage_folder = resume_from
+        if resume_from is not None and stage_run.stage_name is not None:
+            is_last_stage = stage_run.stage_name == loaded.stages[-1].name
+            stage_folder = resume_from.stage_folder(stage_run.stage_name, is_last_stage=is_last_stage)
+            is_adapter = stage_run.config.tuning.mode != "full"
+            if not stage_folder.has_begun or stage_folder.has_finished(is_adapter=is_adapter):
+                stage_folder = None  # it begins, or is not trained again
         with stage_context(stage_run.stage_name):
             stage_requests.append(
                 build_stage_request(
@@ -420,21 +439,6 @@ def build_stage_requests(
                 )
             )
     return stage_requests
-
-
-def _match_stage_folders(
-    loaded: LoadedConfig, folder: RunFolder | None
-) -> Iterator[tuple[LoadedConfig, RunFolder | None]]:
-    """The parts of a run that is resumed from a folder, or begins (None), each with its own folder: None for a stage
-    that has not begun, or is finished."""
-    for stage_run in loaded.runs:
-        if folder is None or stage_run.stage_name is None:
-            yield stage_run, folder
-            continue
-        is_last_stage = stage_run.stage_name == loaded.stages[-1].name
-        stage_folder = folder.stage_folder(stage_run.stage_name, is_last_stage=is_last_stage)
-        is_finished_stage = stage_folder.has_finished(is_adapter=stage_run.config.tuning.mode != "full")
-        yield stage_run, stage_folder if stage_folder.has_begun and not is_finished_stage else None
 
 
 def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
@@ -448,9 +452,8 @@ def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: 
     reasons = [refused_layout.because for refused_layout in refused if refused_layout.name == strategy]
     if config.model.mesh_shape is not None:
         reasons = [f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"]
-    others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
-    reason = reasons[0] if reasons else f"{hardware.ranks} rank(s)"
-    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; {others}")
+    reason, others = (*reasons, f"{hardware.ranks} rank(s)")[0], ", ".join(names) or "none"
+    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {reason}; there are: {others}")
 
 
 def build_stage_request(
@@ -477,8 +480,9 @@ def build_stage_request(
     deepspeed_config, deepspeed_name = None, "DeepSpeed"
     if options.deepspeed is not None:
         deepspeed_config, strategy, deepspeed_name = read_deepspeed_config(options.deepspeed, strategy)
-    elif original_deepspeed is not None and _asks_for_layout(original_deepspeed, strategy):
-        deepspeed_config = original_deepspeed
+    elif original_deepspeed is not None and strategy is not None and strategy in DEEPSPEED_LAYOUTS:
+        same_layout = deepspeed_layout(original_deepspeed, default_layout=strategy) == strategy
+        deepspeed_config = original_deepspeed if same_layout else None
     if resume_from and strategy:
         require_resumable_layout(resume_from, previous, strategy)
     if deepspeed_config is not None:
@@ -494,20 +498,13 @@ def build_stage_request(
     layouts = (strategy,) if strategy else layout_choices(hardware.ranks)
     if previous is not None and strategy is None:
         layouts = tuple(name for name in layouts if previous.resume_obstacle(name) is None)
-    plan_request = dataclasses.replace(
-        build_plan_request(config, hardware, layouts, is_stage=loaded.stage_name is not None),
-        keeps_params=bool(deepspeed_config and strategy and keeps_params_on_gpu(deepspeed_config, strategy)),
-        resumed_batch=constraints.batch,
-        resumed_updates=constraints.updates,
+    keeps_params = bool(deepspeed_config and strategy and keeps_params_on_gpu(deepspeed_config, strategy))
+    plan_request = build_plan_request(
+        config, hardware, layouts, is_stage=loaded.stage_name is not None, keeps_params=keeps_params
     )
     run = dataclasses.replace(loaded, config=config)
-    return StageRequest(run, plan_request, deepspeed_config, deepspeed_name)
-
-
-def _asks_for_layout(deepspeed_config: DeepspeedConfig, layout: LayoutName | None) -> bool:
-    if layout is None or layout not in DEEPSPEED_LAYOUTS:
-        return False
-    return deepspeed_layout(deepspeed_config, default_layout=layout) == layout
+    request = StageRequest(run, plan_request, deepspeed_config, deepspeed_name)
+    return request.with_changes(resumed_batch=constraints.batch, resumed_updates=constraints.updates)
 
 
 def count_rows_before_planning(stage_requests: Sequence[StageRequest], *, trains_in_process: bool) -> None:
@@ -616,6 +613,17 @@ def apply_deepspeed_batch(config: RunConfig, deepspeed_config: dict[str, Any], *
 def _resolve_deepspeed_config(
     plan: Plan, config: RunConfig, deepspeed_config: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    plan_values = PlanValues.from_plan(plan, config, hidden_size=load_run_model_shape(config).hidden_size)
+    mixed_precision, batch = config.distributed.mixed_precision, plan.trainer_batch
+    plan_values = PlanValues(
+        layout=plan.layout,
+        micro_batch=batch.micro_batch,  # DeepSpeed takes a fixed number of micro steps
+        grad_accum=batch.grad_accum,
+        data_parallel_ranks=plan.batch.ranks,
+        hidden_size=load_run_model_shape(config).hidden_size,
+        compute_dtype=plan.precision.compute,
+        options=deepspeed_options(config),
+        reduce=SHORT_DTYPES.get(mixed_precision.reduce),
+        buffer=SHORT_DTYPES.get(mixed_precision.buffer),
+    )
     obstacles = cpu_adam_obstacles() if plan.choice.layout.offloads_states else ()
     return fill_auto_values(deepspeed_config, plan_values, name=name, adam_obstacle="; ".join(obstacles) or None)

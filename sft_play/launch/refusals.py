@@ -48,11 +48,16 @@ def refusals(
     checks: list[Callable[[], object]] = [
         partial(require_capable_machine, stage_run.config, hardware) for stage_run in loaded.runs
     ]
-    checks += [partial(_require_writable_folder, loaded, hardware)] if makes_folder else []
+    if makes_folder:
+        checks.append(partial(_require_writable_folder, loaded, hardware))
     checks += [partial(_require_readable_rows, stage_run, needs_rows=needs_rows) for stage_run in loaded.runs]
-    checks += (
-        [] if plans is None else [partial(require_gpus_and_disk, loaded, hardware, plans, _find_resumed_run(loaded))]
-    )
+    if plans is not None:
+        resumed_folder, output = None, loaded.config.output
+        with contextlib.suppress(SftPlayError):  # a check above says it
+            folder = new_run_folder(output, config_path=loaded.path)
+            if is_resume(folder, output):
+                resumed_folder = folder
+        checks.append(partial(require_gpus_and_disk, loaded, hardware, plans, resumed_folder))
     for check in checks:
         try:
             check()
@@ -78,9 +83,16 @@ def require_usable_hardware(
     is too large for a CPU, Triton or inductor cannot build what is needed, or flash-attn 2 has no kernels."""
     if config.train.compile:
         require_inductor(hardware, environment)
-    obstacle = flash_obstacle(config, hardware)
-    if obstacle is not None:
-        raise HardwareError(f"model.attn_implementation: {obstacle[0]}; {obstacle[1]}")
+    if config.model.attn_implementation == "flash_attention_2":
+        old_gpus = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0)]
+        obstacle = ""
+        if not hardware.gpus:
+            obstacle = "flash_attention_2 has kernels for GPUs, and this run uses the CPU"
+        for gpu in old_gpus:
+            capability = ".".join(map(str, gpu.capability or ()))
+            obstacle = f"flash_attention_2 needs GPUs from Ampere on (8.0), and {gpu.name} has {capability}"
+        if obstacle:
+            raise HardwareError(f"model.attn_implementation: {obstacle}; use auto")
     if hardware.gpus:
         return require_compiler(hardware, environment)
     if config.train.device == "cpu":
@@ -96,37 +108,12 @@ def require_usable_hardware(
     return None
 
 
-def flash_obstacle(config: RunConfig, hardware: Hardware) -> tuple[str, str] | None:
-    """What keeps flash-attn 2 from this machine, and what to do; None where it runs, or is not asked for."""
-    if config.model.attn_implementation != "flash_attention_2":
-        return None
-    if not hardware.gpus:
-        return "flash_attention_2 has kernels for GPUs, and this run uses the CPU", "use auto"
-    old_gpus = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0)]
-    if not old_gpus:
-        return None
-    return (
-        f"flash_attention_2 needs GPUs from Ampere on (compute capability 8.0), and {old_gpus[0].name} has "
-        f"{'.'.join(map(str, old_gpus[0].capability or ()))}",
-        "use auto",
-    )
-
-
 def _require_writable_folder(loaded: LoadedConfig, hardware: Hardware) -> None:
     output = loaded.config.output
     if output.name is not None:
         check_run_name(output.name, key="output.name")
     if not hardware.named:
         require_writable_output_dir(new_run_folder(output, config_path=loaded.path))
-
-
-def _find_resumed_run(loaded: LoadedConfig) -> RunFolder | None:
-    """The run that a start with this config resumes; None where it begins one, or is refused."""
-    output = loaded.config.output
-    with contextlib.suppress(SftPlayError):
-        folder = new_run_folder(output, config_path=loaded.path)
-        return folder if is_resume(folder, output) else None
-    return None
 
 
 def _require_readable_rows(stage_run: LoadedConfig, *, needs_rows: bool) -> None:
@@ -152,7 +139,9 @@ def require_gpus_and_disk(
         raise HardwareError(explain_unusable_torch(hardware.gpus[0].name, "it is built without CUDA"))
     folder = folder or RunFolder(output_dir(loaded.config.output))
     for stage_run, plan in zip(loaded.runs, plans, strict=False):
-        stage_folder = folder if stage_run.stage_name is None else folder.stage_folder(stage_run.stage_name)
+        stage_folder = folder
+        if stage_run.stage_name is not None:
+            stage_folder = folder.stage_folder(stage_run.stage_name)
         disk = planned_disk_usage(stage_run.config, load_run_model_shape(stage_run.config), plan)
         free_disk = free_disk_bytes(folder.path)
         needed_bytes = disk.min_bytes(

@@ -1,16 +1,22 @@
-"""What is to be launched: a run, its options, and what a launcher, accelerate's file and a mesh add to them."""
+"""What is to be launched: a run, its options, and what a launcher, accelerate's file and a mesh add to them; what
+becomes of it, the plan that ranks receive; and what a run that goes on keeps, and how often it is started again."""
 
-import dataclasses
+from __future__ import annotations
+
+import contextlib
 import json
 import logging
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, HardwareError
+from sft_play.errors import ConfigError, DoesNotFit, HardwareError, RunFolderError, SftPlayError
 from sft_play.launch.accelerate import (
     MIXED_PRECISION,
     AccelerateConfig,
@@ -21,26 +27,49 @@ from sft_play.launch.accelerate import (
     remove_accelerate_variables,
 )
 from sft_play.launch.deepspeed import are_numbers_equal
-from sft_play.launch.nodes import NodeMeeting, meet_nodes, node_card
-from sft_play.launch.rank import setup_rank_environment
 from sft_play.launch.run_hardware import hide_gpus, restrict_to_device, select_hardware
 from sft_play.launch.torchrun import (
     RENDEZVOUS_VARIABLES,
     RankInfo,
-    rank_timeout_s,
+    rank_variables,
     read_nodes,
     read_whole_number,
     refuse_lone_node,
+    rendezvous_variables,
 )
-from sft_play.log import one_line
+from sft_play.log import one_line, start_log_file
 from sft_play.machine.hardware import Hardware, detect_hardware
-from sft_play.machine.network import DEFAULT_PORT, NodeSetup, is_local
-from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Mesh, format_mesh, parse_mesh
-from sft_play.planner.plan import Plan
-from sft_play.runs.folder import RunFolder
+from sft_play.machine.network import DEFAULT_PORT, GLOO_VARIABLE, NodeSetup, find_interface, is_local, route_address
+from sft_play.planner.batching import BatchPlan, divisors
+from sft_play.planner.layout import (
+    DEEPSPEED_LAYOUTS,
+    LAYOUT_NAMES,
+    LayoutName,
+    Mesh,
+    PreviousRun,
+    format_mesh,
+    mesh_layout,
+    parse_mesh,
+)
+from sft_play.planner.plan import Plan, PlanWithDeepSpeed, plan_from_json
+from sft_play.planner.precision import UNSHARDED_LAYOUTS, WeightUpdates
+from sft_play.runs.files import read_json
+from sft_play.runs.folder import (
+    CRASH_ENTRY,
+    RESTARTS_ENTRY,
+    CodeTrust,
+    RunFolder,
+    load_resumed_config,
+    pop_oom_note,
+    read_oom_events,
+)
+from sft_play.runs.lookup import RunLock, find_resumable
 from sft_play.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
+
+# In a run folder that a parent created: what it hands to its ranks.
+LAUNCH_FILE = "launch.json"
 
 
 @dataclass(frozen=True)
@@ -76,12 +105,12 @@ class LaunchOptions:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class LaunchRequest:
     """What is to be launched: a run, its options, and which processes train it."""
 
     loaded: LoadedConfig
-    options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
+    options: LaunchOptions = field(default_factory=LaunchOptions)
     # Whether ranks are launched; else this process trains, alone or as one of `rank_info`.
     launches_ranks: bool = False
     # Whether the run's only process is launched, as a rank is, so that it can be started again when
@@ -100,6 +129,58 @@ class LaunchRequest:
     def is_reporting_rank(self) -> bool:
         """True for the one process that prints: not a rank, or rank 0 under a foreign launcher."""
         return self.rank_info is None or (self.rank_info.is_first and self.rank_info.run_folder is None)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A launch as planned, before anything is made."""
+
+    # The run's; None on several nodes, where rank 0 names it.
+    folder: RunFolder | None
+    is_resumed: bool
+    # The plan of the run, or of each stage; none where the run to resume is finished.
+    stage_plans: Sequence[PlanWithDeepSpeed] = ()
+    # Whether this process trains, or starts Unsloth's processes, which do.
+    trains_in_process: bool = True
+    # Whether the parent that launched this rank has created the folder, so that rank 0 must not.
+    folder_exists: bool = False
+    # The folder's lock, where this process has that of the whole run.
+    lock: RunLock | None = None
+    # The day of the run's first start, for chat templates that write one.
+    today: date = field(default_factory=date.today)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the run, or of its first stage."""
+        return self.stage_plans[0][0]
+
+    def to_json(self) -> str:
+        """As JSON, for the ranks. Needs a folder."""
+        assert self.folder is not None, "rank 0 names it"
+        fields = {
+            "folder": str(self.folder.path.absolute()),
+            "parts": [{"plan": plan.as_json(), "deepspeed": deepspeed} for plan, deepspeed in self.stage_plans],
+            "resume": self.is_resumed,
+            "made": self.folder_exists,
+            "today": str(self.today),
+        }
+        return json.dumps(fields)
+
+    @staticmethod
+    def from_json(text: str) -> LaunchPlan:
+        """Read what a parent, or rank 0, has written; raises the error with which rank 0 has refused the run."""
+        fields = json.loads(text)
+        if "refused" in fields:
+            error_class = DoesNotFit if fields["exit_code"] == DoesNotFit.exit_code else ConfigError
+            raise error_class(fields["refused"])
+        stage_plans = [(plan_from_json(part["plan"]), part["deepspeed"]) for part in fields["parts"]]
+        folder, today = RunFolder(Path(fields["folder"])), date.fromisoformat(fields["today"])
+        return LaunchPlan(folder, fields["resume"], stage_plans, folder_exists=fields["made"], today=today)
+
+
+def refusal_to_json(error: SftPlayError) -> str:
+    """Format rank 0's refusal as JSON for the other ranks, which raise it too (`LaunchPlan.from_json`)."""
+    return json.dumps({"refused": str(error), "exit_code": error.exit_code})
 
 
 # --- make's variables ------------------------------------------------------------------------------------------------
@@ -125,9 +206,9 @@ def parse_launch_options(
             # without NNODES a file of accelerate may name several: address and port are kept for it
             nodes = NodeSetup()
         return LaunchOptions(
-            strategy=_parse_strategy(values.get("STRATEGY")),
+            strategy=_parse_strategy(values.get("STRATEGY", "")),
             processes_per_node=read_whole_number(values, "NPROC", minimum=1),
-            gpus=_parse_gpus(values.get("GPUS")),
+            gpus=_parse_gpus(values.get("GPUS", "")),
             nodes=nodes,
             deepspeed=deepspeed,
             uses_tensorboard=uses_tensorboard,
@@ -141,24 +222,23 @@ def parse_launch_options(
         raise ConfigError(f"{error} ({'; '.join(notes)})") from None
 
 
-def _parse_strategy(text: str | None) -> LayoutName | None:
+def _parse_strategy(text: str) -> LayoutName | None:
     if not text:
         return None
     for name in LAYOUT_NAMES:
         if text.strip().lower() == name:
             return name
     suggestion = did_you_mean(text, LAYOUT_NAMES, min_similarity=0.6)
-    hint = f"{suggestion} " if suggestion else ""
-    raise ConfigError(f"STRATEGY={one_line(text)} is not a layout; {hint}there are: {', '.join(LAYOUT_NAMES)}")
+    words = [f"STRATEGY={one_line(text)} is not a layout;", suggestion, f"there are: {', '.join(LAYOUT_NAMES)}"]
+    raise ConfigError(" ".join(filter(None, words)))
 
 
-def _parse_gpus(text: str | None) -> tuple[int, ...]:
-    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
-    if any(not (part.isascii() and part.isdigit() and len(part) < 6) for part in parts):
-        raise ConfigError(f"GPUS={one_line(text or '')} is not a list of GPU numbers, such as GPUS=0,1")
-    gpu_indices = tuple(int(part) for part in parts)
+def _parse_gpus(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\s*(\d{1,5}\s*(,\s*\d{1,5}\s*)*)?,?\s*", text, re.ASCII):
+        raise ConfigError(f"GPUS={one_line(text)} is not a list of GPU numbers, such as GPUS=0,1")
+    gpu_indices = tuple(int(number) for number in re.findall(r"\d+", text))
     if len(set(gpu_indices)) != len(gpu_indices):
-        raise ConfigError(f"GPUS={one_line(text or '')} names a GPU twice")
+        raise ConfigError(f"GPUS={one_line(text)} names a GPU twice")
     return gpu_indices
 
 
@@ -169,69 +249,84 @@ def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
     """Fill what the command line leaves open, and set this process's environment for what it is: the launcher of ranks,
     one of them, or the only process. Raises ConfigError or HardwareError where what was asked for contradicts itself or
     the machine."""
-    hide_gpus(request.loaded.config, os.environ)  # before torch is imported, which reads the variable once
+    config, options, rank_info = request.loaded.config, request.options, request.rank_info
+    hide_gpus(config, os.environ)  # before torch is imported, which reads the variable once
+    mesh = parse_mesh(config.model.mesh_shape)
     if request.launches_ranks and not request.is_supervised:
-        request = _resolve_launcher(request)
-    elif request.rank_info is not None:
-        request = _resolve_rank(request, request.rank_info)
+        # what the command line leaves open, accelerate's file fills in, then the mesh
+        for note in options.notes:
+            logger.info("%s", note)
+        accelerate_config, file = None, find_accelerate_file(os.environ)
+        if file is not None:
+            if file == default_accelerate_path(os.environ):
+                logger.info("accelerate's own file %s is read (ACCELERATE_CONFIG=none leaves it out)",
+                            one_line(str(file)))  # fmt: skip
+            accelerate_config = read_accelerate_file(file)
+            options = fill_from_accelerate(options, accelerate_config, mesh)
+        if options.nodes.exported_note:
+            options = resolve_exported_nodes(options, config)
+        options = apply_mesh(options, config)
+        refuse_lone_node(options.nodes)
     else:
-        request = _resolve_single_process(request)
-    refuse_restarts(request.options, request.rank_info)
-    if request.options.uses_tensorboard:
-        request = dataclasses.replace(request, loaded=add_tensorboard_tracker(request.loaded))
-    return request
+        if rank_info is not None:
+            rank_info = setup_rank_environment(config, rank_info)
+        # the Trainer's arguments set engine and precision: accelerate would act on its variables as well
+        accelerate_config = accelerate_launch_config(os.environ)
+        remove_accelerate_variables(os.environ)
+        if rank_info is None:
+            # torch and accelerate would wait for others, as a notebook or a guide asked
+            for name in RENDEZVOUS_VARIABLES:
+                os.environ.pop(name, None)
+            options = replace(options, strategy="single")
+        elif accelerate_config is not None and rank_info.run_folder is None:  # a parent of ours has read them
+            options = fill_from_accelerate(options, accelerate_config, mesh)
+    if options.max_restarts and (rank_info is not None or options.nodes.count > 1):
+        raise ConfigError(
+            f"MAX_RESTARTS={options.max_restarts} starts processes again that this command has started on one machine: "
+            "let the launcher or the scheduler start the others again, with output.if_exists=resume (make launch-file "
+            "writes such a job)"
+        )
+    loaded = request.loaded
+    if options.uses_tensorboard:
+        loaded = add_tensorboard_tracker(loaded)
+    return replace(request, loaded=loaded, options=options, rank_info=rank_info, accelerate_config=accelerate_config)
 
 
-def _resolve_launcher(request: LaunchRequest) -> LaunchRequest:
-    """What the command line leaves open, accelerate's file fills in, then the mesh."""
-    config = request.loaded.config
-    options, accelerate_config = apply_accelerate_config(request.options, config)
-    if options.nodes.exported_note:
-        options = resolve_exported_nodes(options, config)
-    options = apply_mesh(options, config)
-    refuse_lone_node(options.nodes)
-    return dataclasses.replace(request, options=options, accelerate_config=accelerate_config)
+def setup_rank_environment(config: RunConfig, rank_info: RankInfo) -> RankInfo:
+    """Set the variables by which torch and gloo find the other ranks, whichever launcher set them; returns this
+    rank."""
+    os.environ.update(rank_variables(os.environ))  # other launchers' names as torchrun's, which torch reads
+    os.environ.update(rendezvous_variables(os.environ, node_count=rank_info.node_count))
+    gpu_count = 0
+    if rank_info.run_folder is None and rank_info.local_world_size > 1:
+        gpu_count = len(restrict_to_device(config, detect_hardware()).gpus)
+    if gpu_count == 1:  # another launcher shows each rank its own GPU alone: device 0, whatever the rank's number
+        os.environ["LOCAL_RANK"] = "0"  # which torch and accelerate read
+        rank_info = replace(rank_info, local_rank=0)
+    choose_interface(rank_info, os.environ)
+    return rank_info
 
 
-def _resolve_rank(request: LaunchRequest, rank_info: RankInfo) -> LaunchRequest:
-    config, options = request.loaded.config, request.options
-    rank_info = setup_rank_environment(config, rank_info)
-    # now: the plan decides, and accelerate would act on the same variables later
-    accelerate_config = pop_accelerate_launch_config()
-    # under a parent of ours they are left from another launch
-    if accelerate_config is not None and rank_info.run_folder is None:
-        options = fill_from_accelerate(options, accelerate_config, parse_mesh(config.model.mesh_shape))
-    return dataclasses.replace(request, options=options, rank_info=rank_info, accelerate_config=accelerate_config)
-
-
-def _resolve_single_process(request: LaunchRequest) -> LaunchRequest:
-    accelerate_config = pop_accelerate_launch_config()
-    # torch and accelerate would wait for others, as a notebook or a guide asked
-    for name in RENDEZVOUS_VARIABLES:
-        os.environ.pop(name, None)
-    options = dataclasses.replace(request.options, strategy="single")
-    return dataclasses.replace(request, options=options, accelerate_config=accelerate_config)
-
-
-def apply_accelerate_config(options: LaunchOptions, config: RunConfig) -> tuple[LaunchOptions, AccelerateConfig | None]:
-    """The options with what an accelerate configuration adds, and that configuration; what it adds is logged."""
-    for note in options.notes:
-        logger.info("%s", note)
-    file = find_accelerate_file(os.environ)
-    if file is None:
-        return options, None
-    if file == default_accelerate_path(os.environ):
-        logger.info("accelerate's own file %s is read (ACCELERATE_CONFIG=none leaves it out)", one_line(str(file)))
-    accelerate_config = read_accelerate_file(file)
-    return fill_from_accelerate(options, accelerate_config, parse_mesh(config.model.mesh_shape)), accelerate_config
-
-
-def pop_accelerate_launch_config() -> AccelerateConfig | None:
-    """The choices of `accelerate launch`, removed from this process's environment: the Trainer's arguments set engine
-    and precision, and accelerate would act on its variables as well."""
-    accelerate_config = accelerate_launch_config(os.environ)
-    remove_accelerate_variables(os.environ)
-    return accelerate_config
+def choose_interface(rank_info: RankInfo, environment: MutableMapping[str, str]) -> None:
+    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`, where nobody
+    has. gloo would take the address of this host's own name, which may be the loopback (Debian's /etc/hosts), and on
+    the other nodes means themselves; NCCL finds interfaces by itself. Raises ConfigError where MASTER_ADDR does not
+    resolve here."""
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
+    if rank_info.world_size <= rank_info.local_world_size or not host:
+        return
+    try:
+        address = route_address(host, int(port) if port.isdigit() else 0)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; where torchrun runs with --rdzv-backend c10d it takes the name of node 0's host: give "
+            "--local-addr with this node's own address on every node"
+        ) from None
+    interface = find_interface(address) if address else None
+    if interface is not None and not environment.get(GLOO_VARIABLE):
+        environment[GLOO_VARIABLE] = interface
+        logger.info("Network: gloo uses %s (%s), which leads to MASTER_ADDR=%s; %s= names another",
+                    interface, address, one_line(host), GLOO_VARIABLE)  # fmt: skip
 
 
 def fill_from_accelerate(
@@ -254,9 +349,10 @@ def fill_from_accelerate(
     deepspeed_request = options.deepspeed
     if deepspeed_request is None and accelerate_config.distributed_type == "DEEPSPEED":
         deepspeed_request = DeepspeedRequest(accelerate_config.deepspeed_config_file)
+    layout = accelerate_config.layout
     # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
-    follows_mesh = mesh is not None and mesh.ranks > mesh.dp and accelerate_config.distributed_type == "FSDP"
-    layout = accelerate_config.layout if accelerate_config.layout in LAYOUT_NAMES and not follows_mesh else None
+    if mesh is not None and mesh.ranks > mesh.dp and accelerate_config.distributed_type == "FSDP":
+        layout = None
     return replace(
         options,
         strategy=options.strategy or layout,
@@ -281,7 +377,7 @@ def apply_mesh(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
         raise HardwareError(
             f"{mesh_text} needs {ranks_per_node} processes on each node, and there are {gpu_count} GPUs: one each"
         )
-    return dataclasses.replace(options, processes_per_node=ranks_per_node)
+    return replace(options, processes_per_node=ranks_per_node)
 
 
 def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
@@ -300,14 +396,8 @@ def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchO
     )
     logger.info("Nodes: %s", note)
     node_count, node_rank = nodes.count // ranks_here, nodes.rank // ranks_here
-    nodes = dataclasses.replace(nodes, count=node_count, rank=node_rank, exported_note=note)
-    return dataclasses.replace(options, nodes=nodes)
-
-
-def meet_run_nodes(options: LaunchOptions, config: RunConfig, hardware: Hardware) -> NodeMeeting:
-    """Meet the other nodes of a run, each known by its card; `hardware`: this node's. Raises as `meet_nodes` does."""
-    card = node_card(config, hardware, strategy=options.strategy, uses_deepspeed=options.deepspeed is not None)
-    return meet_nodes(options.nodes, card, timeout_s=rank_timeout_s(config, os.environ))
+    nodes = replace(nodes, count=node_count, rank=node_rank, exported_note=note)
+    return replace(options, nodes=nodes)
 
 
 def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
@@ -321,59 +411,208 @@ def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
     return load_config(loaded.path, overrides=[*other_overrides, setting])
 
 
-def refuse_restarts(options: LaunchOptions, rank_info: RankInfo | None) -> None:
-    """Raises ConfigError where MAX_RESTARTS= is given and other machines, or a launcher, have processes of the run."""
-    if options.max_restarts and (rank_info is not None or options.nodes.count > 1):
-        raise ConfigError(
-            f"MAX_RESTARTS={options.max_restarts} starts processes again that this command has started on one machine: "
-            "let the launcher or the scheduler start the others again, with output.if_exists=resume (make launch-file "
-            "writes such a job)"
+def override_lines(accelerate_config: AccelerateConfig, plan: Plan, *, max_grad_norm: float) -> list[str]:
+    """Lines for the log: where the run YAML or the plan overrides accelerate's choices."""
+    name, precision = accelerate_config.path.name, accelerate_config.mixed_precision
+    planned_precision = MIXED_PRECISION.get(plan.precision.compute, "no")
+    lines = []
+    if precision not in (None, planned_precision):
+        lines.append(
+            f"{name} says mixed_precision: {precision}, the run YAML asks for {planned_precision}: the run YAML wins"
         )
-
-
-def log_overrides(request: LaunchRequest, plan: Plan) -> None:
-    """Log where the run YAML or the plan overrides accelerate's choices."""
-    if request.accelerate_config is None or not request.is_reporting_rank:
-        return
-    precision, max_grad_norm = plan.precision.compute, request.loaded.config.train.max_grad_norm
-    for line in override_lines(
-        request.accelerate_config,
-        mixed_precision=MIXED_PRECISION.get(precision, "no"),
-        grad_accum=plan.batch.grad_accum,
-        max_grad_norm=max_grad_norm,
-    ):
-        logger.info("%s", line)
-
-
-def override_lines(
-    accelerate_config: AccelerateConfig,
-    *,
-    mixed_precision: str,
-    grad_accum: int | None = None,
-    max_grad_norm: float | None = None,
-) -> list[str]:
-    """Lines for the log: where the run YAML or the plan overrides the file. `mixed_precision` is the run's (`no`,
-    `fp16`, `bf16`)."""
-    distributed_type, precision = accelerate_config.distributed_type, accelerate_config.mixed_precision
-    fsdp_config = accelerate_config.fsdp_config if distributed_type == "FSDP" else {"fsdp_version": 2}
-    offloads_params = str(fsdp_config.get("fsdp_offload_params")).lower() in ("true", "yes", "on")
-    precision_message = f"says mixed_precision: {precision}, the run YAML asks for {mixed_precision}: the run YAML wins"
-    messages = [
-        (precision not in (None, mixed_precision), precision_message),
-        (str(fsdp_config.get("fsdp_version", 1)) != "2", "asks for FSDP's first version: FSDP2 (fully_shard) is used"),
-        (
-            offloads_params,
-            "says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM",
-        ),
-    ]
-    for key, planned_value in {"gradient_accumulation_steps": grad_accum, "gradient_clipping": max_grad_norm}.items():
-        file_value = accelerate_config.deepspeed_config.get(key) if distributed_type == "DEEPSPEED" else None
-        if (
-            file_value not in (None, "auto")
-            and planned_value is not None
-            and not are_numbers_equal(file_value, planned_value)
-        ):
-            messages.append(
-                (True, f"says deepspeed_config.{key}: {file_value}, the plan {planned_value:g}: the plan wins")
+    if accelerate_config.distributed_type == "FSDP":
+        fsdp_config = accelerate_config.fsdp_config
+        if str(fsdp_config.get("fsdp_version", 1)) != "2":
+            lines.append(f"{name} asks for FSDP's first version: FSDP2 (fully_shard) is used")
+        if str(fsdp_config.get("fsdp_offload_params")).lower() in ("true", "yes", "on"):
+            lines.append(
+                f"{name} says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM"
             )
-    return [f"{accelerate_config.path.name} {text}" for applies, text in messages if applies]
+    if accelerate_config.distributed_type == "DEEPSPEED":
+        planned = {"gradient_accumulation_steps": plan.batch.grad_accum, "gradient_clipping": max_grad_norm}
+        for key, value in planned.items():
+            file_value = accelerate_config.deepspeed_config.get(key, "auto")
+            if file_value != "auto" and not are_numbers_equal(file_value, value):
+                lines.append(f"{name} says deepspeed_config.{key}: {file_value}, the plan {value:g}: the plan wins")
+    return lines
+
+
+# --- a run that was stopped, or died, and goes on: what it keeps, and how often it is started again ------------------
+
+
+def resume_request(
+    loaded: LoadedConfig, options: LaunchOptions, *, run_name: str | None, is_trusted: CodeTrust
+) -> LaunchRequest:
+    """Build the request that resumes a stopped run, the one named `run_name` or the newest, over as many ranks as
+    before unless another number is given. Raises RunFolderError where there is none, or its settings allow code that
+    `is_trusted` does not."""
+    folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run_name)
+    new_config, previous = loaded, read_previous_run(folder)
+    loaded = load_resumed_config(new_config, folder, is_trusted=is_trusted)
+    if not (options.processes_per_node or options.gpus or options.nodes.count > 1):
+        gpu_count = len(restrict_to_device(loaded.config, detect_hardware()).gpus)
+        rank_count = previous.processes if previous else 1
+        if gpu_count:
+            rank_count = min(rank_count, gpu_count)
+        options = replace(options, processes_per_node=rank_count)
+    if not _keeps_mesh(loaded.config, options, previous):
+        logger.info("Mesh: model.mesh_shape=%s is of other processes, or another layout: left out",
+                    format_mesh(loaded.config.model.mesh_shape))  # fmt: skip
+        loaded = load_resumed_config(new_config, folder, is_trusted=is_trusted, keeps_mesh=False)
+    # a single rank's too
+    has_engine = options.deepspeed or (previous is not None and previous.layout in DEEPSPEED_LAYOUTS)
+    is_one_rank = options.processes_per_node == 1 and options.nodes.count == 1 and not has_engine
+    launches_ranks = not (is_one_rank and options.strategy in (None, "single"))
+    return LaunchRequest(loaded, options, launches_ranks=launches_ranks, should_resume=True, folder=folder)
+
+
+def _keeps_mesh(config: RunConfig, options: LaunchOptions, previous: PreviousRun | None) -> bool:
+    """Whether a resumed run keeps its mesh: over as many processes, and in the layout that the mesh is."""
+    mesh = parse_mesh(config.model.mesh_shape)
+    if mesh is None:
+        return True
+    layout = options.strategy or (previous.layout if previous else None)
+    if layout not in (None, mesh_layout(mesh).name):
+        return False
+    processes_per_node = options.processes_per_node or len(options.gpus)
+    return not processes_per_node or processes_per_node * options.nodes.count == mesh.ranks
+
+
+def read_previous_run(folder: RunFolder) -> PreviousRun | None:
+    """Read a stopped run's layout, batch and number of ranks from its manifest, or from its plan if it failed before a
+    rank wrote them; None if neither has them."""
+    manifest, plan = folder.read_manifest(), read_json(folder.path / "plan.json")
+    batch, layout, processes = manifest.get("batch"), manifest.get("layout", "single"), manifest.get("processes", 0)
+    if not isinstance(batch, dict):
+        batch = {**plan, "ranks": plan.get("data_parallel_ranks")}
+        layout, processes = plan.get("layout"), plan.get("ranks", 0)
+    numbers = [batch.get(name) or 0 for name in ("micro_batch", "grad_accum", "ranks")]
+    if min(numbers) < 1:
+        return None
+    updates = None
+    if layout in UNSHARDED_LAYOUTS:  # elsewhere they follow from it: FSDP and DeepSpeed keep copies in float32
+        updates = (plan.get("precision") or {}).get("updates")
+    oom_micro_batches = [event.micro_batch for event in read_oom_events(folder) if event.again in ("step", "run")]
+    least_oom = min(oom_micro_batches, default=None)
+    return PreviousRun(layout, BatchPlan(*numbers), processes, updates, folder.has_trained, least_oom)
+
+
+@dataclass(frozen=True)
+class ResumeConstraints:
+    """What a resumed run keeps from its first start; None leaves it to the config and the plan."""
+
+    batch: BatchPlan | None = None
+    updates: WeightUpdates | None = None
+
+
+def resume_constraints(config: RunConfig, previous: PreviousRun | None, ranks: int) -> ResumeConstraints:
+    """What a resumed run keeps over `ranks` data-parallel ranks: its batch, and how updates reach its weights. Free GPU
+    memory may have changed; the rows of a step must not. Over another number of ranks the accumulation follows, and a
+    micro-batch that does not divide a rank's share, or ran out of memory, becomes the largest that does. Raises
+    RunFolderError where the effective batch does not split over the ranks."""
+    if previous is None or not (previous.has_trained or previous.oom_micro_batch):
+        return ResumeConstraints()
+    train, updates, requested_micro_batch = config.train, None, None
+    if train.weight_updates == "auto":
+        updates = previous.updates
+    if train.batch_size != "auto" and train.batch_size < (previous.oom_micro_batch or math.inf):
+        requested_micro_batch = train.batch_size
+    effective_batch = previous.batch.effective_batch
+    # another effective batch is refused by check_same_run, and a split that is given in full needs none from here
+    if not train.derives_effective_batch and train.effective_batch_size != effective_batch:
+        return ResumeConstraints(updates=updates)
+    grad_accum = 0 if train.grad_accum == "auto" else train.grad_accum
+    if requested_micro_batch and requested_micro_batch * grad_accum * ranks == effective_batch:
+        return ResumeConstraints(updates=updates)
+    rank_share, remainder = divmod(effective_batch, ranks)
+    if remainder:
+        possible_ranks = ", ".join(str(number) for number in divisors(effective_batch) if number <= 2 * ranks)
+        raise RunFolderError(
+            f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch of "
+            f"{effective_batch} (it was stopped with {previous.batch.ranks}); numbers that do: {possible_ranks}"
+        )
+    micro_batch = requested_micro_batch or previous.batch.micro_batch
+    if rank_share % micro_batch and train.batch_size == "auto" and not previous.oom_micro_batch:
+        return ResumeConstraints(updates=updates)
+    micro_batch = max(size for size in divisors(rank_share) if size <= micro_batch)
+    return ResumeConstraints(BatchPlan(micro_batch, rank_share // micro_batch, ranks), updates)
+
+
+def require_resumable_layout(folder: RunFolder, previous: PreviousRun | None, layout: LayoutName) -> None:
+    """Raises RunFolderError, before anything loads, where a run's checkpoint cannot be resumed in this layout."""
+    reason = previous.resume_obstacle(layout) if previous else None
+    if reason is None or previous is None:
+        return
+    from sft_play.training.checkpoints.checkpoints import last_complete_checkpoint
+
+    if last_complete_checkpoint(folder.checkpoints_path) is None:
+        return  # without a checkpoint it starts again from the first step
+    raise RunFolderError(
+        f"{folder.path} cannot be resumed: {reason}; resume with STRATEGY={previous.layout}, "
+        f"or write out what it has learned so far: make consolidate RUN={folder.shell_path}"
+    )
+
+
+def count_data_parallel_ranks(config: RunConfig, previous: PreviousRun | None, hardware: Hardware) -> int:
+    """Data-parallel ranks of a resumed run: those of its mesh, those that it had over as many processes, or all."""
+    mesh = parse_mesh(config.model.mesh_shape)
+    if mesh is not None:
+        return mesh.data_parallel_ranks
+    if previous is not None and previous.processes == hardware.ranks:
+        return previous.batch.ranks
+    return hardware.ranks
+
+
+@dataclass
+class RestartBudget:
+    """The restarts of one command: at most `limit` after a process died."""
+
+    limit: int
+    used: int = 0
+
+    def should_restart(self, folder: RunFolder, loaded: LoadedConfig) -> bool:
+        """Whether a run that has failed is to be started again; why is logged, and recorded in its manifest."""
+        if event := pop_oom_note(folder):
+            logger.warning("Starting again with micro-batch %d", event.now)
+            return True
+        crash = pop_crash_record(folder) if self.limit else None
+        if crash is None:
+            return False
+        handler = start_log_file(folder.log_path)
+        try:
+            if self.used == self.limit:
+                logger.error("MAX_RESTARTS=%d is used up: the run ends", self.limit)
+                return False
+            self.used += 1
+            step, resume_text = _resume_point(folder, loaded)
+            logger.warning("Restart %d of %d: %s; the run goes on from %s", self.used, self.limit, crash, resume_text)
+        finally:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+        entry = {"after": crash, "from_step": step, "number": self.used, "of": self.limit}
+        folder.update_manifest(**{RESTARTS_ENTRY: [*folder.read_manifest().get(RESTARTS_ENTRY, []), entry]})
+        return True
+
+
+def pop_crash_record(folder: RunFolder) -> str | None:
+    """Read how a process of the run died, and remove it from the manifest; None if none died."""
+    with contextlib.suppress(RunFolderError):  # an unused folder was removed again
+        crash = folder.read_manifest().get(CRASH_ENTRY)
+        if isinstance(crash, str):
+            folder.update_manifest(**{CRASH_ENTRY: None})
+            return crash
+    return None
+
+
+def _resume_point(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
+    from sft_play.training.checkpoints.checkpoints import checkpoint_step, last_complete_checkpoint
+
+    last_folder, stage_suffix = folder, ""
+    for stage_config in loaded.config.curriculum:
+        stage_folder = folder.stage_folder(stage_config.name)
+        if stage_folder.has_begun:
+            last_folder, stage_suffix = stage_folder, f" of stage {stage_config.name}"
+    checkpoint = last_complete_checkpoint(last_folder.checkpoints_path)
+    if checkpoint is None:
+        return 0, f"the beginning{stage_suffix}: there is no checkpoint"
+    return checkpoint_step(checkpoint), f"the checkpoint of step {checkpoint_step(checkpoint)}{stage_suffix}"

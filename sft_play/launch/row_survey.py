@@ -44,10 +44,9 @@ def has_variable_lengths(config: RunConfig) -> bool:
 
 def cached_row_tokens(config: RunConfig) -> RowTokens | None:
     """The lengths of the rows where they were counted before; nothing is tokenised, and no error is raised."""
-    if not has_variable_lengths(config):
-        return None
-    with contextlib.suppress(OSError, SftPlayError, ValueError, KeyError, TypeError):
-        return TypeAdapter(RowTokens).validate_json(_cache_path(config).read_bytes())
+    with contextlib.suppress(OSError, SftPlayError, ValueError):
+        if has_variable_lengths(config):
+            return TypeAdapter(RowTokens).validate_json(_cache_path(config).read_bytes())
     return None
 
 
@@ -77,16 +76,15 @@ def count_row_tokens_if_quick(
             continue
         try:
             data_bytes = sum(size for _, size, _ in _data_file_states(config))
-        except SftPlayError as error:
+        except (SftPlayError, OSError) as error:
             missing_data_lines.append(
                 f"Rows: every row is taken to have full length, because the data are not here: {error}"
             )
             continue
-        except OSError:  # a file that goes away: training says so
-            continue
         folder = find_model_folder(config.model.name)
-        is_tokenizer_here = folder is not None and any(any(folder.glob(name)) for name in _TOKENIZER_PATTERNS)
-        if is_tokenizer_here and data_bytes <= QUICK_BYTES:
+        if folder is None or not any(any(folder.glob(name)) for name in _TOKENIZER_PATTERNS):
+            continue
+        if data_bytes <= QUICK_BYTES:
             try:
                 count_row_tokens([stage_run])
             except SftPlayError as error:

@@ -1,22 +1,25 @@
 """The machine as a run uses it: the GPUs that were named, one of them, or ranks that share a CPU; or the CPU where it
-is asked for. Beside it what libraries read of the machine when they are imported."""
+is asked for; and as the ranks that a launcher started see it. Beside it what libraries read of the machine when they
+are imported."""
 
 import dataclasses
 import logging
 import os
 import re
+import socket
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import HardwareError
-from sft_play.launch.torchrun import visible_gpu_variables
+from sft_play.launch.torchrun import RankInfo, visible_gpu_variables
 from sft_play.log import one_line
 from sft_play.machine import nvml
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.visible_gpus import VISIBILITY_VARIABLES
 from sft_play.models.config_json import find_model_folder, is_hub_reachable
 from sft_play.planner.layout import parse_mesh
+from sft_play.planner.plan import Plan
 from sft_play.process.environment import set_deepspeed_to_cpu
 
 logger = logging.getLogger(__name__)
@@ -54,19 +57,18 @@ def select_hardware(
         process_count = processes_per_node or 2  # the fewest that are several
         return dataclasses.replace(hardware, cpu_ranks=process_count * node_count, nodes=node_count)
     by_index = {gpu.index: gpu for gpu in hardware.gpus}
-    missing_gpus = [index for index in gpus if index not in by_index]
-    if missing_gpus:
-        raise HardwareError(f"GPUS= names {missing_gpus[0]}, and there are {', '.join(map(str, by_index))}")
+    for index in gpus:
+        if index not in by_index:
+            raise HardwareError(f"GPUS= names {index}, and there are {', '.join(map(str, by_index))}")
     chosen_gpus = [by_index[index] for index in gpus] or list(hardware.gpus)
     if processes_per_node is not None and processes_per_node > len(chosen_gpus):
         raise HardwareError(f"NPROC={processes_per_node} and {len(chosen_gpus)} GPUs: one process uses one GPU")
     chosen_gpus = chosen_gpus[:processes_per_node]
     # Every rank waits for the slowest, and one plan cannot hold for two sizes of memory.
     if len({gpu.name for gpu in chosen_gpus}) > 1:
-        source_text = f"GPUS={','.join(map(str, gpus))} are" if gpus else "there are"
-        kinds = ", ".join(f"GPU {gpu.index} a {gpu.name}" for gpu in chosen_gpus)
+        kinds = ", ".join(f"GPU {gpu.index} is a {gpu.name}" for gpu in chosen_gpus)
         raise HardwareError(
-            f"the GPUs differ, and a run takes GPUs of one kind ({source_text}: {kinds}); name GPUs that are alike: "
+            f"the GPUs differ, and a run takes GPUs of one kind ({kinds}); name GPUs that are alike: "
             f"{hardware.format_gpu_choices(processes=processes_per_node)}"
         )
     if len(hardware.gpu_groups) > 1:  # CUDA's default order is fastest first, which are not the GPUs of the plan
@@ -112,11 +114,72 @@ def warn_idle_gpus(hardware: Hardware, named_gpus: Sequence[int], accelerate_fil
     total, used = len(detect_hardware().gpus), hardware.ranks_per_node
     if not hardware.gpus or named_gpus or used >= total:
         return
-    file_hint = (
-        f", or num_processes: {total * hardware.nodes} in {one_line(str(accelerate_file))}," if accelerate_file else ""
+    file_hint = ""
+    if accelerate_file is not None:
+        file_hint = f", or num_processes: {total * hardware.nodes} in {one_line(str(accelerate_file))},"
+    logger.warning("%d of this node's %d GPUs stay idle: NPROC=%d%s uses them all",
+                   total - used, total, total, file_hint)  # fmt: skip
+
+
+# --- the ranks that a launcher started -------------------------------------------------------------------------------
+
+
+def gather_rank_hardware(local_hardware: Hardware, rank_info: RankInfo) -> Hardware:
+    """The machine as all ranks use it, for rank 0 to plan with; `local_hardware` is what this process sees of it.
+    Raises HardwareError where two ranks have the same GPU, or there are more ranks than GPUs."""
+    from sft_play.training.distributed import gather_gpus
+
+    sees_one_gpu = len(local_hardware.gpus) == 1 and rank_info.local_world_size > 1
+    gpus = gather_gpus(rank_info.world_size) if sees_one_gpu else []
+    require_distinct_gpus(gpus)
+    # without a UUID of each, ranks that share one GPU by mistake look the same
+    hardware = spread_hardware(
+        local_hardware, rank_info.world_size, rank_info.node_count, sees_own_gpu_only=sees_one_gpu and all(gpus)
     )
-    logger.warning("%d of this node's %d GPUs %s idle: NPROC=%d%s uses them all",
-                   total - used, total, "stay" if total - used > 1 else "stays", total, file_hint)  # fmt: skip
+    if hardware.gpus and rank_info.local_world_size < len(local_hardware.gpus):
+        logger.warning("%d of this node's %d GPUs are idle: start %d processes on it (--nproc-per-node) to use all",
+                       len(local_hardware.gpus) - rank_info.local_world_size, len(local_hardware.gpus),
+                       len(local_hardware.gpus))  # fmt: skip
+    return hardware
+
+
+def rank_gpu_id(rank_info: RankInfo, hardware: Hardware) -> str:
+    """Return an id of this rank's GPU that no other GPU has: host and UUID; empty where there is no GPU, or the
+    driver does not tell its UUID."""
+    snapshot = nvml.gpu_snapshot(details=False, topology=False)
+    if snapshot is None or rank_info.local_rank >= len(hardware.gpus):
+        return ""
+    uuids = {gpu.index: gpu.uuid or gpu.bus_id for gpu in snapshot.gpus}
+    uuid = uuids.get(hardware.gpus[rank_info.local_rank].index)
+    return f"{socket.gethostname()} {uuid}" if uuid else ""
+
+
+def require_distinct_gpus(gpu_ids: Sequence[str]) -> None:
+    """Raises HardwareError where two ranks have the same GPU, which NCCL refuses; `gpu_ids`: `rank_gpu_id` of each."""
+    first_rank_by_gpu: dict[str, int] = {}
+    for rank, gpu_id in enumerate(gpu_ids):
+        if gpu_id and first_rank_by_gpu.setdefault(gpu_id, rank) != rank:
+            raise HardwareError(
+                f"ranks {first_rank_by_gpu[gpu_id]} and {rank} have the same GPU ({one_line(gpu_id)}): start one rank "
+                "per GPU, and give each its own (srun --gpus-per-task=1, or all GPUs of the node to every rank)"
+            )
+
+
+def check_rank_gpu(plan: Plan, rank_info: RankInfo) -> None:
+    """Raises HardwareError where this rank's GPU is not the one that was planned for."""
+    if not plan.hardware.gpus:
+        return
+    visible_gpus, planned_name = detect_hardware().gpus, plan.hardware.gpus[0].name
+    if rank_info.local_rank >= len(visible_gpus):
+        raise HardwareError(
+            f"rank {rank_info.rank} needs GPU {rank_info.local_rank}, and {len(visible_gpus)} can be seen"
+        )
+    name = visible_gpus[rank_info.local_rank].name
+    if name != planned_name:
+        raise HardwareError(
+            f"rank {rank_info.rank} has a {name}, and the plan is for {planned_name}: use GPUs of one kind "
+            "(CUDA_VISIBLE_DEVICES=, with CUDA_DEVICE_ORDER=PCI_BUS_ID, names those of this machine)"
+        )
 
 
 # --- what libraries read when they are imported -----------------------------------------------------------------------
@@ -153,12 +216,12 @@ def disable_broken_p2p(hardware: Hardware, environment: MutableMapping[str, str]
     is made, for one process as well."""
     if not hardware.gpus or P2P_OFF_VARIABLES.keys() <= environment.keys():
         return
-    names, driver = _installed_gpus()
-    if has_broken_p2p(names, driver):
-        missing = {name: text for name, text in P2P_OFF_VARIABLES.items() if name not in environment}
-        environment.update(missing)
-        logger.warning("%s: driver %s of several RTX 40 offers a P2P that hangs; driver 550.40.07 or newer does not",
-                       " ".join(f"{name}={text}" for name, text in missing.items()), driver)  # fmt: skip
+    snapshot = nvml.gpu_snapshot(details=False, topology=False)
+    if snapshot is not None and has_broken_p2p([gpu.name or "" for gpu in snapshot.gpus], snapshot.driver):
+        for name, text in P2P_OFF_VARIABLES.items():
+            environment.setdefault(name, text)
+        logger.warning("%s are set: driver %s of several RTX 40 offers a P2P that hangs; driver 550.40.07 or newer "
+                       "does not", " and ".join(P2P_OFF_VARIABLES), snapshot.driver)  # fmt: skip
 
 
 def has_broken_p2p(names: Sequence[str], driver: str | None) -> bool:
@@ -168,11 +231,6 @@ def has_broken_p2p(names: Sequence[str], driver: str | None) -> bool:
     return (
         len(names) > 1 and any("RTX 40" in name for name in names) and bool(version) and version < _WORKING_P2P_DRIVER
     )
-
-
-def _installed_gpus() -> tuple[list[str], str | None]:
-    snapshot = nvml.gpu_snapshot(details=False, topology=False)
-    return ([gpu.name or "" for gpu in snapshot.gpus], snapshot.driver) if snapshot else ([], None)
 
 
 def go_offline_without_hub(name: str) -> None:

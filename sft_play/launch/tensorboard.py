@@ -24,12 +24,13 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
 from sft_play.errors import ConfigError
 from sft_play.files import cache_dir, hold_lock
+from sft_play.launch.torchrun import read_whole_number
 from sft_play.log import one_line, redact
 from sft_play.machine.network import allowed_host_names, is_local, is_local_request
 from sft_play.process.environment import independent_environment
@@ -68,7 +69,10 @@ class TensorBoardServer:
     @property
     def url(self) -> str:
         """The address of its server, from this machine."""
-        return _server_url(self.host, self.port)
+        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        if ":" in address:
+            address = f"[{address}]"
+        return f"http://{address}:{self.port}/"
 
     @property
     def page(self) -> str:
@@ -78,28 +82,13 @@ class TensorBoardServer:
         return f"{self.url}?smoothing=0#custom_scalars&_smoothingWeight=0"
 
 
-def _server_url(host: str, port: int) -> str:
-    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{address}]:{port}/" if ":" in address else f"http://{address}:{port}/"
-
-
 def server_options(environment: Mapping[str, str]) -> dict[str, Any]:
     """Host and port that `TB_HOST` and `TB_PORT` ask for, as options of `start_server`; those not given are left out.
     Raises ConfigError where TB_PORT is not a port."""
-    host, port = (environment.get(name, "").strip() for name in ("TB_HOST", "TB_PORT"))
-    if port and not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65_536):
-        raise ConfigError(f"TB_PORT={one_line(port)} is not a port; ports go from 1 to 65535")
-    return {**({"host": host} if host else {}), **({"port": int(port)} if port else {})}
-
-
-def tensorboard_exposure_warning(host: str, port: int = DEFAULT_TENSORBOARD_PORT) -> str | None:
-    """The warning for a host that others can reach; None for this machine's own addresses."""
-    if is_local(host):
-        return None
-    return (
-        f"TensorBoard listens on {one_line(host)} and has no password: anyone who reaches that address can read these "
-        f"logs; to keep them to yourself, use 127.0.0.1 and an ssh tunnel (ssh -L {port}:127.0.0.1:{port} HOST)"
-    )
+    host, port = environment.get("TB_HOST", "").strip(), read_whole_number(environment, "TB_PORT", minimum=1)
+    if port is not None and port > 65_535:
+        raise ConfigError(f"TB_PORT={port} is not a port; ports go from 1 to 65535")
+    return {name: value for name, value in {"host": host, "port": port}.items() if value}
 
 
 @contextlib.contextmanager
@@ -129,9 +118,12 @@ def sidecar(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> 
 def log_server_start(server: TensorBoardServer, message: str) -> None:
     """Log where a TensorBoard is, and a warning where others can reach it."""
     logger.info("%s", message)
-    warning = tensorboard_exposure_warning(server.host, server.port)
-    if warning is not None:
-        logger.warning("%s", warning)
+    if not is_local(server.host):
+        logger.warning(
+            "TensorBoard listens on %s and has no password: anyone who reaches that address can read these logs; to "
+            "keep them to yourself, use 127.0.0.1 and an ssh tunnel (ssh -L %d:127.0.0.1:%d HOST)",
+            one_line(server.host), server.port, server.port,
+        )  # fmt: skip
 
 
 # --- start ------------------------------------------------------------------------------------------------------------
@@ -160,17 +152,29 @@ def start_server(
         ):
             for server in running_servers():
                 if (server.logdir, server.host) == (folder, host) and is_serving(server):
-                    end_note = "; it ends with its run" if server.ends_with_run and not ends_with_caller else ""
-                    message = f"TensorBoard is already running: {server.page}{end_note}"
+                    message = f"TensorBoard is already running: {server.page}"
+                    if server.ends_with_run and not ends_with_caller:
+                        message += "; it ends with its run"
                     return replace(server, is_reused=True), message
             free_port = _find_free_port(host, port)
             flags = {"logdir": folder, "host": host, "port": free_port, "window_title": title or logdir.name}
             argv = [python, "-m", _TENSORBOARD_MODULE, *(f"--{name}={value}" for name, value in flags.items())]
-            environment = _server_environment(ends_with_run=ends_with_caller)
-            process = _start_process(argv, environment, _server_url(host, free_port), folder, timeout_s)
-            server = TensorBoardServer(process, host, free_port, folder, ends_with_caller)
-            port_note = "" if port in (0, free_port) else f" (port {port} is taken)"
-            return server, f"TensorBoard: {server.page}{port_note}"
+            # marked as ours, with no GPU and none of the variables that make a process a rank
+            environment = {**independent_environment(os.environ), OWNER_VARIABLE: str(cache_dir().absolute())}
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+            if ends_with_caller:
+                environment = child_environment(environment, signal_number=signal.SIGTERM)
+            with tempfile.TemporaryFile() as output:
+                popen = subprocess.Popen(
+                    argv, cwd="/", env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C belongs to the training, which stops TensorBoard itself
+                )  # fmt: skip
+                server = TensorBoardServer(psutil.Process(popen.pid), host, free_port, folder, ends_with_caller)
+                _wait_until_serving(server, popen, output, timeout_s)
+            message = f"TensorBoard: {server.page}"
+            if port not in (0, free_port):
+                message += f" (port {port} is taken)"
+            return server, message
     except ConfigError as error:
         return None, str(error)
     except Exception as error:  # whatever it is, training continues without it
@@ -179,72 +183,43 @@ def start_server(
 
 
 def _find_free_port(host: str, first: int) -> int:
-    last = min(65535, first + PORTS_TRIED - 1) if first else 0
+    last, reason = min(65535, first + PORTS_TRIED - 1) if first else 0, "all are taken"
     for port in range(first, last + 1):
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind, protocol) as listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TensorBoard does: skips TIME_WAIT
-                listener.bind(address)
-                listener.listen()
-                return int(listener.getsockname()[1])
+            with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+                return int(free.getsockname()[1])
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise ConfigError(
-                    f"{one_line(host)} cannot be listened on: {error.strerror} (TB_HOST=, port {port})"
-                ) from None
-    raise ConfigError(f"no port from {first} to {last} is free on {one_line(host)}")
+                reason = str(error.strerror)
+                break
+    raise ConfigError(f"{one_line(host)} cannot be listened on: {reason} (TB_HOST=, ports {first} to {last})")
 
 
-def _start_process(
-    argv: list[str], environment: Mapping[str, str], url: str, folder: str, timeout_s: float
-) -> psutil.Process:
-    with tempfile.TemporaryFile() as output:
-        popen = subprocess.Popen(
-            argv, cwd="/", env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C belongs to the training, which stops TensorBoard itself
-        )  # fmt: skip
-        process, deadline, is_answering = psutil.Process(popen.pid), time.monotonic() + timeout_s, False
-        try:
-            while popen.poll() is None and time.monotonic() < deadline:
-                if is_answering := _is_answering_at(url, folder):
-                    return process
-                time.sleep(_POLL_S)
-        finally:
-            code = popen.returncode
-            popen.returncode = code or 0  # from here on psutil waits for it: no ResourceWarning from subprocess
-            if not is_answering:
-                _terminate(process)
+def _wait_until_serving(server: TensorBoardServer, popen: Any, output: IO[bytes], timeout_s: float) -> None:
+    """Wait until a process that was just started answers. Raises ConfigError where it does not, and has ended it."""
+    deadline, is_answering = time.monotonic() + timeout_s, False
+    try:
+        while not is_answering and popen.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            is_answering = is_serving(server)
+    finally:
+        code = popen.returncode
+        popen.returncode = code or 0  # from here on psutil waits for it: no ResourceWarning from subprocess
+        if not is_answering:
+            _terminate(server.process)
+    if not is_answering:
         output.seek(0)
         lines = output.read().decode(errors="replace").strip().splitlines() or ["no output"]
-    last_line = one_line(redact(lines[-1]), limit=200)
-    if code is None:
-        raise ConfigError(f"it did not answer in time ({last_line})")
-    raise ConfigError(f"it ended with exit code {code}: {last_line}")
-
-
-def _server_environment(*, ends_with_run: bool = False) -> dict[str, str]:
-    """Of a TensorBoard: marked as ours, with no GPU and none of the variables that make a process a rank; one of a run
-    ends with this process."""
-    variables = {OWNER_VARIABLE: _owner(), "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environment = {**independent_environment(os.environ), **variables}
-    return child_environment(environment, signal_number=signal.SIGTERM) if ends_with_run else environment
-
-
-def _owner() -> str:
-    return str(cache_dir().absolute())
+        reason = "did not answer in time" if code is None else f"ended with exit code {code}"
+        raise ConfigError(f"it {reason}: {one_line(redact(lines[-1]), limit=200)}")
 
 
 def is_serving(server: TensorBoardServer) -> bool:
     """Whether it answers at its address for its folder."""
-    return _is_answering_at(server.url, server.logdir)
-
-
-def _is_answering_at(url: str, logdir: str) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # this machine's own: no proxy is asked
     try:
-        with opener.open(f"{url}data/environment", timeout=5) as response:
-            return str(json.loads(response.read(10**6)).get("data_location", "")) == logdir
+        with opener.open(f"{server.url}data/environment", timeout=5) as response:
+            return str(json.loads(response.read(10**6)).get("data_location", "")) == server.logdir
     except (OSError, http.client.HTTPException, ValueError, AttributeError):
         return False
 
@@ -253,17 +228,16 @@ def _is_answering_at(url: str, logdir: str) -> bool:
 
 
 def running_servers() -> list[TensorBoardServer]:
-    """This user's TensorBoards of this project on this machine, whether they answer or not; the newest first."""
-    servers: list[tuple[float, TensorBoardServer]] = []
+    """This user's TensorBoards of this project on this machine, whether they answer or not."""
+    servers, owner = [], str(cache_dir().absolute())
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, KeyError):  # it has ended meanwhile, or is another user's
             argv, environment = process.cmdline(), process.environ()
-            if _TENSORBOARD_MODULE in argv and environment.get(OWNER_VARIABLE) == _owner():
+            if _TENSORBOARD_MODULE in argv and environment.get(OWNER_VARIABLE) == owner:
                 options = dict(word[2:].split("=", 1) for word in argv if word.startswith("--") and "=" in word)
                 address = options["host"], int(options["port"]), options["logdir"]
-                server = TensorBoardServer(process, *address, ends_with_run=PARENT_VARIABLE in environment)
-                servers.append((process.create_time(), server))
-    return [server for _, server in sorted(servers, key=lambda item: -item[0])]
+                servers.append(TensorBoardServer(process, *address, ends_with_run=PARENT_VARIABLE in environment))
+    return servers
 
 
 def stop_server(server: TensorBoardServer) -> str:
@@ -271,22 +245,22 @@ def stop_server(server: TensorBoardServer) -> str:
     done, and never raises."""
     outcome = "is not running any more"
     if _is_alive(server.process):
-        outcome = "stopped" if _terminate(server.process) else "does not end"
+        _terminate(server.process)
+        outcome = "does not end" if _is_alive(server.process) else "stopped"
     return f"TensorBoard (pid {server.pid}) {outcome}"
 
 
-def _terminate(process: psutil.Process) -> bool:
-    """End a process with its session, in which its data server is; returns whether it has ended."""
+def _terminate(process: psutil.Process) -> None:
+    """End a process with its session, in which its data server is."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         if _is_alive(process):  # else its pid may be another program's by now
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal_number)
-        deadline = time.monotonic() + STOP_TIMEOUT_S
         while _is_alive(process) and time.monotonic() < deadline:
             time.sleep(_POLL_S / 4)
     with contextlib.suppress(psutil.Error):
         process.wait(0)  # a child of this process would stay a zombie
-    return not _is_alive(process)
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -5,8 +5,8 @@ The command that is shown is the one that runs, but for one word: where `torch.d
 Typed by hand, the shown command starts the same ranks.
 
 The variables are those of torchrun (`PET_` before its flags' names,
-https://docs.pytorch.org/docs/stable/elastic/run.html), of Slurm, and of Kubernetes' PyTorchJob, which exports `RANK`
-and `WORLD_SIZE` once per pod (https://github.com/kubeflow/training-operator).
+https://docs.pytorch.org/docs/stable/elastic/run.html), of DeepSpeed's launcher, of Slurm, and of Kubernetes'
+PyTorchJob, which exports `RANK` and `WORLD_SIZE` once per pod (https://github.com/kubeflow/training-operator).
 """
 
 import contextlib
@@ -36,14 +36,6 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What torch and accelerate read to find the other ranks.
 RENDEZVOUS_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-# How often srun, or an mpirun, has started this command.
-_TASK_COUNT_VARIABLES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
-_NODE_SYNONYMS = {
-    "NNODES": "PET_NNODES",
-    "NODE_RANK": "PET_NODE_RANK",
-    "MASTER_ADDR": "PET_MASTER_ADDR",
-    "MASTER_PORT": "PET_MASTER_PORT",
-}
 _PROCESS_COUNT_VARIABLES = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 # Values of torchrun's `--nproc-per-node` that mean one rank per GPU.
 _ALL_GPUS = ("gpu", "auto", "cuda")
@@ -59,19 +51,9 @@ class LaunchCommand:
     port: int | None = None
 
     @property
-    def processes_per_node(self) -> int:
-        """How many ranks it starts on this node."""
-        return int(self.argv[self.argv.index("--nproc-per-node") + 1])
-
-    @property
     def agent_argv(self) -> tuple[str, ...]:
         """The words with our agent in the launcher's place: what is run."""
         return tuple(AGENT_MODULE if word == TORCHRUN_MODULE else word for word in self.argv)
-
-    def merged_environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The environment that the command runs in: the given one with its variables, without `PET_NNODES` and the
-        like, which torchrun takes as defaults of its flags (`node_variables` has read them)."""
-        return {**{name: text for name, text in base.items() if not name.startswith("PET_")}, **self.environment}
 
     @property
     def shell_line(self) -> str:
@@ -117,10 +99,12 @@ def torchrun_command(
     if visible_gpus is not None:
         environment |= visible_gpu_variables(visible_gpus)
     if nccl_timeout_s is not None:
-        nccl_defaults = nccl_variables(nccl_timeout_s)
-        environment |= {name: value for name, value in nccl_defaults.items() if name not in (present_environment or {})}
+        for name, value in nccl_variables(nccl_timeout_s).items():
+            if name not in (present_environment or {}):
+                environment[name] = value
     # only node 0 listens at MASTER_PORT; the others connect to it
-    return LaunchCommand(tuple(argv), environment, nodes.port if nodes.count > 1 and nodes.rank == 0 else None)
+    is_listening = nodes.count > 1 and nodes.rank == 0
+    return LaunchCommand(tuple(argv), environment, nodes.port if is_listening else None)
 
 
 def nccl_variables(timeout_s: float) -> dict[str, str]:
@@ -185,17 +169,19 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo | None:
     rank, world_size, local_rank, local_world_size, node_count = (
         read_whole_number(environment, name, minimum=0) for name in (*RANK_VARIABLES, "GROUP_WORLD_SIZE")
     )
+    variables_text = ", ".join(
+        f"{name}={one_line(environment[name])}" for name in RANK_VARIABLES[:3] if environment.get(name)
+    )
     if (rank is None) != (world_size is None):
-        missing = "RANK" if rank is None else "WORLD_SIZE"
         raise ConfigError(
-            f"the environment sets {_format_rank_variables(environment)} but not {missing}; a launcher sets all"
+            f"the environment sets {variables_text}, and not both RANK and WORLD_SIZE; a launcher sets all"
         )
     if rank is None or world_size is None or local_rank is None:
         return None
-    # a launcher that does not say how many ranks are here has started all of them here
-    local_world_size = world_size if local_world_size is None else local_world_size
-    if world_size < 1 or not 0 <= rank < world_size or not 0 <= local_rank < max(1, local_world_size):
-        raise ConfigError(f"the environment says {_format_rank_variables(environment)}: a rank is 0 to WORLD_SIZE - 1")
+    if local_world_size is None:  # a launcher that does not say how many ranks are here has started all of them here
+        local_world_size = world_size
+    if rank >= world_size or local_rank >= max(1, local_world_size):
+        raise ConfigError(f"the environment says {variables_text}: a rank is 0 to WORLD_SIZE - 1")
     # torchrun's number of nodes. The plan, and shards of a node (fsdp_hybrid), need as many ranks on each.
     if node_count is not None and node_count * local_world_size != world_size:
         raise ConfigError(
@@ -206,10 +192,6 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo | None:
     return RankInfo(rank, local_rank, world_size, local_world_size, Path(run_folder) if run_folder else None)
 
 
-def _format_rank_variables(environment: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={one_line(environment[name])}" for name in RANK_VARIABLES[:3] if environment.get(name))
-
-
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` of a process that a launcher started as a rank; else
     empty: without a local rank they name a node (`node_variables`)."""
@@ -218,14 +200,10 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # deepspeed's launcher
     if "LOCAL_RANK" in variables:
         return variables
-    return {} if "RANK" in environment else _slurm_rank_variables(environment)
-
-
-def _slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same of a task to which srun gave GPUs of its own (`--gpus-per-task`), as many on each node; else empty."""
-    if not any(environment.get(name) for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")):
+    has_own_gpus = any(environment.get(name) for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"))
+    if "RANK" in environment or not has_own_gpus:
         return {}
-    # `4(x2)`: four on each of two nodes; `4,3`: not as many on each
+    # a task to which srun gave GPUs of its own; `4(x2)`: four on each of two nodes; `4,3`: not as many on each
     tasks_per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     values = [environment.get(name, "") for name in names]
@@ -241,8 +219,7 @@ def rendezvous_variables(environment: Mapping[str, str], *, node_count: int) -> 
     if missing and node_count > 1:
         raise ConfigError(
             f"{' and '.join(missing)} not in the environment: ranks on {node_count} nodes cannot find each other; "
-            f"give all "
-            "of them the machine of rank 0 and a free port"
+            "give all of them the machine of rank 0 and a free port"
         )
     defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}
     return {name: defaults[name] for name in missing}
@@ -260,9 +237,8 @@ def read_nodes(values: Mapping[str, str], names: tuple[str, str, str, str] = NOD
     if port is not None and port > 65_535:
         raise ConfigError(f"{port_name}={port} is not a port; ports go from 1 to 65535")
     if (rank or 0) >= count:
-        default = "" if values.get(count_name, "").strip() else " (its default)"
         raise ConfigError(
-            f"{rank_name}={rank} is not one of {count_name}={count}{default}: ranks go from 0 to {count - 1}"
+            f"{rank_name}={rank} is not one of {count_name}={count} (1 by default): ranks go from 0 to {count - 1}"
         )
     if count == 1:
         return NodeSetup(1, 0, address, port)
@@ -287,9 +263,9 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
     exported = {name: text for name in environment if (text := environment[name].strip())}
     is_named = "NNODES" in exported or "NODE_RANK" in exported
     renamed = {
-        name: exported[synonym]
-        for name, synonym in _NODE_SYNONYMS.items()
-        if synonym in exported and name not in exported and (name.startswith("MASTER") or not is_named)
+        name: exported[f"PET_{name}"]
+        for name in NODE_VARIABLES
+        if f"PET_{name}" in exported and name not in exported and (name.startswith("MASTER") or not is_named)
     }
     lines: list[str] = []
     if ":" in renamed.get("NNODES", ""):
@@ -300,10 +276,9 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
         lines.append(f"PET_NNODES={one_line(renamed['NNODES'])} in the environment: one run over that many nodes")
     if not is_named and "NNODES" not in renamed and {"RANK", "WORLD_SIZE"} <= exported.keys():
         rank, world_size = exported["RANK"], exported["WORLD_SIZE"]
-        prefix = f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world_size)} in the environment, without LOCAL_RANK"
         line = (
-            f"{prefix}: this is node {one_line(rank)} of {one_line(world_size)} nodes "
-            "(NNODES= and NODE_RANK= say otherwise)"
+            f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world_size)} in the environment, without LOCAL_RANK: "
+            f"this is node {one_line(rank)} of {one_line(world_size)} nodes (NNODES= and NODE_RANK= say otherwise)"
         )
         renamed |= {"NODE_RANK": rank, "NNODES": world_size, "EXPORTED": line}
         if world_size != "1":
@@ -317,21 +292,16 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
 
 
 def refuse_repeated_starts(environment: Mapping[str, str], *, node_count: int) -> None:
-    """Raises ConfigError where Slurm or MPI started this command several times, each of which would be a separate
-    run."""
-    task_counts = {
-        name: text for name in _TASK_COUNT_VARIABLES if (text := environment.get(name, "")).isdigit() and int(text) > 1
-    }
-    if node_count > 1 or rank_variables(environment) or not task_counts:
+    """Raises ConfigError where srun started this command several times, each of which would be a separate run."""
+    text = environment.get("SLURM_STEP_NUM_TASKS", "")
+    if node_count > 1 or rank_variables(environment) or "SLURM_PROCID" not in environment:
         return
-    name, text = next(iter(task_counts.items()))
-    if name.startswith("SLURM") and "SLURM_PROCID" not in environment:
-        return
-    raise ConfigError(
-        f"this command was started {text} times ({name}={text}), and each would be a separate run: take sbatch "
-        "scripts/train_slurm.sbatch my.yaml, or one task per node with NNODES=, NODE_RANK=, MASTER_ADDR= (make "
-        "train-distributed), or torchrun in place of mpirun"
-    )
+    if text.isdigit() and int(text) > 1:
+        raise ConfigError(
+            f"srun started this command {text} times, and each would be a separate run: take sbatch "
+            "scripts/train_slurm.sbatch my.yaml, or one task per node with NNODES=, NODE_RANK=, MASTER_ADDR= (make "
+            "train-distributed)"
+        )
 
 
 def refuse_lone_node(nodes: NodeSetup) -> None:

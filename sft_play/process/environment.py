@@ -27,24 +27,18 @@ LAUNCHER_PREFIXES = ("PET_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_")
 
 def independent_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a run started beside this one: this package first, this run's rank variables left out."""
-    excluded = {
-        *MAKE_COMMAND_VARIABLES,
-        *LAUNCHER_VARIABLES,
-        *(["OMP_NUM_THREADS"] if "WORLD_SIZE" in environment else []),
-    }
+    excluded = {*MAKE_COMMAND_VARIABLES, *LAUNCHER_VARIABLES}
+    if "WORLD_SIZE" in environment:
+        excluded.add("OMP_NUM_THREADS")
     variables = {
         name: value
         for name, value in environment.items()
         if name not in excluded and not name.startswith(LAUNCHER_PREFIXES)
     }
     variables["ACCELERATE_CONFIG"] = "none"  # accelerate's own file may name several machines
-    return add_package_path(variables)
-
-
-def add_package_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is to import this very package, whatever folder it starts in."""
-    package = str(Path(__file__).resolve().parents[2])
-    return {**environment, "PYTHONPATH": os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])}
+    paths = [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH")]
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return variables
 
 
 def set_deepspeed_to_cpu() -> None:
@@ -101,16 +95,10 @@ def allocator_variables(environment: Mapping[str, str], *, root: Path = Path("/"
 
 def format_allocator_setting(environment: Mapping[str, str]) -> str:
     """A line on this process's allocator setting, and on options that the plan's bound does not cover."""
-    name = next(
-        (
-            variable
-            for variable in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES)
-            if environment.get(variable, "").strip()
-        ),
-        None,
-    )
-    if name is None:
-        return "Allocator: PyTorch's default, segments of fixed size"
-    setting = environment[name].strip()
-    bound_note = "" if setting == EXPANDABLE_SEGMENTS else "; the plan's bound covers expandable_segments alone"
-    return f"Allocator: {name}={one_line(setting)}{bound_note}"
+    for name in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES):
+        setting = environment.get(name, "").strip()
+        if setting == EXPANDABLE_SEGMENTS:
+            return f"Allocator: {name}={setting}"
+        if setting:
+            return f"Allocator: {name}={one_line(setting)}; the plan's bound covers expandable_segments alone"
+    return "Allocator: PyTorch's default, segments of fixed size"

@@ -16,10 +16,10 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
@@ -78,7 +78,6 @@ class Failure:
 # The first failure of this process: its exception, and when it came.
 _recorded: tuple[BaseException | None, float] | None = None
 _record_lock = threading.Lock()
-_fault_file: Any = None
 
 
 def failure_kind(error: BaseException) -> FailureKind:
@@ -87,43 +86,35 @@ def failure_kind(error: BaseException) -> FailureKind:
         return "stopped"
     if isinstance(error, SftPlayError):
         return "user"
+    if not isinstance(error, (RuntimeError, ConnectionError)):  # torch.distributed raises RuntimeErrors
+        return "fault"
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, (RuntimeError, ConnectionError)):  # torch.distributed raises RuntimeErrors
-        if _TIMED_OUT.search(text):
-            return "hung"
-        if _PEER_GONE.search(text):
-            return "peer"
-    return "fault"
+    if _TIMED_OUT.search(text):
+        return "hung"
+    return "peer" if _PEER_GONE.search(text) else "fault"
 
 
 def report_to_agent(error: BaseException) -> bool:
     """Record how this rank ends. True if its agent reports it, so that this process need not; never where this is no
     rank."""
-    kind, exit_code = failure_kind(error), 1
-    if kind == "stopped":
-        exit_code = Interrupted.exit_code
-    elif isinstance(error, SftPlayError):
-        exit_code = error.exit_code
-    stack = "".join(traceback.format_exception(error))
-    record_failure(kind, str(error), name=type(error).__name__, exit_code=exit_code, stack=stack, error=error)
+    record_failure(failure_kind(error), str(error), error=error)
     return is_under_agent()
 
 
-def record_failure(
-    kind: FailureKind,
-    message: str,
-    *,
-    name: str = "",
-    exit_code: int = 1,
-    stack: str = "",
-    error: BaseException | None = None,
-) -> None:
+def record_failure(kind: FailureKind, message: str, *, error: BaseException | None = None) -> None:
     """Write a failure into the launcher's file, if there is one. The first failure stays: what follows, such as
     connections that break, only hides it. It is replaced only by a message of ours about the same exception."""
     global _recorded
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
         return
+    exit_code, name, stack = 1, "", ""
+    if kind == "stopped":
+        exit_code = Interrupted.exit_code
+    elif isinstance(error, SftPlayError):
+        exit_code = error.exit_code
+    if error is not None:
+        name, stack = type(error).__name__, "".join(traceback.format_exception(error))
     with _record_lock:
         failed_at = time.time()
         if _recorded is not None:
@@ -158,7 +149,7 @@ def read_failure(error_file: Path) -> Failure | None:
 def format_ranks(ranks: Sequence[int]) -> str:
     """`rank 1` or `ranks 0, 2, 3`."""
     rank_list = ", ".join(str(rank) for rank in sorted(ranks))
-    return f"rank{'s' if len(ranks) != 1 else ''} {rank_list}"
+    return f"rank{'s' * (len(ranks) != 1)} {rank_list}"
 
 
 # --- parents and children ---------------------------------------------------------------------------------------------
@@ -178,21 +169,23 @@ def rank_file_path(name: str) -> Path | None:
 def install_process_guards() -> None:
     """Set up what ends this process: its starter and, for a rank, its launcher. A rank that is told to stop before the
     training handles signals closes what is open, and records its end."""
-    global _fault_file
     signals.watch_parent()
-    if not is_under_agent():
-        if "RANK" in os.environ:
-            _die_with_launcher(os.environ)
-        return
-    signals.StopSignals(signals.raise_interrupt).__enter__()  # for the life of the process
-    signals.end_when_unresponsive(exit_stopped)
-    path = rank_file_path(FAULT_NAME)
-    if path is not None:
-        with contextlib.suppress(OSError):
-            _fault_file = path.open("w", encoding="utf-8")
-            faulthandler.enable(file=_fault_file, all_threads=False)
-    signals.die_with_parent(os.getppid(), signal.SIGTERM)
-    threading.Thread(target=_exit_after_agent, args=(os.getppid(),), daemon=True, name="sft_play agent watch").start()
+    agent_pid = os.environ.get(AGENT_VARIABLE)
+    if is_under_agent():
+        signals.StopSignals(signals.raise_interrupt).__enter__()  # for the life of the process
+        signals.end_when_unresponsive(exit_stopped)
+        path = rank_file_path(FAULT_NAME)
+        if path is not None:
+            with contextlib.suppress(OSError):
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)  # open until the process ends
+                faulthandler.enable(descriptor, all_threads=False)
+        signals.die_with_parent(os.getppid(), signal.SIGTERM)
+        threading.Thread(target=_exit_after_agent, daemon=True, name="sft_play agent watch").start()
+    elif "RANK" in os.environ:
+        if agent_pid is not None and not psutil.pid_exists(int(agent_pid)):  # it ended before this rank watched it
+            os.kill(os.getpid(), signal.SIGTERM)
+        if "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_SIZE" in os.environ:  # torch's launcher, or DeepSpeed's
+            signals.die_with_parent(os.getppid(), signal.SIGTERM)
 
 
 def exit_stopped() -> None:
@@ -201,18 +194,8 @@ def exit_stopped() -> None:
     os._exit(Interrupted.exit_code)
 
 
-def _die_with_launcher(environment: Mapping[str, str]) -> None:
-    """End a rank with its launcher: torch's or DeepSpeed's, by the variables that they set, or with our agent where
-    that ended before this rank could watch it."""
-    agent = environment.get(AGENT_VARIABLE)
-    if agent is not None and not psutil.pid_exists(int(agent)):
-        os.kill(os.getpid(), signal.SIGTERM)
-    if "TORCHELASTIC_RUN_ID" in environment or "CROSS_SIZE" in environment:
-        signals.die_with_parent(os.getppid(), signal.SIGTERM)
-
-
-def _exit_after_agent(agent_pid: int) -> None:
-    while os.getppid() == agent_pid:
+def _exit_after_agent() -> None:
+    while is_under_agent():
         time.sleep(1)
     time.sleep(ORPHAN_GRACE_S)
     os._exit(1)  # not sys.exit: the main thread may hang in a collective, and nothing of Python's would end it
