@@ -21,14 +21,14 @@ from typing import Any
 
 import psutil
 import pytest
+from sft_play.diagnose.ranks import AllReduceOutcome, judge_all_reduce
 
+from sft_play.answers import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.load import config_from_text, load_config
 from sft_play.diagnose import machine_checks, ranks
 from sft_play.diagnose.doctor import DoctorReport, PlannedRun, _select_gpus, check_node_meeting, run_doctor
 from sft_play.diagnose.machine_checks import KNOWN_BAD_TABLE, DiskSpace, SystemFacts, find_known_bad, matches_conditions
-from sft_play.diagnose.ranks import AllReduceOutcome, judge_all_reduce
 from sft_play.errors import ConfigError
-from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware, parse_hardware

@@ -150,7 +150,7 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
 def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model, rows, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
-    monkeypatch.setattr("sft_play.commands.lookups.detect_hardware", lambda: machine)
+    monkeypatch.setattr("sft_play.commands.request.detect_hardware", lambda: machine)
     monkeypatch.setattr("sft_play.launch.refusals.find_unusable_accelerator", lambda devices: None)
     row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"
     Path("my.jsonl").write_text(row * rows)

@@ -160,7 +160,7 @@ def test_a_plan_says_that_a_run_would_stop_where_it_does(command, monkeypatch):
     """A 3B on a CPU: the plan said that it fits, and named a command that is refused."""
     monkeypatch.chdir(ROOT)
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
-    for name in ("sft_play.commands.lookups.detect_hardware", "sft_play.launch.planning.detect_hardware"):
+    for name in ("sft_play.commands.request.detect_hardware", "sft_play.launch.planning.detect_hardware"):
         monkeypatch.setattr(name, lambda: machine)
     monkeypatch.setattr("sft_play.launch.refusals.find_unusable_accelerator", lambda devices: None)
     code, refused = command("train", "--config", "configs/run_bnb.yaml")

@@ -12,7 +12,7 @@ from benchmarks.gpu_selftest.checks import loss_problems, speed_problems
 from benchmarks.gpu_selftest.part import Part
 from benchmarks.gpu_selftest.trials import ProcessResult, TrialBench, judge_run_folder, run_module, train_run
 from sft_play.config.load import load_config
-from sft_play.diagnose import ranks
+from sft_play.diagnose import doctor
 from sft_play.diagnose.machine_checks import read_system_facts
 from sft_play.launch.request import LaunchOptions
 from sft_play.machine.hardware import Hardware
@@ -51,8 +51,8 @@ def all_reduce(bench: TrialBench, hardware: Hardware) -> Part:
     """The doctor's all-reduce over every rank, and its bandwidth against the plan's figure."""
     name, machine, options = f"{PREFIX}all-reduce", together(hardware), _spread(hardware)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"} if not hardware.gpus else os.environ
-    outcome = ranks.run_all_reduce(machine, options, limit_s=ALL_REDUCE_S, environment=environment)
-    finding = ranks.judge_all_reduce(outcome, read_system_facts(machine), NodeSetup())
+    outcome = doctor.run_all_reduce(machine, options, limit_s=ALL_REDUCE_S, environment=environment)
+    finding = doctor.judge_all_reduce(outcome, read_system_facts(machine), NodeSetup())
     best = outcome.bytes_per_s
     if finding.verdict == "FAIL" or best is None:
         return Part(name, "fail", finding.found)

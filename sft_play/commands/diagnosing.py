@@ -8,8 +8,7 @@ import os
 import sys
 
 from sft_play.commands.answer import CommandResult, command_result, write_out_file
-from sft_play.commands.lookups import refuse_hardware, request_output_dir, requested_hardware
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, refuse_hardware, request_output_dir, requested_hardware
 from sft_play.config.load import load_config
 from sft_play.diagnose import gpu_info, memory_check
 from sft_play.diagnose.doctor import PlannedRun, run_doctor

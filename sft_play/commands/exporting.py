@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from sft_play.commands.answer import CommandResult, command_result, confirm_with_user, redirect_stdout_to_stderr
-from sft_play.commands.lookups import find_request_run, request_output_dir, trusts_code
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, find_request_run, request_output_dir, trusts_code
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.places import (

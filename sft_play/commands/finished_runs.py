@@ -14,8 +14,7 @@ from sft_play.commands.answer import (
     require_writable_out,
     write_result,
 )
-from sft_play.commands.lookups import find_request_run, request_output_dir, require_source
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, find_request_run, request_output_dir, require_source
 from sft_play.errors import ConfigError
 from sft_play.finished.compare import compare_runs
 from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable

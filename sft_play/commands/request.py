@@ -1,4 +1,5 @@
-"""The request to a command: words, flags and make's variables, read once, with an error where they are wrong."""
+"""The request to a command: words, flags and make's variables, read once, with an error where they are wrong; and what
+it is about, looked up: the machine, the folder of the runs, a finished run, data that a variable names."""
 
 import argparse
 import dataclasses
@@ -9,21 +10,26 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS, help_line
 from sft_play.config.load import load_config, split_overrides
 from sft_play.config.options import sections
-from sft_play.config.schema import OutputConfig
-from sft_play.errors import ConfigError, RunFolderError
+from sft_play.config.schema import ModelConfig, OutputConfig
+from sft_play.config.yaml_io import parse_yaml_value
+from sft_play.errors import ConfigError, DataError, RunFolderError
 from sft_play.files import relative_to_cwd
 from sft_play.launch.request import LaunchOptions, parse_launch_options
 from sft_play.launch.torchrun import NODE_VARIABLES, node_variables, rank_variables
 from sft_play.log import escape_control, one_line
-from sft_play.runs.lookup import resolve_run
+from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
+from sft_play.runs.lookup import output_dir, resolve_run
 from sft_play.spelling import did_you_mean, nearest_name
 from sft_play.starter import CONFIG
 from sft_play.variables import DESCRIBING_COMMANDS, EXTRA_FLAGS, TRAINING_COMMANDS, VARIABLES, flag_commands
+
+if TYPE_CHECKING:
+    from sft_play.finished.run import FinishedRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,3 +368,62 @@ def make_argv(request: Request, command: str, settings: Sequence[str]) -> list[s
     config, run = request.is_config_given and request.config, command == "resume" and request.run
     variables = {"CONFIG": config, "RUN": run, "SET": shlex.join(settings)}
     return ["make", command, *(f"{name}={text}" for name, text in variables.items() if text)]
+
+
+# --- what a request is about ------------------------------------------------------------------------------------------
+
+
+def requested_hardware(request: Request) -> Hardware:
+    """The machine to plan for, with the price that was given."""
+    hardware = parse_hardware(request.hardware) if request.hardware else detect_hardware()
+    return hardware if request.price is None else dataclasses.replace(hardware, price_per_gpu_hour=request.price)
+
+
+def refuse_hardware(request: Request) -> None:
+    """Raises ConfigError where a machine is named and this one is used."""
+    if request.hardware:
+        raise ConfigError(
+            f"HARDWARE={escape_control(request.hardware)} names a machine for make plan; training uses this machine"
+        )
+
+
+def request_output_dir(request: Request) -> Path:
+    """The folder of the run folders; the default where no config was given and the starter's does not exist."""
+    if not request.is_config_given and not request.config.is_file():
+        return output_dir(OutputConfig())
+    loaded = load_config(request.config, overrides=request.overrides, with_adapter=False)
+    return output_dir(loaded.config.output)
+
+
+def find_request_run(request: Request) -> "FinishedRun":
+    """The finished run that RUN names, or the newest; raises as `find_finished_run` does."""
+    from sft_play.finished.run import find_finished_run
+
+    return find_finished_run(
+        request_output_dir(request), request.run, is_trusted=functools.partial(trusts_code, request)
+    )
+
+
+def require_source(path: Path | str, variable_name: str) -> None:
+    """Raises DataError where a variable names data that are not there: before anything is imported to read them."""
+    from sft_play.data.sources.files import find_source, list_parts
+
+    try:
+        list_parts(find_source(str(path)), wants_text=True)
+    except DataError as error:
+        raise DataError(f"{variable_name}={error}") from None
+
+
+def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
+    """True if the user allows the code that `model.KEY` would run: SET gives the same value, or the given CONFIG does,
+    for the same model and revision."""
+    path, required_value = f"model.{key}", getattr(model, key)
+    for word in reversed(request.overrides):
+        name, _, value = word.partition("=")
+        if name.strip() == path:
+            return bool(parse_yaml_value(value, name=path) == required_value)
+    if not request.is_config_given or request.is_config_recorded:
+        return False
+    config_model = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
+    is_same_model = (config_model.name, config_model.revision) == (model.name, model.revision)
+    return is_same_model and bool(getattr(config_model, key) == required_value)

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from sft_play.answers import Answer
+from sft_play.answers import Answer, Finding, pass_finding, warn_finding
 from sft_play.commands.answer import CommandResult, command_result
 from sft_play.commands.diagnosing import check_result
-from sft_play.commands.lookups import requested_hardware
-from sft_play.commands.request import Request, make_argv
+from sft_play.commands.request import Request, make_argv, requested_hardware
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.stats import RowStats
@@ -51,7 +50,6 @@ from sft_play.diagnose.run_check import (
     load_row_tools,
 )
 from sft_play.errors import ConfigError, DataError, SftPlayError
-from sft_play.findings import Finding, pass_finding, warn_finding
 from sft_play.log import escape_control, one_line
 from sft_play.machine.hardware import Hardware
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from sft_play.answers import Answer
 from sft_play.commands.answer import CommandResult, command_result, redirect_stdout_to_stderr
-from sft_play.commands.launch_requests import launcher_rank_info
+from sft_play.commands.launching import launcher_rank_info
 from sft_play.commands.request import Request, require_config_for_model_and_data
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text

@@ -17,9 +17,9 @@ from sft_play.machine.gpu import GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.host import nearest_disk_space
 from sft_play.machine.software import installed_version, nccl_package, torch_cuda_version, torch_hip_version
-from sft_play.machine.visible_gpus import find_unusable_accelerator
+from sft_play.machine.visible_gpus import find_unusable_accelerator, torch_build_text
 from sft_play.planner.plan import device_budget_bytes
-from sft_play.text import NOT_KNOWN, build_table, gib_or_na, render_lines, value_or_na, yes_no_or_na
+from sft_play.text import GIB, build_table, gib_or_na, render_lines, value_or_na, yes_no_or_na
 
 # An import of torch from a cold network disk takes a minute and more.
 TORCH_TIMEOUT_S = 120.0
@@ -126,55 +126,44 @@ def read_torch_report(environment: Mapping[str, str], *, timeout_s: float = TORC
 
 def machine_lines(machine: MachineInfo) -> list[str]:
     """The page; its first line names the source, the second the number of GPUs."""
-    snapshot = machine.gpu_snapshot
-    silent_gpus = [gpu for gpu in snapshot.gpus if gpu.trouble]
-    header = "no driver shows a GPU"
+    snapshot, host, header = machine.gpu_snapshot, machine.host, "no driver shows a GPU"
     if snapshot.source:
         header = f"GPUs as {snapshot.source} shows them"
     lines = [f"This machine: {header}", f"Number of GPUs: {len(machine.hardware.gpus)}"]
     if machine.visible_setting is not None:
         order = [f"GPU {index} is cuda:{device}" for device, index in enumerate(machine.visible_gpus)]
         lines.append(f"{one_line(machine.visible_setting)}: {', '.join(order) or 'no GPU is visible'}")
-    lines += [f"GPU {gpu.index} does not answer: {one_line(str(gpu.trouble))}" for gpu in silent_gpus]
     lines += machine.hardware.notes
     if machine.unused_accelerator:
         lines.append(machine.unused_accelerator)
-    selected = snapshot.select([*machine.visible_gpus, *(gpu.index for gpu in silent_gpus)])
-    if selected.gpus:
-        lines += ["", *_gpu_lines(selected)]
-    if selected.topology is not None:
-        topology = selected.topology
-        headers = ["", *(f"GPU{index}" for index in topology.indices)]
-        rows = [[name, *links] for name, links in zip(headers[1:], topology.links, strict=True)]
-        grid = build_table(headers, rows, text_columns=range(len(headers)))
-        lines += ["", *render_lines(grid, width=None)]
-    lines += ["", *_software_lines(machine), *_host_lines(machine.host)]
+    by_index = {gpu.index: gpu for gpu in snapshot.gpus}
+    if gpus := [by_index[index] for index in machine.visible_gpus if index in by_index]:
+        headers = ("GPU", "name", "total\nGiB", "used\nGiB", "free\nGiB", "cc", "bf16", "fp8", "cap\nW", "°C",
+                   "PCIe\nnow/max", "MIG")  # fmt: skip
+        lines += ["", *render_lines(build_table(headers, [_gpu_row(gpu) for gpu in gpus], text_columns=(1,)))]
+    for gpu in gpus:
+        if gpu.withheld:
+            withheld = ", ".join(f"{fact} ({one_line(reason)})" for fact, reason in gpu.withheld.items())
+            lines.append(f"GPU {gpu.index}: {snapshot.source} does not tell its {withheld}")
+        for instance in gpu.instances:
+            lines.append(f"GPU {gpu.index} instance {value_or_na(instance.profile)}: {value_or_na(instance.uuid)}")
+        for process in gpu.all_processes:
+            size = gib_or_na(process.used_bytes, digits=2)
+            lines.append(f"GPU {gpu.index} process {process.pid} ({value_or_na(process.name)}): {size} GiB")
+    lines += [
+        "",
+        f"Driver: {value_or_na(snapshot.driver)}, which runs CUDA up to {value_or_na(snapshot.driver_cuda)}",
+        f"NCCL: {value_or_na(machine.software['nccl'])}",
+        torch_build_text(),
+        f"CPU: {one_line(host['cpu'])}, {value_or_na(host['physical_cores'])} physical cores, "
+        f"{value_or_na(host['logical_cores'])} logical, {host['usable_cores']} for this process",
+        f"RAM: {gib_or_na(host['ram_bytes'])} GiB, {gib_or_na(host['ram_free_bytes'])} free",
+        f"Disk: {gib_or_na(host['disk_free_bytes'])} of {gib_or_na(host['disk_bytes'])} GiB free "
+        f"at {one_line(host['disk_folder'])}",
+    ]
     if machine.torch_report is not None:
         lines += ["", "torch, asked:", *(f"  {line}" for line in machine.torch_report)]
     return [escape_control(line) for line in lines]
-
-
-def _gpu_lines(snapshot: GpuSnapshot) -> list[str]:
-    """The table of GPUs, and below it what it has no column for."""
-    headers = ("GPU", "name", "total\nGiB", "used\nGiB", "free\nGiB", "cc", "bf16", "fp8", "cap\nW", "°C",
-               "PCIe\nnow/max", "MIG")  # fmt: skip
-    lines = render_lines(build_table(headers, [_gpu_row(gpu) for gpu in snapshot.gpus], text_columns=(1,)))
-    for gpu in snapshot.gpus:
-        if gpu.unified:
-            lines.append(f"GPU {gpu.index} shares the machine's memory")
-        if gpu.withheld and not gpu.trouble:
-            withheld = ", ".join(f"{fact} ({one_line(reason)})" for fact, reason in gpu.withheld.items())
-            lines.append(f"GPU {gpu.index}: {snapshot.source} does not tell its {withheld}")
-        lines += [
-            f"GPU {gpu.index} instance {value_or_na(item.profile)}: {gib_or_na(item.total_bytes)} GiB, "
-            f"{gib_or_na(item.free_bytes)} free, {value_or_na(item.uuid)}"
-            for item in gpu.instances
-        ]
-        lines += [
-            f"GPU {gpu.index} process {item.pid} ({value_or_na(item.name)}): {gib_or_na(item.used_bytes, digits=2)} GiB"
-            for item in gpu.all_processes
-        ]
-    return lines
 
 
 def _gpu_row(gpu: GpuStatus) -> list[str]:
@@ -184,40 +173,10 @@ def _gpu_row(gpu: GpuStatus) -> list[str]:
         gib_or_na(gpu.total_bytes), gib_or_na(gpu.used_bytes), gib_or_na(gpu.free_bytes),
         value_or_na(gpu.compute_capability), yes_no_or_na(gpu.bf16), yes_no_or_na(gpu.fp8),
         value_or_na(gpu.power_cap_watts), value_or_na(gpu.temperature_celsius),
-        f"{_format_pcie_link(link.generation, link.lanes)}/"
-        f"{_format_pcie_link(link.max_generation, link.max_lanes)}",
+        f"{value_or_na(link.generation)}x{value_or_na(link.lanes)}/"
+        f"{value_or_na(link.max_generation)}x{value_or_na(link.max_lanes)}",
         yes_no_or_na(gpu.mig_enabled),
     ]  # fmt: skip
-
-
-def _format_pcie_link(generation: int | None, lanes: int | None) -> str:
-    """`5x16`."""
-    return NOT_KNOWN if generation is None or lanes is None else f"{generation}x{lanes}"
-
-
-def _software_lines(machine: MachineInfo) -> list[str]:
-    snapshot, software = machine.gpu_snapshot, machine.software
-    driver, torch_text = f"{NOT_KNOWN} (none answers)", "not installed (make setup)"
-    if snapshot.driver:
-        driver = f"{one_line(snapshot.driver)}, which runs CUDA up to {value_or_na(snapshot.driver_cuda)}"
-    if software["torch"]:
-        build = "the CPU alone"
-        for name, version in (("CUDA", software["torch_cuda"]), ("ROCm", software["torch_hip"])):
-            if version:
-                build = f"{name} {version}"
-        torch_text = f"{software['torch']}, built for {build}"
-    nccl = f"NCCL: {value_or_na(software['nccl'])}"
-    return [f"Driver: {driver}", nccl, f"torch: {torch_text}"]
-
-
-def _host_lines(host: Mapping[str, Any]) -> list[str]:
-    return [
-        f"CPU: {one_line(host['cpu'])}, {value_or_na(host['physical_cores'])} physical cores, "
-        f"{value_or_na(host['logical_cores'])} logical, {host['usable_cores']} for this process",
-        f"RAM: {gib_or_na(host['ram_bytes'])} GiB, {gib_or_na(host['ram_free_bytes'])} free",
-        f"Disk: {gib_or_na(host['disk_free_bytes'])} of {gib_or_na(host['disk_bytes'])} GiB free "
-        f"at {one_line(host['disk_folder'])}",
-    ]
 
 
 # --- a machine that is only named (HARDWARE=); nothing is measured ----------------------------------------------------
@@ -230,22 +189,21 @@ def assumed_machine_json(hardware: Hardware) -> dict[str, Any]:
 
 
 def assumed_machine_lines(hardware: Hardware, text: str) -> list[str]:
-    """The same as lines, with `text`, by which it is named."""
+    """The same as lines, with `text`, by which it is named; each value in the unit that the end of its key tells."""
     assumptions = assumed_machine_json(hardware)
     gpus = assumptions.pop("gpus")
     lines = [
         f"Assumed, not detected: HARDWARE={one_line(text)}, as in make plan (catalogue: docs/gpus.md)",
         f"Number of GPUs: {len(gpus)}",
     ]
+    units = {"bytes_per_s": ("GB/s", 1e9), "bandwidth": ("GB/s", 1e9), "flops": ("TFLOPS", 1e12), "bytes": ("GiB", GIB)}
     for header, facts in (*(("Each GPU:", gpu) for gpu in gpus[:1]), ("Machine:", assumptions)):
         lines.append(header)
-        lines += [f"  {key}: {_format_fact(key, value)}" for key, value in facts.items() if value not in (None, ())]
+        for key, value in facts.items():
+            shown = value_or_na(value)
+            for suffix, (unit, size) in units.items():
+                if key.endswith(suffix) and value is not None:
+                    shown = f"{value / size:,.4g} {unit}"
+            if value not in (None, ()):
+                lines.append(f"  {key}: {shown}")
     return [escape_control(line) for line in lines]
-
-
-def _format_fact(key: str, value: Any) -> str:
-    """A value in the unit that the end of its key tells."""
-    for suffix, unit, size in (("bytes_per_s", "GB/s", 1e9), ("bandwidth", "GB/s", 1e9), ("flops", "TFLOPS", 1e12)):
-        if key.endswith(suffix):
-            return f"{value / size:,.4g} {unit}"
-    return f"{gib_or_na(value, digits=2)} GiB" if key.endswith("bytes") else value_or_na(value)

@@ -21,9 +21,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
+from sft_play.answers import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.schema import RunConfig
 from sft_play.errors import SftPlayError
-from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.run_hardware import has_broken_p2p
 from sft_play.log import one_line

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.answers import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data import checks
@@ -22,7 +23,6 @@ from sft_play.data.sources.files import AnySource, data_part_split, find_data_pa
 from sft_play.diagnose import machine_checks
 from sft_play.diagnose.doctor import FindingsReport, PlannedRun, format_findings
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
-from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.planning import plan_run
 from sft_play.launch.refusals import refusals, require_usable_hardware
 from sft_play.launch.request import LaunchOptions
