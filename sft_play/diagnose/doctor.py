@@ -2,7 +2,6 @@
 ranks; and findings as lines.
 """
 
-import json
 import os
 import re
 import signal
@@ -19,14 +18,13 @@ from rich.table import Table
 from sft_play.answers import Answer, Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose import machine_checks
-from sft_play.diagnose.machine_checks import SystemFacts, error_remedies, read_system_facts
+from sft_play.diagnose.machine_checks import SystemFacts, read_system_facts
 from sft_play.errors import SftPlayError
 from sft_play.launch.refusals import require_usable_hardware
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.run_hardware import disable_broken_p2p
 from sft_play.launch.torchrun import TORCHRUN_MODULE, LaunchCommand, torchrun_command
 from sft_play.log import escape_control, one_line, redact
-from sft_play.machine.gpu_catalog import find_catalog_entries
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.machine.software import COMPUTE_PACKAGES
@@ -35,6 +33,7 @@ from sft_play.planner.plan import Plan
 from sft_play.process.environment import LAUNCHER_VARIABLES
 from sft_play.process.failures import format_ranks, kill_process_tree
 from sft_play.process.signals import raise_interrupt, start_child, supervise
+from sft_play.runs.files import read_json
 from sft_play.text import join_unique, render_lines
 
 # How long nodes wait for each other: time to start the command by hand on the next one.
@@ -54,15 +53,17 @@ def format_findings(findings: Sequence[Finding], labels: Mapping[str, str]) -> l
     for min_width in (0, 18, 0):
         rows.add_column(no_wrap=True, overflow="ignore", min_width=min_width)
     for finding in findings:
-        remedy = [f"do: {finding.remedy}"] if finding.remedy else []
-        text = "\n".join([finding.found, *remedy, *(f"see {source}" for source in finding.sources)])
-        rows.add_row(labels.get(finding.verdict, finding.verdict), escape_control(finding.name), escape_control(text))
+        lines = [finding.found, *(f"see {source}" for source in finding.sources)]
+        if finding.remedy:
+            lines.insert(1, f"do: {finding.remedy}")
+        label, text = labels.get(finding.verdict, finding.verdict), escape_control("\n".join(lines))
+        rows.add_row(label, escape_control(finding.name), text)
     return render_lines(rows, width=None)
 
 
 @dataclass(frozen=True)
-class FindingsReport(Answer):
-    """All findings of one look, in the order of the page, and how long it took."""
+class DoctorReport(Answer):
+    """All findings of one look at this machine, in the order of the page, and how long it took."""
 
     findings: tuple[Finding, ...]
     elapsed_s: float = 0.0
@@ -76,14 +77,11 @@ class FindingsReport(Answer):
         """The names of the findings of one verdict."""
         return [finding.name for finding in self.findings if finding.verdict == verdict]
 
-
-class DoctorReport(FindingsReport):
-    """All findings of one look at this machine."""
-
     def lines(self) -> list[str]:
         """The table, and the verdict."""
-        failed_names = self.names_by_verdict("FAIL")
-        header = "Nothing FAILs: " if self.ok else f"{len(failed_names)} FAIL: {join_unique(failed_names)}; "
+        header = "Nothing FAILs: "
+        if failed_names := self.names_by_verdict("FAIL"):
+            header = f"{len(failed_names)} FAIL: {join_unique(failed_names)}; "
         counts = ", ".join(f"{len(self.names_by_verdict(verdict))} {verdict}" for verdict in ("PASS", "WARN", "SKIP"))
         return [*format_findings(self.findings, {}), f"{header}{counts} ({self.elapsed_s:.0f} s)"]
 
@@ -245,12 +243,14 @@ ALL_REDUCE_NAME = "all-reduce"
 CHECK_MODULE = "sft_play.diagnose.collective_check"
 # The ranks' own limit is this much shorter, so that they can report what they were waiting for.
 REPORT_MARGIN_S = 5.0
-# Fraction of an NVLink's rate below which something is wrong; nccl-tests reach 0.75 to 0.95 of it.
-MIN_NVLINK_SHARE = 0.30
-# The same for PCIe, where data may pass through the host's memory or between sockets.
-MIN_PCIE_SHARE = 0.15
+# Fraction of a link's rate below which something is wrong. nccl-tests reach 0.75 to 0.95 of an NVLink's; over PCIe data
+# may pass through the host's memory or between sockets.
+MIN_LINK_SHARE = 0.15
 _SLOW_LINK_REMEDY = "nvidia-smi topo -m and nvlink -s show the links and which are down; unset NCCL_P2P_DISABLE"
 _TAIL_LINES = 3
+_ERROR_REMEDY = (
+    "fix what the error names; NCCL_DEBUG=INFO make doctor shows more, docs/diagnose.md what each check needs"
+)
 
 
 @dataclass(frozen=True)
@@ -326,25 +326,16 @@ def run_all_reduce(
         # The last lines with words: the launcher frames its report with lines of dashes.
         lines = (folder / "output").read_text(encoding="utf-8", errors="replace").splitlines()
         last_lines = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-_TAIL_LINES:]
-        reports = {rank: _read_rank_report(folder / f"rank-{rank}.json") for rank in expected_ranks}
         return AllReduceOutcome(
             expected_ranks,
             local_ranks * options.nodes.count,
-            reports_by_rank={rank: report for rank, report in reports.items() if report},
-            result=_read_rank_report(folder / "result.json"),
+            reports_by_rank={rank: read_json(folder / f"rank-{rank}.json") for rank in expected_ranks},
+            result=read_json(folder / "result.json") or None,
             timed_out=exit_code is None,
             exit_code=exit_code or 0,
             output_tail=" | ".join(redact(one_line(line, limit=160)) for line in last_lines),
             limit_s=limit_s,
         )
-
-
-def _read_rank_report(path: Path) -> dict[str, Any] | None:
-    try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))  # written whole, or absent
-    except OSError:
-        return None
-    return report
 
 
 def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> Finding:
@@ -360,17 +351,17 @@ def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes
     is_done = all(reports.get(rank, {}).get("stage") == "done" for rank in outcome.expected_ranks)
     if not is_done or (outcome.result is None and nodes.rank == 0):
         return _failure_finding(outcome, system_facts)
-    text = f"right over {'NCCL' if has_gpus else 'gloo'} on {outcome.world_size} ranks"
     if outcome.result is None:
         text = f"right for this node's part of {outcome.world_size} ranks; node 0 reports on all"
+        return pass_finding(ALL_REDUCE_NAME, text)
+    library = "NCCL" if has_gpus else "gloo"
+    text = f"right over {library} on {outcome.world_size} ranks"
     rate, link = outcome.bytes_per_s, system_facts.hardware.link_bytes_per_s
     if rate is not None:
         text += f"; {rate / 1e9:.2f} GB/s a rank"
         if link is not None and nodes.count == 1:
             text += f", {rate / link:.0%} of the {link / 1e9:.0f} GB/s of the link between the GPUs"
-            entries = find_catalog_entries(system_facts.hardware.gpus[0].name)
-            is_pcie = bool(entries) and link <= entries[0].pcie
-            if rate < link * (MIN_PCIE_SHARE if is_pcie else MIN_NVLINK_SHARE):
+            if rate < link * MIN_LINK_SHARE:
                 return warn_finding(ALL_REDUCE_NAME, text, _SLOW_LINK_REMEDY)
     return pass_finding(ALL_REDUCE_NAME, text)
 
@@ -398,25 +389,25 @@ def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts) -> Fi
     first_error = next((error for error in errors.values() if not _SECONDARY_ERRORS.search(error)), None)
     if first_error is not None:
         failed_ranks = format_ranks([rank for rank, error in errors.items() if error == first_error])
-        text = f"{failed_ranks}: {redact(one_line(first_error, limit=300))}"
-        return fail_finding(ALL_REDUCE_NAME, text, *error_remedies(first_error))
+        return fail_finding(
+            ALL_REDUCE_NAME, f"{failed_ranks}: {redact(one_line(first_error, limit=300))}", _ERROR_REMEDY
+        )
     ranks_by_stage: dict[str, list[int]] = {}
     for rank in outcome.expected_ranks:
         ranks_by_stage.setdefault(str(outcome.reports_by_rank.get(rank, {}).get("stage", "absent")), []).append(rank)
     text = "; ".join(f"{format_ranks(ranks)} {_CHECK_STAGE_TEXTS[stage]}" for stage, ranks in ranks_by_stage.items())
     if not outcome.timed_out and not errors:
         text += f", exit code {outcome.exit_code}: {outcome.output_tail or 'no output'}"
-        return fail_finding(ALL_REDUCE_NAME, text, *error_remedies(outcome.output_tail))
+        return fail_finding(ALL_REDUCE_NAME, text, _ERROR_REMEDY)
     if errors:
         text += f" ({one_line(next(iter(errors.values())), limit=200)})"
     text = f"not done after {outcome.limit_s:.0f} s: {text}"
-    return fail_finding(ALL_REDUCE_NAME, text, *_hang_remedy(system_facts, outcome))
-
-
-def _hang_remedy(system_facts: SystemFacts, outcome: AllReduceOutcome) -> tuple[str, ...]:
+    remedy = "stop other work on this machine and run it again; each rank needs a core, and all need 1 GiB"
     if outcome.world_size > len(outcome.expected_ranks):
-        return ("let the firewall pass all ports between the nodes: ranks choose their own",)
-    if system_facts.hardware.gpus:
-        remedy = "export NCCL_P2P_DISABLE=1: where that passes, boot with iommu=pt and switch ACS off in the BIOS"
-        return remedy, "https://github.com/NVIDIA/nccl/issues/2079"
-    return ("stop other work on this machine and run it again; each rank needs a core, and all need 1 GiB",)
+        remedy = "let the firewall pass all ports between the nodes: ranks choose their own"
+    elif system_facts.hardware.gpus:
+        remedy = (
+            "export NCCL_P2P_DISABLE=1: where that passes, boot with iommu=pt and switch ACS off in the BIOS "
+            "(https://github.com/NVIDIA/nccl/issues/2079)"
+        )
+    return fail_finding(ALL_REDUCE_NAME, text, remedy)

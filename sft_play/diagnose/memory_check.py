@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 
 from sft_play.diagnose.gpu_info import read_all_gpus
-from sft_play.errors import RunFolderError
 from sft_play.log import escape_control, one_line
 from sft_play.machine.gpu import GpuProcess
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.process.failures import RUN_VARIABLE
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import iter_runs, lock_holder_pid, lock_holder_pids, resolve_run
 from sft_play.text import build_table, format_size, gib_or_na, render_lines, value_or_na
@@ -63,9 +63,8 @@ def find_ranks(folder: RunFolder, holder_pids: tuple[int, ...]) -> tuple[RankPro
             members = [info for info in top_ranks if info["ppid"] == writer["ppid"]]
     ranks = []
     for info in members:
-        rank, world_size = info["environ"].get("RANK", ""), info["environ"].get("WORLD_SIZE")
-        number = int(rank) if rank.isdecimal() else 0
-        ranks.append(RankProcess(number, info["pid"], info["memory_info"].rss, world_size))
+        rank, world_size = info["environ"].get("RANK", "0"), info["environ"].get("WORLD_SIZE")
+        ranks.append(RankProcess(int(rank), info["pid"], info["memory_info"].rss, world_size))
     return tuple(sorted(ranks, key=lambda rank: rank.rank))
 
 
@@ -74,30 +73,18 @@ def find_run(output_root: Path, *, name: str | None = None) -> tuple[RunFolder |
     or others. Raises RunFolderError where a name was given, and it is not a run of this toolkit."""
     if name is not None:
         return resolve_run(output_root, name), ()
-    folders: list[RunFolder] = []
+    runs: list[tuple[str, RunFolder]] = []
     with contextlib.suppress(OSError):  # the folder is missing, or on a network disk that does not answer
-        folders += [folder for folder in iter_runs(output_root) if lock_holder_pid(folder) is not None]
-    if not folders:
+        for folder in iter_runs(output_root):
+            if lock_holder_pid(folder) is not None:
+                manifest = read_json(folder.manifest_path)
+                resumed = manifest.get("resumed") or [manifest.get("started")]
+                runs.append((str(resumed[-1]), folder))
+    if not runs:
         return None, (f"No run is in progress in {one_line(str(output_root))}",)
-    newest, *others = sorted(folders, key=_start_order, reverse=True)
-    if not others:
-        return newest, ()
-    other_paths = ", ".join(one_line(str(folder.path)) for folder in others)
-    return newest, (f"also running: {other_paths} (RUN= chooses)",)
-
-
-def read_manifest_or_empty(folder: RunFolder) -> dict[str, Any]:
-    """The manifest; empty where it cannot be read, as while it is replaced on a network disk."""
-    try:
-        return folder.read_manifest()
-    except RunFolderError:
-        return {}
-
-
-def _start_order(folder: RunFolder) -> tuple[str, str]:
-    manifest = read_manifest_or_empty(folder)
-    resumed = manifest.get("resumed") or [manifest.get("started")]
-    return str(resumed[-1]), str(folder.path)
+    (_, newest), *others = sorted(runs, key=lambda run: run[0], reverse=True)
+    other_paths = ", ".join(one_line(str(folder.path)) for _, folder in others)
+    return newest, (f"also running: {other_paths} (RUN= chooses)",) * bool(others)
 
 
 def _describe_run(folder: RunFolder, ranks: tuple[RankProcess, ...], status: object, *, is_running: bool) -> str:
@@ -109,10 +96,7 @@ def _describe_run(folder: RunFolder, ranks: tuple[RankProcess, ...], status: obj
     if not ranks:
         unseen = "a process that cannot be seen from here (another user, container or machine)"
         return f"Run {path} is being written, by {unseen}"
-    world_size = ranks[0].world_size
-    if world_size is None:
-        return f"Run {path}: one process, pid {pids}"
-    return f"Run {path}: {len(ranks)} of {one_line(world_size)} ranks on this machine, pid {pids}"
+    return f"Run {path}: {len(ranks)} of {one_line(ranks[0].world_size or '1')} ranks on this machine, pid {pids}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -196,7 +180,7 @@ def read_memory_snapshot(
     ranks: tuple[RankProcess, ...] = ()
     prediction, status = None, None
     if folder is not None:
-        prediction, status = read_memory_prediction(folder), read_manifest_or_empty(folder).get("status")
+        prediction, status = read_memory_prediction(folder), read_json(folder.manifest_path).get("status")
         if is_running:
             ranks = find_ranks(folder, lock_holder_pids(folder))
         notes = (_describe_run(folder, ranks, status, is_running=is_running), *notes)
