@@ -5,7 +5,7 @@ what a plan assumes of a machine that is only named. Each as JSON, and as lines 
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,56 +25,34 @@ from sft_play.text import GIB, build_table, gib_or_na, render_lines, value_or_na
 TORCH_TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True)
-class MachineInfo:
-    """One look at this machine. `visible_gpus` are the indices of the GPUs that a run here would see,
-    in its order; `host` has its cores, its RAM as far as this process may use it, and the disk of the
-    run folders; `software` the versions of what computes on GPUs (None: not installed); `torch_report`
-    is torch's own, None where it was not asked; `unused_accelerator` one that a run would not see."""
+def read_machine_info(
+    outputs: Path, environment: Mapping[str, str], *, includes_torch: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`), as JSON and
+    as lines; `includes_torch`: torch is asked too, in a process of its own.
 
-    gpu_snapshot: GpuSnapshot
-    visible_gpus: tuple[int, ...]
-    visible_setting: str | None
-    hardware: Hardware
-    host: Mapping[str, Any]
-    software: Mapping[str, str | None]
-    torch_report: list[str] | None
-    unused_accelerator: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        """One JSON object: bytes, watts and degrees Celsius as numbers, null where the driver does not say."""
-        snapshot, gpu_count = asdict(self.gpu_snapshot), len(self.hardware.gpus)
-        return {
-            "number_of_gpus": gpu_count,
-            "assumed": False,
-            "source": snapshot["source"],
-            "visible_setting": self.visible_setting,
-            "visible_gpus": list(self.visible_gpus),
-            "usable_by_a_plan": gpu_count > 0,
-            "notes": list(self.hardware.notes),
-            "gpus": snapshot["gpus"],
-            "topology": snapshot["topology"],
-            "driver": {"version": snapshot["driver"], "newest_cuda": snapshot["driver_cuda"]},
-            "host": dict(self.host),
-            "software": dict(self.software),
-            "torch": self.torch_report,
-            "unused_accelerator": self.unused_accelerator,
-        }
-
-
-def read_machine_info(outputs: Path, environment: Mapping[str, str], *, includes_torch: bool = False) -> MachineInfo:
-    """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`);
-    `includes_torch`: torch is asked too, in a process of its own."""
-    hardware = detect_hardware(environment)
-    visible_devices = environment.get("CUDA_VISIBLE_DEVICES")
+    In the JSON sizes are bytes, and null is what the driver does not say. `visible_gpus` are the indices of the GPUs
+    that a run here would see, in its order; `host` has the RAM as far as this process may use it.
+    """
+    hardware, snapshot = detect_hardware(environment), read_all_gpus()
+    visible_devices, visible_setting = environment.get("CUDA_VISIBLE_DEVICES"), None
+    if visible_devices is not None:
+        visible_setting = f"CUDA_VISIBLE_DEVICES={visible_devices}"
     nccl_name, nccl_version = nccl_package() or (None, None)
     disk_folder, disk = nearest_disk_space(outputs)
-    return MachineInfo(
-        gpu_snapshot=read_all_gpus(),
-        visible_gpus=tuple(dict.fromkeys(gpu.index for gpu in hardware.gpus)),
-        visible_setting=None if visible_devices is None else f"CUDA_VISIBLE_DEVICES={visible_devices}",
-        hardware=hardware,
-        host={
+    all_gpus = asdict(snapshot)
+    data = {
+        "number_of_gpus": len(hardware.gpus),
+        "assumed": False,
+        "source": snapshot.source,
+        "visible_setting": visible_setting,
+        "visible_gpus": list(dict.fromkeys(gpu.index for gpu in hardware.gpus)),
+        "usable_by_a_plan": bool(hardware.gpus),
+        "notes": list(hardware.notes),
+        "gpus": all_gpus["gpus"],
+        "topology": all_gpus["topology"],
+        "driver": {"version": snapshot.driver, "newest_cuda": snapshot.driver_cuda},
+        "host": {
             "cpu": hardware.cpu_name,
             "physical_cores": psutil.cpu_count(logical=False),
             "logical_cores": psutil.cpu_count(),
@@ -84,19 +62,21 @@ def read_machine_info(outputs: Path, environment: Mapping[str, str], *, includes
             "outputs": str(outputs),
             # the nearest folder above the outputs that exists
             "disk_folder": str(disk_folder),
-            "disk_bytes": disk.total if disk else None,
-            "disk_free_bytes": disk.free if disk else None,
+            "disk_bytes": disk and disk.total,
+            "disk_free_bytes": disk and disk.free,
         },
-        software={
+        # None: not installed
+        "software": {
             "torch": installed_version("torch"),
             "torch_cuda": torch_cuda_version(),
             "torch_hip": torch_hip_version(),
             "nccl": nccl_version,
             "nccl_package": nccl_name,
         },
-        torch_report=read_torch_report(environment) if includes_torch else None,
-        unused_accelerator=None if hardware.gpus else find_unusable_accelerator(environment),
-    )
+        "torch": read_torch_report(environment) if includes_torch else None,
+        "unused_accelerator": None if hardware.gpus else find_unusable_accelerator(environment),
+    }
+    return data, _machine_lines(data, snapshot)
 
 
 def read_all_gpus(*, includes_topology: bool = True) -> GpuSnapshot:
@@ -110,34 +90,28 @@ def read_torch_report(environment: Mapping[str, str], *, timeout_s: float = TORC
     try:
         result = subprocess.run(
             command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=timeout_s, check=False,
+            timeout=timeout_s, check=True,
         )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"it did not answer: {one_line(str(error))}"]
-    if result.returncode:
-        last_line = (result.stderr.strip().splitlines() or ["no output"])[-1]
-        return [f"it ended with exit code {result.returncode}: {one_line(last_line)}"]
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"it did not answer: {one_line(str(error), limit=300)}"]
     report = result.stdout.partition("\nCPU:")[0]  # the rest is of the machine, and known
     return [one_line(line) for line in report.splitlines()[1:] if line.strip()]
 
 
-# --- this machine as lines ----------------------------------------------------------------------
-
-
-def machine_lines(machine: MachineInfo) -> list[str]:
+def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
     """The page; its first line names the source, the second the number of GPUs."""
-    snapshot, host, header = machine.gpu_snapshot, machine.host, "no driver shows a GPU"
+    host, header = data["host"], "no driver shows a GPU"
     if snapshot.source:
         header = f"GPUs as {snapshot.source} shows them"
-    lines = [f"This machine: {header}", f"Number of GPUs: {len(machine.hardware.gpus)}"]
-    if machine.visible_setting is not None:
-        order = [f"GPU {index} is cuda:{device}" for device, index in enumerate(machine.visible_gpus)]
-        lines.append(f"{one_line(machine.visible_setting)}: {', '.join(order) or 'no GPU is visible'}")
-    lines += machine.hardware.notes
-    if machine.unused_accelerator:
-        lines.append(machine.unused_accelerator)
+    lines = [f"This machine: {header}", f"Number of GPUs: {data['number_of_gpus']}"]
+    if data["visible_setting"] is not None:
+        order = [f"GPU {index} is cuda:{device}" for device, index in enumerate(data["visible_gpus"])]
+        lines.append(f"{one_line(data['visible_setting'])}: {', '.join(order) or 'no GPU is visible'}")
+    lines += data["notes"]
+    if data["unused_accelerator"]:
+        lines.append(data["unused_accelerator"])
     by_index = {gpu.index: gpu for gpu in snapshot.gpus}
-    if gpus := [by_index[index] for index in machine.visible_gpus if index in by_index]:
+    if gpus := [by_index[index] for index in data["visible_gpus"] if index in by_index]:
         headers = ("GPU", "name", "total\nGiB", "used\nGiB", "free\nGiB", "cc", "bf16", "fp8", "cap\nW", "°C",
                    "PCIe\nnow/max", "MIG")  # fmt: skip
         lines += ["", *render_lines(build_table(headers, [_gpu_row(gpu) for gpu in gpus], text_columns=(1,)))]
@@ -153,7 +127,7 @@ def machine_lines(machine: MachineInfo) -> list[str]:
     lines += [
         "",
         f"Driver: {value_or_na(snapshot.driver)}, which runs CUDA up to {value_or_na(snapshot.driver_cuda)}",
-        f"NCCL: {value_or_na(machine.software['nccl'])}",
+        f"NCCL: {value_or_na(data['software']['nccl'])}",
         torch_build_text(),
         f"CPU: {one_line(host['cpu'])}, {value_or_na(host['physical_cores'])} physical cores, "
         f"{value_or_na(host['logical_cores'])} logical, {host['usable_cores']} for this process",
@@ -161,8 +135,8 @@ def machine_lines(machine: MachineInfo) -> list[str]:
         f"Disk: {gib_or_na(host['disk_free_bytes'])} of {gib_or_na(host['disk_bytes'])} GiB free "
         f"at {one_line(host['disk_folder'])}",
     ]
-    if machine.torch_report is not None:
-        lines += ["", "torch, asked:", *(f"  {line}" for line in machine.torch_report)]
+    if data["torch"] is not None:
+        lines += ["", "torch, asked:", *(f"  {line}" for line in data["torch"])]
     return [escape_control(line) for line in lines]
 
 
@@ -182,22 +156,22 @@ def _gpu_row(gpu: GpuStatus) -> list[str]:
 # --- a machine that is only named (HARDWARE=); nothing is measured ----------------------------------------------------
 
 
-def assumed_machine_json(hardware: Hardware) -> dict[str, Any]:
-    """What a plan assumes of a named machine: bytes, rates per second, dense operations; null: not known."""
-    assumptions = {"number_of_gpus": len(hardware.gpus), "assumed": True, "budget_bytes": device_budget_bytes(hardware)}
-    return assumptions | hardware.as_json()
-
-
-def assumed_machine_lines(hardware: Hardware, text: str) -> list[str]:
-    """The same as lines, with `text`, by which it is named; each value in the unit that the end of its key tells."""
-    assumptions = assumed_machine_json(hardware)
-    gpus = assumptions.pop("gpus")
+def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any], list[str]]:
+    """What a plan assumes of a machine that is named by `text`, as JSON (bytes, rates per second, dense operations;
+    null: not known) and as lines, each value in the unit that the end of its key tells."""
+    data = {
+        "number_of_gpus": len(hardware.gpus),
+        "assumed": True,
+        "budget_bytes": device_budget_bytes(hardware),
+        **hardware.as_json(),
+    }
     lines = [
         f"Assumed, not detected: HARDWARE={one_line(text)}, as in make plan (catalogue: docs/gpus.md)",
-        f"Number of GPUs: {len(gpus)}",
+        f"Number of GPUs: {len(hardware.gpus)}",
     ]
     units = {"bytes_per_s": ("GB/s", 1e9), "bandwidth": ("GB/s", 1e9), "flops": ("TFLOPS", 1e12), "bytes": ("GiB", GIB)}
-    for header, facts in (*(("Each GPU:", gpu) for gpu in gpus[:1]), ("Machine:", assumptions)):
+    machine_facts = {key: value for key, value in data.items() if key != "gpus"}
+    for header, facts in (*(("Each GPU:", gpu) for gpu in data["gpus"][:1]), ("Machine:", machine_facts)):
         lines.append(header)
         for key, value in facts.items():
             shown = value_or_na(value)
@@ -206,4 +180,4 @@ def assumed_machine_lines(hardware: Hardware, text: str) -> list[str]:
                     shown = f"{value / size:,.4g} {unit}"
             if value not in (None, ()):
                 lines.append(f"  {key}: {shown}")
-    return [escape_control(line) for line in lines]
+    return data, [escape_control(line) for line in lines]

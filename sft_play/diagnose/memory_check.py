@@ -3,11 +3,10 @@ predicted; as JSON, and as a page.
 """
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -103,23 +102,9 @@ def _describe_run(folder: RunFolder, ranks: tuple[RankProcess, ...], status: obj
 # What the ranks hold of each GPU, what others hold, and what the plan predicted.
 
 
-@dataclass(frozen=True)
-class MemoryPrediction:
-    """A plan's peak of one rank, in bytes; `terms` add up to `allocated`. On a CPU `reserved` is what a rank is
-    predicted to hold beyond what it holds after its imports, which is `outside_allocator`."""
-
-    terms: Mapping[str, int]
-    allocated: int
-    reserved: int
-    margin: int
-    outside_allocator: int
-    required: int
-    on_gpu: bool
-
-    @property
-    def held_bytes(self) -> int:
-        """What a rank holds at its peak, as the driver or the kernel counts it."""
-        return self.reserved + self.outside_allocator
+# A plan's peak of one rank, in bytes; `terms` add up to `allocated`. On a CPU `reserved` is what a rank is predicted to
+# hold beyond what it holds after its imports, which is `outside_allocator`.
+_PREDICTED_SIZES = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required")
 
 
 @dataclass(frozen=True)
@@ -150,24 +135,9 @@ class MemorySnapshot:
     status: str | None
     gpus: tuple[GpuMemoryUse, ...]
     ranks: tuple[RankProcess, ...]
-    prediction: MemoryPrediction | None
+    prediction: Mapping[str, Any] | None
     ram: Mapping[str, int]
     warnings: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """One JSON object, bytes as integers."""
-        return asdict(self)
-
-
-def read_memory_prediction(folder: RunFolder) -> MemoryPrediction | None:
-    """Read what the plan of a run predicted for one rank; None if its `plan.json` cannot be read."""
-    try:
-        plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
-        names = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required")
-        sizes = {name: plan["peak_bytes"][name] for name in names}
-        return MemoryPrediction(**sizes, on_gpu=bool(plan["hardware"]["gpus"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
 
 
 def read_memory_snapshot(
@@ -180,7 +150,10 @@ def read_memory_snapshot(
     ranks: tuple[RankProcess, ...] = ()
     prediction, status = None, None
     if folder is not None:
-        prediction, status = read_memory_prediction(folder), read_json(folder.manifest_path).get("status")
+        status, plan = read_json(folder.manifest_path).get("status"), read_json(folder.path / "plan.json")
+        with contextlib.suppress(LookupError, TypeError):
+            sizes = {name: plan["peak_bytes"][name] for name in _PREDICTED_SIZES}
+            prediction = {**sizes, "on_gpu": bool(plan["hardware"]["gpus"])}
         if is_running:
             ranks = find_ranks(folder, lock_holder_pids(folder))
         notes = (_describe_run(folder, ranks, status, is_running=is_running), *notes)
@@ -188,7 +161,7 @@ def read_memory_snapshot(
             notes += ("its plan.json cannot be read, so there is no prediction to compare with",)
     gpus = tuple(_gpu_memory_uses(hardware, ranks))
     warnings: list[str] = []
-    if prediction is not None and prediction.on_gpu:
+    if prediction is not None and prediction["on_gpu"]:
         warnings = [text for use in gpus if (text := _others_warning(use, prediction))]
     return MemorySnapshot(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -229,14 +202,14 @@ def _gpu_memory_uses(hardware: Hardware, ranks: tuple[RankProcess, ...]) -> Iter
         )  # fmt: skip
 
 
-def _others_warning(use: GpuMemoryUse, prediction: MemoryPrediction) -> str | None:
+def _others_warning(use: GpuMemoryUse, prediction: Mapping[str, Any]) -> str | None:
     """What others hold of a GPU of the run, if the predicted peak and its margin do not fit beside it."""
     # a tight plan without others is no news: `make plan` said so
     if not use.run_bytes or use.total_bytes is None or not use.others_bytes:
         return None
     # by the plan, not by what the run holds at the moment
-    left_bytes = use.total_bytes - use.others_bytes - prediction.held_bytes
-    if left_bytes >= prediction.margin:
+    left_bytes = use.total_bytes - use.others_bytes - prediction["reserved"] - prediction["outside_allocator"]
+    if left_bytes >= prediction["margin"]:
         return None
     holders = f"{gib_or_na(use.others_bytes, digits=2)} GiB are held by no process that is listed"
     if use.others:
@@ -246,7 +219,7 @@ def _others_warning(use: GpuMemoryUse, prediction: MemoryPrediction) -> str | No
         )
     return (
         f"GPU {use.index}: {holders}: beside the predicted peak {gib_or_na(max(0, left_bytes), digits=2)} of the "
-        f"plan's margin of {gib_or_na(prediction.margin, digits=2)} GiB are left"
+        f"plan's margin of {gib_or_na(prediction['margin'], digits=2)} GiB are left"
     )
 
 
@@ -260,9 +233,11 @@ REFRESH_S = 3.0
 def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
     """What a person reads: the run, one table with the prediction in it, RAM, warnings."""
     lines, prediction = [*snapshot.said], snapshot.prediction
-    predicted = gib_or_na(prediction.held_bytes if prediction else None, digits=2)
+    predicted, shows_gpus = gib_or_na(None), bool(snapshot.gpus)
+    if prediction is not None:
+        predicted = gib_or_na(prediction["reserved"] + prediction["outside_allocator"], digits=2)
+        shows_gpus = shows_gpus and (prediction["on_gpu"] or not snapshot.ranks)
     headers: tuple[str, ...] = ()
-    shows_gpus = bool(snapshot.gpus) and (prediction is None or prediction.on_gpu or not snapshot.ranks)
     if snapshot.ranks and not shows_gpus:
         headers = ("rank", "pid", "RSS\nGiB", "predicted\npeak")
         rows = [
@@ -279,12 +254,13 @@ def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
         lines += ["", *render_lines(build_table(headers, rows)), ""]
     if prediction is not None:
         terms = ", ".join(
-            f"{name.replace('_', ' ')} {format_size(size)}" for name, size in prediction.terms.items() if size > 0
+            f"{name.replace('_', ' ')} {format_size(size)}" for name, size in prediction["terms"].items() if size > 0
         )
-        lines.append(f"Predicted for each rank: {format_size(prediction.allocated)} allocated ({terms})")
+        sizes = {name: format_size(prediction[name]) for name in _PREDICTED_SIZES[1:]}
+        lines.append(f"Predicted for each rank: {sizes['allocated']} allocated ({terms})")
         lines.append(
-            f"{format_size(prediction.reserved)} reserved + {format_size(prediction.margin)} margin + "
-            f"{format_size(prediction.outside_allocator)} libraries = {format_size(prediction.required)} needed"
+            f"{sizes['reserved']} reserved + {sizes['margin']} margin + {sizes['outside_allocator']} libraries = "
+            f"{sizes['required']} needed"
         )
     # `n/a` in the table needs a reason: without one it looks like a run that holds nothing
     if snapshot.ranks and shows_gpus and any(use.run_bytes is None for use in snapshot.gpus):
