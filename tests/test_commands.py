@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
@@ -19,7 +19,7 @@ from sft_play import entry, exit_codes
 from sft_play.cli import main
 from sft_play.commands import COMMAND_FILES, command_function, help_line, load_module
 from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
-from sft_play.commands.request import REQUEST_VARIABLES, Request, read_request
+from sft_play.commands.request import Request, read_request
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted
 from sft_play.variables import VARIABLES, flag_commands
 from tests import warm
@@ -95,14 +95,16 @@ def test_every_command_takes_json_as_a_flag_and_from_make(name, monkeypatch):
     assert help_line(name)
 
 
-def test_a_request_has_a_field_for_every_flag_of_the_kind_that_the_table_says():
-    read_alone = {name for name, one in VARIABLES.items() if one.has_flag and one.kind != "launch"}
-    assert {*REQUEST_VARIABLES.values(), "CONFIG"} == read_alone | {"OUTPUT"}  # whose flag, --output, means output.dir
-    types = {"text": str | None, "path": Path | None, "names": tuple[str, ...], "count": int | None,
-             "number": float | None, "switch": bool}  # fmt: skip
-    hints = get_type_hints(Request)
-    for field, name in REQUEST_VARIABLES.items():
-        assert hints[field] == types[VARIABLES[name].kind], field
+def test_a_request_has_the_value_of_every_flag_of_the_kind_that_the_table_says():
+    absent = {"text": None, "path": None, "names": (), "count": None, "number": None, "switch": False}
+    request = Request(command="plan", config=Path("a.yaml"))
+    for name, variable in VARIABLES.items():
+        if variable.has_flag and variable.kind != "launch":
+            assert getattr(request, name.lower()) == absent[variable.kind] or name == "CONFIG", name
+    given = read_request(["gpu-info", "--price", "2.5", "--full"], {"PRICE": "9"})
+    assert (given.price, given.full, given.run) == (2.5, True, None)
+    with pytest.raises(AttributeError, match="HARDWRE"):
+        _ = request.hardwre
 
 
 # --- every command, run -----------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from sft_play.finished.export.places import (
     require_mergeable,
     require_merged,
 )
-from sft_play.finished.export.push import plan_upload, push
+from sft_play.finished.export.push import plan_upload, push, require_repo_name
 from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable
 from sft_play.finished.report import read_record, write_report
 from sft_play.finished.run import find_run_folder, next_command_line, require_split

@@ -24,7 +24,7 @@ from sft_play.launch.torchrun import NODE_VARIABLES, node_variables, rank_variab
 from sft_play.log import escape_control, one_line
 from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
 from sft_play.runs.lookup import output_dir, resolve_run
-from sft_play.spelling import did_you_mean, nearest_name
+from sft_play.spelling import did_you_mean
 from sft_play.starter import CONFIG
 from sft_play.variables import DESCRIBING_COMMANDS, EXTRA_FLAGS, TRAINING_COMMANDS, VARIABLES, flag_commands
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The request to a command; its words win over make's variables in the environment. A field with the name of a
-    variable of make holds its value, read by the variable's kind; None: not given."""
+    """The request to a command; its words win over make's variables in the environment. `values`: those of
+    make's variables, read by the kind that `variables.json` says; `request.run` is RUN's."""
 
     command: str
     config: Path
@@ -44,72 +44,15 @@ class Request:
     # Whether `config` is the one that the folder of the run names, and not the user.
     is_config_recorded: bool = False
     options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
-    hardware: str | None = None
-    run: str | None = None
-    json: bool = False
-    out: Path | None = None
-    why: bool = False
-    trace: bool = False
-    whatif: str | None = None
-    max: str | None = None
-    price: float | None = None
-    budget: float | None = None
-    peaks: Path | None = None
-    layouts: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ()
-    steps: int | None = None
-    warmup: int | None = None
-    rounds: int | None = None
-    peer: str | None = None
-    peer_python: Path | None = None
-    minutes: float | None = None
-    full: bool = False
-    watch: bool = False
-    yes: bool = False
-    trust: bool = False
-    force: bool = False
-    style: str | None = None
-    n: int | None = None
-    row: int | None = None
-    templates: Path | None = None
-    tokenizer: str | None = None
-    notebook: Path | None = None
-    input: Path | None = None
-    output: Path | None = None
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    system: str | None = None
-    dtype: str | None = None
-    base: str | None = None
-    engine: str | None = None
-    host: str | None = None
-    port: str | None = None
-    repo: str | None = None
-    merged: bool = False
-    public: bool = False
-    limit: int | None = None
-    split: str | None = None
-    data: str | None = None
-    metrics: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
-    format: str | None = None
-    quant: str | None = None
-    llama_cpp: Path | None = None
-    runs: tuple[str, ...] = ()
-    checkpoints: bool = False
-    replay: Path | None = None
-    tolerance: float | None = None
-    for_: str | None = None
-    model: str | None = None
-    from_: Path | None = None
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-
-# The fields that hold just a variable of make; `from` and `for` are words of Python.
-REQUEST_VARIABLES = {
-    field.name: name
-    for field in dataclasses.fields(Request)
-    if (name := field.name.rstrip("_").upper()) in VARIABLES and name != "CONFIG"
-}
+    def __getattr__(self, name: str) -> Any:
+        """The value of a variable of make, by its name in small letters (`for_`, `from_`: those are Python's words);
+        None, False or () where it is not given."""
+        variable_name = name.rstrip("_").upper()
+        if variable_name not in VARIABLES:
+            raise AttributeError(f"there is no variable {variable_name} of make")
+        return self.values.get(variable_name, _parse_variable_value(variable_name, None))
 
 
 def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request:
@@ -121,7 +64,7 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
     if parsed.command not in (*COMMAND_FILES, *INTERNAL_COMMANDS):
         hint = did_you_mean(parsed.command, COMMAND_FILES) or f"there are: {', '.join(COMMAND_FILES)}"
         raise ConfigError(f"there is no command {escape_control(parsed.command)}; {hint}")
-    _check_flags(parsed, argv, unknown)
+    _check_flags(parsed, unknown)
     # the last of several values of a key counts: words win over short flags, and these over SET
     # a rank's words repeat SET, which it also inherits
     set_text = "" if parsed.command == "rank" else environment.get("SET", "")
@@ -133,7 +76,9 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
             flag_overrides.append(f"{row['setting']}={json.dumps(value) if is_path else value}")
     overrides = (*split_overrides(set_text), *flag_overrides, *parsed.overrides)
     launch_values, notes = _launch_values(parsed, environment)
-    _check_override_words(parsed.command, overrides)
+    refuse_make_variables(overrides)
+    if overrides and parsed.command not in flag_commands("SET"):
+        raise ConfigError(f"{parsed.command} reads no run YAML, so {one_line(overrides[0])} would change nothing")
     typed_config = _variable_text(parsed, environment, "CONFIG")
     config = typed_config or _recorded_config(parsed, environment)
     request = Request(
@@ -148,12 +93,17 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
             uses_tensorboard=bool(parsed.tensorboard),
             notes=notes,
         ),
-        **{
-            field: _parse_variable_value(name, _variable_text(parsed, environment, name))
-            for field, name in REQUEST_VARIABLES.items()
+        values={
+            name: _parse_variable_value(name, _variable_text(parsed, environment, name))
+            for name, variable in VARIABLES.items()
+            if variable.kind not in ("launch", "list") and (variable.has_flag or name == "OUTPUT")
         },
     )
-    _require_config(request, environment)
+    if not request.is_config_given and request.command in flag_commands("CONFIG"):
+        if "CONFIG" in environment:
+            raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it")
+        if request.command in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS):
+            require_config_for_model_and_data(request)
     return request
 
 
@@ -257,11 +207,14 @@ def flag_commands_table() -> dict[str, Sequence[str]]:
     return {**variable_flags, **{flag: row["for"] for flag, row in EXTRA_FLAGS.items()}}
 
 
-def _check_flags(parsed: argparse.Namespace, argv: Sequence[str], unknown: Sequence[str]) -> None:
+def _check_flags(parsed: argparse.Namespace, unknown: Sequence[str]) -> None:
     command, flags = parsed.command, flag_commands_table()
-    problems = [_unknown_flag_problem(command, word, flags) for word in unknown]
-    if problems:
-        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems:", *problems]))
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        hint = did_you_mean(flag, [name for name, commands in flags.items() if command in commands], list(flags))
+        raise ConfigError(
+            f"{command} has no flag {one_line(flag)}; {hint or f'sft-play {command} --help lists its flags'}"
+        )
     for flag, commands in flags.items():
         value = getattr(parsed, flag[2:].replace("-", "_"))
         if value is None:
@@ -271,20 +224,6 @@ def _check_flags(parsed: argparse.Namespace, argv: Sequence[str], unknown: Seque
             raise ConfigError(f"{flag} is not a flag of {command}; it belongs to {commands_with_flag}")
         if isinstance(value, str) and not value.strip():
             raise ConfigError(f"{flag} is given and empty (an unset shell variable?): give a value, or leave it out")
-        spellings = (flag, flag.replace("_", "-"), f"--{flag[2:].replace('-', '_')}")
-        if sum(word.partition("=")[0] in spellings for word in argv) > 1:
-            raise ConfigError(f"{flag} is given twice; give it once")
-
-
-def _unknown_flag_problem(command: str, word: str, flags: Mapping[str, Sequence[str]]) -> str:
-    flag = word.partition("=")[0]
-    command_flags = [name for name, commands in flags.items() if command in commands]
-    suggestion = nearest_name(flag, command_flags, list(flags))
-    hint = f"{command} takes {', '.join(command_flags) or 'none'}"
-    if suggestion is not None:
-        owner_note = "" if suggestion in command_flags else f" (a flag of {', '.join(flags[suggestion])})"
-        hint = f"did you mean {suggestion}{owner_note}?"
-    return f"{command} has no flag {one_line(flag)}; {hint}"
 
 
 def _launch_values(
@@ -310,15 +249,6 @@ def _launch_values(
     return values | {name: text for name, text in exported.items() if not values.get(name)}, notes
 
 
-def _require_config(request: Request, environment: Mapping[str, str]) -> None:
-    if request.is_config_given or request.command not in flag_commands("CONFIG"):
-        return
-    if "CONFIG" in environment:
-        raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it")
-    if request.command in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS):
-        require_config_for_model_and_data(request)
-
-
 def require_config_for_model_and_data(request: Request) -> None:
     """Raises ConfigError where overrides give a model or data but no config is given: the starter has its own."""
     if request.is_config_given or not request.overrides or not request.config.is_file():
@@ -330,9 +260,8 @@ def require_config_for_model_and_data(request: Request) -> None:
         starter_value, value = (functools.reduce(getattr, key.split("."), config) for config in (starter, requested))
         if not value or value == starter_value:
             continue
-        name = requested.model.name if requested.model.name != starter.model.name else "Qwen/Qwen2.5-0.5B-Instruct"
-        train_path = requested.data.train_path
-        rows = train_path if train_path not in (None, starter.data.train_path) else "my.jsonl"
+        name = requested.model.name if key == "model.name" else "Qwen/Qwen2.5-0.5B-Instruct"
+        rows = value if key == "data.train_path" else "my.jsonl"
         raise ConfigError(
             f"{key}={one_line(str(value))} is given without a run YAML, and without CONFIG {request.command} uses the "
             f"starter, a model of two million parameters with its own rows and settings. Write my.yaml:\n"
@@ -342,21 +271,14 @@ def require_config_for_model_and_data(request: Request) -> None:
         )
 
 
-def _check_override_words(command: str, overrides: Sequence[str]) -> None:
+def refuse_make_variables(overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a variable of make, or a file, among the settings of the run YAML."""
     for word in overrides:
-        if not word.partition("=")[1] and word.lower().endswith((".yaml", ".yml")):
+        key, equals, text = word.partition("=")
+        name = key.upper()
+        if not equals and word.lower().endswith((".yaml", ".yml")):
             flag = f"--config {shlex.quote(one_line(word))}"
             raise ConfigError(f"{one_line(word)} is not key=value, such as train.epochs=1; to name a run YAML: {flag}")
-    refuse_make_variables(overrides)
-    if overrides and command not in flag_commands("SET"):
-        raise ConfigError(f"{command} reads no run YAML, so {one_line(overrides[0])} would change nothing")
-
-
-def refuse_make_variables(overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a variable of make among the settings of the run YAML."""
-    for word in overrides:
-        key, _, text = word.partition("=")
-        name = key.upper()
         if name in VARIABLES and key not in sections():  # `output={dir: x}` is a section of the run YAML
             flag = f", or as --{name.lower()} {shlex.quote(one_line(text))}" if VARIABLES[name].has_flag else ""
             remedy = f"give it to make (make plan {name}=...), or in the environment{flag}"
@@ -376,7 +298,9 @@ def make_argv(request: Request, command: str, settings: Sequence[str]) -> list[s
 def requested_hardware(request: Request) -> Hardware:
     """The machine to plan for, with the price that was given."""
     hardware = parse_hardware(request.hardware) if request.hardware else detect_hardware()
-    return hardware if request.price is None else dataclasses.replace(hardware, price_per_gpu_hour=request.price)
+    if request.price is not None:
+        hardware = dataclasses.replace(hardware, price_per_gpu_hour=request.price)
+    return hardware
 
 
 def refuse_hardware(request: Request) -> None:
