@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 import pytest
-from sft_play.diagnose.ranks import AllReduceOutcome, judge_all_reduce
 
 from sft_play.answers import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.load import config_from_text, load_config

@@ -159,8 +159,7 @@ def parse_hardware(text: str) -> Hardware:
     head, *assignments = [part.strip() for part in text.split(",")]
     name, node_count, gpus_per_node = _parse_head(head, text)
     options = _parse_options(assignments, text, has_gpus=name is not None)
-    ram_total, _ = host.total_and_free_ram()
-    ram = options.get("ram", ram_total)
+    ram = options.get("ram", host.total_and_free_ram()[0])
     machine = Hardware(
         (), host.cpu_name(), options.get("cores", host.cpu_cores()), ram, ram, named=True, ram_given="ram" in options
     )
