@@ -45,7 +45,7 @@ from sft_play.process.environment import independent_environment
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder, changed_settings, check_no_differences
 from sft_play.runs.lookup import config_run_name, is_resume, lock_run, new_run_folder
-from sft_play.text import build_table, gib_or_na, render_lines, value_or_na, yes_no_or_na
+from sft_play.text import build_table, gib_or_na, render_lines, value_or_na
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
     rows = [
         (
             cell.name,
-            yes_no_or_na(cell.plan.fits),
+            "yes" if cell.plan.fits else "NO",
             gib_or_na(cell.plan.memory.required, digits=2),
             gib_or_na(cell.plan.budget_bytes, digits=2),
             value_or_na(cell.hours and round(cell.hours, 2)),
@@ -307,6 +307,8 @@ def _train_cell(cell: SweepCell, environment: Mapping[str, str]) -> SweepCell:
     if child.exit_code in (0, Interrupted.exit_code):
         return dataclasses.replace(cell, state="stopped", error="before its end; the same command resumes it")
     error = f"its process ended with exit code {child.exit_code}"
+    if child.exit_code < 0:
+        error = f"its process ended with signal {-child.exit_code}"
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = str(json.loads(child.stdout)["error"])
     return dataclasses.replace(cell, state="failed", error=error)
