@@ -92,13 +92,11 @@ def state(folder: Path) -> dict[str, bytes]:
 
 COMMANDS = {
     "eval": (["eval", "--metrics", "none"], ["eval.json", "eval.jsonl"], "eval.json"),
-    "eval, rows": (["eval", "--metrics", "none"], ["eval.json", "eval.jsonl"], "eval.jsonl"),
     "ship": (["ship", "--limit", "4"], ["ship.json"], "ship.json"),
     "report": (["report"], ["report.html"], "report.html"),
     "compare": (["compare"], ["compare.html"], "compare.html"),
     "merge": (["merge", "--force"], ["merged/config.json", "merged/model.safetensors"], "README.md"),
     "export": (["export", "--format", "vllm", "--force"], ["export/vllm/config.json"], "tokenizer_config.json"),
-    "export, record": (["export", "--format", "vllm", "--force"], ["export/vllm/config.json"], "export.json"),
 }
 """Words, files that the command writes, and a name whose file meets the full disk."""
 
