@@ -44,13 +44,11 @@ def test_there_is_a_case_for_every_command_and_its_schema():
 ENDINGS = [
     ({"ok": True, "kind": "done", "exit": 0, "elapsed_s": 1.5, "checks": []}, None),
     ({"ok": False, "kind": "fix", "exit": 2, "error": "no"}, None),
-    ({"ok": False, "kind": "do_not_ship", "exit": 2, "error": "no"}, None),
     ({"ok": False, "kind": "fix", "exit": 2}, "'error' is a required property"),
     ({"ok": False, "kind": "done", "exit": 2, "error": "no"}, "should not be valid"),
     ({"ok": False, "kind": "broken", "exit": 2, "error": "no"}, "'broken' is not one of"),
     ({"ok": True, "kind": "fix", "exit": 0, "elapsed_s": 1.5, "checks": []}, "'done' was expected"),
     ({"ok": True, "kind": "done", "exit": 0, "checks": []}, "'elapsed_s' is a required property"),
-    ({"ok": True, "kind": "done", "exit": 0, "elapsed_s": "1", "checks": []}, "'1' is not of type 'number'"),
     ({"ok": True, "kind": "done", "exit": 0, "elapsed_s": 1, "checks": [{"name": "x"}]}, "is a required property"),
 ]
 
@@ -82,17 +80,15 @@ def test_json_has_no_nan(capfd):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMMAND_FILES)
-def test_every_command_takes_json_as_a_flag_and_from_make(name, monkeypatch):
+def test_every_command_takes_json_as_a_flag_and_from_make(monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert name in flag_commands("JSON")
-    config = ["--config", "configs/run_starter.yaml"] if name in flag_commands("CONFIG") else []
-    assert read_request([name, *config, "--json"], {}).json
-    assert read_request([name, *config], {"JSON": "1"}).json
-    assert not read_request([name, *config], {"JSON": "0"}).json
-    assert not read_request([name, *config], {"JSON": ""}).json
-    assert callable(command_function(name))
-    assert help_line(name)
+    for name in COMMAND_FILES:
+        assert name in flag_commands("JSON")
+        words = [name, "--config", "configs/run_starter.yaml"] if name in flag_commands("CONFIG") else [name]
+        asked = [(["--json"], {}), ([], {"JSON": "1"}), ([], {"JSON": "0"}), ([], {"JSON": ""})]
+        assert [read_request([*words, *flags], given).json for flags, given in asked] == [True, True, False, False]
+        assert callable(command_function(name))
+        assert help_line(name)
 
 
 def test_a_request_has_the_value_of_every_flag_of_the_kind_that_the_table_says():
@@ -253,7 +249,6 @@ def test_words_and_json_are_of_one_object(capfd, monkeypatch, tmp_path):
     [
         (["no-such-command"], 2, "fix", "there is no command no-such-command"),
         (["plan", "--config", "nowhere.yaml"], 2, "fix", "nowhere.yaml"),
-        (["plan", "--no-such-flag"], 2, "fix", "no flag --no-such-flag"),
         (["chat", "--run", "no-such-run"], 2, "fix", "no-such-run"),
     ],
 )

@@ -258,19 +258,6 @@ def test_collections_are_on_again_however_imports_end(is_interrupted, monkeypatc
     assert frozen == [False]  # before they are on again: none may walk through all that was imported
 
 
-def test_a_caller_without_collections_keeps_none(monkeypatch):
-    """A trace runs without them, and decides itself when they are on again."""
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))
-    gc.disable()
-    try:
-        with waiting.importing():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
 # --- what is remembered -----------------------------------------------------------------------------------------------
 
 

@@ -174,10 +174,10 @@ def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any],
     for header, facts in (*(("Each GPU:", gpu) for gpu in data["gpus"][:1]), ("Machine:", machine_facts)):
         lines.append(header)
         for key, value in facts.items():
-            shown = value_or_na(value)
+            text_value = value_or_na(value)
             for suffix, (unit, size) in units.items():
                 if key.endswith(suffix) and value is not None:
-                    shown = f"{value / size:,.4g} {unit}"
+                    text_value = f"{value / size:,.4g} {unit}"
             if value not in (None, ()):
-                lines.append(f"  {key}: {shown}")
+                lines.append(f"  {key}: {text_value}")
     return data, [escape_control(line) for line in lines]

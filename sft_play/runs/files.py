@@ -86,8 +86,8 @@ def truncate_metrics(path: Path, step: int, *, stage_name: str | None = None) ->
     again."""
     if path.exists():
         lines = read_metric_lines(path)
-        kept = [line for line, entry in lines if entry["step"] <= step or entry.get("stage") != stage_name]
-        write_text(path, "".join(f"{line}\n" for line in kept))
+        kept_lines = [line for line, entry in lines if entry["step"] <= step or entry.get("stage") != stage_name]
+        write_text(path, "".join(f"{line}\n" for line in kept_lines))
 
 
 def read_evaluations(path: Path, *, stage_name: str | None = None) -> list[dict[str, Any]]:
