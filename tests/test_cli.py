@@ -16,13 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from sft_play import commands, log
+from sft_play import commands
 from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, RunFolderError, SftPlayError
 from sft_play.launch import planning
-from sft_play.launch.run_hardware import use_one_gpu
-from sft_play.machine.gpu import Gpu
-from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.hardware import parse_hardware
 from sft_play.planner import calibration
 from sft_play.runs.folder import MANIFEST_FORMAT
 from tests import warm
@@ -93,19 +91,6 @@ def test_what_does_not_fit_has_exit_code_3(command, monkeypatch):
     code, printed = command("plan", "--config", "configs/run_llama70b.yaml", "--hardware", "1xRTX3060", "--json")
     assert code == 3
     assert json.loads(printed)["fits"] is False
-
-
-def test_of_several_gpus_one_is_used_and_the_others_said_to_stay_idle(monkeypatch, capfd):
-    log.set_up_logging("train")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
-    gpus = tuple(Gpu(n, "NVIDIA H200", 141 * GIB, None, (9, 0)) for n in (2, 3))
-    used = use_one_gpu(Hardware(gpus, "CPU", 2, GIB, GIB))
-    printed = capfd.readouterr().out
-    assert [gpu.index for gpu in used.gpus] == [2]
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
-    assert "Using GPU 2; 1 other GPU stays idle" in printed
-    assert "make train-distributed" in printed
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -274,12 +259,3 @@ def test_memory_that_runs_out_while_something_is_imported_is_a_message(command, 
     assert (code, "error: the memory of this machine ran out" in said) == (3, True), said
     code, said = command("plan", "--config", "x.yaml", "--json")
     assert (code, json.loads(said.splitlines()[0])["kind"]) == (3, "does_not_fit")
-
-
-def test_another_fault_keeps_its_traceback(command, monkeypatch):
-    def fails(request):
-        raise ImportError("cannot import name 'x' from 'y'")
-
-    monkeypatch.setattr(commands, "command_function", lambda _: fails)
-    with pytest.raises(ImportError, match="cannot import name"):
-        command("plan", "--config", "x.yaml")

@@ -282,17 +282,10 @@ def test_a_checkpoint_holds_weights_and_states(world, tiny_llama):
     assert zero.weights_bytes - OTHER_BYTES == 2 * params
     sharded = written(world, "tuning.mode=full", hardware=machine(gpu(0), gpu(1)), only="fsdp")
     assert abs(sharded.checkpoint_bytes - OTHER_BYTES - 12 * params) < 64  # uneven parts are padded
-
-
-def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(world):
-    lora = "tuning.mode=lora"
-    assert written(world, lora, steps=2).max_checkpoints == 2
-    assert written(world, lora, steps=100).max_checkpoints == 3
-    assert written(world, lora, "train.save_total_limit=5", steps=100).max_checkpoints == 6
-    assert written(world, lora, "train.save_steps=60", steps=100).max_checkpoints == 2
-    assert written(world, lora, "train.save_total_limit=null", steps=100).max_checkpoints == 100
-    assert written(world, lora, "train.save_total_limit=null", steps=None).max_checkpoints is None
-    assert written(world, lora, steps=None).max_checkpoints == 3
+    # at once there are those kept, and the one being written
+    for steps, kept, count in ((2, 2, 2), (100, 2, 3), (100, 5, 6), (100, "null", 100), (None, "null", None)):
+        words = ("tuning.mode=lora", f"train.save_total_limit={kept}")
+        assert written(world, *words, steps=steps).max_checkpoints == count
 
 
 @pytest.mark.parametrize(

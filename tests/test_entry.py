@@ -82,11 +82,6 @@ def test_a_full_disk_is_one_message():
     )
 
 
-def test_streams_that_were_closed_before_the_start_are_no_fault():
-    words = ["/bin/sh", "-c", 'exec "$0" -m sft_play "$@" >&- 2>&- <&-', sys.executable, *PLAN]
-    assert subprocess.run(words, cwd=ROOT, env=environment(), timeout=120).returncode == 0
-
-
 def run_yaml(folder: Path, model: Path, rows: Path, *, steps: int) -> Path:
     config = folder / "run.yaml"
     config.write_text(
@@ -116,22 +111,6 @@ def test_a_training_whose_pipe_closes_trains_on_logs_and_saves(tmp_path, tiny_ll
     assert "Base model: " in log.splitlines()[0]
     assert "step 3/3" in log
     assert "Traceback" not in log
-
-
-@pytest.mark.slow
-def test_ranks_whose_pipe_closes_train_on(tmp_path, tiny_llama, sums):
-    config = run_yaml(tmp_path, tiny_llama, sums, steps=3)
-    words = [warm.python(), "-m", "sft_play", "train-distributed", "--config", str(config), "--nproc", "2"]
-    with subprocess.Popen(
-        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith(b"[train-distributed] Base model: ")
-        process.stdout.close()
-        assert process.wait(timeout=600) == 0
-    folder = tmp_path / "outputs" / "one"
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
-    assert "step 3/3" in (folder / "train.log").read_text(encoding="utf-8")
 
 
 def test_a_log_file_on_a_full_disk_is_said_once(tmp_path, capfd):

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -96,14 +95,6 @@ def test_files_of_uv_that_name_an_index_are_found(text, is_told, environ, tmp_pa
     assert installer.uv_indexes({**environ, "UV_INDEX": "x", "UV_FIND_LINKS": "/w"}) == "UV_INDEX, UV_FIND_LINKS"
 
 
-def test_pips_real_settings_are_asked_for_with_the_users_variables():
-    settings = installer.pip_settings(
-        sys.executable, {"PATH": os.environ["PATH"], "PIP_INDEX_URL": "https://m.example"}
-    )
-    assert ":env:.index-url='https://m.example'" in settings
-    assert installer.pip_settings("/no/python", {}) == ""
-
-
 # What it is told
 
 
@@ -112,16 +103,6 @@ def test_another_index_is_asked_for_torch_alone_and_beside_the_usual_one_for_its
     assert installer.from_index(UV, "https://x") == ["--no-deps", "--index-url", "https://x"]
     assert installer.beside_index(PIP, "https://x") == ["--extra-index-url", "https://x"]
     assert installer.beside_index(UV, "https://x")[-2:] == ["--index-strategy", "unsafe-best-match"]
-
-
-def test_pip_knows_the_words_that_it_is_given():
-    words = [*installer.options(PIP), *installer.from_index(PIP, "file:///no/such/index"), "no-such-package==1"]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", *words],
-        capture_output=True, text=True, env={**environ, "PIP_CONFIG_FILE": os.devnull},
-    )  # fmt: skip
-    assert "no matching distribution found for no-such-package==1" in done.stderr.lower()
 
 
 # The log

@@ -47,10 +47,6 @@ LAYERS = {
 }
 """Package or module of the package: layer. `sft_play/__init__.py` itself holds the version and the names of `api`."""
 
-STARTED = {
-    ("launch.torchrun", "launch.agent"): "the program that is run in the place of torch.distributed.run",
-}
-"""A module that a string names, since it is started as a process of its own, and why."""
 
 HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "deepspeed"}
 LIGHT_PACKAGES = {
@@ -122,27 +118,6 @@ def imports(path: Path, *, only_at_load: bool = False) -> set[str]:
     return found
 
 
-@functools.cache
-def named_in_strings(path: Path) -> set[str]:
-    """Modules of the package that a string names, docstrings left out: what importlib or `python -m` is given."""
-    tree = tree_of(path)
-    with_docstring = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = {
-        id(statement.value)
-        for node in ast.walk(tree)
-        if isinstance(node, with_docstring)
-        for statement in node.body
-        if isinstance(statement, ast.Expr)
-    }
-    texts = [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
-    ]
-    named = {word.removeprefix("sft_play.") for text in texts for word in re.findall(r"sft_play(?:\.\w+)+", text)}
-    return named & modules().keys()
-
-
 def used_by(name: str, *, lazy: bool = True) -> set[str]:
     """Modules of the package that a module imports, inside functions too."""
     path, used = modules()[name], set()
@@ -188,22 +163,6 @@ def test_a_module_imports_only_from_its_package_or_lower_layers():
             top = other.partition(".")[0]
             if root == "sft_play" and top in LAYERS and top != package:
                 assert LAYERS[top] < LAYERS[package], f"{name} imports {imported}: an arrow that runs up"
-
-
-def test_a_string_names_only_modules_of_lower_layers_or_a_process_to_start():
-    """An import behind a string is an arrow as well."""
-    seen = set()
-    for name, path in modules().items():
-        package = name.split(".")[0]
-        for other in named_in_strings(path):
-            top = other.split(".")[0]
-            if (name, other) in STARTED:
-                seen.add((name, other))
-                continue
-            if top == package or LAYERS[top] < LAYERS[package]:
-                continue
-            raise AssertionError(f"{name} names {other} in a string: an arrow that runs up")
-    assert seen == set(STARTED), "no longer named: take it out of STARTED"
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.generate import with_variables
 from sft_play import variables
 from sft_play.cli import main
 
@@ -183,14 +182,6 @@ def test_the_readme_names_every_target_and_that_of_benchmarks_those_that_measure
     assert set(re.findall(r"(?:^    |`)make ([a-z][a-z-]*)", readme, re.MULTILINE)) <= set(TARGETS)
 
 
-def test_the_help_of_the_variables_is_that_of_their_table():
-    for text, name, maintaining in ((MAKEFILE, "PRICE", False), (MAINTAINING, "MUTANTS", True)):
-        assert with_variables(text, maintaining=maintaining) == text, "run make -C benchmarks generate"
-        missing = text.replace(f"#: {name}=", "#: PRIZE=")
-        assert missing != text
-        assert with_variables(missing, maintaining=maintaining) == text
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -236,24 +227,6 @@ def test_every_target_that_launches_or_trains_executes_a_script_of_its_name():
     assert not [target for target in recipes if re.match(r"train|resume|launch", target)]
 
 
-def test_no_script_is_without_a_target():
-    """Nor without what reads it: make itself (variables, environment, pins), or a person without make."""
-    found = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
-    assert len(found) >= 12
-    by_hand = {
-        "train_distributed.sh": "make train-distributed` for people without make",
-        "train_slurm.sbatch": "sbatch ",
-    }
-    for name, words in by_hand.items():
-        assert words in (ROOT / "scripts" / name).read_text(encoding="utf-8")
-    text = RECIPES + MAINTAINING + make("-n", *SCRIPTS).stdout
-    unused = {name for name in found - set(by_hand) if not re.search(rf"\bscripts/{name}\b", text)}
-    read_by_setup = {"installer.py", "torch_build.py"}
-    setup = (ROOT / "scripts" / "setup_env.py").read_text(encoding="utf-8")
-    assert all(f"import {Path(name).stem}\n" in setup for name in read_by_setup)
-    assert unused == read_by_setup
-
-
 @pytest.mark.parametrize("script", ["scripts/train_distributed.py", "scripts/plan.py"])
 def test_a_script_is_its_command_from_any_folder(script, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
@@ -265,19 +238,6 @@ def test_a_script_is_its_command_from_any_folder(script, tmp_path, capsys, monke
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert result.stdout == capsys.readouterr().out
-
-
-def test_a_scripts_folder_is_not_on_the_path(tmp_path):
-    """There `train` or `plan` would be found for a module of somebody else's. All scripts begin alike."""
-    texts = [(ROOT / name).read_text() for name in SCRIPTS.values()]
-    beginnings = {text.partition("raise SystemExit(")[0].rpartition('"""')[2] for text in texts}
-    assert len(beginnings) == 1
-    script, environ = sorted(SCRIPTS.values())[0], clean_environ()
-    program = f"import sys, runpy; sys.argv = ['x', '--help']; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
-    program += f"try: runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
-    program += f"assert sys.path[0] == {str(ROOT)!r} and {str(ROOT / 'scripts')!r} not in sys.path, sys.path"
-    assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL,
-                          timeout=120).returncode == 0  # fmt: skip
 
 
 # Values
@@ -386,18 +346,6 @@ def test_a_venv_of_the_users_is_never_written_to(fake, copy):
     assert not (copy / ".venv").exists()
 
 
-def test_without_any_python_the_message_says_what_to_install(copy, tmp_path):
-    programs = tmp_path / "empty"
-    programs.mkdir()
-    make_program = shutil.which("make")
-    result = subprocess.run(
-        [make_program, "train"], cwd=copy, env={"PATH": str(programs)}, capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert "No Python 3 answers" in result.stderr
-    assert "Python 3.11 to 3.14" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "path", "error"),
     [
@@ -425,13 +373,6 @@ def test_what_make_and_the_setup_refuse_is_one_json_object_too(words, path, erro
             assert ended.stdout == ""
     assert not (copy / "mark").exists()
     assert not (copy / ".venv").exists()
-
-
-def test_setup_hears_of_the_targets_that_were_asked_for(copy):
-    """It knows which of them add an extra."""
-    for goals, words in (("setup plan", "setup plan"), ("setup-unsloth", "unsloth"), ("dapt-docx", "dapt-docx")):
-        shown = make("-n", *goals.split(), cwd=copy).stdout
-        assert set(re.findall(r"scripts/setup_env\.py ?([a-z -]*);", shown)) == {words}, goals
 
 
 # Develop

@@ -17,7 +17,6 @@ from sft_play.config.load import LoadedConfig, config_from_text, load_config
 from sft_play.errors import RunFolderError
 from sft_play.files import relative_to_cwd
 from sft_play.log import escape_control, one_line, redact, start_log_file
-from sft_play.runs import lookup as creation
 from sft_play.runs.files import truncate_metrics, write_json
 from sft_play.runs.folder import RunFolder, check_same_run, git_state, load_resumed_config, new_manifest
 from sft_play.runs.lookup import LAUNCHER, LOCK_FILE, WRITER, create_run, find_resumable, lock_run, new_run_folder
@@ -40,16 +39,13 @@ def make(tmp_path, name="one", **changes):
     return folder
 
 
-def test_a_run_is_named_by_its_config_and_the_time(tmp_path):
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", ".hidden", "~x", "a\\b", "a\nb", " a", "-rf", "a..b"])
+def test_a_name_that_could_leave_the_folder_is_refused(tmp_path, name):
     job = loaded(tmp_path)
     folder = new_run_folder(job.config.output, config_path=job.path, now=NOW)
     assert folder.path == tmp_path / "outputs" / "run-20260102T030405Z"
     folder.path.mkdir(parents=True)
     assert new_run_folder(job.config.output, config_path=job.path, now=NOW).path.name == "run-20260102T030405Z-2"
-
-
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", ".hidden", "~x", "a\\b", "a\nb", " a", "-rf", "a..b"])
-def test_a_name_that_could_leave_the_folder_is_refused(tmp_path, name):
     job = loaded(tmp_path, overrides=(f"output.name={json.dumps(name)}",))
     with pytest.raises(RunFolderError, match=r"output\.name=.*is refused"):
         new_run_folder(job.config.output, config_path=job.path)
@@ -74,16 +70,29 @@ def test_replace_moves_aside_only_a_folder_of_ours(tmp_path):
     job = loaded(tmp_path, overrides=("output.name=two", "output.if_exists=replace"))
     with pytest.raises(RunFolderError, match="has no manifest of this toolkit"):
         new_run_folder(job.config.output, config_path=job.path)
+    job = loaded(tmp_path, overrides=("output.name=two",))
+    with pytest.raises(RunFolderError, match="by another process in the meantime"):
+        create_run(RunFolder(foreign), job, manifest={}, plan={})
     assert (foreign / "thesis.doc").read_text() == "precious"
 
 
-def test_nothing_is_left_of_a_folder_that_could_not_be_made(tmp_path, monkeypatch):
+def test_nothing_is_left_of_a_folder_that_could_not_be_made_or_of_a_killed_write(tmp_path, monkeypatch):
     job = loaded(tmp_path, overrides=("output.name=one",))
-    folder = new_run_folder(job.config.output, config_path=job.path)
-    monkeypatch.setattr(creation, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        create_run(folder, job, manifest={}, plan={})
-    assert list((tmp_path / "outputs").iterdir()) == []
+    folder, path = new_run_folder(job.config.output, config_path=job.path), tmp_path / "x.json"
+    write_json(path, {"a": 1})
+
+    def killed(temporary, text, **options):
+        temporary.touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(path), "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            create_run(folder, job, manifest={}, plan={})
+        with pytest.raises(KeyboardInterrupt):
+            write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert sorted(item.name for item in tmp_path.rglob("*")) == ["outputs", "x.json"]
 
 
 def test_the_newest_unfinished_run_of_a_config_is_resumed(tmp_path):
@@ -254,16 +263,6 @@ def test_a_key_that_a_version_added_hinders_no_old_run_unless_it_changes_somethi
         check_same_run(folder, loaded(tmp_path, overrides=("output.name=one", word)), data={}, batch={})
 
 
-def test_a_folder_that_appeared_meanwhile_is_not_touched(tmp_path):
-    job = loaded(tmp_path, overrides=("output.name=one",))
-    folder = new_run_folder(job.config.output, config_path=job.path)
-    folder.path.mkdir(parents=True)
-    (folder.path / "theirs").write_text("kept")
-    with pytest.raises(RunFolderError, match="by another process in the meantime"):
-        create_run(folder, job, manifest={}, plan={})
-    assert (folder.path / "theirs").read_text() == "kept"
-
-
 def test_metrics_after_the_checkpoint_are_dropped_for_a_resumed_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(
@@ -271,22 +270,6 @@ def test_metrics_after_the_checkpoint_are_dropped_for_a_resumed_run(tmp_path):
     )
     truncate_metrics(path, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
-
-
-def test_a_killed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "x.json"
-    write_json(path, {"a": 1})
-
-    def killed(aside, text, **options):
-        aside.touch()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(path), "write_text", killed)
-        with pytest.raises(KeyboardInterrupt):
-            write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [item.name for item in tmp_path.iterdir()] == ["x.json"]
 
 
 # --- the lock ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.decide import PlanRequest
-from sft_play.planner.explain import FEW_STEPS, fit_line, plan_summary_lines, plan_warnings
+from sft_play.planner.explain import fit_line, plan_summary_lines
 from sft_play.planner.plan import Plan, RunLength
 from sft_play.text import format_duration
 from sft_play.variables import VARIABLES, takes_variable
@@ -119,37 +119,6 @@ def test_the_page_of_a_plan_is_four_lines_and_a_line_for_each_warning():
         assert not re.search(r"\b0\.\d h\b", "\n".join([head, batch, fit_line(plan, config)]))
         seen.add((plan.fits, bool(warned), plan.run_length is None, bool(plan.hardware.gpus)))
     assert len(seen) >= 8, seen
-
-
-def test_fifteen_steps_are_few_and_twenty_are_not():
-    config = config_from_text(f"model: {{name: {MODELS[0]}}}", name="x")
-    plan = make_advised_plan(PlanRequest(config, load_model_shape(MODELS[0]), parse_hardware("1xRTX4090")))
-    by_steps = {
-        steps: plan_warnings(dataclasses.replace(plan, run_length=RunLength(steps, None)), config)
-        for steps in (1, 15, 20)
-    }
-    assert FEW_STEPS == 20
-    assert "15 optimizer steps are few" in by_steps[15][0]
-    assert "1 optimizer step is few" in by_steps[1][0]
-    assert by_steps[20] == []
-    given = config_from_text(f"model: {{name: {MODELS[0]}}}\ntrain: {{max_steps: 3}}", name="x")
-    assert plan_warnings(dataclasses.replace(plan, run_length=RunLength(3, None)), given) == []  # as asked for
-
-
-def test_a_plan_says_the_same_in_four_lines_and_with_why(command, monkeypatch):
-    words = ("plan", "--config", "configs/run_bnb.yaml", "--hardware", "1xRTX3060")
-    monkeypatch.chdir(ROOT)
-    code, short = command(*words)
-    assert (code, len(short.splitlines())) == (0, 4), short
-    monkeypatch.setenv("WHY", "1")
-    code, long = command(*words)
-    assert code == 0
-    assert len(long.splitlines()) > 20
-    for part in ("Because: ", "Candidates:", "Launch: make train CONFIG=configs/run_bnb.yaml", "Predicted peak: "):
-        assert part in long
-        assert part not in short
-    (need,) = re.findall(r"FITS, ([\d.]+ of [\d.]+) GiB", short)
-    assert f"{need} GiB" in long
 
 
 def test_a_plan_says_that_a_run_would_stop_where_it_does(command, monkeypatch):
@@ -341,3 +310,27 @@ def test_step_lines_are_the_same_in_a_terminal_in_a_pipe_and_in_the_log(capsys, 
     assert written[True] == written[False] != ""
     assert all(line.startswith("[train] step ") for line in written[True].splitlines())
     logging.getLogger().handlers[:] = []
+
+
+def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
+    from types import SimpleNamespace
+
+    from sft_play.config.load import load_config, split_overrides
+    from sft_play.launch.refusals import require_usable_hardware
+    from sft_play.training.measure.summary import _next_step_lines
+
+    machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
+    for hardware in (machine, parse_hardware("1xRTX4090")):
+        job: Any = SimpleNamespace(
+            loaded=SimpleNamespace(path=Path("configs/run_starter.yaml")), plan=SimpleNamespace(hardware=hardware)
+        )
+        (line,) = _next_step_lines(job)
+        found = re.search(r"make train CONFIG=(\S+) SET=\"(.*)\"", line)
+        assert found is not None
+        config = load_config(ROOT / found[1], overrides=split_overrides(found[2])).config
+        require_usable_hardware(
+            config, hardware, {}, count_params=lambda name=config.model.name: load_model_shape(name).params
+        )
+        assert ("0.5B" in config.model.name) == (not hardware.gpus)
+    job.loaded.path = Path("my.yaml")
+    assert _next_step_lines(job) == []

@@ -270,11 +270,3 @@ def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, command, monk
     assert printed.startswith(
         "[launch-command] Base model: sft-play/starter-base, the starter's two million parameters"
     )
-
-
-def test_a_setting_that_is_named_beside_a_variable_is_one():
-    from sft_play.config.options import all_options
-
-    assert set(variables.SETTING_BY_VARIABLE.values()) <= set(all_options())
-    assert not any(variables.takes_variable(name, "train") for name in variables.SETTING_BY_VARIABLE)
-    assert "the setting" not in (variables.command_line_problem(["merge"], ["DATA"], []) or "the setting")

@@ -71,13 +71,6 @@ def test_a_plan_under_wsl_leaves_a_gib_more_and_says_for_what():
     assert not plan_on(on_cpu, "tuning.mode=lora")[1].choice.step.pages
 
 
-def test_offload_under_wsl_is_said_to_hang_on_page_locked_memory():
-    said = "WSL has been seen to give only 0.5 to 1 GiB"
-    for machine, is_there in ((paging("RTX4090"), True), (parse_hardware("RTX4090"), False)):
-        _, plan = plan_on(machine, "train.gradient_checkpointing=offload")
-        assert any(said in reason for reason in plan.reasons) == is_there
-
-
 class Cuda:
     """torch.cuda as far as the start of a run asks it."""
 
