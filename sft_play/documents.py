@@ -48,8 +48,6 @@ from sft_play.text import MIB, plural
 # part of web pages; other text is taken as it is. Libraries that parse files of any origin can
 # hang, use up memory or crash the interpreter: here that costs one document, not the command.
 
-MAX_DOCUMENT_BYTES = 256 * MIB
-MAX_DOCUMENT_UNPACKED_BYTES = 1024 * MIB
 # Longest time for one document, plus 2 s for each MiB of it.
 MAX_READ_SECONDS = 120.0
 # Most address space of the process that reads.
@@ -63,7 +61,7 @@ DOCUMENT_KINDS = {
     **dict.fromkeys((".md", ".markdown", ".rst", ".rest", ".txt", ".text"), "text"),
 }
 
-_OLE_MAGIC, _ZIP_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", b"PK\x03\x04"
+_OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 _PICTURE_LINK = re.compile(r"!\[([^\]]*)\]\([^)\s]*\)")
 
 
@@ -75,8 +73,6 @@ def read_document(path: Path, options: DocumentsConfig) -> str:
     """Read a document as clean text, Markdown if it has more. Raises UnreadableDocumentError: why, and what to do."""
     kind = DOCUMENT_KINDS[path.suffix.lower()]
     try:
-        if path.stat().st_size > MAX_DOCUMENT_BYTES:
-            raise UnreadableDocumentError(f"larger than the {MAX_DOCUMENT_BYTES // MIB} MiB that are read; split it")
         if kind != "text":
             text = _convert_document(kind, path.read_bytes(), options)
         else:
@@ -107,12 +103,6 @@ def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
         raise UnreadableDocumentError(
             "an Office file from before 2007, or locked with a password; save it as .docx without one"
         )
-    if data.startswith(_ZIP_MAGIC):
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            if sum(part.file_size for part in archive.infolist()) > MAX_DOCUMENT_UNPACKED_BYTES:
-                raise UnreadableDocumentError(
-                    f"unpacks to more than the {MAX_DOCUMENT_UNPACKED_BYTES // MIB:,} MiB that are opened"
-                )
     if kind == "html":
         import trafilatura
         from bs4 import UnicodeDammit
@@ -329,13 +319,6 @@ class DocumentsReport(Answer):
     val_note: str = ""
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """What data.documents.path names."""
-        if isinstance(self.config.path, str):
-            return (self.config.path,)
-        return self.config.path
-
-    @property
     def ok(self) -> bool:
         """Whether there is text to train on."""
         return self.splits[TRAIN_FILE]["rows"] > 0
@@ -343,7 +326,7 @@ class DocumentsReport(Answer):
     def as_json(self) -> dict[str, Any]:
         """The content of report.json; counts in documents, rows, paragraphs and characters."""
         return {
-            "path": list(self.paths),
+            "path": [self.config.path] if isinstance(self.config.path, str) else list(self.config.path),
             "out_dir": self.config.out_dir,
             "found": len(self.documents),
             "read": len(self.documents) - len(self.unreadable),
@@ -440,8 +423,11 @@ def find_documents(report: DocumentsReport, *, output_paths: Iterable[Path]) -> 
     """Put the documents of `data.documents.path` into the report, except hidden files and `output_paths`, which it
     writes. Raises DataError where there is none: where it looked, and what is there."""
     paths_by_name: dict[str, Path] = {}
+    document_paths = report.as_json()["path"]
     known_paths = {os.path.realpath(path) for path in output_paths}  # a document is read once, whatever leads to it
-    for root, path in (root_and_path for document_path in report.paths for root_and_path in _find_files(document_path)):
+    for root, path in (
+        root_and_path for document_path in document_paths for root_and_path in _find_files(document_path)
+    ):
         real_path, suffix = os.path.realpath(path), path.suffix.lower()
         if real_path in known_paths or path.name.startswith((".", "~$")):  # Word keeps ~$… beside an open document
             continue
@@ -456,7 +442,7 @@ def find_documents(report: DocumentsReport, *, output_paths: Iterable[Path]) -> 
     if not paths_by_name:
         others = ", ".join(f"{count} {suffix}" for suffix, count in report.other_files.most_common(12))
         raise DataError(
-            f"data.documents.path={one_line(', '.join(report.paths))}: no documents there (looked from {Path.cwd()} "
+            f"data.documents.path={one_line(', '.join(document_paths))}: no documents there (looked from {Path.cwd()} "
             f"for {', '.join(DOCUMENT_KINDS)}); there are {others or 'no files'}"
         )
 

@@ -62,8 +62,10 @@ def write_result(result: CommandResult | int, request: Request) -> int:
     exit_code, reason = result.exit_code, None
     if result.error is not None:
         exit_code, reason = result.error.exit_code, error_text(result.error)
-    elif exit_code:
-        reason = _failure_reason(result)
+    elif exit_code:  # the answer's own fields say what is wrong, and its last line does
+        lines = [line.strip() for line in "\n".join(result.lines).splitlines()]
+        reasons = [line for line in lines if line and not line.startswith(("Next:", "Written to:"))]
+        reason = redact(reasons[-1]) if reasons else f"exit code {exit_code}; the log says why"
     data = add_exit_status(result.data, exit_code, reason)
     if request.out is not None and result.is_written_to_out:
         write_out_file(request.out, data if isinstance(result.data, dict) else result.data)
@@ -80,13 +82,6 @@ def write_result(result: CommandResult | int, request: Request) -> int:
 def error_text(error: BaseException) -> str:
     """An exception's text for programs, without secrets; its name where it has none."""
     return redact(str(error) or type(error).__name__)
-
-
-def _failure_reason(result: CommandResult) -> str:
-    """`error` of an answer whose own fields say what is wrong: its last line."""
-    lines = [line.strip() for line in "\n".join(result.lines).splitlines()]
-    reasons = [line for line in lines if line and not line.startswith(("Next:", "Written to:"))]
-    return redact(reasons[-1]) if reasons else f"exit code {result.exit_code}; the log says why"
 
 
 def require_writable_out(out: Path, variable_name: str = "OUT") -> None:

@@ -42,7 +42,11 @@ def run_launching(request: Request) -> CommandResult | int:
         launch_request = launch_request_from(request)
         launch_result = start_run(launch_request)
         if launch_request.options.dry_run:
-            return _launch_command_result(launch_result)
+            launch, plan = launch_result.launch, launch_result.plan
+            fields = launch and {
+                "line": launch.shell_line, "words": list(launch.argv), "environment": launch.environment,
+            }  # fmt: skip
+            return CommandResult({"launch": fields, "plan": plan and plan.as_json()})
         if request.command == "rank" or (
             launch_request.rank_info is not None and not launch_request.rank_info.is_first
         ):
@@ -64,18 +68,6 @@ def _training_result(launch_result: LaunchResult) -> CommandResult:
     return CommandResult(data, exit_code=exit_code)
 
 
-def _launch_command_result(launch_result: LaunchResult) -> CommandResult:
-    launch = launch_result.launch
-    launch_fields = launch and {
-        "line": launch.shell_line,
-        "words": list(launch.argv),
-        "environment": launch.environment,
-    }
-    return CommandResult(
-        {"launch": launch_fields, "plan": launch_result.plan.as_json() if launch_result.plan else None}
-    )
-
-
 # --- what starts the ranks: nobody, a launcher that is there already, or this process --------------------------------
 
 # Commands that start ranks.
@@ -88,7 +80,13 @@ def launch_request_from(request: Request) -> LaunchRequest:
     command, options = request.command, request.options
     if command == "train" and request.run:
         raise ConfigError(f"RUN={escape_control(request.run)} names a run for make resume; output.name names a new one")
-    rank_info = require_rank_info() if command == "rank" else launcher_rank_info(request)
+    if command == "rank":  # of those that our own launcher started
+        rank_info = read_rank_info(os.environ)
+        if rank_info is None:
+            raise ConfigError("rank is what make train-distributed starts in each of its processes; here: train")
+        set_up_logging("resume" if os.environ.get(RESUMED_VARIABLE) else "train", rank=rank_info.rank)
+    else:
+        rank_info = launcher_rank_info(request)
     loaded = load_config(request.config, overrides=request.overrides)
     if command == "rank":
         resumed_run = os.environ.get(RESUMED_VARIABLE)
@@ -143,8 +141,14 @@ def launcher_rank_info(request: Request) -> RankInfo | None:
                            "no others are started; without them: %s", _single_process_command(request))  # fmt: skip
         return None
     set_up_logging(request.command, rank=rank_info.rank)
-    if may_be_left_over:
-        _warn_rendezvous_wait(rank_info, request)
+    if may_be_left_over:  # before the rendezvous, for which ranks this one waits, where and how long
+        other_ranks = format_ranks([rank for rank in range(rank_info.world_size) if rank != rank_info.rank] or [0])
+        rendezvous = {**rendezvous_variables(os.environ, node_count=rank_info.node_count), **os.environ}
+        logger.warning(
+            "RANK, WORLD_SIZE and LOCAL_RANK in the environment make this rank %d of %d: it waits at %s:%s for %s, "
+            "%.0f s at most; alone: %s", rank_info.rank, rank_info.world_size, one_line(rendezvous["MASTER_ADDR"]),
+            one_line(rendezvous["MASTER_PORT"]), other_ranks, RENDEZVOUS_TIMEOUT_S, _single_process_command(request),
+        )  # fmt: skip
     return rank_info
 
 
@@ -152,26 +156,6 @@ def _single_process_command(request: Request) -> str:
     """The command of a request without the variables that make this process one of several ranks or nodes."""
     unset_arguments = [word for name in RENDEZVOUS_VARIABLES if name in os.environ for word in ("-u", name)]
     return shlex.join(["env", *unset_arguments, *make_argv(request, request.command, request.overrides)])
-
-
-def _warn_rendezvous_wait(rank_info: RankInfo, request: Request) -> None:
-    """Say, before the rendezvous, for which ranks this one waits, where and how long."""
-    other_ranks = format_ranks([rank for rank in range(rank_info.world_size) if rank != rank_info.rank] or [0])
-    rendezvous = {**rendezvous_variables(os.environ, node_count=rank_info.node_count), **os.environ}
-    logger.warning(
-        "RANK, WORLD_SIZE and LOCAL_RANK in the environment make this rank %d of %d: it waits at %s:%s for %s, %.0f s "
-        "at most; alone: %s", rank_info.rank, rank_info.world_size, one_line(rendezvous["MASTER_ADDR"]),
-        one_line(rendezvous["MASTER_PORT"]), other_ranks, RENDEZVOUS_TIMEOUT_S, _single_process_command(request),
-    )  # fmt: skip
-
-
-def require_rank_info() -> RankInfo:
-    """Read the place of a process that our own launcher started, and log as it. Raises ConfigError for any other."""
-    rank_info = read_rank_info(os.environ)
-    if rank_info is None:
-        raise ConfigError("rank is what make train-distributed starts in each of its processes; to train here: train")
-    set_up_logging("resume" if os.environ.get(RESUMED_VARIABLE) else "train", rank=rank_info.rank)
-    return rank_info
 
 
 def needs_ranks(request: Request, loaded: LoadedConfig) -> bool:

@@ -49,21 +49,13 @@ from sft_play.trace.confirm import load_run_model_shape
 ROW_SPLITS = ("train", "val", "test")
 
 
-@dataclass(frozen=True)
-class RowTools:
-    """A run's tokenizer, notes on what was chosen for it, and the renderer of its rows."""
-
-    tokenizer: Any
-    notes: tuple[str, ...]
-    row_renderer: RowRenderer
-
-
-def load_row_tools(config: RunConfig) -> RowTools:
-    """The run's tokenizer and renderer; raises TokenizerError or ModelError where they cannot be used."""
+def load_row_tools(config: RunConfig) -> tuple[Any, tuple[str, ...], RowRenderer]:
+    """The run's tokenizer, notes on what was chosen for it, and the renderer of its rows; raises TokenizerError or
+    ModelError where they cannot be used."""
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(config)
-    return RowTools(loaded.tokenizer, loaded.notes, build_row_renderer(config, loaded.tokenizer))
+    return loaded.tokenizer, loaded.notes, build_row_renderer(config, loaded.tokenizer)
 
 
 def build_row_renderer(config: RunConfig, tokenizer: Any) -> RowRenderer:
