@@ -86,7 +86,7 @@ def _run_guarded(run_program: "Any", argv: "Sequence[str]", command_name: str) -
         raise
     except BaseException as error:
         if not _is_interrupt(error):
-            from sft_play.commands.answer import error_text
+            from sft_play.commands.request import error_text
 
             _write_missing_answer(argv, exit_codes.EXIT_FAULT, error_text(error))
             raise

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sft_play.answers import Finding
-from sft_play.commands.answer import CommandResult
+from sft_play.commands.request import CommandResult
 from sft_play.commands.rows import full_pipeline, preview, render
 from sft_play.config.load import load_config
 from sft_play.config.schema import DataConfig

@@ -18,8 +18,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from sft_play import entry, exit_codes
 from sft_play.cli import main
 from sft_play.commands import COMMAND_FILES, command_function, help_line, load_module
-from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
-from sft_play.commands.request import Request, read_request
+from sft_play.commands.request import CommandResult, Request, read_request, redirect_stdout_to_stderr
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted
 from sft_play.variables import VARIABLES, flag_commands
 from tests import warm

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.diagnose import gpu_info
+from sft_play.diagnose import machine_pages
 from sft_play.machine.hardware import parse_hardware
 from sft_play.machine.software import installed_version, nccl_package, torch_cuda_version, torch_hip_version
 from tests.conftest import ROOT
@@ -47,13 +47,13 @@ def bare(monkeypatch, tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    monkeypatch.setattr(gpu_info, "find_unusable_accelerator", lambda environment: None)
+    monkeypatch.setattr(machine_pages, "find_unusable_accelerator", lambda environment: None)
     return folder
 
 
 def look(environment: dict[str, str] | None = None, **options: Any) -> tuple[dict[str, Any], str]:
     """What the command answers with, as JSON and as a page."""
-    data, lines = gpu_info.read_machine_info(Path("outputs"), environment or {}, **options)
+    data, lines = machine_pages.read_machine_info(Path("outputs"), environment or {}, **options)
     return json.loads(json.dumps(data)), "\n".join(lines)
 
 
@@ -139,11 +139,13 @@ def test_instances_of_a_split_gpu_are_listed(nvml):
 
 def test_a_machine_without_a_gpu_has_none(bare, monkeypatch, tmp_path):
     assert look()[0]["number_of_gpus"] == 0
-    monkeypatch.setattr(gpu_info, "find_unusable_accelerator", lambda environment: "A GPU is there, but it is not seen")
+    monkeypatch.setattr(
+        machine_pages, "find_unusable_accelerator", lambda environment: "A GPU is there, but it is not seen"
+    )
     data, text = look()
     assert data["unused_accelerator"] in text
     for folder in (tmp_path, tmp_path / "no" / "outputs"):  # the disk is that of the outputs
-        data, lines = gpu_info.read_machine_info(folder, {})
+        data, lines = machine_pages.read_machine_info(folder, {})
         assert data["host"]["disk_bytes"] >= data["host"]["disk_free_bytes"] > 0
         assert data["host"]["disk_folder"] == str(tmp_path)
         assert any(line.endswith(f"GiB free at {tmp_path}") for line in lines)
@@ -158,9 +160,9 @@ def test_versions_are_read_without_importing(monkeypatch):
     assert nccl_package() == ("nvidia-nccl-cu12", "2.27.5")
     code = (
         "import os, sys; from pathlib import Path; "
-        "from sft_play.diagnose import gpu_info, memory_check; "
+        "from sft_play.diagnose import machine_pages; "
         "gpu_info.read_machine_info(Path('outputs'), os.environ); "
-        "memory_check.format_memory_snapshot(memory_check.read_memory_snapshot(Path('outputs'), os.environ)); "
+        "machine_pages.format_memory_snapshot(machine_pages.read_memory_snapshot(Path('outputs'), os.environ)); "
         f"sys.exit(str(sorted(set(sys.modules) & {HEAVY!r})) if set(sys.modules) & {HEAVY!r} else 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -168,7 +170,7 @@ def test_versions_are_read_without_importing(monkeypatch):
 
 
 def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
-    monkeypatch.setattr(gpu_info, "read_torch_report", lambda environment: ["PyTorch version: 2"])
+    monkeypatch.setattr(machine_pages, "read_torch_report", lambda environment: ["PyTorch version: 2"])
     assert look()[0]["torch"] is None
     data, text = look(includes_torch=True)
     assert data["torch"] == ["PyTorch version: 2"]
@@ -177,11 +179,11 @@ def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
 
 @pytest.mark.build
 def test_torch_answers_from_a_process_of_its_own():
-    told = gpu_info.read_torch_report(dict(os.environ))
+    told = machine_pages.read_torch_report(dict(os.environ))
     assert f"PyTorch version: {installed_version('torch')}" in told
     assert not any("Vulnerability" in line for line in told)
-    assert "timed out after 0.01" in gpu_info.read_torch_report(dict(os.environ), timeout_s=0.01)[0]
-    assert "exit status" in gpu_info.read_torch_report({"PYTHONHOME": "/nowhere"})[0]
+    assert "timed out after 0.01" in machine_pages.read_torch_report(dict(os.environ), timeout_s=0.01)[0]
+    assert "exit status" in machine_pages.read_torch_report({"PYTHONHOME": "/nowhere"})[0]
 
 
 # --- a named machine --------------------------------------------------------------------------------------------------
@@ -189,20 +191,20 @@ def test_torch_answers_from_a_process_of_its_own():
 
 def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
     machine = parse_hardware("2xH200,ram=1TiB,cores=64")
-    answer, text = gpu_info.assumed_machine_info(machine, "2xH200")
+    answer, text = machine_pages.assumed_machine_info(machine, "2xH200")
     assert text[0].startswith("Assumed, not detected: HARDWARE=2xH200")
     assert text[1] == "Number of GPUs: 2"
     assert {"  bandwidth: 4,800 GB/s", "  link_bytes_per_s: 450 GB/s", "  bf16_flops: 989.4 TFLOPS"} < set(text)
     assert max(map(len, text)) <= 100
     assert (answer["assumed"], answer["number_of_gpus"], answer["ram_bytes"]) == (True, 2, 2**40)
     assert (answer["gpus"][1]["bandwidth"], answer["gpus"][0]["total_bytes"]) == (4800e9, machine.gpus[0].total_bytes)
-    _, text = gpu_info.assumed_machine_info(
+    _, text = machine_pages.assumed_machine_info(
         parse_hardware("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "a cluster"
     )
     assert {"Number of GPUs: 16", "  nodes: 2", "  network_bytes_per_s: 50 GB/s", "  ram_given: False"} < set(text)
     assert "  price_per_gpu_hour: 2.5" in text
     assert not any(line.startswith("  bandwidth") for line in text)
-    assert gpu_info.assumed_machine_info(parse_hardware("cpu"), "cpu")[1][1] == "Number of GPUs: 0"
+    assert machine_pages.assumed_machine_info(parse_hardware("cpu"), "cpu")[1][1] == "Number of GPUs: 0"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from sft_play.diagnose import memory_check
-from sft_play.diagnose.memory_check import RankProcess, format_memory_snapshot, lock_holder_pid, read_memory_snapshot
+from sft_play.diagnose import machine_pages
+from sft_play.diagnose.machine_pages import RankProcess, format_memory_snapshot, lock_holder_pid, read_memory_snapshot
 from sft_play.errors import RunFolderError
 from sft_play.machine.gpu import Gpu, GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware
@@ -78,10 +78,10 @@ def machine(monkeypatch, tmp_path):
             tuple(Gpu(gpu.index, "NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0)) for gpu in gpus),
             "CPU", 8, 64 * GIB, 60 * GIB,
         )  # fmt: skip
-        monkeypatch.setattr(memory_check, "detect_hardware", lambda environment: found)
-        monkeypatch.setattr(memory_check, "read_all_gpus", lambda **_: GpuSnapshot(gpus, "NVML"))
-        monkeypatch.setattr(memory_check, "find_ranks", lambda folder, holders: ranks)
-        monkeypatch.setattr(memory_check, "lock_holder_pid", lambda folder: OTHER if ranks else None)
+        monkeypatch.setattr(machine_pages, "detect_hardware", lambda environment: found)
+        monkeypatch.setattr(machine_pages, "read_all_gpus", lambda **_: GpuSnapshot(gpus, "NVML"))
+        monkeypatch.setattr(machine_pages, "find_ranks", lambda folder, holders: ranks)
+        monkeypatch.setattr(machine_pages, "lock_holder_pid", lambda folder: OTHER if ranks else None)
         return tmp_path
 
     return install
@@ -337,6 +337,6 @@ def test_the_command_shows_the_machine_and_answers_0(command, config, monkeypatc
     assert "there is no run none in" in json.loads(printed.splitlines()[0])["error"]
     # renewed until Ctrl-C, one object a line
     pauses = iter([None, None])
-    monkeypatch.setattr(memory_check.watch_memory, "__kwdefaults__", {"pause": lambda seconds: next(pauses)})
+    monkeypatch.setattr(machine_pages.watch_memory, "__kwdefaults__", {"pause": lambda seconds: next(pauses)})
     with pytest.raises(StopIteration):
         command("memory-check", "--config", str(config), "--watch")

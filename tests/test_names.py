@@ -24,7 +24,7 @@ PUBLIC_FIELDS = {
     "config.schema": {"how"},
     "data.sources.formats": {"where"},
     "data.sources.raw": {"where"},
-    "diagnose.memory_check": {"said"},
+    "diagnose.machine_pages": {"said"},
     "finished.listing": {"kept"},
     "planner.precision": {"what"},
     "training.heartbeat": {"where"},

@@ -11,7 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from sft_play.diagnose import gpu_info, memory_check
+from sft_play.diagnose import machine_pages
 from sft_play.diagnose.machine_checks import read_system_facts
 from sft_play.machine import visible_gpus
 from sft_play.machine.hardware import detect_hardware
@@ -44,13 +44,13 @@ def two_gpus(*, split: bool = False, parent: bool = True) -> list[FakeGpu]:
     return gpus
 
 
-def machine_pages() -> str:
+def printed_pages() -> str:
     """What the commands that look at a machine print of it; nothing in them may raise."""
-    data, lines = gpu_info.read_machine_info(Path("outputs"), {})
-    memory = memory_check.read_memory_snapshot(Path("outputs"), {})
+    data, lines = machine_pages.read_machine_info(Path("outputs"), {})
+    memory = machine_pages.read_memory_snapshot(Path("outputs"), {})
     json.dumps([data, dataclasses.asdict(memory)])
     read_system_facts(detect_hardware({}))
-    return "\n".join([*lines, *memory_check.format_memory_snapshot(memory)])
+    return "\n".join([*lines, *machine_pages.format_memory_snapshot(memory)])
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_every_call_that_is_asked_is_one_that_is_refused(machine):
     asked = set()
     for split in (False, True):
         fake = machine(split=split)
-        assert machine_pages()
+        assert printed_pages()
         asked |= fake.asked
     assert asked == set(CALLS)
 
@@ -78,7 +78,7 @@ def test_every_call_that_is_asked_is_one_that_is_refused(machine):
 @pytest.mark.parametrize(("refused", "how"), WITHHELD)
 def test_whole_gpus_are_planned_by_what_the_driver_still_tells(machine, refused, how):
     machine(refused, how)
-    found, text = detect_hardware({}), machine_pages()
+    found, text = detect_hardware({}), printed_pages()
     if refused in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetCount") or (refused == "nvmlInit" and REFUSALS[how]):
         assert not found.gpus  # nothing can be asked
         return
@@ -103,7 +103,7 @@ def test_whole_gpus_are_planned_by_what_the_driver_still_tells(machine, refused,
 def test_instances_are_planned_by_what_the_driver_still_tells(machine, refused, how, parent):
     machine(refused, how, split=True, parent=parent)
     found = detect_hardware({})
-    assert machine_pages()
+    assert printed_pages()
     if refused in ("nvmlDeviceGetCount", "nvmlDeviceGetMemoryInfo") or (refused == "nvmlInit" and REFUSALS[how]):
         assert not found.gpus
         return
@@ -133,4 +133,4 @@ def test_a_container_trains_on_the_instance_that_it_was_given(machine, tmp_path)
     assert (found.device, found.gpus[0].mig, found.gpus[0].name) == ("cuda", "1g.10gb", f"{A100} MIG 1g.10gb")
     assert found.notes[0].startswith("GPU 1 is in MIG mode and has no instance")
     assert found.gpus[0].bf16_flops == pytest.approx(312e12 / 7)
-    assert "GPU 0: NVML does not tell its memory (Insufficient Permissions)" in machine_pages()
+    assert "GPU 0: NVML does not tell its memory (Insufficient Permissions)" in printed_pages()

@@ -6,8 +6,13 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from sft_play.commands.answer import CommandResult, confirm_with_user, redirect_stdout_to_stderr
-from sft_play.commands.request import Request, request_output_dir
+from sft_play.commands.request import (
+    CommandResult,
+    Request,
+    confirm_with_user,
+    redirect_stdout_to_stderr,
+    request_output_dir,
+)
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import EVENT_FILES, PruneResult, prune, select_prunable
 from sft_play.launch import tensorboard

@@ -7,10 +7,17 @@ import logging
 import os
 import sys
 
-from sft_play.commands.answer import CommandResult, command_result, write_out_file
-from sft_play.commands.request import Request, refuse_hardware, request_output_dir, requested_hardware
+from sft_play.commands.request import (
+    CommandResult,
+    Request,
+    command_result,
+    refuse_hardware,
+    request_output_dir,
+    requested_hardware,
+    write_out_file,
+)
 from sft_play.config.load import load_config
-from sft_play.diagnose import gpu_info, memory_check
+from sft_play.diagnose import machine_pages
 from sft_play.diagnose.doctor import PlannedRun, run_doctor
 from sft_play.diagnose.run_check import CheckReport, check_run
 from sft_play.errors import SftPlayError
@@ -33,10 +40,10 @@ def run_diagnosing(request: Request) -> CommandResult | int:
         return check_result(report, is_full=request.why)
     if request.command == "gpu-info":
         if request.hardware:
-            data, lines = gpu_info.assumed_machine_info(requested_hardware(request), request.hardware)
+            data, lines = machine_pages.assumed_machine_info(requested_hardware(request), request.hardware)
         else:
             output = request_output_dir(request)
-            data, lines = gpu_info.read_machine_info(output, os.environ, includes_torch=request.full)
+            data, lines = machine_pages.read_machine_info(output, os.environ, includes_torch=request.full)
         return CommandResult(data, ["\n".join(lines)])
     refuse_hardware(request)
     if request.command == "doctor":
@@ -76,24 +83,24 @@ def _memory_check(request: Request) -> CommandResult | int:
     """One look at the memory, or with WATCH one after the other; the last one is written to OUT."""
     output = request_output_dir(request)
 
-    def take_snapshot() -> memory_check.MemorySnapshot:
-        return memory_check.read_memory_snapshot(output, os.environ, name=request.run)
+    def take_snapshot() -> machine_pages.MemorySnapshot:
+        return machine_pages.read_memory_snapshot(output, os.environ, name=request.run)
 
-    def show_snapshot(snapshot: memory_check.MemorySnapshot) -> None:
+    def show_snapshot(snapshot: machine_pages.MemorySnapshot) -> None:
         if request.json:
             write_json_line(add_exit_status(dataclasses.asdict(snapshot), 0))
         else:
             if sys.stdout.isatty():
                 sys.stdout.write("\033[H\033[2J")  # in the place of the look before
-            lines = [*memory_check.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"]
+            lines = [*machine_pages.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"]
             logger.info("%s", "\n".join(lines))
         if is_output_lost():
             raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
 
     if not request.watch:
         snapshot = take_snapshot()
-        return CommandResult(dataclasses.asdict(snapshot), ["\n".join(memory_check.format_memory_snapshot(snapshot))])
-    last_snapshot = memory_check.watch_memory(take_snapshot, show_snapshot=show_snapshot)
+        return CommandResult(dataclasses.asdict(snapshot), ["\n".join(machine_pages.format_memory_snapshot(snapshot))])
+    last_snapshot = machine_pages.watch_memory(take_snapshot, show_snapshot=show_snapshot)
     if request.out is not None and last_snapshot is not None:
         write_out_file(request.out, dataclasses.asdict(last_snapshot))
     return 0

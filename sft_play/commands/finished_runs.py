@@ -11,15 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-from sft_play.commands.answer import (
+from sft_play.commands.request import (
     CommandResult,
+    Request,
     command_result,
     confirm_with_user,
+    find_request_run,
     redirect_stdout_to_stderr,
+    request_output_dir,
+    require_source,
     require_writable_out,
+    trusts_code,
     write_result,
 )
-from sft_play.commands.request import Request, find_request_run, request_output_dir, require_source, trusts_code
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.compare import compare_runs
 from sft_play.finished.export.llama_cpp import find_converter

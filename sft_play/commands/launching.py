@@ -8,8 +8,14 @@ import logging
 import os
 import shlex
 
-from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
-from sft_play.commands.request import Request, make_argv, refuse_hardware, trusts_code
+from sft_play.commands.request import (
+    CommandResult,
+    Request,
+    make_argv,
+    redirect_stdout_to_stderr,
+    refuse_hardware,
+    trusts_code,
+)
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import find_best_checkpoint

@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from sft_play.commands.answer import CommandResult
-from sft_play.commands.request import Request, requested_hardware
+from sft_play.commands.request import CommandResult, Request, requested_hardware
 from sft_play.config.load import config_from_text
 from sft_play.config.translated import format_run_yaml, translate_file
 from sft_play.config.yaml_io import JsonValue, read_text

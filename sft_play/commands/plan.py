@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sft_play.commands.answer import CommandResult
-from sft_play.commands.request import Request, refuse_make_variables, requested_hardware
+from sft_play.commands.request import CommandResult, Request, refuse_make_variables, requested_hardware
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, error_prefix, stage_context

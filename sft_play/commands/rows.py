@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.answers import Answer, Finding, pass_finding, warn_finding
-from sft_play.commands.answer import CommandResult, command_result
 from sft_play.commands.diagnosing import check_result
-from sft_play.commands.request import Request, make_argv, requested_hardware
+from sft_play.commands.request import CommandResult, Request, command_result, make_argv, requested_hardware
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.stats import RowStats

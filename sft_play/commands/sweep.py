@@ -19,9 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.answers import Answer
-from sft_play.commands.answer import CommandResult, command_result, redirect_stdout_to_stderr
 from sft_play.commands.launching import launcher_rank_info
-from sft_play.commands.request import Request, require_config_for_model_and_data
+from sft_play.commands.request import (
+    CommandResult,
+    Request,
+    command_result,
+    redirect_stdout_to_stderr,
+    require_config_for_model_and_data,
+)
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, error_prefix, stage_context
