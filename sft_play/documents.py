@@ -48,6 +48,8 @@ from sft_play.text import MIB, plural
 # part of web pages; other text is taken as it is. Libraries that parse files of any origin can
 # hang, use up memory or crash the interpreter: here that costs one document, not the command.
 
+MAX_DOCUMENT_BYTES = 256 * MIB
+MAX_DOCUMENT_UNPACKED_BYTES = 1024 * MIB
 # Longest time for one document, plus 2 s for each MiB of it.
 MAX_READ_SECONDS = 120.0
 # Most address space of the process that reads.
@@ -61,7 +63,7 @@ DOCUMENT_KINDS = {
     **dict.fromkeys((".md", ".markdown", ".rst", ".rest", ".txt", ".text"), "text"),
 }
 
-_OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
+_OLE_MAGIC, _ZIP_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", b"PK\x03\x04"
 _PICTURE_LINK = re.compile(r"!\[([^\]]*)\]\([^)\s]*\)")
 
 
@@ -73,6 +75,8 @@ def read_document(path: Path, options: DocumentsConfig) -> str:
     """Read a document as clean text, Markdown if it has more. Raises UnreadableDocumentError: why, and what to do."""
     kind = DOCUMENT_KINDS[path.suffix.lower()]
     try:
+        if path.stat().st_size > MAX_DOCUMENT_BYTES:
+            raise UnreadableDocumentError(f"larger than the {MAX_DOCUMENT_BYTES // MIB} MiB that are read; split it")
         if kind != "text":
             text = _convert_document(kind, path.read_bytes(), options)
         else:
@@ -88,10 +92,11 @@ def read_document(path: Path, options: DocumentsConfig) -> str:
         raise UnreadableDocumentError(f"too large or nested too deeply to be read ({type(error).__name__})") from None
     except Exception as error:  # libraries raise anything at a file that is damaged; the others are read all the same
         detail = one_line(f"{type(error).__name__}: {error}", limit=200)
-        reason = "locked with a password, damaged, or something else than its name says"
+        reason = "locked with a password" if "Password" in detail else "damaged, or something else than its name says"
         raise UnreadableDocumentError(f"cannot be read as {kind}: {reason}? ({detail})") from None
     if not re.search(r"\w", text):  # an empty table is not text
-        raise UnreadableDocumentError("holds no text; run it through OCR first if its pages are scanned")
+        hint = " (scanned pages?); run it through OCR first" if kind == "pdf" else ""
+        raise UnreadableDocumentError(f"holds no text{hint}")
     return text.strip("\n")
 
 
@@ -103,6 +108,12 @@ def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
         raise UnreadableDocumentError(
             "an Office file from before 2007, or locked with a password; save it as .docx without one"
         )
+    if data.startswith(_ZIP_MAGIC):
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if sum(part.file_size for part in archive.infolist()) > MAX_DOCUMENT_UNPACKED_BYTES:
+                raise UnreadableDocumentError(
+                    f"unpacks to more than the {MAX_DOCUMENT_UNPACKED_BYTES // MIB:,} MiB that are opened"
+                )
     if kind == "html":
         import trafilatura
         from bs4 import UnicodeDammit
