@@ -167,9 +167,9 @@ def test_the_command_stops_before_anything_is_made(command, config, monkeypatch,
 
 
 def test_a_plan_for_the_cpu_says_that_a_run_would_stop(command, monkeypatch, tmp_path, tiny_llama, sums):
-    from sft_play.commands import lookups
+    from sft_play.commands import request
 
-    monkeypatch.setattr(lookups, "detect_hardware", lambda: CPU)
+    monkeypatch.setattr(request, "detect_hardware", lambda: CPU)
     monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda _: SHOWN)
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))

@@ -248,7 +248,7 @@ def _node_launch_lines(plan: Plan, run: LoadedConfig, command: str) -> list[str]
         f"Launch, with the address of node 0 for {FIRST_NODE} (under Slurm: sbatch --nodes={nodes} "
         f"scripts/train_slurm.sbatch {shlex.quote(str(run.path))}):",
         f"  on node 0: {command}",
-        f"  on the others: the same with NODE_RANK=1 to {nodes - 1}",
+        f"  on the others: the same with NODE_RANK=1{f' to {nodes - 1}' if nodes > 2 else ''}",
     ]
 
 

@@ -148,6 +148,6 @@ def _compile_trial(compiler: str, headers: Path) -> str | None:
             return str(error)
     if completed.returncode == 0:
         return None
+    lines = completed.stderr.strip().splitlines() or [f"exit code {completed.returncode}"]
     # the first error; what follows are its consequences
-    errors = [line for line in completed.stderr.splitlines() if "error" in line]
-    return next(iter(errors), f"exit code {completed.returncode}: {completed.stderr}")
+    return next((line for line in lines if "error" in line), lines[-1])
