@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sft_play.commands.answer import CommandResult, command_result
-from sft_play.commands.request import Request
+from sft_play.commands.request import CommandResult, Request, command_result
 from sft_play.errors import ConfigError
 
 Progress = Callable[[str], None]

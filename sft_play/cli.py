@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from sft_play import commands, exit_codes, log
-from sft_play.commands.answer import error_text, require_writable_out, write_result
-from sft_play.commands.request import read_request
+from sft_play.commands.request import error_text, read_request, require_writable_out, write_result
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError, translate_library_errors
 from sft_play.process import failures
 from sft_play.process.environment import allocator_variables, openmp_wait_variables

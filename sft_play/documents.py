@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import queue
 import re
+import resource
 import signal
 import sys
 import unicodedata
@@ -38,7 +39,7 @@ from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.process.signals import die_with_parent
 from sft_play.process.waiting import report_wait
-from sft_play.text import MIB
+from sft_play.text import MIB, plural
 
 # One document → clean text, in a process of its own with limits on time and memory; its text cut
 # into rows.
@@ -76,11 +77,13 @@ def read_document(path: Path, options: DocumentsConfig) -> str:
     try:
         if path.stat().st_size > MAX_DOCUMENT_BYTES:
             raise UnreadableDocumentError(f"larger than the {MAX_DOCUMENT_BYTES // MIB} MiB that are read; split it")
-        text = clean_text(
-            read_plain_text(path)
-            if kind == "text"
-            else _convert_document(kind, _check_archive(path.read_bytes()), options)
-        )
+        if kind != "text":
+            text = _convert_document(kind, path.read_bytes(), options)
+        else:
+            if encoding_error := wide_encoding_error(path, read_head(path)):
+                raise encoding_error
+            text = "".join(piece for _, piece in read_text_pieces(path))
+        text = clean_text(text)
     except (UnreadableDocumentError, DataError) as error:
         raise UnreadableDocumentError(str(error)) from None
     except OSError as error:
@@ -92,20 +95,15 @@ def read_document(path: Path, options: DocumentsConfig) -> str:
         reason = "locked with a password" if "Password" in detail else "damaged, or something else than its name says"
         raise UnreadableDocumentError(f"cannot be read as {kind}: {reason}? ({detail})") from None
     if not re.search(r"\w", text):  # an empty table is not text
-        raise UnreadableDocumentError(
-            "holds no text" + (" (scanned pages?); run it through OCR first" if kind == "pdf" else "")
-        )
+        hint = " (scanned pages?); run it through OCR first" if kind == "pdf" else ""
+        raise UnreadableDocumentError(f"holds no text{hint}")
     return text.strip("\n")
 
 
-def read_plain_text(path: Path) -> str:
-    """A file of text; raises DataError, as for rows of text, where it is not UTF-8."""
-    if encoding_error := wide_encoding_error(path, read_head(path)):
-        raise encoding_error
-    return "".join(piece for _, piece in read_text_pieces(path))
+def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
+    """The text of a document of this kind; a library is imported by the first document that needs it."""
+    from markitdown import StreamInfo, converters
 
-
-def _check_archive(data: bytes) -> bytes:
     if data.startswith(_OLE_MAGIC):
         raise UnreadableDocumentError(
             "an Office file from before 2007, or locked with a password; save it as .docx without one"
@@ -116,13 +114,6 @@ def _check_archive(data: bytes) -> bytes:
                 raise UnreadableDocumentError(
                     f"unpacks to more than the {MAX_DOCUMENT_UNPACKED_BYTES // MIB:,} MiB that are opened"
                 )
-    return data
-
-
-def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
-    """The text of a document of this kind; a library is imported by the first document that needs it."""
-    from markitdown import StreamInfo, converters
-
     if kind == "html":
         import trafilatura
         from bs4 import UnicodeDammit
@@ -141,7 +132,9 @@ def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
     }
     text = readers[kind]().convert(io.BytesIO(data), StreamInfo(extension=f".{kind}")).markdown
     text = _PICTURE_LINK.sub(r"\1", text)  # what a picture shows, where its author says it
-    return "\n\n".join([*_read_page_headers(data), text]) if kind == "docx" and options.headers else str(text)
+    if kind == "docx" and options.headers:
+        text = "\n\n".join([*_read_page_headers(data), text])
+    return str(text)
 
 
 def _read_page_headers(data: bytes) -> list[str]:
@@ -177,18 +170,18 @@ class ReaderProcess:
         timeout_s = self._timeout_s
         with contextlib.suppress(OSError):
             timeout_s += 2 * path.stat().st_size / MIB
+        problem = f"took longer than {timeout_s:,.0f} s"
         try:
             self._connection.send(path)
-            reply = (
-                self._connection.recv() if self._connection.poll(timeout_s) else f"took longer than {timeout_s:,.0f} s"
-            )
+            if self._connection.poll(timeout_s):
+                reply = self._connection.recv()
+                if isinstance(reply, UnreadableDocumentError):
+                    raise reply
+                return str(reply)
         except (EOFError, OSError):
-            reply = "crashed the process that read it; is it damaged?"
-        if isinstance(reply, list):
-            return str(reply[0])
-        if isinstance(reply, str):
-            self.close()
-        raise UnreadableDocumentError(str(reply))
+            problem = "crashed the process that read it; is it damaged?"
+        self.close()
+        raise UnreadableDocumentError(problem)
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -207,15 +200,12 @@ def _serve_documents(connection: Connection, options: DocumentsConfig, parent_pi
     os.dup2(null_file, 1)  # libraries print
     os.dup2(null_file, 2)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with contextlib.suppress(ImportError):  # on Windows there are no limits
-        import resource
-
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-        limit = MAX_MEMORY_BYTES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, MAX_MEMORY_BYTES)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [limit for limit in (hard_limit, MAX_MEMORY_BYTES) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard_limit))
     while True:
         try:
-            connection.send([read_document(connection.recv(), options)])
+            connection.send(read_document(connection.recv(), options))
         except UnreadableDocumentError as error:
             connection.send(error)
         except EOFError:
@@ -336,13 +326,8 @@ class DocumentsReport(Answer):
     splits: dict[str, Counter[str]] = field(
         default_factory=lambda: {name: Counter(documents=0, rows=0, characters=0) for name in (TRAIN_FILE, VAL_FILE)}
     )
-    is_all_trained: bool = False
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """What data.documents.path names."""
-        document_path = self.config.path
-        return (document_path,) if isinstance(document_path, str) else document_path
+    # Why there is no val.jsonl where one was asked for.
+    val_note: str = ""
 
     @property
     def ok(self) -> bool:
@@ -352,7 +337,7 @@ class DocumentsReport(Answer):
     def as_json(self) -> dict[str, Any]:
         """The content of report.json; counts in documents, rows, paragraphs and characters."""
         return {
-            "path": list(self.paths),
+            "path": [self.config.path] if isinstance(self.config.path, str) else list(self.config.path),
             "out_dir": self.config.out_dir,
             "found": len(self.documents),
             "read": len(self.documents) - len(self.unreadable),
@@ -363,65 +348,41 @@ class DocumentsReport(Answer):
             "paragraphs": self.paragraphs,
             "chunk_chars": self.config.chunk_chars,
             "splits": {name.removesuffix(".jsonl"): dict(split) for name, split in self.splits.items()},
-            "val_note": self._val_note(),
+            "val_note": self.val_note,
         }
 
     def lines(self) -> list[str]:
         """The report for people."""
-        document_count, rows = len(self.documents), sum(split["rows"] for split in self.splits.values())
-        outcome = "left out" if self.config.drop_repeated else "kept (data.documents.drop_repeated=false)"
-        folder, note = Path(self.config.out_dir), self._val_note()
-        file_lines = [
-            f"{folder / name}: {_format_count(split['documents'], 'document')}, {_format_count(split['rows'], 'row')}, "
-            f"{split['characters']:,} characters"
-            for name, split in self.splits.items()
-            if split["rows"]
-        ]
-        return [
-            f"{_format_count(document_count, 'document')} found, {document_count - len(self.unreadable)} read, "
-            f"{len(self.unreadable)} not",
-            *_format_list("not read", [f"{name}: {reason}" for name, reason in self.unreadable.items()]),
-            *_format_list(
-                "other files, not read", [f"{count:,} {suffix}" for suffix, count in self.other_files.most_common()]
-            ),
-            *_format_list("copies", [f"{name} is the same text as {first}" for name, first in self.copies.items()]),
-            *(
-                [f"{_format_count(self.repeated_paragraphs, 'paragraph')} repeated, {outcome}"]
-                if self.repeated_paragraphs
-                else []
-            ),
-            f"{_format_count(self.paragraphs, 'paragraph')} in {_format_count(rows, 'row')} of at most "
-            f"{self.config.chunk_chars:,} "
-            "characters",
-            *(f"  {line}" for line in [*file_lines, note] if line),
-        ]
-
-    def _val_note(self) -> str:
-        if self.is_all_trained:
-            return f"no {VAL_FILE}: by their hashes all documents would be in it, which leaves none to train on"
-        if self.splits[VAL_FILE]["rows"] or not self.config.val_fraction:
-            return ""
-        return (
-            f"no {VAL_FILE}: no document has a hash in the share "
-            f"data.documents.val_fraction={self.config.val_fraction:g}"
-        )
-
-
-def _format_count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+        read_count, rows = len(self.documents) - len(self.unreadable), sum(one["rows"] for one in self.splits.values())
+        lines = [f"{plural(len(self.documents), 'document')} found, {read_count} read, {len(self.unreadable)} not"]
+        lists = {
+            "not read": [f"{name}: {reason}" for name, reason in self.unreadable.items()],
+            "other files, not read": [f"{count:,} {suffix}" for suffix, count in self.other_files.most_common()],
+            "copies": [f"{name} is the same text as {first}" for name, first in self.copies.items()],
+        }
+        for title, items in lists.items():
+            lines += _format_list(title, items)
+        if self.repeated_paragraphs:
+            outcome = "left out" if self.config.drop_repeated else "kept (data.documents.drop_repeated=false)"
+            lines.append(f"{plural(self.repeated_paragraphs, 'paragraph')} repeated, {outcome}")
+        limit = f"{self.config.chunk_chars:,} characters"
+        lines.append(f"{plural(self.paragraphs, 'paragraph')} in {plural(rows, 'row')} of at most {limit}")
+        for name, split in self.splits.items():
+            if split["rows"]:
+                counts = f"{plural(split['documents'], 'document')}, {plural(split['rows'], 'row')}"
+                lines.append(f"  {Path(self.config.out_dir) / name}: {counts}, {split['characters']:,} characters")
+        if self.val_note:
+            lines.append(f"  {self.val_note}")
+        return lines
 
 
 def _format_list(title: str, items: list[str]) -> list[str]:
-    ending = (
-        [f"  … and {len(items) - _MAX_LISTED_ITEMS:,} more in {REPORT_JSON_FILE}"]
-        if len(items) > _MAX_LISTED_ITEMS
-        else []
-    )
-    return (
-        [f"{title}:", *(f"  {one_line(item, limit=400)}" for item in items[:_MAX_LISTED_ITEMS]), *ending]
-        if items
-        else []
-    )
+    if not items:
+        return []
+    lines = [f"{title}:", *(f"  {one_line(item, limit=400)}" for item in items[:_MAX_LISTED_ITEMS])]
+    if len(items) > _MAX_LISTED_ITEMS:
+        lines.append(f"  … and {len(items) - _MAX_LISTED_ITEMS:,} more in {REPORT_JSON_FILE}")
+    return lines
 
 
 def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
@@ -432,12 +393,10 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
     if missing:
         message = f"make dapt-docx needs packages that are not installed in {sys.prefix}: {', '.join(missing)}"
         raise DataError(f"{message}; install them there: pip install 'sft-play[documents]'")
-    options = config.data.documents
-    folder = Path(options.out_dir)
-    output_paths = [folder / name for name in (TRAIN_FILE, VAL_FILE, REPORT_JSON_FILE)]
-    report = DocumentsReport(options)
-    find_documents(report, output_paths=output_paths)
-    with OutputFolder(folder, (TRAIN_FILE, VAL_FILE, REPORT_JSON_FILE), force=force, command="dapt-docx") as output:
+    options, output_names = config.data.documents, (TRAIN_FILE, VAL_FILE, REPORT_JSON_FILE)
+    folder, report = Path(options.out_dir), DocumentsReport(options)
+    find_documents(report, output_paths=[folder / name for name in output_names])
+    with OutputFolder(folder, output_names, force=force, command="dapt-docx") as output:
         repeat_filter, train_file = _RepeatFilter(report), output.open(TRAIN_FILE)
         val_documents: list[tuple[str, list[str]]] = []  # for validation, if there will be something to train on
         with contextlib.closing(read_documents(report.documents, options)) as texts:
@@ -453,16 +412,18 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
                     val_documents.append((name, paragraphs))
                 elif paragraphs:
                     _write_rows(train_file, TRAIN_FILE, name, paragraphs, report)
-        report.is_all_trained = bool(val_documents) and not report.ok
-        split, file = (
-            (TRAIN_FILE, train_file)
-            if report.is_all_trained or not val_documents
-            else (VAL_FILE, output.open(VAL_FILE))
-        )
+        split, file = TRAIN_FILE, train_file
+        if val_documents and report.ok:
+            split, file = VAL_FILE, output.open(VAL_FILE)
+        elif val_documents:
+            report.val_note = f"no {VAL_FILE}: by their hashes all documents would be in it, and none in {TRAIN_FILE}"
+        elif options.val_fraction:
+            share_text = f"data.documents.val_fraction={options.val_fraction:g}"
+            report.val_note = f"no {VAL_FILE}: no document has a hash in the share {share_text}"
         for name, paragraphs in val_documents:
             _write_rows(file, split, name, paragraphs, report)
         if not report.ok:
-            title = f"none of the {_format_count(len(report.documents), 'document')} could be read; nothing was written"
+            title = f"none of the {plural(len(report.documents), 'document')} could be read; nothing was written"
             reasons = [f"{name}: {reason}" for name, reason in report.unreadable.items()]
             raise DataError("\n".join(_format_list(title, reasons)))
         output.write_json(REPORT_JSON_FILE, report.as_json())
@@ -473,8 +434,11 @@ def find_documents(report: DocumentsReport, *, output_paths: Iterable[Path]) -> 
     """Put the documents of `data.documents.path` into the report, except hidden files and `output_paths`, which it
     writes. Raises DataError where there is none: where it looked, and what is there."""
     paths_by_name: dict[str, Path] = {}
+    document_paths = report.as_json()["path"]
     known_paths = {os.path.realpath(path) for path in output_paths}  # a document is read once, whatever leads to it
-    for root, path in (root_and_path for document_path in report.paths for root_and_path in _find_files(document_path)):
+    for root, path in (
+        root_and_path for document_path in document_paths for root_and_path in _find_files(document_path)
+    ):
         real_path, suffix = os.path.realpath(path), path.suffix.lower()
         if real_path in known_paths or path.name.startswith((".", "~$")):  # Word keeps ~$… beside an open document
             continue
@@ -489,7 +453,7 @@ def find_documents(report: DocumentsReport, *, output_paths: Iterable[Path]) -> 
     if not paths_by_name:
         others = ", ".join(f"{count} {suffix}" for suffix, count in report.other_files.most_common(12))
         raise DataError(
-            f"data.documents.path={one_line(', '.join(report.paths))}: no documents there (looked from {Path.cwd()} "
+            f"data.documents.path={one_line(', '.join(document_paths))}: no documents there (looked from {Path.cwd()} "
             f"for {', '.join(DOCUMENT_KINDS)}); there are {others or 'no files'}"
         )
 
@@ -547,34 +511,27 @@ class _RepeatFilter:
     """Remembers documents and paragraphs, and leaves out those that repeat; they are counted either way."""
 
     def __init__(self, report: DocumentsReport) -> None:
-        self._report, self._drops_repeats = report, report.config.drop_repeated
+        self._report = report
         self._names_by_digest: dict[bytes, str] = {}
         self._paragraph_digests: set[bytes] = set()
 
     def filter_repeats(self, name: str, paragraphs: list[str]) -> list[str]:
-        """The paragraphs to write."""
-        # a copy is left out whole, headings and code too, which as single paragraphs never are
+        """The paragraphs to write; headings and code never count as repeats, which the text around them needs."""
+        # but a copy is left out whole
         first_name = self._names_by_digest.setdefault(_text_digest(join_paragraphs(paragraphs)), name)
+        new_paragraphs = []
         if first_name != name:
             self._report.copies[name] = first_name
-            return [] if self._drops_repeats else paragraphs
-        repeat_flags = [self._is_repeated(part) for part in paragraphs]
-        self._report.repeated_paragraphs += sum(repeat_flags)
-        return [
-            part
-            for part, is_repeat in zip(paragraphs, repeat_flags, strict=True)
-            if not (is_repeat and self._drops_repeats)
-        ]
-
-    def _is_repeated(self, paragraph: str) -> bool:
-        """Whether it stood earlier; never headings and code, which the text around them needs."""
-        words = " ".join(paragraph.split())  # the same paragraph may be wrapped otherwise
-        if len(words.encode("utf-8")) < MIN_REPEATED_BYTES or HEADING.fullmatch(paragraph) or FENCE.match(paragraph):
-            return False
-        digest = _text_digest(words)[:16]
-        is_known = digest in self._paragraph_digests
-        self._paragraph_digests.add(digest)
-        return is_known
+        else:
+            for paragraph in paragraphs:
+                words = " ".join(paragraph.split())  # the same paragraph may be wrapped otherwise
+                digest, is_short = _text_digest(words)[:16], len(words.encode("utf-8")) < MIN_REPEATED_BYTES
+                if digest not in self._paragraph_digests:
+                    new_paragraphs.append(paragraph)
+                if not (is_short or HEADING.fullmatch(paragraph) or FENCE.match(paragraph)):
+                    self._paragraph_digests.add(digest)
+            self._report.repeated_paragraphs += len(paragraphs) - len(new_paragraphs)
+        return new_paragraphs if self._report.config.drop_repeated else paragraphs
 
 
 def _write_rows(file: TextIO, split: str, name: str, paragraphs: list[str], report: DocumentsReport) -> None:

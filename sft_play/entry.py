@@ -43,13 +43,9 @@ def main(command: "Optional[str]" = None) -> int:
         )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
     if sys.version_info < MIN_PYTHON:
-        version_text = ".".join(map(str, MIN_PYTHON))
-        return _exit_with_message(
-            command_name,
-            argv,
-            f"{sys.executable} is {_python_version()}, and sft_play needs {version_text} or newer; "
-            f"{_install_hint(argv)}",
-        )
+        needed = "{}.{}".format(*MIN_PYTHON)
+        text = f"{sys.executable} is {_python_version()}, and sft_play needs {needed} or newer; {_install_hint(argv)}"
+        return _exit_with_message(command_name, argv, text)
     try:
         from sft_play import cli, log
 
@@ -59,13 +55,6 @@ def main(command: "Optional[str]" = None) -> int:
         if text is None:
             raise
         return _exit_with_message(command_name, argv, text)
-    except MemoryError:
-        return _exit_with_message(
-            command_name,
-            argv,
-            "the memory of this machine ran out while the program was loaded",
-            exit_codes.EXIT_TOO_LARGE,
-        )
     except Exception as error:
         _write_missing_answer(argv, exit_codes.EXIT_FAULT, repr(error))
         raise
@@ -85,9 +74,7 @@ def main(command: "Optional[str]" = None) -> int:
 
 def _run_guarded(run_program: "Any", argv: "Sequence[str]", command_name: str) -> int:
     try:
-        code = run_program(argv)
-        assert isinstance(code, int)
-        return code
+        return run_program(argv)  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         text = missing_package_message(error, argv)
         if text is None:
@@ -99,7 +86,7 @@ def _run_guarded(run_program: "Any", argv: "Sequence[str]", command_name: str) -
         raise
     except BaseException as error:
         if not _is_interrupt(error):
-            from sft_play.commands.answer import error_text
+            from sft_play.commands.request import error_text
 
             _write_missing_answer(argv, exit_codes.EXIT_FAULT, error_text(error))
             raise
@@ -132,9 +119,7 @@ def missing_package_message(error: ModuleNotFoundError, argv: "Sequence[str]") -
     import contextlib
     from importlib.util import find_spec
 
-    package = (error.name or "").partition(".")[0]
-    if package in ("", "sft_play") or package in getattr(sys, "stdlib_module_names", ()):
-        return None
+    package = (error.name or "sft_play").partition(".")[0]
     with contextlib.suppress(ImportError, ValueError):
         if find_spec(package) is not None:
             return None
@@ -151,21 +136,25 @@ def _install_hint(argv: "Sequence[str]", package: str = "") -> str:
     from pathlib import Path
 
     root = Path(__file__).resolve().parent.parent
-    checkout = os.path.relpath(str(root))
-    extra = next((name for name, packages in EXTRA_PACKAGES.items() if package in packages), None)
-    target = f"'{checkout}[{extra}]'" if extra else checkout
-    install = f"install what it needs there: {sys.executable} -m pip install -e {target}"
-    if not (root / "requirements.lock").exists():
-        return "install it into another Python" if sys.version_info < MIN_PYTHON else install
-    python, command = os.path.join(checkout, ".venv", "bin", "python"), next(iter(argv), "train")  # noqa: PTH118
-    run = f"run it in the project's environment: make {command}, or make setup and then {python} -m sft_play {command}"
-    return run if sys.version_info < MIN_PYTHON else f"{run}; or {install}"
+    checkout = target = os.path.relpath(str(root))
+    for extra, packages in EXTRA_PACKAGES.items():
+        if package in packages:
+            target = f"'{checkout}[{extra}]'"
+    hints = []
+    if (root / "requirements.lock").exists():
+        command = next(iter(argv), "train")
+        python = os.path.join(checkout, ".venv", "bin", "python")  # noqa: PTH118
+        run = f"make {command}, or make setup and then {python} -m sft_play {command}"
+        hints.append(f"run it in the project's environment: {run}")
+    if sys.version_info >= MIN_PYTHON:
+        hints.append(f"install what it needs there: {sys.executable} -m pip install -e {target}")
+    return "; or ".join(hints) or "install it into another Python"
 
 
 def _exit_with_message(command_name: str, argv: "Sequence[str]", text: str, code: int = exit_codes.EXIT_USER) -> int:
     _write_missing_answer(argv, code, text)
-    line = f"[{command_name}] {'' if code == exit_codes.EXIT_STOPPED else 'error: '}{text}"
-    printable = "".join(letter if letter.isprintable() else "?" for letter in line)
+    kind = "" if code == exit_codes.EXIT_STOPPED else "error: "
+    printable = "".join(letter if letter.isprintable() else "?" for letter in f"[{command_name}] {kind}{text}")
     try:  # noqa: SIM105  (contextlib would have to be imported)
         os.write(2, (printable + "\n").encode("utf-8", "replace"))
     except OSError:

@@ -37,11 +37,12 @@ def wants_json(argv: "Sequence[str]") -> bool:
 
 def add_exit_status(data: "Any", exit_code: int, error: "str | None" = None) -> "dict[str, Any]":
     """Add how a command ended to its JSON: `ok`, `kind`, `exit`, and `error` if any. A list becomes `rows`."""
-    answer = data if isinstance(data, dict) else {"rows": data}
     status = {"ok": exit_code == 0, "kind": EXIT_KINDS.get(exit_code, EXIT_KINDS[EXIT_FAULT]), "exit": exit_code}  # type: dict[str, Any]
     if error is not None:
         status["error"] = error
-    return {**status, **answer}
+    if not isinstance(data, dict):
+        data = {"rows": data}
+    return {**status, **data}
 
 
 def write_json_line(data: "Any") -> None:
@@ -61,8 +62,10 @@ def write_missing_answer(exit_code: int, error: str) -> None:
 
 
 def _replace_non_finite(value: "Any") -> "Any":
-    if isinstance(value, float):
-        return value if value - value == 0 else None
+    if isinstance(value, float) and value - value != 0:
+        return None
     if isinstance(value, dict):
         return {key: _replace_non_finite(item) for key, item in value.items()}
-    return [_replace_non_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_replace_non_finite(item) for item in value]
+    return value

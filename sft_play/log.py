@@ -51,13 +51,8 @@ def one_line(text: str, *, limit: int = 120) -> str:
 
 def secret_values(environment: Iterable[tuple[str, str]]) -> list[str]:
     """Values of environment variables whose names mark them as secret, longest first."""
-    secrets = {value for name, value in environment if _is_secret(name) and len(value) >= _MIN_SECRET_CHARS}
+    secrets = {value for name, value in environment if len(value) >= _MIN_SECRET_CHARS and _SECRET_NAME.search(name)}
     return sorted(secrets, key=len, reverse=True)
-
-
-@functools.cache  # the names stay the same, and every line of every log asks
-def _is_secret(name: str) -> bool:
-    return _SECRET_NAME.search(name) is not None
 
 
 def redact(text: str, *, secrets: Iterable[str] | None = None) -> str:
@@ -93,40 +88,26 @@ class _PlainFormatter(logging.Formatter):
         return redact(f"{self._prefix}{level} {escape_control(message)}")
 
 
-class _OnceFilter(logging.Filter):
+def _is_new_warning(seen_messages: set[str], record: logging.LogRecord) -> bool:
     """Lets a library's warning through once: repeated at every step, it would bury other messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen_messages: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING or record.name.startswith("sft_play"):
-            return True
-        message = record.getMessage()
-        if message in self._seen_messages:
-            return False
-        self._seen_messages.add(message)
+    if record.levelno < logging.WARNING or record.name.startswith("sft_play"):
         return True
+    is_new = record.getMessage() not in seen_messages
+    seen_messages.add(record.getMessage())
+    return is_new
 
 
-class _OncePerNodeFilter(logging.Filter):
+def _is_first_on_node(folder: Path, record: logging.LogRecord) -> bool:
     """Lets a warning through on the first rank of a node that has it; the others would repeat it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno != logging.WARNING:
-            return True
-        digest = hashlib.sha256(record.getMessage().encode("utf-8", "surrogateescape")).hexdigest()[:24]
-        with contextlib.suppress(OSError):
-            try:
-                os.close(os.open(self._folder / f"said-{digest}", os.O_CREAT | os.O_EXCL, 0o600))
-            except FileExistsError:
-                return False
+    if record.levelno != logging.WARNING:
         return True
+    digest = hashlib.sha256(record.getMessage().encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    with contextlib.suppress(OSError):
+        try:
+            os.close(os.open(folder / f"said-{digest}", os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+    return True
 
 
 _make_record = logging.getLogRecordFactory()
@@ -151,14 +132,18 @@ class _OutputHandler(logging.StreamHandler[TextIO]):
 
 def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None) -> None:
     """Send this process's log to `stream` (standard output by default), replacing earlier handlers."""
-    handler = _OutputHandler(sys.stdout) if stream in (None, sys.stdout) else logging.StreamHandler(stream)
+    handler: logging.Handler = _OutputHandler(sys.stdout)
+    if stream not in (None, sys.stdout):
+        handler = logging.StreamHandler(stream)
     handler.setFormatter(_PlainFormatter(command=command, rank=rank))
-    handler.addFilter(_OnceFilter())
-    handler.setLevel(logging.INFO if os.environ.get("WHY", "0") in ("", "0") else logging.DEBUG)  # ranks inherit it
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    handler.addFilter(functools.partial(_is_new_warning, set()))
+    handler.setLevel(logging.INFO)
+    if os.environ.get("WHY", "0") not in ("", "0"):  # ranks inherit it
+        handler.setLevel(logging.DEBUG)
     # torch's launcher gives each rank of this node a folder below it
-    if error_file and Path(error_file).parent.parent.is_dir():
-        handler.addFilter(_OncePerNodeFilter(Path(error_file).parent.parent))
+    node_folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/nowhere/rank/file")).parents[1]
+    if node_folder.is_dir():
+        handler.addFilter(functools.partial(_is_first_on_node, node_folder))
     root = logging.getLogger()
     for old_handler in root.handlers[:]:  # cli.main sets up twice: under the word typed, then under the command's name
         root.removeHandler(old_handler)
@@ -187,15 +172,11 @@ class _SurvivingOutput(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            _redirect_to_null(self.fileno(), error)
+            _lost_streams.setdefault(self.fileno(), error)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
             return memoryview(data).nbytes
-
-
-def _redirect_to_null(descriptor: int, error: OSError) -> None:
-    _lost_streams.setdefault(descriptor, error)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, descriptor)
-    os.close(null)
 
 
 def survive_lost_output() -> None:
@@ -206,26 +187,16 @@ def survive_lost_output() -> None:
         if stream is None:  # closed at the start (`>&-`)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (open to the end)
             continue
-        if not isinstance(stream, io.TextIOWrapper) or not _has_descriptor(stream, descriptor):
-            continue
         stream.flush()
         raw = _SurvivingOutput(descriptor, "w", closefd=False)
-        is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
         wrapper = io.TextIOWrapper(
-            raw if is_unbuffered else io.BufferedWriter(raw),
+            io.BufferedWriter(raw),
             encoding=stream.encoding,
             errors=stream.errors,
-            line_buffering=stream.line_buffering,
+            line_buffering=stream.line_buffering or stream.write_through,  # python -u
             write_through=stream.write_through,
         )
         setattr(sys, name, wrapper)
-
-
-def _has_descriptor(stream: io.TextIOWrapper, descriptor: int) -> bool:
-    try:
-        return stream.fileno() == descriptor
-    except OSError:
-        return False
 
 
 def is_output_lost() -> bool:
@@ -254,7 +225,7 @@ def start_log_file(path: Path, *, buffer: MemoryHandler | None = None) -> loggin
     """Append the log to `path` from now on, starting with what `buffer` kept."""
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_TimedFormatter())
-    handler.addFilter(_OnceFilter())
+    handler.addFilter(functools.partial(_is_new_warning, set()))
     root = logging.getLogger()
     if buffer is not None:
         root.removeHandler(buffer)

@@ -19,23 +19,19 @@ COMMAND_ROWS: Dict[str, Dict[str, str]] = _VARIABLE_TABLE["commands"]
 COMMANDS = tuple(COMMAND_ROWS)
 
 
-def _group_names(group: str) -> Tuple[str, ...]:
-    """The commands of a group, or its targets of make, which have no row."""
-    if group == "commands":
-        return COMMANDS
-    if group in _VARIABLE_TABLE["groups"]:
-        return _expand_names(_VARIABLE_TABLE["groups"][group])
-    names = tuple(name for name, row in COMMAND_ROWS.items() if group in row.get("groups", "").split())
-    if not names:
-        raise KeyError("no command is in the group " + group)
-    return names
-
-
 def _expand_names(text: str) -> Tuple[str, ...]:
-    """The words of an entry; `@NAME` stands for those of a group."""
+    """The words of an entry; `@NAME` stands for the commands of a group, or its targets of make, which have no row."""
     names = []  # type: List[str]
     for word in text.split():
-        names += _group_names(word[1:]) if word.startswith("@") else [word]
+        group = word[1:]
+        if not word.startswith("@"):
+            names.append(word)
+        elif group == "commands":
+            names += COMMANDS
+        elif group in _VARIABLE_TABLE["groups"]:
+            names += _expand_names(_VARIABLE_TABLE["groups"][group])
+        else:
+            names += [name for name, row in COMMAND_ROWS.items() if group in row.get("groups", "").split()]
     return tuple(names)
 
 
@@ -77,8 +73,8 @@ class Variable(NamedTuple):
     counted_noun: str
 
 
-def _parse_variable(row: Dict[str, Any]) -> Variable:
-    return Variable(
+VARIABLES: Dict[str, Variable] = {
+    name: Variable(
         _expand_names(row["for"]),
         row["help"],
         row["example"],
@@ -87,9 +83,8 @@ def _parse_variable(row: Dict[str, Any]) -> Variable:
         _expand_names(row.get("ranks", "")),
         row.get("of", ""),
     )
-
-
-VARIABLES: Dict[str, Variable] = {name: _parse_variable(row) for name, row in _VARIABLE_TABLE["variables"].items()}
+    for name, row in _VARIABLE_TABLE["variables"].items()
+}
 
 
 def target_command(target: str) -> str:
@@ -146,17 +141,13 @@ def command_line_problem(
     if unknown:
         return "; ".join(unknown)
     command_text = f"make {' '.join(targets)}" if goals else "make without a target"
-    problems = [
-        text for name in sorted(given_names) for text in [_variable_problem(name, targets, command_text)] if text
-    ]
+    problems = [_variable_problem(name, targets, command_text) for name in sorted(given_names)]
     for name in sorted(empty_names):
-        if (
-            name in VARIABLES
-            and VARIABLES[name].kind not in ("list", "switch")
-            and any(takes_variable(name, goal) for goal in targets)
-        ):
+        variable = VARIABLES.get(name)
+        is_used = variable is not None and any(takes_variable(name, goal) for goal in targets)
+        if variable is not None and is_used and variable.kind not in ("list", "switch"):
             problems.append(f"{name}= is given and empty (an unset shell variable?): give a value, or leave it out")
-    return "; ".join(problems) or None
+    return "; ".join(filter(None, problems)) or None
 
 
 def make_command(target: str) -> str:
@@ -167,12 +158,13 @@ def make_command(target: str) -> str:
 def _unknown_target_problem(goal: str) -> str:
     if goal in all_targets():  # of the other Makefile
         return f"make {goal}: that target is called as {make_command(goal)}"
-    suggestion = nearest_name(goal, all_targets())
-    hint = f"did you mean {make_command(suggestion)}?" if suggestion else "make help ALL=1 lists them"
+    hint, suggestion = "make help ALL=1 lists them", nearest_name(goal, all_targets())
     if goal.endswith((".yaml", ".yml")):
         hint = f"a run YAML is given as CONFIG={goal}"
     elif goal.lower().endswith(DATA_SUFFIXES):
         hint = f"data are named by a run YAML: make new MODEL=owner/name DATA={goal} writes one"
+    elif suggestion is not None:
+        hint = f"did you mean {make_command(suggestion)}?"
     return f"make {goal}: there is no such target; {hint}"
 
 
@@ -182,11 +174,9 @@ def _variable_problem(name: str, targets: List[str], command_text: str) -> Optio
             return None
         problem = f"{name}= is not used by {command_text}; it belongs to {_format_variable_commands(name)}"
         is_run_command = any(target_command(goal) in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS) for goal in targets)
-        return (
-            f"{problem} (the setting: SET='{SETTING_BY_VARIABLE[name]}=...')"
-            if is_run_command and name in SETTING_BY_VARIABLE
-            else problem
-        )
+        if is_run_command and name in SETTING_BY_VARIABLE:
+            problem += f" (the setting: SET='{SETTING_BY_VARIABLE[name]}=...')"
+        return problem
     if name.upper() in _FOREIGN_VARIABLES:
         return None
     usable_names = [variable for variable in VARIABLES if any(takes_variable(variable, goal) for goal in targets)]
@@ -213,4 +203,6 @@ def _variable_problem(name: str, targets: List[str], command_text: str) -> Optio
 
 def _format_variable_commands(name: str) -> str:
     commands = [make_command(command) for command in VARIABLES[name].commands]
-    return ", ".join(commands) if len(commands) <= 7 else f"{', '.join(commands[:6])} and {len(commands) - 6} others"
+    if len(commands) > 7:
+        return f"{', '.join(commands[:6])} and {len(commands) - 6} others"
+    return ", ".join(commands)

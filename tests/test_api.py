@@ -32,6 +32,10 @@ def test_a_plan_is_that_of_the_command(capsys):
     planned = json.loads(json.dumps(plan(run, hardware="2xH200").as_json()))
     assert answer == {**planned, "ok": True, "kind": "done", "exit": 0}
     assert not plan(run, hardware="1xRTX3060").fits
+    with pytest.raises(HardwareError, match="NoSuchGpu"):
+        plan(run, hardware="1xNoSuchGpu")
+    with pytest.raises(AttributeError, match="no attribute 'fine_tune'"):
+        _ = sft_play.fine_tune
 
 
 def test_importing_and_planning_load_no_torch():
@@ -40,13 +44,6 @@ def test_importing_and_planning_load_no_torch():
         f"plan(load_config({str(GEMMA)!r}), hardware='2xH200'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
-
-
-def test_errors_are_of_the_project_s_own_tree():
-    with pytest.raises(HardwareError, match="NoSuchGpu"):
-        plan(load_config(GEMMA), hardware="1xNoSuchGpu")
-    with pytest.raises(AttributeError, match="no attribute 'fine_tune'"):
-        _ = sft_play.fine_tune
 
 
 @pytest.mark.build

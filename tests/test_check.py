@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands.answer import CommandResult
+from sft_play.answers import Finding
+from sft_play.commands.request import CommandResult
 from sft_play.commands.rows import full_pipeline, preview, render
 from sft_play.config.load import load_config
 from sft_play.config.schema import DataConfig
@@ -21,7 +22,6 @@ from sft_play.data.sources.files import find_data_paths
 from sft_play.diagnose.doctor import format_findings
 from sft_play.diagnose.run_check import CHECK_STATES, CheckReport, check_run
 from sft_play.errors import DataError
-from sft_play.findings import Finding
 from sft_play.machine.hardware import detect_hardware, parse_hardware
 from tests.bundled import SHARED_SLOWLY, bad_inputs, there, tokenizer_folder
 from tests.conftest import ROOT, chat

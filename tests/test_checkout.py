@@ -12,13 +12,7 @@ from sft_play.commands import developing
 from sft_play.errors import ConfigError
 from tests.conftest import ROOT, clean_environment
 
-COMMANDS = {
-    "gpu-selftest": [],
-    "memory-model-score": ["--peaks", "peaks.csv"],
-    "verify-layouts": [],
-    "bench": [],
-    "mask-score": ["--templates", ".", "--tokenizer", "."],
-}
+COMMANDS = {"gpu-selftest": [], "mask-score": ["--templates", ".", "--tokenizer", "."]}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +23,7 @@ def installed(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
+@pytest.mark.parametrize("command", ["mask-score", "gpu-selftest"])
 def test_without_a_checkout_a_developers_command_says_so_in_one_line(installed, tmp_path, command):
     answer = subprocess.run(
         [sys.executable, "-m", "sft_play", command, *COMMANDS[command]],

@@ -9,9 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
-
-import pytest
 
 from tests.conftest import ROOT, clean_environment
 
@@ -99,18 +96,3 @@ def test_jobs_and_devcontainer_find_the_project_where_the_image_has_it():
     assert container["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"].startswith(place)
     for schema in container["customizations"]["vscode"]["settings"]["yaml.schemas"]:
         assert (ROOT / schema).is_file()
-
-
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
-def test_hadolint_has_nothing_to_say():
-    ignored_rules = ["--ignore", "DL3008"]  # versions of Ubuntu's packages: those of the base image's release
-    ended = subprocess.run(["hadolint", *ignored_rules, str(ROOT / "Dockerfile")], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout
-
-
-def test_the_page_names_what_the_dockerfile_says():
-    page = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
-    for line in ("docker build -t sft-play .", "docker run --rm --gpus all --ipc=host"):
-        assert line in TEXT
-        assert line in page
-    assert Path(ROOT / ".dockerignore").is_file()

@@ -153,10 +153,7 @@ SCHEMAS = {
         record({"names": listed(TEXT), "source": TEXT, "config": mapping(ANYTHING)}, params=ANYTHING)
     ),
     "diagnose/known_bad.json": record(
-        {
-            "pairs": listed(record({**FINDING, "when": ANYTHING, "sources": listed(TEXT)})),
-            "errors": listed(record({"pattern": TEXT, "remedy": TEXT}, sources=ANYTHING)),
-        }
+        {"pairs": listed(record({**FINDING, "when": ANYTHING, "sources": listed(TEXT)}))}
     ),
     "finished/export/pre_tokenizers.json": record(
         {

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.answers import Finding
 from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
 from sft_play.data.managed_outputs import RECORD_NAME, OutputFolder
 from sft_play.data.sources.files import list_parts
 from sft_play.errors import DataError
-from sft_play.findings import Finding
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.build

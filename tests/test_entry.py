@@ -47,29 +47,16 @@ def program(*words: str, code: str = "", **streams: object) -> subprocess.Comple
 # output that goes away
 
 
-@pytest.mark.parametrize("words", [PLAN, (*PLAN, "--json"), ("plan", "--help"), ("gpu-info",)])
-def test_a_closed_pipe_is_quiet_and_changes_no_answer(words):
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(PLAN, 0), (("plan", "--help"), 0), (("plan", "--config", "configs/run_llama70b.yaml", "--hardware", "L4"), 3)],
+)
+def test_a_closed_pipe_is_quiet_and_changes_no_answer(words, code):
     writing = closed_pipe()
     answer = program(*words, stdout=writing)
     os.close(writing)
-    assert (answer.returncode, answer.stderr) == (0, "")
-
-
-def test_the_exit_code_of_a_closed_pipe_is_that_of_the_command(tmp_path):
-    writing = closed_pipe()
-    words = (
-        "plan",
-        "--config",
-        "configs/run_llama70b.yaml",
-        "--hardware",
-        "1xRTX3060",
-        "--out",
-        f"{tmp_path}/plan.json",
-    )
-    answer = program(*words, stdout=writing, stderr=writing)
-    os.close(writing)
-    assert answer.returncode == 3
-    assert json.loads((tmp_path / "plan.json").read_text())["fits"] is False
+    assert answer.returncode == code
+    assert answer.stderr == "" or code
 
 
 def test_a_watch_that_nobody_reads_ends():
@@ -93,11 +80,6 @@ def test_a_full_disk_is_one_message():
     assert answer.stderr == (
         "[plan] error: standard output cannot be written: No space left on device; the output is incomplete\n"
     )
-
-
-def test_streams_that_were_closed_before_the_start_are_no_fault():
-    words = ["/bin/sh", "-c", 'exec "$0" -m sft_play "$@" >&- 2>&- <&-', sys.executable, *PLAN]
-    assert subprocess.run(words, cwd=ROOT, env=environment(), timeout=120).returncode == 0
 
 
 def run_yaml(folder: Path, model: Path, rows: Path, *, steps: int) -> Path:
@@ -131,22 +113,6 @@ def test_a_training_whose_pipe_closes_trains_on_logs_and_saves(tmp_path, tiny_ll
     assert "Traceback" not in log
 
 
-@pytest.mark.slow
-def test_ranks_whose_pipe_closes_train_on(tmp_path, tiny_llama, sums):
-    config = run_yaml(tmp_path, tiny_llama, sums, steps=3)
-    words = [warm.python(), "-m", "sft_play", "train-distributed", "--config", str(config), "--nproc", "2"]
-    with subprocess.Popen(
-        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith(b"[train-distributed] Base model: ")
-        process.stdout.close()
-        assert process.wait(timeout=600) == 0
-    folder = tmp_path / "outputs" / "one"
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
-    assert "step 3/3" in (folder / "train.log").read_text(encoding="utf-8")
-
-
 def test_a_log_file_on_a_full_disk_is_said_once(tmp_path, capfd):
     import logging
 
@@ -175,22 +141,13 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
-@pytest.mark.parametrize("name", ["sft_play.cli", "psutil", "pydantic", "yaml", "sft_play.planner.advice"])
+@pytest.mark.parametrize("name", ["sft_play.cli", "pydantic"])
 def test_ctrl_c_in_the_first_second_is_one_line(name):
     answer = program(*PLAN, "--json", code=INTERRUPT.format(name=name))
     assert answer.returncode == 130
     said = "stopped by the user before anything was started"
     assert answer.stderr == f"[plan] {said}\n"
     assert json.loads(answer.stdout) == {"ok": False, "kind": "stopped", "exit": 130, "error": said}
-
-
-def test_ctrl_c_in_the_first_second_of_a_script_is_one_line():
-    code = f"{INTERRUPT.format(name='sft_play.cli')}\nimport runpy\nsys.path.insert(0, 'scripts')\n"
-    code += f"sys.argv = ['plan.py', *{PLAN[1:]!r}]\nrunpy.run_path('scripts/plan.py', run_name='__main__')"
-    words = [sys.executable, "-c", code]
-    answer = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
-    assert answer.returncode == 130
-    assert answer.stderr == "[plan] stopped by the user before anything was started\n"
 
 
 @pytest.mark.parametrize(
@@ -214,9 +171,7 @@ def test_ctrl_c_that_a_library_rewords_is_still_one(raised, monkeypatch, capfd):
 # Pythons and environments that cannot run it
 
 
-@pytest.mark.parametrize(
-    "start", [["-m", "sft_play", "plan"], ["scripts/plan.py"], ["scripts/train.py", "--config", "x"]]
-)
+@pytest.mark.parametrize("start", [["-m", "sft_play", "plan"], ["scripts/train.py", "--config", "x"]])
 def test_an_environment_without_packages_is_one_message(start):
     """`-S` leaves out site-packages; the standard library stays."""
     answer = subprocess.run([sys.executable, "-S", *start], cwd=ROOT, env=environment(), capture_output=True, text=True)
@@ -240,6 +195,8 @@ def test_a_package_of_an_extra_is_installed_with_its_extra():
             said = entry._install_hint(["export"], package)
             assert f"pip install -e '{os.path.relpath(ROOT)}[{extra}]'" in said
     assert set(entry.EXTRA_PACKAGES) == set(extras) - {"dev"}
+    for missing in ("sft_play.nowhere", "json.nowhere", "pydantic.nowhere"):  # bugs, which keep their traceback
+        assert entry.missing_package_message(ModuleNotFoundError("x", name=missing), []) is None
     assert "[" not in entry._install_hint(["train"], "pydantic")
 
 
@@ -258,7 +215,6 @@ sys.meta_path.insert(0, Without())
     [
         ("torch", ("train",)),
         ("transformers", ("preview",)),
-        ("torch", ("verify-layouts",)),
     ],
 )
 def test_a_package_that_is_missed_later_is_one_message(package, words, tmp_path, tiny_llama, sums):
@@ -297,41 +253,3 @@ def test_what_any_python_reads_is_old_syntax():
         source = (ROOT / name).read_text(encoding="utf-8")
         ast.parse(source, feature_version=(3, 6))
         assert "from __future__ import annotations" not in source, name
-
-
-def test_a_module_of_ours_that_is_missing_keeps_its_traceback():
-    assert entry.missing_package_message(ModuleNotFoundError("x", name="sft_play.nowhere"), []) is None
-    assert entry.missing_package_message(ModuleNotFoundError("x", name="json.nowhere"), []) is None
-    assert entry.missing_package_message(ModuleNotFoundError("x", name="pydantic.nowhere"), []) is None
-    assert "no package nowhere_at_all" in (
-        entry.missing_package_message(ModuleNotFoundError("x", name="nowhere_at_all.a"), []) or ""
-    )
-
-
-@pytest.mark.parametrize(
-    "make_it",
-    [
-        lambda path: (path / "bin").mkdir(parents=True),
-        lambda path: path.symlink_to(path),
-        lambda path: (path / "bin" / "python").mkdir(parents=True),
-    ],
-)
-def test_a_venv_that_is_none_is_one_message(tmp_path, make_it):
-    venv = tmp_path / "venv"
-    make_it(venv)
-    kept = {name: value for name, value in environment().items() if not name.startswith(("MAKE", "MFLAGS"))}
-    answer = subprocess.run(["make", "plan", f"VENV={venv}"], cwd=ROOT, env=kept, capture_output=True, text=True)
-    assert answer.returncode == 2
-    assert f"[setup] VENV={venv} was asked for, but there is no program {venv}/bin/python" in answer.stderr
-    assert "Traceback" not in answer.stderr
-
-
-def test_a_checkout_without_permission_is_one_message(tmp_path, monkeypatch, capsys):
-    import setup_env
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", "/closed/.venv")
-
-    monkeypatch.setattr(setup_env, "ensure", refuse)
-    assert setup_env.main(tmp_path) == 2
-    assert "[setup] /closed/.venv: Permission denied: .venv cannot be read or built there." in capsys.readouterr().err

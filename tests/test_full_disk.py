@@ -92,13 +92,11 @@ def state(folder: Path) -> dict[str, bytes]:
 
 COMMANDS = {
     "eval": (["eval", "--metrics", "none"], ["eval.json", "eval.jsonl"], "eval.json"),
-    "eval, rows": (["eval", "--metrics", "none"], ["eval.json", "eval.jsonl"], "eval.jsonl"),
     "ship": (["ship", "--limit", "4"], ["ship.json"], "ship.json"),
     "report": (["report"], ["report.html"], "report.html"),
     "compare": (["compare"], ["compare.html"], "compare.html"),
     "merge": (["merge", "--force"], ["merged/config.json", "merged/model.safetensors"], "README.md"),
     "export": (["export", "--format", "vllm", "--force"], ["export/vllm/config.json"], "tokenizer_config.json"),
-    "export, record": (["export", "--format", "vllm", "--force"], ["export/vllm/config.json"], "export.json"),
 }
 """Words, files that the command writes, and a name whose file meets the full disk."""
 
@@ -149,22 +147,6 @@ def _raise() -> None:
     raise OSError(errno.ENOSPC, FULL)
 
 
-def test_weights_that_find_no_place_leave_the_earlier_merge(outputs, tmp_path, command, monkeypatch):
-    run = tmp_path / "first"
-    shutil.copytree(outputs / "first", run)
-    assert command("merge", "--run", str(run))[0] == 0
-    before = state(run)
-
-    def no_place(tensors: Any, path: Path, **_: Any) -> None:
-        path.write_bytes(b"half")
-        raise SafetensorError(f"Error while serializing: I/O error: {FULL} (os error {errno.ENOSPC})")
-
-    monkeypatch.setattr("sft_play.training.checkpoints.model_saving.save_file", no_place)
-    code, said = command("merge", "--run", str(run), "--force")
-    assert (code, f"merged cannot be written: {FULL}" in said, "Traceback" in said) == (2, True, False), said
-    assert state(run) == before
-
-
 def test_a_run_whose_lock_finds_no_place_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda *_: _raise())
     with pytest.raises(RunFolderError, match=f"cannot be written: {FULL}"):
@@ -172,13 +154,6 @@ def test_a_run_whose_lock_finds_no_place_is_refused(tmp_path, monkeypatch):
     monkeypatch.undo()
     with lock_run(RunFolder(tmp_path)):
         pass
-
-
-@pytest.mark.parametrize("target", ["file/below/merged", "file/merged"])
-def test_a_place_that_cannot_be_a_folder_is_one_message(tmp_path, target):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="merged cannot be written: "), staged_folder(tmp_path / target):
-        raise AssertionError
 
 
 def test_errors_of_reading_elsewhere_are_not_taken_for_those_of_writing(tmp_path):

@@ -5,107 +5,25 @@ from __future__ import annotations
 import os
 import random
 import sys
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 
 from sft_play.errors import HardwareError
 from sft_play.machine import host
-from sft_play.machine.gpu import Gpu
 from sft_play.machine.gpu_catalog import (
     CATALOG_BY_KEY,
     CATALOG_ENTRIES,
-    GPU_GENERATIONS,
     catalog_key,
-    driver_reserve_bytes,
     find_catalog_entries,
     nearest_gpu_names,
     suggested_gpus,
 )
-from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
+from sft_play.machine.hardware import detect_hardware, parse_hardware
 from sft_play.text import GIB, MIB
 from tests.conftest import ROOT
+from tests.fake_nvml import FakeGpu, FakeNvml
 
 # --- found: NVML -----------------------------------------------------------------------------------------------------
-
-
-class Unsupported(Exception):
-    """What NVML raises for a question that a GPU does not answer."""
-
-
-@dataclass
-class FakeGpu:
-    """A GPU as NVML knows it; sizes in MiB."""
-
-    uuid: str
-    name: str
-    total: int
-    capability: tuple[int, int] = (8, 0)
-    links: int | None = None
-    instances: list[tuple[str, str, int]] | None = None
-    used: int = 500
-    extra: dict = field(default_factory=dict)
-
-
-class FakeNvml:
-    """The part of pynvml that detection asks; handles are the FakeGpus, or (GPU, number) of an instance."""
-
-    NVML_NVLINK_MAX_LINKS = 18
-    NVMLError_NotSupported = Unsupported
-
-    def __init__(self, *gpus):
-        self.gpus, self.open = gpus, False
-
-    def nvmlInit(self):
-        self.open = True
-
-    def nvmlShutdown(self):
-        self.open = False
-
-    def nvmlDeviceGetCount(self):
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return self.gpus[index]
-
-    def nvmlDeviceGetUUID(self, handle):
-        return handle[0].instances[handle[1]][0] if isinstance(handle, tuple) else handle.uuid
-
-    def nvmlDeviceGetName(self, handle):
-        if isinstance(handle, tuple):
-            return f"{handle[0].name} MIG {handle[0].instances[handle[1]][1]}"
-        return handle.name
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle):
-        return handle.capability
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        if isinstance(handle, tuple):
-            total, used = handle[0].instances[handle[1]][2], 13
-        else:
-            total, used = handle.total, handle.used
-        if not total:
-            raise Unsupported
-        return SimpleNamespace(total=total * MIB, free=(total - used) * MIB)
-
-    def nvmlDeviceGetMigMode(self, handle):
-        if handle.capability < (8, 0):
-            raise Unsupported
-        return [int(handle.instances is not None)] * 2
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, number):
-        if number >= len(handle.instances):
-            raise Unsupported
-        return handle, number
-
-    def nvmlDeviceGetNvLinkState(self, handle, link):
-        if handle.links is None or link >= handle.links:
-            raise Unsupported
-        return 1
 
 
 @pytest.fixture
@@ -120,139 +38,107 @@ def nvml(monkeypatch):
     return install
 
 
-def test_gpus_are_read_from_nvml_with_their_free_memory(nvml):
-    fake = nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA A100-SXM4-80GB", 81_920, links=12) for n in range(2)))
+def two(**facts):
+    """Two GPUs that are alike."""
+    return [FakeGpu(f"GPU-{n}{n}{n}-aa", **facts) for n in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "link", "fp16"),
+    [
+        (two(links=12), 300e9, 312e12),
+        (two(links=0), 32e9, 312e12),  # NVLink is off: 16 lanes of generation 4
+        (
+            two(name="NVIDIA RTX A6000", total=49_140, capability=(8, 6), links=4),
+            32e9,
+            154.8e12,
+        ),  # by a bridge
+        (two(name="NVIDIA Q900", total=20_000, capability=(9, 9)), None, None),  # not in the catalogue
+    ],
+)
+def test_gpus_are_read_from_nvml_with_the_rates_of_the_catalogue(nvml, gpus, link, fp16):
+    fake = nvml(*gpus)
     found = detect_hardware({})
-    assert [gpu.name for gpu in found.gpus] == ["NVIDIA A100-SXM4-80GB"] * 2
+    assert [gpu.name for gpu in found.gpus] == [gpu.name for gpu in gpus]
+    assert [gpu.total_bytes for gpu in found.gpus] == [gpu.total * MIB for gpu in gpus]
     assert found.gpus[0].total_bytes - found.gpus[0].free_bytes == 500 * MIB
-    assert found.gpus[0].flops("float16") == 312e12
-    assert found.link_bytes_per_s == 300e9
-    assert not fake.open
+    assert found.gpus[0].flops("float16") == (fp16 and pytest.approx(fp16, rel=1e-3))
+    assert found.link_bytes_per_s == link
+    assert (found.nodes, found.ranks_per_node, found.named, fake.is_open) == (1, 2, False, False)
 
 
-def test_a_gpu_that_fell_off_the_bus_hides_no_other(nvml, monkeypatch):
-    fake = nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA A100-SXM4-80GB", 81_920) for n in range(3)))
-    monkeypatch.setattr(FakeNvml, "NVMLError", Unsupported, raising=False)
-    real = fake.nvmlDeviceGetUUID
-
-    def lost(handle):
-        if handle.uuid == "GPU-1":
-            raise Unsupported("GPU is lost")
-        return real(handle)
-
-    monkeypatch.setattr(fake, "nvmlDeviceGetUUID", lost)
+def test_a_gpu_that_fell_off_the_bus_hides_no_other(nvml):
+    nvml(FakeGpu("GPU-0"), FakeGpu("GPU-1", is_lost=True), FakeGpu("GPU-2"))
     found = detect_hardware({})
     assert [gpu.index for gpu in found.gpus] == [0, 2]
     assert found.notes == ("GPU 1 does not answer its driver (GPU is lost)",)
 
 
-def test_an_sxm_board_whose_nvlink_is_off_has_its_pcie(nvml):
-    nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA A100-SXM4-80GB", 81_920, links=0) for n in range(2)))
-    assert detect_hardware({}).link_bytes_per_s == 32e9  # 16 lanes of generation 4
-
-
-def test_cards_that_a_bridge_joins_have_their_pcie(nvml):
-    nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA RTX A6000", 49_140, (8, 6), links=4) for n in range(2)))
-    assert detect_hardware({}).link_bytes_per_s == 32e9
-
-
-def test_an_unknown_gpu_is_found_without_rates(nvml):
-    nvml(FakeGpu("GPU-0", "NVIDIA Q900", 20_000, (9, 9)))
-    found = detect_hardware({})
-    assert found.gpus[0].total_bytes == 20_000 * MIB
-    assert (found.gpus[0].flops("bfloat16"), found.gpus[0].bandwidth, found.link_bytes_per_s) == (None, None, None)
-
-
 def test_a_gpu_that_shares_the_hosts_memory_has_that(nvml):
     nvml(FakeGpu("GPU-0", "NVIDIA GB10", 0, (12, 1)))
-    assert 0 < detect_hardware({}).gpus[0].free_bytes <= detect_hardware({}).ram_bytes
+    found = detect_hardware({})
+    assert 0 < found.gpus[0].free_bytes <= found.ram_bytes
 
 
 SPLIT = FakeGpu(
-    "GPU-aaa", "NVIDIA A100-SXM4-40GB", 40_960, instances=[("MIG-1", "3g.20gb", 19_968), ("MIG-2", "1g.5gb", 4_864)]
+    "GPU-aaa", "NVIDIA A100-SXM4-40GB", 40_960, instances=[("MIG-1", "3g.20gb", 19_968), ("MIG-2", "1c.3g.20gb", 4_864)]
 )
 
 
 @pytest.mark.parametrize(
-    ("variable", "profile"),
+    ("variable", "uuid"),
     [
-        (None, "3g.20gb"),
-        ("0", "3g.20gb"),
-        ("MIG-2", "1g.5gb"),
-        ("MIG-2,MIG-1", "1g.5gb"),
-        ("GPU-aaa", "3g.20gb"),
-        ("1", None),
-        ("1,0", "3g.20gb"),  # no whole GPU beside an instance
-        ("MIG-9", "nothing"),
-        ("MIG-", "nothing"),
+        (None, "MIG-1"),
+        ("0", "MIG-1"),
+        ("MIG-2", "MIG-2"),
+        ("MIG-2,MIG-1", "MIG-2"),
+        ("GPU-aaa", "MIG-1"),
+        ("1", "GPU-bbb"),
+        ("1,0", "MIG-1"),  # no whole GPU beside an instance
+        ("MIG-9", ""),
+        ("MIG-", ""),
     ],
 )
-def test_cuda_sees_one_instance_of_a_split_gpu(nvml, variable, profile):
+def test_cuda_sees_one_instance_of_a_split_gpu(nvml, variable, uuid):
     nvml(SPLIT, FakeGpu("GPU-bbb", "NVIDIA A100-SXM4-40GB", 40_960))
     found = detect_hardware({} if variable is None else {"CUDA_VISIBLE_DEVICES": variable})
-    assert [gpu.mig for gpu in found.gpus] == ([] if profile == "nothing" else [profile])
-    assert any(gpu.mig for gpu in found.gpus) == (profile not in (None, "nothing"))
+    sizes = {"MIG-1": [19_968 * MIB], "MIG-2": [4_864 * MIB], "GPU-bbb": [40_960 * MIB], "": []}
+    assert [gpu.total_bytes for gpu in found.gpus] == sizes[uuid]
+    assert any("sees one instance only, MIG-1" in note for note in found.notes) == (
+        variable in (None, "0", "GPU-aaa", "1,0")
+    )
 
 
 def test_an_instance_has_its_own_memory_and_its_share_of_the_rates(nvml):
+    """Of seven slices, and by memory; 1c.3g.20gb has one of three slices (MIG user guide, compute instances)."""
     nvml(SPLIT)
-    found = detect_hardware({"CUDA_VISIBLE_DEVICES": "MIG-2"})
-    gpu = found.gpus[0]
-    assert (gpu.total_bytes, gpu.free_bytes) == (4_864 * MIB, 4_851 * MIB)
-    assert gpu.flops("bfloat16") == pytest.approx(312e12 / 7)
-    assert gpu.bandwidth == pytest.approx(1555e9 * 4_864 / 40_960)
-    assert "sees one instance only, MIG-1" in detect_hardware({}).notes[0]
-
-
-def test_a_compute_instance_has_its_own_slices_and_the_memory_of_its_gpu_instance(nvml):
-    """1c.3g.20gb: one of the three compute slices (MIG user guide, compute instances)."""
-    nvml(FakeGpu("GPU-aaa", "NVIDIA A100-SXM4-40GB", 40_960, instances=[("MIG-1", "1c.3g.20gb", 19_968)]))
-    gpu = detect_hardware({}).gpus[0]
-    assert gpu.flops("bfloat16") == pytest.approx(312e12 / 7)
-    assert gpu.bandwidth == pytest.approx(1555e9 * 19_968 / 40_960)
-
-
-def test_a_split_gpu_without_instances_is_not_there_and_says_so(nvml):
+    for uuid, slices, total in (("MIG-1", 3, 19_968), ("MIG-2", 1, 4_864)):
+        gpu = detect_hardware({"CUDA_VISIBLE_DEVICES": uuid}).gpus[0]
+        assert (gpu.total_bytes, gpu.free_bytes) == (total * MIB, (total - 13) * MIB)
+        assert gpu.flops("bfloat16") == pytest.approx(312e12 * slices / 7)
+        assert gpu.bandwidth == pytest.approx(1555e9 * total / 40_960)
     nvml(FakeGpu("GPU-a", "NVIDIA H100 80GB HBM3", 81_559, (9, 0), instances=[]))
     found = detect_hardware({})
-    assert found.gpus == ()
-    assert found.notes == ("GPU 0 is in MIG mode and has no instance: CUDA does not see it",)
-
-
-@pytest.fixture
-def two_h200s(nvml):
-    """Two H200s: 144,384 MiB are 141.0 units of 2**30 bytes."""
-    nvml(*(FakeGpu(f"GPU-{n}{n}{n}-aa", "NVIDIA H200", 144_384, (9, 0), links=18, used=1_384) for n in range(2)))
-
-
-def test_a_gpu_that_was_found_has_the_rates_of_the_catalogue(two_h200s):
-    found = detect_hardware({})
-    assert (found.gpus[0].total_bytes, found.gpus[0].free_bytes) == (144_384 * MIB, 143_000 * MIB)
-    assert (found.gpus[0].capability, found.gpus[0].has_bf16) == ((9, 0), True)
-    assert found.gpus[0].flops("bfloat16") == CATALOG_BY_KEY["h200"].bf16
-    assert found.gpus[0].bandwidth == 4800e9
-    assert found.link_bytes_per_s == 450e9
-    assert (found.nodes, found.ranks_per_node, found.named) == (1, 2, False)
+    assert (found.gpus, found.notes) == ((), ("GPU 0 is in MIG mode and has no instance: CUDA does not see it",))
 
 
 @pytest.mark.parametrize(
     ("variable", "indices"),
     [
-        ("0", [0]),
         ("1,0", [1, 0]),
         (" 1 , 0 ", [1, 0]),
         ("", []),
         ("-1", []),
         ("0,-1,1", [0]),
         ("1,7,0", [1]),
-        ("GPU-111", [1]),
         ("GPU-111,GPU-000-aa", [1, 0]),
         ("GPU-", []),  # fits both: names none
         ("0,0", [0]),
         ("NoDevFiles", []),
     ],
 )
-def test_cuda_visible_devices_is_honoured(two_h200s, variable, indices):
+def test_cuda_visible_devices_is_honoured(nvml, variable, indices):
+    nvml(*two())
     assert [gpu.index for gpu in detect_hardware({"CUDA_VISIBLE_DEVICES": variable}).gpus] == indices
 
 
@@ -260,10 +146,9 @@ def test_cuda_visible_devices_is_honoured(two_h200s, variable, indices):
 def test_a_machine_without_gpus_has_its_ram(monkeypatch, pynvml):
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
     found = detect_hardware({})
-    assert found.device == "cpu"
+    assert (found.device, found.ranks_per_node) == ("cpu", 1)
     assert found.ram_bytes >= found.ram_free_bytes > 0
     assert found.cpu_cores >= 1
-    assert found.ranks_per_node == 1
 
 
 def test_gpus_that_differ_are_numbered_by_cuda_in_another_order(nvml):
@@ -273,11 +158,8 @@ def test_gpus_that_differ_are_numbered_by_cuda_in_another_order(nvml):
     assert not detect_hardware({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).notes
     assert not detect_hardware({"CUDA_VISIBLE_DEVICES": "GPU-b"}).notes
     nvml(turing)
-    assert not detect_hardware({}).gpus[0].has_bf16
-    assert (detect_hardware({}).gpus[0].flops("bfloat16"), detect_hardware({}).gpus[0].flops("float16")) == (
-        None,
-        65e12,
-    )
+    (gpu,) = detect_hardware({}).gpus
+    assert (gpu.has_bf16, gpu.flops("bfloat16"), gpu.flops("float16")) == (False, None, 65e12)
 
 
 # --- the host --------------------------------------------------------------------------------------------------------
@@ -309,17 +191,14 @@ def test_ram_is_what_every_control_group_above_leaves(cgroup):
     assert host.total_and_free_ram()[1] <= GIB
 
 
-def test_version_1_control_groups_are_read_too(cgroup):
+def test_version_1_control_groups_are_read_and_a_limit_above_the_ram_is_none(cgroup):
     write(cgroup / "own", "12:cpu,memory:/docker/x\n3:pids:/\n")
     group = cgroup / "cgroup" / "memory" / "docker" / "x"
     write(group / "memory.limit_in_bytes", str(GIB))
     write(group / "memory.usage_in_bytes", "0")
     assert host.total_and_free_ram()[0] == GIB
-
-
-def test_a_limit_above_the_machines_ram_is_none(cgroup):
-    write(cgroup / "cgroup" / "memory.max", str(2**62))
-    assert host.total_and_free_ram()[0] < 2**62
+    write(group / "memory.limit_in_bytes", str(2**62))
+    assert GIB < host.total_and_free_ram()[0] < 2**62
 
 
 # --- named -----------------------------------------------------------------------------------------------------------
@@ -329,26 +208,19 @@ def test_a_limit_above_the_machines_ram_is_none(cgroup):
     ("text", "count", "name"),
     [
         ("2xH200", 2, "NVIDIA H200"),
-        ("H100", 1, "NVIDIA H100"),
         ("8xA100-80GB", 8, "NVIDIA A100-80GB"),
-        ("1xRTX4060", 1, "NVIDIA RTX 4060"),
-        ("4xL40", 4, "NVIDIA L40"),
         ("2x8xH100", 16, "NVIDIA H100"),
         ("H100x4", 4, "NVIDIA H100"),
         ("RTX 4090 x 2", 2, "NVIDIA RTX 4090"),
         ("A100-80GB:8", 8, "NVIDIA A100-80GB"),
         (" 2 x h200 ", 2, "NVIDIA H200"),
         ("2*H200", 2, "NVIDIA H200"),
-        ("rtx 4090", 1, "NVIDIA RTX 4090"),
-        ("RTX_4090", 1, "NVIDIA RTX 4090"),
         ("4x4090", 4, "NVIDIA RTX 4090"),
         ("NVIDIA GeForce RTX 3090", 1, "NVIDIA RTX 3090"),
-        ("2xa100 80gb", 2, "NVIDIA A100-80GB"),
         ("NVIDIA A100-SXM4-40GB", 1, "NVIDIA A100-40GB"),
         ("H100-94GB", 1, "NVIDIA H100-NVL"),
         ("RTX 4060 Ti 16GB", 1, "NVIDIA RTX 4060 Ti 16GB"),
         ("RTX 6000 Ada Generation", 1, "NVIDIA RTX 6000 Ada"),
-        ("Tesla T4", 1, "NVIDIA T4"),
         ("8xMI300X", 8, "AMD MI300X"),
         ("MyGPU,mem=24GiB", 1, "MyGPU"),
     ],
@@ -387,25 +259,14 @@ def test_options_override_the_catalogue_and_read_their_units():
     assert found.price_per_gpu_hour == 2.5
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [("24GiB", 24 * GIB), ("24gib", 24 * GIB), ("24GB", 24 * 10**9), ("24576MiB", 24 * GIB), ("0.5TiB", 512 * GIB)],
-)
-def test_an_unknown_gpu_can_be_given_with_its_memory(size, expected):
+@pytest.mark.parametrize("size", ["24GiB", "24gib", "24576MiB", "25769803776B", "0.0234375TiB"])
+def test_an_unknown_gpu_can_be_given_with_its_memory_and_one_rate_for_both_16_bit_formats(size):
     gpus = parse_hardware(f"2xMyGPU,mem={size}").gpus
-    assert [gpu.total_bytes for gpu in gpus] == [expected] * 2
-    assert gpus[0].flops("bfloat16") is None
-    assert gpus[0].has_bf16  # unknown counts as yes
-
-
-def test_a_rate_of_an_unknown_gpu_is_for_both_16_bit_formats():
-    gpu = parse_hardware("2xMyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS").gpus[0]
-    assert (gpu.bandwidth, gpu.flops("bfloat16"), gpu.flops("float16"), gpu.flops("float8")) == (
-        1e12,
-        165e12,
-        165e12,
-        None,
-    )
+    assert [gpu.total_bytes for gpu in gpus] == [24 * GIB] * 2
+    assert (gpus[0].flops("bfloat16"), gpus[0].has_bf16) == (None, True)  # unknown counts as yes
+    gpu = parse_hardware(f"2xMyGPU,mem={size},bandwidth=1000GBs,bf16=165TFLOPS").gpus[0]
+    rates = [gpu.flops(dtype) for dtype in ("bfloat16", "float16", "float8")]
+    assert (gpu.bandwidth, rates) == (1e12, [165e12, 165e12, None])
 
 
 @pytest.mark.parametrize(
@@ -419,11 +280,7 @@ def test_a_rate_of_an_unknown_gpu_is_for_both_16_bit_formats():
 )
 def test_a_name_of_several_gpus_is_read_aloud(text, note):
     assert parse_hardware(text).notes[0].startswith(note)
-
-
-@pytest.mark.parametrize("text", ["H200", "A100-80GB", "L40S", "RTX4090", "2xA100-40GB"])
-def test_a_plain_name_needs_no_note(text):
-    assert parse_hardware(text).notes == ()
+    assert parse_hardware("2xA100-40GB").notes == ()  # a plain name needs no note
 
 
 def test_a_host_without_gpus_can_be_named():
@@ -437,7 +294,6 @@ def test_a_host_without_gpus_can_be_named():
     ("text", "message"),
     [
         ("", "is not COUNTxGPU"),
-        (" ", "is not COUNTxGPU"),
         ("2x", "is not COUNTxGPU"),
         ("x", "not in the catalogue"),
         ("-1xH200", "is not COUNTxGPU"),
@@ -445,33 +301,21 @@ def test_a_host_without_gpus_can_be_named():
         ("2x2x2xH100", "is not COUNTxGPU"),
         ("２xH200", "is not COUNTxGPU"),
         ("2xH200 💥", "is not COUNTxGPU"),
-        ("2xH200\nnvidia", "is not COUNTxGPU"),
         ("a" * 300, "is not COUNTxGPU"),
         ("0xH200", "names 0 GPUs"),
-        ("0x8xH200", "names 0 GPUs"),
         ("200000xH100", "names 200000 GPUs; name 1 to 100000"),
-        (f"{10**20}xH100", "name 1 to 100000"),
         ("3xH300", r"H300 is not in the catalogue; nearest: .*H200.*HARDWARE=1xH300,mem=24GiB"),
         ("RTX4095", "nearest: RTX 4090"),
         ("8GB", "8GB is not in the catalogue.*HARDWARE=1xMyGPU,mem=24GiB"),
-        ("M3 Max", "no run uses this device"),
-        ("Intel Arc A770", "no run uses this device"),
-        ("TPU v4", "no run uses this device"),
-        ("2xMyGPU", "not in the catalogue"),
+        ("M3 Max", "not in the catalogue.*no run uses other accelerators"),
         ("H200-80GB", "not in the catalogue; nearest: H200"),
-        ("RTX 4095 Laptop GPU", "not in the catalogue; nearest: RTX 4090 Laptop"),
         ("2xMyGPU,mem=lots", "mem takes a size with its unit, MiB, .* such as 24GiB, not 'lots'"),
-        ("2xMyGPU,mem=24", "mem takes a size with its unit"),
-        ("2xMyGPU,mem=-24GiB", "mem takes a size with its unit"),
         ("2xMyGPU,mem=0GiB", "mem takes a size with its unit"),
-        ("2xMyGPU,mem=", "mem takes a size with its unit"),
         ("2xMyGPU,mem=9999999TiB", "mem takes a size with its unit"),
         ("2xH200,mem=24GiB,mem=48GiB", "gives mem= twice"),
-        ("2xH200,memory=24GiB", "'memory' is not an option of a machine; nearest: mem"),
+        ("2xH200,memory=24GiB", "'memory' is not an option of a machine; did you mean mem"),
         ("2xH200,24GiB", "'24GiB' is not NAME=VALUE with mem, bandwidth"),
-        ("2xH200,", "'' is not NAME=VALUE"),
         ("H200,bandwidth=4800", "bandwidth takes a rate with its unit"),
-        ("H200,bandwidth=1000gbs", "bandwidth takes a rate with its unit"),
         ("H200,bf16=165", "bf16 takes a dense rate with its unit"),
         ("H200,cc=nine", "cc takes a CUDA compute capability, such as 8.9"),
         ("H200,tdp=0W", "tdp takes watts"),
@@ -501,21 +345,12 @@ def test_every_gpu_of_the_catalogue_has_a_source_and_plausible_figures():
         assert entry.memory_kind in ("torch", "nvidia-smi less reserve", "box less reserve")
         assert 8e9 <= entry.pcie <= 128e9
         assert entry.nvlink is None or entry.nvlink > entry.pcie, entry.name
-        if entry.bf16:
-            assert entry.bf16 == entry.fp16
-            assert entry.capability >= (8, 0)
+        # matrix units compute in bf16 from Ampere on
+        assert entry.bf16 == (entry.fp16 if entry.capability >= (8, 0) else None), entry.name
         if entry.fp8:
             assert entry.fp8 >= 1.99 * entry.bf16, entry.name
             assert entry.capability >= (8, 9)
         assert entry.fp16 is None or entry.fp16 > entry.fp32, entry.name
-
-
-def test_gpus_before_ampere_have_no_bf16():
-    assert {key for key, family in GPU_GENERATIONS.items() if not family["bf16"]} == {
-        "gp100", "gp102", "volta", "turing", "turing_geforce", "turing_gtx",
-    }  # fmt: skip
-    assert CATALOG_BY_KEY["t4"].bf16 is None
-    assert CATALOG_BY_KEY["v10016gb"].fp16 == 125e12
 
 
 @pytest.mark.parametrize(
@@ -525,11 +360,7 @@ def test_gpus_before_ampere_have_no_bf16():
         ("H100", 989.4, 1978.9),
         ("H200", 989.4, 1978.9),
         ("A100-80GB", 312, None),
-        ("A40", 149.7, None),
-        ("RTX A6000", 154.8, None),
         ("RTX 4090", 165.2, 330.3),
-        ("RTX 4080", 97.5, 194.9),
-        ("RTX 3090", 71.2, None),
         ("L40S", 362.05, 733),
         ("L4", 121, 242),
         ("B200", 2250, 4500),
@@ -543,12 +374,6 @@ def test_rates_are_dense_with_32_bit_accumulation(name, bf16, fp8):
     assert (entry.fp8 is None) if fp8 is None else entry.fp8 == pytest.approx(fp8 * 1e12, rel=2e-3)
 
 
-def test_a_familys_operations_per_clock_give_the_published_rates():
-    """Titan RTX 130.5, RTX 2080 Ti 53.8: the Turing whitepaper; Quadro RTX 5000 89.2: its data sheet."""
-    for name, tflops in (("TITAN RTX", 130.5), ("RTX 2080 Ti", 53.8), ("Quadro RTX 5000", 89.2)):
-        assert CATALOG_BY_KEY[catalog_key(name)].fp16 == pytest.approx(tflops * 1e12, rel=2e-3)
-
-
 def test_memory_is_what_torch_reports():
     """Totals of out-of-memory messages: H200 139.80, H100 79.18, B200 178.35, MI300X 191.69 GiB."""
     for name, gib in (("H200", 139.80), ("H100", 79.18), ("B200", 178.35), ("MI300X", 191.69)):
@@ -556,38 +381,22 @@ def test_memory_is_what_torch_reports():
     assert parse_hardware("2xH200").gpus[0].total_bytes == CATALOG_BY_KEY["h200"].memory_bytes
 
 
-def test_the_reserve_is_near_what_drivers_keep():
-    """Pairs of nvidia-smi's and torch's totals in MiB, of cards that are not the rule's only source."""
-    for total, torch in ((8188, 7806), (16303, 15840), (16376, 15944), (23034, 22563), (46068, 45495), (49140, 48539)):
-        assert abs(total * MIB - driver_reserve_bytes(total * MIB) - torch * MIB) < 40 * MIB
-
-
 @pytest.mark.parametrize(
     ("name", "total", "found"),
     [
         ("NVIDIA H100 80GB HBM3", 81_559, "H100"),
         ("NVIDIA H100 PCIe", 81_559, "H100-PCIe"),
-        ("NVIDIA H100 NVL", 95_830, "H100-NVL"),
         ("NVIDIA A100-SXM4-40GB", 40_960, "A100-40GB"),
-        ("NVIDIA A100 80GB PCIe", 81_920, "A100-80GB-PCIe"),
         ("NVIDIA GeForce RTX 4060 Ti", 16_380, "RTX 4060 Ti 16GB"),
         ("NVIDIA GeForce RTX 4060 Ti", 8_188, "RTX 4060 Ti 8GB"),
-        ("NVIDIA GeForce RTX 3080", 12_288, "RTX 3080 12GB"),
-        ("NVIDIA GeForce RTX 4080 SUPER", 16_376, "RTX 4080 SUPER"),
         ("Quadro RTX 6000", 23_040, "Quadro RTX 6000"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_887, "RTX PRO 6000"),
         ("Tesla V100-SXM2-32GB", 32_510, "V100-32GB"),
         ("NVIDIA GH200 480GB", 97_871, "GH200"),
         ("NVIDIA GeForce RTX 4060 Laptop GPU", 8_188, "RTX 4060 Laptop"),
-        ("NVIDIA GeForce RTX 3080 Laptop GPU", 8_192, "RTX 3080 Laptop 8GB"),
-        ("NVIDIA GeForce RTX 3050 Laptop GPU", 6_144, "RTX 3050 Laptop 6GB"),
         ("NVIDIA GeForce RTX 2070 SUPER with Max-Q Design", 8_192, "RTX 2070 SUPER Max-Q"),
-        ("NVIDIA GeForce RTX 2070 Super with Max-Q Design", 8_192, "RTX 2070 SUPER Max-Q"),
         ("NVIDIA GeForce GTX 1650 with Max-Q Design", 4_096, None),
-        ("NVIDIA RTX A2000 Laptop GPU", 4_096, None),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 97_887, "RTX PRO 6000 Max-Q"),
         ("NVIDIA RTX PRO 5000 72GB Blackwell", 73_000, "RTX PRO 5000 72GB"),
-        ("NVIDIA GB10", 124_610, "GB10"),
         ("NVIDIA Graphics Device", 8_188, None),
     ],
 )
@@ -627,13 +436,6 @@ def test_suggested_gpus_grow_and_nearest_names_are_of_the_catalogue():
     assert all(entry.bf16 for entry in suggested_gpus())
     for text in ("H300", "banana", "", "A1000", "RTX 9090"):
         assert set(nearest_gpu_names(text)) <= {entry.name for entry in CATALOG_ENTRIES}
-
-
-def test_hardware_is_plain_data_for_json():
-    machine = Hardware((Gpu(0, "X", GIB, None, (9, 0)),), "CPU", 2, GIB, GIB, named=True)
-    data = machine.as_json()
-    assert data["gpus"][0]["name"] == "X"
-    assert (data["nodes"], data["notes"], data["price_per_gpu_hour"]) == (1, (), None)
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

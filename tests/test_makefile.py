@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.generate import with_variables
 from sft_play import variables
 from sft_play.cli import main
 
@@ -38,26 +37,16 @@ INTERNAL = re.findall(r"^override (?:define )?([.A-Z_]+)", MAKEFILE + RECIPES, r
 # MARK becomes the path of a file that must not come into being.
 HOSTILE = {
     "make function": "a=$(shell touch MARK)",
-    "make function in braces": "a=${shell touch MARK}",
-    "make error": "$(error stop)$(info MARK)",
     "make eval": "$(eval all: ; touch MARK)",
     "backquotes": "a=`touch MARK`",
-    "shell substitution": "a=$$(touch MARK)",
-    "semicolon": "a=b; touch MARK",
     "closing single quote": "'; touch MARK; '",
-    "closing double quote": '"; touch MARK; "',
     "newline": "a=b\ntouch MARK\n",
     "shell operators": "a && touch MARK || touch MARK | touch MARK & touch MARK > MARK",
-    "doubled dollar": "$$HOME $$$$",
     "variables": "$HOME ${HOME} $(HOME) $(SET) $@ $<",
-    "unfinished reference": "$(shell touch MARK",
-    "lone dollar": "a$",
     "quotes": """it's "quoted" \\" \\'""",
     "hash": "a # b \\# c",
-    "percent": "%s %d 100% %",
     "backslashes": "a\\b\\\\c \\",
     "spaces": "two  spaces, a\ttab and one at the end ",
-    "globs": "* ? [a-z] ~",
     "assignment": "a:=b c!=touch MARK d+=e",
     "unicode": "größe × 2 — 学习",
 }
@@ -151,11 +140,6 @@ def copy(tmp_path):
     return folder
 
 
-def taker(name):
-    """A target that runs the program and takes a variable; None where only the others do."""
-    return next((target for target in PROGRAM if variables.takes_variable(name, target)), None)
-
-
 # Help
 
 
@@ -166,12 +150,6 @@ def test_every_target_has_a_help_line_and_is_phony():
         known = make(*words, "-pn", "help").stdout
         phony = re.search(r"^\.PHONY: (.*)$", known, re.MULTILINE)
         assert sorted(phony[1].split()) == sorted(targets)
-
-
-def test_the_makefile_is_a_list_of_targets_with_one_line_each():
-    lines = [line for line in MAKEFILE.splitlines() if line and not line.startswith("#")]
-    assert lines[0] == "include scripts/make.mk"
-    assert [line for line in lines[1:] if not re.fullmatch(r"[a-z-]+:( (setup|train-tb))? ## \S.*", line)] == []
 
 
 def test_what_measures_the_project_is_called_from_the_checkout(copy, fake):
@@ -193,17 +171,6 @@ def test_what_measures_the_project_is_called_from_the_checkout(copy, fake):
     assert all((ROOT / "benchmarks" / f"{module}.py").is_file() for module in modules)
 
 
-def test_help_shows_every_target_group_and_variable():
-    text = make("help", "ALL=1").stdout
-    for target in TARGETS:
-        assert re.search(rf"^  {target} +\S", text, re.MULTILINE), target
-    for group in ("Setup", "Train", "Plan", "Develop", "Variables", "Examples"):
-        assert re.search(rf"^{group}", text, re.MULTILINE), group
-    text += make("-f", "benchmarks/Makefile", "help").stdout
-    for variable in VARIABLES:
-        assert len(re.findall(rf"^  {variable}=\S", text, re.MULTILINE)) == 1, variable
-
-
 def test_the_readme_names_every_target_and_that_of_benchmarks_those_that_measure():
     readme, measuring = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "benchmarks/README.md"))
     code = re.compile(r"\bmake ([a-z][a-z-]*)|`([a-z][a-z-]*)`")
@@ -213,20 +180,6 @@ def test_the_readme_names_every_target_and_that_of_benchmarks_those_that_measure
     assert len({*TARGETS, *maintaining}) > 60
     assert {*TARGETS, *maintaining} - named == set()
     assert set(re.findall(r"(?:^    |`)make ([a-z][a-z-]*)", readme, re.MULTILINE)) <= set(TARGETS)
-
-
-def test_the_help_of_the_variables_is_that_of_their_table():
-    for text, name, maintaining in ((MAKEFILE, "PRICE", False), (MAINTAINING, "MUTANTS", True)):
-        assert with_variables(text, maintaining=maintaining) == text, "run make -C benchmarks generate"
-        missing = text.replace(f"#: {name}=", "#: PRIZE=")
-        assert missing != text
-        assert with_variables(missing, maintaining=maintaining) == text
-
-
-def test_make_alone_is_help(tmp_path):
-    assert make().stdout == make("help").stdout
-    # Make 4.3 says "Entering directory" for -C before it reads the Makefile's own flags.
-    assert make("-C", str(ROOT), "--no-print-directory", cwd=tmp_path).stdout == make("help").stdout
 
 
 @pytest.mark.parametrize(
@@ -263,42 +216,18 @@ def test_a_dry_run_starts_and_builds_nothing(copy, fake):
     assert fake.starts() == []
 
 
-def recipe(target: str) -> str:
-    """The last line that a target runs."""
-    return make("-n", target).stdout.splitlines()[-1]
-
-
 def test_every_target_that_launches_or_trains_executes_a_script_of_its_name():
     """A person can give the same file to any launcher; what starts or trains otherwise would be seen here."""
+    recipes = {target: make("-n", target).stdout.splitlines()[-1] for target in {*TARGETS} - {"help", "launch-file"}}
     for target, script in {**SCRIPTS, "train-and-watch": "scripts/train.py"}.items():
-        assert recipe(target).endswith(f" {script}" + " --tensorboard" * (target.endswith("-tb") or "watch" in target))
+        is_watched = target.endswith("-tb") or "watch" in target
+        assert recipes.pop(target).endswith(f" {script}" + " --tensorboard" * is_watched)
         assert (ROOT / script).is_file()
-    others = {
-        target: recipe(target) for target in set(TARGETS) - set(SCRIPTS) - {"train-and-watch", "help", "launch-file"}
-    }
-    assert not [target for target, text in others.items() if re.search(r"sft_play.* (train|resume|launch)", text)]
-    assert not [target for target in others if re.match(r"train|resume|launch", target)]
+    assert not [target for target, text in recipes.items() if re.search(r"sft_play.* (train|resume|launch)", text)]
+    assert not [target for target in recipes if re.match(r"train|resume|launch", target)]
 
 
-def test_no_script_is_without_a_target():
-    """Nor without what reads it: make itself (variables, environment, pins), or a person without make."""
-    found = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
-    assert len(found) >= 12
-    by_hand = {
-        "train_distributed.sh": "make train-distributed` for people without make",
-        "train_slurm.sbatch": "sbatch ",
-    }
-    for name, words in by_hand.items():
-        assert words in (ROOT / "scripts" / name).read_text(encoding="utf-8")
-    text = RECIPES + MAINTAINING + make("-n", *SCRIPTS).stdout
-    unused = {name for name in found - set(by_hand) if not re.search(rf"\bscripts/{name}\b", text)}
-    read_by_setup = {"installer.py", "torch_build.py"}
-    setup = (ROOT / "scripts" / "setup_env.py").read_text(encoding="utf-8")
-    assert all(f"import {Path(name).stem}\n" in setup for name in read_by_setup)
-    assert unused == read_by_setup
-
-
-@pytest.mark.parametrize("script", sorted(set(SCRIPTS.values())))
+@pytest.mark.parametrize("script", ["scripts/train_distributed.py", "scripts/plan.py"])
 def test_a_script_is_its_command_from_any_folder(script, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     environ = clean_environ()
@@ -311,58 +240,42 @@ def test_a_script_is_its_command_from_any_folder(script, tmp_path, capsys, monke
     assert result.stdout == capsys.readouterr().out
 
 
-def test_a_scripts_folder_is_not_on_the_path(tmp_path):
-    """There `train` or `plan` would be found for a module of somebody else's. All scripts begin alike."""
-    texts = [(ROOT / name).read_text() for name in SCRIPTS.values()]
-    beginnings = {text.partition("raise SystemExit(")[0].rpartition('"""')[2] for text in texts}
-    assert len(beginnings) == 1
-    script, environ = sorted(SCRIPTS.values())[0], clean_environ()
-    program = f"import sys, runpy; sys.argv = ['x', '--help']; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
-    program += f"try: runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
-    program += f"assert sys.path[0] == {str(ROOT)!r} and {str(ROOT / 'scripts')!r} not in sys.path, sys.path"
-    assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL,
-                          timeout=120).returncode == 0  # fmt: skip
-
-
-def test_recipes_are_short():
-    recipes = re.findall(r"^[a-z$].*:\n((?:\t.*\n(?:\t  .*\n)*)+)", RECIPES, re.MULTILINE)
-    assert recipes
-    assert max(recipe.count("\n") for recipe in recipes) <= 3
-
-
 # Values
 
 
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_value_reaches_the_program_unchanged(value, fake, tmp_path):
+    """From make's command line and from the environment; a dry run and the help run none either."""
     mark = tmp_path / "mark"
     value = value.replace("MARK", str(mark))
-    result = make("train", f"VENV={fake.folder}", f"SET={value}")
+    result = make("train", f"VENV={fake.folder}", f"SET={value}", CONFIG=value)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     start = fake.only_start()
     assert start["argv"] == ["scripts/train.py"]
-    assert start["environ"]["SET"] == value
+    assert (start["environ"]["SET"], start["environ"]["CONFIG"]) == (value, value)
+    assert set(VARIABLES) & set(start["environ"]) == {"VENV", "SET", "CONFIG"}  # what is not set is not exported
+    target = "train-distributed-tb"  # takes most
+    arguments = [f"{name}={value}" for name in VARIABLES if name != "VENV" and variables.takes_variable(name, target)]
+    assert make("-n", target, f"VENV={fake.folder}", *arguments).returncode == 0
+    assert make("help", *[f"{name}={value}" for name in VARIABLES]).returncode == 2
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_value_from_the_environment_is_the_same(value, fake, tmp_path):
-    mark = tmp_path / "mark"
-    value = value.replace("MARK", str(mark))
-    assert make("plan", VENV=str(fake.folder), CONFIG=value).returncode == 0
-    assert fake.only_start()["environ"]["CONFIG"] == value
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize(
-    "name", [*(name for name in VARIABLES if name != "VENV" and taker(name)), "HF_TOKEN", "WANDB_MODE", "V"]
-)
-def test_every_variable_takes_a_hostile_value(name, fake, tmp_path):
-    mark = tmp_path / "mark"
+def test_every_variable_takes_a_hostile_value(tmp_path):
+    """The variables of a target at once, over targets that take all of them; and those of other programs."""
+    mark, left = tmp_path / "mark", {*VARIABLES} - {"VENV"}
     value = f"""$(shell touch {mark}) `touch {mark}` $$HOME '"; touch {mark}; #%"""
-    target = taker(name) if name in VARIABLES else "plan"
-    assert make(target, f"VENV={fake.folder}", f"{name}={value}").returncode == 0
-    assert fake.only_start()["environ"][name] == value
+    for number, target in enumerate(PROGRAM):
+        names = {name for name in VARIABLES if name != "VENV" and variables.takes_variable(name, target)}
+        if names & left:
+            left -= names
+            names |= {"HF_TOKEN", "WANDB_MODE", "V"}
+            fake = FakeVenv(tmp_path / f"venv {number}", tmp_path / f"notes{number}")
+            result = make(target, f"VENV={fake.folder}", *(f"{name}={value}" for name in sorted(names)))
+            assert result.returncode == 0, result.stderr
+            environ = fake.only_start()["environ"]
+            assert {name: environ[name] for name in names} == dict.fromkeys(names, value)
+    assert not any(variables.takes_variable(name, target) for name in left for target in PROGRAM)
     assert not mark.exists()
 
 
@@ -378,23 +291,6 @@ def test_no_variable_of_the_makefile_can_be_replaced(name, fake, tmp_path):
         assert f"{name}= is not a variable of make train" in result.stderr
         assert fake.starts() == []
     assert not mark.exists()
-
-
-@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_dry_run_and_help_run_no_value_either(value, fake, tmp_path):
-    mark = tmp_path / "mark"
-    value = value.replace("MARK", str(mark))
-    target = "train-distributed-tb"  # takes most
-    arguments = [f"{name}={value}" for name in VARIABLES if name != "VENV" and variables.takes_variable(name, target)]
-    assert make("-n", target, f"VENV={fake.folder}", *arguments).returncode == 0
-    assert make("help", f"PYTHON={value}").returncode == 0
-    assert make("help", *[f"{name}={value}" for name in VARIABLES]).returncode == 2
-    assert not mark.exists()
-
-
-def test_a_variable_that_is_not_set_is_not_exported(fake):
-    make("train", f"VENV={fake.folder}")
-    assert not set(VARIABLES) - {"VENV"} & set(fake.only_start()["environ"])
 
 
 def test_the_checkout_comes_first_on_pythonpath_and_the_users_path_stays(fake, copy):
@@ -423,17 +319,11 @@ def test_a_program_target_becomes_its_program_so_that_ctrl_c_reaches_it(fake):
 # VENV
 
 
-@pytest.mark.parametrize("name", ["a b", "it's", 'say "hi"', "semi;colon", "$(HOME)", "$HOME", "`id`", "#1"])
+@pytest.mark.parametrize("name", ["it's a", 'say "hi"', "$(HOME);$HOME", "`id` #1"])
 def test_venv_may_have_any_path(name, tmp_path):
     fake = FakeVenv(tmp_path / name, tmp_path / "the notes")
     assert make("train", f"VENV={fake.folder}").returncode == 0
     assert fake.only_start()["environ"]["VENV"] == str(fake.folder)
-
-
-def test_venv_may_be_relative_to_the_checkout(copy):
-    fake = FakeVenv(copy / "mine", copy / "notes")
-    assert make("-C", str(copy), "train", "VENV=mine", cwd="/").returncode == 0
-    assert fake.only_start()["argv"] == ["scripts/train.py"]
 
 
 def test_a_venv_without_a_python_is_refused(copy):
@@ -456,25 +346,6 @@ def test_a_venv_of_the_users_is_never_written_to(fake, copy):
     assert not (copy / ".venv").exists()
 
 
-def test_a_python_that_is_no_python_is_refused_and_not_run_as_text(copy):
-    result = make("setup", "PYTHON=python3; touch mark", cwd=copy)
-    assert result.returncode == 2
-    assert "PYTHON=python3; touch mark was asked for, but it does not answer as Python" in result.stderr
-    assert sorted(path.name for path in copy.iterdir() if path.name in ("mark", ".venv")) == []
-
-
-def test_without_any_python_the_message_says_what_to_install(copy, tmp_path):
-    programs = tmp_path / "empty"
-    programs.mkdir()
-    make_program = shutil.which("make")
-    result = subprocess.run(
-        [make_program, "train"], cwd=copy, env={"PATH": str(programs)}, capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert "No Python 3 answers" in result.stderr
-    assert "Python 3.11 to 3.14" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "path", "error"),
     [
@@ -482,40 +353,26 @@ def test_without_any_python_the_message_says_what_to_install(copy, tmp_path):
         (["plann"], None, "did you mean make plan?"),
         (["plan", "SET=", "HARDWARE="], None, "HARDWARE= is given and empty"),
         (["plan", "VENV=/no/such"], None, "VENV=/no/such was asked for"),
-        (["plan", "PYTHON=/no/such"], None, "PYTHON=/no/such was asked for"),
+        (["plan", "PYTHON=python3; touch mark"], None, "PYTHON=python3; touch mark was asked for, but it does not"),
         (["plan"], "empty", "No Python 3 answers"),
     ],
 )
 def test_what_make_and_the_setup_refuse_is_one_json_object_too(words, path, error, copy, tmp_path):
     programs = {"PATH": str(tmp_path)} if path else {}
-    program = shutil.which("make")
-    for more, environ in (["JSON=1"], {}), ([], {"JSON": "1"}):
-        ended = subprocess.run([program, *words, *more], cwd=copy, env=clean_environ(**environ, **programs),
+    command = [shutil.which("make"), *words]
+    for more, environ, is_json in (["JSON=1"], {}, True), ([], {"JSON": "1"}, True), (["JSON=0"], {}, False):
+        ended = subprocess.run([*command, *more], cwd=copy, env=clean_environ(**environ, **programs),
                                capture_output=True, text=True, timeout=120)  # fmt: skip
         assert ended.returncode == 2
-        answer = json.loads(ended.stdout)
-        assert (answer["ok"], answer["kind"], answer["exit"]) == (False, "fix", 2)
-        assert error in answer["error"]
         assert error in ended.stderr
-    for more in ([], ["JSON=0"], ["JSON="]):
-        ended = subprocess.run([program, *words, *more], cwd=copy, env=clean_environ(**programs),
-                               capture_output=True, text=True, timeout=120)  # fmt: skip
-        assert (ended.returncode, ended.stdout) == (2, "")
-
-
-def test_setup_hears_of_the_targets_that_were_asked_for(copy):
-    """It knows which of them add an extra."""
-    for goals, words in (("setup plan", "setup plan"), ("setup-unsloth", "unsloth"), ("dapt-docx", "dapt-docx")):
-        shown = make("-n", *goals.split(), cwd=copy).stdout
-        assert set(re.findall(r"scripts/setup_env\.py ?([a-z -]*);", shown)) == {words}, goals
-
-
-def test_parallel_makes_of_several_targets_check_the_environment_once(fake):
-    result = make("-j4", "train", "resume", "plan", f"VENV={fake.folder}")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert sorted(start["argv"][-1] for start in fake.starts()) == [
-        "scripts/plan.py", "scripts/resume.py", "scripts/train.py",
-    ]  # fmt: skip
+        if is_json:
+            answer = json.loads(ended.stdout)
+            assert (answer["ok"], answer["kind"], answer["exit"]) == (False, "fix", 2)
+            assert error in answer["error"]
+        else:
+            assert ended.stdout == ""
+    assert not (copy / "mark").exists()
+    assert not (copy / ".venv").exists()
 
 
 # Develop
@@ -541,12 +398,6 @@ def test_tests_chooses_tests_and_may_hold_quotes(copy, tmp_path):
     assert chosen.returncode == 0, chosen.stdout + chosen.stderr
     assert "2 passed, 1 deselected" in chosen.stdout
     assert make("test", f"VENV={venv}", cwd=copy).returncode == 2
-
-
-def test_lint_stops_at_the_first_complaint(copy, tmp_path):
-    assert make("lint", f"VENV={real_venv(tmp_path / 'good')}", cwd=copy).stdout.count("fake") == 3
-    bad = make("lint", f"VENV={real_venv(tmp_path / 'bad', lint_code=1)}", cwd=copy)
-    assert (bad.returncode, bad.stdout.count("fake")) == (2, 1)
 
 
 def test_clean_removes_caches_and_leaves_environment_outputs_and_data(copy):
@@ -590,11 +441,9 @@ def ci(copy, venv):
     [
         ("def test_a(): pass\n", 0, True, r"1 passed in .*s"),
         ("def test_a(): pass\ndef test_b(): assert 0\n", 0, False, r"1 failed, 1 passed in .*s"),
-        ("", 0, False, r"no tests (ran|collected).*"),
         ("def test_a(): pass\n", 1, False, r"1 passed in .*s"),
-        ("import no_such_module\n", 0, False, r"1 error in .*s"),
     ],
-    ids=["all passes", "a test fails", "no tests", "lint fails", "a file breaks"],
+    ids=["all passes", "a test fails", "lint fails"],
 )
 def test_ci_run_fails_when_it_should_and_ends_with_the_summary(tests, lint_code, passes, last_line, copy, tmp_path):
     write_tests(copy, tests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -14,21 +15,14 @@ from typing import Any
 
 import pytest
 
-from sft_play.diagnose import memory_check
-from sft_play.diagnose.memory_check import (
-    MemorySnapshot,
-    RankProcess,
-    format_memory_snapshot,
-    lock_holder_pid,
-    read_memory_snapshot,
-    watch_memory,
-)
+from sft_play.diagnose import machine_pages
+from sft_play.diagnose.machine_pages import RankProcess, format_memory_snapshot, lock_holder_pid, read_memory_snapshot
 from sft_play.errors import RunFolderError
 from sft_play.machine.gpu import Gpu, GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.runs.lookup import LAUNCHER, LOCK_FILE, WRITER, lock_run
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import clean_environment
 
 GIB = 2**30
 CPU = Hardware((), "CPU", 8, 64 * GIB, 60 * GIB)
@@ -84,10 +78,10 @@ def machine(monkeypatch, tmp_path):
             tuple(Gpu(gpu.index, "NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0)) for gpu in gpus),
             "CPU", 8, 64 * GIB, 60 * GIB,
         )  # fmt: skip
-        monkeypatch.setattr(memory_check, "detect_hardware", lambda environment: found)
-        monkeypatch.setattr(memory_check, "read_all_gpus", lambda **_: GpuSnapshot(gpus, "NVML"))
-        monkeypatch.setattr(memory_check, "find_ranks", lambda folder, holders: ranks)
-        monkeypatch.setattr(memory_check, "lock_holder_pid", lambda folder: OTHER if ranks else None)
+        monkeypatch.setattr(machine_pages, "detect_hardware", lambda environment: found)
+        monkeypatch.setattr(machine_pages, "read_all_gpus", lambda **_: GpuSnapshot(gpus, "NVML"))
+        monkeypatch.setattr(machine_pages, "find_ranks", lambda folder, holders: ranks)
+        monkeypatch.setattr(machine_pages, "lock_holder_pid", lambda folder: OTHER if ranks else None)
         return tmp_path
 
     return install
@@ -127,7 +121,7 @@ def test_each_gpu_shows_the_runs_and_what_is_used_beside_it(machine, tmp_path):
     assert "55.0 GiB allocated (weights 40.0 GiB, loss head 15.0 GiB)" in joined  # no term of no bytes
     assert "59.0 GiB reserved + 5.0 GiB margin + 1.0 GiB libraries = 65.0 GiB needed" in joined
     assert max(map(len, text[1:])) <= 120  # after the line of the folder
-    assert json.loads(json.dumps(check.as_json()))["gpus"][1]["others"][0]["pid"] == OTHER
+    assert json.loads(json.dumps(dataclasses.asdict(check)))["gpus"][1]["others"][0]["pid"] == OTHER
 
 
 def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
@@ -135,9 +129,11 @@ def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
     output = machine(
         gpu(0, GpuProcess(11, "python", 50 * GIB), GpuProcess(OTHER, "jupy\x1bter", 17 * GIB), used=67 * GIB),
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 22 * GIB), used=52 * GIB),
+        gpu(2, GpuProcess(OTHER, "jupyter", 79 * GIB), used=79 * GIB),
         ranks=(rank(0, 11), rank(1, 21)),
     )
     check = read_memory_snapshot(output, {})
+    assert len(check.warnings) == 2  # none of the GPU that the run does not use
     # 80 - 17 - 60 = 3 of 5 are left on the first; 80 - 22 - 60 = 2 too few on the second
     assert "beside the predicted peak 3.00 of the plan's margin of 5.00 GiB are left" in check.warnings[0]
     assert f"pid {OTHER} (jupy\\x1bter) 17.00 GiB" in check.warnings[0]
@@ -145,32 +141,19 @@ def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
     assert sum(line.startswith("warning: GPU") for line in format_memory_snapshot(check)) == 2
 
 
-def test_a_gpu_that_the_run_does_not_use_gives_no_warning(machine, tmp_path):
-    run_folder(tmp_path, "mine")
-    output = machine(
-        gpu(0, GpuProcess(11, "python", 50 * GIB), used=51 * GIB),
-        gpu(1, GpuProcess(OTHER, "jupyter", 79 * GIB), used=79 * GIB),
-        ranks=(rank(0, 11),),
-    )
-    assert not read_memory_snapshot(output, {}).warnings
-
-
 def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, tmp_path):
     run_folder(tmp_path, "mine")
     group = (rank(0, 11), rank(1, 21))
-    output = machine(gpu(0, GpuProcess(NOWHERE, None, 70 * GIB), used=71 * GIB), gpu(1, used=71 * GIB), ranks=group)
+    foreign = GpuProcess(NOWHERE, None, 70 * GIB)
+    output = machine(
+        gpu(0, foreign, used=71 * GIB), gpu(1, used=71 * GIB), gpu(2, used=71 * GIB, listed=False), ranks=group
+    )
     check = read_memory_snapshot(output, {})
-    for use in check.gpus:  # pids of the host on the first, none listed on the second
+    for use in check.gpus:  # pids of the host on the first, none on the second, and of the third no list
         assert (use.run_bytes, use.others_bytes) == (None, None)
         assert use.used_bytes == 71 * GIB
     assert not check.warnings
     assert any("the driver names no process of this run there" in line for line in format_memory_snapshot(check))
-
-
-def test_a_driver_that_lists_nothing_gives_n_a(machine, tmp_path):
-    run_folder(tmp_path, "mine")
-    output = machine(gpu(0, used=71 * GIB, listed=False), ranks=(rank(0, 11),))
-    assert read_memory_snapshot(output, {}).gpus[0].run_bytes is None
 
 
 # --- RAM --------------------------------------------------------------------------------------------------------------
@@ -218,15 +201,10 @@ def test_a_run_that_is_not_there_is_refused(machine, tmp_path):
     (output / "plain").mkdir()
     with pytest.raises(RunFolderError, match="has no manifest"):
         read_memory_snapshot(output, {}, name="plain")
-
-
-def test_a_damaged_plan_is_said(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine")
-    (folder.path / "plan.json").write_text('{"peak_bytes": []}')
-    check = read_memory_snapshot(machine(ranks=(rank(0, 11),), hardware=CPU), {})
+    (output / "other" / "plan.json").write_text('{"peak_bytes": []}')
+    check = read_memory_snapshot(output, {}, name="other")
     assert check.prediction is None
     assert any("its plan.json cannot be read" in line for line in format_memory_snapshot(check))
-    assert not check.warnings
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -254,8 +232,7 @@ time.sleep(60)
 @pytest.fixture
 def training(tmp_path) -> Iterator[Any]:
     """A function that starts a process which holds a run, as a training does."""
-    script = tmp_path / "scripts" / "train.py"
-    script.parent.mkdir()
+    script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     with contextlib.ExitStack() as stack:
 
@@ -288,25 +265,19 @@ def test_a_single_process_is_found_by_the_log_that_it_has_open(training, tmp_pat
     (one,) = found.ranks
     assert (one.pid, one.rank) == (process.pid, 0)
     assert one.rss_bytes > 2**20
-    assert found.said[0] == f"Run {folder.path}: one process, pid {process.pid}"
+    assert found.said[0] == f"Run {folder.path}: 1 of 1 ranks on this machine, pid {process.pid}"
     end(process)
     assert not read_memory_snapshot(tmp_path / "out", {}, name="alone").running
 
 
-def test_ranks_that_name_the_folder_are_one_run_and_their_workers_no_ranks(training, tmp_path):
+@pytest.mark.parametrize("names_folder", [True, False], ids=["ours", "torchrun by hand"])
+def test_ranks_of_one_run_are_found_and_their_workers_are_no_ranks(training, tmp_path, names_folder):
+    """Where no variable names the folder, rank 0 holds its lock, and the others have its parent."""
     folder = run_folder(tmp_path / "out", "spread")
-    common = {"SFT_PLAY_RUN": str(folder.path), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    started = [training(folder, forks=1, RANK=str(n), LOCAL_RANK=str(n), **common) for n in range(2)]
+    common = {"SFT_PLAY_RUN": str(folder.path)} if names_folder else {}
+    started = [training(folder, forks=1, RANK=str(n), LOCAL_RANK=str(n), WORLD_SIZE="2", **common) for n in range(2)]
     ranks = read_memory_snapshot(tmp_path / "out", {}).ranks
     assert [(one.rank, one.pid) for one in ranks] == [(0, started[0].pid), (1, started[1].pid)]
-
-
-def test_ranks_that_a_person_started_are_one_run_by_their_launcher(training, tmp_path):
-    """torchrun by hand names no folder: rank 0 has the log open, and the others have its parent."""
-    folder = run_folder(tmp_path / "out", "by-hand")
-    started = [training(folder, RANK=str(n), LOCAL_RANK=str(n), WORLD_SIZE="2") for n in range(2)]
-    ranks = read_memory_snapshot(tmp_path / "out", {}).ranks
-    assert [one.pid for one in ranks] == [process.pid for process in started]
 
 
 def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
@@ -330,16 +301,6 @@ def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
     lock_run(folder).close()
 
 
-def test_a_writer_that_is_not_of_this_machine_is_said(machine, monkeypatch, tmp_path):
-    folder = run_folder(tmp_path, "far")
-    output = machine(hardware=CPU)
-    monkeypatch.setattr(memory_check, "lock_holder_pid", lambda folder: 0)
-    check = read_memory_snapshot(output, {})
-    assert check.running
-    assert f"Run {folder.path} is being written, by a process that cannot be seen from here" in check.said[0]
-    assert check.prediction is not None
-
-
 def test_the_newest_of_several_runs_is_shown_and_the_others_named(training, tmp_path):
     older = run_folder(tmp_path / "out", "b", started="2026-11-20T10:00:00")
     newer = run_folder(tmp_path / "out", "a", started="2026-11-21T10:00:00")
@@ -351,35 +312,7 @@ def test_the_newest_of_several_runs_is_shown_and_the_others_named(training, tmp_
     assert read_memory_snapshot(tmp_path / "out", {}, name="b").folder == str(older.path)
 
 
-def test_a_process_that_trains_under_another_name_is_found_by_its_lock(training, tmp_path):
-    folder = run_folder(tmp_path / "out", "script")
-    (tmp_path / "scripts" / "train.py").rename(tmp_path / "scripts" / "mine.py")
-    words = [sys.executable, str(tmp_path / "scripts" / "mine.py"), str(folder.path), "0"]
-    started = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert started.stdout is not None
-        started.stdout.readline()
-        ranks = read_memory_snapshot(tmp_path / "out", {}).ranks
-        assert [one.pid for one in ranks] == [started.pid]
-    finally:
-        end(started)
-
-
 # --- live -------------------------------------------------------------------------------------------------------------
-
-
-def test_watching_writes_a_block_at_a_time_and_ctrl_c_ends_it(machine, tmp_path):
-    output, written, pauses = machine(hardware=CPU), [], []
-
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 3:
-            raise KeyboardInterrupt
-
-    last = watch_memory(lambda: read_memory_snapshot(output, {}), show_snapshot=written.append, pause=pause)
-    assert len(written) == 3
-    assert isinstance(last, MemorySnapshot)
-    assert pauses == [memory_check.REFRESH_S] * 3
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -401,19 +334,9 @@ def test_the_command_shows_the_machine_and_answers_0(command, config, monkeypatc
     assert (code, json.loads(printed)["running"]) == (0, False)
     code, printed = command("memory-check", "--config", str(config), "--run", "none")
     assert code == 2
-    assert "there is no run none in" in printed
-
-
-def test_ctrl_c_ends_a_live_table_with_0(config):
-    words = [sys.executable, "-m", "sft_play", "memory-check", "--watch", "--config", str(config)]
-    started = subprocess.Popen(
-        words, cwd=ROOT, env=clean_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
-    )  # fmt: skip
-    try:
-        assert started.stdout is not None
-        assert "[memory-check]" in started.stdout.readline()
-        started.send_signal(signal.SIGINT)
-        assert started.wait(timeout=30) == 0
-    finally:
-        end(started)
+    assert "there is no run none in" in json.loads(printed.splitlines()[0])["error"]
+    # renewed until Ctrl-C, one object a line
+    pauses = iter([None, None])
+    monkeypatch.setattr(machine_pages.watch_memory, "__kwdefaults__", {"pause": lambda seconds: next(pauses)})
+    with pytest.raises(StopIteration):
+        command("memory-check", "--config", str(config), "--watch")

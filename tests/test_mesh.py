@@ -498,7 +498,7 @@ def test_a_mesh_is_planned_and_checked_on_a_machine_without_gpus(
     mesh, layout, tmp_path, tiny_llama, monkeypatch, command
 ):
     words = ["--config", str(uneven_run(tmp_path, tiny_llama)), "tuning.mode=lora", f"model.mesh_shape={mesh}"]
-    monkeypatch.setattr("sft_play.commands.lookups.detect_hardware", lambda: cpu(1))
+    monkeypatch.setattr("sft_play.commands.request.detect_hardware", lambda: cpu(1))
     code, said = command("plan", "--json", *words)
     assert code == 0, said
     plan = json.loads(said.splitlines()[0])

@@ -20,12 +20,11 @@ EMPTY = {
 """Words that say how a value came here, and not what it is."""
 
 PUBLIC_FIELDS = {
-    "commands.request": {"why"},
+    "answers": {"found"},
     "config.schema": {"how"},
     "data.sources.formats": {"where"},
     "data.sources.raw": {"where"},
-    "diagnose.memory_check": {"said"},
-    "findings": {"found"},
+    "diagnose.machine_pages": {"said"},
     "finished.listing": {"kept"},
     "planner.precision": {"what"},
     "training.heartbeat": {"where"},

@@ -50,7 +50,9 @@ def models(tmp_path_factory):
 
 def written(**variables) -> Path:
     """The file that `make new` wrote."""
-    answer = new.run_new(Request(command="new", config=Path("-"), **variables))
+    answer = new.run_new(
+        Request("new", Path("-"), values={name.strip("_").upper(): value for name, value in variables.items()})
+    )
     assert answer.data["next"].startswith(f"make plan CONFIG={answer.data['path']}")
     return Path(answer.data["path"])
 
@@ -126,7 +128,9 @@ def test_a_folder_with_splits_is_read_by_them(tmp_path):
 def test_new_refuses_and_writes_nothing(variables, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError, ModelError), match=message):
-        new.run_new(Request(command="new", config=Path("-"), **variables))
+        new.run_new(
+            Request("new", Path("-"), values={name.strip("_").upper(): value for name, value in variables.items()})
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -150,7 +154,7 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
 def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model, rows, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
-    monkeypatch.setattr("sft_play.commands.lookups.detect_hardware", lambda: machine)
+    monkeypatch.setattr("sft_play.commands.request.detect_hardware", lambda: machine)
     monkeypatch.setattr("sft_play.launch.refusals.find_unusable_accelerator", lambda devices: None)
     row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"
     Path("my.jsonl").write_text(row * rows)
@@ -350,7 +354,7 @@ def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path,
         "model: {name: a/b}\ndata: {train_path: own.jsonl, process: {raw_path: own.jsonl, test_fraction: 0.0}}\n"
     )
     for command, folder in (("process", "data/processed"), ("style", "data/processed_with_style")):
-        answer = prepare(Request(command=command, config=Path("my.yaml"), is_config_given=True, style="Be terse."))
+        answer = prepare(Request(command, Path("my.yaml"), is_config_given=True, values={"STYLE": "Be terse."}))
         *_, warning, following = answer.lines
         assert (
             warning
@@ -366,7 +370,7 @@ def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path,
         )
     # a config that trains on what process writes needs no settings
     Path("my.yaml").write_text("model: {name: a/b}\ndata: {process: {raw_path: own.jsonl, test_fraction: 0.0}}\n")
-    answer = prepare(Request(command="process", config=Path("my.yaml"), is_config_given=True, force=True))
+    answer = prepare(Request("process", Path("my.yaml"), is_config_given=True, values={"FORCE": True}))
     assert answer.lines[-1] == "Next: make check CONFIG=my.yaml"
 
 
@@ -392,7 +396,7 @@ def test_machines_are_found_as_people_say_them(said, gpus, name):
     ("said", "message"),
     [
         ("GTX 1080", "nearest: GTX 1080 Ti"),
-        ("RTX 6090 laptop", "nearest: RTX .* Laptop.*mem=8GiB"),
+        ("RTX 6090 laptop", "nearest: RTX .* Laptop.*mem=24GiB"),
         ("Tesla K80", "docs/gpus.md lists those that are"),
     ],
 )

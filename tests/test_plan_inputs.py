@@ -456,7 +456,7 @@ def test_a_torch_without_cuda_beside_gpus_is_refused_before_ranks_are_started(
     command: Command, small_run, monkeypatch, verb
 ):
     machine = dataclasses.replace(parse_hardware("2xRTX3090"), named=False)
-    for module in ("commands.lookups", "commands.sweep", "launch.planning", "launch.request", "launch.run_hardware"):
+    for module in ("commands.request", "commands.sweep", "launch.planning", "launch.request", "launch.run_hardware"):
         monkeypatch.setattr(f"sft_play.{module}.detect_hardware", lambda: machine)
     monkeypatch.setattr("sft_play.launch.refusals.require_compiler", lambda *_: None)
     monkeypatch.setattr("sft_play.launch.start.run_ranks", lambda *_: pytest.fail("ranks were started"))

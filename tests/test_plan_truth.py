@@ -559,8 +559,8 @@ def test_the_command_says_host_memory_where_that_is_short(command: Command, tmp_
 
 def test_a_check_of_what_is_predicted_not_to_fit_does_not_say_ready():
 
+    from sft_play.answers import pass_finding, warn_finding
     from sft_play.diagnose.run_check import CheckReport
-    from sft_play.findings import pass_finding, warn_finding
 
     fine, tried = (
         pass_finding("memory plan", "fits"),

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from sft_play.answers import Finding
 from sft_play.cli import main
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import DataConfig
@@ -34,7 +35,6 @@ from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import SftPlayError
-from sft_play.findings import Finding
 from sft_play.training.loop.rows import to_dataset
 from tests.conftest import digest, need_documents_extra
 from tests.models import CHATML, make_tokenizer

@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,11 @@ import pytest
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources import examples
 from sft_play.data.sources.files import find_data_paths
-from sft_play.errors import DataError, RunFolderError
+from sft_play.errors import DataError
 from sft_play.process import waiting
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
-from sft_play.runs.lookup import lock_run, require_writable_output_dir
+from sft_play.runs.lookup import lock_run
 from tests.conftest import ROOT, chat
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "pandas")
@@ -151,14 +149,6 @@ def test_the_parent_of_ranks_starts_them_without_a_library(refused):
     assert said.index("Launch:") < said.index("the ranks were started")
 
 
-def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
-    require_writable_output_dir(RunFolder(tmp_path / "outputs" / "deep" / "run"))
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").touch()
-    with pytest.raises(RunFolderError, match="cannot be written: Not a directory"):
-        require_writable_output_dir(RunFolder(tmp_path / "file" / "run"))
-
-
 # --- the first look ---------------------------------------------------------------------------------------------------
 
 
@@ -233,15 +223,6 @@ def test_what_imports_made_is_left_out_of_collections(watched):
     assert frozen > 300_000  # about a million; Python's own are a few hundred at most
 
 
-def test_a_process_that_has_torch_is_left_as_it_is(caplog, monkeypatch):
-    import torch  # noqa: F401
-
-    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))  # frozen objects that die are counted no more
-    with caplog.at_level("INFO"), waiting.importing():
-        assert gc.isenabled()
-    assert (gc.isenabled(), caplog.text) == (True, "")
-
-
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_collections_are_on_again_however_imports_end(is_interrupted, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -256,19 +237,6 @@ def test_collections_are_on_again_however_imports_end(is_interrupted, monkeypatc
         assert is_interrupted
     assert gc.isenabled()
     assert frozen == [False]  # before they are on again: none may walk through all that was imported
-
-
-def test_a_caller_without_collections_keeps_none(monkeypatch):
-    """A trace runs without them, and decides itself when they are on again."""
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))
-    gc.disable()
-    try:
-        with waiting.importing():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
 
 
 # --- what is remembered -----------------------------------------------------------------------------------------------
@@ -299,72 +267,3 @@ def test_a_second_plan_of_a_class_that_the_tables_lack_loads_no_library(tmp_path
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
-def test_weights_are_read_once_each(mode, tiny_llama, tmp_path, monkeypatch):
-    """Every tensor of every file once, by several threads where none is quantised on the way."""
-    import torch
-    import transformers.modeling_utils
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from sft_play.config.schema import RunConfig
-    from sft_play.machine.hardware import detect_hardware
-    from sft_play.models.config_json import load_model_shape
-    from sft_play.planner.precision import choose_precision
-    from sft_play.training.model.model_loading import load_model
-    from sft_play.training.prepare.model_spec import build_model_spec
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    tokenizer.save_pretrained(tmp_path)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert len(files) >= 3
-    opened: Counter[str] = Counter()
-    read: Counter[str] = Counter()
-    threads: set[int] = set()
-
-    class Slice:
-        def __init__(self, name, whole):
-            self.name, self.whole = name, whole
-
-        def __getitem__(self, where):
-            read[self.name] += 1
-            threads.add(threading.get_ident())
-            return self.whole[where]
-
-        def __getattr__(self, name):
-            return getattr(self.whole, name)
-
-    class Opened:
-        def __init__(self, file, *words, **options):
-            opened[Path(file).name] += 1
-            self.file = real(file, *words, **options)
-
-        def get_slice(self, name):
-            return Slice(name, self.file.get_slice(name))
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def __enter__(self):
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *about):
-            return self.file.__exit__(*about)
-
-    real = transformers.modeling_utils.safe_open
-    monkeypatch.setattr(transformers.modeling_utils, "safe_open", Opened)
-    config = RunConfig.model_validate(
-        {"model": {"name": str(tmp_path), "max_seq_len": 64}, "data": {"train_path": "x"}, "tuning": {"mode": mode}}
-    )
-    precision = choose_precision(config, detect_hardware(), load_model_shape(str(tmp_path)))
-    spec = build_model_spec(config, precision, tokenizer_size=len(tokenizer))
-    loaded = load_model(config, precision, spec, device="cpu")
-    assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
-    assert opened == {file.name: 1 for file in files}
-    assert read == dict.fromkeys((name for name, _ in model.named_parameters()), 1)
-    assert len(threads) == 1 if mode == "qlora" else threading.get_ident() not in threads
-    assert torch.equal(loaded.model.norm.weight.float(), model.model.norm.weight)

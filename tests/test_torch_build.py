@@ -34,9 +34,7 @@ def chosen(machine, asked="", configured=""):
     ("machine", "name", "source"),
     [
         (linux("580.65.06", L4), "cu130", None),  # what the public index has
-        (linux("595.10", RTX5090), "cu130", None),
         (linux("579.99", L4), "cu126", CUDA_12_INDEX),
-        (linux("525.60.13", L4), "cu126", CUDA_12_INDEX),
         (linux("535.54"), "cu126", CUDA_12_INDEX),  # the kernel tells of no GPUs
         (linux("580.65.06", V100), "cu126", CUDA_12_INDEX),  # no kernels for 7.0 in CUDA 13's
         (linux("580.65.06", L4, V100), "cu126", CUDA_12_INDEX),
@@ -58,7 +56,7 @@ def test_the_driver_and_the_gpus_decide_the_build(machine, name, source):
         (linux("470.57.02"), ["driver 470.57.02 here", "needs driver 525.60.13"], "580"),
         (linux("570.86.15", RTX5090), ["CUDA 12.6 (cu126): has no kernels for NVIDIA GeForce RTX 5090"], "580"),
         (linux("470.57.02", V100), ["CUDA 13.0 (cu130): needs driver 580 or newer; has no kernels"], "525"),
-        (linux("470.57.02", K80), ["has no kernels for Tesla K80 (capability 3.7)"], None),
+        (linux("470.57.02", K80, K80), ["has no kernels for Tesla K80 (capability 3.7)"], None),
         (linux("580.65.06", V100, RTX5090), ["no kernels for Tesla V100", "no kernels for NVIDIA GeForce"], None),
     ],
 )  # fmt: skip
@@ -69,12 +67,6 @@ def test_where_no_build_runs_the_message_says_why_and_what_to_update(machine, pa
     assert all(part in text for part in parts), text
     assert "TORCH=cpu" in text
     assert re.findall(r"update NVIDIA's driver to (\d+) or newer", text) == ([update] if update else [])
-
-
-def test_a_gpu_that_is_there_twice_is_named_once():
-    with pytest.raises(BuildError) as caught:
-        torch_build.choose(linux("470.57.02", K80, K80))
-    assert str(caught.value).count("Tesla K80") == 2  # once for each build
 
 
 def test_a_configured_index_is_used_and_no_other():

@@ -196,7 +196,9 @@ def test_the_rows_of_data_decide_what_trl_would_train(tmp_path, monkeypatch):
     for name, rows, loss_on in (("pairs", pairs, "completion"), ("chats", chats, "all")):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         out = Path(f"{name}.yaml")
-        new.run_new(Request(command="new", config=Path("-"), from_=Path("theirs.yaml"), data=f"{name}.jsonl", out=out))
+        new.run_new(
+            Request("new", Path("-"), values={"FROM": Path("theirs.yaml"), "DATA": f"{name}.jsonl", "OUT": out})
+        )
         assert load_config(out).config.data.loss_on == loss_on
 
 

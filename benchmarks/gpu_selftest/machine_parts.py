@@ -15,7 +15,7 @@ from benchmarks.gpu_selftest.probe_cases import DTYPES, HEAD_DIM, HEADS, MASKS, 
 from benchmarks.gpu_selftest.record import Part, judged_part
 from benchmarks.gpu_selftest.trials import TrialBench, judge_run_folder, run_module
 from sft_play.config.load import load_config
-from sft_play.diagnose import ranks
+from sft_play.diagnose import doctor
 from sft_play.diagnose.machine_checks import read_system_facts
 from sft_play.launch.request import LaunchOptions
 from sft_play.machine import visible_gpus
@@ -146,8 +146,8 @@ def check_all_reduce(bench: TrialBench, hardware: Hardware) -> Part:
     name, machine = f"{SEVERAL}all-reduce", joint_hardware(hardware)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"} if not hardware.gpus else os.environ
     options = LaunchOptions(gpus=_chosen_gpus(hardware))
-    outcome = ranks.run_all_reduce(machine, options, limit_s=ALL_REDUCE_S, environment=environment)
-    finding = ranks.judge_all_reduce(outcome, read_system_facts(machine), NodeSetup())
+    outcome = doctor.run_all_reduce(machine, options, limit_s=ALL_REDUCE_S, environment=environment)
+    finding = doctor.judge_all_reduce(outcome, read_system_facts(machine), NodeSetup())
     best = outcome.bytes_per_s
     if finding.verdict == "FAIL" or best is None:
         return Part(name, "fail", finding.found)

@@ -1,7 +1,6 @@
 """The commands of `sft-play`: a file for each, or for a family of them.
 
-No commands are `request` (the command line as it was read), `answer` (what a command returns),
-`lookups` (what a request is about) and `launch_requests` (the request of commands that train).
+`request` is no command: the command line as it was read, what it is about, and what a command returns.
 
 `variables.json` has them in the order of the help, each with its file, which is imported when the
 command is run, the groups of commands that take the same variables, and a line on what it does. A

@@ -6,16 +6,20 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from sft_play.commands.answer import CommandResult, confirm_with_user, redirect_stdout_to_stderr
-from sft_play.commands.lookups import request_output_dir
-from sft_play.commands.request import Request
+from sft_play.commands.request import (
+    CommandResult,
+    Request,
+    confirm_with_user,
+    redirect_stdout_to_stderr,
+    request_output_dir,
+)
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import EVENT_FILES, PruneResult, prune, select_prunable
 from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import TensorBoardServer
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import iter_runs, resolve_run
-from sft_play.text import format_size
+from sft_play.text import format_size, plural
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +48,8 @@ def _start_page(request: Request) -> TensorBoardServer:
 
 def _open_page(request: Request) -> CommandResult:
     """In a browser, or its address where there is no display. Without RUN, a TensorBoard of one of the runs will do."""
-    servers = sorted(
-        filter(tensorboard.is_serving, _servers_inside(_logdir(request))),
-        key=lambda running_server: len(running_server.logdir),
-    )
-    server = servers[0] if servers else _start_page(request)
+    servers = list(filter(tensorboard.is_serving, _servers_inside(_logdir(request))))
+    server = min(servers, key=lambda one: len(one.logdir)) if servers else _start_page(request)
     has_display = sys.platform == "darwin" or any(map(os.environ.get, ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")))
     is_open = has_display and webbrowser.open(server.page)
     log_text = "Opened %s in the browser" if is_open else "No browser can be shown here; open this address yourself: %s"
@@ -60,8 +61,7 @@ def _stop_servers(request: Request) -> CommandResult:
     folder = _logdir(request) if request.is_config_given or request.run or request.overrides else None
     servers = tensorboard.running_servers() if folder is None else _servers_inside(folder)
     if not servers:
-        folder_text = "" if folder is None else f" over {folder}"
-        logger.info("No TensorBoard of this project is running%s", folder_text)
+        logger.info("No TensorBoard of this project is running over %s", folder or "any folder")
     for server in servers:
         logger.info("%s: %s, over %s", tensorboard.stop_server(server), server.url, server.logdir)
     running = tensorboard.running_servers()
@@ -84,10 +84,8 @@ def _remove_curves(request: Request) -> CommandResult:
                 raise
             logger.info("kept: %s", error)
     files = [size for parts in removable.values() for size in parts.values()]
-    description = (
-        f"{len(files)} event file{'s' * (len(files) != 1)}, {format_size(sum(files))}, of {len(removable)} finished run"
-    )
-    description += "s" * (len(removable) > 1)
+    runs_text = plural(len(removable), "finished run")
+    description = f"{plural(len(files), 'event file')}, {format_size(sum(files))}, of {runs_text}"
     pruned = PruneResult((), 0)
     if not removable:
         logger.info("There are no event files of finished runs in %s", output)

@@ -7,9 +7,7 @@ import logging
 import sys
 from types import ModuleType
 
-from sft_play.commands.answer import CommandResult
-from sft_play.commands.lookups import refuse_hardware
-from sft_play.commands.request import Request
+from sft_play.commands.request import CommandResult, Request, refuse_hardware
 from sft_play.errors import ConfigError
 from sft_play.files import ROOT
 

@@ -7,11 +7,17 @@ import logging
 import os
 import sys
 
-from sft_play.commands.answer import CommandResult, command_result, write_out_file
-from sft_play.commands.lookups import refuse_hardware, request_output_dir, requested_hardware
-from sft_play.commands.request import Request
+from sft_play.commands.request import (
+    CommandResult,
+    Request,
+    command_result,
+    refuse_hardware,
+    request_output_dir,
+    requested_hardware,
+    write_out_file,
+)
 from sft_play.config.load import load_config
-from sft_play.diagnose import gpu_info, memory_check
+from sft_play.diagnose import machine_pages
 from sft_play.diagnose.doctor import PlannedRun, run_doctor
 from sft_play.diagnose.run_check import CheckReport, check_run
 from sft_play.errors import SftPlayError
@@ -33,9 +39,16 @@ def run_diagnosing(request: Request) -> CommandResult | int:
         report = check_run(request.config, request.overrides, requested_hardware(request))
         return check_result(report, is_full=request.why)
     if request.command == "gpu-info":
-        return _gpu_info(request)
+        if request.hardware:
+            data, lines = machine_pages.assumed_machine_info(requested_hardware(request), request.hardware)
+        else:
+            output = request_output_dir(request)
+            data, lines = machine_pages.read_machine_info(output, os.environ, includes_torch=request.full)
+        return CommandResult(data, ["\n".join(lines)])
     refuse_hardware(request)
-    return _doctor(request) if request.command == "doctor" else _memory_check(request)
+    if request.command == "doctor":
+        return _doctor(request)
+    return _memory_check(request)
 
 
 def check_result(report: CheckReport, *, is_full: bool) -> CommandResult:
@@ -66,38 +79,28 @@ def _doctor(request: Request) -> CommandResult:
     return command_result(run_doctor(planner, options, uses_cpu=uses_cpu))
 
 
-def _gpu_info(request: Request) -> CommandResult:
-    if request.hardware:
-        assumed = requested_hardware(request)
-        data, lines = gpu_info.assumed_machine_json(assumed), gpu_info.assumed_machine_lines(assumed, request.hardware)
-    else:
-        machine = gpu_info.read_machine_info(request_output_dir(request), os.environ, includes_torch=request.full)
-        data, lines = machine.as_json(), gpu_info.machine_lines(machine)
-    return CommandResult(data, ["\n".join(lines)])
-
-
 def _memory_check(request: Request) -> CommandResult | int:
     """One look at the memory, or with WATCH one after the other; the last one is written to OUT."""
     output = request_output_dir(request)
 
-    def take_snapshot() -> memory_check.MemorySnapshot:
-        return memory_check.read_memory_snapshot(output, os.environ, name=request.run)
+    def take_snapshot() -> machine_pages.MemorySnapshot:
+        return machine_pages.read_memory_snapshot(output, os.environ, name=request.run)
 
-    def show_snapshot(snapshot: memory_check.MemorySnapshot) -> None:
+    def show_snapshot(snapshot: machine_pages.MemorySnapshot) -> None:
         if request.json:
-            write_json_line(add_exit_status(snapshot.as_json(), 0))
+            write_json_line(add_exit_status(dataclasses.asdict(snapshot), 0))
         else:
             if sys.stdout.isatty():
                 sys.stdout.write("\033[H\033[2J")  # in the place of the look before
-            lines = [*memory_check.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"]
+            lines = [*machine_pages.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"]
             logger.info("%s", "\n".join(lines))
         if is_output_lost():
             raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
 
     if not request.watch:
         snapshot = take_snapshot()
-        return CommandResult(snapshot.as_json(), ["\n".join(memory_check.format_memory_snapshot(snapshot))])
-    last_snapshot = memory_check.watch_memory(take_snapshot, show_snapshot=show_snapshot)
+        return CommandResult(dataclasses.asdict(snapshot), ["\n".join(machine_pages.format_memory_snapshot(snapshot))])
+    last_snapshot = machine_pages.watch_memory(take_snapshot, show_snapshot=show_snapshot)
     if request.out is not None and last_snapshot is not None:
-        write_out_file(request.out, last_snapshot.as_json())
+        write_out_file(request.out, dataclasses.asdict(last_snapshot))
     return 0

@@ -1,38 +1,67 @@
-"""`eval`, `ship`, `report`, `compare`, `reproduce`, `runs`, `prune`, `chat`, `infer` and `serve`: runs that have ended
-measured, judged, shown, trained again, listed and removed; and what they answer."""
+"""Runs that have ended. `eval`, `ship`, `report`, `compare`, `reproduce`, `runs`, `prune`, `chat`, `infer` and `serve`:
+measured, judged, shown, trained again, listed and removed; and what they answer. `merge`, `export` and `push`: their
+model for other programs, and whether it still is the trained one; `consolidate`: the trained weights of a run's last
+checkpoint, whole, as safetensors."""
 
+import functools
 import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, get_args
 
-from sft_play.commands.answer import (
+from sft_play.commands.request import (
     CommandResult,
+    Request,
     command_result,
     confirm_with_user,
+    find_request_run,
     redirect_stdout_to_stderr,
+    request_output_dir,
+    require_source,
     require_writable_out,
+    trusts_code,
     write_result,
 )
-from sft_play.commands.lookups import find_request_run, request_output_dir, require_source
-from sft_play.commands.request import Request
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.compare import compare_runs
+from sft_play.finished.export.llama_cpp import find_converter
+from sft_play.finished.export.places import (
+    EXPORT_FOLDER,
+    MERGED_FOLDER,
+    ExportFormat,
+    Quant,
+    find_gguf,
+    require_export_target,
+    require_mergeable,
+    require_merged,
+)
+from sft_play.finished.export.push import plan_upload, push, require_repo_name
 from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable
 from sft_play.finished.report import read_record, write_report
 from sft_play.finished.run import find_run_folder, next_command_line, require_split
 from sft_play.log import escape_control, one_line
-from sft_play.runs.lookup import check_run_name, open_run
+from sft_play.machine.hardware import detect_hardware
+from sft_play.process.environment import set_deepspeed_to_cpu
+from sft_play.runs.lookup import check_run_name, lock_run, open_run, resolve_run
 from sft_play.text import format_gib
 from sft_play.training.prepare.library_messages import quiet_libraries
+
+if TYPE_CHECKING:
+    from sft_play.finished.export.merge import MergeBase
 
 logger = logging.getLogger(__name__)
 
 
 def run_finished_runs(request: Request) -> CommandResult | int:
-    """Run a command on finished runs. Exit code 2: do not ship (ship), or a tensor differs (reproduce)."""
+    """Run a command on finished runs. Exit code 2: do not ship (ship), a tensor differs (reproduce), or what was
+    written is not the trained model (merge, export)."""
     if request.command == "serve":
         return _serve(request)
+    for name, value, choices in (("DTYPE", request.dtype, _DTYPES), ("BASE", request.base, _BASES)):
+        if value not in (None, *choices):
+            raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}")
     with redirect_stdout_to_stderr(enabled=request.json):
         return _COMMAND_FUNCTIONS[request.command](request)
 
@@ -185,7 +214,112 @@ def _serve(request: Request) -> int:
     return exit_code
 
 
+# --- their model for other programs -----------------------------------------------------------------------------------
+
+_DTYPES = ("bf16", "fp16", "fp32")
+_BASES = ("dequantized", "original")
+_FORMATS, _QUANTS = get_args(ExportFormat), get_args(Quant)
+
+
+def _merge(request: Request) -> CommandResult:
+    finished = find_request_run(request)
+    require_mergeable(
+        finished, request.base, request.out or finished.folder.path / MERGED_FOLDER, replace=request.force
+    )
+    from sft_play.finished.export.merge import merge_run
+
+    base = cast("MergeBase | None", request.base)
+    with lock_run(finished.folder):
+        merged = merge_run(finished, dtype=request.dtype, base=base, out=request.out, replace=request.force)
+    return command_result(merged, is_written_to_out=False)
+
+
+def _merge_test(request: Request) -> CommandResult:
+    finished = find_request_run(request)
+    require_merged(finished, request.out or finished.folder.path / MERGED_FOLDER)
+    from sft_play.finished.export.check_merge import MERGE_TEST_ROWS, merge_test
+
+    return command_result(
+        merge_test(finished, path=request.out, rows=request.limit or MERGE_TEST_ROWS), is_written_to_out=False
+    )
+
+
+def _export(request: Request) -> CommandResult:
+    if request.format not in _FORMATS:
+        problem = "make export needs FORMAT=,"
+        if request.format:
+            problem = f"FORMAT={one_line(request.format)} is not"
+        raise ConfigError(f"{problem} one of {', '.join(_FORMATS)}")
+    if request.quant is not None and request.quant.lower() not in _QUANTS:
+        raise ConfigError(f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}")
+    if request.quant is not None and request.format == "vllm":
+        raise ConfigError("QUANT= is for GGUFs, and FORMAT=vllm writes none (make merge DTYPE= sets its dtype)")
+    finished = find_request_run(request)
+    require_export_target(
+        request.out or finished.folder.path / EXPORT_FOLDER / str(request.format), replace=request.force
+    )
+    if request.llama_cpp is not None and request.format != "vllm":
+        find_converter(request.llama_cpp)
+    from sft_play.finished.export.export import export_run
+
+    with lock_run(finished.folder):
+        exported = export_run(
+            finished,
+            cast("ExportFormat", request.format),
+            quant=cast("Quant | None", request.quant and request.quant.lower()),
+            out=request.out,
+            replace=request.force,
+            llama_cpp=request.llama_cpp,
+        )
+    return command_result(exported, is_written_to_out=False)
+
+
+def _export_test(request: Request) -> CommandResult:
+    finished = find_request_run(request)
+    find_gguf(finished, request.out)
+    from sft_play.finished.export.check_export import EXPORT_TEST_ROWS, export_test
+
+    tested = export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS)
+    return command_result(tested, is_written_to_out=False)
+
+
+def _push(request: Request) -> CommandResult:
+    require_repo_name(request.repo)
+    upload = plan_upload(
+        find_request_run(request),
+        request.repo,
+        is_merged=request.merged,
+        is_public=request.public,
+        is_confirmed=request.yes,
+    )
+    upload_text = upload.describe()  # shown before it is agreed to: an upload cannot be taken back
+    if not confirm_with_user(request, f"{upload_text}\nUpload?", refusal=upload_text):
+        return CommandResult({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
+    return command_result(push(upload))
+
+
+def _consolidate(request: Request) -> CommandResult:
+    """Write the weights of RUN's last checkpoint, or of the checkpoint that RUN names, into OUT or the run's folder."""
+    if not request.run:
+        raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not detect_hardware().gpus:
+        set_deepspeed_to_cpu()
+    run_path = Path(request.run).expanduser()
+    checkpoint = run_path if run_path.name.startswith("checkpoint-") and run_path.name != request.run else None
+    # what is no run is refused before torch is imported
+    folder = resolve_run(request_output_dir(request), str(run_path.parents[1] if checkpoint else request.run))
+    if request.out is not None and request.out.exists():
+        raise RunFolderError(f"{request.out} exists; remove it, or name another place: OUT=FOLDER")
+    from sft_play.training.checkpoints.consolidate import consolidate
+
+    is_trusted = functools.partial(trusts_code, request)
+    path = consolidate(folder, checkpoint=checkpoint, out=request.out, is_trusted=is_trusted)
+    return CommandResult({"ok": True, "run": str(folder.path), "path": str(path)}, is_written_to_out=False)
+
+
 _COMMAND_FUNCTIONS: dict[str, Callable[[Request], CommandResult]] = {
-    "chat": _chat, "compare": _compare, "eval": _eval, "infer": _infer, "prune": _prune, "report": _report,
-    "reproduce": _reproduce, "runs": _runs, "ship": _ship,
+    "chat": _chat, "compare": _compare, "consolidate": _consolidate, "eval": _eval, "export": _export,
+    "export-test": _export_test, "infer": _infer, "merge": _merge, "merge-test": _merge_test, "prune": _prune,
+    "push": _push, "report": _report, "reproduce": _reproduce, "runs": _runs, "ship": _ship,
 }  # fmt: skip

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.commands import plan
-from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
-from sft_play.commands.request import Request
+from sft_play.commands.request import CommandResult, Request, redirect_stdout_to_stderr
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.files import ROOT, atomic

@@ -6,9 +6,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from sft_play.commands.answer import CommandResult
-from sft_play.commands.lookups import requested_hardware
-from sft_play.commands.request import Request
+from sft_play.commands.request import CommandResult, Request, requested_hardware
 from sft_play.config.load import config_from_text
 from sft_play.config.translated import format_run_yaml, translate_file
 from sft_play.config.yaml_io import JsonValue, read_text
@@ -37,7 +35,13 @@ def run_new(request: Request) -> CommandResult:
     if request.from_ is None and missing:
         tools = "axolotl, LLaMA-Factory, ms-swift, torchtune, TRL or Unsloth"
         raise ConfigError(f"make new needs {missing}; or FROM=their.yaml, a file of {tools}")
-    out = _output_path(request)
+    out = request.out or Path(_default_file_name(request))
+    if out.suffix.lower() not in _SUFFIXES:
+        raise ConfigError(f"OUT={one_line(str(out))}: a run YAML's name ends with .yaml: OUT={one_line(str(out))}.yaml")
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{one_line(str(out))} exists, and is not overwritten; OUT=another.yaml names another file")
+    if not out.parent.is_dir():
+        raise ConfigError(f"OUT={one_line(str(out))}: the folder {one_line(str(out.parent))} does not exist")
     if request.data and request.data.startswith("hub:"):
         go_offline_without_hub(request.data)
     head, settings, comments = _translate_file(request, request.from_) if request.from_ else _infer_run_yaml(request)
@@ -60,17 +64,6 @@ def run_new(request: Request) -> CommandResult:
     )
 
 
-def _output_path(request: Request) -> Path:
-    out = request.out or Path(_default_file_name(request))
-    if out.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(f"OUT={one_line(str(out))}: a run YAML's name ends with .yaml: OUT={one_line(str(out))}.yaml")
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"{one_line(str(out))} exists, and is not overwritten; OUT=another.yaml names another file")
-    if not out.parent.is_dir():
-        raise ConfigError(f"OUT={one_line(str(out))}: the folder {one_line(str(out.parent))} does not exist")
-    return out
-
-
 def _default_file_name(request: Request) -> str:
     source = request.data if request.from_ is None else f"{request.from_.stem}_sft_play"
     assert source is not None
@@ -82,15 +75,16 @@ def _default_file_name(request: Request) -> str:
 
 
 def _translate_file(request: Request, file: Path) -> _RunYaml:
-    settings: dict[str, JsonValue] = {"model.name": request.model} if request.model else {}
-    dataset_info = infer_dataset(request.data) if request.data else None
-    if dataset_info is not None:
-        data_keys = re.compile(r"data\.(\w+_path|columns|encoding)")
+    settings: dict[str, JsonValue] = {}
+    row_format = ""
+    if request.model:
+        settings["model.name"] = request.model
+    if request.data:
+        dataset_info, data_keys = infer_dataset(request.data), re.compile(r"data\.(\w+_path|columns|encoding)")
         settings |= {path: value for path, value in dataset_info.settings.items() if data_keys.fullmatch(path)}
+        row_format = dataset_info.format
     text = read_text(file, variable="FROM", expected="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
-    result = translate_file(
-        text, name=str(file), user_settings=settings, row_format=dataset_info.format if dataset_info else ""
-    )
+    result = translate_file(text, name=str(file), user_settings=settings, row_format=row_format)
     origin = f"From {one_line(str(file))}, a file of {result.tool.name}, with its defaults"
     head = f"{origin}; what is not set has this toolkit's"
     comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sft_play.commands.answer import CommandResult
-from sft_play.commands.lookups import requested_hardware
-from sft_play.commands.request import Request, refuse_make_variables
+from sft_play.commands.request import CommandResult, Request, refuse_make_variables, requested_hardware
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, error_prefix, stage_context
@@ -72,7 +70,11 @@ def run_plan(request: Request) -> CommandResult:
     missing_data_lines = count_row_tokens_if_quick(run, on_error=row_errors.append)
     # another one than was asked for
     backend_lines = [f"Backend: {backend.reason}"] if backend is not None and backend.fallback_from else []
-    budget = _ask_budget(request, run, hardware, layouts)
+    budget: BudgetResult | None = None
+    if request.budget is not None:
+        if run.stages:
+            raise ConfigError("BUDGET is for a run without stages: its hours are those of one schedule")
+        budget = make_budget(run.config, request.budget, hardware, layouts=layouts)
     if budget is not None and budget.offers and not request.hardware and request.price is None:
         cheapest = budget.offers[0]  # within the budget or not
         hardware = machine = dataclasses.replace(
@@ -83,15 +85,21 @@ def run_plan(request: Request) -> CommandResult:
     stages = parts if run.stages else []
     # the stage that decides: one that does not fit, else the one with the longest rows
     name, config, plan = max(parts, key=lambda part: (not part[2].fits, part[2].max_seq_len))
-    plan_cell = functools.partial(
-        plan_run,
-        layouts=layouts if request.options.deepspeed else LAYOUT_NAMES,
-        keeps_params=keeps_params,
-        include_suggestions=False,
-    )
-    cells = [
-        (cell, _plan_whatif_cell(cell, cell_config, run.config, machine, plan_cell)) for cell, cell_config in configs
-    ]
+    cell_layouts = layouts if request.options.deepspeed else LAYOUT_NAMES
+    cells = []
+    for cell, cell_config in configs:
+        # the lengths of the base's rows for a cell that has the same ones, at whatever limit
+        has_same_rows = _row_settings(cell_config) == _row_settings(run.config)
+        with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
+            cell_plan = plan_run(
+                cell_config,
+                mesh_hardware(cell_config, machine),
+                layouts=cell_layouts,
+                keeps_params=keeps_params,
+                include_suggestions=False,
+                rows=cached_row_tokens(run.config) if has_same_rows else None,
+            )
+        cells.append((cell, cell_plan))
     largest = None
     if fit_question:  # of rows of any length
         fit_request = dataclasses.replace(build_plan_request(config, hardware, layouts), row_tokens=None)
@@ -105,8 +113,8 @@ def run_plan(request: Request) -> CommandResult:
         logger.warning("a run%s would stop: %s", "" if machine.named else " here", text)
     command, node_lines = None, list[str]()
     if misfit is None and not refusal_texts:
-        deepspeed_file = request.options.deepspeed.file if request.options.deepspeed else None
-        command = launch_line(plan, run, deepspeed_file)
+        deepspeed = request.options.deepspeed
+        command = launch_line(plan, run, deepspeed and deepspeed.file)
         node_lines = _node_launch_lines(plan, run, command)
     data = plan.as_json()
     if stages:
@@ -133,25 +141,13 @@ def run_plan(request: Request) -> CommandResult:
     return CommandResult(data, lines, 0 if plan.fits and misfit is None else DoesNotFit.exit_code, misfit)
 
 
-def _ask_budget(
-    request: Request, run: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutName, ...]
-) -> BudgetResult | None:
-    """What BUDGET buys; None where it was not asked."""
-    if request.budget is None:
-        return None
-    if run.stages:
-        raise ConfigError("BUDGET is for a run without stages: its hours are those of one schedule")
-    return make_budget(run.config, request.budget, hardware, layouts=layouts)
-
-
 def _deepspeed_settings(
     request: Request, hardware: Hardware
 ) -> tuple[LayoutName | None, bool, Callable[[RunConfig], RunConfig]]:
     """The layout that is asked for, whether DeepSpeed's file offloads only states, and settings with what it fixes."""
-    deepspeed_request = request.options.deepspeed
-    if deepspeed_request is None:
+    if request.options.deepspeed is None:
         return request.options.strategy, False, lambda config: config
-    deepspeed_config, strategy, name = read_deepspeed_config(deepspeed_request, request.options.strategy)
+    deepspeed_config, strategy, name = read_deepspeed_config(request.options.deepspeed, request.options.strategy)
     apply_deepspeed = functools.partial(
         apply_deepspeed_batch, deepspeed_config=deepspeed_config, ranks=hardware.ranks, name=name
     )
@@ -173,9 +169,10 @@ def _plan_page(
     start_lines = []
     if command is not None and plan.fits:
         start_lines = node_lines or [f"Start: {command}"]
-    trace_reasons = [reason for reason in plan.reasons if "trace" in reason] if request.trace else []
     summary = explain.plan_summary_lines(plan, config, start_lines=start_lines, has_local_data=not missing_data_lines)
-    return [*backend_lines, *summary, *trace_reasons]
+    if request.trace:
+        summary += [reason for reason in plan.reasons if "trace" in reason]
+    return [*backend_lines, *summary]
 
 
 def _misfit_error(plan: Plan, config: RunConfig, stage_name: str | None) -> DoesNotFit | None:
@@ -215,19 +212,8 @@ def _plan_parts(
     ]
 
 
-def _plan_whatif_cell(
-    cell: tuple[str, ...], config: RunConfig, base_config: RunConfig, machine: Hardware, make_plan: Callable[..., Plan]
-) -> Plan:
-    # the lengths of the base's rows for a cell that has the same ones, at whatever limit
-    has_same_rows = (config.data, config.task_mode, config.model.name) == (
-        base_config.data,
-        base_config.task_mode,
-        base_config.model.name,
-    )
-    with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
-        return make_plan(
-            config, mesh_hardware(config, machine), rows=cached_row_tokens(base_config) if has_same_rows else None
-        )
+def _row_settings(config: RunConfig) -> tuple[object, ...]:
+    return config.data, config.task_mode, config.model.name
 
 
 def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None = None) -> str:
@@ -249,8 +235,7 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None = 
         overrides = (*overrides, "train.device=cpu")  # a CPU that is only named: without it the run would be refused
     if overrides:
         # quoted only where a setting would be split
-        needs_quotes = re.compile(r"""[\s'"\\]""").search
-        settings = (shlex.quote(word) if needs_quotes(word) else word for word in overrides)
+        settings = [shlex.quote(word) if re.search(r"""[\s'"\\]""", word) else word for word in overrides]
         argv.append(f"SET={' '.join(settings)}")
     return shlex.join(argv)
 
@@ -301,8 +286,9 @@ def _priced_machines(machine: Hardware) -> Iterator[tuple[str, Hardware, PriceLi
     if not machine.gpus:
         raise ConfigError("BUDGET with PRICE= needs the machine that the price is for: HARDWARE=2xH200")
     gpu = machine.gpus[0].name
-    nodes = f"{machine.nodes}x" if machine.nodes > 1 else ""
-    name = f"{nodes}{machine.ranks_per_node}x{gpu.removeprefix('NVIDIA ').removeprefix('AMD ')}"
+    name = f"{machine.ranks_per_node}x{gpu.removeprefix('NVIDIA ').removeprefix('AMD ')}"
+    if machine.nodes > 1:
+        name = f"{machine.nodes}x{name}"
     if has_own_price:
         yield name, machine, None
         return

@@ -1,35 +1,50 @@
-"""The request to a command: words, flags and make's variables, read once, with an error where they are wrong."""
+"""The request to a command: words, flags and make's variables, read once, with an error where they are wrong; and what
+it is about, looked up: the machine, the folder of the runs, a finished run, data that a variable names. And the answer,
+lines and JSON of one object, and where they are written."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from sft_play.answers import Answer
 from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS, help_line
 from sft_play.config.load import load_config, split_overrides
 from sft_play.config.options import sections
-from sft_play.config.schema import OutputConfig
-from sft_play.errors import ConfigError, RunFolderError
+from sft_play.config.schema import ModelConfig, OutputConfig
+from sft_play.config.yaml_io import parse_yaml_value
+from sft_play.errors import ConfigError, DataError, RunFolderError, SftPlayError
+from sft_play.exit_codes import add_exit_status, write_json_line
 from sft_play.files import relative_to_cwd
 from sft_play.launch.request import LaunchOptions, parse_launch_options
 from sft_play.launch.torchrun import NODE_VARIABLES, node_variables, rank_variables
-from sft_play.log import escape_control, one_line
-from sft_play.runs.lookup import resolve_run
-from sft_play.spelling import did_you_mean, nearest_name
+from sft_play.log import escape_control, one_line, redact
+from sft_play.machine.hardware import Hardware, detect_hardware, parse_hardware
+from sft_play.runs.files import write_json
+from sft_play.runs.lookup import output_dir, resolve_run
+from sft_play.spelling import did_you_mean
 from sft_play.starter import CONFIG
 from sft_play.variables import DESCRIBING_COMMANDS, EXTRA_FLAGS, TRAINING_COMMANDS, VARIABLES, flag_commands
+
+if TYPE_CHECKING:
+    from sft_play.finished.run import FinishedRun
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The request to a command; its words win over make's variables in the environment. A field with the name of a
-    variable of make holds its value, read by the variable's kind; None: not given."""
+    """The request to a command; its words win over make's variables in the environment. `values`: those of
+    make's variables, read by the kind that `variables.json` says; `request.run` is RUN's."""
 
     command: str
     config: Path
@@ -38,72 +53,15 @@ class Request:
     # Whether `config` is the one that the folder of the run names, and not the user.
     is_config_recorded: bool = False
     options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
-    hardware: str | None = None
-    run: str | None = None
-    json: bool = False
-    out: Path | None = None
-    why: bool = False
-    trace: bool = False
-    whatif: str | None = None
-    max: str | None = None
-    price: float | None = None
-    budget: float | None = None
-    peaks: Path | None = None
-    layouts: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ()
-    steps: int | None = None
-    warmup: int | None = None
-    rounds: int | None = None
-    peer: str | None = None
-    peer_python: Path | None = None
-    minutes: float | None = None
-    full: bool = False
-    watch: bool = False
-    yes: bool = False
-    trust: bool = False
-    force: bool = False
-    style: str | None = None
-    n: int | None = None
-    row: int | None = None
-    templates: Path | None = None
-    tokenizer: str | None = None
-    notebook: Path | None = None
-    input: Path | None = None
-    output: Path | None = None
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    system: str | None = None
-    dtype: str | None = None
-    base: str | None = None
-    engine: str | None = None
-    host: str | None = None
-    port: str | None = None
-    repo: str | None = None
-    merged: bool = False
-    public: bool = False
-    limit: int | None = None
-    split: str | None = None
-    data: str | None = None
-    metrics: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
-    format: str | None = None
-    quant: str | None = None
-    llama_cpp: Path | None = None
-    runs: tuple[str, ...] = ()
-    checkpoints: bool = False
-    replay: Path | None = None
-    tolerance: float | None = None
-    for_: str | None = None
-    model: str | None = None
-    from_: Path | None = None
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-
-# The fields that hold just a variable of make; `from` and `for` are words of Python.
-REQUEST_VARIABLES = {
-    field.name: name
-    for field in dataclasses.fields(Request)
-    if (name := field.name.rstrip("_").upper()) in VARIABLES and name != "CONFIG"
-}
+    def __getattr__(self, name: str) -> Any:
+        """The value of a variable of make, by its name in small letters (`for_`, `from_`: those are Python's words);
+        None, False or () where it is not given."""
+        variable_name = name.rstrip("_").upper()
+        if variable_name not in VARIABLES:
+            raise AttributeError(f"there is no variable {variable_name} of make")
+        return self.values.get(variable_name, _parse_variable_value(variable_name, None))
 
 
 def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request:
@@ -115,7 +73,7 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
     if parsed.command not in (*COMMAND_FILES, *INTERNAL_COMMANDS):
         hint = did_you_mean(parsed.command, COMMAND_FILES) or f"there are: {', '.join(COMMAND_FILES)}"
         raise ConfigError(f"there is no command {escape_control(parsed.command)}; {hint}")
-    _check_flags(parsed, argv, unknown)
+    _check_flags(parsed, unknown)
     # the last of several values of a key counts: words win over short flags, and these over SET
     # a rank's words repeat SET, which it also inherits
     set_text = "" if parsed.command == "rank" else environment.get("SET", "")
@@ -127,7 +85,9 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
             flag_overrides.append(f"{row['setting']}={json.dumps(value) if is_path else value}")
     overrides = (*split_overrides(set_text), *flag_overrides, *parsed.overrides)
     launch_values, notes = _launch_values(parsed, environment)
-    _check_override_words(parsed.command, overrides)
+    refuse_make_variables(overrides)
+    if overrides and parsed.command not in flag_commands("SET"):
+        raise ConfigError(f"{parsed.command} reads no run YAML, so {one_line(overrides[0])} would change nothing")
     typed_config = _variable_text(parsed, environment, "CONFIG")
     config = typed_config or _recorded_config(parsed, environment)
     request = Request(
@@ -142,12 +102,17 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
             uses_tensorboard=bool(parsed.tensorboard),
             notes=notes,
         ),
-        **{
-            field: _parse_variable_value(name, _variable_text(parsed, environment, name))
-            for field, name in REQUEST_VARIABLES.items()
+        values={
+            name: _parse_variable_value(name, _variable_text(parsed, environment, name))
+            for name, variable in VARIABLES.items()
+            if variable.kind not in ("launch", "list") and (variable.has_flag or name == "OUTPUT")
         },
     )
-    _require_config(request, environment)
+    if not request.is_config_given and request.command in flag_commands("CONFIG"):
+        if "CONFIG" in environment:
+            raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it")
+        if request.command in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS):
+            require_config_for_model_and_data(request)
     return request
 
 
@@ -251,11 +216,14 @@ def flag_commands_table() -> dict[str, Sequence[str]]:
     return {**variable_flags, **{flag: row["for"] for flag, row in EXTRA_FLAGS.items()}}
 
 
-def _check_flags(parsed: argparse.Namespace, argv: Sequence[str], unknown: Sequence[str]) -> None:
+def _check_flags(parsed: argparse.Namespace, unknown: Sequence[str]) -> None:
     command, flags = parsed.command, flag_commands_table()
-    problems = [_unknown_flag_problem(command, word, flags) for word in unknown]
-    if problems:
-        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems:", *problems]))
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        hint = did_you_mean(flag, [name for name, commands in flags.items() if command in commands], list(flags))
+        raise ConfigError(
+            f"{command} has no flag {one_line(flag)}; {hint or f'sft-play {command} --help lists its flags'}"
+        )
     for flag, commands in flags.items():
         value = getattr(parsed, flag[2:].replace("-", "_"))
         if value is None:
@@ -265,20 +233,6 @@ def _check_flags(parsed: argparse.Namespace, argv: Sequence[str], unknown: Seque
             raise ConfigError(f"{flag} is not a flag of {command}; it belongs to {commands_with_flag}")
         if isinstance(value, str) and not value.strip():
             raise ConfigError(f"{flag} is given and empty (an unset shell variable?): give a value, or leave it out")
-        spellings = (flag, flag.replace("_", "-"), f"--{flag[2:].replace('-', '_')}")
-        if sum(word.partition("=")[0] in spellings for word in argv) > 1:
-            raise ConfigError(f"{flag} is given twice; give it once")
-
-
-def _unknown_flag_problem(command: str, word: str, flags: Mapping[str, Sequence[str]]) -> str:
-    flag = word.partition("=")[0]
-    command_flags = [name for name, commands in flags.items() if command in commands]
-    suggestion = nearest_name(flag, command_flags, list(flags))
-    hint = f"{command} takes {', '.join(command_flags) or 'none'}"
-    if suggestion is not None:
-        owner_note = "" if suggestion in command_flags else f" (a flag of {', '.join(flags[suggestion])})"
-        hint = f"did you mean {suggestion}{owner_note}?"
-    return f"{command} has no flag {one_line(flag)}; {hint}"
 
 
 def _launch_values(
@@ -304,15 +258,6 @@ def _launch_values(
     return values | {name: text for name, text in exported.items() if not values.get(name)}, notes
 
 
-def _require_config(request: Request, environment: Mapping[str, str]) -> None:
-    if request.is_config_given or request.command not in flag_commands("CONFIG"):
-        return
-    if "CONFIG" in environment:
-        raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it")
-    if request.command in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS):
-        require_config_for_model_and_data(request)
-
-
 def require_config_for_model_and_data(request: Request) -> None:
     """Raises ConfigError where overrides give a model or data but no config is given: the starter has its own."""
     if request.is_config_given or not request.overrides or not request.config.is_file():
@@ -324,9 +269,8 @@ def require_config_for_model_and_data(request: Request) -> None:
         starter_value, value = (functools.reduce(getattr, key.split("."), config) for config in (starter, requested))
         if not value or value == starter_value:
             continue
-        name = requested.model.name if requested.model.name != starter.model.name else "Qwen/Qwen2.5-0.5B-Instruct"
-        train_path = requested.data.train_path
-        rows = train_path if train_path not in (None, starter.data.train_path) else "my.jsonl"
+        name = requested.model.name if key == "model.name" else "Qwen/Qwen2.5-0.5B-Instruct"
+        rows = value if key == "data.train_path" else "my.jsonl"
         raise ConfigError(
             f"{key}={one_line(str(value))} is given without a run YAML, and without CONFIG {request.command} uses the "
             f"starter, a model of two million parameters with its own rows and settings. Write my.yaml:\n"
@@ -336,21 +280,14 @@ def require_config_for_model_and_data(request: Request) -> None:
         )
 
 
-def _check_override_words(command: str, overrides: Sequence[str]) -> None:
+def refuse_make_variables(overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a variable of make, or a file, among the settings of the run YAML."""
     for word in overrides:
-        if not word.partition("=")[1] and word.lower().endswith((".yaml", ".yml")):
+        key, equals, text = word.partition("=")
+        name = key.upper()
+        if not equals and word.lower().endswith((".yaml", ".yml")):
             flag = f"--config {shlex.quote(one_line(word))}"
             raise ConfigError(f"{one_line(word)} is not key=value, such as train.epochs=1; to name a run YAML: {flag}")
-    refuse_make_variables(overrides)
-    if overrides and command not in flag_commands("SET"):
-        raise ConfigError(f"{command} reads no run YAML, so {one_line(overrides[0])} would change nothing")
-
-
-def refuse_make_variables(overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a variable of make among the settings of the run YAML."""
-    for word in overrides:
-        key, _, text = word.partition("=")
-        name = key.upper()
         if name in VARIABLES and key not in sections():  # `output={dir: x}` is a section of the run YAML
             flag = f", or as --{name.lower()} {shlex.quote(one_line(text))}" if VARIABLES[name].has_flag else ""
             remedy = f"give it to make (make plan {name}=...), or in the environment{flag}"
@@ -362,3 +299,173 @@ def make_argv(request: Request, command: str, settings: Sequence[str]) -> list[s
     config, run = request.is_config_given and request.config, command == "resume" and request.run
     variables = {"CONFIG": config, "RUN": run, "SET": shlex.join(settings)}
     return ["make", command, *(f"{name}={text}" for name, text in variables.items() if text)]
+
+
+# --- what a request is about ------------------------------------------------------------------------------------------
+
+
+def requested_hardware(request: Request) -> Hardware:
+    """The machine to plan for, with the price that was given."""
+    hardware = parse_hardware(request.hardware) if request.hardware else detect_hardware()
+    if request.price is not None:
+        hardware = dataclasses.replace(hardware, price_per_gpu_hour=request.price)
+    return hardware
+
+
+def refuse_hardware(request: Request) -> None:
+    """Raises ConfigError where a machine is named and this one is used."""
+    if request.hardware:
+        raise ConfigError(
+            f"HARDWARE={escape_control(request.hardware)} names a machine for make plan; training uses this machine"
+        )
+
+
+def request_output_dir(request: Request) -> Path:
+    """The folder of the run folders; the default where no config was given and the starter's does not exist."""
+    if not request.is_config_given and not request.config.is_file():
+        return output_dir(OutputConfig())
+    loaded = load_config(request.config, overrides=request.overrides, with_adapter=False)
+    return output_dir(loaded.config.output)
+
+
+def find_request_run(request: Request) -> "FinishedRun":
+    """The finished run that RUN names, or the newest; raises as `find_finished_run` does."""
+    from sft_play.finished.run import find_finished_run
+
+    return find_finished_run(
+        request_output_dir(request), request.run, is_trusted=functools.partial(trusts_code, request)
+    )
+
+
+def require_source(path: Path | str, variable_name: str) -> None:
+    """Raises DataError where a variable names data that are not there: before anything is imported to read them."""
+    from sft_play.data.sources.files import find_source, list_parts
+
+    try:
+        list_parts(find_source(str(path)), wants_text=True)
+    except DataError as error:
+        raise DataError(f"{variable_name}={error}") from None
+
+
+def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
+    """True if the user allows the code that `model.KEY` would run: SET gives the same value, or the given CONFIG does,
+    for the same model and revision."""
+    path, required_value = f"model.{key}", getattr(model, key)
+    for word in reversed(request.overrides):
+        name, _, value = word.partition("=")
+        if name.strip() == path:
+            return bool(parse_yaml_value(value, name=path) == required_value)
+    if not request.is_config_given or request.is_config_recorded:
+        return False
+    config_model = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
+    is_same_model = (config_model.name, config_model.revision) == (model.name, model.revision)
+    return is_same_model and bool(getattr(config_model, key) == required_value)
+
+
+# --- a command's answer: lines and JSON of one object, and where they are written -------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CommandResult:
+    """A command's answer. `lines` are logged one by one, `data` is the JSON.
+
+    `error`: an error that is raised after the lines; with JSON=1 only its exit code is used. `is_written_to_out`:
+    whether OUT names the file for this JSON; False where the command writes OUT itself.
+    """
+
+    data: Any
+    lines: Sequence[str] = ()
+    exit_code: int = 0
+    error: SftPlayError | None = None
+    is_written_to_out: bool = True
+
+
+def command_result(answer: Answer, *, is_written_to_out: bool = True) -> CommandResult:
+    """The result of a command, from the answer of its work: exit code 2 where that is not ok."""
+    exit_code = 0 if answer.ok else ConfigError.exit_code
+    return CommandResult(answer.as_json(), ["\n".join(answer.lines())], exit_code, is_written_to_out=is_written_to_out)
+
+
+def confirm_with_user(request: Request, question: str, *, refusal: str) -> bool:
+    """Ask the user; True if they agree, at the terminal or by YES=1 (no answer is a no). Raises ConfigError where
+    there is no terminal to ask on, or JSON=1 was given: `refusal` says what would be done."""
+    if request.yes:
+        return True
+    if request.json or sys.stdin is None or not sys.stdin.isatty():
+        raise ConfigError(f"{refusal}\nand there is no terminal to ask on: YES=1 agrees")
+    try:
+        return input(f"{escape_control(question)} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def write_result(result: CommandResult | int, request: Request) -> int:
+    """Write an answer to OUT, show it as JSON or in words, and return the exit code. Raises ConfigError where OUT
+    cannot be written, and the result's `error`."""
+    if isinstance(result, int):
+        return result
+    exit_code, reason = result.exit_code, None
+    if result.error is not None:
+        exit_code, reason = result.error.exit_code, error_text(result.error)
+    elif exit_code:  # the answer's own fields say what is wrong, and its last line does
+        lines = [line.strip() for line in "\n".join(result.lines).splitlines()]
+        reasons = [line for line in lines if line and not line.startswith(("Next:", "Written to:"))]
+        reason = redact(reasons[-1]) if reasons else f"exit code {exit_code}; the log says why"
+    data = add_exit_status(result.data, exit_code, reason)
+    if request.out is not None and result.is_written_to_out:
+        write_out_file(request.out, data if isinstance(result.data, dict) else result.data)
+    if request.json:
+        write_json_line(data)
+        return exit_code
+    for line in result.lines:
+        logger.info("%s", line)
+    if result.error is not None:
+        raise result.error
+    return exit_code
+
+
+def error_text(error: BaseException) -> str:
+    """An exception's text for programs, without secrets; its name where it has none."""
+    return redact(str(error) or type(error).__name__)
+
+
+def require_writable_out(out: Path, variable_name: str = "OUT") -> None:
+    """Raises ConfigError where nothing can be written at OUT: before the work whose answer would be lost."""
+    parent = next(parent for parent in out.expanduser().absolute().parents if os.path.exists(parent))  # noqa: PTH110 - raises nothing
+    reason = None
+    if not parent.is_dir():
+        reason = "is not a folder"
+    elif not os.access(parent, os.W_OK | os.X_OK) and not os.access(out, os.W_OK):
+        reason = "is not writable for this user"
+    if reason is not None:
+        raise ConfigError(f"{variable_name}={escape_control(str(out))} cannot be written: {parent} {reason}")
+
+
+def write_out_file(path: Path, data: Any) -> None:
+    """Write JSON to a file (written aside and renamed), or into a device or pipe (`/dev/stdout`); raises ConfigError
+    where it cannot be written."""
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        else:
+            write_json(path.resolve() if path.is_symlink() else path, data)
+    except OSError as error:
+        raise ConfigError(f"OUT={escape_control(str(path))} cannot be written: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def redirect_stdout_to_stderr(*, enabled: bool) -> Iterator[None]:
+    """Send output of this process, its libraries and its children to standard error inside the block: with JSON=1
+    standard output holds the answer alone."""
+    if not enabled:
+        yield
+        return
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)

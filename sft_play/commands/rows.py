@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from sft_play.answers import Answer
-from sft_play.commands.answer import CommandResult, command_result
+from sft_play.answers import Answer, Finding, pass_finding, warn_finding
 from sft_play.commands.diagnosing import check_result
-from sft_play.commands.lookups import requested_hardware
-from sft_play.commands.request import Request, make_argv
+from sft_play.commands.request import CommandResult, Request, command_result, make_argv, requested_hardware
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.stats import RowStats
@@ -51,7 +49,6 @@ from sft_play.diagnose.run_check import (
     load_row_tools,
 )
 from sft_play.errors import ConfigError, DataError, SftPlayError
-from sft_play.findings import Finding, pass_finding, warn_finding
 from sft_play.log import escape_control, one_line
 from sft_play.machine.hardware import Hardware
 
@@ -103,7 +100,7 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     paths = find_data_paths(config.data)
     check_first_rows(config.data, paths, task_mode=config.task_mode)
     configure_hub(config)
-    tools = load_row_tools(config)
+    _, tokenizer_notes, row_renderer = load_row_tools(config)
     out = out or DEFAULT_RENDERED
     if out == DEFAULT_RENDERED or out.is_dir():
         folder = out
@@ -121,10 +118,10 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     with OutputFolder(folder, file_names, force=force, command="render") as output:
         for part, path in files:
             name = names_by_part[part]
-            stats = _render_rows(path, part, output.open(name), config.data, tools.row_renderer)
+            stats = _render_rows(path, part, output.open(name), config.data, row_renderer)
             rendered_files.append(RenderedFile(data_part_split(part), folder / name, stats))
         _refuse_bad_rows(rendered_files, config.data)
-    notes = [*stage_notes, *paths.notes, *tools.notes]
+    notes = [*stage_notes, *paths.notes, *tokenizer_notes]
     lines = [*notes, *(line for file in rendered_files for line in file.lines())]
     data = {"ok": True, "files": [file.as_json() for file in rendered_files], "notes": notes}
     return CommandResult(data, ["\n".join(lines)], is_written_to_out=False)
@@ -137,17 +134,11 @@ def _rendered_name(part: str) -> str:
 
 def _render_rows(source: AnySource, part: str, target: TextIO, data: DataConfig, row_renderer: RowRenderer) -> RowStats:
     stats, is_text = RowStats(str(source)), part == "text"
-    reader = ExampleReader(
-        source,
-        data,
-        split="train" if is_text else data_part_split(part),
-        wants_text=is_text or row_renderer.task_mode == "cpt",
-    )
+    split = "train" if is_text else data_part_split(part)
+    reader = ExampleReader(source, data, split=split, wants_text=is_text or row_renderer.task_mode == "cpt")
     for outcome in row_renderer.render_rows(reader.numbered_examples(), is_document=is_text):
-        if isinstance(outcome, BadRow):
-            stats.count_bad(outcome)
-            continue
-        whole_row, row = outcome.whole_row, outcome.row
+        whole_row = None if isinstance(outcome, BadRow) else outcome.whole_row
+        row = outcome if isinstance(outcome, BadRow) else outcome.row
         if whole_row is None:
             assert isinstance(row, BadRow)
             stats.count_bad(row)
@@ -179,8 +170,10 @@ class RenderedFile:
     stats: RowStats
 
     def bad_lines(self) -> list[str]:
-        """The bad rows in words: counts by reason, the first of them, and how many more."""
+        """The bad rows in words: counts by reason, the first of them, and how many more; empty where there is none."""
         stats = self.stats
+        if not stats.bad_rows:
+            return []
         return bad_row_lines(f"{stats.rows:,} rows of {stats.source}", stats.bad_rows, stats.first_bad_rows)
 
     def lines(self) -> list[str]:
@@ -195,9 +188,7 @@ class RenderedFile:
             lines.append(f"{stats.too_long_rows:,} rows left out: too long for max_seq_len")
         if stats.left_out_rows:
             lines.append(f"{stats.left_out_rows.total():,} rows left out as asked (data.drop_empty)")
-        if stats.bad_rows:
-            lines += self.bad_lines()
-        return lines
+        return lines + self.bad_lines()
 
     def as_json(self) -> dict[str, Any]:
         """Rows and tokens as counts, and the bad rows by reason."""
@@ -221,7 +212,7 @@ class RenderedFile:
 
 
 def _refuse_bad_rows(files: Sequence[RenderedFile], data: DataConfig) -> None:
-    bad_lines = [line for file in files if file.stats.bad_rows for line in file.bad_lines()]
+    bad_lines = [line for file in files for line in file.bad_lines()]
     if bad_lines and data.on_bad_row == "fail":
         raise DataError("\n".join([*bad_lines, FIX_OR_SKIP]))
     for file in files:
@@ -285,16 +276,16 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     configure_hub(config)
     reader = ExampleReader(path, config.data, split="train", wants_text=config.task_mode == "cpt")
     chosen_rows = choose_rows(reader, count=count or DEFAULT_EXAMPLES, row_number=row)
-    tools = load_row_tools(config)
-    token_bytes = TokenBytes(tools.tokenizer)
+    tokenizer, tokenizer_notes, row_renderer = load_row_tools(config)
+    token_bytes = TokenBytes(tokenizer)
     examples = tuple(
         example
         for row_number, raw in chosen_rows
-        for example in preview_rows(row_number, raw, reader, tools.row_renderer, token_bytes)
+        for example in preview_rows(row_number, raw, reader, row_renderer, token_bytes)
     )
     page_path = page or DEFAULT_PAGE
     check_not_source(page_path, [("train", path)])
-    notes = [*stage_notes, *tools.notes]
+    notes = [*stage_notes, *tokenizer_notes]
     if len(paths.sources) > 1:
         others = ", ".join(source.name for source in paths.sources[1:])
         notes.append(f"The first of data.sources; not shown: {others}")
@@ -302,7 +293,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     intro_lines = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
         f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "
-        f"max_seq_len {tools.row_renderer.max_seq_len:,}",
+        f"max_seq_len {row_renderer.max_seq_len:,}",
         *notes,
     ]
     if config.task_mode == "cpt":
@@ -398,16 +389,14 @@ def _pipeline_steps(
 
 def _training_files_finding(data: DataConfig, folder: Path) -> Finding:
     written_file, configured_path = folder / "train.jsonl", data.train_path
-    if (
-        configured_path is not None
-        and Path(configured_path).expanduser().absolute() == written_file.expanduser().absolute()
-    ):
+    paths = [Path(path).expanduser().absolute() for path in (written_file, configured_path or "")]
+    if configured_path is not None and paths[0] == paths[1]:
         return pass_finding("training files", f"data.train_path={written_file}, which was written just now")
-    sources = f"data.sources: {', '.join(data.source_names)}"
+    read_files = f"data.sources: {', '.join(data.source_names)}"
+    if configured_path is not None:
+        read_files = f"data.train_path={one_line(configured_path)}"
     return warn_finding(
         "training files",
-        f"make train with this config reads "
-        f"{sources if configured_path is None else f'data.train_path={one_line(configured_path)}'}; "
-        f"checked below is {written_file}, which was written just now",
+        f"make train with this config reads {read_files}; checked below is {written_file}, which was written just now",
         f"to train on it: data.train_path={written_file}, with val_path and test_path beside it",
     )

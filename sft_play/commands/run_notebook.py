@@ -15,8 +15,7 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-from sft_play.commands.answer import CommandResult, redirect_stdout_to_stderr
-from sft_play.commands.request import Request
+from sft_play.commands.request import CommandResult, Request, redirect_stdout_to_stderr
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.launch.start import run_ranks

@@ -19,9 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.answers import Answer
-from sft_play.commands.answer import CommandResult, command_result, redirect_stdout_to_stderr
-from sft_play.commands.launch_requests import launcher_rank_info
-from sft_play.commands.request import Request, require_config_for_model_and_data
+from sft_play.commands.launching import launcher_rank_info
+from sft_play.commands.request import (
+    CommandResult,
+    Request,
+    command_result,
+    redirect_stdout_to_stderr,
+    require_config_for_model_and_data,
+)
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, error_prefix, stage_context
@@ -42,9 +47,10 @@ from sft_play.planner.advice import parse_grid
 from sft_play.planner.plan import Plan, format_misfit
 from sft_play.process import signals
 from sft_play.process.environment import independent_environment
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder, changed_settings, check_no_differences
 from sft_play.runs.lookup import config_run_name, is_resume, lock_run, new_run_folder
-from sft_play.text import build_table, gib_or_na, render_lines
+from sft_play.text import build_table, gib_or_na, render_lines, value_or_na
 
 logger = logging.getLogger(__name__)
 
@@ -102,17 +108,15 @@ def run_sweep(request: Request) -> CommandResult:
         cells = plan_cells(cell_configs)
         for line in sweep_lines(cells):
             logger.info("%s", line)
-        result_cells = train_cells(cells, environment)
-        sweep = SweepResult(tuple(result_cells), _compare_finished(request, result_cells))
+        cells = train_cells(cells, environment)
+        comparison, folders = None, [cell.folder for cell in cells if cell.state == "finished"]
+        if len(folders) > 1:
+            comparison = compare_runs(folders, path=request.out)
+    sweep = SweepResult(tuple(cells), comparison)
     result = command_result(sweep, is_written_to_out=False)
-    return dataclasses.replace(result, exit_code=DoesNotFit.exit_code) if sweep.nothing_fits else result
-
-
-def _compare_finished(request: Request, cells: list[SweepCell]) -> Comparison | None:
-    folders = [cell.folder for cell in cells if cell.state == "finished"]
-    if len(folders) < 2:
-        return None
-    return compare_runs(folders, path=request.out)
+    if sweep.nothing_fits:
+        result = dataclasses.replace(result, exit_code=DoesNotFit.exit_code)
+    return result
 
 
 # --- read -------------------------------------------------------------------------------------------------------------
@@ -129,18 +133,12 @@ def expand_cells(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, 
     for settings in combinations:
         cell_words = tuple(settings[index] for index in varied_indices)
         with error_prefix(one_line(" ".join(cell_words))):
-            cells.append((cell_words, _name_run(load_config(path, overrides=settings), cell_words)))
+            output = load_config(path, overrides=settings).config.output
+            name = cell_name(output.name or config_run_name(path), cell_words)
+            if_exists = "replace" if output.if_exists == "replace" else "resume"
+            settings = [*settings, f"output.name={json.dumps(name)}", f"output.if_exists={if_exists}"]
+            cells.append((cell_words, load_config(path, overrides=settings)))
     return cells
-
-
-def _name_run(loaded: LoadedConfig, settings: Sequence[str]) -> LoadedConfig:
-    output = loaded.config.output
-    base_name = output.name or config_run_name(loaded.path)
-    if_exists = "replace" if output.if_exists == "replace" else "resume"
-    output = output.model_copy(update={"name": cell_name(base_name, settings), "if_exists": if_exists})
-    overrides = (*loaded.overrides, f"output.name={json.dumps(output.name)}", f"output.if_exists={if_exists}")
-    config = loaded.config.model_copy(update={"output": output})
-    return dataclasses.replace(loaded, config=config, overrides=overrides)
 
 
 def cell_name(base: str, settings: Sequence[str]) -> str:
@@ -197,7 +195,9 @@ def _sweep_hardware(loaded: LoadedConfig) -> Hardware:
     config = loaded.config
     apply_mesh(LaunchOptions(), config)  # refuses a mesh of more GPUs than there are
     machine = mesh_hardware(config, restrict_to_device(config, detect_hardware()))
-    return machine if config.model.mesh_shape is not None or len(machine.gpus) < 2 else machine.limit_gpus(1)
+    if config.model.mesh_shape is None and len(machine.gpus) > 1:
+        machine = machine.limit_gpus(1)
+    return machine
 
 
 def _cell_plans(loaded: LoadedConfig, hardware: Hardware) -> list[Plan]:
@@ -233,7 +233,7 @@ def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
             "yes" if cell.plan.fits else "NO",
             gib_or_na(cell.plan.memory.required, digits=2),
             gib_or_na(cell.plan.budget_bytes, digits=2),
-            "-" if cell.hours is None else f"{cell.hours:.2f}",
+            value_or_na(cell.hours and round(cell.hours, 2)),
             actions[cell.state],
         )
         for cell in cells
@@ -241,9 +241,9 @@ def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
     table = build_table(["run", "fits", "needs GiB", "of GiB", "hours", ""], rows, text_columns=(0, 1, 5))
     skipped = [f"{cell.name} does not fit: {cell.error}" for cell in cells if cell.error]
     to_train = [cell for cell in cells if cell.needs_training]
-    total_hours = _total_hours(to_train)
-    hours = "" if total_hours is None else f", {total_hours:.2f} h"
-    return [f"Sweep: {len(cells)} cells, {len(to_train)} to train{hours}", *render_lines(table), *skipped]
+    hours = _total_hours(to_train)
+    header = f"Sweep: {len(cells)} cells, {len(to_train)} to train, {value_or_na(hours and round(hours, 2), 'h')}"
+    return [header, *render_lines(table), *skipped]
 
 
 # --- trained ----------------------------------------------------------------------------------------------------------
@@ -274,14 +274,11 @@ class SweepResult(Answer):
     def lines(self) -> list[str]:
         """In words: the comparison, and what is not trained."""
         missing = [f"{cell.name} {_STATE_TEXTS[cell.state]}: {cell.error}" for cell in self.cells if cell.error]
-        *comparison_lines, next_line = self.comparison.lines() if self.comparison else [""]
-        count = len(self.cells) - len(missing)
-        return [
-            *comparison_lines,
-            f"Sweep: {count} of {len(self.cells)} cells are trained",
-            *missing,
-            *filter(None, [next_line]),
-        ]
+        lines = [f"Sweep: {len(self.cells) - len(missing)} of {len(self.cells)} cells are trained", *missing]
+        if self.comparison is None:
+            return lines
+        *comparison_lines, next_line = self.comparison.lines()
+        return [*comparison_lines, *lines, next_line]
 
 
 def train_cells(cells: Sequence[SweepCell], environment: Mapping[str, str]) -> list[SweepCell]:
@@ -310,13 +307,13 @@ def _train_cell(cell: SweepCell, environment: Mapping[str, str]) -> SweepCell:
     child = signals.run_child("sft_play", argv, environment=environment, stdout=subprocess.PIPE, stderr=1)
     if child.was_stopped:
         raise Interrupted(f"stopped by the user in {cell.name}; the same command goes on from there")
-    status = cell.folder.read_manifest().get("status") if cell.folder.manifest_path.is_file() else None
-    if child.exit_code == 0 and status == "finished":
+    if child.exit_code == 0 and read_json(cell.folder.manifest_path).get("status") == "finished":
         return dataclasses.replace(cell, state="finished")
     if child.exit_code in (0, Interrupted.exit_code):
         return dataclasses.replace(cell, state="stopped", error="before its end; the same command resumes it")
-    kind, code = ("signal", -child.exit_code) if child.exit_code < 0 else ("exit code", child.exit_code)
-    error = f"its process ended with {kind} {code}"
+    error = f"its process ended with exit code {child.exit_code}"
+    if child.exit_code < 0:
+        error = f"its process ended with signal {-child.exit_code}"
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = str(json.loads(child.stdout)["error"])
     return dataclasses.replace(cell, state="failed", error=error)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from sft_play.answers import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, count_shared_rows, format_row_count, length_remedy
 from sft_play.data.build.survey import count_readable_rows
@@ -16,7 +17,6 @@ from sft_play.data.sources.files import data_part_split, find_data_paths
 from sft_play.data.sources.messages import known_role_lines
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.data.sources.tables import HUB_PREFIX
-from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.log import one_line
 
 # Rows

@@ -3,27 +3,37 @@ ranks; and findings as lines.
 """
 
 import os
+import re
+import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
-from sft_play.answers import Answer
+from sft_play.answers import Answer, Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose import machine_checks, ranks
+from sft_play.diagnose import machine_checks
 from sft_play.diagnose.machine_checks import SystemFacts, read_system_facts
 from sft_play.errors import SftPlayError
-from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding
 from sft_play.launch.refusals import require_usable_hardware
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.run_hardware import disable_broken_p2p
-from sft_play.log import escape_control, one_line
+from sft_play.launch.torchrun import TORCHRUN_MODULE, LaunchCommand, torchrun_command
+from sft_play.log import escape_control, one_line, redact
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.machine.software import COMPUTE_PACKAGES
 from sft_play.models.shape import ModelShape
 from sft_play.planner.plan import Plan
+from sft_play.process.environment import LAUNCHER_VARIABLES
+from sft_play.process.failures import format_ranks, kill_process_tree
+from sft_play.process.signals import raise_interrupt, start_child, supervise
+from sft_play.runs.files import read_json
 from sft_play.text import join_unique, render_lines
 
 # How long nodes wait for each other: time to start the command by hand on the next one.
@@ -43,15 +53,17 @@ def format_findings(findings: Sequence[Finding], labels: Mapping[str, str]) -> l
     for min_width in (0, 18, 0):
         rows.add_column(no_wrap=True, overflow="ignore", min_width=min_width)
     for finding in findings:
-        remedy = [f"do: {finding.remedy}"] if finding.remedy else []
-        text = "\n".join([finding.found, *remedy, *(f"see {source}" for source in finding.sources)])
-        rows.add_row(labels.get(finding.verdict, finding.verdict), escape_control(finding.name), escape_control(text))
+        lines = [finding.found, *(f"see {source}" for source in finding.sources)]
+        if finding.remedy:
+            lines.insert(1, f"do: {finding.remedy}")
+        label, text = labels.get(finding.verdict, finding.verdict), escape_control("\n".join(lines))
+        rows.add_row(label, escape_control(finding.name), text)
     return render_lines(rows, width=None)
 
 
 @dataclass(frozen=True)
-class FindingsReport(Answer):
-    """All findings of one look, in the order of the page, and how long it took."""
+class DoctorReport(Answer):
+    """All findings of one look at this machine, in the order of the page, and how long it took."""
 
     findings: tuple[Finding, ...]
     elapsed_s: float = 0.0
@@ -65,14 +77,11 @@ class FindingsReport(Answer):
         """The names of the findings of one verdict."""
         return [finding.name for finding in self.findings if finding.verdict == verdict]
 
-
-class DoctorReport(FindingsReport):
-    """All findings of one look at this machine."""
-
     def lines(self) -> list[str]:
         """The table, and the verdict."""
-        failed_names = self.names_by_verdict("FAIL")
-        header = "Nothing FAILs: " if self.ok else f"{len(failed_names)} FAIL: {join_unique(failed_names)}; "
+        header = "Nothing FAILs: "
+        if failed_names := self.names_by_verdict("FAIL"):
+            header = f"{len(failed_names)} FAIL: {join_unique(failed_names)}; "
         counts = ", ".join(f"{len(self.names_by_verdict(verdict))} {verdict}" for verdict in ("PASS", "WARN", "SKIP"))
         return [*format_findings(self.findings, {}), f"{header}{counts} ({self.elapsed_s:.0f} s)"]
 
@@ -177,21 +186,19 @@ def _multi_rank_findings(
     meeting_s: float,
 ) -> list[Finding]:
     if "torch" not in system_facts.versions:
-        return [skip_finding(ranks.ALL_REDUCE_NAME, "torch is not installed")]
+        return [skip_finding(ALL_REDUCE_NAME, "torch is not installed")]
     findings, rank_environment = list[Finding](), dict(environment)
     if options.nodes.count > 1:
         variables, finding = check_node_meeting(system_facts, options.nodes, environment, limit_s=meeting_s)
         findings.append(finding)
         if variables is None:  # ranks would wait for the missing node until their own limit
-            return [*findings, skip_finding(ranks.ALL_REDUCE_NAME, "the nodes did not meet")]
+            return [*findings, skip_finding(ALL_REDUCE_NAME, "the nodes did not meet")]
         rank_environment |= variables
     if gpu_finding.verdict == "FAIL":
-        return [*findings, skip_finding(ranks.ALL_REDUCE_NAME, "not over other GPUs than were asked for; see above")]
+        return [*findings, skip_finding(ALL_REDUCE_NAME, "not over other GPUs than were asked for; see above")]
     disable_broken_p2p(system_facts.hardware, rank_environment)  # as a run's ranks communicate
-    outcome = ranks.run_all_reduce(
-        system_facts.hardware, options, limit_s=ALL_REDUCE_LIMIT_S, environment=rank_environment
-    )
-    return [*findings, ranks.judge_all_reduce(outcome, system_facts, options.nodes)]
+    outcome = run_all_reduce(system_facts.hardware, options, limit_s=ALL_REDUCE_LIMIT_S, environment=rank_environment)
+    return [*findings, judge_all_reduce(outcome, system_facts, options.nodes)]
 
 
 def check_node_meeting(
@@ -228,3 +235,179 @@ def check_node_meeting(
     return meeting.gloo_variables(environment), pass_finding(
         "nodes", f"{nodes.count} met, with the same packages, driver, GPUs and number of ranks"
     )
+
+
+# --- an all-reduce over all ranks: started like a run's ranks, ended at a time limit, and judged ----------------------
+
+ALL_REDUCE_NAME = "all-reduce"
+CHECK_MODULE = "sft_play.diagnose.collective_check"
+# The ranks' own limit is this much shorter, so that they can report what they were waiting for.
+REPORT_MARGIN_S = 5.0
+# Fraction of a link's rate below which something is wrong. nccl-tests reach 0.75 to 0.95 of an NVLink's; over PCIe data
+# may pass through the host's memory or between sockets.
+MIN_LINK_SHARE = 0.15
+_SLOW_LINK_REMEDY = "nvidia-smi topo -m and nvlink -s show the links and which are down; unset NCCL_P2P_DISABLE"
+_TAIL_LINES = 3
+_ERROR_REMEDY = (
+    "fix what the error names; NCCL_DEBUG=INFO make doctor shows more, docs/diagnose.md what each check needs"
+)
+
+
+@dataclass(frozen=True)
+class AllReduceOutcome:
+    """What the ranks reported. `reports_by_rank` are this node's; `result` is rank 0's, on its node."""
+
+    expected_ranks: tuple[int, ...]
+    world_size: int
+    reports_by_rank: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    result: Mapping[str, Any] | None = None
+    timed_out: bool = False
+    exit_code: int = 0
+    output_tail: str = ""
+    limit_s: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The rate over each rank's link: size / time x 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
+        if self.result is None or self.world_size == 1:
+            return None
+        size, seconds = int(self.result["bytes"]), float(self.result["seconds"])
+        return size / seconds * 2 * (self.world_size - 1) / self.world_size
+
+
+def all_reduce_launch(
+    machine: Hardware, options: LaunchOptions, *, reports_folder: Path, timeout_s: float
+) -> LaunchCommand:
+    """The command that starts this node's ranks: a run's, with another module."""
+    local_ranks = len(machine.gpus) or machine.cpu_ranks
+    device = "cuda" if machine.gpus else "cpu"
+    launch = torchrun_command(
+        ["--out", str(reports_folder), "--device", device, "--timeout", str(timeout_s)],
+        processes_per_node=local_ranks,
+        nodes=options.nodes,
+        threads_per_rank=None if machine.gpus else max(1, machine.cpu_cores // local_ranks),
+        visible_gpus=",".join(str(gpu) for gpu in options.gpus) or None,
+    )
+    # a run's launch, of which only the program differs: what the check finds out holds for the run
+    module_index = launch.argv.index("--module") + 1
+    return replace(launch, argv=(*launch.argv[:module_index], CHECK_MODULE, *launch.argv[module_index + 1 :]))
+
+
+def run_all_reduce(
+    machine: Hardware, options: LaunchOptions, *, limit_s: float, environment: Mapping[str, str]
+) -> AllReduceOutcome:
+    """Start this node's ranks, wait at most `limit_s`, and read their reports; no rank survives."""
+    local_ranks = len(machine.gpus) or machine.cpu_ranks
+    expected_ranks = tuple(range(options.nodes.rank * local_ranks, (options.nodes.rank + 1) * local_ranks))
+    with tempfile.TemporaryDirectory(prefix="sft-play-doctor-") as folder_name:
+        folder = Path(folder_name)
+        launch = all_reduce_launch(
+            machine, options, reports_folder=folder, timeout_s=max(1.0, limit_s - REPORT_MARGIN_S)
+        )
+        argv = list(launch.argv)
+        argv.insert(argv.index(TORCHRUN_MODULE), "sft_play.process.signals")  # so that it ends with the doctor
+        # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
+        launch_environment = {name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES}
+        with (folder / "output").open("wb") as output_file:
+            process = start_child(
+                argv,
+                environment={**launch_environment, **launch.environment},
+                death_signal=signal.SIGKILL,
+                stdin=subprocess.DEVNULL,
+                stdout=output_file,
+                stderr=subprocess.STDOUT,
+            )
+            # Ctrl-C ends the doctor at once, and the ranks with it: they have nothing to save
+            with supervise([process], on_stop=raise_interrupt, kill=lambda launcher: kill_process_tree(launcher.pid)):
+                try:
+                    exit_code = process.wait(timeout=limit_s)
+                except subprocess.TimeoutExpired:
+                    exit_code = None
+        # The last lines with words: the launcher frames its report with lines of dashes.
+        lines = (folder / "output").read_text(encoding="utf-8", errors="replace").splitlines()
+        last_lines = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-_TAIL_LINES:]
+        return AllReduceOutcome(
+            expected_ranks,
+            local_ranks * options.nodes.count,
+            reports_by_rank={rank: read_json(folder / f"rank-{rank}.json") for rank in expected_ranks},
+            result=read_json(folder / "result.json") or None,
+            timed_out=exit_code is None,
+            exit_code=exit_code or 0,
+            output_tail=" | ".join(redact(one_line(line, limit=160)) for line in last_lines),
+            limit_s=limit_s,
+        )
+
+
+def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> Finding:
+    """The finding of the all-reduce: the sum, the ranks that did not arrive, and how fast it was."""
+    reports, has_gpus = outcome.reports_by_rank, bool(system_facts.hardware.gpus)
+    wrong_counts = {rank: report["wrong"] for rank, report in reports.items() if report.get("wrong")}
+    if wrong_counts:
+        counts = ", ".join(f"rank {rank} has {count} wrong elements" for rank, count in wrong_counts.items())
+        remedy = "test the machine's memory: gloo on the CPU returned wrong numbers"
+        if has_gpus:
+            remedy = "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is broken here"
+        return fail_finding(ALL_REDUCE_NAME, f"the sum is wrong: {counts}", remedy)
+    is_done = all(reports.get(rank, {}).get("stage") == "done" for rank in outcome.expected_ranks)
+    if not is_done or (outcome.result is None and nodes.rank == 0):
+        return _failure_finding(outcome, system_facts)
+    if outcome.result is None:
+        text = f"right for this node's part of {outcome.world_size} ranks; node 0 reports on all"
+        return pass_finding(ALL_REDUCE_NAME, text)
+    library = "NCCL" if has_gpus else "gloo"
+    text = f"right over {library} on {outcome.world_size} ranks"
+    rate, link = outcome.bytes_per_s, system_facts.hardware.link_bytes_per_s
+    if rate is not None:
+        text += f"; {rate / 1e9:.2f} GB/s a rank"
+        if link is not None and nodes.count == 1:
+            text += f", {rate / link:.0%} of the {link / 1e9:.0f} GB/s of the link between the GPUs"
+            if rate < link * MIN_LINK_SHARE:
+                return warn_finding(ALL_REDUCE_NAME, text, _SLOW_LINK_REMEDY)
+    return pass_finding(ALL_REDUCE_NAME, text)
+
+
+# by the last report that a rank of `diagnose.collective_check` wrote
+_CHECK_STAGE_TEXTS = {
+    "absent": "never started",
+    "started": "has not reached its device",
+    "device": "is waiting to join the others",
+    "joined": "is waiting in the first all-reduce",
+    "reduced": "is waiting in a later all-reduce",
+    "done": "is done",
+    "failed": "gave up",
+}
+
+
+# errors of ranks that only lost another one, or waited for it: it failed first
+_SECONDARY_ERRORS = re.compile(
+    r"closed by peer|reset by peer|[Tt]imed? ?out|remote process exited|Broken pipe|store", re.IGNORECASE
+)
+
+
+def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts) -> Finding:
+    errors = {rank: str(report["error"]) for rank, report in outcome.reports_by_rank.items() if "error" in report}
+    first_error = next((error for error in errors.values() if not _SECONDARY_ERRORS.search(error)), None)
+    if first_error is not None:
+        failed_ranks = format_ranks([rank for rank, error in errors.items() if error == first_error])
+        return fail_finding(
+            ALL_REDUCE_NAME, f"{failed_ranks}: {redact(one_line(first_error, limit=300))}", _ERROR_REMEDY
+        )
+    ranks_by_stage: dict[str, list[int]] = {}
+    for rank in outcome.expected_ranks:
+        ranks_by_stage.setdefault(str(outcome.reports_by_rank.get(rank, {}).get("stage", "absent")), []).append(rank)
+    text = "; ".join(f"{format_ranks(ranks)} {_CHECK_STAGE_TEXTS[stage]}" for stage, ranks in ranks_by_stage.items())
+    if not outcome.timed_out and not errors:
+        text += f", exit code {outcome.exit_code}: {outcome.output_tail or 'no output'}"
+        return fail_finding(ALL_REDUCE_NAME, text, _ERROR_REMEDY)
+    if errors:
+        text += f" ({one_line(next(iter(errors.values())), limit=200)})"
+    text = f"not done after {outcome.limit_s:.0f} s: {text}"
+    remedy = "stop other work on this machine and run it again; each rank needs a core, and all need 1 GiB"
+    if outcome.world_size > len(outcome.expected_ranks):
+        remedy = "let the firewall pass all ports between the nodes: ranks choose their own"
+    elif system_facts.hardware.gpus:
+        remedy = (
+            "export NCCL_P2P_DISABLE=1: where that passes, boot with iommu=pt and switch ACS off in the BIOS "
+            "(https://github.com/NVIDIA/nccl/issues/2079)"
+        )
+    return fail_finding(ALL_REDUCE_NAME, text, remedy)

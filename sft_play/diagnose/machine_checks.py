@@ -21,9 +21,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
+from sft_play.answers import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.schema import RunConfig
 from sft_play.errors import SftPlayError
-from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
+from sft_play.files import ROOT
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.run_hardware import has_broken_p2p
 from sft_play.log import one_line
@@ -43,9 +44,8 @@ from sft_play.planner.plan import MORE_SPACE_REMEDY, DiskUsage, Plan, planned_di
 from sft_play.runs.lookup import output_dir
 from sft_play.text import GIB, MIB, format_size, plural
 
-DISTRIBUTION = "sft-play"
 SHM_PATH = Path("/dev/shm")
-_PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+_PYPROJECT = ROOT / "pyproject.toml"
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,10 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
 
 
 def _read_requirements() -> tuple[str, ...]:
-    """The versions that the project accepts: those of its checkout, else of the installed package."""
-    if _PYPROJECT.is_file():
-        project: dict[str, Any] = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
-        if project.get("name") == DISTRIBUTION:
-            return tuple(project["dependencies"])
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return tuple(metadata.requires(DISTRIBUTION) or ())
-    return ()
+    """The versions that the project's checkout accepts; those of an installed package were pip's to check."""
+    if not _PYPROJECT.is_file():
+        return ()
+    return tuple(tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"])
 
 
 # --- packages, driver and shared memory -------------------------------------------------------------------------------
@@ -123,10 +119,9 @@ def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> 
         return fail_finding(
             "packages", "; ".join(problems), "make setup (with VENV=: install them into that environment)"
         )
-    versions_text = ", ".join(f"{name} {versions[name]}" for name in COMPUTE_PACKAGES if name in versions)
-    if not requirements:
-        return skip_finding("packages", f"{versions_text}: no ranges")
-    return pass_finding("packages", versions_text)
+    return pass_finding(
+        "packages", ", ".join(f"{name} {versions[name]}" for name in COMPUTE_PACKAGES if name in versions)
+    )
 
 
 def _requirement_problem(requirement: Requirement, versions: Mapping[str, str]) -> str | None:
@@ -177,12 +172,12 @@ def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Findi
 #
 # Each entry rests on a public thread: what happens, and from which version to which. An entry that
 # the pinned versions no longer meet stays as long as a user's own environment (`VENV=`) can.
-# `errors` are texts of ranks that failed, the first that fits counts.
 
 KNOWN_BAD_NAME = "known bad pairs"
-KNOWN_BAD_TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("known_bad.json").read_text(encoding="utf-8"))
+KNOWN_BAD_PAIRS: list[dict[str, Any]] = json.loads(
+    Path(__file__).with_name("known_bad.json").read_text(encoding="utf-8")
+)["pairs"]
 _COMPARED_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "peft", LINEAR_ATTENTION_PACKAGE)
-_DEFAULT_ERROR_REMEDY = ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.md says what each check needs",)
 
 
 def find_known_bad(
@@ -196,27 +191,14 @@ def find_known_bad(
     """Find the entries that apply, else a PASS. `rank_count`: of all nodes. `packages`: whose kernels the model's
     class runs where they are installed."""
     facts = _combination_facts(system_facts, packages, rank_count=rank_count, node_count=node_count, layout=layout)
-    known_facts = {name: "?" if value is None else value for name, value in facts.items()}
     findings = [
         Finding(
-            KNOWN_BAD_NAME,
-            entry["verdict"],
-            entry["what"].format(**known_facts),
-            entry["remedy"],
-            tuple(entry["sources"]),
+            KNOWN_BAD_NAME, entry["verdict"], entry["what"].format(**facts), entry["remedy"], tuple(entry["sources"])
         )
-        for entry in KNOWN_BAD_TABLE["pairs"]
+        for entry in KNOWN_BAD_PAIRS
         if matches_conditions(entry["when"], facts)
     ]
-    return findings or [pass_finding(KNOWN_BAD_NAME, f"none of {len(KNOWN_BAD_TABLE['pairs'])} applies")]
-
-
-def error_remedies(error: str) -> tuple[str, ...]:
-    """The remedy for the error of a rank, and the threads on it."""
-    for entry in KNOWN_BAD_TABLE["errors"]:
-        if re.search(entry["pattern"], error, re.IGNORECASE):
-            return entry["remedy"], *entry["sources"]
-    return _DEFAULT_ERROR_REMEDY
+    return findings or [pass_finding(KNOWN_BAD_NAME, f"none of {len(KNOWN_BAD_PAIRS)} applies")]
 
 
 def matches_conditions(conditions: Mapping[str, Any] | Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> bool:
@@ -326,17 +308,18 @@ def check_disk(
                       "set output.dir to a folder that you can write, or give this user the folder")  # fmt: skip
     if space is None:
         return skip_finding("disk", f"the free space at {disk_folder} cannot be read")
-    size, free_text = format_size(disk_usage.checkpoint_bytes), f"{format_size(space.free)} are free at {disk_folder}"
-    is_too_small = space.free < disk_usage.total_bytes
-    if disk_usage.max_checkpoints is None:
-        verdict = fail_finding if is_too_small else warn_finding
-        return verdict("disk", f"every checkpoint of {size} is kept, and {free_text}", "set train.save_total_limit=2")
+    checkpoints = "every checkpoint"
+    if disk_usage.max_checkpoints is not None:
+        checkpoints = plural(disk_usage.max_checkpoints, "checkpoint")
     needed = (
-        f"{plural(disk_usage.max_checkpoints, 'checkpoint')} of {size} at once and "
-        f"{format_size(disk_usage.weights_bytes)} at the end: {format_size(disk_usage.total_bytes)}; {free_text}"
+        f"{checkpoints} of {format_size(disk_usage.checkpoint_bytes)} at once and "
+        f"{format_size(disk_usage.weights_bytes)} at the end: {format_size(disk_usage.total_bytes)}; "
+        f"{format_size(space.free)} are free at {disk_folder}"
     )
-    if is_too_small:
+    if space.free < disk_usage.total_bytes:
         return fail_finding("disk", needed, MORE_SPACE_REMEDY)
+    if disk_usage.max_checkpoints is None:
+        return warn_finding("disk", needed, "set train.save_total_limit=2")
     return pass_finding("disk", needed)
 
 

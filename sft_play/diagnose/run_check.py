@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.answers import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data import checks
@@ -20,9 +21,8 @@ from sft_play.data.build.survey import RowRenderer, count_readable_rows
 from sft_play.data.masks.token_row import format_row
 from sft_play.data.sources.files import AnySource, data_part_split, find_data_paths
 from sft_play.diagnose import machine_checks
-from sft_play.diagnose.doctor import FindingsReport, PlannedRun, format_findings
+from sft_play.diagnose.doctor import DoctorReport, PlannedRun, format_findings
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
-from sft_play.findings import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.launch.planning import plan_run
 from sft_play.launch.refusals import refusals, require_usable_hardware
 from sft_play.launch.request import LaunchOptions
@@ -49,21 +49,13 @@ from sft_play.trace.confirm import load_run_model_shape
 ROW_SPLITS = ("train", "val", "test")
 
 
-@dataclass(frozen=True)
-class RowTools:
-    """A run's tokenizer, notes on what was chosen for it, and the renderer of its rows."""
-
-    tokenizer: Any
-    notes: tuple[str, ...]
-    row_renderer: RowRenderer
-
-
-def load_row_tools(config: RunConfig) -> RowTools:
-    """The run's tokenizer and renderer; raises TokenizerError or ModelError where they cannot be used."""
+def load_row_tools(config: RunConfig) -> tuple[Any, tuple[str, ...], RowRenderer]:
+    """The run's tokenizer, notes on what was chosen for it, and the renderer of its rows; raises TokenizerError or
+    ModelError where they cannot be used."""
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(config)
-    return RowTools(loaded.tokenizer, loaded.notes, build_row_renderer(config, loaded.tokenizer))
+    return loaded.tokenizer, loaded.notes, build_row_renderer(config, loaded.tokenizer)
 
 
 def build_row_renderer(config: RunConfig, tokenizer: Any) -> RowRenderer:
@@ -107,7 +99,7 @@ _STATE_LABELS = {**CHECK_STATES, "FAIL": "PROBLEM"}
 
 
 @dataclass(frozen=True)
-class CheckReport(FindingsReport):
+class CheckReport(DoctorReport):
     """Everything that was checked of a config."""
 
     config: Path = Path()
@@ -123,16 +115,15 @@ class CheckReport(FindingsReport):
         return [f"Check of {self.config}:", *format_findings(self.findings, _STATE_LABELS), self._verdict()]
 
     def _verdict(self) -> str:
-        verdict = "Ready to train" if self.ok else "Not ready"
-        if self.ok and "memory plan" in self.names_by_verdict("WARN"):
+        problems, warnings, passed = (self.names_by_verdict(verdict) for verdict in ("FAIL", "WARN", "PASS"))
+        verdict, counts = "Ready to train", f"{len(passed)} ok ({self.elapsed_s:.0f} s)"
+        if warnings:
+            counts = f"{plural(len(warnings), 'warning')}, {counts}"
+        if "memory plan" in warnings:
             verdict = "Predicted not to fit"
-        counts = [
-            plural(count, word)
-            for state, word in (("FAIL", "problem"), ("WARN", "warning"))
-            if (count := len(self.names_by_verdict(state)))
-        ]
-        counts.append(f"{len(self.names_by_verdict('PASS'))} ok")
-        return f"{verdict}: {', '.join(counts)} ({self.elapsed_s:.0f} s)"
+        if problems:
+            verdict, counts = "Not ready", f"{plural(len(problems), 'problem')}, {counts}"
+        return f"{verdict}: {counts}"
 
     def as_json(self) -> dict[str, Any]:
         """`ok`, `elapsed_s` and the checks."""
@@ -190,10 +181,9 @@ class _RunChecks:
     def findings(self) -> Iterator[Finding]:
         """Every check, in the order of the page."""
         config = self._config
-        count = len(self._loaded.overrides)
-        settings = f" with {plural(count, 'setting')}" if count else ""
+        settings = plural(len(self._loaded.overrides), "setting")
         summary = f"{config.model.name}, {config.task_mode}, {config.tuning.mode}"
-        yield pass_finding("config", f"{self._loaded.path}{settings}: {summary}")
+        yield pass_finding("config", f"{self._loaded.path} with {settings}: {summary}")
         configure_hub(config)
         yield from self._part("model files", self._check_model_files, "give model.name a folder or hub id that exists")
         yield from self._part(
@@ -221,12 +211,21 @@ class _RunChecks:
                 yield skip_finding(name, f"not without the {first_name}; see there")
 
     def _check_model_files(self) -> Iterator[Finding]:
-        problem = _find_weights_problem(self._config)
+        name, problem = self._config.model.name, None
+        folder = find_model_folder(name)
+        if folder is None:
+            require_available_model(name, revision=self._config.model.revision)
+            if not machine_checks.has_local_weights(self._config) and not is_hub_reachable():
+                problem = f"the weights of {name} are not in the local cache, and the hub cannot be reached"
+        else:
+            load_config_json(name)
+            if not any(folder.glob("*.safetensors")):
+                problem = f"{folder} holds no *.safetensors"
         self._has_model_files = True
-        if problem:
+        if problem is not None:
             yield fail_finding("model files", problem, "fetch the weights as safetensors, or give another model.name")
         else:
-            yield pass_finding("model files", f"{self._config.model.name}: config.json and weights are available")
+            yield pass_finding("model files", f"{name}: config.json and weights are available")
 
     def _check_tokenizer(self) -> Iterator[Finding]:
         if not self._has_model_files:
@@ -244,8 +243,8 @@ class _RunChecks:
     def _check_template(self) -> Iterator[Finding]:
         if self._tokenizer is None:
             return
-        row_renderer, has_chats = build_row_renderer(self._config, self._tokenizer), self._config.task_mode != "cpt"
-        if has_chats:
+        row_renderer = build_row_renderer(self._config, self._tokenizer)
+        if self._config.task_mode != "cpt":
             row_renderer.renderer.turn_locator()  # raises for a template whose turns cannot be found
             name = one_line(self._config.data.chat_template or "the tokenizer's own", limit=300)
             yield pass_finding("chat template", f"{name}; masks are verified row by row below")
@@ -317,18 +316,17 @@ class _RunChecks:
     def _check_memory(self) -> Iterator[Finding]:
         from sft_play.planner.explain import choice_line, memory_line, parameter_lines
 
-        config, hardware = self._config, self._hardware
-        # blocks of text and packs are full, whatever their rows have
-        rows = self._row_tokens() if has_variable_lengths(config) else None
+        config, hardware, rows = self._config, self._hardware, None
+        if has_variable_lengths(config):  # blocks of text and packs are full, whatever their rows have
+            rows = self._row_tokens()
         shape, plan = load_run_model_shape(config), plan_run(config, mesh_hardware(config, hardware), rows=rows)
         self._planned_run = PlannedRun(config, shape, plan)
         require_fit(plan, config)
         if not hardware.named:
             require_usable_hardware(config, hardware, os.environ, count_params=lambda: plan.model_params)
         machine_name = "the named machine" if hardware.named else "this machine"
-        summary = "\n".join(
-            [f"{choice_line(plan)} ({machine_name})", *parameter_lines(plan, config), memory_line(plan)]
-        )
+        lines = [f"{choice_line(plan)} ({machine_name})", *parameter_lines(plan, config), memory_line(plan)]
+        summary = "\n".join(lines)
         if plan.fits:
             yield pass_finding("memory plan", summary)
         else:
@@ -407,15 +405,3 @@ class _RunChecks:
             yield skip_finding("disk", "not without a memory plan; see there")
         else:
             yield from machine_checks.disk_findings(run.config, run.shape, run.plan, LaunchOptions())
-
-
-def _find_weights_problem(config: RunConfig) -> str:
-    name = config.model.name
-    folder = find_model_folder(name)
-    if folder is None:
-        require_available_model(name, revision=config.model.revision)
-        if machine_checks.has_local_weights(config) or is_hub_reachable():
-            return ""
-        return f"the weights of {name} are not in the local cache, and the hub cannot be reached"
-    load_config_json(name)
-    return "" if any(folder.glob("*.safetensors")) else f"{folder} holds no *.safetensors"

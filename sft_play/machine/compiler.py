@@ -67,18 +67,17 @@ def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
 
 def toolchain_obstacle(toolchain: Toolchain) -> tuple[str, str] | None:
     """What is missing, and what to do; None where Triton can build its module, has built it, or is not installed."""
-    if (
-        not toolchain.has_triton
-        or toolchain.has_built_module
-        or (toolchain.compiler is not None and toolchain.compile_error is None)
-    ):
+    can_compile = toolchain.compiler is not None and toolchain.compile_error is None
+    if can_compile or toolchain.has_built_module or not toolchain.has_triton:
         return None
     headers, compile_error = toolchain.headers / "Python.h", toolchain.compile_error or ""
-    missing = [] if toolchain.compiler else ["no C compiler (neither CC, gcc nor clang)"]
+    missing = []
+    if toolchain.compiler is None:
+        missing.append("no C compiler (neither CC, gcc nor clang)")
+    elif "Python.h" not in compile_error:
+        missing.append(f"the C compiler {one_line(toolchain.compiler)} fails: {one_line(compile_error, limit=200)}")
     if "Python.h" in compile_error or not (toolchain.compiler or headers.exists()):
         missing.append(f"no Python headers ({headers})")
-    elif toolchain.compiler:
-        missing.append(f"the C compiler {one_line(toolchain.compiler)} fails: {one_line(compile_error, limit=200)}")
     version = ".".join(toolchain.python_version.split(".")[:2])
     return " and ".join(missing), (
         f"install a C compiler (gcc or clang; CC= names one) and the headers of Python {version}: on Debian and Ubuntu "
@@ -149,7 +148,6 @@ def _compile_trial(compiler: str, headers: Path) -> str | None:
             return str(error)
     if completed.returncode == 0:
         return None
-    lines = completed.stderr.strip().splitlines()  # the first error; what follows are its consequences
-    return next(
-        (line for line in lines if "error" in line), lines[-1] if lines else f"exit code {completed.returncode}"
-    )
+    lines = completed.stderr.strip().splitlines() or [f"exit code {completed.returncode}"]
+    # the first error; what follows are its consequences
+    return next((line for line in lines if "error" in line), lines[-1])

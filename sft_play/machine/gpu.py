@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from sft_play.machine.gpu_catalog import BF16_CAPABILITY
 
@@ -136,9 +136,3 @@ class GpuSnapshot:
     # The newest CUDA that the driver can run.
     driver_cuda: str | None = None
     topology: Topology | None = None
-
-    def select(self, indices: Sequence[int]) -> GpuSnapshot:
-        """The same with only these GPUs, in this order; the topology is the machine's, where there are several."""
-        by_index = {gpu.index: gpu for gpu in self.gpus}
-        gpus = tuple(by_index[index] for index in indices if index in by_index)
-        return replace(self, gpus=gpus, topology=self.topology if len(gpus) > 1 else None)

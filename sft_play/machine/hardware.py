@@ -18,8 +18,8 @@ from sft_play.log import one_line
 from sft_play.machine import host
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.gpu_catalog import CatalogEntry, catalog_key, find_catalog_entries, nearest_gpu_names
-from sft_play.machine.visible_gpus import ListedGpu, visible_gpus
-from sft_play.spelling import nearest_name
+from sft_play.machine.visible_gpus import visible_gpus
+from sft_play.spelling import did_you_mean
 from sft_play.text import GIB
 
 
@@ -79,9 +79,10 @@ class Hardware:
         choices = []
         for group in self.gpu_groups:
             chosen = group[:processes]
-            nproc_prefix = f"NPROC={len(chosen)} " if processes is not None and len(chosen) < processes else ""
-            numbers = ",".join(str(gpu.index) for gpu in chosen)
-            choices.append(f"{nproc_prefix}GPUS={numbers} ({len(chosen)} x {chosen[0].name})")
+            choice = f"GPUS={','.join(str(gpu.index) for gpu in chosen)} ({len(chosen)} x {chosen[0].name})"
+            if processes is not None and len(chosen) < processes:
+                choice = f"NPROC={len(chosen)} {choice}"
+            choices.append(choice)
         return " or ".join(choices)
 
     def limit_gpus(self, count: int) -> Hardware:
@@ -158,8 +159,7 @@ def parse_hardware(text: str) -> Hardware:
     head, *assignments = [part.strip() for part in text.split(",")]
     name, node_count, gpus_per_node = _parse_head(head, text)
     options = _parse_options(assignments, text, has_gpus=name is not None)
-    ram_total, _ = host.total_and_free_ram()
-    ram = options.get("ram", ram_total)
+    ram = options.get("ram", host.total_and_free_ram()[0])
     machine = Hardware(
         (), host.cpu_name(), options.get("cores", host.cpu_cores()), ram, ram, named=True, ram_given="ram" in options
     )
@@ -220,10 +220,9 @@ def _parse_options(assignments: Sequence[str], text: str, *, has_gpus: bool) -> 
         if not equals:
             raise HardwareError(f"{prefix}: {one_line(assignment)!r} is not NAME=VALUE with {', '.join(_OPTIONS)}")
         if name not in _OPTIONS:
-            suggestion = nearest_name(name, _OPTIONS, min_similarity=0.5)
-            hint = f"nearest: {suggestion}; " if suggestion else ""
+            hint = did_you_mean(name, _OPTIONS, min_similarity=0.5)
             raise HardwareError(
-                f"{prefix}: {one_line(name)!r} is not an option of a machine; {hint}there are {', '.join(_OPTIONS)}"
+                f"{prefix}: {one_line(name)!r} is not an option of a machine; {hint} there are {', '.join(_OPTIONS)}"
             )
         if not has_gpus and name not in _HOST_OPTIONS:
             raise HardwareError(f"{prefix}: a machine without GPUs takes {' and '.join(_HOST_OPTIONS)}, not {name}")
@@ -241,14 +240,6 @@ def _parse_options(assignments: Sequence[str], text: str, *, has_gpus: bool) -> 
     return options
 
 
-# Apple's GPUs, and accelerators that are none of NVIDIA's or AMD's.
-_OTHER_DEVICES = re.compile(
-    r"(apple\b.*|mac(book)?\b.*|m[1-9]( ?(pro|max|ultra))?( .*)?)"
-    r"|.*\b(tpu|gaudi[0-9]*|trainium|inferentia|ascend|npu|arc|iris|igpu|jetson|strix halo|ryzen ai)\b.*",
-    re.IGNORECASE,
-)
-
-
 def _find_entry(name: str, text: str, *, is_memory_given: bool) -> tuple[CatalogEntry | None, list[str]]:
     """The catalogue's entry for a name, with a note where others share it; None where it has none and needs none."""
     entries = find_catalog_entries(name)
@@ -262,17 +253,15 @@ def _find_entry(name: str, text: str, *, is_memory_given: bool) -> tuple[Catalog
         memory_text = f"{first.memory_bytes / GIB:.1f} GiB"
         other_names = ", ".join(entry.name for entry in others)
         return first, [f"{name} is read as {chosen_name} with {memory_text}; the catalogue also has {other_names}"]
-    if _OTHER_DEVICES.fullmatch(name):
-        raise HardwareError(f"HARDWARE={one_line(text)}: no run uses this device, only NVIDIA's GPUs and CPUs (cpu)")
-    size = 8 if catalog_key(name).startswith("laptop") else 24
     short = re.sub(r"[^A-Za-z0-9_.+()/-]", "", name)
     if name[0].isdigit():  # a size, or a count without a sign
         short = "MyGPU"
-    suggestions = nearest_gpu_names(name)
-    hint = f"nearest: {', '.join(suggestions)}" if suggestions else "docs/gpus.md lists those that are"
+    hint = "docs/gpus.md lists those that are"
+    if suggestions := nearest_gpu_names(name):
+        hint = f"nearest: {', '.join(suggestions)}"
     raise HardwareError(
         f"HARDWARE={one_line(text)}: the GPU {one_line(name)} is not in the catalogue; {hint}; or give its memory, for "
-        f"one with {size} GiB HARDWARE=1x{short},mem={size}GiB"
+        f"one of NVIDIA's with 24 GiB HARDWARE=1x{short},mem=24GiB (no run uses other accelerators)"
     )
 
 
@@ -306,42 +295,36 @@ def _fill_rates(gpu: Gpu, entry: CatalogEntry) -> Gpu:
 def detect_hardware(environment: Mapping[str, str] | None = None) -> Hardware:
     """This machine, as a process started with `environment` would see it; rates are those of the catalogue."""
     environment = os.environ if environment is None else environment
-    visible, notes = visible_gpus(environment)
-    # a driver reports memory and capability; rates are the catalogue's, by the GPU's name
-    entries = [_catalog_entry(item.gpu) for item in visible]
-    gpus = tuple(_fill_detected_rates(item.gpu, entry) for item, entry in zip(visible, entries, strict=True))
+    visible, visibility_notes = visible_gpus(environment)
+    gpus, links, notes = list[Gpu](), list[float | None](), [*visibility_notes]
+    for item in visible:
+        # a driver reports memory and capability; rates are the catalogue's, by the GPU's name
+        name, total_bytes = item.gpu.name.split(" MIG ")[0], item.gpu.total_bytes
+        # an instance's memory says nothing of its card's, which a name such as A100 needs to be one entry
+        entry = next(iter(find_catalog_entries(name, None if item.gpu.mig else total_bytes)), None)
+        gpus.append(_fill_detected_rates(item.gpu, entry))
+        # PCIe's where no link is active or cards are only joined by bridges
+        links.append(entry and (entry.pcie if item.nvlinks == 0 else entry.link))
     ram_total, ram_free = host.total_and_free_ram()
-    link_rate = _slowest_link(visible, entries)
-    pages = bool(gpus) and host.is_wsl()
     hardware = Hardware(
-        gpus,
+        tuple(gpus),
         host.cpu_name(),
         host.cpu_cores(),
         ram_total,
         ram_free,
-        link_bytes_per_s=link_rate,
-        notes=notes,
-        pages=pages,
+        # the slowest link, where all are known
+        link_bytes_per_s=None if None in links else min(filter(None, links), default=None),
+        pages=bool(gpus) and host.is_wsl(),
     )
-    wsl_notes = ["WSL: Windows' desktop shares the GPU, and a part of what is free is left to it"] if pages else []
-    return replace(hardware, notes=(*notes, *wsl_notes, *_mixed_gpu_notes(hardware)))
-
-
-def _mixed_gpu_notes(hardware: Hardware) -> list[str]:
-    if len(hardware.gpu_groups) < 2:
-        return []
-    groups_text = ", ".join(f"{len(group)} x {group[0].name}" for group in hardware.gpu_groups)
-    return [
-        f"the GPUs differ ({groups_text}): a plan for all of them goes by the smallest memory and the slowest rates; "
-        f"make train-distributed takes those that are alike: {hardware.format_gpu_choices()}"
-    ]
-
-
-def _catalog_entry(gpu: Gpu) -> CatalogEntry | None:
-    name = gpu.name.split(" MIG ")[0]
-    # an instance's memory says nothing of its card's, which a name such as A100 needs to be one entry
-    entries = find_catalog_entries(name) if gpu.mig else find_catalog_entries(name, gpu.total_bytes)
-    return entries[0] if entries else None
+    if hardware.pages:
+        notes.append("WSL: Windows' desktop shares the GPU, and a part of what is free is left to it")
+    if len(hardware.gpu_groups) > 1:
+        groups_text = ", ".join(f"{len(group)} x {group[0].name}" for group in hardware.gpu_groups)
+        notes.append(
+            f"the GPUs differ ({groups_text}): a plan for all of them goes by the smallest memory and the slowest "
+            f"rates; make train-distributed takes those that are alike: {hardware.format_gpu_choices()}"
+        )
+    return replace(hardware, notes=tuple(notes))
 
 
 def _fill_detected_rates(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
@@ -358,13 +341,3 @@ def _fill_detected_rates(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
     rates = {name: getattr(entry, name) for name in ("bf16", "fp16", "fp8", "fp32")}
     instance_rates: dict[str, Any] = {name: rate and rate * compute_share for name, rate in rates.items()}
     return _fill_rates(gpu, replace(entry, bandwidth=entry.bandwidth * memory_share, **instance_rates))
-
-
-def _slowest_link(gpus: tuple[ListedGpu, ...], entries: list[CatalogEntry | None]) -> float | None:
-    """Bytes per second between the GPUs, one way: the slowest one's, PCIe's where no link is active or cards are only
-    joined by bridges; None where one is not known."""
-    known_entries = [entry for entry in entries if entry is not None]
-    if len(known_entries) < len(entries):
-        return None
-    pairs = zip(gpus, known_entries, strict=True)
-    return min((entry.pcie if item.nvlinks == 0 else entry.link for item, entry in pairs), default=None)

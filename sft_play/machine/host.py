@@ -37,10 +37,10 @@ def total_and_free_ram() -> tuple[int, int]:
         limit = _read_number(folder / limit_file)
         if limit is not None and limit < host.total:
             # file cache that can be dropped does not count as used
-            cache = re.search(
-                r"^(?:total_)?inactive_file (\d+)$", read_text_or_empty(folder / "memory.stat"), re.MULTILINE
-            )
-            used = max(0, (_read_number(folder / use_file) or 0) - (int(cache[1]) if cache else 0))
+            statistics = dict.fromkeys(("inactive_file", "total_inactive_file"), "0")
+            statistics |= re.findall(r"^(\w+) (\d+)$", read_text_or_empty(folder / "memory.stat"), re.MULTILINE)
+            cache = int(statistics["total_inactive_file"]) or int(statistics["inactive_file"])
+            used = max(0, (_read_number(folder / use_file) or 0) - cache)
             total, free = min(total, limit), min(free, max(0, limit - used))
     return total, free
 
@@ -72,7 +72,9 @@ def _read_number(path: Path) -> int | None:
 
 def cpu_cores() -> int:
     """Cores that this process may run on, as `taskset` or a scheduler leaves them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def cpu_name() -> str:

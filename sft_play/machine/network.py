@@ -63,22 +63,18 @@ def resolve_addresses(host: str, port: int) -> list[str]:
 
 def local_addresses() -> list[str]:
     """This machine's IPv4 addresses but the loopback."""
-    interface_addresses = (item for items in psutil.net_if_addrs().values() for item in items)
-    return sorted(
-        item.address for item in interface_addresses if item.family == socket.AF_INET and not is_loopback(item.address)
-    )
+    interfaces = psutil.net_if_addrs().values()
+    ipv4 = [item.address for addresses in interfaces for item in addresses if item.family == socket.AF_INET]
+    return sorted(address for address in ipv4 if not is_loopback(address))
 
 
 def find_interface(address: str) -> str | None:
     """The network interface that has an address of this machine; None where none has it."""
-    normalized = _normalize_address(address)
-    for name, interface_addresses in psutil.net_if_addrs().items():
-        ip_addresses = (
-            item.address for item in interface_addresses if item.family in (socket.AF_INET, socket.AF_INET6)
-        )
-        if any(_normalize_address(text) == normalized for text in ip_addresses):
+    interfaces, normalized = psutil.net_if_addrs(), _normalize_address(address)
+    for name, interface_addresses in interfaces.items():
+        if any(_normalize_address(item.address) == normalized for item in interface_addresses):
             return name
-    return "lo" if is_loopback(address) and "lo" in psutil.net_if_addrs() else None
+    return "lo" if is_loopback(address) and "lo" in interfaces else None
 
 
 def route_address(host: str, port: int) -> str | None:
@@ -119,16 +115,12 @@ def allowed_host_names(host: str) -> frozenset[str] | None:
 
 def is_local_request(allowed_names: frozenset[str] | None, host: str, origin: str | None) -> bool:
     """Whether a request's Host, and its Origin where it has one, are names of this machine."""
-    return allowed_names is None or all(
-        _url_host(text) in allowed_names for text in (f"//{host}", origin) if text is not None
-    )
-
-
-def _url_host(url: str) -> str | None:
+    if allowed_names is None:
+        return True
     try:
-        return urlsplit(url).hostname
+        return all(urlsplit(url).hostname in allowed_names for url in (f"//{host}", origin) if url is not None)
     except ValueError:
-        return None
+        return False
 
 
 def _address_family(address: str) -> socket.AddressFamily:
@@ -151,10 +143,8 @@ def require_free_port(port: int | None) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
         try:
             probe.bind(("", port))
-            return
         except OSError as error:
-            reason = error.strerror
-    raise HardwareError(
-        f"MASTER_PORT={port} cannot be listened on: {reason}; stop what listens there, or give another port on all "
-        f"nodes: MASTER_PORT={port + 1 if port < 65_535 else DEFAULT_PORT}"
-    )
+            raise HardwareError(
+                f"MASTER_PORT={port} cannot be listened on: {error.strerror}; stop what listens there, or give another "
+                f"port on all nodes, such as MASTER_PORT={DEFAULT_PORT + 100}"
+            ) from None

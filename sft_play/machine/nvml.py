@@ -6,7 +6,6 @@ Reference: NVML API Reference Guide; the names are those of the package nvidia-m
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import PurePath
 from typing import Any
 
 import psutil
@@ -71,10 +70,6 @@ def _is_error_kind(nvml: Any, error: Exception | None, *kinds: str) -> bool:
     return isinstance(error, classes) or type(error).__name__.removeprefix("NVMLError_") in kinds
 
 
-def _is_gpu_lost(nvml: Any, error: Exception) -> bool:
-    return _is_error_kind(nvml, error, "GpuIsLost", "ResetRequired") or "lost" in str(error)
-
-
 def driver_versions(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
     """The driver's version and the newest CUDA that it runs; None where it does not say."""
     newest_cuda = int(query(nvml, "nvmlSystemGetCudaDriverVersion_v2") or 0)
@@ -137,19 +132,19 @@ def _read_gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *,
     if memory:
         errors.pop("memory", None)
     mig_mode = query(nvml, "nvmlDeviceGetMigMode", handle)  # not supported: most GPUs, and old drivers
-    is_mig_enabled = None if mig_mode is None else bool(mig_mode[0])
+    is_mig_enabled = mig_mode and bool(mig_mode[0])
     instances: tuple[MigInstance, ...] = ()
     if is_mig_enabled is not False:
         instances, instances_error = _read_instances(nvml, handle)
         is_mig_enabled = is_mig_enabled or bool(instances) or None
         if is_mig_enabled and not instances and instances_error is not None:
             errors["MIG instances"] = instances_error
-    fatal_errors = [error for error in errors.values() if error is not None and _is_gpu_lost(nvml, error)]
-    if not fatal_errors and not instances and errors.keys() >= queries.keys():
-        fatal_errors = [error or NvmlUnavailable("no answer") for error in errors.values()]
+    trouble = None
+    for error in errors.values():
+        is_lost = _is_error_kind(nvml, error, "GpuIsLost", "ResetRequired") or "lost" in str(error)
+        if is_lost or (errors.keys() >= queries.keys() and not instances):
+            trouble = trouble or _error_text(error)
     capability = answers["compute capability"][0]
-    if capability is not None:
-        capability = (int(capability[0]), int(capability[1]))
     return GpuStatus(
         index=index,
         name=name,
@@ -159,12 +154,12 @@ def _read_gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *,
         nvlinks=links.total() if links is not None else None,
         mig_enabled=is_mig_enabled,
         instances=instances,
-        trouble=next(map(_error_text, fatal_errors), None),
+        trouble=trouble,
         withheld={fact: _error_text(error) for fact, error in errors.items()},
         **memory,
         compute_capability=capability and f"{capability[0]}.{capability[1]}",
-        bf16=capability and capability >= BF16_CAPABILITY,
-        fp8=capability and capability >= FP8_CAPABILITY,
+        bf16=capability and tuple(capability) >= BF16_CAPABILITY,
+        fp8=capability and tuple(capability) >= FP8_CAPABILITY,
         **(_read_details(nvml, handle) if details else {}),
     )
 
@@ -173,10 +168,9 @@ def _read_details(nvml: Any, handle: Any) -> dict[str, Any]:
     power_cap = query(nvml, "nvmlDeviceGetPowerManagementLimit", handle)
     pcie_link = [query(nvml, f"nvmlDeviceGet{bound}PcieLink{quantity}", handle)
             for quantity in ("Generation", "Width") for bound in ("Curr", "Max")]  # fmt: skip
-    degrees = query(nvml, "nvmlDeviceGetTemperature", handle, _SENSOR_GPU)
     return {
-        "power_cap_watts": None if power_cap is None else power_cap / 1000,  # NVML has milliwatts
-        "temperature_celsius": None if degrees is None else int(degrees),
+        "power_cap_watts": power_cap and power_cap / 1000,  # NVML has milliwatts
+        "temperature_celsius": query(nvml, "nvmlDeviceGetTemperature", handle, _SENSOR_GPU),
         "pcie": PcieLink(*pcie_link),
         "processes": _read_processes(nvml, handle),
     }
@@ -199,22 +193,16 @@ def _read_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
     process_lists = [query(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) for kind in ("Compute", "Graphics")]
     if all(listed is None for listed in process_lists):
         return None
-    used: dict[int, int | None] = {}
+    processes: dict[int, GpuProcess] = {}
     for item in (item for listed in process_lists for item in listed or ()):
-        earlier, current = used.get(int(item.pid)), item.usedGpuMemory
+        name = None
+        # in a container the driver lists pids of the host, which this process table does not have
+        with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+            name = psutil.Process(item.pid).name()
         # one process can be in both lists, with the same memory
-        used[int(item.pid)] = max(earlier or 0, int(current)) if current is not None else earlier
-    names = {pid: _process_name(pid, query(nvml, "nvmlSystemGetProcessName", pid)) for pid in used}
-    return tuple(GpuProcess(pid, names[pid], used_bytes) for pid, used_bytes in sorted(used.items()))
-
-
-def _process_name(pid: int, driver_name: str | None) -> str | None:
-    # in a container the driver lists pids of the host, which this process table does not have
-    try:
-        return psutil.Process(pid).name()
-    except (psutil.Error, ValueError, OverflowError):
-        file_name = PurePath(driver_name.split(" ")[0]).name if driver_name else ""
-        return file_name if file_name and not file_name.startswith("[") else None  # `[Not Found]`
+        if item.pid not in processes or processes[item.pid].used_bytes is None:
+            processes[item.pid] = GpuProcess(item.pid, name, item.usedGpuMemory)
+    return tuple(processes[pid] for pid in sorted(processes))
 
 
 def _read_instances(nvml: Any, handle: Any) -> tuple[tuple[MigInstance, ...], Exception | None]:
@@ -223,24 +211,16 @@ def _read_instances(nvml: Any, handle: Any) -> tuple[tuple[MigInstance, ...], Ex
     for index in range(_MAX_INSTANCES if count is None else count):
         instance, error = _try_query(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
         if instance is not None:
-            instances.append(_read_instance(nvml, instance))
+            card, _, profile = (query(nvml, "nvmlDeviceGetName", instance) or "").partition(" MIG ")
+            memory = _read_memory(nvml, instance)
+            memory.pop("reserved_bytes", None)
+            sizes = {"total_bytes": None, "used_bytes": None, "free_bytes": None, **memory}
+            uuid = query(nvml, "nvmlDeviceGetUUID", instance) or ""
+            processes = _read_processes(nvml, instance)
+            instances.append(MigInstance(uuid, profile, **sizes, processes=processes, card=card or None))
         elif error is not None and not _is_error_kind(nvml, error, *_ABSENT_ERRORS):
             instances_error = error
     return tuple(instances), instances_error
-
-
-def _read_instance(nvml: Any, instance: Any) -> MigInstance:
-    card, _, profile = (query(nvml, "nvmlDeviceGetName", instance) or "").partition(" MIG ")
-    memory = _read_memory(nvml, instance)
-    return MigInstance(
-        uuid=query(nvml, "nvmlDeviceGetUUID", instance) or "",
-        profile=profile,
-        total_bytes=memory.get("total_bytes"),
-        used_bytes=memory.get("used_bytes"),
-        free_bytes=memory.get("free_bytes"),
-        processes=_read_processes(nvml, instance),
-        card=card or None,
-    )
 
 
 def _read_topology(nvml: Any, handles: dict[int, Any], links_by_gpu: dict[int, Counter[str]]) -> Topology:

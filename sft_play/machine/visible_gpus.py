@@ -1,8 +1,7 @@
 """The GPUs that this machine's drivers list, and those of them that a process sees; and accelerators
-that a run would not use, told by device files, the PCI bus, the driver and torch's build.
+that a run would not use, told by device files, the PCI bus and the driver.
 """
 
-import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -51,9 +50,8 @@ def gpu_obstacle(gpu: GpuStatus) -> str | None:
     if gpu.trouble:
         return f"{prefix} does not answer its driver ({gpu.trouble})"
     if gpu.mig_enabled and not gpu.instances:
-        withheld = gpu.withheld.get("MIG instances")
-        if withheld:
-            return f"{prefix} is in MIG mode, and NVML does not show its instances ({withheld})"
+        if "MIG instances" in gpu.withheld:
+            return f"{prefix} is in MIG mode, and NVML does not show its instances ({gpu.withheld['MIG instances']})"
         return f"{prefix} is in MIG mode and has no instance: CUDA does not see it"
     if gpu.mig_enabled and not any(item.total_bytes for item in gpu.instances):
         return f"{prefix}: NVML tells the memory of none of its MIG instances"
@@ -99,17 +97,18 @@ def _expand_gpu(gpu: GpuStatus) -> list[ListedGpu]:
 def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[ListedGpu, ...], tuple[str, ...]]:
     """The GPUs that a process with this environment sees, in its order, and what a person should know about them."""
     listed_gpus, variable = _list_gpus(), environment.get("CUDA_VISIBLE_DEVICES")
-    visible = listed_gpus if variable is None else _filter_visible(listed_gpus, variable)  # set and empty: none at all
-    visible = tuple(item for item in visible if item.obstacle is None)
+    visible = listed_gpus
     notes = [item.obstacle for item in listed_gpus if item.obstacle is not None]
+    if variable is not None:  # set and empty: none at all
+        visible = _filter_visible(listed_gpus, variable)
+        uses_numbers = re.search(r"(^|,)\s*[0-9]", variable) and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+        if uses_numbers and len({item.gpu.name for item in listed_gpus if not item.gpu.mig}) > 1:
+            notes.append(
+                "the GPUs differ, and CUDA numbers the fastest first while nvidia-smi numbers by slot; "
+                "export CUDA_DEVICE_ORDER=PCI_BUS_ID makes CUDA_VISIBLE_DEVICES mean what nvidia-smi shows"
+            )
+    visible = tuple(item for item in visible if item.obstacle is None)
     notes += [item.note for item in visible if item.note is not None]
-    kinds = {item.gpu.name for item in listed_gpus if not item.gpu.mig}
-    uses_numbers = variable is not None and re.search(r"(^|,)\s*[0-9]", variable) is not None
-    if len(kinds) > 1 and uses_numbers and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        notes.append(
-            "the GPUs differ, and CUDA numbers the fastest first while nvidia-smi numbers by slot; "
-            "export CUDA_DEVICE_ORDER=PCI_BUS_ID makes CUDA_VISIBLE_DEVICES mean what nvidia-smi shows"
-        )
     instances = tuple(item for item in visible if item.gpu.mig)
     if instances and len(visible) > 1:
         notes.append(
@@ -143,22 +142,18 @@ def _matches_entry(item: ListedGpu, entry: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Accelerators that a machine has but a run would not use: by device files, the PCI bus, the driver,
-# torch's build.
+# Accelerators that a machine has but a run would not use: by device files, the PCI bus, the driver.
 #
 # Called where no GPU was found. torch is not imported and only NVML is started; everything is read
-# below a root folder, which tests make up. Runs are planned for NVIDIA's GPUs; AMD's and Intel's
-# are found for a message alone (Apple's by torch, `training.prepare.device_checks`). A GPU that
-# only drives a screen does not count: Intel's on the CPU's own bus, AMD's with less memory than
-# `MIN_VRAM`.
+# below a root folder, which tests make up. Runs are planned for NVIDIA's GPUs; those of others are
+# found for one refusal (Apple's by torch, `training.prepare.device_checks`).
 
-_VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD", 0x8086: "Intel"}
-# Base classes of the PCI code and ID assignment specification: display controllers, processing accelerators (MI200
-# and later).
-_DISPLAY, _PROCESSING = 0x03, 0x12
-_VGA = 0x0300
-# Bytes from which an AMD GPU that drives a screen counts: firmware usually sets aside less for a processor's own.
-MIN_VRAM = 4 * 2**30
+# The PCI bus's numbers of makers and classes: 3D and other display controllers, and processing accelerators. A GPU of
+# AMD's or Intel's for a screen (VGA) does not count, which most processors have.
+_NVIDIA = "0x10de"
+_OTHER_VENDORS = {"0x1002": "AMD", "0x8086": "Intel"}
+_NVIDIA_CLASSES = ("0x03", "0x12")
+_OTHER_CLASSES = ("0x0302", "0x0380", "0x12")
 # NVIDIA's variable, which AMD's libraries read too, and AMD's own: a run on the CPU empties both.
 VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 CPU_HINT = "train.device=cpu trains on the CPU"
@@ -181,12 +176,13 @@ class NvmlStatus:
 
 def torch_build_text() -> str:
     """`torch 2.13.0 is built for CUDA 13.0`, from its files."""
-    version = installed_version("torch")
-    if version is None:
+    if installed_version("torch") is None:
         return "torch is not installed"
-    builds = {"CUDA": torch_cuda_version(), "ROCm": torch_hip_version()}
-    build = next((f"{name} {build_version}" for name, build_version in builds.items() if build_version), "CPU only")
-    return f"torch {version} is built for {build}"
+    build = "CPU only"
+    for name, build_version in (("ROCm", torch_hip_version()), ("CUDA", torch_cuda_version())):
+        if build_version:
+            build = f"{name} {build_version}"
+    return f"torch {installed_version('torch')} is built for {build}"
 
 
 def find_unusable_accelerator(
@@ -194,71 +190,51 @@ def find_unusable_accelerator(
 ) -> str | None:
     """The accelerator that a run on this machine, or the one below `root`, would silently leave unused, with what to
     do; None if there is none. `nvml`: its answer, where it is not to be asked. `CUDA_VISIBLE_DEVICES=`, or -1, asks for
-    the CPU; beside AMD's GPUs, `HIP_VISIBLE_DEVICES` does too."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    # a wish for the CPU is no accident
-    emptied_variables = [name for name in VISIBILITY_VARIABLES if environment.get(name, "0").strip() in ("", "-1")]
-    if "CUDA_VISIBLE_DEVICES" in emptied_variables:
+    the CPU."""
+    visible_setting = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible_setting is not None and visible_setting.strip() in ("", "-1"):  # a wish for the CPU is no accident
         return None
-    slots_by_vendor = _find_pci_gpus(root / "sys/bus/pci/devices")
-    problem = _nvidia_problem(slots_by_vendor.pop("NVIDIA", []), visible, root, nvml or _query_nvml())
-    if problem is None and slots_by_vendor and not emptied_variables:
-        devices = " and ".join(_bus_text(vendor, slots) for vendor, slots in sorted(slots_by_vendor.items()))
-        reason = "runs are planned for NVIDIA's GPUs and for CPUs, and nothing is known of how they do on this one"
-        problem = f"this machine shows {devices}", reason
-    if problem is None:
+    signs, other_devices = _device_signs(root)
+    nvml = nvml or _query_nvml()
+    gpus_text = f"there are {nvml.gpu_count} NVIDIA GPUs"
+    if nvml.gpu_count == 1:
+        gpus_text = "there is an NVIDIA GPU"
+    if not nvml.gpu_count and signs:
+        problem = f"this machine shows {' and '.join(signs)}, and NVML says: {nvml.error}"
+        remedy = _DRIVER_REMEDY
+    elif not nvml.gpu_count and other_devices:
+        problem = f"this machine shows {' and '.join(other_devices)}"
+        remedy = "runs are planned for NVIDIA's GPUs and for CPUs, and nothing is known of how they do on this one"
+    elif not nvml.gpu_count:
         return None
-    return f"{problem[0]} ({torch_build_text()}): {problem[1]}; or {CPU_HINT}"
+    elif nvml.gpu_count > len(nvml.obstacles) and visible_setting is not None:
+        problem = f"{gpus_text}, and CUDA_VISIBLE_DEVICES={one_line(visible_setting)} names none of them"
+        remedy = "unset it, or name GPUs that nvidia-smi -L shows"
+    else:
+        reason = "; ".join(nvml.obstacles) or "in MIG mode without an instance, or it does not answer"
+        problem = f"{gpus_text}, and none that can be used: {one_line(reason, limit=400)}"
+        remedy = (
+            "nvidia-smi -L shows what there is; nvidia-smi mig -cgi ... -C makes an instance, -mig 0 switches MIG off; "
+            "a container is given an instance by its UUID (NVIDIA_VISIBLE_DEVICES=MIG-...)"
+        )
+    return f"{problem} ({torch_build_text()}): {remedy}; or {CPU_HINT}"
 
 
-def _nvidia_problem(
-    slots: list[str], visible_setting: str | None, root: Path, nvml: NvmlStatus
-) -> tuple[str, str] | None:
-    dev = root / "dev"
-    signs = [f"/dev/{node.name}" for node in sorted(dev.glob("nvidia[0-9]*"))]
+def _device_signs(root: Path) -> tuple[list[str], list[str]]:
+    """What shows NVIDIA's GPUs without its library, and accelerators of others on the PCI bus."""
+    signs = [f"/dev/{node.name}" for node in sorted(root.glob("dev/nvidia[0-9]*"))]
     if read_text_or_empty(root / "proc/driver/nvidia/version"):  # the host's, even in a container
         signs.append("NVIDIA's loaded driver")
-    if slots:
-        signs.append(_bus_text("NVIDIA", slots))
-    if (dev / "dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
+    if (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
         signs.append("WSL's /dev/dxg with libcuda.so.1")
-    if not nvml.gpu_count and not signs:
-        return None
-    if not nvml.gpu_count:
-        return f"this machine shows {' and '.join(signs)}, and NVML says: {nvml.error}", _DRIVER_REMEDY
-    gpus_text = "there is an NVIDIA GPU" if nvml.gpu_count == 1 else f"there are {nvml.gpu_count} NVIDIA GPUs"
-    if nvml.gpu_count > len(nvml.obstacles) and visible_setting is not None:
-        problem = f"{gpus_text}, and CUDA_VISIBLE_DEVICES={one_line(visible_setting)} names none of them"
-        return problem, "unset it, or name GPUs that nvidia-smi -L shows"
-    reason = "; ".join(nvml.obstacles) or "in MIG mode without an instance, or it does not answer"
-    return (
-        f"{gpus_text}, and none that can be used: {one_line(reason, limit=400)}",
-        "nvidia-smi -L shows what there is; nvidia-smi mig -cgi ... -C makes an instance, -mig 0 switches MIG off; "
-        "a container is given an instance by its UUID (NVIDIA_VISIBLE_DEVICES=MIG-...)",
-    )
-
-
-def _bus_text(vendor: str, slots: list[str]) -> str:
-    return f"{len(slots)} {vendor} GPU{'s' * (len(slots) > 1)} on the PCI bus ({slots[0]})"
-
-
-def _find_pci_gpus(folder: Path) -> dict[str, list[str]]:
-    slots_by_vendor: dict[str, list[str]] = {}
-    for device in sorted(folder.glob("*")):
-        with contextlib.suppress(ValueError):  # a file that is not there, or holds no number
-            vendor = _VENDORS.get(int(read_text_or_empty(device / "vendor"), 16), "")
-            device_class = int(read_text_or_empty(device / "class"), 16) >> 8
-            is_gpu = device_class >> 8 == _DISPLAY or (vendor == "AMD" and device_class >> 8 == _PROCESSING)
-            is_display_only = vendor == "AMD" and device_class == _VGA and _vram_bytes(device) < MIN_VRAM
-            is_integrated = vendor == "Intel" and re.match(r"[0-9a-f]+:00:", device.name) is not None  # on bus 0
-            if vendor and is_gpu and not is_display_only and not is_integrated:
-                slots_by_vendor.setdefault(vendor, []).append(device.name)
-    return slots_by_vendor
-
-
-def _vram_bytes(device: Path) -> int:
-    vram = read_text_or_empty(device / "mem_info_vram_total").strip()  # amdgpu writes it
-    return int(vram) if vram.isdigit() else 0
+    others = []
+    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+        vendor, device_class = (read_text_or_empty(device / name).strip() for name in ("vendor", "class"))
+        if vendor == _NVIDIA and device_class.startswith(_NVIDIA_CLASSES):
+            signs.append(f"an NVIDIA GPU on the PCI bus ({device.name})")
+        elif vendor in _OTHER_VENDORS and device_class.startswith(_OTHER_CLASSES):
+            others.append(f"an accelerator of {_OTHER_VENDORS[vendor]}'s on the PCI bus ({device.name})")
+    return signs, others
 
 
 def explain_unusable_torch(gpu: str, torch_error: str, *, torch_build: str | None = None) -> str:

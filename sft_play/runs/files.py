@@ -55,12 +55,15 @@ def write_text(path: Path, text: str) -> None:
 
 def redact_values(value: Any, secrets: Sequence[str] | None = None) -> Any:
     """The value with its texts redacted before JSON escapes them; `secrets` None: those of the environment."""
-    secrets = secret_values(os.environ.items()) if secrets is None else secrets
+    if secrets is None:
+        secrets = secret_values(os.environ.items())
     if isinstance(value, str):
         return redact(value, secrets=secrets)
     if isinstance(value, Mapping):
         return {redact(str(key), secrets=secrets): redact_values(item, secrets) for key, item in value.items()}
-    return [redact_values(item, secrets) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [redact_values(item, secrets) for item in value]
+    return value
 
 
 def sync_folder(folder: Path, *, is_recursive: bool = True) -> None:
@@ -82,9 +85,8 @@ def truncate_metrics(path: Path, step: int, *, stage_name: str | None = None) ->
     """Drop the lines of metrics after `step` (in a run with stages, this stage's): a resumed run writes those steps
     again."""
     if path.exists():
-        kept_lines = [
-            line for line, entry in read_metric_lines(path) if entry["step"] <= step or entry.get("stage") != stage_name
-        ]
+        lines = read_metric_lines(path)
+        kept_lines = [line for line, entry in lines if entry["step"] <= step or entry.get("stage") != stage_name]
         write_text(path, "".join(f"{line}\n" for line in kept_lines))
 
 
@@ -95,14 +97,11 @@ def read_evaluations(path: Path, *, stage_name: str | None = None) -> list[dict[
     A resumed run has those of its earlier starts too.
     """
     by_step: dict[int, dict[str, Any]] = {}
+    names = ("loss", "exact_match", "generated_rows")
     for _, entry in read_metric_lines(path):
-        if entry.get("stage") != stage_name:
-            continue
-        metrics = {
-            name: entry[f"eval_{name}"] for name in ("loss", "exact_match", "generated_rows") if f"eval_{name}" in entry
-        }
-        if metrics:
-            no_metrics = {"step": entry["step"], "loss": None, "exact_match": None, "generated_rows": None}
+        metrics = {name: entry[f"eval_{name}"] for name in names if f"eval_{name}" in entry}
+        if metrics and entry.get("stage") == stage_name:
+            no_metrics = {"step": entry["step"], **dict.fromkeys(names)}
             by_step[entry["step"]] = by_step.get(entry["step"], no_metrics) | metrics
     return [by_step[step] for step in sorted(by_step)]
 
@@ -132,8 +131,7 @@ def disk_refusal_reason(error: BaseException | None) -> str | None:
         if isinstance(rank_errors := getattr(error, "failures", None), dict):  # of torch's distributed checkpoint
             text = "\n".join(map(str, [text, *rank_errors.values()]))
         error_numbers = {int(os_error or errno_text) for os_error, errno_text in _ERRNO_IN_TEXT.findall(text)}
-        if isinstance(error, OSError):
-            error_numbers.add(error.errno or 0)
+        error_numbers.add(getattr(error, "errno", 0))
         for error_number in error_numbers.intersection(_WRITE_ERRNOS):
             return os.strerror(error_number)
         if isinstance(error, RuntimeError) and _TORCH_WRITE_ERROR.search(text):

@@ -47,7 +47,9 @@ def trust_none(_: ModelConfig, __: str) -> bool:
 
 def remote_code_keys(model: ModelConfig) -> dict[str, str]:
     """The keys of a model's settings by which code of others would run, each with what that code is."""
-    keys = {"trust_remote_code": f"code that comes with {one_line(model.name)}"} if model.trust_remote_code else {}
+    keys = {}
+    if model.trust_remote_code:
+        keys["trust_remote_code"] = f"code that comes with {one_line(model.name)}"
     if re.fullmatch(HUB_KERNEL_PATTERN, model.attn_implementation):
         keys["attn_implementation"] = "that kernel of the hub"
     return keys
@@ -134,7 +136,9 @@ class RunFolder:
     @property
     def tensorboard_path(self) -> Path:
         """Folder of TensorBoard's event files; a stage's is inside the run's, which shows all of them."""
-        return self.path / "tb" if self.parent_run is None else self.parent_run.tensorboard_path / self.path.name
+        if self.parent_run is not None:
+            return self.parent_run.tensorboard_path / self.path.name
+        return self.path / "tb"
 
     def model_path(self, *, is_adapter: bool) -> Path:
         """Where the trained adapter, or the whole model, is saved."""
@@ -145,9 +149,8 @@ class RunFolder:
         """Create the folder of a stage, or continue the existing one."""
         write_json(self.path / "plan.json", plan)
         write_json(self.path / "resolved.json", resolved_config(config, effective_batch=plan.get("effective_batch")))
-        # what the first start recorded stays
-        earlier_manifest = self.read_manifest() if self.manifest_path.is_file() else {}
-        kept_entries = {name: value for name, value in earlier_manifest.items() if name not in END_ENTRIES}
+        earlier_entries = read_json(self.manifest_path).items()  # what the first start recorded stays
+        kept_entries = {name: value for name, value in earlier_entries if name not in END_ENTRIES}
         own_entries = {"format": MANIFEST_FORMAT, "stage": self.stage_name, "status": "running"}
         write_json(self.manifest_path, kept_entries | own_entries | dict(manifest))
 
@@ -172,8 +175,7 @@ class RunFolder:
         for folders in ("checkpoints", f"{STAGES_FOLDER}/*/checkpoints"):
             if any(run.path.glob(f"{folders}/checkpoint-*")):
                 return True
-        lines = read_metric_lines(run.metrics_path) if run.metrics_path.is_file() else ()
-        return any(entry["step"] > 0 for _, entry in lines)
+        return any(entry["step"] > 0 for _, entry in read_metric_lines(run.metrics_path))
 
     def read_manifest(self) -> dict[str, Any]:
         """The manifest; raises RunFolderError where the folder is not a run of this toolkit."""
@@ -190,17 +192,15 @@ class RunFolder:
         try:
             config = config_from_text(path.read_text(encoding="utf-8"), name=str(path))
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise RunFolderError(f"{path} cannot be read: {reason}") from None
+            raise RunFolderError(f"{path} cannot be read: {error}") from None
         check_remote_code(path, config.model, is_trusted=is_trusted)
         return config
 
     def update_manifest(self, **changes: Any) -> None:
         """Rewrite the manifest with some entries changed; None removes one."""
-        kept_entries = {name: value for name, value in self.read_manifest().items() if name not in changes}
-        write_json(
-            self.manifest_path, kept_entries | {name: value for name, value in changes.items() if value is not None}
-        )
+        entries = {**self.read_manifest(), **changes}
+        removed_names = [name for name, value in changes.items() if value is None]
+        write_json(self.manifest_path, {name: value for name, value in entries.items() if name not in removed_names})
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one of the folder's JSON files."""
@@ -302,10 +302,9 @@ def check_same_run(
     differing = changed_settings(folder, loaded.config, effective_batch=math.prod(batch.values()))
     lines = list(differing.values())
     manifest = folder.read_manifest()
-    recorded_data = manifest.get("data")
     for name, facts in data.items():
-        recorded_facts = recorded_data.get(name) if isinstance(recorded_data, dict) else None
-        if not isinstance(recorded_facts, dict):
+        recorded_facts = manifest.get("data", {}).get(name)
+        if recorded_facts is None:
             lines.append(f"data {name}: the run's manifest does not record what it was")
         elif recorded_facts.get("sha256") != facts.get("sha256"):
             lines.append(f"data {name}: the content of {facts.get('path')} has changed since the run started")
@@ -330,14 +329,12 @@ def load_resumed_config(
     """Load the config of a resumed run: the settings that its first start was given beside its config, and over them
     those that are given now. `keeps_mesh` False: without the mesh of its first start, unless one is given now. Raises
     ConfigError where they cannot be read, RunFolderError where they allow code that the user does not."""
-    recorded_overrides = folder.read_manifest().get("overrides")
-    model = read_json(folder.path / "resolved.json").get("model")
-    overrides = kept_overrides(list(map(str, recorded_overrides))) if isinstance(recorded_overrides, list) else []
     given_keys = {override.partition("=")[0] for override in loaded.overrides}
-    overrides = [override for override in overrides if override.partition("=")[0] not in given_keys]
+    recorded_overrides = kept_overrides(folder.read_manifest().get("overrides", ()))
+    overrides = [override for override in recorded_overrides if override.partition("=")[0] not in given_keys]
     if not keeps_mesh:
         overrides.append("model.mesh_shape=null")
-    adapter = model.get("adapter") if isinstance(model, dict) else None
+    adapter = read_json(folder.path / "resolved.json").get("model", {}).get("adapter")
     if adapter:  # by its path: `last` may be another one by now
         overrides.append(f"model.adapter={json.dumps(adapter)}")
     resumed = load_config(loaded.path, overrides=(*overrides, *loaded.overrides))
@@ -378,10 +375,11 @@ def check_no_differences(folder: RunFolder, differences: Sequence[str]) -> None:
 
 def _is_newer_option(recorded_settings: Mapping[str, Any], key: str, value: Any) -> bool:
     """True for an option that did not exist in the version of an old run, and has its default here."""
-    *sections, name = key.split(".")
-    for section in sections:
-        recorded_settings = recorded_settings.get(section) if isinstance(recorded_settings.get(section), dict) else {}  # type: ignore[assignment]
-    return name not in recorded_settings and key in all_options() and value == all_options()[key].default
+    for name in key.split("."):
+        if not isinstance(recorded_settings, Mapping) or name not in recorded_settings:
+            return key in all_options() and bool(value == all_options()[key].default)
+        recorded_settings = recorded_settings[name]
+    return False
 
 
 def requested_deepspeed(folder: RunFolder) -> dict[str, Any] | None:
@@ -392,8 +390,10 @@ def requested_deepspeed(folder: RunFolder) -> dict[str, Any] | None:
 
 def first_start_date(folder: RunFolder) -> date:
     """The day of the run's first start, for chat templates that write the date."""
-    template_date = folder.read_manifest().get("template_date") if folder.manifest_path.is_file() else None
-    return date.fromisoformat(template_date) if isinstance(template_date, str) else date.today()
+    template_date = read_json(folder.manifest_path).get("template_date")
+    if template_date is None:
+        return date.today()
+    return date.fromisoformat(template_date)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -433,9 +433,8 @@ class OomEvent:
 
 def read_oom_events(folder: RunFolder) -> list[OomEvent]:
     """Read the events in the manifest of a run or a stage, oldest first."""
-    entries = read_json(folder.manifest_path).get(OOM_ENTRY)
     events = []
-    for entry in entries if isinstance(entries, list) else ():
+    for entry in read_json(folder.manifest_path).get(OOM_ENTRY, ()):
         with contextlib.suppress(TypeError):  # of another version
             events.append(OomEvent(**entry))
     return events
@@ -443,15 +442,12 @@ def read_oom_events(folder: RunFolder) -> list[OomEvent]:
 
 def record_oom_event(folder: RunFolder, event: OomEvent) -> None:
     """Add an event to the manifest, with the batch that the run goes on with, and a resumed run too."""
-    manifest = folder.read_manifest()
-    batch = manifest.get("batch")
-    if event.again in ("step", "run") and isinstance(batch, dict) and batch.get("micro_batch") == event.micro_batch:
+    batch = folder.read_manifest().get("batch")
+    if event.again in ("step", "run") and batch and batch["micro_batch"] == event.micro_batch:
         rows = batch["micro_batch"] * batch["grad_accum"]
         batch = {**batch, "micro_batch": event.now, "grad_accum": rows // event.now}
-    folder.update_manifest(
-        batch=batch,
-        **{OOM_ENTRY: [*(asdict(earlier_event) for earlier_event in read_oom_events(folder)), asdict(event)]},
-    )
+    events = [*read_oom_events(folder), event]
+    folder.update_manifest(batch=batch, **{OOM_ENTRY: [asdict(one) for one in events]})
 
 
 def write_oom_note(folder: RunFolder, event: OomEvent) -> None:

@@ -19,7 +19,7 @@ import struct
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Self
@@ -30,7 +30,7 @@ from sft_play.config.load import LoadedConfig, resolved_config
 from sft_play.config.schema import OutputConfig
 from sft_play.errors import RunFolderError, error_prefix
 from sft_play.log import one_line
-from sft_play.runs.files import write_json, write_text
+from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.folder import MANIFEST_FILE, RunFolder
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ _OPEN_LOCKS: weakref.WeakValueDictionary[tuple[int, int], RunLock] = weakref.Wea
 
 @atexit.register
 def _close_all() -> None:
-    """Release locks that are still held at exit (an error may keep one), while modules that `close` needs exist."""
+    # an error may keep a lock; at exit modules that `close` needs may be gone
     for run_lock in list(_OPEN_LOCKS.values()):
         run_lock.close()
 
@@ -111,13 +111,18 @@ def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
             if not _is_same_file(descriptor, path):  # it was removed between opening and locking
                 os.close(descriptor)
                 continue
-            # The launcher's note stays: its process is the one to stop, and it stops the writer.
-            if role != WRITER or not os.fstat(descriptor).st_size:
-                _write_note(folder, descriptor)
             status = os.fstat(descriptor)
-        except BaseException:
+            # The launcher's note stays: its process is the one to stop, and it stops the writer.
+            if role != WRITER or not status.st_size:
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                note = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now})
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, note.encode() + b"\n", 0)
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+            if isinstance(error, OSError) and not isinstance(error, RunFolderError):
+                raise RunFolderError(f"{folder.path} cannot be written: {error.strerror}") from None
             raise
         run_lock = _OPEN_LOCKS[status.st_dev, status.st_ino] = RunLock(folder, descriptor, role)
         return run_lock
@@ -146,56 +151,28 @@ def _acquire(folder: RunFolder, descriptor: int, role: int | None) -> None:
     length, start = (0, 0) if role is None else (1, role)  # one byte for each part; length 0 is the whole file
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
-    except OSError as error:
-        if error.errno in _HELD_ERRNOS:
-            raise _locked_error(folder, _read_note(descriptor)) from None
-        _check_note(folder, _read_note(descriptor), role, f"the file system does not support locks ({error.strerror})")
-
-
-def _check_note(folder: RunFolder, note: Mapping[str, Any], role: int | None, reason: str) -> None:
-    """Without locks: raises RunFolderError where the note names another machine, or a live process of this one."""
-    logger.warning("%s: %s; a run in progress in this folder is known only by its note in %s, and two that start "
-                   "at the same moment do not see each other", folder.path, reason, LOCK_FILE)  # fmt: skip
-    pid, host = note.get("pid"), note.get("host")
-    if not isinstance(pid, int) or role == WRITER:
         return
-    if host != socket.gethostname():
-        raise _locked_error(folder, note, f"; if that process is gone, remove {folder.path / LOCK_FILE}")
-    with contextlib.suppress(ProcessLookupError):
-        with contextlib.suppress(PermissionError):  # it lives, and is another user's
-            os.kill(pid, 0)
-        if pid != os.getpid():
-            raise _locked_error(folder, note, f"; if it belongs to another program, remove {folder.path / LOCK_FILE}")
-
-
-def _locked_error(folder: RunFolder, note: Mapping[str, Any], advice: str = "") -> RunFolderError:
-    pid, host = note.get("pid"), one_line(str(note.get("host")))
+    except OSError as error:
+        lock_error = error
+    note = read_json(folder.path / LOCK_FILE)
+    is_noted = isinstance(note.get("pid"), int) and role != WRITER
+    advice = f"; if that process is gone, remove {folder.path / LOCK_FILE}"
+    if lock_error.errno in _HELD_ERRNOS:
+        advice = ""
+    elif not is_noted or (note["host"] == socket.gethostname() and not psutil.pid_exists(note["pid"])):
+        logger.warning("%s: the file system does not support locks (%s); a run in progress in this folder is known "
+                       "only by its note in %s, and two that start at the same moment do not see each other",
+                       folder.path, lock_error.strerror, LOCK_FILE)  # fmt: skip
+        return
     holder, stop_advice = "", "stop it"
-    if pid:
-        holder = f" (pid {pid} on {host}, since {one_line(str(note.get('since')))})"
-        place = "" if host == socket.gethostname() else f" on {host}"
-        stop_advice = f"stop it (kill {pid}{place}, which saves its state)"
-    return RunFolderError(
+    if note:
+        host = one_line(str(note.get("host")))
+        holder = f" (pid {note.get('pid')} on {host}, since {one_line(str(note.get('since')))})"
+        stop_advice = f"stop it (kill {note.get('pid')} on {host}, which saves its state)"
+    raise RunFolderError(
         f"{folder.path} is being written by another process{holder}; wait until it ends, {stop_advice}, or give "
         f"another output.name{advice}"
     )
-
-
-def _read_note(descriptor: int) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        note = json.loads(os.pread(descriptor, 4096, 0).decode("utf-8", "replace"))
-        return note if isinstance(note, dict) else {}
-    return {}
-
-
-def _write_note(folder: RunFolder, descriptor: int) -> None:
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode()
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, text + b"\n", 0)
-    except OSError as error:
-        raise RunFolderError(f"{folder.path} cannot be written: {error.strerror}") from None
 
 
 # --- who holds it ----------------------------------------------------------------------------------------------------
@@ -237,13 +214,13 @@ def _byte_lock_holder_pid(file: IO[bytes], offset: int) -> int:
 def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None = None) -> RunFolder:
     """The run to resume: the named one, or the newest unfinished run of this config, of those that have trained if any
     has; raises RunFolderError where there is none, or the named one is finished or not ours."""
-    output_root = output_dir(output)
-    if name is not None or output.name is not None:
-        with error_prefix(name and f"RUN={one_line(name)}"):
-            if name:
-                folder = resolve_run(output_root, name)
-            else:
-                folder = open_run(output_root, check_run_name(output.name or "", key="output.name"))
+    output_root, folder = output_dir(output), None
+    if name:
+        with error_prefix(f"RUN={one_line(name)}"):
+            folder = resolve_run(output_root, name)
+    elif output.name is not None:
+        folder = open_run(output_root, check_run_name(output.name, key="output.name"))
+    if folder is not None:
         if folder.read_manifest().get("status") == "finished":
             raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")
         return folder
@@ -252,10 +229,9 @@ def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None 
     config_runs = [folder for folder, manifest in manifests.items() if manifest.get("config_path") == config]
     unfinished = [folder for folder in config_runs if manifests[folder].get("status") != "finished"]
     if not unfinished:
-        finished = f" ({len(config_runs)} finished)" if config_runs else ""
         raise RunFolderError(
-            f"no unfinished run of {config_path} in {output_root}{finished}; start one with make train "
-            f"CONFIG={config_path}"
+            f"no unfinished run of {config_path} in {output_root} ({len(config_runs)} finished); start one with make "
+            f"train CONFIG={config_path}"
         )
     unfinished.sort(key=lambda folder: (str(manifests[folder].get("started")), str(folder.path)), reverse=True)
     chosen = next((folder for folder in unfinished if folder.has_trained), unfinished[0])
@@ -297,14 +273,14 @@ def iter_runs(output_root: Path, *, include_replaced: bool = False) -> Iterator[
 
 def output_dir(output: OutputConfig) -> Path:
     """The folder of the run folders; raises RunFolderError where it cannot be a folder."""
+    problem = "it is a file, or a link that leads nowhere; name a folder"
     try:
         base = Path(output.dir).expanduser()
-        is_other = (base.exists() or base.is_symlink()) and not base.is_dir()
+        if base.is_dir() or not (base.exists() or base.is_symlink()):
+            return base
     except (OSError, RuntimeError, ValueError) as error:
-        raise RunFolderError(f"output.dir={one_line(output.dir)} cannot be a folder: {error}") from None
-    if is_other:
-        raise RunFolderError(f"output.dir={one_line(str(base))} is a file, or a link that leads nowhere; name a folder")
-    return base
+        problem = str(error)
+    raise RunFolderError(f"output.dir={one_line(output.dir)} cannot be a folder: {problem}")
 
 
 def run_name(output: OutputConfig, *, config_path: Path, now: datetime) -> str:
@@ -355,16 +331,19 @@ def new_run_folder(output: OutputConfig, *, config_path: Path, now: datetime | N
 
 def require_writable_output_dir(folder: RunFolder) -> None:
     """Raises RunFolderError where a new run's folder could not be created; nothing is left behind."""
+    _make_temporary_folder(folder, makes_parents=False).rmdir()
+
+
+def _make_temporary_folder(folder: RunFolder, *, makes_parents: bool) -> Path:
+    parent = folder.path.absolute().parent
     try:
-        existing_parent = next(parent for parent in folder.path.absolute().parents if parent.exists())
-        Path(tempfile.mkdtemp(dir=existing_parent, prefix=f".{folder.path.name}.")).rmdir()
-    except (OSError, ValueError) as error:
-        raise _unwritable_error(folder, error) from None
-
-
-def _unwritable_error(folder: RunFolder, error: OSError | ValueError) -> RunFolderError:
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    return RunFolderError(f"output.dir={folder.path.parent} cannot be written: {reason}")
+        if makes_parents:
+            parent.mkdir(parents=True, exist_ok=True)
+        while not parent.exists():
+            parent = parent.parent
+        return Path(tempfile.mkdtemp(dir=parent, prefix=f".{folder.path.name}."))
+    except OSError as error:
+        raise RunFolderError(f"output.dir={folder.path.parent} cannot be written: {error.strerror}") from None
 
 
 def is_resume(folder: RunFolder, output: OutputConfig) -> bool:
@@ -394,11 +373,7 @@ def create_run(
     taken_message = f"the run folder {folder.path} was created by another process in the meantime; start again"
     if folder.path.exists() and loaded.config.output.if_exists != "replace":
         raise RunFolderError(taken_message)
-    try:
-        folder.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary_path = Path(tempfile.mkdtemp(dir=folder.path.parent, prefix=f".{folder.path.name}."))
-    except (OSError, ValueError) as error:
-        raise _unwritable_error(folder, error) from None
+    temporary_path = _make_temporary_folder(folder, makes_parents=True)
     try:
         temporary_path.chmod(0o755)  # mkdtemp lets only its user read it
         write_initial_files(RunFolder(temporary_path), loaded, manifest=manifest, plan=plan)
