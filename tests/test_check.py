@@ -316,11 +316,11 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
     """Row numbers, places, repeated rows, sums."""
     from transformers import AutoTokenizer
 
-    from sft_play.data.build import workers
+    from sft_play.data.build import build
     from sft_play.data.build.splits import count_source_rows
     from sft_play.data.build.survey import count_readable_rows
 
-    monkeypatch.setattr(workers, "_MIN_PIECE_BYTES", 1_500)
+    monkeypatch.setattr(build, "_MIN_PIECE_BYTES", 1_500)
     rows = [chat(f"question {number % 70}", f"answer {number % 70} " * (number % 7 + 1)) for number in range(150)]
     rows[3] = {"messages": []}
     rows[40] = chat("", "")

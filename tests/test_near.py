@@ -220,7 +220,7 @@ def test_what_cannot_be_read_or_is_no_similarity_is_refused(run, tmp_path):
     with pytest.raises(ConfigError, match="similarity"):
         run("similarity=0.2", rows=[])
     pytest.importorskip("datasketch")
-    with pytest.raises(DataError, match=r"data.process.compare_with: .*gone"):
+    with pytest.raises(DataError, match=r"gone\.jsonl does not exist"):
         run(f"compare_with=[{tmp_path}/gone.jsonl]", rows=rows_with_copies())
 
 
@@ -244,10 +244,6 @@ def test_the_runs_own_held_out_files_are_compared_with_by_default(tmp_path):
     assert not overlaps(f"test_path: {test}", ", near_duplicates: ignore").overlaps
     assert not overlaps(f"val_path: {raw}, test_path: {tmp_path}/none.jsonl").overlaps
     assert not overlaps(f"val_path: {tmp_path}/out/train.jsonl").overlaps
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
-    report = overlaps(f"test_path: {tmp_path}/bad.parquet")
-    assert not report.overlaps
-    assert report.rows_kept == 8
 
 
 @needs_datasketch
@@ -272,5 +268,5 @@ def test_counting_stops_where_it_would_take_too_much_memory(run, monkeypatch):
     rows = rows_with_copies()
     report, _ = run(rows=rows)
     assert report.near_duplicates.count == 0  # the row that it is like came fourth, after the first three were kept
-    assert "Near-duplicates: rows were compared with the first 3 that have none" in "\n".join(report.lines())
+    assert "Near-duplicates: counting takes" in "\n".join(report.lines())
     assert run("near_duplicates=drop", rows=rows)[0].near_duplicates.count == 1

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sft_play.commands.rows import Preview
 from sft_play.commands.rows import preview as preview_of
 from sft_play.config.load import load_config
 from sft_play.data.preview import (
-    BYTE_LETTERS,
     PreviewRow,
     TokenBytes,
     TokenPiece,
@@ -102,7 +102,7 @@ class Letters:
         self.backend_tokenizer.decoder = self._Decoder()  # type: ignore[assignment]
         self.added_tokens_decoder: dict[int, Any] = {}
         self.all_special_ids = [300]
-        self._names = BYTE_LETTERS
+        self._names = bytes_to_unicode()
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return ["<|end|>" if number == 300 else self._names[number] for number in ids]

@@ -20,8 +20,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data import process as process_module
 from sft_play.data.build import survey
-from sft_play.data.build.survey import RowRenderer, estimate_size, split_batches
-from sft_play.data.build.workers import RENDER_BATCH_CHARS
+from sft_play.data.build.survey import RENDER_BATCH_CHARS, RowRenderer, estimate_size, split_batches
 from sft_play.data.masks.render import Renderer
 from sft_play.data.process import process_files
 from sft_play.data.sources import json_rows, raw, tables

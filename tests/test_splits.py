@@ -16,7 +16,6 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build import build as build_module
-from sft_play.data.build import workers as workers_module
 from sft_play.data.build.build import KEPT_SIDE, BuildRecipe, RowWriter, build_rows
 from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import RowStats
@@ -430,7 +429,7 @@ class TestCache:
 
     def test_a_worker_that_dies_is_named(self, recipe, tmp_path, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}" * 400, f"a {n}") for n in range(3_000)))
-        monkeypatch.setattr(workers_module, "_run_job", _die)
+        monkeypatch.setattr(build_module, "_run_job", _die)
         with pytest.raises(DataError, match="a process that prepared rows died"):
             build_rows(path, recipe, split="train", workers=2)
 

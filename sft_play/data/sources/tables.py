@@ -68,6 +68,11 @@ def split_from_name(name: str) -> str | None:
     return SPLIT_WORDS[word.lower()] if word else None
 
 
+def split_from_set_name(name: str) -> str | None:
+    """The split that a split of a data set is, by its name; it may be the first word too, as in `train_sft`."""
+    return split_from_name(name) or SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])
+
+
 def find_delimiter(text: str) -> str:
     """The character between the fields of a table's first line: the one that gives the most fields."""
     first = next((line for line in text.lstrip("\ufeff").splitlines() if line.strip()), "")
@@ -79,7 +84,7 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """The rows of a table with a header line; a row knows the line on which it begins. Raises DataError where the
     header is no good, a quote is not closed, or a byte is not UTF-8."""
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
-    lines, skipped_lines = _TextLines(path), 0
+    lines, skipped_lines = _read_table_lines(path, name), 0
     beginning = read_head(path).decode("utf-8", "ignore")
     delimiter = find_delimiter(beginning)
     if delimiter_match := _DELIMITER_LINE.match(beginning):
@@ -89,14 +94,16 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     names: list[str] | None = None
     while True:
         line = skipped_lines + reader.line_num + 1
-        lines.location, lines.row_chars = f"{name}:{line}", 0
         try:
             fields = next(reader)
         except StopIteration:
             break
         except csv.Error as error:
             if "unexpected end of data" in str(error) or "field larger" in str(error):
-                raise _unclosed_quote_error(f"{name}:{line}") from None
+                raise DataError(
+                    f"{name}:{line}: a quote opened in this row is not closed, or the row is larger than "
+                    f"{MAX_ROW_BYTES >> 20} MiB, the most that is read"
+                ) from None
             yield BadRow(f"{name}:{line}", "not valid CSV", str(error))
             continue
         # a blank line is [], a line of one empty quoted field [""], which may be a row of a table of one column
@@ -126,45 +133,22 @@ def _parse_header(fields: list[str], path: Path, line: int) -> list[str]:
     return names
 
 
-def _unclosed_quote_error(location: str) -> DataError:
-    return DataError(
-        f"{location}: a quote opened in this row is not closed, or the row is larger than {MAX_ROW_BYTES >> 20} "
-        "MiB, the most that is read"
-    )
-
-
-class _TextLines:
-    """The lines of a file for the csv module; DataError where a row is too large: an open quote takes all the rest."""
-
-    def __init__(self, path: Path) -> None:
-        beginning = read_head(path)
-        self._ends_with_cr = b"\r" in beginning and b"\n" not in beginning
-        self._lines = self._read(path)
-        # The row that is read, and how many characters of it were.
-        self.location, self.row_chars = str(path), 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._lines)
-        self.row_chars += len(line)
-        if self.row_chars > MAX_ROW_BYTES:  # characters, which are never more than bytes
-            raise _unclosed_quote_error(self.location)
-        return line
-
-    def _read(self, path: Path) -> Iterator[str]:
-        open_line = ""
-        for text in read_text_blocks(path):
-            # not splitlines(): U+2028 and others inside fields end no row
-            if self._ends_with_cr:
-                text = text.replace("\r", "\n")
-            *lines, open_line = (open_line + text).split("\n")
-            yield from (line + "\n" for line in lines)
-            if len(open_line) > MAX_ROW_BYTES:
-                raise DataError(str(too_large_row(self.location, len(open_line.encode()))))
-        if open_line:
-            yield open_line
+def _read_table_lines(path: Path, name: str) -> Iterator[str]:
+    """The lines of a file for the csv module, whose fields have a limit: an open quote would take all the rest."""
+    beginning = read_head(path)
+    ends_with_cr = b"\r" in beginning and b"\n" not in beginning
+    open_line, line_number = "", 1
+    for text in read_text_blocks(path):
+        # not splitlines(): U+2028 and others inside fields end no row
+        if ends_with_cr:
+            text = text.replace("\r", "\n")
+        *lines, open_line = (open_line + text).split("\n")
+        yield from (line + "\n" for line in lines)
+        line_number += len(lines)
+        if len(open_line) > MAX_ROW_BYTES:
+            raise DataError(str(too_large_row(f"{name}:{line_number}", len(open_line.encode()))))
+    if open_line:
+        yield open_line
 
 
 @contextmanager
@@ -270,16 +254,12 @@ def _split_batch(batch: Any) -> Iterator[Any]:
         yield batch
 
 
-class _NotTextError(ValueError):
-    """Bytes in a cell that are not UTF-8."""
-
-
 def _to_raw_row(row: dict[str, Any], location: str) -> RawRow | BadRow:
     """The row without its nulls: Arrow gives every row every column, and a key says that something is there."""
     dropped_nulls = [0]
     try:
         cells = {str(key): _to_json_value(value, key, dropped_nulls) for key, value in row.items()}
-    except _NotTextError:
+    except UnicodeDecodeError:
         return BadRow(location, "a cell holds bytes that are not UTF-8 text")
     except RecursionError:
         return BadRow(location, "nested too deeply")
@@ -309,10 +289,7 @@ def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: b
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (bytes, bytearray, memoryview)):
-        try:
-            return bytes(value).decode("utf-8")
-        except UnicodeDecodeError:
-            raise _NotTextError from None
+        return bytes(value).decode("utf-8")
     return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
 
 
@@ -352,11 +329,7 @@ def choose_split(names: list[str], split: str, path: str) -> str:
     exact = next((name for name in (split, *aliases) if name in names), None)  # plain names before likenesses
     if exact is not None:
         return exact
-    similar = [  # `gsm8k_test`, or a name that begins with a split's, as `train_sft`
-        name
-        for name in names
-        if (split_from_name(name) or SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])) == split
-    ]
+    similar = [name for name in names if split_from_set_name(name) == split]
     if len(similar) == 1:
         return similar[0]
     problem = f"none of them is {(*aliases, split)[0]}"
