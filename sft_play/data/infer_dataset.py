@@ -132,9 +132,9 @@ def _read_sample(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:
     for _, row in itertools.islice(reader.numbered_examples(), MAX_SAMPLED_ROWS):
         if isinstance(row, BadRow):
             bad_rows.append(row)
-            continue
-        examples.append(row)
-        chars += character_count(row)
+        else:
+            examples.append(row)
+            chars += character_count(row)
         if chars > SAMPLE_CHARACTERS:
             break
     return examples, bad_rows

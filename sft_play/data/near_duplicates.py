@@ -17,7 +17,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.sources.columns import WORD_PATTERN
 from sft_play.data.sources.examples import messages_text
 from sft_play.data.sources.files import find_source, read_rows
-from sft_play.data.sources.formats import Chat, Example, Text, recognise_format, to_example
+from sft_play.data.sources.formats import Example, Text, recognise_format, to_example
 from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import BadRow
 
@@ -147,9 +147,9 @@ def read_compared_texts(path_or_hub_id: str, data: DataConfig) -> Iterator[tuple
         if isinstance(row, BadRow):
             continue
         row_format = recognise_format(row.data)
-        example = None if row_format is None else to_example(row, row_format, data)
-        if isinstance(example, Chat | Text):
-            texts = compared_texts(example)
-        else:
-            texts = list(filter(_is_long, iter_texts(row.data)))
+        texts = list(filter(_is_long, iter_texts(row.data)))
+        if row_format is not None:
+            example = to_example(row, row_format, data)
+            if not isinstance(example, BadRow):
+                texts = compared_texts(example)
         yield from ((text, row.where) for text in texts)

@@ -149,11 +149,12 @@ def preview_rows(
     if len(raw_text) > MAX_RAW_CHARACTERS:
         raw_text = f"{raw_text[:MAX_RAW_CHARACTERS]}…"
     for outcome in row_renderer.render_rows([(row_number, example)]):
-        whole_row = getattr(outcome, "whole_row", None)
-        row = getattr(outcome, "row", outcome)
-        if whole_row is None:  # `row` is bad
-            yield PreviewRow(row_number, row.where, reason=row.explanation, raw_text=raw_text)
+        if isinstance(outcome, BadRow) or outcome.whole_row is None:
+            bad_row = outcome if isinstance(outcome, BadRow) else outcome.row
+            assert isinstance(bad_row, BadRow)
+            yield PreviewRow(row_number, bad_row.where, reason=bad_row.explanation, raw_text=raw_text)
             continue
+        whole_row, row = outcome.whole_row, outcome.row
         ids, labels = tuple(whole_row.input_ids), tuple(whole_row.labels)
         if isinstance(row, BadRow):  # too long: its answer is behind the limit
             kept_ids, reason = ids[: row_renderer.max_seq_len], row.explanation

@@ -35,6 +35,7 @@ from sft_play.data.sources.files import FilePart, find_source, is_saved_dataset,
 from sft_play.data.sources.formats import (
     STYLED_KEY,
     TEMPLATE_KWARGS,
+    Chat,
     Example,
     Text,
     content_digest,
@@ -403,13 +404,22 @@ class _Processor:
         file_report, stats, error_text = FileReport(one_line(name, limit=4_000), split=split), RowStats(), ""
         self._report.files.append(file_report)
         try:
-            for example in self._read_examples(part, file_report):
+            # rows are written without data.style, which make style or a run adds
+            rows, data = read_part(part), self._config.data.model_copy(update={"style": StyleConfig()})
+            probed_rows, row_format = detect_format(rows, data)
+            if row_format is not None:
+                file_report.format = row_format.name
+            for raw in itertools.chain(probed_rows, rows):
+                example = read_example(raw, row_format, data)
                 file_report.rows += 1
                 self._progress.add()
                 if isinstance(example, BadRow):
                     self._report.count_dropped(example.reason, example.where)
                     stats.count_bad(example)
                 else:
+                    assert isinstance(raw, RawRow)
+                    if is_processed_row(raw.data) and isinstance(raw.data["source"], str):
+                        example = dataclasses.replace(example, where=raw.data["source"])  # as it was processed before
                     stats.count_example(example)
                     self._process_example(example, split, file_report.name, out)
         except DataError as error:
@@ -423,20 +433,6 @@ class _Processor:
         self._has_bad_rows |= bool(stats.bad_rows)
         if error_text or (stats.bad_rows and self._config.data.on_bad_row == "fail"):
             self._faults.append(_format_file_fault(file_report, stats, error_text))
-
-    def _read_examples(self, part: FilePart, file_report: FileReport) -> Iterator[Example | BadRow]:
-        # rows are written without data.style, which make style or a run adds
-        rows, data = read_part(part), self._config.data.model_copy(update={"style": StyleConfig()})
-        probed_rows, row_format = detect_format(rows, data)
-        if row_format is not None:
-            file_report.format = row_format.name
-        for raw in itertools.chain(probed_rows, rows):
-            example = read_example(raw, row_format, data)
-            if isinstance(raw, RawRow) and not isinstance(example, BadRow) and is_processed_row(raw.data):
-                source = raw.data["source"]  # as it was processed before
-                if isinstance(source, str) and source:
-                    example = dataclasses.replace(example, where=source)
-            yield example
 
     def _process_example(self, example: Example, split: str | None, file_name: str, out: OutputFolder) -> None:
         """Count one example, choose its split and write it."""
@@ -641,23 +637,19 @@ def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> S
                 for row in read_processed(path):
                     prompt, glob = find_system_prompt(str(row.data.get("source")), options)
                     unused_globs.pop(glob, None)
-                    styled_row, outcome = _style_row(row, options, prompt)
+                    row_format = recognise_format(row.data)
+                    assert row_format is not None  # it has messages, or text
+                    example = to_example(row, row_format)
+                    if isinstance(example, BadRow):
+                        raise DataError(f"{example}; make process writes it again")
+                    styled, outcome = set_system_prompt(example, options, prompt)
                     counts[outcome] += 1
+                    styled_row = row.data
+                    if isinstance(styled, Chat):
+                        messages = [author_form(message) for message in styled.messages]
+                        styled_row = {**row.data, "messages": messages, STYLED_KEY: True}
                     file.write(json.dumps(styled_row, ensure_ascii=False) + "\n")
                     progress.add()
         report.unused_globs = tuple(unused_globs)
         output.write_json("report.json", report.as_json())
     return report
-
-
-def _style_row(row: RawRow, options: StyleConfig, prompt: str) -> tuple[dict[str, Any], str]:
-    """Set the row's system prompt; return the new row and one of `_OUTCOMES`."""
-    row_format = recognise_format(row.data)
-    assert row_format is not None  # it has messages, or text
-    example = to_example(row, row_format)
-    if isinstance(example, BadRow):
-        raise DataError(f"{example}; make process writes it again")
-    styled, outcome = set_system_prompt(example, options, prompt)
-    if isinstance(styled, Text):
-        return row.data, outcome
-    return {**row.data, "messages": [author_form(message) for message in styled.messages], STYLED_KEY: True}, outcome

@@ -388,11 +388,14 @@ class _BuildWorker:
         counter = RowCounter(self._row_renderer.renderer)
         held_out_flags = bytearray()
         with contextlib.ExitStack() as stack:
-            writers = {
-                # a file for each job and side: no process waits for another, and the order is that of the jobs
-                name: stack.enter_context(self._open_writer(job, name))
-                for name in ((KEPT_SIDE, HELD_OUT_SIDE) if recipe.held_out_share else (KEPT_SIDE,))
-            }
+            writers: dict[str, RowWriter] = {}
+            # a file for each job and side: no process waits for another, and the order is that of the jobs
+            for name in (KEPT_SIDE, HELD_OUT_SIDE) if recipe.held_out_share else (KEPT_SIDE,):
+                # a recipe of held-out rows alone splits none off
+                is_held_out = name == HELD_OUT_SIDE or not recipe.held_out_share
+                keeps_chats = recipe.keeps_chats and is_held_out and not recipe.is_document
+                path = Path(job.folder) / f"{job.index:06d}.{name}.arrow"
+                writers[name] = stack.enter_context(RowWriter(path, keeps_chats=keeps_chats))
             examples = self._read_examples(job, stats, held_out_flags, progress)
             for outcome in self._row_renderer.render_rows(examples, is_document=recipe.is_document):
                 assert not isinstance(outcome, BadRow)
@@ -409,13 +412,6 @@ class _BuildWorker:
                     writers[side].add(row, outcome.example)
                     stats[side].digests.append(token_digest(row.input_ids))
         return {name: writer.path.name for name, writer in writers.items()}, stats
-
-    def _open_writer(self, job: _BuildJob, side: str) -> RowWriter:
-        recipe = self._recipe
-        # a recipe of held-out rows alone splits none off
-        is_held_out = side == HELD_OUT_SIDE or not recipe.held_out_share
-        keeps_chats = recipe.keeps_chats and is_held_out and not recipe.is_document
-        return RowWriter(Path(job.folder) / f"{job.index:06d}.{side}.arrow", keeps_chats=keeps_chats)
 
     def _read_examples(
         self, job: _BuildJob, stats: _SideStats, held_out_flags: bytearray, progress: WaitProgress | None
@@ -436,21 +432,16 @@ class _BuildWorker:
                 continue
             if job.row_format is not None:
                 kept_stats.formats[job.row_format.name] += 1
-            if self._recipe.is_document:
-                example = self._cut_document(example)
-            else:
+            if not self._recipe.is_document:
                 example = self._row_renderer.renderer.recover_chat(example)
+            elif isinstance(example, Text) and self._recipe.text_span != (0.0, 1.0):
+                start, end = (int(len(example.text) * share) for share in self._recipe.text_span)
+                example = dataclasses.replace(example, text=example.text[start:end])
             if isinstance(example, Text) and not example.text.strip():
                 continue  # a document's end may be blank
             held_out_flags[-1] = held_out_share > 0 and digest_share(content_digest(example)) < held_out_share
             stats[(KEPT_SIDE, HELD_OUT_SIDE)[held_out_flags[-1]]].count_example(example)
             yield row_number, example
-
-    def _cut_document(self, example: Example) -> Example:
-        if not isinstance(example, Text) or self._recipe.text_span == (0.0, 1.0):
-            return example
-        start, end = (int(len(example.text) * share) for share in self._recipe.text_span)
-        return dataclasses.replace(example, text=example.text[start:end])
 
 
 # Jobs that other processes do.

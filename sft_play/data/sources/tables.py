@@ -73,20 +73,15 @@ def split_from_set_name(name: str) -> str | None:
     return split_from_name(name) or SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])
 
 
-def find_delimiter(text: str) -> str:
-    """The character between the fields of a table's first line: the one that gives the most fields."""
-    first = next((line for line in text.lstrip("\ufeff").splitlines() if line.strip()), "")
-    # of equal counts the first: a comma
-    return max(DELIMITERS, key=lambda char: len(next(csv.reader([first], delimiter=char), [])))
-
-
 def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """The rows of a table with a header line; a row knows the line on which it begins. Raises DataError where the
     header is no good, a quote is not closed, or a byte is not UTF-8."""
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
     lines, skipped_lines = _read_table_lines(path, name), 0
     beginning = read_head(path).decode("utf-8", "ignore")
-    delimiter = find_delimiter(beginning)
+    first = next((line for line in beginning.lstrip("\ufeff").splitlines() if line.strip()), "")
+    # the one that gives the most fields; of equal counts the first: a comma
+    delimiter = max(DELIMITERS, key=lambda char: len(next(csv.reader([first], delimiter=char), [])))
     if delimiter_match := _DELIMITER_LINE.match(beginning):
         delimiter, skipped_lines = delimiter_match[1], 1
         next(lines)
