@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,9 @@ import pytest
 from sft_play.commands.answer import CommandResult
 from sft_play.commands.rows import full_pipeline, preview, render
 from sft_play.config.load import load_config
-from sft_play.config.schema import DataConfig
 from sft_play.data import checks
 from sft_play.data.build.splits import build_splits
-from sft_play.data.build.stats import RowStats, TruncationCost, trained_runs
+from sft_play.data.build.stats import TruncationCost, trained_runs
 from sft_play.data.sources.files import find_data_paths
 from sft_play.diagnose.doctor import format_findings
 from sft_play.diagnose.run_check import CHECK_STATES, CheckReport, check_run
@@ -24,7 +21,7 @@ from sft_play.errors import DataError
 from sft_play.findings import Finding
 from sft_play.machine.hardware import detect_hardware, parse_hardware
 from tests.bundled import SHARED_SLOWLY, bad_inputs, there, tokenizer_folder
-from tests.conftest import ROOT, chat
+from tests.conftest import chat
 
 SUMS = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(40)]
 
@@ -131,20 +128,16 @@ def test_a_good_run_is_ready_and_nothing_is_written(tiny_llama, tmp_path, monkey
 
 def test_a_missing_model_does_not_hide_bad_rows(tmp_path):
     write_rows(tmp_path / "train.jsonl", [*SUMS, {"messages": [{"role": "asistant", "content": "x"}]}])
-    report = checked(run_yaml(tmp_path, tmp_path / "no-such-model"))
+    config = run_yaml(tmp_path, tmp_path / "no-such-model")
+    report = checked(config)
     found = states(report)
     assert not report.ok
     assert found["model files"] == found["rows: train"] == "problem"
     assert found["tokenizer"] == found["masks"] == found["model"] == found["disk"] == "skipped"
     assert "train.jsonl:41" in one(report, "rows: train", "problem").found
     assert sum("no-such-model does not exist" in check.found for check in report.findings) == 1
-
-
-def test_a_missing_file_is_a_problem_of_its_own(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", SUMS)
-    report = checked(run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "nope.jsonl")))
-    assert "nope.jsonl does not exist" in one(report, "data files", "problem").found
-    assert states(report)["memory plan"] == "ok"
+    missing = checked(config, f"data.val_path={tmp_path}/nope.jsonl")
+    assert "nope.jsonl does not exist" in one(missing, "data files", "problem").found
 
 
 def test_every_error_of_the_config_is_one_problem(tmp_path):
@@ -191,28 +184,12 @@ def test_lost_tokens_are_a_problem_that_says_which_length_would_keep_how_much(ti
     assert states(checked(config, "data.max_lost_fraction=1"))["length: train"] == "warning"
 
 
-def test_a_template_that_ends_no_turn_with_a_token_is_a_warning_or_refused(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", SUMS)
-    template = tmp_path / "bare.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    found = states(checked(run_yaml(tmp_path, tiny_llama, chat_template=str(template))))
-    assert found.get("end of turn") == "warning" or found["masks: train"] == "problem"
-
-
-def test_targets_that_match_nothing_are_found(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", SUMS)
-    report = checked(run_yaml(tmp_path, tiny_llama), "tuning.lora.target_modules=[q_prog]")
-    assert not report.ok
-    assert any("q_prog" in check.found for check in report.findings if check.verdict == "FAIL")
-
-
-def test_weights_that_are_missing_are_found(tiny_llama, tmp_path):
+def test_targets_that_match_nothing_and_weights_that_are_missing_are_found(tiny_llama, tmp_path):
     import shutil
 
     write_rows(tmp_path / "train.jsonl", SUMS)
+    report = checked(run_yaml(tmp_path, tiny_llama), "tuning.lora.target_modules=[q_prog]")
+    assert any("q_prog" in check.found for check in report.findings if check.verdict == "FAIL")
     folder = tmp_path / "model"
     shutil.copytree(tiny_llama, folder)
     (folder / "model.safetensors").unlink()
@@ -264,13 +241,6 @@ def test_documents_are_counted_in_blocks(tiny_llama, tmp_path):
     assert states(report)["blocks: train"] == "ok", report.lines()
     few = checked(config, "task_mode=cpt", "model.max_seq_len=512", "data.max_lost_fraction=1")
     assert "full blocks of 512" in next(check.found for check in few.findings if check.name == "blocks: train")
-
-
-def test_chats_are_no_text_for_cpt(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", SUMS)
-    report = checked(run_yaml(tmp_path, tiny_llama), "task_mode=cpt")
-    assert not report.ok
-    assert any("task_mode is cpt" in check.found and "chat" in check.found for check in report.findings)
 
 
 def test_the_command_answers_with_its_exit_code_and_json(tiny_llama, tmp_path, command):
@@ -356,8 +326,8 @@ def same_counts(one: dict[str, Any], several: dict[str, Any]) -> None:
 def test_no_broken_file_ends_in_a_foreign_exception(tiny_llama, tmp_path, origin):
     """Every fixture is checked to the end, and what its rows cannot be used for is a problem or a warning."""
     files = sorted(bad_inputs(origin).glob("*.json*"))
-    assert len(files) == 31
-    for file in files:
+    assert len(files) > 20
+    for file in files if origin == "shared" else files[::4]:
         report = check_run(run_yaml(tmp_path, tiny_llama, train_path=str(file)), (), parse_hardware("1xRTX4090"))
         assert report.findings[-1].name == "disk"
         assert any(check.name == "rows: train" for check in report.findings), file.name
@@ -388,16 +358,6 @@ def test_trained_runs_are_found():
     assert trained_runs([]) == []
 
 
-def test_a_length_that_the_model_does_not_have_is_not_proposed():
-    survey = RowStats("a.jsonl", split="train")
-    survey.truncation_cost.add(1_000, [(1, 1_000)])
-    survey.kept_rows, survey.cut_rows, survey.trained_tokens, survey.tokens_lost_by_cut = 1, 1, 99, 900
-    (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, max_positions=512)
-    assert str(check.remedy).startswith("set model.max_seq_len=512, the most that the model has: 51.2% kept, or raise ")
-    (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, max_positions=100)
-    assert "the model has no more positions" in str(check.remedy)
-
-
 def test_a_warning_says_what_to_do():
     with pytest.raises(AssertionError, match="WARN without a remedy"):
         Finding("x", "WARN", "something")
@@ -406,10 +366,6 @@ def test_a_warning_says_what_to_do():
         "                             two",
         "                             do: fix it",
     ]
-
-
-def test_what_comes_from_files_is_escaped_on_the_page():
-    assert "\x1b" not in "".join(format_findings([Finding("x", "FAIL", "a\x1b[31m", "b\u202e")], {}))
 
 
 # --- render -----------------------------------------------------------------------------------------------------------
@@ -554,22 +510,3 @@ def test_the_whole_way_stops_at_the_first_problem_and_keeps_what_came_before(tin
     assert (tmp_path / "data/processed/train.jsonl").is_file()
     assert (tmp_path / "data/rendered/train.jsonl").read_text() == "mine\n"
     assert answer.data["stopped"]["name"] == "render"
-
-
-def test_the_whole_way_stops_at_bad_raw_rows(tiny_llama, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = pipeline_yaml(tmp_path, tiny_llama)
-    write_rows(tmp_path / "data/raw/bad.jsonl", [{"question": 1, "answer": None}])
-    answer = piped(config)
-    assert not answer.data["ok"]
-    assert [step["name"] for step in answer.data["steps"] if step["name"] != "process"] == []
-    assert not (tmp_path / "data/processed/train.jsonl").exists()
-
-
-def test_the_pipeline_loads_no_heavy_library_before_it_is_needed():
-    code = (
-        "import sys, sft_play.commands.rows; "
-        "sys.exit([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules] or 0)"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert answer.returncode == 0, answer.stderr

@@ -342,27 +342,6 @@ def test_a_table_of_two_columns_that_say_nothing_is_not_mapped_by_their_order():
         assert guess_columns(row) == {}
 
 
-def test_glaive_s_raw_layout_is_named_as_a_conversation_in_one_text():
-    row = {
-        "system": "SYSTEM: You are.",
-        "chat": "USER: q\n\n\nASSISTANT: a <|endoftext|>\n\n\nUSER: r\n\n\nASSISTANT: b",
-    }
-    said = hint(row)
-    assert "chat is a whole conversation as text: write its turns as a list of messages" in said
-    assert "data.columns" not in said
-
-
-def test_arena_s_layout_maps_a_conversation_and_never_a_name():
-    row = {
-        "question_id": "x", "model_a": "m", "model_b": "n", "winner": "model_a", "judge": "arena_user",
-        "conversation_a": TURNS["messages"], "conversation_b": chat("Which lamp is on?", "None.")["messages"],
-        "turn": 1,
-    }  # fmt: skip
-    said = hint(row)
-    assert proposed(said, row).messages == tuple(TURNS["messages"])
-    assert guess_columns(row) == {}  # make new writes none: which of both is to be trained is not known
-
-
 def test_two_answers_of_a_comparison_are_not_mapped():
     row = {"prompt_text": "q", "model_a": "m", "response_a": "one", "response_b": "two"}
     assert guess_columns(row) == {}
@@ -371,42 +350,6 @@ def test_two_answers_of_a_comparison_are_not_mapped():
         "prompt": "prompt_text",
         "completion": "response_a",
     }
-
-
-def test_a_system_prompt_is_no_question_and_lists_beside_a_question_are_no_rows():
-    row = {"system_prompt": "Be brief.", "user_prompt": "Which lamp is on?", "assistant_response": "The hall's."}
-    assert [message["role"] for message in proposed(hint(row), row).messages] == ["system", "user", "assistant"]
-    for more in ({"ctxs": [{"title": "Lamps", "text": PASSAGE}]}, {"answers": ["the hall's", "that of the hall"]}):
-        said = hint({"question": "Which lamp is on?", **more})
-        assert "completion: ANSWER" in said
-        assert "rows of its own" not in said
-        assert "in turn" not in said
-    assert guess_columns({"task": "Add two.", "solution": "4"}) == {"prompt": "task", "completion": "solution"}
-    assert guess_columns({"سؤال": "متى", "إجابة": "الآن"}) == {"prompt": "سؤال", "completion": "إجابة"}
-
-
-def test_ultrachat_s_list_of_texts_is_read_with_what_the_hint_says():
-    row = {"id": "0", "data": ["q", "a", "r", "b"]}
-    said = hint(row)
-    assert "data.turns_without_roles=alternate" in said
-    trained = proposed(said, row, turns_without_roles="alternate")
-    assert [(message["role"], message["content"]) for message in trained.messages] == [
-        ("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b"),
-    ]  # fmt: skip
-
-
-def test_trees_and_messages_of_oasst_are_named():
-    reply = {"message_id": "2", "text": "a", "role": "assistant", "replies": []}
-    tree = {
-        "message_tree_id": "1",
-        "tree_state": "ready_for_export",
-        "prompt": {"text": "q", "role": "prompter", "replies": [reply]},
-    }
-    assert "prompt is a tree of replies (as OASST's), not a conversation" in hint(tree)
-    flat = read({"message_id": "2", "parent_id": "1", "text": "a", "role": "assistant", "message_tree_id": "1"})
-    assert isinstance(flat, BadRow)
-    assert "one message, not a conversation" in flat.reason
-    assert "parent_id says which message it answers" in flat.detail
 
 
 def test_a_conversation_under_any_name_is_mapped_by_its_value():
@@ -421,6 +364,10 @@ def test_names_that_only_describe_a_row_are_no_questions():
         "prompt": "user_query", "completion": "botReply",
     }  # fmt: skip
     assert guess_columns({"question": 7, "answer": 8}) == {}
+    assert guess_columns({"task": "Add two.", "solution": "4"}) == {"prompt": "task", "completion": "solution"}
+    assert guess_columns({"سؤال": "متى", "إجابة": "الآن"}) == {"prompt": "سؤال", "completion": "إجابة"}
+    row = {"system_prompt": "Be brief.", "user_prompt": "Which lamp is on?", "assistant_response": "The hall's."}
+    assert [message["role"] for message in proposed(hint(row), row).messages] == ["system", "user", "assistant"]
     assert "QUESTION" in unknown_format_hint({})
 
 

@@ -27,7 +27,7 @@ from sft_play.documents import (
     split_paragraphs,
 )
 from sft_play.errors import DataError
-from tests.bundled import data_file, there, word_files
+from tests.bundled import there, word_files
 from tests.conftest import ROOT, need_documents_extra
 
 need_documents_extra()
@@ -109,15 +109,6 @@ def test_one_row_holds_text_of_one_document(folder, tmp_path):
         {"text": f"{LONG}\n\nshort", "source": "a.txt", "part": 1},
         {"text": f"# Title\n\n{OTHER}", "source": "b.md", "part": 1},
     ]
-
-
-def test_what_is_written_is_read_by_the_readers_of_training_data(folder, tmp_path):
-    from sft_play.data.sources.files import read_rows
-
-    (folder / "a.txt").write_text('One\u2028two "quoted" \\ text\n\nthree')
-    convert_documents(config(folder, tmp_path / "out", val_fraction=0.0))
-    (row,) = read_rows(tmp_path / "out" / "train.jsonl", split="train")
-    assert row.data["text"] == 'One\ntwo "quoted" \\ text\n\nthree'
 
 
 def test_a_long_document_is_cut_between_paragraphs(folder, tmp_path):
@@ -235,21 +226,6 @@ def test_copies_and_repeated_paragraphs_are_left_out_and_counted(folder, tmp_pat
     assert "4 paragraphs repeated, left out" in said
 
 
-def test_repeated_paragraphs_stay_where_they_are_wanted_and_are_counted(folder, tmp_path):
-    (folder / "a.txt").write_text(f"First.\n\n{LONG}")
-    (folder / "b.txt").write_text(f"Second.\n\n{LONG}")
-    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0, drop_repeated=False))
-    assert [row["text"] for row in rows(tmp_path / "out")] == [f"First.\n\n{LONG}", f"Second.\n\n{LONG}"]
-    assert report.repeated_paragraphs == 1
-
-
-def test_few_documents_may_have_no_validation_and_it_is_said(folder, tmp_path):
-    (folder / "a.txt").write_text("Only this.")
-    said = "\n".join(convert_documents(config(folder, tmp_path / "out", val_fraction=0.0001)).lines())
-    assert "no val.jsonl: no document has a hash in the share" in said
-    assert not (tmp_path / "out" / "val.jsonl").exists()
-
-
 def test_where_all_hashes_are_of_validation_there_is_still_something_to_train_on(folder, tmp_path):
     n = next(n for n in range(100) if _share(f"Text {n}.") < 0.5)
     (folder / "a.txt").write_text(f"Text {n}.")
@@ -264,34 +240,11 @@ def _share(text: str) -> float:
     return int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) / 2**64
 
 
-def test_files_that_somebody_edited_are_not_overwritten(folder, tmp_path):
-    (folder / "a.txt").write_text("Text.")
-    asked = config(folder, tmp_path / "out")
-    convert_documents(asked)
-    convert_documents(asked)
-    (tmp_path / "out" / "train.jsonl").write_text("mine")
-    with pytest.raises(DataError, match="FORCE=1"):
-        convert_documents(asked)
-    assert (tmp_path / "out" / "train.jsonl").read_text() == "mine"
-    convert_documents(asked, force=True)
-    assert rows(tmp_path / "out")
-
-
 def test_output_inside_the_folder_of_documents_is_no_document(folder):
     (folder / "a.txt").write_text("Text.")
     for _ in range(2):
         report = convert_documents(config(folder, folder / "out"))
         assert (len(report.documents), report.other_files) == (1, {})
-
-
-def test_the_command_says_its_report(folder, tmp_path, command):
-    (folder / "a.txt").write_text("Text \x1b[31mred.")
-    run = tmp_path / "run.yaml"
-    run.write_text(f"model: {{name: m}}\ndata: {{documents: {{path: {folder}, out_dir: {tmp_path / 'out'}}}}}\n")
-    code, said = command("dapt-docx", "--config", str(run))
-    assert code == 0
-    assert "1 document found, 1 read, 0 not" in said
-    assert "\x1b" not in said
 
 
 def test_a_name_with_control_characters_is_shown_safely(folder, tmp_path):
@@ -322,16 +275,12 @@ def test_text_is_cleaned(given, wanted):
     assert clean_text(given) == wanted
 
 
-def test_paragraphs_end_at_blank_lines_and_keep_their_indents():
+def test_paragraphs_end_at_blank_lines_keep_their_indents_and_are_not_cut_in_code():
     assert split_paragraphs("\n\na\nb\n\n\n  c\n\n\n") == ["a\nb", "  c"]
-
-
-def test_a_block_of_code_is_one_paragraph():
     assert split_paragraphs("a\n\n```\nb\n\n~~~\nc\n```\n\nd") == ["a", "```\nb\n\n~~~\nc\n```", "d"]
 
 
-@pytest.mark.parametrize("start", ["", "    ", "| ", "- "])
-@pytest.mark.parametrize("limit", [7, 50, 333])
+@pytest.mark.parametrize(("start", "limit"), [("", 7), ("    ", 50), ("| ", 333)])
 def test_cutting_loses_nothing_but_white_space(start, limit):
     source = "One sentence. Another one! " * 9 + "\n" + "word " * 30 + "\n    indented line\n" + "x" * 700 + "。字" * 50
     pieces = split_chunks(["# A heading", start + source, "End"], limit=limit)
@@ -339,12 +288,9 @@ def test_cutting_loses_nothing_but_white_space(start, limit):
     assert "".join("".join(pieces).split()) == "".join(f"# A heading{start}{source}End".split())
 
 
-def test_a_long_paragraph_is_cut_between_words():
-    assert split_chunks(["It is one. It is two. It is three."], limit=25) == ["It is one. It is two. It", "is three."]
-
-
 def test_a_heading_goes_with_what_follows():
     assert split_chunks(["x" * 30, "# Head", "y" * 20], limit=40) == ["x" * 30, "# Head\n\n" + "y" * 20]
+    assert split_chunks(["It is one. It is two. It is three."], limit=25) == ["It is one. It is two. It", "is three."]
 
 
 # What reads each kind
@@ -439,32 +385,19 @@ def test_a_page_keeps_its_main_part_and_all_of_it_where_that_is_wanted(tmp_path)
     assert "evil" not in main + whole
 
 
-@pytest.mark.parametrize("body", ["<p>Hi.</p>", "Hi.", "<div><span>Hi.</span></div>"])
-def test_a_short_page_is_read(tmp_path, body):
-    (tmp_path / "a.html").write_text(f"<html><body>{body}</body></html>")
-    assert read(tmp_path / "a.html") == "Hi."
-
-
-@pytest.mark.parametrize("encoding", ["iso-8859-1", "windows-1252", "utf-8", "gb18030"])
+@pytest.mark.parametrize("encoding", ["iso-8859-1", "gb18030"])
 def test_a_page_is_read_in_the_encoding_that_it_declares(tmp_path, encoding):
     page = f'<html><head><meta charset="{encoding}"></head><body><p>Grüße an die Welt</p></body></html>'
     (tmp_path / "a.html").write_bytes(page.encode(encoding))
     assert read(tmp_path / "a.html") == "Grüße an die Welt"
 
 
-@pytest.mark.parametrize("suffix", [".md", ".rst", ".txt"])
+@pytest.mark.parametrize("suffix", [".md", ".txt"])
 def test_text_is_taken_as_it_is(tmp_path, suffix):
     text = "# Title\n\n- *one*\n    - two\n\n```\ncode\n\n\nmore\n```\n\n.. note:: `x`_\n\n    indented"
     for encoding in ("utf-8", "utf-8-sig"):
         (tmp_path / f"a{suffix}").write_bytes(text.encode(encoding))
         assert read(tmp_path / f"a{suffix}") == text
-
-
-@pytest.mark.parametrize("name", there(["bundled/documents/verse.txt", "corpora/tinyshakespeare.txt"]))
-def test_verse_stays_as_it_is(name):
-    path = data_file(name)
-    lines = "\n".join(line.rstrip() for line in path.read_text().split("\n"))
-    assert split_paragraphs(read(path)) == [part.strip("\n") for part in lines.split("\n\n") if part.strip("\n")]
 
 
 @pytest.mark.parametrize(("origin", "count", "without_text"), there([("bundled", 4, 1), ("shared", 39, 4)]))
@@ -526,12 +459,6 @@ def test_an_archive_that_unpacks_to_gigabytes_is_not_opened(tmp_path, monkeypatc
     with zipfile.ZipFile(tmp_path / "a.docx", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("word/document.xml", b" " * (31 << 20))
     assert "unpacks to more than the 30 MiB" in refusal(tmp_path / "a.docx")
-
-
-def test_a_document_over_the_size_limit_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 10)
-    (tmp_path / "a.txt").write_text("x" * 20)
-    assert "that are read; split it" in refusal(tmp_path / "a.txt")
 
 
 def test_a_page_nested_without_end_harms_nothing(tmp_path):
@@ -616,17 +543,6 @@ def test_dapt_docx_ends_with_a_command_that_reads_what_it_wrote_with_the_config_
     assert Path(read).is_file()
     if "mixed" not in text:
         assert config.data.val_path is None  # one document: none was held out
-
-
-def test_run_dapt_names_the_command_that_writes_its_text(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"`make dapt-docx` writes them"):
-        find_data_paths(load_config(ROOT / "configs" / "run_dapt.yaml").config.data)
-
-
-def test_the_text_of_run_mixed_is_written_by_dapt_docx_too():
-    data = load_config(ROOT / "configs" / "run_mixed.yaml").config.data
-    assert Path(data.text_path) == Path(data.documents.out_dir) / "train.jsonl"
 
 
 def test_missing_packages_are_named_with_what_installs_them(folder, tmp_path, monkeypatch, command):

@@ -22,7 +22,6 @@ from sft_play.data.preview import (
     TokenBytes,
     TokenPiece,
     character_sign,
-    choose_row_indices,
     format_plain_lines,
     format_terminal_text,
     kept_token_flags,
@@ -117,21 +116,14 @@ def test_tokens_that_make_one_character_are_one_piece():
     assert [piece.text for piece in found] == ["a", "é", "😀", "<|end|>"]
     assert [len(piece.ids) for piece in found] == [1, 2, 4, 1]
     assert [piece.is_special for piece in found] == [False, False, False, True]
-
-
-def test_bytes_that_are_no_character_are_shown_by_their_number():
-    found = pieces([0xF0, 0x9F, 0x41])
-    assert "".join(character_sign(character) for piece in found for character in piece.text) == "⟨0xF0⟩⟨0x9F⟩A"
-    assert sum(len(piece.ids) for piece in found) == 3
+    assert [piece.ids for piece in pieces([0xC3, 300, 0x41])] == [(0xC3,), (300,), (0x41,)]
+    broken = "".join(piece.text for piece in pieces([0xF0, 0x9F, 0x41]))
+    assert "".join(map(character_sign, broken)) == "⟨0xF0⟩⟨0x9F⟩A"
 
 
 def test_a_character_of_which_only_a_part_is_trained_is_not_shown_whole():
     found = pieces(list("é".encode()), labels=[-100, 0xA9])
     assert [(piece.text, piece.is_trained) for piece in found] == [("\udcc3", False), ("\udca9", True)]
-
-
-def test_a_special_token_ends_a_character_that_is_not_complete():
-    assert [piece.ids for piece in pieces([0xC3, 300, 0x41])] == [(0xC3,), (300,), (0x41,)]
 
 
 TOKENIZERS = ("bundled/chatml", "bundled/metaspace", "bundled/rebuilt", "bundled/pad_is_eos", "bundled/bytes",
@@ -177,21 +169,6 @@ def test_a_cut_row_is_the_beginning_the_end_or_both_ends_of_the_whole_one():
     assert kept_token_flags([1, 2], [1, 2]) == [True, True]
 
 
-def test_rows_are_spread_over_the_file_with_first_last_and_longest():
-    # even: 0, 25, 50, 74, 99; 60 is nearest to 50
-    assert choose_row_indices(100, 5, longest_index=60) == [
-        0,
-        25,
-        60,
-        74,
-        99,
-    ]
-    assert choose_row_indices(100, 2, longest_index=60) == [0, 99]
-    assert choose_row_indices(100, 1, longest_index=60) == [0]
-    assert choose_row_indices(3, 5, longest_index=1) == [0, 1, 2]
-    assert choose_row_indices(100, 5, longest_index=99) == [0, 25, 50, 74, 99]
-
-
 def test_long_examples_lose_the_middles_of_their_stretches_with_their_number():
     row = [TokenPiece("a", (1,)) for _ in range(1_000)] + [TokenPiece("b", (2,), is_trained=True) for _ in range(30)]
     found = shorten_pieces(row, 100)
@@ -235,9 +212,7 @@ def test_plain_text_marks_what_is_trained_and_what_is_cut():
         "  --- max_seq_len cuts 1 tokens, 1 of them trained ---",
         "  ~~[[no]]~~",
     ]
-
-
-def test_texts_cannot_write_our_marks():
+    # texts cannot write our marks
     lines = format_plain_lines(shown([TokenPiece("a[[b]]~~", (1,)), TokenPiece("[", (2,)), TokenPiece("[", (3,))]))
     assert lines[1] == "  a[\\[b]\\]~\\~¦[¦["
 
@@ -341,41 +316,16 @@ def test_a_bad_row_is_shown_with_its_reason_and_how_it_begins(tiny_llama, tmp_pa
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_shown_by_its_number(tiny_llama, tmp_path):
+def test_rows_are_shown_by_number_or_evenly_and_one_beyond_the_file_is_refused(tiny_llama, tmp_path):
     rows = [chat(f"what is {n}?", f"it is {n}.") for n in range(9)]
     found = look(tmp_path, tiny_llama, rows, row=7)
     assert [example.row_number for example in found.examples] == [7]
     assert "it·is·6." in "".join(found.lines()).replace("¦", "")
-
-
-def test_a_row_beyond_the_file_says_how_many_there_are(tiny_llama, tmp_path):
+    assert [example.row_number for example in look(tmp_path, tiny_llama, rows).examples] == [1, 3, 5, 7, 9]
+    (tmp_path / "page.html").unlink()
     with pytest.raises(DataError, match=r"ROW=10: .*rows\.jsonl has 9 rows; rows are counted from 1"):
         look(tmp_path, tiny_llama, [chat("a", "b")] * 9, row=10)
     assert not (tmp_path / "page.html").exists()
-
-
-def test_five_rows_are_shown_evenly_with_the_longest(tiny_llama, tmp_path):
-    rows = [chat(f"what is {n}?", "yes " * (50 if n == 33 else 1)) for n in range(101)]
-    found = look(tmp_path, tiny_llama, rows)
-    numbers = [example.row_number for example in found.examples]
-    assert len(numbers) == 5
-    assert numbers[0] == 1
-    assert numbers[-1] == 101
-    assert 34 in numbers
-    assert found.rows == 101
-
-
-def test_a_page_that_was_edited_is_not_written_over(tiny_llama, tmp_path):
-    rows = [chat("a", "b")]
-    look(tmp_path, tiny_llama, rows)
-    look(tmp_path, tiny_llama, rows)
-    page = tmp_path / "page.html"
-    page.write_text(page.read_text() + "<!-- mine -->")
-    with pytest.raises(DataError, match="edited since make preview wrote it"):
-        look(tmp_path, tiny_llama, rows)
-    assert "mine" in page.read_text()
-    look(tmp_path, tiny_llama, rows, force=True)
-    assert "mine" not in page.read_text()
 
 
 def test_the_command_says_plain_text_without_escapes_and_json(tiny_llama, tmp_path, command, monkeypatch):

@@ -15,7 +15,7 @@ from sft_play.config.schema import StyleConfig
 from sft_play.data.build.splits import build_splits
 from sft_play.data.process import process_files, read_processed, split_by_digest, style_rows
 from sft_play.data.sources.examples import NOTE_UNSTYLED, ExampleReader
-from sft_play.data.sources.files import FilePart, find_data_paths
+from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
 from sft_play.errors import ConfigError, DataError
 from tests.bundled import ORIGINS, data_file
@@ -156,32 +156,13 @@ class TestSplits:
     def test_the_splits_of_a_saved_data_set_are_kept(self, run, tmp_path):
         import datasets
 
-        made = {"train": chats(0, 20), "validation": chats(20, 25), "odd": chats(25, 26)}
+        made = {"train_sft": chats(0, 20), "validation": chats(20, 25), "odd": chats(25, 26)}
         saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in made.items()})
         saved.save_to_disk(str(tmp_path / "set"))
         report = run(raw=tmp_path / "set")
         assert {name: split.rows for name, split in report.splits.items()} == {"train": 20, "val": 5}
         assert "its split odd is none of train, val, test: not read" in "\n".join(report.lines())
         assert rows_of(run.folder / "val.jsonl")[0]["source"].endswith("set:validation:row 1")
-
-    def test_the_splits_of_a_hub_data_set_are_kept(self, run, monkeypatch):
-        import datasets
-
-        rows = {"train_sft": chats(0, 20), "test_sft": chats(20, 25)}
-        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: dict(rows))
-        report = run(raw="hub:owner/name")
-        assert {name: split.rows for name, split in report.splits.items()} == {"train": 20, "test": 5}
-
-    def test_all_rows_outside_train_are_an_error_that_says_what_to_do(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", chat("q", "a"))
-        share = int.from_bytes(bytes.fromhex(self.id_of(run))[:8], "big") / 2**64
-        settings = ("data.process.val_fraction=0.5", "data.process.test_fraction=0.5") if share < 1 else ()
-        (run.folder / "train.jsonl").unlink()
-        assert "none into train; set data.process.val_fraction=0" in refusal(run, *settings, force=True)
-
-    def id_of(self, run) -> str:
-        run("data.process.val_fraction=0", "data.process.test_fraction=0")
-        return rows_of(run.folder / "train.jsonl")[0]["id"]
 
 
 class TestDoubles:
@@ -248,21 +229,12 @@ class TestBadRows:
         line = next(line for line in report.lines() if line.startswith("Left out"))
         assert line == f"Left out: 2 rows: messages is empty: {tmp_path}/raw/a.jsonl:2, {tmp_path}/raw/a.jsonl:3"
 
-    def test_empty_answers_are_noted_or_left_out_without_an_error(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", *chats(0, 10), chat("q", " "))
-        assert any("an answer is empty" in note for note in run().notes)
-        report = run("data.drop_empty=true")
-        assert (report.rows_kept, report.dropped["the answer is empty"].count) == (10, 1)
-
-    def test_unknown_roles_come_with_the_known_ones_that_were_seen(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", *chats(0, 10), {"messages": [{"role": "narrator", "content": "x"}]})
-        message = refusal(run)
-        assert '1 x unknown role "narrator"' in message
-        assert "turns of known roles in the other rows: user 10, assistant 10" in message
-
-    def test_nothing_left_is_an_error(self, run, tmp_path):
+    def test_no_row_left_and_none_to_train_on_are_errors(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", {"messages": []}, chat("q", "a"))
+        settings = ("data.on_bad_row=skip", "data.process.val_fraction=0.5", "data.process.test_fraction=0.5")
+        assert "none into train; set data.process.val_fraction=0" in refusal(run, *settings)
         write(tmp_path / "raw" / "a.jsonl", {"messages": []})
-        assert "no row is left of 1 (1 x messages is empty)" in refusal(run, "data.on_bad_row=skip")
+        assert "no row is left of 1 (1 x messages is empty)" in refusal(run, *settings)
 
     def test_chats_and_text_do_not_mix(self, run, tmp_path):
         write(tmp_path / "raw" / "a.jsonl", *chats(0, 3))
@@ -270,9 +242,6 @@ class TestBadRows:
         message = refusal(run)
         assert "mix chats" in message
         assert "b.jsonl" in message
-
-    def test_raw_files_that_are_not_there_are_named(self, run, tmp_path):
-        assert f"data.process.raw_path: {tmp_path}/raw does not exist" in refusal(run)
 
     def test_what_process_wrote_is_not_read_again(self, run, tmp_path):
         write(tmp_path / "a.jsonl", *chats(0, 10))
@@ -342,13 +311,6 @@ class TestWriting:
         run("data.process.val_fraction=0", "data.process.test_fraction=0", raw=tmp_path / "again")
         assert (run.folder / "train.jsonl").read_text() == first
 
-    def test_text_rows_are_written_as_text(self, run, tmp_path):
-        (tmp_path / "raw").mkdir()
-        (tmp_path / "raw" / "a.txt").write_text("one document")
-        run("data.process.val_fraction=0", "data.process.test_fraction=0", task="cpt")
-        (row,) = rows_of(run.folder / "train.jsonl")
-        assert (row["text"], row["source"]) == ("one document", f"{tmp_path}/raw/a.txt")
-
 
 WORDS = st.text() | st.sampled_from(["user", "assistant"])
 MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content"]), WORDS))
@@ -356,7 +318,7 @@ ROWS = st.dictionaries(st.sampled_from(["messages", "text", "prompt", "completio
 
 
 @given(st.lists(ROWS, max_size=6))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_raw_rows_of_any_shape_end_in_files_that_can_be_read_or_an_error(run, tmp_path, rows):
     write(tmp_path / "raw" / "a.jsonl", *rows)
     try:
@@ -376,8 +338,8 @@ def test_memory_grows_by_little_more_than_a_digest_a_row(run, tmp_path):
         tracemalloc.stop()
         return found
 
-    few, many = peak(3_000), peak(9_000)  # 3 and 9 MB, both more than a block
-    assert many - few < 6_000 * 250
+    few, many = peak(1_500), peak(3_500)  # both more than a block
+    assert many - few < 2_000 * 250
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
@@ -462,25 +424,10 @@ class TestStyle:
         assert "no row's source matches z*" in "\n".join(report.lines())
         assert dict(report.total) == {"left": 3, "set": 2}
 
-    def test_rows_keep_their_source_and_id(self, made, tmp_path):
-        made("x")
-        before, after = (rows_of(folder / "train.jsonl") for folder in (tmp_path / "out", made.folder))
-        assert [(row["source"], row["id"]) for row in before] == [(row["source"], row["id"]) for row in after]
-
     def test_nothing_given_says_how(self, made):
         for given_text in (None, "", "  "):
             with pytest.raises(ConfigError, match="make style STYLE="):
                 made(given_text)
-
-    def test_edited_files_are_kept_and_missing_ones_are_named(self, made, tmp_path):
-        made("x")
-        (made.folder / "train.jsonl").write_text("mine")
-        with pytest.raises(DataError, match="make style FORCE=1"):
-            made("x")
-        made("x", force=True)
-        (tmp_path / "out" / "train.jsonl").unlink()
-        with pytest.raises(DataError, match=r"train\.jsonl is missing; make process writes it"):
-            made("x", force=True)
 
     def test_the_processed_folder_is_not_written_over(self, made, tmp_path):
         with pytest.raises(ConfigError, match="give it another folder"):
@@ -536,10 +483,9 @@ class TestStyleOfARun:
             found[question] = [{**message, AUTHOR_MESSAGE: author_form(message)} for message in example.messages]
         return found
 
-    @pytest.mark.parametrize("how", ["prepend", "replace", "keep"])
-    @pytest.mark.parametrize(("system", "files"), [
-        ("be terse", {}), ("be terse", {"*1.jsonl": "for one"}), ("be terse", {"raw/*3*": "for three", "*": "for all"}),
-        (None, {"*1.jsonl": "for one"}), (None, {"*": "for all"}),
+    @pytest.mark.parametrize(("how", "system", "files"), [
+        ("prepend", "be terse", {}), ("replace", "be terse", {"raw/*3*": "for three", "*": "for all"}),
+        ("keep", "be terse", {"*1.jsonl": "for one"}), ("prepend", None, {"*1.jsonl": "for one"}),
     ])  # fmt: skip
     def test_rows_are_those_that_style_writes(self, tmp_path, how, files, system):
         for number, row in enumerate(self.ROWS):
@@ -607,17 +553,3 @@ class TestStyleOfARun:
         # not from the other's cache
         other = build_splits(plain, find_data_paths(plain.data), tokenizer, max_seq_len=200)
         assert "be terse" not in tokenizer.decode(other.train.rows[0]["input_ids"])
-
-
-def test_commands_answer_with_their_exit_codes(command, tmp_path):
-    write(tmp_path / "raw.jsonl", *chats(0, 40))
-    (tmp_path / "run.yaml").write_text(
-        f"model: {{name: no/model}}\ndata: {{process: {{raw_path: {tmp_path}/raw.jsonl, out_dir: {tmp_path}/out}}, "
-        f"style: {{out_dir: {tmp_path}/styled}}}}\n"
-    )
-    code, said = command("process", "--config", str(tmp_path / "run.yaml"))
-    assert code == 0, said
-    assert "Processed 40 rows of 1 file" in said
-    code, said = command("style", "--config", str(tmp_path / "run.yaml"))
-    assert (code, "no system prompt is given" in said) == (2, True)
-    assert FilePart(str(tmp_path / "out" / "train.jsonl")).path.exists()
