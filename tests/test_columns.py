@@ -14,7 +14,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_columns
-from sft_play.data.sources.columns import COLUMN_KINDS, guess_columns, kinds_in_name, unknown_format_hint
+from sft_play.data.sources.columns import COLUMN_KINDS, guess_columns, kinds_in_name
 from sft_play.data.sources.examples import ExampleReader, read_example
 from sft_play.data.sources.formats import FORMATS, Chat, Text, detect_format, recognise_format
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -150,12 +150,6 @@ def test_every_format_names_a_column_beside_it_that_holds_long_text():
             assert kinds({**row, name: words[0]}) == {name: ""}, shape
 
 
-def test_a_label_beside_an_answer_is_named_and_a_rejected_answer_beside_a_mapped_one_is_meant():
-    """A label is no question's, and is listed without a warning; what data.columns passes over was said before."""
-    row = {"prompt": "q", "chosen": "yes, that is so", "rejected": "no " * 60, "label": "easy"}
-    assert kinds(row, columns={"prompt": "prompt", "completion": "chosen"}) == {"label": ""}
-
-
 def test_of_two_columns_for_one_thing_the_one_that_is_not_read_is_named():
     both = {**TURNS, "system": "Be brief.", "system_instruction": "Speak like a pirate.", "tools": TOOLS}
     assert kinds(both) == {"system_instruction": "system"}
@@ -220,29 +214,17 @@ def test_think_text_and_tools_in_columns_of_their_own_are_read_where_they_are_ma
     assert trained.unused == ()
 
 
-def test_think_text_of_a_column_does_not_replace_that_of_an_answer():
-    row = {
-        "messages": [*TURNS["messages"][:1], {**TURNS["messages"][1], "thinking": "It was lit."}],
-        "cot": "Other text.",
-    }
-    assert "data.columns" not in finding(row).found
-    refused = read(row, columns={"reasoning": "cot"})
-    assert isinstance(refused, BadRow)
-    assert "two different think texts" in refused.reason
-    assert read({**row, "cot": "It was lit."}, columns={"reasoning": "cot"}).messages[-1]["reasoning_content"] == (
-        "It was lit."
-    )
-
-
-def test_the_proposed_setting_keeps_what_is_mapped_already():
+def test_a_setting_keeps_what_is_mapped_and_think_text_does_not_replace_that_of_an_answer():
     columns = {"prompt": "frage", "completion": "antwort"}
     row = {"frage": "Welche Lampe?", "antwort": "Die im Flur.", "absatz": PASSAGE, "gedanken": "Sie brennt."}
-    found = finding(row, columns=columns)
-    trained = proposed(found.found, row)
-    assert trained.messages == (
+    assert proposed(finding(row, columns=columns).found, row).messages == (
         {"role": "user", "content": f"Welche Lampe?\n{PASSAGE}"},
         {"role": "assistant", "content": "Die im Flur.", "reasoning_content": "Sie brennt."},
     )
+    asked, answered = TURNS["messages"]
+    row = {"messages": [asked, {**answered, "thinking": "It was lit."}], "cot": "Other text."}
+    assert "data.columns" not in finding(row).found
+    assert "two different think texts" in read(row, columns={"reasoning": "cot"}).reason
 
 
 def test_no_setting_is_proposed_that_would_make_the_row_a_bad_one():
@@ -282,32 +264,6 @@ def test_a_file_may_lack_a_mapped_column_where_it_has_none_that_could_be_meant()
         detect_format(iter([RawRow("f:1", {"frage": "Was?", "absatz": PASSAGE})]), data)
 
 
-@pytest.mark.build
-def test_every_source_is_looked_at_and_the_setting_that_is_proposed_reads_all(tmp_path, tiny_llama, command):
-    for name, more in (("plain", {}), ("about", {"passage": PASSAGE})):
-        rows = [{"question": f"Which lamp is {n}?", "answer": "It.", **more} for n in range(9)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = tmp_path / "my.yaml"
-    run.write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 128}}\ntuning: {{mode: lora}}\n"
-        f"data: {{sources: [{{path: {tmp_path}/plain.jsonl}}, {{path: {tmp_path}/about.jsonl}}]}}\n"
-    )
-    code, told = command("plan", "--config", str(run))
-    assert code == 0
-    assert (
-        f"Columns of source about not read: {MISSED.format(9).partition('not read: ')[2].partition(', skip')[0]}"
-        in told
-    )
-    code, told = command("check", "--config", str(run), MAPPED)
-    assert (code, "passage" in told.replace(MAPPED, "")) == (0, False)
-
-
-def test_an_instruction_has_its_input_and_context_without_a_mapping():
-    row = {"instruction": "Sum up.", "input": "[1, 2]", "context": "a\nb", "output": "ab"}
-    assert read(row).messages[0]["content"] == "Sum up.\n[1, 2]\na\nb"
-    assert read(row).unused == ()
-
-
 def test_rows_of_several_columns_are_one_line_with_the_most_frequent_first():
     rows = [{**QA, "passage": PASSAGE, "url": "u"}] * 3 + [{**QA, "skip": True, "seed": 4}]
     assert finding(*rows).found == (
@@ -333,42 +289,27 @@ def hint(row: dict[str, Any]) -> str:
     return str(refused.value)
 
 
-def test_a_table_of_two_columns_that_say_nothing_is_not_mapped_by_their_order():
+def test_columns_are_guessed_by_names_and_values_and_nothing_is_guessed_where_they_are_unclear():
+    for row, columns in (
+        ({"question_id": "1", "prompt_length": "7", "user_query": "q", "botReply": "a"},
+         {"prompt": "user_query", "completion": "botReply"}),
+        ({"task": "Add two.", "solution": "4"}, {"prompt": "task", "completion": "solution"}),
+        ({"سؤال": "متى", "إجابة": "الآن"}, {"prompt": "سؤال", "completion": "إجابة"}),
+        ({"prompt_text": "q", "response_a": "one"}, {"prompt": "prompt_text", "completion": "response_a"}),
+        ({"Unterhaltung": json.dumps(TURNS["messages"]), "user_id": "7"}, {"messages": "Unterhaltung"}),
+        ({"system_prompt": "Be brief.", "user_prompt": "Which?", "assistant_response": "The hall's."},
+         {"prompt": "user_prompt", "completion": "assistant_response"}),
+    ):  # fmt: skip
+        assert guess_columns(row) == columns
+        assert isinstance(proposed(hint(row), row), Chat)
     for row in (
-        {"id": "7", "data": "words"},
+        {"prompt_text": "q", "model_a": "m", "response_a": "one", "response_b": "two"},
         {"system": "You are.", "chat": "USER: q\n\n\nASSISTANT: a <|endoftext|>"},
+        {"id": "7", "data": "words"},
+        {"nix": 7, "answer": 8},
     ):
-        assert not re.search(f"completion: ({'|'.join(row)})", hint(row))
         assert guess_columns(row) == {}
-
-
-def test_two_answers_of_a_comparison_are_not_mapped():
-    row = {"prompt_text": "q", "model_a": "m", "response_a": "one", "response_b": "two"}
-    assert guess_columns(row) == {}
-    assert "completion: ANSWER" in hint(row)
-    assert guess_columns({"prompt_text": "q", "response_a": "one"}) == {
-        "prompt": "prompt_text",
-        "completion": "response_a",
-    }
-
-
-def test_a_conversation_under_any_name_is_mapped_by_its_value():
-    for value in (TURNS["messages"], json.dumps(TURNS["messages"])):
-        row = {"id": "q", "Unterhaltung": value, "user_id": "7"}
-        assert guess_columns(row) == {"messages": "Unterhaltung"}
-        assert proposed(hint(row), row).messages == tuple(TURNS["messages"])
-
-
-def test_names_that_only_describe_a_row_are_no_questions():
-    assert guess_columns({"question_id": "1", "prompt_length": "7", "user_query": "q", "botReply": "a"}) == {
-        "prompt": "user_query", "completion": "botReply",
-    }  # fmt: skip
-    assert guess_columns({"question": 7, "answer": 8}) == {}
-    assert guess_columns({"task": "Add two.", "solution": "4"}) == {"prompt": "task", "completion": "solution"}
-    assert guess_columns({"سؤال": "متى", "إجابة": "الآن"}) == {"prompt": "سؤال", "completion": "إجابة"}
-    row = {"system_prompt": "Be brief.", "user_prompt": "Which lamp is on?", "assistant_response": "The hall's."}
-    assert [message["role"] for message in proposed(hint(row), row).messages] == ["system", "user", "assistant"]
-    assert "QUESTION" in unknown_format_hint({})
+        assert "completion: ANSWER" in hint(row)
 
 
 def test_real_files_hold_no_column_that_would_be_missed():
@@ -420,6 +361,10 @@ def test_every_command_that_reads_rows_says_what_would_be_missed(story, command,
     for name, words in (("plan", ()), ("preview", ()), ("process", ())):
         code, told = story(name, *words)
         assert (code, told.count(said)) == (0, 1), (name, told)
+    code, told = story("preview", MAPPED, "--row", "1")
+    assert (code, "noon" in told.replace("¦", "")) == (0, True)
+    code, told = story("check", MAPPED)
+    assert (code, "passage" in told.replace(MAPPED, ""), "not read: skip" in told) == (0, False, True)
     code, told = command("new", "--model", str(tiny_llama), "--data", "own.jsonl", "--out", "new.yaml")
     assert code == 0
     assert f"# Columns {said}\n" in Path("new.yaml").read_text()
@@ -430,23 +375,3 @@ def test_every_command_that_reads_rows_says_what_would_be_missed(story, command,
     (run,) = Path("outputs").iterdir()
     report = json.loads((run / "manifest.json").read_text())["data"]["train"]["report"]
     assert report["unused"] == ["passage", "skip", "url"]
-
-
-@pytest.mark.build
-def test_with_the_setting_that_is_proposed_the_column_is_read_and_not_named(story):
-    code, told = story("preview", MAPPED, "--row", "1")
-    assert code == 0
-    assert "noon" in told.replace("¦", "")
-    code, told = story("check", MAPPED)
-    assert (code, "passage" in told.replace(MAPPED, "")) == (0, False)
-    assert "not read: skip" in told
-
-
-@pytest.mark.build
-def test_check_names_columns_that_only_describe_rows_without_a_warning(story):
-    rows = [{**QA, "question": f"Which lamp is {n}?", "url": "u"} for n in range(40)]
-    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, told = story("check", "--json")
-    assert code == 0
-    checks = {one["name"]: (one["state"], one["what"]) for one in json.loads(told)["checks"]}
-    assert checks["columns: train"] == ("ok", "not read: url")

@@ -100,17 +100,6 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-def test_one_row_holds_text_of_one_document(folder, tmp_path):
-    (folder / "a.txt").write_text(f"{LONG}\n\nshort\n")
-    (folder / "b.md").write_text(f"# Title\n\n{OTHER}\n")
-    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0))
-    assert report.ok
-    assert rows(tmp_path / "out") == [
-        {"text": f"{LONG}\n\nshort", "source": "a.txt", "part": 1},
-        {"text": f"# Title\n\n{OTHER}", "source": "b.md", "part": 1},
-    ]
-
-
 def test_a_long_document_is_cut_between_paragraphs(folder, tmp_path):
     (folder / "a.txt").write_text("\n\n".join(f"{n:03d} " + "x" * 96 for n in range(10)))
     convert_documents(config(folder, tmp_path / "out", val_fraction=0.0, chunk_chars=250))
@@ -119,9 +108,15 @@ def test_a_long_document_is_cut_between_paragraphs(folder, tmp_path):
     assert [len(row["text"]) for row in found] == [202] * 5
     assert [row["part"] for row in found] == [1, 2, 3, 4, 5]
     assert found[1]["text"].startswith("002 ")
+    assert {row["source"] for row in found} == {"a.txt"}
 
 
 def test_unreadable_documents_are_named_and_the_rest_goes_on(folder, tmp_path):
+    (folder / "a.pdf").write_bytes(b"%PDF-1.4 and no more")
+    with pytest.raises(DataError, match=r"none of the 1 document could be read(.|\n)*a\.pdf: "):
+        convert_documents(config(folder, tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == []
+    (folder / "a.pdf").unlink()
     (folder / "good.txt").write_text("Text.")
     (folder / "broken.docx").write_bytes(b"PK\x03\x04 and no more")
     (folder / "latin.txt").write_bytes("first\ncaf\xe9 au lait".encode("latin-1"))
@@ -139,13 +134,6 @@ def test_unreadable_documents_are_named_and_the_rest_goes_on(folder, tmp_path):
     written = json.loads((tmp_path / "out" / "report.json").read_text())
     assert written == report.as_json()
     assert written["other_files"] == {".csv": 1}
-
-
-def test_no_readable_document_is_an_error_and_nothing_is_written(folder, tmp_path):
-    (folder / "a.pdf").write_bytes(b"%PDF-1.4 and no more")
-    with pytest.raises(DataError, match=r"none of the 1 document could be read(.|\n)*a\.pdf: "):
-        convert_documents(config(folder, tmp_path / "out"))
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_no_documents_says_where_it_looked_and_what_is_there(folder, tmp_path):
@@ -226,27 +214,6 @@ def test_copies_and_repeated_paragraphs_are_left_out_and_counted(folder, tmp_pat
     assert "4 paragraphs repeated, left out" in said
 
 
-def test_where_all_hashes_are_of_validation_there_is_still_something_to_train_on(folder, tmp_path):
-    n = next(n for n in range(100) if _share(f"Text {n}.") < 0.5)
-    (folder / "a.txt").write_text(f"Text {n}.")
-    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.5))
-    assert [row["text"] for row in rows(tmp_path / "out")] == [f"Text {n}."]
-    assert "by their hashes all documents would be in it" in "\n".join(report.lines())
-
-
-def _share(text: str) -> float:
-    import hashlib
-
-    return int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) / 2**64
-
-
-def test_output_inside_the_folder_of_documents_is_no_document(folder):
-    (folder / "a.txt").write_text("Text.")
-    for _ in range(2):
-        report = convert_documents(config(folder, folder / "out"))
-        assert (len(report.documents), report.other_files) == (1, {})
-
-
 def test_a_name_with_control_characters_is_shown_safely(folder, tmp_path):
     (folder / "a.txt").write_text("Text.")
     (folder / "b\x1b[31m\n.txt").write_bytes(b"\xff")
@@ -283,14 +250,11 @@ def test_paragraphs_end_at_blank_lines_keep_their_indents_and_are_not_cut_in_cod
 @pytest.mark.parametrize(("start", "limit"), [("", 7), ("    ", 50), ("| ", 333)])
 def test_cutting_loses_nothing_but_white_space(start, limit):
     source = "One sentence. Another one! " * 9 + "\n" + "word " * 30 + "\n    indented line\n" + "x" * 700 + "。字" * 50
+    assert split_chunks(["x" * 30, "# Head", "y" * 20], limit=40) == ["x" * 30, "# Head\n\n" + "y" * 20]
+    assert split_chunks(["It is one. It is two. It is three."], limit=25) == ["It is one. It is two. It", "is three."]
     pieces = split_chunks(["# A heading", start + source, "End"], limit=limit)
     assert all(len(piece) <= limit for piece in pieces)
     assert "".join("".join(pieces).split()) == "".join(f"# A heading{start}{source}End".split())
-
-
-def test_a_heading_goes_with_what_follows():
-    assert split_chunks(["x" * 30, "# Head", "y" * 20], limit=40) == ["x" * 30, "# Head\n\n" + "y" * 20]
-    assert split_chunks(["It is one. It is two. It is three."], limit=25) == ["It is one. It is two. It", "is three."]
 
 
 # What reads each kind
@@ -319,7 +283,13 @@ def test_word(tmp_path):
     assert read(path, headers=True) == f"Running head\n\n{text}"
 
 
-def test_powerpoint(tmp_path):
+def test_powerpoint_and_excel(tmp_path):
+    book = openpyxl.Workbook()
+    book.active.title = "Prices"
+    for row in (["Fruit", "Price"], ["apple", 3]):
+        book.active.append(row)
+    book.save(tmp_path / "a.xlsx")
+    assert read(tmp_path / "a.xlsx") == "## Prices\n| Fruit | Price |\n| --- | --- |\n| apple | 3 |"
     made = pptx.Presentation()
     slide = made.slides.add_slide(made.slide_layouts[1])
     slide.shapes.title.text = "What we do"
@@ -328,15 +298,6 @@ def test_powerpoint(tmp_path):
     found = read(tmp_path / "a.pptx")
     assert "# What we do\n" in found
     assert "First point\nSecond point" in found
-
-
-def test_excel(tmp_path):
-    made = openpyxl.Workbook()
-    made.active.title = "Prices"
-    made.active.append(["Fruit", "Price"])
-    made.active.append(["apple", 3])
-    made.save(tmp_path / "a.xlsx")
-    assert read(tmp_path / "a.xlsx") == "## Prices\n| Fruit | Price |\n| --- | --- |\n| apple | 3 |"
 
 
 def test_epub(tmp_path):
@@ -405,6 +366,10 @@ def test_word_files_of_others_are_read(origin, count, without_text):
     whys = [why_not(path) for path in word_files(origin)]
     assert len(whys) == count
     assert [why for why in whys if why] == ["holds no text"] * without_text
+    if origin == "bundled":
+        [path] = (path for path in word_files("bundled") if path.name == "revised.docx")
+        assert "What stays, what was added" in read(path)
+        assert "deleted" not in read(path)
 
 
 def why_not(path: Path) -> str:
@@ -412,12 +377,6 @@ def why_not(path: Path) -> str:
         return "" if read(path) else "nothing was said"
     except UnreadableDocumentError as error:
         return str(error)
-
-
-def test_words_that_were_deleted_are_left_out():
-    [path] = (path for path in word_files("bundled") if path.name == "revised.docx")
-    assert "What stays, what was added" in read(path)
-    assert "deleted" not in read(path)
 
 
 # What cannot be read
@@ -461,38 +420,21 @@ def test_an_archive_that_unpacks_to_gigabytes_is_not_opened(tmp_path, monkeypatc
     assert "unpacks to more than the 30 MiB" in refusal(tmp_path / "a.docx")
 
 
-def test_a_page_nested_without_end_harms_nothing(tmp_path):
+def test_a_reader_that_is_too_slow_or_dies_is_named_and_the_next_document_is_read(tmp_path):
+    (tmp_path / "good.txt").write_text("Text.")
     (tmp_path / "a.html").write_text("<div>" * 100_000 + "deep")
-    (tmp_path / "good.txt").write_text("Text.")
-    with contextlib.closing(ReaderProcess(DocumentsConfig(), timeout_s=60)) as process:
-        with contextlib.suppress(UnreadableDocumentError):
-            assert process.read(tmp_path / "a.html") == "deep"
-        assert process.read(tmp_path / "good.txt") == "Text."
-
-
-def test_a_document_that_takes_too_long_is_ended_and_the_next_is_read(tmp_path):
-    (tmp_path / "good.txt").write_text("Text.")
     with contextlib.closing(ReaderProcess(DocumentsConfig(), timeout_s=0)) as process:
         with pytest.raises(UnreadableDocumentError, match="took longer than 0 s"):  # to start
             process.read(tmp_path / "good.txt")
         process._timeout_s = 60
-        assert process.read(tmp_path / "good.txt") == "Text."
-
-
-def test_a_reader_that_dies_is_named_and_the_next_document_is_read(tmp_path):
-    (tmp_path / "good.txt").write_text("Text.")
-    with contextlib.closing(ReaderProcess(DocumentsConfig())) as process:
+        with contextlib.suppress(UnreadableDocumentError):
+            assert process.read(tmp_path / "a.html") == "deep"
         process.read(tmp_path / "good.txt")
         assert process._process is not None
         process._process.kill()
         with pytest.raises(UnreadableDocumentError, match="crashed the process that read it"):
             process.read(tmp_path / "good.txt")
         assert process.read(tmp_path / "good.txt") == "Text."
-
-
-def test_long_runs_of_spaces_take_no_time(tmp_path):
-    (tmp_path / "a.txt").write_text("a" + " " * 1_000_000 + "b" + "\n" * 1_000_000 + "c")
-    assert [len(paragraph) for paragraph in split_paragraphs(read(tmp_path / "a.txt"))] == [1_000_002, 1]
 
 
 # What is written is what the shipped configs read
