@@ -135,15 +135,6 @@ def test_a_missing_model_does_not_hide_bad_rows(tmp_path):
     assert "nope.jsonl does not exist" in one(missing, "data files", "problem").found
 
 
-def test_every_error_of_the_config_is_one_problem(tmp_path):
-    config = run_yaml(tmp_path, "m")
-    report = checked(config, "train.epochs=no", "model.nam=x")
-    (check,) = report.findings
-    assert check.verdict == "FAIL"
-    assert "train.epochs" in check.found
-    assert "model.nam" in check.found
-
-
 def test_bad_rows_are_a_problem_unless_they_are_skipped(tiny_llama, tmp_path):
     bad = [{"messages": [{"role": "user", "content": "a"}]} for _ in range(25)]
     write_rows(tmp_path / "train.jsonl", [*SUMS, *bad])

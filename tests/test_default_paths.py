@@ -130,10 +130,3 @@ def test_the_plan_and_the_files_agree_on_whether_there_is_an_evaluation(stale):
         assert has_eval(made) == expected, words
         seen.add(expected)
     assert seen == {True, False}
-
-
-def test_a_file_that_was_named_must_be_there(stale):
-    (stale / STALE / "val.jsonl").unlink()
-    with pytest.raises(DataError, match=r"data\.val_path: data/processed/val\.jsonl does not exist"):
-        find_data_paths(DataConfig(train_path="mine.jsonl", val_path=f"{STALE}/val.jsonl"))
-    assert "there is no data/processed/val.jsonl" in find_data_paths(DataConfig()).notes[0]

@@ -136,16 +136,6 @@ def test_unreadable_documents_are_named_and_the_rest_goes_on(folder, tmp_path):
     assert written["other_files"] == {".csv": 1}
 
 
-def test_no_documents_says_where_it_looked_and_what_is_there(folder, tmp_path):
-    (folder / "a.csv").write_text("x")
-    with pytest.raises(DataError, match=r"no documents there .*there are 1 \.csv"):
-        convert_documents(config(folder, tmp_path / "out"))
-    with pytest.raises(DataError, match=r"nowhere does not exist; .*holds in"):
-        convert_documents(config(tmp_path / "nowhere", tmp_path / "out"))
-    with pytest.raises(DataError, match=r"no file matches .*\*\.pdf"):
-        convert_documents(config(folder / "*.pdf", tmp_path / "out"))
-
-
 def test_files_globs_and_lists_are_taken_and_names_stay_apart(tmp_path):
     for name in ("one/a.txt", "two/a.txt", "two/deep/b.txt", "two/c.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -351,14 +341,6 @@ def test_a_page_is_read_in_the_encoding_that_it_declares(tmp_path, encoding):
     page = f'<html><head><meta charset="{encoding}"></head><body><p>Grüße an die Welt</p></body></html>'
     (tmp_path / "a.html").write_bytes(page.encode(encoding))
     assert read(tmp_path / "a.html") == "Grüße an die Welt"
-
-
-@pytest.mark.parametrize("suffix", [".md", ".txt"])
-def test_text_is_taken_as_it_is(tmp_path, suffix):
-    text = "# Title\n\n- *one*\n    - two\n\n```\ncode\n\n\nmore\n```\n\n.. note:: `x`_\n\n    indented"
-    for encoding in ("utf-8", "utf-8-sig"):
-        (tmp_path / f"a{suffix}").write_bytes(text.encode(encoding))
-        assert read(tmp_path / f"a{suffix}") == text
 
 
 @pytest.mark.parametrize(("origin", "count", "without_text"), there([("bundled", 4, 1), ("shared", 39, 4)]))

@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import pickle
 import random
 from pathlib import Path
 from typing import Any, get_args
@@ -82,12 +81,6 @@ def test_all_files_of_a_run_are_meant(tmp_path):
     sources = ({"path": str(tmp_path / "c.csv"), "val_path": str(tmp_path / "val.csv")},)
     paths = find_data_paths(DataConfig(sources=sources, encoding="cp1252"))
     assert len([row for _, path in paths.named_paths() for part in list_parts(path) for row in read_part(part)]) == 2
-
-
-def test_the_error_comes_out_of_another_process_whole():
-    """Rows are read by several, whose errors are pickled."""
-    error = pickle.loads(pickle.dumps(raw.NotUtf8Error("a.csv:1: no", "cp1252")))
-    assert (str(error), error.encoding) == ("a.csv:1: no", "cp1252")
 
 
 def test_a_byte_that_the_encoding_lacks_is_named_with_its_place(tmp_path):

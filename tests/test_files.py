@@ -29,7 +29,6 @@ from sft_play.data.sources.files import (
 )
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
-from tests.bundled import data_file, there
 from tests.conftest import chat
 
 ROW = chat("hello there", "how are you?")
@@ -108,11 +107,6 @@ class TestKinds:
         lines(path, {"data": [ROW]}, {"data": [ROW]})
         assert data_of(path) == [{"data": [ROW]}] * 2
 
-    def test_a_first_line_larger_than_what_is_looked_at_is_still_a_line(self, tmp_path):
-        path = lines(tmp_path / "a.jsonl", {"text": "x" * 200_000}, ROW)
-        assert file_kind(path) == "lines"
-        assert len(rows(path)) == 2
-
     def test_text_is_text_where_it_is_asked_or_named_so(self, tmp_path):
         (tmp_path / "a.txt").write_text("[note] {not json}\nmore")
         assert data_of(tmp_path / "a.txt") == [{"text": "[note] {not json}\nmore"}]
@@ -163,14 +157,6 @@ class TestJson:
         path.write_text("[1, 12345, 1.5e+3, true, null]")
         found = [row.detail for row in rows(path)]
         assert found == ["1", "12345", "1500.0", "true", "null"]
-
-    def test_rows_that_share_a_line_have_their_columns(self, tmp_path):
-        (tmp_path / "a.json").write_text('[{"a": 1}, {"a": 2},\n{"a": 3}]')
-        assert [row.where.removeprefix(f"{tmp_path}/") for row in rows(tmp_path / "a.json")] == [
-            "a.json:1",
-            "a.json:1:12",
-            "a.json:2",
-        ]
 
     def test_a_fault_in_a_list_has_its_line_and_column(self, tmp_path):
         (tmp_path / "a.json").write_text('[{"a": 1},\n {"a": tru}]')
@@ -296,15 +282,6 @@ class TestTables:
             first, second = rows(path)
             assert (first.data["answer"], first.missing) == (word, ("answer", "more"))
             assert (second.data["answer"], second.missing) == (f"x {word}", ())
-
-    def test_a_ragged_csv_row_is_a_bad_row_with_its_line(self, tmp_path):
-        (tmp_path / "a.csv").write_text("question,answer\na,b\nc\nd,e,f\ng,h\n")
-        found = rows(tmp_path / "a.csv")
-        assert [str(row).rpartition("/")[2].partition(" (")[0] for row in found if isinstance(row, BadRow)] == [
-            "a.csv:3: 1 fields instead of 2",
-            "a.csv:4: 3 fields instead of 2",
-        ]
-        assert len(found) == 4
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -532,13 +509,6 @@ class TestSources:
         datasets.Dataset.from_list([row], features=features).save_to_disk(str(tmp_path / "set"))
         assert data_of(tmp_path / "set") == [row]
 
-    def test_a_damaged_saved_data_set_is_named(self, tmp_path):
-        import datasets
-
-        datasets.Dataset.from_list([{"text": "saved"}]).save_to_disk(str(tmp_path / "set"))
-        next((tmp_path / "set").glob("*.arrow")).write_bytes(b"broken")
-        assert "is a saved dataset that cannot be read" in refusal(tmp_path / "set")
-
 
 class TestHub:
     """Data sets of the hub, without the network."""
@@ -623,32 +593,6 @@ def test_json_of_any_shape_ends_in_rows_or_an_error_of_the_data(tmp_path, text):
                 assert isinstance(row, BadRow) or json.dumps(row.data).encode()
         except DataError:
             pass
-
-
-REAL_ROWS = {
-    "bundled/rows/questions/train.jsonl": 12,
-    "bundled/rows/questions/test.jsonl": 5,
-    "bundled/rows/alpaca.json": 8,
-    "bundled/rows/sharegpt_tools.json": 3,
-    "sft/gsm8k/train.jsonl": 7_473,
-    "sft/gsm8k/test.jsonl": 1_319,
-    "sft/llamafactory/identity.json": 91,
-    "sft/llamafactory/glaive_toolcall_en_demo.json": 300,
-}
-
-
-@pytest.mark.parametrize("name", there(REAL_ROWS))
-def test_real_files_are_read_whole(name):
-    path = data_file(name)
-    found = rows(path)
-    assert len(found) == REAL_ROWS[name]
-    parts = parts_of(path, part_bytes=300 if name.startswith("bundled/") else 100_000)
-    assert found == [row for part in parts for row in read_part(part)]
-    assert [row.data for row in found] == (
-        json.loads(path.read_text())
-        if name.endswith(".json")
-        else [json.loads(line) for line in path.read_text().splitlines()]
-    )
 
 
 def test_a_missing_file_shows_the_data_beside_it_first_and_nothing_hidden(tmp_path):

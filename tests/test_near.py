@@ -209,13 +209,6 @@ def test_held_out_rows_are_left_alone_by_what_they_overlap_with(run, tmp_path):
     assert report.splits["val"].rows > 3
 
 
-@needs_datasketch
-def test_a_short_question_that_many_ask_is_no_overlap(run, tmp_path):
-    other = write(tmp_path / "test.jsonl", chat("Tell me a joke", "a horse walks into a bar"))
-    report, _ = run(f"compare_with=[{other}]", rows=[chat("Tell me a joke", f"joke number {n}") for n in range(5)])
-    assert report.overlaps[other].count == 0
-
-
 def test_what_cannot_be_read_or_is_no_similarity_is_refused(run, tmp_path):
     with pytest.raises(ConfigError, match="similarity"):
         run("similarity=0.2", rows=[])

@@ -121,11 +121,6 @@ def test_tokens_that_make_one_character_are_one_piece():
     assert "".join(map(character_sign, broken)) == "⟨0xF0⟩⟨0x9F⟩A"
 
 
-def test_a_character_of_which_only_a_part_is_trained_is_not_shown_whole():
-    found = pieces(list("é".encode()), labels=[-100, 0xA9])
-    assert [(piece.text, piece.is_trained) for piece in found] == [("\udcc3", False), ("\udca9", True)]
-
-
 TOKENIZERS = ("bundled/chatml", "bundled/metaspace", "bundled/rebuilt", "bundled/pad_is_eos", "bundled/bytes",
               "Qwen2.5-Instruct", "Mistral-7B-Instruct-v0.3", "Phi-3-mini-4k-instruct", "SmolLM2", "gpt2")  # fmt: skip
 
@@ -292,13 +287,6 @@ def test_truncation_is_marked_with_its_counts(tiny_llama, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert f"max_seq_len cuts {example.cut_tokens} tokens, {example.lost_trained_tokens} of them trained" in page
     assert any("x" in name.split() for name, _ in Page(page).tokens)
-
-
-def test_a_row_that_loses_its_answer_is_shown_with_the_reason(tiny_llama, tmp_path):
-    found = look(tmp_path, tiny_llama, [chat("hello " * 40, "yes")], "model.max_seq_len=24")
-    assert "max_seq_len" in found.examples[0].reason
-    assert found.examples[0].pieces
-    assert found.ok
 
 
 def test_a_bad_row_is_shown_with_its_reason_and_how_it_begins(tiny_llama, tmp_path):

@@ -25,7 +25,6 @@ from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import Text
 from sft_play.data.sources.raw import NOTE_PIECE, BadRow, RawRow, find_piece_end, read_line_blocks, read_text_pieces
 from sft_play.errors import DataError
-from tests.bundled import data_file, there, tokenizer_folder
 from tests.conftest import chat
 
 MIB = 1 << 20
@@ -214,27 +213,6 @@ def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
     assert "".join(json.loads(line)["text"] for line in written) == path.read_text()
 
 
-WHOLE = [("bundled/documents/verse.txt", "bundled/chatml"), ("corpora/tinyshakespeare.txt", "Qwen2.5-Instruct")]
-
-
-@pytest.mark.parametrize(("name", "tokenizer_name"), there(WHOLE))
-def test_a_piece_has_the_tokens_that_it_has_in_the_whole_text(tmp_path, monkeypatch, name, tokenizer_name):
-    """Behind paragraphs the tokens of the pieces are those of the whole text."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tokenizer_name))
-    text = data_file(name).read_text(encoding="utf-8")[:60_000]
-    if name.startswith("bundled/"):
-        text = "\n\n".join(f"Night {number}.\n\n{text}" for number in range(1, 60_000 // len(text)))
-    monkeypatch.setattr(raw, "TEXT_CHARS", 3_000)
-    path = tmp_path / "a.txt"
-    path.write_text(text, encoding="utf-8")
-    pieces = [piece for _, piece in read_text_pieces(path)]
-    assert len(pieces) > 15
-    joined = [number for piece in pieces for number in tokenizer(piece)["input_ids"]]
-    assert joined == tokenizer(text)["input_ids"]
-
-
 # What is counted and rendered together.
 
 
@@ -259,12 +237,6 @@ def test_the_rough_size_of_a_file_is_told_from_a_bounded_sample(tmp_path):
 
 
 # Nothing is left behind.
-
-
-def made(path: Path, folder: Path, *words: str) -> Any:
-    text = f"model: {{name: x}}\ndata: {{process: {{raw_path: {path}, out_dir: {folder}}}}}\n"
-    config = config_from_text(text, name="run.yaml", overrides=words)
-    return process_files(config)
 
 
 def test_a_command_that_is_killed_leaves_no_half_written_file_under_its_name(tmp_path):

@@ -382,8 +382,8 @@ class _Processor:
         folder = source if isinstance(source, Path) and source.is_dir() else None
         if folder is not None and not is_saved_dataset(folder):
             part_names = {part.name for part in parts}
-            skipped = [str(item) for item in walk_data_files(folder) if str(item) not in part_names]
-            self._report.skipped_files += map(one_line, skipped)
+            skipped = [item for item in walk_data_files(folder) if str(item) not in part_names]
+            self._report.skipped_files += [one_line(str(item)) for item in skipped if not self._is_output(item)]
         for part in parts:
             names = []
             if part.kind in ("saved", "hub"):
