@@ -107,13 +107,6 @@ class TestKinds:
         lines(path, {"data": [ROW]}, {"data": [ROW]})
         assert data_of(path) == [{"data": [ROW]}] * 2
 
-    def test_text_is_text_where_it_is_asked_or_named_so(self, tmp_path):
-        (tmp_path / "a.txt").write_text("[note] {not json}\nmore")
-        assert data_of(tmp_path / "a.txt") == [{"text": "[note] {not json}\nmore"}]
-        (tmp_path / "b").write_text("{ a set, in words }")
-        assert data_of(tmp_path / "b", wants_text=True) == [{"text": "{ a set, in words }"}]
-        assert "not valid JSON" in str(rows(tmp_path / "b")[0])
-
     @pytest.mark.parametrize(
         ("content", "message"),
         [
@@ -124,6 +117,7 @@ class TestKinds:
             (b'[{"a": 1}] x', "text after the end of the list"),
             (b"question,answer\nwhat?,that\n", "or a table with a header line (.csv)"),
             ("{}".encode("utf-32"), "is UTF-32"),
+            (b'[{"a": 1},\n {"a": tru}]', '2: not valid JSON: Expecting value at column 8. Line: {"a": tru}]'),
             (b"<!DOCTYPE html><html>", "a web page saved in place of the file"),
             (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
             (b"PK\x03\x04rest", "a zip archive"),
@@ -157,12 +151,6 @@ class TestJson:
         path.write_text("[1, 12345, 1.5e+3, true, null]")
         found = [row.detail for row in rows(path)]
         assert found == ["1", "12345", "1500.0", "true", "null"]
-
-    def test_a_fault_in_a_list_has_its_line_and_column(self, tmp_path):
-        (tmp_path / "a.json").write_text('[{"a": 1},\n {"a": tru}]')
-        assert refusal(tmp_path / "a.json") == (
-            f'{tmp_path}/a.json:2: not valid JSON: Expecting value at column 8. Line: {{"a": tru}}]'
-        )
 
     def test_a_row_of_a_list_that_would_lose_something_is_a_bad_row_and_the_rest_is_read(self, tmp_path):
         (tmp_path / "a.json").write_text('[{"a": 1, "a": 2},\n{"a": NaN},\n{"a": "\\ud83d"},\n{"a": 1e999},\n{"b": 3}]')
@@ -272,6 +260,20 @@ class TestTables:
         (tmp_path / "h.csv").write_text("sep,text\n;,b\n")
         assert data_of(tmp_path / "h.csv") == [{"sep": ";", "text": "b"}]
 
+    def test_a_csv_file_that_cannot_be_read_says_why_and_old_line_ends_are_read(self, tmp_path):
+        path = tmp_path / "a.csv"
+        for text, message in {
+            'a,b\n1,2\n3,"open\n4,5\n': "a.csv:3: a quote opened in this row is not closed",
+            "a,a\n1,2\n": 'names the column "a" twice',
+            "a,,c\n1,2,3\n": "column 2 of the header has no name",
+            "\n\n": "has no rows",
+        }.items():
+            path.write_text(text)
+            assert message in refusal(path)
+        for end in ("\r", "\n", "\r\n"):
+            path.write_bytes(end.join(["prompt;completion", "q1;a1", 'q2;"a,2"', ""]).encode())
+            assert [[*row.values()] for row in data_of(path)] == [["q1", "a1"], ["q2", "a,2"]]
+
     def test_cells_that_pandas_reads_as_missing_are_marked_and_kept_for_an_option_to_decide(self, tmp_path):
         from pandas._libs.parsers import STR_NA_VALUES
 
@@ -282,19 +284,6 @@ class TestTables:
             first, second = rows(path)
             assert (first.data["answer"], first.missing) == (word, ("answer", "more"))
             assert (second.data["answer"], second.missing) == (f"x {word}", ())
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ('a,b\n1,2\n3,"open\n4,5\n', "a.csv:3: a quote opened in this row is not closed"),
-            ("a,a\n1,2\n", 'names the column "a" twice'),
-            ("a,,c\n1,2,3\n", "column 2 of the header has no name"),
-            ("\n\n", "has no rows"),
-        ],
-    )
-    def test_a_csv_file_that_cannot_be_read_says_why(self, tmp_path, text, message):
-        (tmp_path / "a.csv").write_text(text)
-        assert message in refusal(tmp_path / "a.csv")
 
     def table(self, count: int):
         import pyarrow as pa
@@ -427,24 +416,32 @@ def test_memory_stays_flat_however_long_a_list_is(tmp_path):
 class TestSources:
     """Globs, folders, lists, saved data sets and the hub."""
 
-    def test_globs_take_files_in_order_and_say_when_none_fits(self, tmp_path):
-        for name in ("b", "a", "c"):
+    def test_folders_and_globs_are_read_in_order_without_what_is_hidden(self, tmp_path):
+        (tmp_path / "deep" / ".cache").mkdir(parents=True)
+        for name in ("b", "a", "c", "deep/d", "deep/._e", "deep/.cache/f"):
             lines(tmp_path / f"{name}.jsonl", {"text": name})
-        assert [row["text"] for row in data_of(f"{tmp_path}/[ab].jsonl")] == ["a", "b"]
-        (tmp_path / "deep").mkdir()
-        lines(tmp_path / "deep" / "d.jsonl", {"text": "d"})
-        assert [row["text"] for row in data_of(f"{tmp_path}/**/*.jsonl")] == ["a", "b", "c", "d"]
-        with pytest.raises(DataError, match="no file matches"):
-            rows(f"{tmp_path}/*.csv")
-
-    def test_a_folder_is_read_whole_without_what_is_hidden(self, tmp_path):
-        (tmp_path / "x" / ".cache").mkdir(parents=True)
-        lines(tmp_path / "x" / ".cache" / "z.jsonl", {"text": "no"})
-        lines(tmp_path / "x" / "._a.jsonl", {"text": "no"})
-        lines(tmp_path / "x" / "a.jsonl", {"text": "one"})
-        (tmp_path / "b.csv").write_text("text\ntwo\n")
+        (tmp_path / "b.csv").write_text("text\ntable\n")
+        (tmp_path / "e.txt").write_text("[note] {not json}\nmore")
         (tmp_path / "loop").symlink_to(tmp_path)
-        assert sorted(row["text"] for row in data_of(tmp_path)) == ["one", "two"]
+        found = [row["text"] for row in data_of(tmp_path)]
+        assert found == ["a", "table", "b", "c", "deep/d"]
+        assert [row["text"] for row in data_of(tmp_path, wants_text=True)] == [*found, "[note] {not json}\nmore"]
+        assert [row["text"] for row in data_of(f"{tmp_path}/[ab].jsonl")] == ["a", "b"]
+        assert [row["text"] for row in data_of(f"{tmp_path}/**/*.jsonl")][-1] == "deep/d"
+        size = estimate_size(DataConfig(train_path=str(tmp_path)))
+        assert (size.rows, size.characters) == (5, sum(map(len, found)))
+        for missing in (f"{tmp_path}/none.jsonl", "hub:owner/name"):
+            assert estimate_size(DataConfig(train_path=missing)) is None
+
+    def test_saved_data_sets_are_items_of_a_folder_and_their_json_is_decoded(self, tmp_path):
+        import datasets
+
+        row = {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"a": 1}]}, {"role": "user"}]}
+        features = datasets.Features({"messages": datasets.Json()})
+        datasets.Dataset.from_list([row], features=features).save_to_disk(str(tmp_path / "set"))
+        lines(tmp_path / "z.jsonl", {"text": "line"})
+        assert data_of(tmp_path) == [row, {"text": "line"}]
+        assert rows(tmp_path / "set")[0].where == f"{tmp_path}/set:row 1"
 
     def test_paths_may_be_globs_and_ids_of_the_hub(self, tmp_path):
         def found(path):
@@ -492,23 +489,6 @@ class TestSources:
         assert source_digest(glob) != of_glob
         assert source_digest(DataSource("hub:a/b")) != source_digest(DataSource("hub:a/c"))
 
-    def test_a_saved_data_set_inside_a_folder_is_one_item(self, tmp_path):
-        import datasets
-
-        datasets.Dataset.from_list([{"text": "saved"}]).save_to_disk(str(tmp_path / "set"))
-        lines(tmp_path / "z.jsonl", {"text": "line"})
-        assert [row["text"] for row in data_of(tmp_path)] == ["saved", "line"]
-        found = rows(tmp_path / "set")
-        assert found[0].where == f"{tmp_path}/set:row 1"
-
-    def test_a_saved_data_set_with_json_columns_is_decoded(self, tmp_path):
-        import datasets
-
-        row = {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"a": 1}]}, {"role": "user"}]}
-        features = datasets.Features({"messages": datasets.Json()})
-        datasets.Dataset.from_list([row], features=features).save_to_disk(str(tmp_path / "set"))
-        assert data_of(tmp_path / "set") == [row]
-
 
 class TestHub:
     """Data sets of the hub, without the network."""
@@ -552,21 +532,6 @@ class TestHub:
 
         hub({"train": broken()})
         assert "hub:owner/name cannot be read: reset; " in refusal("hub:owner/name")
-
-
-class TestSize:
-    """How much there is, roughly."""
-
-    def size(self, path, **options):
-        return estimate_size(DataConfig(train_path=str(path)), **options)
-
-    def test_files_folders_and_globs_are_added_up(self, tmp_path):
-        lines(tmp_path / "a.jsonl", *[{"text": "four"}] * 10)
-        lines(tmp_path / "b.jsonl", *[{"text": "four"}] * 10)
-        assert (self.size(tmp_path / "a.jsonl").rows, self.size(tmp_path / "a.jsonl").characters) == (10, 40)
-        assert self.size(tmp_path).rows == self.size(f"{tmp_path}/*.jsonl").rows == 20
-        assert self.size(tmp_path / "none.jsonl") is None
-        assert self.size("hub:owner/name") is None
 
 
 @given(
@@ -633,10 +598,3 @@ def test_bytes_that_no_text_has_are_damage_and_no_encoding(tmp_path, stray, name
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(ROW).encode().replace(b"hello", b"hel" + stray + b"lo") + b"\n")
     assert name in refusal(path)
-
-
-@pytest.mark.parametrize("end", ["\r", "\n", "\r\n"])
-def test_tables_of_old_line_ends(tmp_path, end):
-    text = end.join(["prompt;completion", "q1;a1", 'q2;"a,2"', ""])
-    (tmp_path / "a.csv").write_bytes(text.encode())
-    assert data_of(tmp_path / "a.csv") == [{"prompt": "q1", "completion": "a1"}, {"prompt": "q2", "completion": "a,2"}]

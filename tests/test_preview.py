@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sft_play.commands.rows import Preview
 from sft_play.commands.rows import preview as preview_of
@@ -86,41 +85,6 @@ class Page(HTMLParser):
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-class Letters:
-    """A byte-level tokenizer of single bytes, and one special token with the id 300."""
-
-    class _Decoder:
-        def __getstate__(self) -> bytes:
-            return b'{"type":"ByteLevel"}'
-
-    class _Backend:
-        decoder = None
-
-    def __init__(self) -> None:
-        self.backend_tokenizer = self._Backend()
-        self.backend_tokenizer.decoder = self._Decoder()  # type: ignore[assignment]
-        self.added_tokens_decoder: dict[int, Any] = {}
-        self.all_special_ids = [300]
-        self._names = bytes_to_unicode()
-
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        return ["<|end|>" if number == 300 else self._names[number] for number in ids]
-
-
-def pieces(ids: list[int], labels: list[int] | None = None, kept: list[bool] | None = None) -> list[TokenPiece]:
-    return split_token_pieces(ids, labels or ids, TokenBytes(Letters()), kept_flags=kept or [True] * len(ids))
-
-
-def test_tokens_that_make_one_character_are_one_piece():
-    found = pieces([*"aé".encode(), *"😀".encode(), 300])
-    assert [piece.text for piece in found] == ["a", "é", "😀", "<|end|>"]
-    assert [len(piece.ids) for piece in found] == [1, 2, 4, 1]
-    assert [piece.is_special for piece in found] == [False, False, False, True]
-    assert [piece.ids for piece in pieces([0xC3, 300, 0x41])] == [(0xC3,), (300,), (0x41,)]
-    broken = "".join(piece.text for piece in pieces([0xF0, 0x9F, 0x41]))
-    assert "".join(map(character_sign, broken)) == "⟨0xF0⟩⟨0x9F⟩A"
-
-
 TOKENIZERS = ("bundled/chatml", "bundled/metaspace", "bundled/rebuilt", "bundled/pad_is_eos", "bundled/bytes",
               "Qwen2.5-Instruct", "Mistral-7B-Instruct-v0.3", "Phi-3-mini-4k-instruct", "SmolLM2", "gpt2")  # fmt: skip
 
@@ -138,20 +102,19 @@ def test_the_pieces_of_real_tokenizers_are_the_text(name):
     assert joined.removeprefix(" ").replace(" ", "▁") == text.replace(" ", "▁")
     assert [number for piece in found for number in piece.ids] == ids
     assert not any(piece.is_special for piece in found)
-
-
-@pytest.mark.parametrize("name", there(["bundled/chatml", "Qwen2.5-Instruct"]))
-def test_special_tokens_of_real_tokenizers_are_shown_by_name(name):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
-    ids = tokenizer("<tool_call>a<|im_end|>")["input_ids"]
-    found = split_token_pieces(ids, ids, TokenBytes(tokenizer), kept_flags=[True] * len(ids))
-    assert [(piece.text, piece.is_special) for piece in found] == [
-        ("<tool_call>", True),
-        ("a", False),
-        ("<|im_end|>", True),
-    ]
+    assert not re.search("[\udc80-\udcff]", joined)  # bytes are in a piece with those that complete their character
+    ids = tokenizer("a 😀", add_special_tokens=False)["input_ids"]
+    if len(ids) > 3:  # a character of which only a part is trained is shown by its bytes
+        found = split_token_pieces(
+            ids, [-100] * (len(ids) - 1) + [1], TokenBytes(tokenizer), kept_flags=[True] * len(ids)
+        )
+        assert "".join(map(character_sign, found[-1].text)) == "⟨0x80⟩"
+        assert (found[-1].is_trained, found[-2].is_trained) == (True, False)
+    if name in ("bundled/chatml", "Qwen2.5-Instruct"):
+        ids = tokenizer("<tool_call>a<|im_end|>")["input_ids"]
+        found = split_token_pieces(ids, ids, TokenBytes(tokenizer), kept_flags=[True] * len(ids))
+        shown_pieces = [(piece.text, piece.is_special) for piece in found]
+        assert shown_pieces == [("<tool_call>", True), ("a", False), ("<|im_end|>", True)]
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
