@@ -157,19 +157,6 @@ def test_repeated_rows_and_leaks_are_counted(tiny_llama, tmp_path):
     assert report.ok
 
 
-def test_lost_tokens_are_a_problem_that_says_which_length_would_keep_how_much(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", [*SUMS, chat("go", "yes no " * 60)])
-    config = run_yaml(tmp_path, tiny_llama)
-    report = checked(config)
-    check = one(report, "length: train", "problem")
-    assert "1 of 41 rows are cut at max_seq_len 128" in check.found
-    assert "more than data.max_lost_fraction=0.05" in check.found
-    assert "keeps all" in str(check.remedy)
-    limit = int(str(check.remedy).partition(" keeps all")[0].split()[-1])
-    assert states(checked(config, f"model.max_seq_len={limit}"))["length: train"] == "ok"
-    assert states(checked(config, "data.max_lost_fraction=1"))["length: train"] == "warning"
-
-
 def test_targets_that_match_nothing_and_weights_that_are_missing_are_found(tiny_llama, tmp_path):
     import shutil
 

@@ -14,7 +14,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_columns
-from sft_play.data.sources.columns import COLUMN_KINDS, guess_columns, kinds_in_name
+from sft_play.data.sources.columns import guess_columns
 from sft_play.data.sources.examples import ExampleReader, read_example
 from sft_play.data.sources.formats import FORMATS, Chat, Text, detect_format, recognise_format
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -270,14 +270,6 @@ def test_rows_of_several_columns_are_one_line_with_the_most_frequent_first():
         "not read: passage (text that the question may be about, 3 rows), skip (says what is trained, or is left out, "
         "1 row); data.columns={context: passage} reads passage as text behind the question; also not read: url, seed"
     )
-
-
-def test_the_words_of_kinds_stand_in_lower_case_and_each_kind_that_is_missed_says_what():
-    for kind, row in COLUMN_KINDS.items():
-        assert row["words"] == row["words"].lower()
-        assert set(row) <= {"words"} or "missed" in row, kind
-    assert kinds_in_name("toolDefs") == {"tools"}
-    assert kinds_in_name("question_id") == kinds_in_name("Title") == {"about"}
 
 
 # --- hints for rows of no known format --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from datetime import date
 from pathlib import Path
@@ -17,7 +16,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.splits import MIN_HASHED_DOCUMENTS, build_splits
 from sft_play.data.build.stats import RowStats, length_remedy
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
+from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.preview import character_sign, choose_row_indices
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.raw import BadRow
@@ -57,21 +56,6 @@ def test_signs_lose_no_character_of_a_text(text):
     signs = [character_sign(character) for character in text]
     assert all(sign.isprintable() for sign in signs)
     assert all(sign == character or sign[0] in "·⏎⇥⟨" for sign, character in zip(signs, text, strict=True))
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(8, 80))
-@settings(deadline=None)
-def test_a_row_is_shown_whole_or_cut_in_its_middle(tokenizer, trained, limit):
-    ids = [10 + place % 80 for place in range(len(trained))]
-    row = TokenRow(
-        "f:1", ids, [token if is_trained else IGNORED for token, is_trained in zip(ids, trained, strict=True)]
-    )
-    whole = format_row(row, tokenizer, max_chars=10**6)
-    assert whole.replace("[[", "").replace("]]", "") == tokenizer.decode(ids)
-    changes = [trained[0], *(two for one, two in itertools.pairwise(trained) if one != two)]
-    assert whole.count("[[") == whole.count("]]") == sum(changes)
-    short = format_row(row, tokenizer, max_chars=limit)
-    assert short == whole if len(whole) <= limit else short == f"{whole[: limit // 2]} … {whole[-limit // 2 :]}"
 
 
 @given(

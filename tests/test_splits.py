@@ -124,17 +124,6 @@ class TestSplits:
         again = self.build(tokenizer, config)
         assert (again.train.stats, again.val.stats) == (splits.train.stats, splits.val.stats)
 
-    def test_rows_lost_to_length_are_counted_and_all_of_them_stop_the_run(self, tokenizer, tmp_path):
-        path = write(tmp_path / "t.jsonl", ROW, chat("yes no " * 60, "yes"))
-        splits = self.build(
-            tokenizer,
-            f"data: {{train_path: {path}, val_path: null, test_path: null, max_lost_fraction: 1.0}}",
-            limit=60,
-        )
-        assert list(splits.train.stats.dropped_rows.values()) == [1]
-        with pytest.raises(DataError, match=r"all 2 rows lose their answer at max_seq_len 8.*\nset model\.max_seq_len"):
-            self.build(tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null}}", limit=8)
-
     def test_plain_text_is_packed_into_full_blocks_and_every_token_is_trained(self, tokenizer, tmp_path):
         path = tmp_path / "t.txt"
         path.write_text("the light in the kitchen is on. " * 100)
@@ -298,21 +287,6 @@ class TestCache:
         assert pieces > 2
         assert rows == 1_500
 
-    def test_two_processes_make_the_rows_of_one(self, recipe, tmp_path, monkeypatch):
-        rows = [chat(f"question {n} " * (n % 7 + 1), f"answer {n}") for n in range(9_000)]
-        rows[4_000] = {"messages": []}
-        path = write(tmp_path / "t.jsonl", *rows)
-        one = build_rows(path, recipe, split="train", workers=1)
-        monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "other"))
-        two = build_rows(path, recipe, split="train", workers=2)
-        assert len(two.files[KEPT_SIDE]) > 1
-        assert self.rows(two) == self.rows(one)
-        assert [str(row) for row in two.stats[KEPT_SIDE].first_bad_rows] == [
-            str(row) for row in one.stats[KEPT_SIDE].first_bad_rows
-        ]
-        assert two.stats[KEPT_SIDE].tokens == one.stats[KEPT_SIDE].tokens
-        assert ":4001: messages is empty" in str(two.stats[KEPT_SIDE].first_bad_rows[0])
-
     def test_a_build_that_breaks_leaves_no_half_cache(self, recipe, tmp_path, cache, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(600)))
         made = []
@@ -401,6 +375,10 @@ class TestLimits:
         assert "more than data.max_lost_fraction=0.05" in text
         assert "5 rows are cut" in text
         assert "128 keeps all" in text
+        with pytest.raises(
+            DataError, match=r"all \d+ rows lose their answer at max_seq_len 4 \(shortest prompt: \d+ tok"
+        ):
+            self.splits(tokenizer, path, limit=4)
         report = self.splits(tokenizer, path, ", max_lost_fraction: 1.0", limit=32).train.stats
         assert report.cut_rows == 5
         assert report.as_json()["lost_fraction"] == report.lost_tokens / (report.lost_tokens + report.trained_tokens)
