@@ -232,7 +232,7 @@ def processed(seed: int) -> dict[str, Any]:
                 f"data.process.raw_path={folder}/raw", f"data.process.out_dir={folder}/out",
                 f"data.on_bad_row={draw.choice(['fail', 'skip', 'skip'])}",
                 f"data.process.drop_duplicates={draw.choice(['true', 'false'])}",
-                "data.process.near_duplicates=ignore",  # tests/test_near.py
+                "data.process.near_duplicates=ignore",  # tests/test_process.py
                 f"data.merge_consecutive={draw.choice(['true', 'false'])}",
                 f"data.drop_empty={draw.choice(['true', 'false'])}",
                 f"data.process.val_fraction={draw.choice([0.0, 0.3])}",
