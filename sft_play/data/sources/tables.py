@@ -298,7 +298,7 @@ def read_saved_dataset(path: str, name: str, split: str) -> Iterator[RawRow | Ba
     """The rows of one split of a folder saved by `datasets`; raises DataError where it has no such split."""
     loaded = _load_saved_dataset(path)
     if isinstance(loaded, dict):
-        split_name = choose_split([str(split_key) for split_key in loaded], split, path)
+        split_name = choose_split([*map(str, loaded)], split, path)
         loaded, name = loaded[split_name], f"{name}:{split_name}"
     if "Json" in str(loaded.features):  # datasets decodes this feature; its Arrow column holds text
         with _convert_read_errors(path, "a saved dataset"):
@@ -355,7 +355,7 @@ def read_hub(hub_name: str, split: str) -> Iterator[RawRow | BadRow]:
     """The rows of one split of a data set of the hub, streamed; from the cache where HF_HUB_OFFLINE is set."""
     loaded = _load_hub(hub_name)
     if isinstance(loaded, dict):
-        loaded = loaded[choose_split([str(split_key) for split_key in loaded], split, hub_name)]
+        loaded = loaded[choose_split([*map(str, loaded)], split, hub_name)]
     with _convert_read_errors(hub_name, HUB_PREFIX):
         yield from _read_dicts(loaded, f"{hub_name}:{split}")
 
