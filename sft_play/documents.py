@@ -30,13 +30,13 @@ from xml.etree import ElementTree
 
 from sft_play.answers import Answer
 from sft_play.config.schema import DocumentsConfig, RunConfig
-from sft_play.data.build.workers import hide_main_module, usable_cores
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.sources.files import find_source, walk_data_files
 from sft_play.data.sources.formats import digest_share
 from sft_play.data.sources.raw import find_piece_end, read_head, read_text_pieces, wide_encoding_error
 from sft_play.errors import DataError
 from sft_play.log import one_line
+from sft_play.machine.host import cpu_cores
 from sft_play.process.signals import die_with_parent
 from sft_play.process.waiting import report_wait
 from sft_play.text import MIB, plural
@@ -159,6 +159,8 @@ class ReaderProcess:
     def read(self, path: Path) -> str:
         """Read a document as clean text; raises UnreadableDocumentError as `read_document` does, or at a limit."""
         if self._process is None:
+            from sft_play.data.build.build import hide_main_module  # with libraries that the reader does not need
+
             context = multiprocessing.get_context("spawn")
             self._connection, child_connection = context.Pipe()
             self._process = context.Process(
@@ -478,7 +480,7 @@ def read_documents(
     paths_by_name: dict[str, Path], options: DocumentsConfig
 ) -> Generator[tuple[str, str | UnreadableDocumentError], None, None]:
     """Each document's name and text, in the order given; several processes read at a time."""
-    count = max(1, min(usable_cores(), _MAX_PROCESSES, len(paths_by_name) // _DOCUMENTS_PER_PROCESS))
+    count = max(1, min(cpu_cores(), _MAX_PROCESSES, len(paths_by_name) // _DOCUMENTS_PER_PROCESS))
     idle_readers: queue.SimpleQueue[ReaderProcess] = queue.SimpleQueue()
 
     def read(path: Path) -> str | UnreadableDocumentError:

@@ -124,18 +124,6 @@ def test_duplicates_are_counted_and_left_out_where_asked(origin, tmp_path):
     assert run(tmp_path, origin, "26_duplicates_and_leak.jsonl", "data.process.drop_duplicates=true").rows_kept == 6
 
 
-def test_the_same_row_in_train_and_val_is_counted(origin, tmp_path):
-    source = (bad_inputs(origin) / "26_duplicates_and_leak.jsonl").read_text().splitlines(keepends=True)
-    raw = tmp_path / "raw"
-    raw.mkdir()
-    (raw / "train.jsonl").write_text("".join(source[:6]))
-    (raw / "val.jsonl").write_text("".join(source[6:]))
-    config = config_from_text(
-        f"model: {{name: x/y}}\ndata: {{process: {{raw_path: {raw}, out_dir: {tmp_path}/out}}}}", name="run.yaml"
-    )
-    assert process_files(config).leaks.count == 3
-
-
 def test_every_broken_file_of_rows_is_tried(origin):
     tried = {*WHOLE_FILES, *BAD_ROWS, *READ, *NOTED, "26_duplicates_and_leak.jsonl"}
     assert tried == {path.name for path in bad_inputs(origin).glob("*.json*")}

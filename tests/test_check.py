@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,15 @@ from sft_play.answers import Finding
 from sft_play.commands.request import CommandResult
 from sft_play.commands.rows import full_pipeline, preview, render
 from sft_play.config.load import load_config
-from sft_play.config.schema import DataConfig
 from sft_play.data import checks
 from sft_play.data.build.splits import build_splits
-from sft_play.data.build.stats import RowStats, TruncationCost, trained_runs
+from sft_play.data.build.stats import TruncationCost, trained_runs
 from sft_play.data.sources.files import find_data_paths
-from sft_play.diagnose.doctor import format_findings
 from sft_play.diagnose.run_check import CHECK_STATES, CheckReport, check_run
 from sft_play.errors import DataError
 from sft_play.machine.hardware import detect_hardware, parse_hardware
 from tests.bundled import SHARED_SLOWLY, bad_inputs, there, tokenizer_folder
-from tests.conftest import ROOT, chat
+from tests.conftest import chat
 
 SUMS = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(40)]
 
@@ -64,10 +60,6 @@ def states(report: CheckReport) -> dict[str, str]:
 def one(report: CheckReport, name: str, state: str) -> Finding:
     (found,) = [check for check in report.findings if check.name == name and CHECK_STATES[check.verdict] == state]
     return found
-
-
-def everything_below(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 # --- check ------------------------------------------------------------------------------------------------------------
@@ -113,10 +105,10 @@ def test_a_good_run_is_ready_and_nothing_is_written(tiny_llama, tmp_path, monkey
     write_rows(tmp_path / "val.jsonl", SUMS[30:])
     config = run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "val.jsonl"))
     monkeypatch.chdir(tmp_path)
-    before = everything_below(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
     report = checked(config)
     assert report.ok, "\n".join(report.lines())
-    assert everything_below(tmp_path) == before
+    assert sorted(tmp_path.rglob("*")) == before
     found = states(report)
     assert set(found) >= {
         *("config", "model files", "tokenizer", "chat template", "data files", "rows: train", "rows: val", "leaks"),
@@ -131,29 +123,16 @@ def test_a_good_run_is_ready_and_nothing_is_written(tiny_llama, tmp_path, monkey
 
 def test_a_missing_model_does_not_hide_bad_rows(tmp_path):
     write_rows(tmp_path / "train.jsonl", [*SUMS, {"messages": [{"role": "asistant", "content": "x"}]}])
-    report = checked(run_yaml(tmp_path, tmp_path / "no-such-model"))
+    config = run_yaml(tmp_path, tmp_path / "no-such-model")
+    report = checked(config)
     found = states(report)
     assert not report.ok
     assert found["model files"] == found["rows: train"] == "problem"
     assert found["tokenizer"] == found["masks"] == found["model"] == found["disk"] == "skipped"
     assert "train.jsonl:41" in one(report, "rows: train", "problem").found
     assert sum("no-such-model does not exist" in check.found for check in report.findings) == 1
-
-
-def test_a_missing_file_is_a_problem_of_its_own(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", SUMS)
-    report = checked(run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "nope.jsonl")))
-    assert "nope.jsonl does not exist" in one(report, "data files", "problem").found
-    assert states(report)["memory plan"] == "ok"
-
-
-def test_every_error_of_the_config_is_one_problem(tmp_path):
-    config = run_yaml(tmp_path, "m")
-    report = checked(config, "train.epochs=no", "model.nam=x")
-    (check,) = report.findings
-    assert check.verdict == "FAIL"
-    assert "train.epochs" in check.found
-    assert "model.nam" in check.found
+    missing = checked(config, f"data.val_path={tmp_path}/nope.jsonl")
+    assert "nope.jsonl does not exist" in one(missing, "data files", "problem").found
 
 
 def test_bad_rows_are_a_problem_unless_they_are_skipped(tiny_llama, tmp_path):
@@ -178,41 +157,12 @@ def test_repeated_rows_and_leaks_are_counted(tiny_llama, tmp_path):
     assert report.ok
 
 
-def test_lost_tokens_are_a_problem_that_says_which_length_would_keep_how_much(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", [*SUMS, chat("go", "yes no " * 60)])
-    config = run_yaml(tmp_path, tiny_llama)
-    report = checked(config)
-    check = one(report, "length: train", "problem")
-    assert "1 of 41 rows are cut at max_seq_len 128" in check.found
-    assert "more than data.max_lost_fraction=0.05" in check.found
-    assert "keeps all" in str(check.remedy)
-    limit = int(str(check.remedy).partition(" keeps all")[0].split()[-1])
-    assert states(checked(config, f"model.max_seq_len={limit}"))["length: train"] == "ok"
-    assert states(checked(config, "data.max_lost_fraction=1"))["length: train"] == "warning"
-
-
-def test_a_template_that_ends_no_turn_with_a_token_is_a_warning_or_refused(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", SUMS)
-    template = tmp_path / "bare.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    found = states(checked(run_yaml(tmp_path, tiny_llama, chat_template=str(template))))
-    assert found.get("end of turn") == "warning" or found["masks: train"] == "problem"
-
-
-def test_targets_that_match_nothing_are_found(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", SUMS)
-    report = checked(run_yaml(tmp_path, tiny_llama), "tuning.lora.target_modules=[q_prog]")
-    assert not report.ok
-    assert any("q_prog" in check.found for check in report.findings if check.verdict == "FAIL")
-
-
-def test_weights_that_are_missing_are_found(tiny_llama, tmp_path):
+def test_targets_that_match_nothing_and_weights_that_are_missing_are_found(tiny_llama, tmp_path):
     import shutil
 
     write_rows(tmp_path / "train.jsonl", SUMS)
+    report = checked(run_yaml(tmp_path, tiny_llama), "tuning.lora.target_modules=[q_prog]")
+    assert any("q_prog" in check.found for check in report.findings if check.verdict == "FAIL")
     folder = tmp_path / "model"
     shutil.copytree(tiny_llama, folder)
     (folder / "model.safetensors").unlink()
@@ -224,6 +174,9 @@ def test_a_named_machine_is_planned_for_and_its_disk_is_left_out(tiny_llama, tmp
     report = check_run(run_yaml(tmp_path, tiny_llama), (), parse_hardware("2xH200"))
     assert "2 GPUs" in one(report, "memory plan", "ok").found
     assert states(report)["disk"] == "skipped"
+    config = run_yaml(tmp_path, "Qwen/Qwen2.5-72B-Instruct")
+    report = check_run(config, ("tuning.mode=full",), parse_hardware("1xRTX4090,ram=64GiB"))
+    assert "does not fit" in one(report, "memory plan", "problem").found
 
 
 def test_rows_that_were_checked_are_not_tokenised_again(tiny_llama, tmp_path, monkeypatch):
@@ -250,13 +203,6 @@ def test_rows_that_were_checked_are_not_tokenised_again(tiny_llama, tmp_path, mo
         assert made.train.stats.kept_rows > 30 - 3
 
 
-def test_a_model_that_does_not_fit_is_a_problem(tmp_path):
-    write_rows(tmp_path / "train.jsonl", SUMS)
-    config = run_yaml(tmp_path, "Qwen/Qwen2.5-72B-Instruct")
-    report = check_run(config, ("tuning.mode=full",), parse_hardware("1xRTX4090,ram=64GiB"))
-    assert "does not fit" in one(report, "memory plan", "problem").found
-
-
 def test_documents_are_counted_in_blocks(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", [{"text": "yes no " * 50} for _ in range(10)])
     config = run_yaml(tmp_path, tiny_llama)
@@ -264,13 +210,6 @@ def test_documents_are_counted_in_blocks(tiny_llama, tmp_path):
     assert states(report)["blocks: train"] == "ok", report.lines()
     few = checked(config, "task_mode=cpt", "model.max_seq_len=512", "data.max_lost_fraction=1")
     assert "full blocks of 512" in next(check.found for check in few.findings if check.name == "blocks: train")
-
-
-def test_chats_are_no_text_for_cpt(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", SUMS)
-    report = checked(run_yaml(tmp_path, tiny_llama), "task_mode=cpt")
-    assert not report.ok
-    assert any("task_mode is cpt" in check.found and "chat" in check.found for check in report.findings)
 
 
 def test_the_command_answers_with_its_exit_code_and_json(tiny_llama, tmp_path, command):
@@ -316,11 +255,11 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
     """Row numbers, places, repeated rows, sums."""
     from transformers import AutoTokenizer
 
-    from sft_play.data.build import workers
+    from sft_play.data.build import build
     from sft_play.data.build.splits import count_source_rows
     from sft_play.data.build.survey import count_readable_rows
 
-    monkeypatch.setattr(workers, "_MIN_PIECE_BYTES", 1_500)
+    monkeypatch.setattr(build, "_MIN_PIECE_BYTES", 1_500)
     rows = [chat(f"question {number % 70}", f"answer {number % 70} " * (number % 7 + 1)) for number in range(150)]
     rows[3] = {"messages": []}
     rows[40] = chat("", "")
@@ -332,32 +271,19 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
     for count in (1, 3):
         config = load_config(run_yaml(tmp_path, tiny_llama, train_path=str(path), workers=count)).config
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / f"cache of {count}"))
-        found.append(vars(count_source_rows(config, path, "train", tokenizer, max_seq_len=64, has_val=False)))
+        found.append(count_source_rows(config, path, "train", tokenizer, max_seq_len=64, has_val=False))
     read = count_readable_rows(path, config.data, "train")
     assert (read.rows, sum(read.bad_rows.values())) == (150, 2)
-    assert found[0]["digests"] == found[1]["digests"]
-    assert len(found[0]["digests"]) - len(set(found[0]["digests"])) > 10
-    for several in found[1:]:
-        same_counts(found[0], several)
-
-
-def same_counts(one: dict[str, Any], several: dict[str, Any]) -> None:
-    one, several = dict(one), dict(several)
-    cost, other_cost = one.pop("truncation_cost"), several.pop("truncation_cost")
-    assert (cost.longest, cost.trained_tokens) == (other_cost.longest, other_cost.trained_tokens)
-    limits = (8, 64, 500)
-    assert list(map(cost.kept_share, limits)) == list(map(other_cost.kept_share, limits))
-    for name in ("source", "formats"):  # which only a build counts
-        one.pop(name), several.pop(name)
-    assert several == one
+    assert found[0] == found[1]
+    assert found[0].repeated_rows > 10
 
 
 @pytest.mark.parametrize("origin", SHARED_SLOWLY)
 def test_no_broken_file_ends_in_a_foreign_exception(tiny_llama, tmp_path, origin):
     """Every fixture is checked to the end, and what its rows cannot be used for is a problem or a warning."""
     files = sorted(bad_inputs(origin).glob("*.json*"))
-    assert len(files) == 31
-    for file in files:
+    assert len(files) > 20
+    for file in files if origin == "shared" else files[::4]:
         report = check_run(run_yaml(tmp_path, tiny_llama, train_path=str(file)), (), parse_hardware("1xRTX4090"))
         assert report.findings[-1].name == "disk"
         assert any(check.name == "rows: train" for check in report.findings), file.name
@@ -380,36 +306,8 @@ def test_the_cost_of_a_limit_by_hand():
     assert [round(drop.kept_share(limit) * 5) for limit in range(1, 7)] == [0, 0, 0, 2, 2, 5]
     assert end.smallest_limit(0.6) == 4
     assert end.smallest_limit(1.0) == 6
-
-
-def test_trained_runs_are_found():
     assert trained_runs([5, -100, 1, 2, -100, 0]) == [(0, 1), (2, 4), (5, 6)]
-    assert trained_runs([-100]) == []
-    assert trained_runs([]) == []
-
-
-def test_a_length_that_the_model_does_not_have_is_not_proposed():
-    survey = RowStats("a.jsonl", split="train")
-    survey.truncation_cost.add(1_000, [(1, 1_000)])
-    survey.kept_rows, survey.cut_rows, survey.trained_tokens, survey.tokens_lost_by_cut = 1, 1, 99, 900
-    (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, max_positions=512)
-    assert str(check.remedy).startswith("set model.max_seq_len=512, the most that the model has: 51.2% kept, or raise ")
-    (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, max_positions=100)
-    assert "the model has no more positions" in str(check.remedy)
-
-
-def test_a_warning_says_what_to_do():
-    with pytest.raises(AssertionError, match="WARN without a remedy"):
-        Finding("x", "WARN", "something")
-    assert format_findings([Finding("x", "FAIL", "one\ntwo", "fix it")], {"FAIL": "PROBLEM"}) == [
-        "PROBLEM  x                   one",
-        "                             two",
-        "                             do: fix it",
-    ]
-
-
-def test_what_comes_from_files_is_escaped_on_the_page():
-    assert "\x1b" not in "".join(format_findings([Finding("x", "FAIL", "a\x1b[31m", "b\u202e")], {}))
+    assert trained_runs([-100]) == trained_runs([]) == []
 
 
 # --- render -----------------------------------------------------------------------------------------------------------
@@ -436,28 +334,21 @@ def test_rows_are_rendered_in_order_with_their_spans(tiny_llama, tmp_path, monke
     assert answer.data["files"][0]["trained"] == sum(line["trained"] for line in lines)
 
 
-def test_a_rendered_file_that_was_edited_is_not_written_over(tiny_llama, tmp_path):
+def test_edited_files_and_bad_rows_stop_rendering_with_nothing_written(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS)
-    config, out = run_yaml(tmp_path, tiny_llama), tmp_path / "out.jsonl"
-    rendered(config, out=out)
-    rendered(config, out=out)
+    config, out = run_yaml(tmp_path, tiny_llama), tmp_path / "sub" / "out.jsonl"
+    for _ in range(2):
+        rendered(config, out=out)
     out.write_text("mine\n")
     with pytest.raises(DataError, match="edited since make render wrote it"):
         rendered(config, out=out)
-    assert out.read_text() == "mine\n"
-    rendered(config, out=out, force=True)
-    assert len(out.read_text().splitlines()) == 40
-
-
-def test_bad_rows_stop_rendering_with_nothing_written_unless_they_are_skipped(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", [*SUMS, {"messages": []}])
-    config, out = run_yaml(tmp_path, tiny_llama), tmp_path / "sub" / "out.jsonl"
     with pytest.raises(DataError, match=r"1 of 41 rows of .* cannot be used: 1 x messages is empty\n.*train\.jsonl:41"):
-        rendered(config, out=out)
-    assert not out.exists()
-    answer = rendered(config, "data.on_bad_row=skip", out=out)
-    assert answer.data["files"][0]["rows"] == 40
-    assert "messages is empty" in "\n".join(answer.lines)
+        rendered(config, out=out, force=True)
+    assert out.read_text() == "mine\n"
+    answer = rendered(config, "data.on_bad_row=skip", out=out, force=True)
+    assert answer.data["files"][0]["rows"] == len(out.read_text().splitlines()) == 40
+    assert answer.data["files"][0]["reasons"] == {"messages is empty": 1}
 
 
 def test_a_file_that_is_read_is_never_written_over(tiny_llama, tmp_path):
@@ -493,24 +384,10 @@ def piped(config: Path, *, style: str | None = None, force: bool = False, why: b
     return full_pipeline(load_config(config), detect_hardware(), style=style, force=force, is_full=why)
 
 
-def test_the_whole_way_processes_renders_and_checks(tiny_llama, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    answer = piped(pipeline_yaml(tmp_path, tiny_llama), why=True)
-    assert answer.data["ok"], "\n".join(answer.lines)
-    assert [step["name"] for step in answer.data["steps"]] == ["process", "render", "check"]
-    assert (tmp_path / "data/processed/train.jsonl").is_file()
-    assert (tmp_path / "data/rendered/train.jsonl").is_file()
-    assert "which was written just now" in "\n".join(answer.lines)
-    # on the screen the check is what is wrong and the verdict
-    (whole,), (shown,) = answer.lines, piped(tmp_path / "run.yaml", force=True).lines
-    assert shown.splitlines()[-1].startswith("Ready to train: ")
-    assert len(shown.splitlines()) < len(whole.splitlines()) - 10
-
-
 def test_the_whole_way_with_a_style_reads_what_style_wrote(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = pipeline_yaml(tmp_path, tiny_llama)
-    answer = piped(config, style="You are terse.")
+    answer = piped(config, style="You are terse.", why=True)
     assert [step["name"] for step in answer.data["steps"]] == ["process", "style", "render", "check"], answer.lines
     first = json.loads((tmp_path / "data/rendered/train.jsonl").read_text().splitlines()[0])
     assert first["text"].startswith("<|im_start|>system\nYou are terse.<|im_end|>\n")
@@ -554,22 +431,3 @@ def test_the_whole_way_stops_at_the_first_problem_and_keeps_what_came_before(tin
     assert (tmp_path / "data/processed/train.jsonl").is_file()
     assert (tmp_path / "data/rendered/train.jsonl").read_text() == "mine\n"
     assert answer.data["stopped"]["name"] == "render"
-
-
-def test_the_whole_way_stops_at_bad_raw_rows(tiny_llama, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = pipeline_yaml(tmp_path, tiny_llama)
-    write_rows(tmp_path / "data/raw/bad.jsonl", [{"question": 1, "answer": None}])
-    answer = piped(config)
-    assert not answer.data["ok"]
-    assert [step["name"] for step in answer.data["steps"] if step["name"] != "process"] == []
-    assert not (tmp_path / "data/processed/train.jsonl").exists()
-
-
-def test_the_pipeline_loads_no_heavy_library_before_it_is_needed():
-    code = (
-        "import sys, sft_play.commands.rows; "
-        "sys.exit([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules] or 0)"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert answer.returncode == 0, answer.stderr

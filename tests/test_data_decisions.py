@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from datetime import date
 from pathlib import Path
@@ -17,10 +16,10 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.splits import MIN_HASHED_DOCUMENTS, build_splits
 from sft_play.data.build.stats import RowStats, length_remedy
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
+from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.preview import character_sign, choose_row_indices
 from sft_play.data.sources.files import find_data_paths
-from sft_play.data.sources.raw import LISTED_BAD_ROWS, TEXT_CHARS, BadRow, is_long_text, split_pieces
+from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 from tests.models import CHATML, make_tokenizer
 
@@ -57,33 +56,6 @@ def test_signs_lose_no_character_of_a_text(text):
     signs = [character_sign(character) for character in text]
     assert all(sign.isprintable() for sign in signs)
     assert all(sign == character or sign[0] in "·⏎⇥⟨" for sign, character in zip(signs, text, strict=True))
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(8, 80))
-@settings(deadline=None)
-def test_a_row_is_shown_whole_or_cut_in_its_middle(tokenizer, trained, limit):
-    ids = [10 + place % 80 for place in range(len(trained))]
-    row = TokenRow(
-        "f:1", ids, [token if is_trained else IGNORED for token, is_trained in zip(ids, trained, strict=True)]
-    )
-    whole = format_row(row, tokenizer, max_chars=10**6)
-    assert whole.replace("[[", "").replace("]]", "") == tokenizer.decode(ids)
-    changes = [trained[0], *(two for one, two in itertools.pairwise(trained) if one != two)]
-    assert whole.count("[[") == whole.count("]]") == sum(changes)
-    short = format_row(row, tokenizer, max_chars=limit)
-    assert short == whole if len(whole) <= limit else short == f"{whole[: limit // 2]} … {whole[-limit // 2 :]}"
-
-
-@given(st.integers(0, 5), st.integers(0, 25))
-def test_the_first_bad_rows_are_kept_and_all_are_counted(asked, bad):
-    counts = RowStats()
-    for number in range(asked):
-        counts.count_bad(BadRow(f"f:{number}", "left out", "", is_asked=True))
-    rows = [BadRow(f"f:{number}", "bad", "") for number in range(bad)]
-    for row in rows:
-        counts.count_bad(row)
-    assert counts.first_bad_rows == rows[:LISTED_BAD_ROWS]
-    assert (counts.bad_rows["bad"], counts.left_out_rows["left out"]) == (bad, asked)
 
 
 @given(
@@ -155,17 +127,6 @@ def test_longer_limits_name_what_they_keep(count, data):
         assert said.startswith(f"set model.max_seq_len={positions}, the most that the model has: {kept(positions):.1%}")
     else:
         assert said.startswith("the model has no more positions: split or shorten the rows")
-
-
-@given(st.integers(0, 3), st.integers(-1, 1))
-@settings(deadline=None)
-def test_long_texts_are_cut_into_pieces_that_are_the_text(times, more):
-    size = max(0, times * TEXT_CHARS + more)
-    assert is_long_text("x" * size) == (size > 2 * TEXT_CHARS)
-    text = ("word " * (size // 5 + 1))[:size]
-    pieces = [piece for _, piece in split_pieces([text])]
-    assert "".join(pieces) == text
-    assert all(len(piece) <= 2 * TEXT_CHARS for piece in pieces)
 
 
 def splits_of(folder: Path, tokenizer: Any, rows: list[Any], *words: str, **more: Any) -> Any:

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "sft_play"
 
-TEXT, NUMBER, WHOLE, YES = {"type": "string"}, {"type": "number"}, {"type": "integer"}, {"type": "boolean"}
+TEXT, NUMBER, YES = {"type": "string"}, {"type": "number"}, {"type": "boolean"}
 OR_NULL = {"type": ["string", "null"]}
 ANYTHING: dict[str, Any] = {}
 
@@ -31,139 +31,100 @@ def mapping(value: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": value, "minProperties": 1}
 
 
-def record(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
-    """These keys and no other."""
-    return {
-        "type": "object",
-        "properties": required | optional,
-        "required": list(required),
-        "additionalProperties": False,
-    }
+def record(texts: str, required: dict[str, Any] | None = None, **optional: Any) -> dict[str, Any]:
+    """The keys of these texts, which are separated by spaces, and the others, and no more."""
+    needed = dict.fromkeys(texts.split(), TEXT) | (required or {})
+    properties = needed | optional
+    return {"type": "object", "properties": properties, "required": list(needed), "additionalProperties": False}
 
 
 PATH = {"anyOf": [{"enum": list(all_options())}, {"pattern": r"^data\.(columns|chat_template_kwargs)\.\w+$"}]}
-ROW = {
-    "keys": TEXT, "words": TEXT, "path": PATH, "read": TEXT, "switch": YES,
-    "values": mapping({"type": ["string", "object"]}),
-}  # fmt: skip
-FINDING = {"verdict": {"enum": ["FAIL", "WARN"]}, "what": TEXT, "remedy": TEXT}
+KEYS = record("keys", words=TEXT, path=PATH, read=TEXT, switch=YES, values=mapping({"type": ["string", "object"]}))
+SETTING = {"enum": list(all_options())}
+GPU_FACTS = ["units", "boost_mhz", "bandwidth_gb", "watts", "pcie", "nvlink_gb", "aliases", "dense"]
 SCHEMAS = {
     "config/other_tools.yaml": record(
+        "",
         {
-            "sources": listed(TEXT),
-            "rows": listed(record({"keys": TEXT}, **ROW)),
-            "prefixes": listed(record({"keys": TEXT, "words": TEXT}, switch=YES)),
-            "sections": mapping(TEXT),
-            "modules": mapping(TEXT),
-            "data_set": record(dict.fromkeys(("path", "config", "split", "max_rows", "weight", "beside"), TEXT)),
-        }
+            "sources": listed(TEXT), "rows": listed(KEYS), "prefixes": listed(record("keys words", switch=YES)),
+            "sections": mapping(TEXT), "modules": mapping(TEXT),
+            "data_set": record("path config split max_rows weight beside"),
+        },
     ),
     "config/tool_defaults.yaml": mapping(
         record(
-            {
-                "name": TEXT,
-                "package": TEXT,
-                "version": TEXT,
-                "date": TEXT,
-                "marks": TEXT,
-                "defaults": listed(record({"in": TEXT, "are": mapping(ANYTHING)}, code=TEXT)),
-            },
-            like=TEXT,
-            rows=listed(record({"keys": TEXT}, **ROW)),
-            data_sets=mapping(mapping(TEXT)),
+            "name package version date marks",
+            {"defaults": listed(record("in", {"are": mapping(ANYTHING)}, code=TEXT))},
+            like=TEXT, rows=listed(KEYS), data_sets=mapping(mapping(TEXT)),
         )
     ),
-    "data/sources/columns.json": record(
-        {
-            "kinds": mapping(
-                record(
-                    {"words": {"type": "string"}},
-                    missed=TEXT,
-                    column={"enum": sorted(KNOWN_COLUMNS)},
-                    becomes=TEXT,
-                    usual=TEXT,
-                )
-            ),
-            "hints": mapping(TEXT),
-        }
+    "data/sources/columns.json": mapping(
+        record("words", missed=TEXT, column={"enum": sorted(KNOWN_COLUMNS)}, becomes=TEXT, usual=TEXT)
     ),
     "variables.json": record(
+        "of_others others",
         {
-            "commands": mapping(record({"file": TEXT, "help": TEXT}, groups=TEXT)),
-            "groups": mapping(TEXT),
-            "targets": mapping(TEXT),
-            "flags": mapping(
-                record({"for": TEXT, "help": {"type": "string"}}, switch=YES, setting={"enum": list(all_options())})
-            ),
-            "variables": mapping(
-                record({"for": TEXT, "help": TEXT, "example": TEXT}, kind=TEXT, of=TEXT, ranks=TEXT, flag=YES)
-            ),
-            "settings": mapping({"enum": list(all_options())}),
+            "commands": mapping(record("file help", groups=TEXT)), "groups": mapping(TEXT), "targets": mapping(TEXT),
+            "flags": mapping(record("for help", switch=YES, setting=SETTING)), "settings": mapping(SETTING),
+            "variables": mapping(record("for help example", kind=TEXT, of=TEXT, ranks=TEXT, flag=YES)),
             "other_words": mapping(TEXT),
-            "of_others": TEXT,
-            "others": TEXT,
-        }
+        },
     ),
     "launch/deepspeed_keys.json": record(
+        "",
         {
-            "sources": listed(TEXT),
-            "sections": mapping(record({"keys": TEXT}, file=TEXT, with_and_without_stage3_=TEXT, **{"class": TEXT})),
-            "renamed": mapping(TEXT),
-            "auto_is_a_value": listed(TEXT),
-        }
+            "sources": listed(TEXT), "renamed": mapping(TEXT), "auto_is_a_value": listed(TEXT),
+            "sections": mapping(record("keys", file=TEXT, with_and_without_stage3_=TEXT, **{"class": TEXT})),
+        },
     ),
     "machine/gpu_catalog.json": record(
+        "",
         {
             "sources": mapping(TEXT),
             "families": mapping(
-                record(
-                    {"source": TEXT, "fp16": NUMBER, "bf16": YES, "fp8": YES, "fp32": NUMBER, "capability": ANYTHING}
-                )
+                record("source", {"fp16": NUMBER, "bf16": YES, "fp8": YES, "fp32": NUMBER, "capability": ANYTHING})
             ),
             "gpus": listed(
                 record(
-                    {"name": TEXT, "memory": ANYTHING, "sources": listed(TEXT)},
-                    family=OR_NULL,
-                    vendor=TEXT,
-                    units=ANYTHING,
-                    boost_mhz=ANYTHING,
-                    bandwidth_gb=ANYTHING,
-                    watts=ANYTHING,
-                    pcie=ANYTHING,
-                    nvlink_gb=ANYTHING,
-                    aliases=ANYTHING,
-                    dense=ANYTHING,
-                    unified=YES,
+                    "name", {"memory": ANYTHING, "sources": listed(TEXT)}, family=OR_NULL, vendor=TEXT, unified=YES,
+                    **dict.fromkeys(GPU_FACTS, ANYTHING),
                 )
             ),
-        }
+        },
     ),
     "machine/gpu_prices.json": record(
+        "",
         {
-            "lists": mapping(record({"provider": TEXT, "read": TEXT, "address": TEXT}, kept_at=TEXT)),
-            "prices": listed(record({"of": TEXT, "gpu": TEXT, "usd": NUMBER}, counts=listed(WHOLE))),
-        }
+            "lists": mapping(record("provider read address", kept_at=TEXT)),
+            "prices": listed(record("of gpu", {"usd": NUMBER}, counts=listed({"type": "integer"}))),
+        },
     ),
     "models/class_defaults.json": mapping(mapping(ANYTHING)),  # by `make generate`, from transformers
-    "models/fp16.json": listed(
-        record({"models": TEXT, "what": TEXT, "source": TEXT}, note=TEXT, only_with=TEXT, in_backward=YES)
-    ),
+    "models/fp16.json": listed(record("models what source", note=TEXT, only_with=TEXT, in_backward=YES)),
     "models/other_kinds.json": mapping(TEXT),
     "models/known_models.json": listed(
-        record({"names": listed(TEXT), "source": TEXT, "config": mapping(ANYTHING)}, params=ANYTHING)
+        record("source", {"names": listed(TEXT), "config": mapping(ANYTHING)}, params=ANYTHING)
     ),
     "diagnose/known_bad.json": record(
-        {"pairs": listed(record({**FINDING, "when": ANYTHING, "sources": listed(TEXT)}))}
+        "",
+        {
+            "pairs": listed(
+                record(
+                    "what remedy",
+                    {"verdict": {"enum": ["FAIL", "WARN"]}, "when": ANYTHING, "sources": listed(TEXT)},
+                )
+            ),
+        },
     ),
     "finished/export/pre_tokenizers.json": record(
+        "source",
         {
-            "source": TEXT,
             "pre_tokenizers": listed(
-                record({"names": listed(TEXT), "ignore_merges": YES, "expressions": listed(TEXT)})
-            ),
-        }
+                record("", {"names": listed(TEXT), "ignore_merges": YES, "expressions": listed(TEXT)})
+            )
+        },
     ),
-}
+}  # fmt: skip
 """By the file's path below the package: each file of data has one here."""
 MODEL = PACKAGE / "starter" / "starter-base"
 """A model's folder, as transformers writes it."""
@@ -197,10 +158,6 @@ def test_a_file_of_data_has_the_form_and_the_sources_that_its_schema_says(name):
         for row in [*data.get("rows", []), *data.get("prefixes", [])]:
             row.update({"switch": row["switch"] == "true"} if "switch" in row else {})
     jsonschema.validate(data, SCHEMAS[name])
-
-
-def test_the_files_are_found():
-    assert len(FOUND) >= 7
 
 
 def test_no_key_of_another_tool_is_answered_twice():

@@ -53,6 +53,17 @@ def test_a_train_path_of_ones_own_has_no_default_beside_it():
     assert (styled.val_path, styled.test_path) == (None, None)
 
 
+def test_missing_files_are_all_named_at_once_and_default_ones_with_who_writes_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given, parts in {
+        (("train_path", "a.jsonl"), ("val_path", "b.jsonl")): ("a.jsonl does not exist", "b.jsonl does not exist"),
+        (): ("make process",),
+    }.items():
+        with pytest.raises(DataError) as error:
+            find_data_paths(DataConfig(**dict(given)))
+        assert all(part in str(error.value) for part in parts)
+
+
 def test_what_is_given_stays_as_it_is_given():
     given = DataConfig(train_path="mine.jsonl", val_path=f"{STALE}/val.jsonl")
     assert (given.val_path, given.test_path) == (f"{STALE}/val.jsonl", None)
@@ -119,10 +130,3 @@ def test_the_plan_and_the_files_agree_on_whether_there_is_an_evaluation(stale):
         assert has_eval(made) == expected, words
         seen.add(expected)
     assert seen == {True, False}
-
-
-def test_a_file_that_was_named_must_be_there(stale):
-    (stale / STALE / "val.jsonl").unlink()
-    with pytest.raises(DataError, match=r"data\.val_path: data/processed/val\.jsonl does not exist"):
-        find_data_paths(DataConfig(train_path="mine.jsonl", val_path=f"{STALE}/val.jsonl"))
-    assert "there is no data/processed/val.jsonl" in find_data_paths(DataConfig()).notes[0]

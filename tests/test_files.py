@@ -6,22 +6,24 @@ import contextlib
 import csv
 import gzip
 import hashlib
+import io
 import json
 import pickle
+import random
 import tracemalloc
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sft_play.config.load import config_from_text
-from sft_play.config.schema import DataConfig
+from sft_play.config.schema import DataConfig, Encoding
 from sft_play.data.build.survey import estimate_size
-from sft_play.data.sources import json_rows, raw, tables
+from sft_play.data.sources import raw, tables
+from sft_play.data.sources.examples import count_part_rows
 from sft_play.data.sources.files import (
     DataSource,
-    data_suffix,
     file_kind,
     find_data_paths,
     list_parts,
@@ -32,7 +34,6 @@ from sft_play.data.sources.files import (
 )
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
-from tests.bundled import data_file, there
 from tests.conftest import chat
 
 ROW = chat("hello there", "how are you?")
@@ -99,12 +100,6 @@ class TestKinds:
             file.write(json.dumps({**about, key: [ROW]}, indent=indent))
         assert data_of(tmp_path / "b.json.gz") == [ROW]
 
-    def test_a_large_object_around_rows_is_the_same_in_one_process_and_in_several(self, tmp_path):
-        path = tmp_path / "a.json"
-        path.write_text(json.dumps({"data": [{"text": "x" * 1_000}] * 900}))
-        (part,) = split_part(list_parts(path)[0], part_bytes=1 << 10)
-        assert [row.data for row in read_part(part)] == [{"text": "x" * 1_000}] * 900
-
     def test_a_row_with_a_list_of_objects_beside_its_text_is_a_row(self, tmp_path):
         path = tmp_path / "a.jsonl"
         for row in (
@@ -117,34 +112,17 @@ class TestKinds:
         lines(path, {"data": [ROW]}, {"data": [ROW]})
         assert data_of(path) == [{"data": [ROW]}] * 2
 
-    def test_a_line_that_was_cut_off_is_named(self, tmp_path):
-        path = tmp_path / "a.jsonl"
-        path.write_text(f'{{"messages": [\n{json.dumps(ROW)}\n')
-        assert "the object goes on in the next line" in str(rows(path)[0])
-        assert rows(path)[1].data == ROW
-
-    def test_a_first_line_larger_than_what_is_looked_at_is_still_a_line(self, tmp_path):
-        path = lines(tmp_path / "a.jsonl", {"text": "x" * 200_000}, ROW)
-        assert file_kind(path) == "lines"
-        assert len(rows(path)) == 2
-
-    def test_text_is_text_where_it_is_asked_or_named_so(self, tmp_path):
-        (tmp_path / "a.txt").write_text("[note] {not json}\nmore")
-        assert data_of(tmp_path / "a.txt") == [{"text": "[note] {not json}\nmore"}]
-        (tmp_path / "b").write_text("{ a set, in words }")
-        assert data_of(tmp_path / "b", wants_text=True) == [{"text": "{ a set, in words }"}]
-        assert "not valid JSON" in str(rows(tmp_path / "b")[0])
-
-    def test_a_table_has_the_suffix_of_one(self, tmp_path):
-        (tmp_path / "a.csv").write_text("question,answer\nwhat?,that\n")
-        assert data_of(tmp_path / "a.csv") == [{"question": "what?", "answer": "that"}]
-        (tmp_path / "b.jsonl").write_text("question,answer\nwhat?,that\n")
-        assert "is not JSON" in refusal(tmp_path / "b.jsonl")
-        assert "(.csv)" in refusal(tmp_path / "b.jsonl")
-
     @pytest.mark.parametrize(
         ("content", "message"),
         [
+            (b" \n\n", "has no rows: the file is blank"),
+            (b"[]", "the list is empty"),
+            (b'[{"a": 1}\n{"a": 2}]', "x.jsonl:2: expected `,` or `]` after a row, found `{`"),
+            (b'[{"a": 1}', "found the end of the file"),
+            (b'[{"a": 1}] x', "text after the end of the list"),
+            (b"question,answer\nwhat?,that\n", "or a table with a header line (.csv)"),
+            ("{}".encode("utf-32"), "is UTF-32"),
+            (b'[{"a": 1},\n {"a": tru}]', '2: not valid JSON: Expecting value at column 8. Line: {"a": tru}]'),
             (b"<!DOCTYPE html><html>", "a web page saved in place of the file"),
             (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
             (b"PK\x03\x04rest", "a zip archive"),
@@ -162,12 +140,6 @@ class TestKinds:
         (tmp_path / "x.jsonl").write_bytes(content)
         assert message in refusal(tmp_path / "x.jsonl")
 
-    def test_a_pipe_is_refused_not_waited_for(self, tmp_path):
-        import os
-
-        os.mkfifo(tmp_path / "pipe.jsonl")
-        assert "is not a regular file" in refusal(tmp_path / "pipe.jsonl")
-
 
 class TestJson:
     """Lines and lists."""
@@ -184,20 +156,6 @@ class TestJson:
         path.write_text("[1, 12345, 1.5e+3, true, null]")
         found = [row.detail for row in rows(path)]
         assert found == ["1", "12345", "1500.0", "true", "null"]
-
-    def test_rows_that_share_a_line_have_their_columns(self, tmp_path):
-        (tmp_path / "a.json").write_text('[{"a": 1}, {"a": 2},\n{"a": 3}]')
-        assert [row.where.removeprefix(f"{tmp_path}/") for row in rows(tmp_path / "a.json")] == [
-            "a.json:1",
-            "a.json:1:12",
-            "a.json:2",
-        ]
-
-    def test_a_fault_in_a_list_has_its_line_and_column(self, tmp_path):
-        (tmp_path / "a.json").write_text('[{"a": 1},\n {"a": tru}]')
-        assert refusal(tmp_path / "a.json") == (
-            f'{tmp_path}/a.json:2: not valid JSON: Expecting value at column 8. Line: {{"a": tru}}]'
-        )
 
     def test_a_row_of_a_list_that_would_lose_something_is_a_bad_row_and_the_rest_is_read(self, tmp_path):
         (tmp_path / "a.json").write_text('[{"a": 1, "a": 2},\n{"a": NaN},\n{"a": "\\ud83d"},\n{"a": 1e999},\n{"b": 3}]')
@@ -222,6 +180,8 @@ class TestJson:
             ('{"a": "\\udc00"}', "half of a surrogate pair"),
             ('{"a": 1e400}', "a number is too large"),
             ('"text"', "a row is not an object"),
+            ('{"messages": [', "the object goes on in the next line"),
+            ('{"a": ' + "1" * 5000 + "}", "too many digits"),
         ],
     )
     def test_a_bad_line_says_what_to_do(self, tmp_path, line, message):
@@ -269,27 +229,14 @@ def test_another_encoding_is_guessed_and_the_option_is_named(tmp_path, encoding)
     assert f"(looks like {encoding}): data.encoding={encoding} in a run reads it so" in message
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-def test_wide_encodings_are_named_by_their_mark(tmp_path, encoding):
-    (tmp_path / "a.jsonl").write_bytes(json.dumps(ROW).encode(encoding))
-    assert f"is {encoding.upper()}" in refusal(tmp_path / "a.jsonl")
-
-
-def test_utf8_that_is_damaged_is_not_called_latin1(tmp_path):
-    raw_text = json.dumps({"text": "Où est le café? À côté, déjà vu"}, ensure_ascii=False).encode()
-    (tmp_path / "a.jsonl").write_bytes(raw_text.replace("é?".encode(), b"\xc3?"))
-    assert "UTF-8 that is damaged here" in refusal(tmp_path / "a.jsonl")
-
-
 def test_a_gzipped_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(raw, "MAX_UNPACKED_BYTES", 1 << 20)
     with gzip.open(tmp_path / "bomb.jsonl.gz", "wb") as file:
-        for _ in range(100):
-            file.write(b"{}\n" * (1 << 19))
+        file.write(b"{}\n" * (1 << 20))
     assert "unpacks to more than" in refusal(tmp_path / "bomb.jsonl.gz")
-    lines(tmp_path / "fine.jsonl", *[{"text": str(n)} for n in range(100_000)])
+    lines(tmp_path / "fine.jsonl", *[{"text": str(n)} for n in range(10_000)])
     (tmp_path / "fine.gz").write_bytes(gzip.compress((tmp_path / "fine.jsonl").read_bytes()))
-    assert len(rows(tmp_path / "fine.gz")) == 100_000
+    assert len(rows(tmp_path / "fine.gz")) == 10_000
 
 
 class TestTables:
@@ -308,20 +255,29 @@ class TestTables:
             assert data_of(tmp_path / name) == [{"question": "1,5", "answer": "b"}]
         (tmp_path / "e.csv").write_text("text\none\ntwo\n")
         assert data_of(tmp_path / "e.csv") == [{"text": "one"}, {"text": "two"}]
+        (tmp_path / "f.csv").write_text(",question,answer\n0,a,b\n")  # pandas' index is no column
+        assert data_of(tmp_path / "f.csv") == [{"question": "a", "answer": "b"}]
+        for first in ("sep=^\n", "\ufeffSEP=^\r\n", '"sep=^"\n'):  # which tells Excel the delimiter
+            (tmp_path / "g.csv").write_text(f"{first}question^answer\nx^d\ne\n")
+            good, bad = rows(tmp_path / "g.csv")
+            assert (good.data, good.where[-2:]) == ({"question": "x", "answer": "d"}, ":3")
+            assert "g.csv:4: 1 fields instead of 2" in str(bad)
+        (tmp_path / "h.csv").write_text("sep,text\n;,b\n")
+        assert data_of(tmp_path / "h.csv") == [{"sep": ";", "text": "b"}]
 
-    @pytest.mark.parametrize("mark", [";", ",", "\t", "|", "^"])
-    @pytest.mark.parametrize("first", ["sep={}\n", "\ufeffsep={}\r\n", '"sep={}"\r\n', "SEP={}\n"])
-    def test_a_first_line_that_tells_excel_the_delimiter_is_no_header(self, tmp_path, mark, first):
+    def test_a_csv_file_that_cannot_be_read_says_why_and_old_line_ends_are_read(self, tmp_path):
         path = tmp_path / "a.csv"
-        path.write_text(f"{first.format(mark)}question{mark}answer\na, b; c{mark}d\ne\n".replace("a, b; c", "x"))
-        found = rows(path)
-        assert found[0].data == {"question": "x", "answer": "d"}
-        assert [row.where.rpartition(":")[2] for row in found] == ["3", "4"]  # as an editor counts
-        assert "1 fields instead of 2" in str(found[1])
-
-    def test_a_column_of_the_name_sep_is_a_header(self, tmp_path):
-        (tmp_path / "a.csv").write_text("sep,text\n;,b\n")
-        assert data_of(tmp_path / "a.csv") == [{"sep": ";", "text": "b"}]
+        for text, message in {
+            'a,b\n1,2\n3,"open\n4,5\n': "a.csv:3: a quote opened in this row is not closed",
+            "a,a\n1,2\n": 'names the column "a" twice',
+            "a,,c\n1,2,3\n": "column 2 of the header has no name",
+            "\n\n": "has no rows",
+        }.items():
+            path.write_text(text)
+            assert message in refusal(path)
+        for end in ("\r", "\n", "\r\n"):
+            path.write_bytes(end.join(["prompt;completion", "q1;a1", 'q2;"a,2"', ""]).encode())
+            assert [[*row.values()] for row in data_of(path)] == [["q1", "a1"], ["q2", "a,2"]]
 
     def test_cells_that_pandas_reads_as_missing_are_marked_and_kept_for_an_option_to_decide(self, tmp_path):
         from pandas._libs.parsers import STR_NA_VALUES
@@ -333,32 +289,6 @@ class TestTables:
             first, second = rows(path)
             assert (first.data["answer"], first.missing) == (word, ("answer", "more"))
             assert (second.data["answer"], second.missing) == (f"x {word}", ())
-
-    def test_a_ragged_csv_row_is_a_bad_row_with_its_line(self, tmp_path):
-        (tmp_path / "a.csv").write_text("question,answer\na,b\nc\nd,e,f\ng,h\n")
-        found = rows(tmp_path / "a.csv")
-        assert [str(row).rpartition("/")[2].partition(" (")[0] for row in found if isinstance(row, BadRow)] == [
-            "a.csv:3: 1 fields instead of 2",
-            "a.csv:4: 3 fields instead of 2",
-        ]
-        assert len(found) == 4
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ('a,b\n1,2\n3,"open\n4,5\n', "a.csv:3: a quote opened in this row is not closed"),
-            ("a,a\n1,2\n", 'names the column "a" twice'),
-            ("a,,c\n1,2,3\n", "column 2 of the header has no name"),
-            ("\n\n", "has no rows"),
-        ],
-    )
-    def test_a_csv_file_that_cannot_be_read_says_why(self, tmp_path, text, message):
-        (tmp_path / "a.csv").write_text(text)
-        assert message in refusal(tmp_path / "a.csv")
-
-    def test_an_index_that_pandas_wrote_is_no_column(self, tmp_path):
-        (tmp_path / "a.csv").write_text(",question,answer\n0,a,b\n")
-        assert data_of(tmp_path / "a.csv") == [{"question": "a", "answer": "b"}]
 
     def table(self, count: int):
         import pyarrow as pa
@@ -390,14 +320,11 @@ class TestTables:
         assert found[2_001].data["note"] == "x"
 
     @pytest.mark.parametrize("kind", ["arrow", "stream"])
-    @pytest.mark.parametrize("seed", range(4))
-    def test_a_damaged_offset_of_arrow_is_an_error_of_the_data(self, tmp_path, kind, seed):
+    def test_a_damaged_offset_of_arrow_is_an_error_of_the_data(self, tmp_path, kind):
         """Read as it stands it lies far behind the file, and ends the process by SIGBUS."""
-        import random
-
         import pyarrow as pa
 
-        draw = random.Random(seed)
+        draw = random.Random(1)
         texts = ["x" * draw.randint(1, 9) for _ in range(40)]
         offsets = [sum(map(len, texts[:n])) for n in range(len(texts) + 1)]
         sink = pa.BufferOutputStream()
@@ -451,7 +378,7 @@ class TestParts:
         st.booleans(),
     )
     @example(['{"a": 1}'] * 9, 8, "\n", True)
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     def test_parts_of_lines_are_the_whole_with_its_line_numbers(self, tmp_path, found, size, end, is_marked):
         path = tmp_path / "a.jsonl"
         path.write_bytes(("\ufeff" * is_marked + '{"first": 1}' + end + end.join(found)).encode())
@@ -481,9 +408,9 @@ class TestParts:
 def test_memory_stays_flat_however_long_a_list_is(tmp_path):
     item = json.dumps({"text": "x" * 1_000})
     path = tmp_path / "a.json"
-    path.write_text("[" + ",".join([item] * 30_000) + "]")  # 30 MB on one line
+    path.write_text("[" + ",".join([item] * 20_000) + "]")  # 20 MB on one line
     tracemalloc.start()
-    assert sum(1 for _ in read_rows(path, split="train")) == 30_000
+    assert sum(1 for _ in read_rows(path, split="train")) == 20_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 12 << 20
@@ -492,52 +419,68 @@ def test_memory_stays_flat_however_long_a_list_is(tmp_path):
 class TestSources:
     """Globs, folders, lists, saved data sets and the hub."""
 
-    def test_globs_take_files_in_order_and_say_when_none_fits(self, tmp_path):
-        for name in ("b", "a", "c"):
+    def test_folders_and_globs_are_read_in_order_without_what_is_hidden(self, tmp_path):
+        (tmp_path / "deep" / ".cache").mkdir(parents=True)
+        for name in ("b", "a", "c", "deep/d", "deep/._e", "deep/.cache/f"):
             lines(tmp_path / f"{name}.jsonl", {"text": name})
-        assert [row["text"] for row in data_of(f"{tmp_path}/[ab].jsonl")] == ["a", "b"]
-        (tmp_path / "deep").mkdir()
-        lines(tmp_path / "deep" / "d.jsonl", {"text": "d"})
-        assert [row["text"] for row in data_of(f"{tmp_path}/**/*.jsonl")] == ["a", "b", "c", "d"]
-        with pytest.raises(DataError, match="no file matches"):
-            rows(f"{tmp_path}/*.csv")
-
-    def test_a_folder_is_read_whole_without_what_is_hidden(self, tmp_path):
-        (tmp_path / "x" / ".cache").mkdir(parents=True)
-        lines(tmp_path / "x" / ".cache" / "z.jsonl", {"text": "no"})
-        lines(tmp_path / "x" / "._a.jsonl", {"text": "no"})
-        lines(tmp_path / "x" / "a.jsonl", {"text": "one"})
-        (tmp_path / "b.csv").write_text("text\ntwo\n")
+        (tmp_path / "b.csv").write_text("text\ntable\n")
+        (tmp_path / "e.txt").write_text("[note] {not json}\nmore")
         (tmp_path / "loop").symlink_to(tmp_path)
-        assert sorted(row["text"] for row in data_of(tmp_path)) == ["one", "two"]
+        found = [row["text"] for row in data_of(tmp_path)]
+        assert found == ["a", "table", "b", "c", "deep/d"]
+        assert [row["text"] for row in data_of(tmp_path, wants_text=True)] == [*found, "[note] {not json}\nmore"]
+        assert [row["text"] for row in data_of(f"{tmp_path}/[ab].jsonl")] == ["a", "b"]
+        assert [row["text"] for row in data_of(f"{tmp_path}/**/*.jsonl")][-1] == "deep/d"
+        size = estimate_size(DataConfig(train_path=str(tmp_path)))
+        assert (size.rows, size.characters) == (5, sum(map(len, found)))
+        for missing in (f"{tmp_path}/none.jsonl", "hub:owner/name"):
+            assert estimate_size(DataConfig(train_path=missing)) is None
 
-    def test_paths_may_be_globs_and_hub_ids(self, tmp_path):
+    def test_saved_data_sets_are_items_of_a_folder_and_their_json_is_decoded(self, tmp_path):
+        import datasets
+
+        row = {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"a": 1}]}, {"role": "user"}]}
+        features = datasets.Features({"messages": datasets.Json()})
+        datasets.Dataset.from_list([row], features=features).save_to_disk(str(tmp_path / "set"))
+        lines(tmp_path / "z.jsonl", {"text": "line"})
+        assert data_of(tmp_path) == [row, {"text": "line"}]
+        assert rows(tmp_path / "set")[0].where == f"{tmp_path}/set:row 1"
+
+    def test_paths_may_be_globs_and_ids_of_the_hub(self, tmp_path):
+        def found(path):
+            return find_data_paths(DataConfig(train_path=path, val_path=None, test_path=None)).train
+
         lines(tmp_path / "a.jsonl", ROW)
-        data = DataConfig(train_path=f"{tmp_path}/*.jsonl", val_path="hub:owner/name:config", test_path=None)
-        paths = find_data_paths(data)
-        assert (str(paths.train), str(paths.val)) == (f"{tmp_path}/*.jsonl", "hub:owner/name:config")
-        assert data_of(paths.train) == [ROW]
-        assert isinstance(paths.val, DataSource)
+        assert data_of(found(f"{tmp_path}/*.jsonl")) == [ROW]
+        assert found("hub:owner/name:config") == DataSource("hub:owner/name:config")
+        for path, said in {
+            "HuggingFaceH4/ultrachat_200k": "is written hub:HuggingFaceH4/ultrachat_200k",
+            "nowhere/a.jsonl": "the folder nowhere does not exist",
+            **dict.fromkeys(["hub:", "hub:a/b/c", "hub:../x", "hub:a b"], "is written hub:owner/name"),
+        }.items():
+            with pytest.raises(DataError, match=said):
+                found(path)
 
-    def test_what_looks_like_a_hub_id_says_how_one_is_written(self):
-        with pytest.raises(DataError, match="a data set of the hub is written hub:HuggingFaceH4/ultrachat_200k"):
-            find_data_paths(DataConfig(train_path="HuggingFaceH4/ultrachat_200k", val_path=None, test_path=None))
-        with pytest.raises(DataError) as error:
-            find_data_paths(DataConfig(train_path="nowhere/a.jsonl", val_path=None, test_path=None))
-        assert "hub:" not in str(error.value)
+    @pytest.mark.parametrize(
+        ("names", "split", "found"),
+        [
+            (["train", "validation"], "val", "validation"),
+            (["train_sft", "test_sft", "train_gen"], "test", "test_sft"),
+            (["odd"], "odd", "odd"),
+            (["train_sft", "train_gen"], "train", "several could be train: train_sft, train_gen"),
+        ],
+    )
+    def test_a_split_is_found_by_its_usual_names(self, names, split, found):
+        if found in names:
+            assert tables.choose_split(names, split, "x") == found
+        else:
+            with pytest.raises(DataError, match=found):
+                tables.choose_split(names, split, "x")
 
-    @pytest.mark.parametrize("given", ["hub:", "hub:a/b/c", "hub:../x", "hub:a b"])
-    def test_a_hub_id_of_another_form_is_refused(self, given):
-        with pytest.raises(DataError, match="is written hub:owner/name"):
-            find_data_paths(DataConfig(train_path=given, val_path=None, test_path=None))
-
-    def test_the_default_files_that_process_had_no_rows_for_may_be_missing(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "data" / "processed").mkdir(parents=True)
-        lines(tmp_path / "data" / "processed" / "train.jsonl", ROW)
-        paths = find_data_paths(DataConfig())
-        assert (paths.val, paths.test) == (None, None)
-        assert "there is no data/processed/val.jsonl" in paths.notes[0]
+    def test_names_of_splits_are_told_from_words_that_begin_like_them(self):
+        splits = {"train": "train", "validation-00000-of-00002": "val", "gsm8k_test": "test", "dev": "val"}
+        for name in (*splits, "Val.1", "testimonials", "training_data_notes", "latest"):
+            assert tables.split_from_name(name) == {**splits, "Val.1": "val"}.get(name), name
 
     def test_the_digest_of_a_source_follows_its_content(self, tmp_path):
         path = lines(tmp_path / "a.jsonl", ROW)
@@ -548,46 +491,6 @@ class TestSources:
         assert source_digest(path) != before
         assert source_digest(glob) != of_glob
         assert source_digest(DataSource("hub:a/b")) != source_digest(DataSource("hub:a/c"))
-
-    def test_a_saved_data_set_inside_a_folder_is_one_item(self, tmp_path):
-        import datasets
-
-        datasets.Dataset.from_list([{"text": "saved"}]).save_to_disk(str(tmp_path / "set"))
-        lines(tmp_path / "z.jsonl", {"text": "line"})
-        assert [row["text"] for row in data_of(tmp_path)] == ["saved", "line"]
-        found = rows(tmp_path / "set")
-        assert found[0].where == f"{tmp_path}/set:row 1"
-
-    def test_a_saved_data_set_with_json_columns_is_decoded(self, tmp_path):
-        import datasets
-
-        row = {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"a": 1}]}, {"role": "user"}]}
-        features = datasets.Features({"messages": datasets.Json()})
-        datasets.Dataset.from_list([row], features=features).save_to_disk(str(tmp_path / "set"))
-        assert data_of(tmp_path / "set") == [row]
-
-    def test_a_damaged_saved_data_set_is_named(self, tmp_path):
-        import datasets
-
-        datasets.Dataset.from_list([{"text": "saved"}]).save_to_disk(str(tmp_path / "set"))
-        next((tmp_path / "set").glob("*.arrow")).write_bytes(b"broken")
-        assert "is a saved dataset that cannot be read" in refusal(tmp_path / "set")
-
-    @pytest.mark.parametrize(
-        ("names", "split", "found"),
-        [
-            (["train", "validation"], "val", "validation"),
-            (["train_sft", "test_sft", "train_gen"], "test", "test_sft"),
-            (["test"], "test", "test"),
-            (["odd"], "odd", "odd"),
-        ],
-    )
-    def test_a_split_is_found_by_its_usual_names(self, names, split, found):
-        assert tables.choose_split(names, split, "x") == found
-
-    def test_several_splits_that_could_be_meant_are_listed(self):
-        with pytest.raises(DataError, match="several could be train: train_sft, train_gen"):
-            tables.choose_split(["train_sft", "train_gen"], "train", "x")
 
 
 class TestHub:
@@ -618,18 +521,12 @@ class TestHub:
         ]
         assert self.asked == ("owner/name", "part", {"streaming": True})
 
-    @pytest.mark.parametrize(
-        ("error", "message"),
-        [
-            (ConnectionError("no route"), "hf download owner/name"),
-            (ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']"), "check the spelling"),
-            (RuntimeError("Dataset scripts are no longer supported"), "no longer supported"),
-            (RuntimeError("this dataset is gated"), "hf auth login"),
-        ],
-    )
-    def test_errors_say_what_to_do(self, hub, error, message):
-        hub(error)
-        assert message in refusal("hub:owner/name")
+    def test_errors_say_what_to_do(self, hub):
+        for error in (ConnectionError("no route"), ValueError("Config name is missing.\nPick one")):
+            hub(error)
+            said = refusal("hub:owner/name")
+            assert "check the spelling" in said
+            assert "hf download owner/name --repo-type dataset" in said
 
     def test_a_connection_that_breaks_off_is_an_error_of_the_data(self, hub):
         def broken():
@@ -639,40 +536,13 @@ class TestHub:
         hub({"train": broken()})
         assert "hub:owner/name cannot be read: reset; " in refusal("hub:owner/name")
 
-    def test_offline_is_said_with_the_command_that_fetches(self, monkeypatch):
-        import datasets
-
-        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-        message = refusal("hub:owner/name")
-        assert "only this machine's cache" in message
-        assert "hf download owner/name --repo-type dataset" in message
-
-
-class TestSize:
-    """How much there is, roughly."""
-
-    def size(self, path, **options):
-        return estimate_size(DataConfig(train_path=str(path)), **options)
-
-    def test_files_folders_and_globs_are_added_up(self, tmp_path):
-        lines(tmp_path / "a.jsonl", *[{"text": "four"}] * 10)
-        lines(tmp_path / "b.jsonl", *[{"text": "four"}] * 10)
-        assert (self.size(tmp_path / "a.jsonl").rows, self.size(tmp_path / "a.jsonl").characters) == (10, 40)
-        assert self.size(tmp_path).rows == self.size(f"{tmp_path}/*.jsonl").rows == 20
-        assert self.size(tmp_path / "none.jsonl") is None
-        assert self.size("hub:owner/name") is None
-
-    def test_a_large_list_is_told_by_its_beginning(self, tmp_path):
-        (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 200}] * 50_000))
-        assert 50_000 <= self.size(tmp_path / "a.json").rows < 55_000
-
 
 @given(
     st.binary(max_size=300),
     st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.txt", "x.parquet", "x.gz", "x"]),
     st.booleans(),
 )
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_bytes_of_any_kind_end_in_rows_or_an_error_of_the_data(tmp_path, content, name, wants_text):
     for found in (content, gzip.compress(content), b"PAR1" + content, b"ARROW1" + content, b'[{"a": 1},' + content):
         (tmp_path / name).write_bytes(found)
@@ -682,7 +552,7 @@ def test_bytes_of_any_kind_end_in_rows_or_an_error_of_the_data(tmp_path, content
 
 
 @given(st.text(alphabet='{}[]",:\\ \n\rnul1e.-td8', max_size=60))
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_json_of_any_shape_ends_in_rows_or_an_error_of_the_data(tmp_path, text):
     for start in ("{", "[", '[{"a": "', '{"a":\n'):
         (tmp_path / "x.json").write_text(start + text)
@@ -691,67 +561,6 @@ def test_json_of_any_shape_ends_in_rows_or_an_error_of_the_data(tmp_path, text):
                 assert isinstance(row, BadRow) or json.dumps(row.data).encode()
         except DataError:
             pass
-
-
-REAL_ROWS = {
-    "bundled/rows/questions/train.jsonl": 12,
-    "bundled/rows/questions/test.jsonl": 5,
-    "bundled/rows/alpaca.json": 8,
-    "bundled/rows/sharegpt_tools.json": 3,
-    "sft/gsm8k/train.jsonl": 7_473,
-    "sft/gsm8k/test.jsonl": 1_319,
-    "sft/llamafactory/identity.json": 91,
-    "sft/llamafactory/glaive_toolcall_en_demo.json": 300,
-}
-
-
-@pytest.mark.parametrize("name", there(REAL_ROWS))
-def test_real_files_are_read_whole(name):
-    path = data_file(name)
-    found = rows(path)
-    assert len(found) == REAL_ROWS[name]
-    parts = parts_of(path, part_bytes=300 if name.startswith("bundled/") else 100_000)
-    assert found == [row for part in parts for row in read_part(part)]
-    assert [row.data for row in found] == (
-        json.loads(path.read_text())
-        if name.endswith(".json")
-        else [json.loads(line) for line in path.read_text().splitlines()]
-    )
-
-
-@pytest.mark.parametrize("name", there(["bundled/rows/questions/test.jsonl", "sft/gsm8k/test.jsonl"]))
-def test_a_table_of_real_rows_comes_back_as_it_was(tmp_path, name):
-    found = [row.data for row in rows(data_file(name))]
-    with (tmp_path / "a.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["question", "answer"])
-        writer.writeheader()
-        writer.writerows(found)
-    assert data_of(tmp_path / "a.csv") == found
-
-
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [
-        ("train", "train"),
-        ("validation-00000-of-00002", "val"),
-        ("gsm8k_test", "test"),
-        ("dev", "val"),
-        ("Val.1", "val"),
-        ("testimonials", None),
-        ("training_data_notes", None),
-        ("latest", None),
-    ],
-)
-def test_names_of_splits_are_told_from_words_that_begin_like_them(name, split):
-    assert tables.split_from_name(name) == split
-
-
-def test_the_parts_of_a_config_name_their_files(tmp_path):
-    lines(tmp_path / "a.jsonl", ROW)
-    config = config_from_text(f"model: {{name: x}}\ndata: {{train_path: {tmp_path}}}", name="run.yaml")
-    assert [part.name for part in list_parts(find_data_paths(config.data).train)] == [f"{tmp_path}/a.jsonl"]
-    assert data_suffix(Path("x.JSONL.gz")) == ".jsonl"
-    assert json_rows.parse_line('{"a": 1}', "x:1") == RawRow("x:1", {"a": 1})
 
 
 def test_a_missing_file_shows_the_data_beside_it_first_and_nothing_hidden(tmp_path):
@@ -777,7 +586,7 @@ def test_a_line_may_be_the_list_of_a_chat_s_messages(tmp_path):
     assert [type(row) for row in mixed] == [RawRow, BadRow, RawRow]
 
 
-@pytest.mark.parametrize("size", [1, 7, 400, 5000])
+@pytest.mark.parametrize("size", [1, 5000])
 def test_nul_bytes_at_the_end_are_named_and_no_encoding(tmp_path, size):
     path = lines(tmp_path / "a.jsonl", ROW, ROW)
     path.write_bytes(path.read_bytes() + b"\0" * size)
@@ -787,15 +596,83 @@ def test_nul_bytes_at_the_end_are_named_and_no_encoding(tmp_path, size):
     assert "NUL bytes in place of a row" in str(found[2])
 
 
-@pytest.mark.parametrize(("stray", "name"), [(b"\xff", "damaged"), (b"\xff\xff\xfe", "damaged"), (b"\xe9", "latin1")])
+@pytest.mark.parametrize(("stray", "name"), [(b"\xff\xff\xfe", "damaged"), (b"\xe9", "latin1")])
 def test_bytes_that_no_text_has_are_damage_and_no_encoding(tmp_path, stray, name):
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(ROW).encode().replace(b"hello", b"hel" + stray + b"lo") + b"\n")
     assert name in refusal(path)
 
 
-@pytest.mark.parametrize("end", ["\r", "\n", "\r\n"])
-def test_tables_of_old_line_ends(tmp_path, end):
-    text = end.join(["prompt;completion", "q1;a1", 'q2;"a,2"', ""])
-    (tmp_path / "a.csv").write_bytes(text.encode())
-    assert data_of(tmp_path / "a.csv") == [{"prompt": "q1", "completion": "a1"}, {"prompt": "q2", "completion": "a,2"}]
+# --- files that are not UTF-8, read as data.encoding says -------------------------------------------------------------
+
+
+LETTERS = {
+    "utf-8": "äß—日", "utf-16": "äß—日", "cp1252": "ÄÖüß€–”", "latin1": "ÄÖüßé", "cp1250": "żłřšő", "cp1254": "ğışİç",
+    "cp1251": "Приветёж", "koi8-r": "Приветёж", "cp932": "日本語テスト", "euc-jp": "日本語テスト",
+    "gb18030": "汉字测试", "euc-kr": "한글시험", "big5": "漢字測試",
+}  # fmt: skip
+
+
+def written(chance: random.Random, texts: list[tuple[str, str]], kind: str) -> str:
+    if kind == "csv":
+        table = io.StringIO()
+        writer = csv.writer(table, delimiter=chance.choice(",;\t"), lineterminator=chance.choice(["\n", "\r\n"]))
+        writer.writerows([("prompt", "completion"), *texts])
+        return table.getvalue()
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in texts]
+    if kind == "json":
+        return json.dumps(rows, ensure_ascii=False)
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def pairs_of(path: Path, encoding: str) -> list[tuple[str, str]]:
+    data = DataConfig(train_path=str(path), encoding=encoding)
+    (part,) = list_parts(find_data_paths(data).train)
+    found: list[Any] = [row for piece in split_part(part, part_bytes=300) for row in read_part(piece)]
+    return [(row.data["prompt"], row.data["completion"]) for row in found]
+
+
+def test_rows_are_the_same_in_every_encoding(tmp_path, monkeypatch):
+    assert set(LETTERS) == set(get_args(Encoding))
+    chance = random.Random(9)
+    # cuts characters
+    monkeypatch.setattr(raw.read_blocks, "__kwdefaults__", {**raw.read_blocks.__kwdefaults__, "size": 61})
+    for number in range(120):
+        encoding = chance.choice(list(LETTERS))
+        texts = [
+            tuple("".join(chance.choices(LETTERS[encoding] + "ab ;,", k=chance.randint(1, 40))) + "x" for _ in range(2))
+            for _ in range(chance.randint(1, 12))
+        ]
+        kind, packed = chance.choice(["csv", "json", "jsonl"]), chance.random() < 0.3
+        stored = written(chance, texts, kind).encode(encoding)
+        path = tmp_path / f"{number}.{kind}"
+        path.write_bytes(gzip.compress(stored) if packed else stored)
+        assert pairs_of(path, encoding) == texts, encoding
+        if encoding not in ("utf-8", "utf-16"):  # a file that is UTF-8 is read so, whatever the others are
+            path.write_bytes(written(chance, texts, kind).encode())
+            assert pairs_of(path, encoding) == texts
+
+
+def test_all_files_of_a_run_are_meant(tmp_path):
+    (tmp_path / "raw").mkdir()
+    for name in ("raw/a", "raw/b", "c", "val"):
+        (tmp_path / f"{name}.csv").write_bytes(f"prompt;completion\n{name};Änne\n".encode("cp1252"))
+    for path in ("raw", "raw/*.csv", "c.csv"):
+        paths = find_data_paths(
+            DataConfig(train_path=str(tmp_path / path), val_path=str(tmp_path / "val.csv"), encoding="cp1252")
+        )
+        found: list[Any] = [
+            row for _, path in paths.named_paths() for part in list_parts(path) for row in read_part(part)
+        ]
+        assert [row.data["completion"] for row in found] == ["Änne"] * (2 if path == "c.csv" else 3)
+        assert count_part_rows(list_parts(paths.train)) is None  # a table's lines are no rows
+    sources = ({"path": str(tmp_path / "c.csv"), "val_path": str(tmp_path / "val.csv")},)
+    paths = find_data_paths(DataConfig(sources=sources, encoding="cp1252"))
+    assert len([row for _, path in paths.named_paths() for part in list_parts(path) for row in read_part(part)]) == 2
+
+
+def test_a_byte_that_the_encoding_lacks_is_named_with_its_place(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"prompt;completion\na;\x81\n")
+    with pytest.raises(DataError, match=r"a\.csv, byte 20: neither UTF-8 nor cp1252"):
+        pairs_of(path, "cp1252")

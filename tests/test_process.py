@@ -1,9 +1,12 @@
-"""`make process` and `make style`: raw files to checked, split conversations, and their system prompts."""
+"""`make process` and `make style`: raw files to checked, split conversations, near-duplicates, and system prompts."""
 
 from __future__ import annotations
 
 import json
+import random
+import re
 import tracemalloc
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,19 @@ from hypothesis import strategies as st
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import StyleConfig
 from sft_play.data.build.splits import build_splits
+from sft_play.data.near_duplicates import (
+    MISS_PROBABILITY,
+    SIMILARITY_MARGIN,
+    SimilarityIndex,
+    SketchMaker,
+    choose_bands,
+    compute_shingles,
+    jaccard_similarity,
+)
 from sft_play.data.process import process_files, read_processed, split_by_digest, style_rows
 from sft_play.data.sources.examples import NOTE_UNSTYLED, ExampleReader
-from sft_play.data.sources.files import FilePart, find_data_paths
+from sft_play.data.sources.files import find_data_paths
+from sft_play.data.sources.formats import Chat, content_digest
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
 from sft_play.errors import ConfigError, DataError
 from tests.bundled import ORIGINS, data_file
@@ -59,6 +72,9 @@ def contents(path: Path) -> set[str]:
     return {row["messages"][0]["content"] for row in rows_of(path)} if path.exists() else set()
 
 
+ALL_IN_TRAIN = ("data.process.val_fraction=0", "data.process.test_fraction=0")
+
+
 def refusal(run, *settings, **options) -> str:
     with pytest.raises(DataError) as error:
         run(*settings, **options)
@@ -70,23 +86,19 @@ def test_raw_files_of_every_kind_become_one_form(run, tmp_path):
     write(raw / "a.jsonl", {"question": "q1", "answer": "a1", "score": 3})
     (raw / "b.json").write_text(json.dumps([{"instruction": "q2", "input": "", "output": "a2"}]))
     (raw / "c.csv").write_text("prompt,completion\nq3,a3\n")
-    write(raw / "deep" / "d.jsonl", {"messages": [*chat("q4", "a4")["messages"]], "tools": [{"name": "f"}]})
+    row = {"messages": [*chat("q4", "a4")["messages"], *chat("q5", "a5")["messages"]], "tools": [{"name": "f"}]}
+    row["messages"][1]["weight"] = 0
+    write(raw / "deep" / "d.jsonl", row)
     (raw / "README.md").write_text("about this")
-    report = run("data.process.val_fraction=0", "data.process.test_fraction=0")
+    report = run(*ALL_IN_TRAIN)
     found = rows_of(run.folder / "train.jsonl")
-    assert [[message["content"] for message in row["messages"]] for row in found] == [
-        ["q1", "a1"],
-        ["q2", "a2"],
-        ["q3", "a3"],
-        ["q4", "a4"],
-    ]
-    assert [row["source"].removeprefix(f"{raw}/") for row in found] == [
-        "a.jsonl:1",
-        "b.json:1",
-        "c.csv:2",
-        "deep/d.jsonl:1",
-    ]
+    texts = [[message["content"] for message in row["messages"]] for row in found]
+    assert texts == [["q1", "a1"], ["q2", "a2"], ["q3", "a3"], ["q4", "a4", "q5", "a5"]]
+    places = [row["source"].removeprefix(f"{raw}/") for row in found]
+    assert places == ["a.jsonl:1", "b.json:1", "c.csv:2", "deep/d.jsonl:1"]
     assert [set(row) for row in found] == [{"messages", "source", "id"}] * 3 + [{"messages", "tools", "source", "id"}]
+    assert [message.get("train") for message in found[3]["messages"]] == [None, False, None, None]
+    assert report.splits["train"].trained_turns == 4
     assert [file.format for file in report.files] == ["question/answer", "alpaca", "prompt/completion", "messages"]
     assert report.files[0].unused == ["score"]
     text = "\n".join(report.lines())
@@ -96,258 +108,168 @@ def test_raw_files_of_every_kind_become_one_form(run, tmp_path):
     assert not (run.folder / "val.jsonl").exists()
 
 
-class TestSplits:
-    """Where rows go."""
+# --- where rows go ----------------------------------------------------------------------------------------------------
 
-    def test_rows_never_move_when_others_are_added(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", *chats(0, 300))
+
+def test_rows_never_move_when_others_are_added(run, tmp_path):
+    def splits():
         run("data.process.val_fraction=0.2", "data.process.test_fraction=0.1")
-        before = {name: contents(run.folder / f"{name}.jsonl") for name in ("train", "val", "test")}
-        write(tmp_path / "raw" / "0.jsonl", *chats(300, 700))
-        run("data.process.val_fraction=0.2", "data.process.test_fraction=0.1")
-        after = {name: contents(run.folder / f"{name}.jsonl") for name in ("train", "val", "test")}
-        assert all(before[name] <= after[name] for name in before)
-        assert [len(before[name]) for name in ("val", "test")] == pytest.approx([60, 30], abs=25)
-        assert sum(map(len, after.values())) == 700
+        return {name: contents(run.folder / f"{name}.jsonl") for name in ("train", "val", "test")}
 
-    def test_rows_with_the_same_content_land_on_the_same_side(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", *chats(0, 100))
-        other = [{"question": f"what is {n}?", "answer": f"it is {n}"} for n in range(100)]
-        write(tmp_path / "raw" / "b.jsonl", *other)
-        report = run("data.process.val_fraction=0.5")
-        assert report.duplicates.count == 100
-        assert report.leaks.count == 0
-        assert not contents(run.folder / "train.jsonl") & contents(run.folder / "val.jsonl")
-
-    def test_the_split_of_a_row_is_the_place_of_its_digest(self):
-        # the first 8 bytes as a share of 2**64: 0x40… is 0.25, 0x80… is 0.5
-        def of(first):
-            return split_by_digest(bytes([first, *[0] * 31]), val_fraction=0.25, test_fraction=0.25)
-
-        assert [of(0x00), of(0x3F)] == ["val", "val"]
-        assert [of(0x40), of(0x7F)] == ["test", "test"]
-        assert [of(0x80), of(0xFF)] == ["train", "train"]
-
-    @pytest.mark.parametrize(
-        "names",
-        [
-            ("train.jsonl", "validation.jsonl", "test.jsonl"),
-            ("train/a.jsonl", "dev/a.jsonl", "test/a.jsonl"),
-            ("more.jsonl", "sums_val.jsonl", "test-00000-of-00001.jsonl"),
-        ],
-    )
-    def test_files_that_bring_their_own_splits_keep_them(self, run, tmp_path, names):
-        for at, name in enumerate(names):
-            write(tmp_path / "raw" / name, *chats(10 * at, 10 * at + 10))
-        report = run()
-        for at, name in enumerate(("train", "val", "test")):
-            assert contents(run.folder / f"{name}.jsonl") == {f"what is {n}?" for n in range(10 * at, 10 * at + 10)}
-        assert report.has_own_splits
-        assert "have their own splits (train, val, test)" in "\n".join(report.lines())
-
-    def test_a_file_called_train_alone_brings_no_splits(self, run, tmp_path):
-        write(tmp_path / "raw" / "train.jsonl", *chats(0, 200))
-        report = run("data.process.val_fraction=0.2")
-        assert not report.has_own_splits
-        assert report.splits["val"].rows > 10
-        run(raw=write(tmp_path / "test.jsonl", *chats(0, 50)), force=True)
-        assert rows_of(run.folder / "train.jsonl")
-
-    def test_the_splits_of_a_saved_data_set_are_kept(self, run, tmp_path):
-        import datasets
-
-        made = {"train": chats(0, 20), "validation": chats(20, 25), "odd": chats(25, 26)}
-        saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in made.items()})
-        saved.save_to_disk(str(tmp_path / "set"))
-        report = run(raw=tmp_path / "set")
-        assert {name: split.rows for name, split in report.splits.items()} == {"train": 20, "val": 5}
-        assert "its split odd is none of train, val, test: not read" in "\n".join(report.lines())
-        assert rows_of(run.folder / "val.jsonl")[0]["source"].endswith("set:validation:row 1")
-
-    def test_the_splits_of_a_hub_data_set_are_kept(self, run, monkeypatch):
-        import datasets
-
-        rows = {"train_sft": chats(0, 20), "test_sft": chats(20, 25)}
-        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: dict(rows))
-        report = run(raw="hub:owner/name")
-        assert {name: split.rows for name, split in report.splits.items()} == {"train": 20, "test": 5}
-
-    def test_all_rows_outside_train_are_an_error_that_says_what_to_do(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", chat("q", "a"))
-        share = int.from_bytes(bytes.fromhex(self.id_of(run))[:8], "big") / 2**64
-        settings = ("data.process.val_fraction=0.5", "data.process.test_fraction=0.5") if share < 1 else ()
-        (run.folder / "train.jsonl").unlink()
-        assert "none into train; set data.process.val_fraction=0" in refusal(run, *settings, force=True)
-
-    def id_of(self, run) -> str:
-        run("data.process.val_fraction=0", "data.process.test_fraction=0")
-        return rows_of(run.folder / "train.jsonl")[0]["id"]
+    write(tmp_path / "raw" / "a.jsonl", *chats(0, 300))
+    before = splits()
+    write(tmp_path / "raw" / "0.jsonl", *chats(300, 700))
+    after = splits()
+    assert all(before[name] <= after[name] for name in before)
+    assert [len(before[name]) for name in ("val", "test")] == pytest.approx([60, 30], abs=25)
+    assert sum(map(len, after.values())) == 700
+    # the same content is on the same side, whatever its form
+    write(tmp_path / "raw" / "b.jsonl", *({"question": f"what is {n}?", "answer": f"it is {n}"} for n in range(100)))
+    report = run("data.process.val_fraction=0.5")
+    assert (report.duplicates.count, report.leaks.count) == (100, 0)
+    assert not contents(run.folder / "train.jsonl") & contents(run.folder / "val.jsonl")
+    # the first 8 bytes as a share of 2**64: 0x40… is 0.25, 0x80… is 0.5
+    sides = {0: "val", 0x3F: "val", 0x40: "test", 0x7F: "test", 0x80: "train", 0xFF: "train"}
+    for first, split in sides.items():
+        digest = bytes([first, *[0] * 31])
+        assert split_by_digest(digest, val_fraction=0.25, test_fraction=0.25) == split
 
 
-class TestDoubles:
-    """Duplicates and leaks."""
-
-    def test_duplicates_are_counted_and_left_out_where_asked(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", *chats(0, 30), *chats(0, 25))
-        report = run()
-        assert (report.duplicates.count, report.rows_kept) == (25, 55)
-        assert report.duplicates.first[0].endswith("a.jsonl:31")
-        assert len(report.duplicates.first) == 20
-        assert "… and 5 more" in "\n".join(report.lines())
-        report = run("data.process.drop_duplicates=true")
-        assert (report.duplicates.count, report.rows_kept, report.rows_in) == (25, 30, 55)
-        assert report.dropped["a duplicate of an earlier row"].count == 25
-
-    def test_training_rows_that_are_held_out_too_are_counted_and_left_out_where_asked(self, run, tmp_path):
-        write(tmp_path / "raw" / "train.jsonl", *chats(0, 10))
-        write(tmp_path / "raw" / "val.jsonl", *chats(8, 12))
-        write(tmp_path / "raw" / "test.jsonl", *chats(11, 13))
-        report = run()
-        assert [place.removeprefix(f"{tmp_path}/raw/") for place in report.leaks.first] == [
-            "test.jsonl:1 (val)",
-            "train.jsonl:9 (val)",
-            "train.jsonl:10 (val)",
-        ]
-        assert report.splits["train"].rows == 10
-        report = run("data.process.drop_leaks=true")
-        assert contents(run.folder / "train.jsonl") == {f"what is {n}?" for n in range(8)}
-        assert (report.splits["val"].rows, report.splits["test"].rows) == (4, 2)
-        assert report.dropped["stands in val or test too"].count == 2
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.jsonl", "validation.jsonl", "test.jsonl"),
+        ("train/a.jsonl", "dev/a.jsonl", "test/a.jsonl"),
+        ("more.jsonl", "sums_val.jsonl", "test-00000-of-00001.jsonl"),
+    ],
+)
+def test_files_that_bring_their_own_splits_keep_them(run, tmp_path, names):
+    for at, name in enumerate(names):
+        write(tmp_path / "raw" / name, *chats(10 * at, 10 * at + 10))
+    report = run()
+    for at, name in enumerate(("train", "val", "test")):
+        assert contents(run.folder / f"{name}.jsonl") == {f"what is {n}?" for n in range(10 * at, 10 * at + 10)}
+    assert "have their own splits (train, val, test)" in "\n".join(report.lines())
+    alone = run("data.process.val_fraction=0.2", raw=write(tmp_path / "train.jsonl", *chats(0, 200)), force=True)
+    assert (report.has_own_splits, alone.has_own_splits, alone.splits["val"].rows > 10) == (True, False, True)
 
 
-class TestBadRows:
-    """What cannot be used."""
+def test_the_splits_of_a_saved_data_set_are_kept(run, tmp_path):
+    import datasets
 
-    def test_all_problems_of_all_files_are_in_one_report_and_nothing_is_written(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", chat("q", "a"), {"messages": []}, *[{"messages": [1]}] * 30)
-        (tmp_path / "raw" / "b.jsonl").write_text('{"messages": [\n')
-        (tmp_path / "raw" / "c.json").write_text("[{},]")
-        (tmp_path / "raw" / "d.jsonl").write_bytes(b'{"text": "\xff"}')
-        write(tmp_path / "raw" / "e.jsonl", {"odd": 1})
-        message = refusal(run)
-        for part in (
-            "a.jsonl: 31 of 32 rows cannot be used: 30 x a message is not an object; 1 x messages is empty",
-            "a.jsonl:2: messages is empty",
-            "a.jsonl:21: a message is not an object",
-            "… and 11 more",
-            "b.jsonl: 1 of 1 rows cannot be used: 1 x not valid JSON",
-            "c.json:1: remove the comma before `]`",
-            "d.jsonl:1: byte 0xFF",
-            "e.jsonl:1: columns found: odd",
-            "data.on_bad_row=skip; nothing was written",
-        ):
-            assert part in message, part
-        assert "a.jsonl:22:" not in message
-        assert not list(run.folder.glob("*.jsonl"))
-        assert not list(run.folder.glob(".*.part"))
+    made = {"train_sft": chats(0, 20), "validation": chats(20, 25), "odd": chats(25, 26)}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in made.items()})
+    saved.save_to_disk(str(tmp_path / "set"))
+    report = run(raw=tmp_path / "set")
+    assert {name: split.rows for name, split in report.splits.items()} == {"train": 20, "val": 5}
+    assert "its split odd is none of train, val, test: not read" in "\n".join(report.lines())
+    assert rows_of(run.folder / "val.jsonl")[0]["source"].endswith("set:validation:row 1")
 
-    def test_bad_rows_are_left_out_and_counted_where_asked(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", chat("q", "a"), {"messages": []}, {"messages": []})
-        report = run("data.on_bad_row=skip", "data.process.val_fraction=0", "data.process.test_fraction=0")
-        assert (report.rows_in, report.rows_kept) == (3, 1)
-        line = next(line for line in report.lines() if line.startswith("Left out"))
-        assert line == f"Left out: 2 rows: messages is empty: {tmp_path}/raw/a.jsonl:2, {tmp_path}/raw/a.jsonl:3"
 
-    def test_empty_answers_are_noted_or_left_out_without_an_error(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", *chats(0, 10), chat("q", " "))
-        assert any("an answer is empty" in note for note in run().notes)
-        report = run("data.drop_empty=true")
-        assert (report.rows_kept, report.dropped["the answer is empty"].count) == (10, 1)
+def test_duplicates_are_counted_and_left_out_where_asked(run, tmp_path):
+    write(tmp_path / "raw" / "a.jsonl", *chats(0, 30), *chats(0, 25))
+    report = run()
+    assert (report.duplicates.count, report.rows_kept, len(report.duplicates.first)) == (25, 55, 20)
+    assert report.duplicates.first[0].endswith("a.jsonl:31")
+    assert "… and 5 more" in "\n".join(report.lines())
+    report = run("data.process.drop_duplicates=true")
+    assert (report.duplicates.count, report.rows_kept, report.rows_in) == (25, 30, 55)
+    assert report.dropped["a duplicate of an earlier row"].count == 25
 
-    def test_unknown_roles_come_with_the_known_ones_that_were_seen(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", *chats(0, 10), {"messages": [{"role": "narrator", "content": "x"}]})
-        message = refusal(run)
-        assert '1 x unknown role "narrator"' in message
-        assert "turns of known roles in the other rows: user 10, assistant 10" in message
 
-    def test_nothing_left_is_an_error(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", {"messages": []})
-        assert "no row is left of 1 (1 x messages is empty)" in refusal(run, "data.on_bad_row=skip")
+def test_training_rows_that_are_held_out_too_are_counted_and_left_out_where_asked(run, tmp_path):
+    for name, rows in (("train", (0, 10)), ("val", (8, 12)), ("test", (11, 13))):
+        write(tmp_path / "raw" / f"{name}.jsonl", *chats(*rows))
+    report = run()
+    places = [place.removeprefix(f"{tmp_path}/raw/") for place in report.leaks.first]
+    assert places == ["test.jsonl:1 (val)", "train.jsonl:9 (val)", "train.jsonl:10 (val)"]
+    assert report.splits["train"].rows == 10
+    report = run("data.process.drop_leaks=true")
+    assert contents(run.folder / "train.jsonl") == {f"what is {n}?" for n in range(8)}
+    assert (report.splits["val"].rows, report.splits["test"].rows) == (4, 2)
+    assert report.dropped["stands in val or test too"].count == 2
 
-    def test_chats_and_text_do_not_mix(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", *chats(0, 3))
-        write(tmp_path / "raw" / "b.jsonl", {"text": "words"})
-        message = refusal(run)
-        assert "mix chats" in message
-        assert "b.jsonl" in message
 
-    def test_raw_files_that_are_not_there_are_named(self, run, tmp_path):
-        assert f"data.process.raw_path: {tmp_path}/raw does not exist" in refusal(run)
+# --- what cannot be used ----------------------------------------------------------------------------------------------
 
-    def test_what_process_wrote_is_not_read_again(self, run, tmp_path):
-        write(tmp_path / "a.jsonl", *chats(0, 10))
-        assert run(raw=tmp_path).rows_in == 10
-        assert run(raw=tmp_path).rows_in == 10
-        assert "is in the folder that is written to" in refusal(run, raw=run.folder)
+
+def test_all_problems_of_all_files_are_in_one_report_and_nothing_is_written(run, tmp_path):
+    write(tmp_path / "raw" / "a.jsonl", chat("q", "a"), {"messages": []}, *[{"messages": [1]}] * 30)
+    (tmp_path / "raw" / "b.jsonl").write_text('{"messages": [\n')
+    (tmp_path / "raw" / "c.json").write_text("[{},]")
+    (tmp_path / "raw" / "d.jsonl").write_bytes(b'{"text": "\xff"}')
+    write(tmp_path / "raw" / "e.jsonl", {"odd": 1})
+    message = refusal(run)
+    for part in (
+        "a.jsonl: 31 of 32 rows cannot be used: 30 x a message is not an object; 1 x messages is empty",
+        "a.jsonl:2: messages is empty",
+        "a.jsonl:21: a message is not an object",
+        "… and 11 more",
+        "b.jsonl: 1 of 1 rows cannot be used: 1 x not valid JSON",
+        "c.json:1: remove the comma before `]`",
+        "d.jsonl:1: byte 0xFF",
+        "e.jsonl:1: columns found: odd",
+        "data.on_bad_row=skip; nothing was written",
+    ):
+        assert part in message, part
+    assert "a.jsonl:22:" not in message
+    assert not [*run.folder.glob("*.jsonl"), *run.folder.glob(".*.part")]
+
+
+def test_what_leaves_no_row_to_train_on_is_refused(run, tmp_path):
+    path = write(tmp_path / "raw" / "a.jsonl", chat("q", "a"), {"messages": []}, {"messages": []})
+    report = run("data.on_bad_row=skip", *ALL_IN_TRAIN)
+    assert (report.rows_in, report.rows_kept) == (3, 1)
+    line = next(line for line in report.lines() if line.startswith("Left out"))
+    assert line == f"Left out: 2 rows: messages is empty: {path}:2, {path}:3"
+    settings = ("data.on_bad_row=skip", "data.process.val_fraction=0.5", "data.process.test_fraction=0.5")
+    assert "none into train; set data.process.val_fraction=0" in refusal(run, *settings)
+    write(tmp_path / "raw" / "a.jsonl", {"messages": []})
+    assert "no row is left of 1 (1 x messages is empty)" in refusal(run, *settings)
+    write(tmp_path / "raw" / "a.jsonl", *chats(0, 3))
+    write(tmp_path / "raw" / "b.jsonl", {"text": "words"})
+    assert "mix chats" in refusal(run)
+    assert "is in the folder that is written to" in refusal(run, raw=run.folder)
 
 
 def test_options_of_formats_reach_raw_rows(run, tmp_path):
     rows = [{"messages": [{"role": "user", "content": "a"}, *chat(f"b{n}", "c")["messages"]]} for n in range(9)]
     write(tmp_path / "raw" / "a.jsonl", *rows)
-    run("data.merge_consecutive=true", "data.process.val_fraction=0", "data.process.test_fraction=0")
+    run("data.merge_consecutive=true", *ALL_IN_TRAIN)
     assert rows_of(run.folder / "train.jsonl")[0]["messages"][0]["content"] == "a\n\nb0"
     write(tmp_path / "raw" / "a.jsonl", {"frage": "q", "antwort": "a"})
-    columns = "data.columns={question: frage, answer: antwort}"
-    run(columns, "data.process.val_fraction=0", "data.process.test_fraction=0")
+    run("data.columns={question: frage, answer: antwort}", *ALL_IN_TRAIN)
     assert contents(run.folder / "train.jsonl") == {"q"}
-
-
-def test_turns_that_are_not_trained_stay_marked(run, tmp_path):
-    row = {"messages": [*chat("a", "b")["messages"], *chat("c", "d")["messages"]]}
-    row["messages"][1]["weight"] = 0
-    write(tmp_path / "raw" / "a.jsonl", row)
-    report = run("data.process.val_fraction=0", "data.process.test_fraction=0")
-    (kept,) = rows_of(run.folder / "train.jsonl")
-    assert [message.get("train") for message in kept["messages"]] == [None, False, None, None]
-    assert report.splits["train"].trained_turns == 1
 
 
 def test_lengths_are_counted_with_their_share_over_the_limit(run, tmp_path):
     # 4 characters a token, the line break between the turns among them; max_seq_len is 8
     write(tmp_path / "raw" / "a.jsonl", *(chat("q", "w" * (4 * tokens - 2)) for tokens in (4, 8, 10, 301)))
-    report = run("data.process.val_fraction=0", "data.process.test_fraction=0")
+    report = run(*ALL_IN_TRAIN)
     train = report.as_json()["splits"]["train"]
-    assert train["tokens_estimated"] == 4 + 8 + 10 + 301
-    assert train["share_over_max_seq_len"] == 0.5
-    assert train["longest"] == 301
+    assert (train["tokens_estimated"], train["share_over_max_seq_len"], train["longest"]) == (323, 0.5, 301)
     assert report.as_json()["tokens_per_epoch_estimated"] == 323
-    told = "train: about 323 tokens an epoch, longest row 301; 50.0% of the rows are over model.max_seq_len 8"
-    assert f"{told} (lengths are estimated at 4 characters per token)" in report.lines()
 
 
-class TestWriting:
-    """What stands on disk."""
+# --- what is written --------------------------------------------------------------------------------------------------
 
-    def test_a_second_time_writes_the_same_bytes(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", *chats(0, 100))
-        run()
-        before = {path.name: path.read_bytes() for path in run.folder.iterdir()}
-        run()
-        assert {path.name: path.read_bytes() for path in run.folder.iterdir()} == before
 
-    def test_files_that_were_edited_are_kept_unless_told(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", *chats(0, 100))
-        run()
-        (run.folder / "val.jsonl").write_text("mine")
-        assert "make process FORCE=1" in refusal(run)
-        assert (run.folder / "val.jsonl").read_text() == "mine"
-        run(force=True)
-        assert (run.folder / "val.jsonl").read_text() != "mine"
-
-    def test_what_was_processed_comes_back_the_same_from_a_second_processing(self, run, tmp_path):
-        write(tmp_path / "raw" / "a.jsonl", *chats(0, 20))
-        run("data.process.val_fraction=0", "data.process.test_fraction=0")
-        first = (run.folder / "train.jsonl").read_text()
-        write(tmp_path / "again" / "a.jsonl", *rows_of(run.folder / "train.jsonl"))
-        run("data.process.val_fraction=0", "data.process.test_fraction=0", raw=tmp_path / "again")
-        assert (run.folder / "train.jsonl").read_text() == first
-
-    def test_text_rows_are_written_as_text(self, run, tmp_path):
-        (tmp_path / "raw").mkdir()
-        (tmp_path / "raw" / "a.txt").write_text("one document")
-        run("data.process.val_fraction=0", "data.process.test_fraction=0", task="cpt")
-        (row,) = rows_of(run.folder / "train.jsonl")
-        assert (row["text"], row["source"]) == ("one document", f"{tmp_path}/raw/a.txt")
+def test_what_is_written_is_the_same_each_time_and_kept_where_somebody_edited_it(run, tmp_path):
+    write(tmp_path / "a.jsonl", *chats(0, 100))
+    states = []
+    for _ in range(2):  # what was written stands among the raw files the second time, and is not read
+        assert run(raw=tmp_path).rows_in == 100
+        states.append({path.name: path.read_bytes() for path in run.folder.iterdir()})
+    assert states[0] == states[1]
+    (run.folder / "val.jsonl").write_text("mine")
+    assert "make process FORCE=1" in refusal(run, raw=tmp_path)
+    assert (run.folder / "val.jsonl").read_text() == "mine"
+    run(*ALL_IN_TRAIN, raw=tmp_path, force=True)
+    assert not (run.folder / "val.jsonl").exists()
+    first = (run.folder / "train.jsonl").read_text()
+    write(tmp_path / "again" / "a.jsonl", *rows_of(run.folder / "train.jsonl"))
+    run(*ALL_IN_TRAIN, raw=tmp_path / "again")
+    assert (run.folder / "train.jsonl").read_text() == first
 
 
 WORDS = st.text() | st.sampled_from(["user", "assistant"])
@@ -356,7 +278,7 @@ ROWS = st.dictionaries(st.sampled_from(["messages", "text", "prompt", "completio
 
 
 @given(st.lists(ROWS, max_size=6))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_raw_rows_of_any_shape_end_in_files_that_can_be_read_or_an_error(run, tmp_path, rows):
     write(tmp_path / "raw" / "a.jsonl", *rows)
     try:
@@ -376,8 +298,8 @@ def test_memory_grows_by_little_more_than_a_digest_a_row(run, tmp_path):
         tracemalloc.stop()
         return found
 
-    few, many = peak(3_000), peak(9_000)  # 3 and 9 MB, both more than a block
-    assert many - few < 6_000 * 250
+    few, many = peak(3_000), peak(7_000)  # both more than a block
+    assert many - few < 4_000 * 250
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
@@ -394,105 +316,71 @@ def test_real_files_are_processed_whole(run, origin):
     assert {name: split.rows for name, split in report.splits.items()} == counts
     assert (report.duplicates.count, report.leaks.count) == (0, 0)
     first = rows_of(run.folder / "test.jsonl")[0]
-    assert content_digest_of(first) == first["id"]
+    assert content_digest(Chat("elsewhere", tuple(first["messages"]))).hex()[:32] == first["id"]
 
 
-def content_digest_of(row) -> str:
-    from sft_play.data.sources.formats import Chat, content_digest
-
-    return content_digest(Chat("elsewhere", tuple(row["messages"]))).hex()[:32]
+# --- system prompts ---------------------------------------------------------------------------------------------------
 
 
-class TestStyle:
-    """System prompts."""
+@pytest.fixture
+def style(run, tmp_path):
+    """Styles five processed rows, three of which have a system prompt."""
+    systems = [{"messages": [{"role": "system", "content": "old"}, *chat(f"s{n}", "a")["messages"]]} for n in range(3)]
+    write(tmp_path / "raw" / "a.jsonl", *systems)
+    write(tmp_path / "raw" / "b.jsonl", *[chat(f"b{n}", "a") for n in range(2)])
+    run(*ALL_IN_TRAIN)
 
-    @pytest.fixture
-    def made(self, run, tmp_path):
-        systems = [
-            {"messages": [{"role": "system", "content": "old"}, *chat(f"s{n}", "a")["messages"]]} for n in range(3)
-        ]
-        write(tmp_path / "raw" / "a.jsonl", *systems)
-        write(tmp_path / "raw" / "b.jsonl", *[chat(f"b{n}", "a") for n in range(2)])
-        run("data.process.val_fraction=0", "data.process.test_fraction=0")
+    def made(text, *settings, force=False):
+        config = config_from_text(
+            f"model: {{name: x}}\ndata: {{process: {{out_dir: {run.folder}}}, style: {{out_dir: {made.folder}}}}}",
+            name="run.yaml",
+            overrides=settings,
+        )
+        return style_rows(config, text, force=force)
 
-        def styled(text, *settings, force=False):
-            config = config_from_text(
-                f"model: {{name: x}}\ndata: {{process: {{out_dir: {tmp_path}/out}}, "
-                f"style: {{out_dir: {tmp_path}/styled}}}}",
-                name="run.yaml",
-                overrides=settings,
-            )
-            return style_rows(config, text, force=force)
+    made.folder = tmp_path / "styled"
+    return made
 
-        styled.folder = tmp_path / "styled"
-        return styled
 
-    def first_messages(self, made):
-        return [row["messages"][0] for row in rows_of(made.folder / "train.jsonl")]
+PER_SOURCE = 'data.style.per_source={"b.*": "new", "z*": "none"}'
 
-    @pytest.mark.parametrize(
-        ("how", "content", "counts"),
-        [
-            ("prepend", "be terse\n\nold", {"prepended": 3, "set": 2}),
-            ("replace", "be terse", {"replaced": 3, "set": 2}),
-            ("keep", "old", {"left": 3, "set": 2}),
-        ],
-    )
-    def test_a_prompt_is_set_prepended_replaced_or_left(self, made, how, content, counts):
-        report = made("be terse", f"data.style.how={how}")
-        assert self.first_messages(made) == [
-            *[{"role": "system", "content": content}] * 3,
-            *[{"role": "system", "content": "be terse"}] * 2,
-        ]
-        assert dict(report.total) == counts
-        assert report.as_json()["set"] == 2
-        assert report.ok
-        assert "5 rows" in report.lines()[0]
 
-    def test_what_is_given_on_the_command_goes_before_the_config(self, made):
-        made("one", "data.style.system=two", "data.style.how=replace")
-        assert self.first_messages(made)[0]["content"] == "one"
-        made(None, "data.style.system=two", "data.style.how=replace")
-        assert self.first_messages(made)[0]["content"] == "two"
+@pytest.mark.parametrize(
+    ("text", "settings", "prompts", "counts"),
+    [
+        ("new", (), ["new\n\nold"] * 3 + ["new"] * 2, {"prepended": 3, "set": 2}),
+        ("new", ("data.style.how=replace", "data.style.system=x"), ["new"] * 5, {"replaced": 3, "set": 2}),
+        (None, ("data.style.how=keep", "data.style.system=new"), ["old"] * 3 + ["new"] * 2, {"left": 3, "set": 2}),
+        (None, (PER_SOURCE,), ["old"] * 3 + ["new"] * 2, {"left": 3, "set": 2}),
+    ],
+)
+def test_a_prompt_is_set_prepended_replaced_or_left(style, tmp_path, text, settings, prompts, counts):
+    report = style(text, *settings)
+    assert [row["messages"][0]["content"] for row in rows_of(style.folder / "train.jsonl")] == prompts
+    assert dict(report.total) == counts
+    assert report.as_json()["set"] == 2
+    assert report.unused_globs == (("z*",) if "z*" in "".join(settings) else ())
+    before, after = (rows_of(folder / "train.jsonl") for folder in (tmp_path / "out", style.folder))
+    assert [(row["source"], row["id"]) for row in before] == [(row["source"], row["id"]) for row in after]
 
-    def test_files_may_have_prompts_of_their_own(self, made):
-        report = made(None, 'data.style.per_source={"b.*": "for b", "z*": "none"}')
-        assert [message["content"] for message in self.first_messages(made)] == ["old", "old", "old", "for b", "for b"]
-        assert report.unused_globs == ("z*",)
-        assert "no row's source matches z*" in "\n".join(report.lines())
-        assert dict(report.total) == {"left": 3, "set": 2}
 
-    def test_rows_keep_their_source_and_id(self, made, tmp_path):
-        made("x")
-        before, after = (rows_of(folder / "train.jsonl") for folder in (tmp_path / "out", made.folder))
-        assert [(row["source"], row["id"]) for row in before] == [(row["source"], row["id"]) for row in after]
-
-    def test_nothing_given_says_how(self, made):
-        for given_text in (None, "", "  "):
-            with pytest.raises(ConfigError, match="make style STYLE="):
-                made(given_text)
-
-    def test_edited_files_are_kept_and_missing_ones_are_named(self, made, tmp_path):
-        made("x")
-        (made.folder / "train.jsonl").write_text("mine")
-        with pytest.raises(DataError, match="make style FORCE=1"):
-            made("x")
-        made("x", force=True)
-        (tmp_path / "out" / "train.jsonl").unlink()
-        with pytest.raises(DataError, match=r"train\.jsonl is missing; make process writes it"):
-            made("x", force=True)
-
-    def test_the_processed_folder_is_not_written_over(self, made, tmp_path):
-        with pytest.raises(ConfigError, match="give it another folder"):
-            made("x", f"data.style.out_dir={tmp_path}/out")
-
-    def test_rows_of_text_are_untouched(self, made, run, tmp_path):
-        write(tmp_path / "text" / "a.jsonl", *[{"text": f"t {n}"} for n in range(40)])
-        run(raw=tmp_path / "text")
-        report = made("x")
-        assert report.total["text"] == 40
-        assert "40 rows of plain text untouched" in report.lines()[0]
-        assert (tmp_path / "out" / "train.jsonl").read_bytes() == (made.folder / "train.jsonl").read_bytes()
+def test_what_cannot_be_styled_is_refused_and_text_is_left(style, run, tmp_path):
+    for text in (None, "", "  "):
+        with pytest.raises(ConfigError, match="make style STYLE="):
+            style(text)
+    with pytest.raises(ConfigError, match="give it another folder"):
+        style("x", f"data.style.out_dir={tmp_path}/out")
+    style("x")
+    (style.folder / "train.jsonl").write_text("mine")
+    with pytest.raises(DataError, match="make style FORCE=1"):
+        style("x")
+    (tmp_path / "out" / "train.jsonl").unlink()
+    with pytest.raises(DataError, match=r"train\.jsonl is missing; make process writes it"):
+        style("x", force=True)
+    write(tmp_path / "text" / "a.jsonl", *[{"text": f"t {n}"} for n in range(40)])
+    run(*ALL_IN_TRAIN, raw=tmp_path / "text", force=True)
+    assert style("x", force=True).total["text"] == 40
+    assert (tmp_path / "out" / "train.jsonl").read_bytes() == (style.folder / "train.jsonl").read_bytes()
 
 
 def system_of(messages) -> str | None:
@@ -536,10 +424,9 @@ class TestStyleOfARun:
             found[question] = [{**message, AUTHOR_MESSAGE: author_form(message)} for message in example.messages]
         return found
 
-    @pytest.mark.parametrize("how", ["prepend", "replace", "keep"])
-    @pytest.mark.parametrize(("system", "files"), [
-        ("be terse", {}), ("be terse", {"*1.jsonl": "for one"}), ("be terse", {"raw/*3*": "for three", "*": "for all"}),
-        (None, {"*1.jsonl": "for one"}), (None, {"*": "for all"}),
+    @pytest.mark.parametrize(("how", "system", "files"), [
+        ("prepend", "be terse", {}), ("replace", "be terse", {"raw/*3*": "for three", "*": "for all"}),
+        ("keep", "be terse", {"*1.jsonl": "for one"}), ("prepend", None, {"*1.jsonl": "for one"}),
     ])  # fmt: skip
     def test_rows_are_those_that_style_writes(self, tmp_path, how, files, system):
         for number, row in enumerate(self.ROWS):
@@ -609,15 +496,216 @@ class TestStyleOfARun:
         assert "be terse" not in tokenizer.decode(other.train.rows[0]["input_ids"])
 
 
-def test_commands_answer_with_their_exit_codes(command, tmp_path):
-    write(tmp_path / "raw.jsonl", *chats(0, 40))
-    (tmp_path / "run.yaml").write_text(
-        f"model: {{name: no/model}}\ndata: {{process: {{raw_path: {tmp_path}/raw.jsonl, out_dir: {tmp_path}/out}}, "
-        f"style: {{out_dir: {tmp_path}/styled}}}}\n"
+# --- near-duplicates and overlaps: none reported that is none, none missed that is well above the threshold -----------
+
+needs_datasketch = pytest.mark.skipif(find_spec("datasketch") is None, reason="datasketch is not installed here")
+
+
+def plain_set(text: str) -> set[tuple[str, ...]]:
+    """Runs of three words by a second way: letters and digits of ASCII texts."""
+    words = re.split(r"[^a-z0-9_]+", text.lower())
+    words = [word for word in words if word] or [text]
+    count = min(3, len(words))
+    return {tuple(words[place : place + count]) for place in range(len(words) - count + 1)}
+
+
+def jaccard(one: str, other: str) -> float:
+    mine, theirs = plain_set(one), plain_set(other)
+    return len(mine & theirs) / len(mine | theirs)
+
+
+def varied(draw: random.Random, vocabulary: int) -> list[str]:
+    """Texts of random words, and copies in which words were changed, left out or put in."""
+    texts: list[str] = []
+    for _ in range(draw.randint(20, 60)):
+        words = [f"w{draw.randrange(vocabulary)}" for _ in range(draw.choice([1, 2, 3, 10, 40, 200]))]
+        texts.append(" ".join(words))
+        for _ in range(draw.randint(0, 3)):
+            copy = list(words)
+            for _ in range(draw.randint(0, max(1, len(words) // 8))):
+                place = draw.randrange(len(copy))
+                copy[place : place + 1] = draw.choice([[], ["new"], [copy[place], "more"]])
+                copy = copy or ["new"]
+            texts.append(draw.choice([" ", ", ", "\n"]).join(copy).title())
+    draw.shuffle(texts)
+    return texts
+
+
+@needs_datasketch
+@pytest.mark.parametrize("seed", range(12))
+def test_pairs_are_found_and_no_others(seed):
+    draw = random.Random(seed)
+    threshold = draw.choice([0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99])
+    texts = varied(draw, draw.choice([20, 5000]))
+    sketches = SketchMaker(threshold)
+    index = SimilarityIndex(sketches)
+    reported = 0
+    for number, text in enumerate(texts):
+        likeness = [(jaccard(text, other), -place) for place, other in enumerate(texts[:number])]
+        sketch = sketches.sketch(text)
+        found, best = index.nearest(sketch), max(likeness, default=(0.0, 0))
+        if found is None:
+            assert best[0] < min(threshold + SIMILARITY_MARGIN, (1 + threshold) / 2)
+        else:
+            reported += 1
+            assert found[0] == pytest.approx(jaccard(text, texts[int(found[1])]), abs=1e-12)
+            assert found[0] >= threshold
+        index.add(sketch, str(number))
+    assert 0 < reported < len(texts)
+
+
+def test_the_index_misses_a_pair_above_the_margin_with_the_probability_that_is_said():
+    for hundredths in range(50, 100):
+        threshold = hundredths / 100
+        bands, rows = choose_bands(threshold)
+        likeness = min(threshold + SIMILARITY_MARGIN, (1 + threshold) / 2)
+        assert (1 - likeness**rows) ** bands <= MISS_PROBABILITY
+        assert (1 - likeness**rows) ** (bands - 1) > MISS_PROBABILITY  # no band too many
+        assert bands * rows <= 128
+
+
+def test_texts_of_all_scripts_are_compared():
+    for one, other, least, most in (
+        ("私は昨日友達と映画を見に行きました。", "私は昨日友達と映画を見に行った。", 0.5, 0.95),
+        ("ฉันชอบกินข้าวผัด", "ฉันชอบกินข้าวต้ม", 0.3, 0.95),
+        ("Я пошёл в магазин за хлебом и молоком", "я пошёл В МАГАЗИН за хлебом, и молоком!", 1.0, 1.0),
+        ("!!!", "???", 0.0, 0.0), ("!!!", " !!! ", 1.0, 1.0), ("", "a", 0.0, 0.0), ("\ud800 b", "\ud800 b", 1.0, 1.0),
+    ):  # fmt: skip
+        assert least <= jaccard_similarity(compute_shingles(one), compute_shingles(other)) <= most
+
+
+LONG = "what is the name of the river that runs through the old town of {} in the north"
+
+
+@pytest.fixture
+def near(run, tmp_path):
+    """Processes these rows: the report, and the numbers of the rows that are kept."""
+
+    def made(*settings: str, rows: list[object]):
+        raw = write(tmp_path / "raw.jsonl", *rows)
+        report = run(*(f"data.process.{setting}" for setting in settings), raw=raw, force=True)
+        kept = [row["source"] for file in run.folder.glob("*.jsonl") for row in rows_of(file)]
+        return report, sorted(int(where.rpartition(":")[2]) for where in kept)
+
+    return made
+
+
+def rows_with_copies() -> list[dict]:
+    system = {"role": "system", "content": "You are a careful assistant. " * 20}
+    rows = [chat(LONG.format(f"city{n}"), f"it is the river {n} " + " ".join(f"x{n}y{k}" for k in range(40)))
+            for n in range(20)]  # fmt: skip
+    copy = json.loads(json.dumps(rows[3]).replace("x3y39", "other"))  # of 50 words one is another
+    for row in rows:
+        row["messages"].insert(0, system)  # which makes no rows alike
+    return [*rows, copy, rows[5]]
+
+
+@needs_datasketch
+def test_near_duplicates_are_counted_and_named_and_dropped_where_that_is_asked(near, tmp_path):
+    rows = rows_with_copies()
+    report, kept = near(rows=rows)
+    assert kept == list(range(1, 23))
+    assert report.near_duplicates.count == 1  # the exact one is a duplicate
+    assert report.duplicates.count == 1
+    assert re.fullmatch(r".*raw\.jsonl:21 \(like .*raw\.jsonl:4, 0\.9\d\)", report.near_duplicates.first[0])
+    assert any(
+        line.startswith("Near-duplicates: 1, kept; data.process.near_duplicates=drop") for line in report.lines()
     )
-    code, said = command("process", "--config", str(tmp_path / "run.yaml"))
-    assert code == 0, said
-    assert "Processed 40 rows of 1 file" in said
-    code, said = command("style", "--config", str(tmp_path / "run.yaml"))
-    assert (code, "no system prompt is given" in said) == (2, True)
-    assert FilePart(str(tmp_path / "out" / "train.jsonl")).path.exists()
+    report, kept = near("near_duplicates=drop", "drop_duplicates=true", rows=rows)
+    assert kept == list(range(1, 21))
+    assert report.dropped["nearly an earlier row"].count == 1
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["near_duplicates"]["dropped"] is True
+    report, kept = near("near_duplicates=drop", "similarity=0.99", rows=rows)
+    assert 21 in kept
+    report, kept = near("near_duplicates=ignore", rows=rows)
+    assert report.as_json()["near_duplicates"]["dropped"] is None
+    assert not any("Near" in line for line in report.lines())
+
+
+@needs_datasketch
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat(LONG.format("city7"), "another answer"),
+        {"question": LONG.format("city7"), "answer": 4, "choices": ["a", "b"]},
+        {"task": 7, "nested": {"prompts": [LONG.format("city7").upper()]}, "kind": "river"},
+        {"messages": [{"role": "user", "content": LONG.format("city7")}]},
+    ],
+)
+def test_a_test_files_question_is_found_in_training_rows_whatever_its_form(near, tmp_path, row):
+    other = str(write(tmp_path / "test.jsonl", chat("hello", "hi"), row))
+    fixed = ("val_fraction=0", "test_fraction=0")
+    report, kept = near(f"compare_with=[{other}]", "similarity=0.9", *fixed, rows=rows_with_copies())
+    assert len(kept) == 22
+    assert [report.overlaps[other].count, report.near_duplicates.count] == [1, 1]
+    assert re.fullmatch(r".*raw\.jsonl:8 \(like .*test\.jsonl:2, 1\.00\)", report.overlaps[other].first[0])
+    report, kept = near(
+        f"compare_with=[{other}]", "similarity=0.9", "drop_overlaps=true", *fixed, rows=rows_with_copies()
+    )
+    assert kept == [n for n in range(1, 23) if n != 8]
+    assert f"Training rows nearly in {other}: 1, left out" in "\n".join(report.lines())
+
+
+@needs_datasketch
+def test_held_out_rows_are_left_alone_by_what_they_overlap_with(near, tmp_path):
+    other = str(write(tmp_path / "test.jsonl", *rows_with_copies()))
+    rows = [*rows_with_copies(), *(chat(f"is {n} left to train on?", f"yes, {n} is") for n in range(9))]
+    report, _ = near(f"compare_with=[{other}]", "drop_overlaps=true", "val_fraction=0.5", rows=rows)
+    assert report.overlaps[other].count == report.dropped["nearly a row of a held-out file"].count
+    assert report.splits["val"].rows > 3
+
+
+def test_what_cannot_be_read_or_is_no_similarity_is_refused(near, tmp_path):
+    with pytest.raises(ConfigError, match="similarity"):
+        near("similarity=0.2", rows=[])
+    pytest.importorskip("datasketch")
+    with pytest.raises(DataError, match=r"gone\.jsonl does not exist"):
+        near(f"compare_with=[{tmp_path}/gone.jsonl]", rows=rows_with_copies())
+
+
+@needs_datasketch
+def test_the_runs_own_held_out_files_are_compared_with_by_default(tmp_path):
+    """Where they exist, and are neither written here nor raw rows to train on."""
+    rows = [chat(LONG.format(f"city{n}"), f"answer {n} " * 9) for n in range(8)]
+    raw = write(tmp_path / "raw.jsonl", *rows)
+    test = str(write(tmp_path / "mine.jsonl", rows[3]))
+    fixed = "val_fraction: 0, test_fraction: 0"
+
+    def overlaps(held_out: str, more: str = ""):
+        text = (f"model: {{name: no/model}}\ndata: {{train_path: {raw}, {held_out}, "
+                f"process: {{raw_path: {raw}, out_dir: {tmp_path}/out, {fixed}{more}}}}}")  # fmt: skip
+        return process_files(config_from_text(text, name="test"), force=True)
+
+    found = overlaps(f"test_path: {test}").overlaps
+    assert [(name, places.count) for name, places in found.items()] == [(test, 1)]
+    assert overlaps(f"test_path: {test}", ", drop_overlaps: true").rows_kept == 7
+    assert len(overlaps(f"val_path: {test}, test_path: {test}", f", compare_with: [{test}]").overlaps) == 1
+    assert not overlaps(f"test_path: {test}", ", near_duplicates: ignore").overlaps
+    assert not overlaps(f"val_path: {raw}, test_path: {tmp_path}/none.jsonl").overlaps
+    assert not overlaps(f"val_path: {tmp_path}/out/train.jsonl").overlaps
+
+
+@needs_datasketch
+def test_rows_of_one_form_are_compared_with_few_and_in_bounded_time():
+    """Texts that share most of their words share their keys; of those only the likeliest are compared."""
+    draw, sketches = random.Random(1), SketchMaker(0.9)
+    index = SimilarityIndex(sketches)
+    form = [f"w{n}" for n in range(60)]
+    for number in range(600):
+        words = [f"x{number}y{place}" if draw.random() < 0.12 else word for place, word in enumerate(form)]
+        index.add(sketches.sketch(" ".join(words)), str(number))
+    assert all(len(numbers) <= 256 for table in index._tables for numbers in table.values())
+    copy = [*words[:-1], "other"]
+    found = index.nearest(sketches.sketch(" ".join(copy)))
+    assert found is not None
+    assert found[0] == pytest.approx(jaccard(" ".join(words), " ".join(copy)))
+
+
+@needs_datasketch
+def test_counting_stops_where_it_would_take_too_much_memory(near, monkeypatch):
+    monkeypatch.setattr("sft_play.data.process.MAX_INDEX_BYTES", 8_000)
+    rows = rows_with_copies()
+    report, _ = near(rows=rows)
+    assert report.near_duplicates.count == 0  # the row that it is like came fourth, after the first three were kept
+    assert "Near-duplicates: counting takes" in "\n".join(report.lines())
+    assert near("near_duplicates=drop", rows=rows)[0].near_duplicates.count == 1

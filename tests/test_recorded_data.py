@@ -27,7 +27,6 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.packing import pack_best_fit
 from sft_play.data.build.splits import build_splits
-from sft_play.data.build.stats import RowStats
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer import TokenizerParts
@@ -40,16 +39,8 @@ from tests.conftest import digest, need_documents_extra
 from tests.models import CHATML, make_tokenizer
 
 RECORD = Path(__file__).with_name("recorded_data.json")
-TOOLS = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look.",
-            "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}},
-        },
-    },
-)
+PLACE = {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}}
+TOOLS = ({"type": "function", "function": {"name": "look", "description": "Look.", "parameters": PLACE}},)
 TURNS = "{% for m in messages %}"
 TEMPLATES = {
     "chatml": CHATML,
@@ -93,10 +84,9 @@ def text(draw: random.Random) -> str:
 def conversation(draw: random.Random) -> Chat:
     """Any roles in any order, mostly as people write them."""
     messages: list[dict[str, Any]] = []
-    usual = [*(["system"] if draw.random() < 0.3 else []), *["user", "assistant"] * draw.randint(1, 3)]
-    roles = (
-        usual if draw.random() < 0.7 else draw.choices(["user", "assistant", "system", "tool"], k=draw.randint(1, 5))
-    )
+    roles = [*(["system"] if draw.random() < 0.3 else []), *["user", "assistant"] * draw.randint(1, 3)]
+    if draw.random() >= 0.7:
+        roles = draw.choices(["user", "assistant", "system", "tool"], k=draw.randint(1, 5))
     for role in roles:
         message: dict[str, Any] = {"role": role, "content": text(draw)}
         if role == "assistant" and draw.random() < 0.2:
@@ -232,7 +222,7 @@ def processed(seed: int) -> dict[str, Any]:
                 f"data.process.raw_path={folder}/raw", f"data.process.out_dir={folder}/out",
                 f"data.on_bad_row={draw.choice(['fail', 'skip', 'skip'])}",
                 f"data.process.drop_duplicates={draw.choice(['true', 'false'])}",
-                "data.process.near_duplicates=ignore",  # tests/test_near.py
+                "data.process.near_duplicates=ignore",  # tests/test_process.py
                 f"data.merge_consecutive={draw.choice(['true', 'false'])}",
                 f"data.drop_empty={draw.choice(['true', 'false'])}",
                 f"data.process.val_fraction={draw.choice([0.0, 0.3])}",
@@ -265,12 +255,8 @@ def documents(seed: int) -> dict[str, Any]:
         folder = Path(place)
         (folder / "in").mkdir()
         for kind, parts in pieces.items():
-            body = (
-                "\n\n".join(draw.choices(parts, k=9))
-                + "\n\n"
-                + "The end of a document, long enough to be kept here. " * 4
-            )
-            (folder / "in" / f"doc.{kind}").write_text(body)
+            end = "The end of a document, long enough to be kept here. " * 4
+            (folder / "in" / f"doc.{kind}").write_text("\n\n".join([*draw.choices(parts, k=9), end]))
         run = config_from_text(
             f"model: {{name: {folder}}}\ntask_mode: cpt\n", name="run.yaml",
             overrides=[
@@ -283,9 +269,7 @@ def documents(seed: int) -> dict[str, Any]:
             read(run)
         except SftPlayError as error:
             return {"refused": digest(str(error).replace(place, "F"))}
-        files = sorted((folder / "out").glob("*.jsonl"))
-        found = [(path.name, path.read_text().replace(place, "F")) for path in files]
-        return {"rows": digest(found)}
+        return {"rows": written(folder / "out")}
 
 
 def checked(config: Path, folder: Path) -> dict[str, Any]:
@@ -383,11 +367,6 @@ def written_otherwise(draw: random.Random) -> Any:
     return {**row, **{key: more[key] for key in more if draw.random() < 0.15}}
 
 
-def said_of(report: RowStats, name: str, data: DataConfig) -> list[Finding]:
-    """What a run says of a split."""
-    return list(judge_split(dataclasses.replace(report, split=name), data, max_seq_len=40, max_positions=None))
-
-
 def split(seed: int) -> dict[str, Any]:
     """Token rows, reports and refusals of whole runs: chats, text and both, split off, packed, cut, left out."""
     draw = random.Random(seed)
@@ -395,9 +374,8 @@ def split(seed: int) -> dict[str, Any]:
         folder = Path(place)
         chats = [{"messages": list(conversation(draw).messages)} for _ in range(draw.choice([4, 20, 60]))]
         chats += draw.choices(chats, k=draw.choice([0, 2]))
-        texts = [
-            {"text": " ".join(text(draw) for _ in range(draw.choice([1, 30])))} for _ in range(draw.choice([1, 3, 30]))
-        ]
+        counts = (draw.choice([1, 30]) for _ in range(draw.choice([1, 3, 30])))
+        texts = [{"text": " ".join(text(draw) for _ in range(count))} for count in counts]
         (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
         (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
         words = [f"data.val_path={draw.choice(['null', f'{folder}/chats.jsonl'])}", "data.test_path=null"]
@@ -419,20 +397,17 @@ def split(seed: int) -> dict[str, Any]:
         run = config_from_text("model: {name: m}\n", name="run.yaml", overrides=words)
         positions = draw.choice([None, 16, 4096])
         try:
-            made = build_splits(
-                run,
-                find_data_paths(run.data),
-                tokenizer(),
-                max_seq_len=draw.choice([16, 40, 300]),
-                max_positions=positions,
-            )
+            paths, limit = find_data_paths(run.data), draw.choice([16, 40, 300])
+            made = build_splits(run, paths, tokenizer(), max_seq_len=limit, max_positions=positions)
         except SftPlayError as error:
             return {"refused": digest(str(error).replace(place, "F"))}
         found: dict[str, Any] = {"notes": digest([note.replace(place, "F") for note in made.notes])}
         for name in ("train", "val", "test"):
             if (part := getattr(made, name)) is not None:
                 rows_of = [[list(row[key]) for key in ("input_ids", "labels")] for row in to_dataset(part.rows)]
-                told = [found.found.replace(place, "F") for found in said_of(part.stats, name, run.data)]
+                stats = dataclasses.replace(part.stats, split=name)
+                findings = judge_split(stats, run.data, max_seq_len=40, max_positions=None)
+                told = [finding.found.replace(place, "F") for finding in findings]
                 found[name] = {"rows": len(rows_of), "digest": digest(rows_of), "told": digest(told)}
         return found
 

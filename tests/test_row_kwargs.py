@@ -19,8 +19,6 @@ from sft_play.data.process import process_files
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
-from sft_play.finished.infer import read_prompts
-from sft_play.finished.respond import Responder
 from tests.models import make_tokenizer
 
 pytestmark = pytest.mark.build
@@ -72,27 +70,6 @@ def test_the_prompt_that_an_answer_is_asked_after_is_the_row_s_own(tokenizer):
             list(MESSAGES[:1]), add_generation_prompt=True, tokenize=False, **{"tone": "calm", **own}
         )
         assert tokenizer.decode(ids) == expected
-
-
-def test_prompts_of_a_file_are_asked_with_theirs(tokenizer, tmp_path):
-    path, responder = tmp_path / "prompts.jsonl", object.__new__(Responder)
-    responder.renderer, responder._is_plain_text = renderer(tokenizer, chat_template_kwargs={"tone": "calm"}), False
-    for own in ({}, {"tone": "loud"}, {"enable_thinking": False}):
-        path.write_text(json.dumps({"prompt": "hello there", "chat_template_kwargs": own}) + "\n")
-        [prompt] = read_prompts(path)
-        assert prompt.output_fields.get("chat_template_kwargs", {}) == own
-        ids = responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs)
-        expected = tokenizer.apply_chat_template(
-            list(MESSAGES[:1]), add_generation_prompt=True, tokenize=False, **{"tone": "calm", **own}
-        )
-        assert tokenizer.decode(ids) == expected
-
-
-def test_every_row_of_a_conversation_that_is_split_has_them(tokenizer):
-    made = renderer(tokenizer, multi_turn="split")
-    parts = made.split_turns(Chat("f:1", (*MESSAGES, *MESSAGES), template_kwargs={"tone": "loud"}))
-    assert [part.where for part in parts] == ["f:1 turn 1", "f:1 turn 2"]
-    assert all("loud" in made.render(part).text for part in parts)
 
 
 def test_more_different_ones_than_a_template_is_probed_with_are_refused_with_the_number(tokenizer, monkeypatch):

@@ -18,19 +18,13 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data import process as process_module
-from sft_play.data.build import survey
-from sft_play.data.build.survey import RowRenderer, estimate_size, split_batches
-from sft_play.data.build.workers import RENDER_BATCH_CHARS
-from sft_play.data.masks.render import Renderer
+from sft_play.data.build.survey import RENDER_BATCH_CHARS, estimate_size, split_batches
 from sft_play.data.process import process_files
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import Text
 from sft_play.data.sources.raw import NOTE_PIECE, BadRow, RawRow, find_piece_end, read_line_blocks, read_text_pieces
 from sft_play.errors import DataError
-from sft_play.process import waiting
-from tests.bundled import data_file, there, tokenizer_folder
 from tests.conftest import chat
 
 MIB = 1 << 20
@@ -41,7 +35,7 @@ LIMIT = "the row is larger than 1 MiB"
 def small_limit(monkeypatch):
     """The limit of a row is 1 MiB here, so that files are small."""
     assert raw.MAX_ROW_BYTES == 16 * MIB
-    for module in (raw, json_rows, tables, process_module):
+    for module in (raw, json_rows, tables):
         monkeypatch.setattr(module, "MAX_ROW_BYTES", MIB)
 
 
@@ -145,14 +139,13 @@ def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):
     assert (rows[1].where, rows[1].reason) == (f"{tmp_path}/a.parquet:row 2", LIMIT)
 
 
-@pytest.mark.parametrize("rows_of_group", [80, 16])
-def test_long_rows_of_a_table_become_objects_a_few_at_a_time(tmp_path, rows_of_group):
+def test_long_rows_of_a_table_become_objects_a_few_at_a_time(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet
 
     texts = [f"{number} " + "x" * 500_000 for number in range(80)]
     path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pa.table({"text": texts}), path, row_group_size=rows_of_group, use_dictionary=False)
+    pyarrow.parquet.write_table(pa.table({"text": texts}), path, row_group_size=80, use_dictionary=False)
     del texts
     with traced(24 * MIB):
         found = [int(row.data["text"].split()[0]) for row in read_rows(path, split="train")]
@@ -219,43 +212,6 @@ def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
     assert "".join(json.loads(line)["text"] for line in written) == path.read_text()
 
 
-@pytest.mark.parametrize("column", ["text", "body"])
-def test_a_long_text_of_a_row_is_cut_as_one_of_a_file_is(tmp_path, monkeypatch, column):
-    monkeypatch.setattr(raw, "TEXT_CHARS", 1_000)
-    text = "".join(f"Line {number} of words.\n\n" for number in range(400))
-    (tmp_path / "a.txt").write_text(text)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({column: one, "id": 7}) + "\n" for one in ("short", text)))
-    of_file = [row.data["text"] for row in read_rows(tmp_path / "a.txt", split="train", wants_text=True)]
-    rows = list(read_rows(tmp_path / "a.jsonl", split="train", wants_text=True))
-    assert len(of_file) > 5
-    assert [row.data for row in rows] == [{column: one, "id": 7} for one in ("short", *of_file)]
-    assert [bool(row.notes) for row in rows] == [False, *(True for _ in of_file)]
-    assert [row.where.partition(":")[2] for row in rows[:3]] == ["1", "2 piece 1", "2 piece 2"]
-    whole = list(read_rows(tmp_path / "a.jsonl", split="train"))
-    assert [row.data[column] for row in whole] == ["short", text]  # a row of its own where chats are trained
-
-
-WHOLE = [("bundled/documents/verse.txt", "bundled/chatml"), ("corpora/tinyshakespeare.txt", "Qwen2.5-Instruct")]
-
-
-@pytest.mark.parametrize(("name", "tokenizer_name"), there(WHOLE))
-def test_a_piece_has_the_tokens_that_it_has_in_the_whole_text(tmp_path, monkeypatch, name, tokenizer_name):
-    """Behind paragraphs the tokens of the pieces are those of the whole text."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tokenizer_name))
-    text = data_file(name).read_text(encoding="utf-8")[:60_000]
-    if name.startswith("bundled/"):
-        text = "\n\n".join(f"Night {number}.\n\n{text}" for number in range(1, 60_000 // len(text)))
-    monkeypatch.setattr(raw, "TEXT_CHARS", 3_000)
-    path = tmp_path / "a.txt"
-    path.write_text(text, encoding="utf-8")
-    pieces = [piece for _, piece in read_text_pieces(path)]
-    assert len(pieces) > 15
-    joined = [number for piece in pieces for number in tokenizer(piece)["input_ids"]]
-    assert joined == tokenizer(text)["input_ids"]
-
-
 # What is counted and rendered together.
 
 
@@ -264,27 +220,6 @@ def test_rows_are_rendered_a_few_characters_at_a_time():
     batches = list(split_batches(texts))
     assert [row for batch in batches for row in batch] == texts
     assert max(sum(len(text.text) for _, text in batch) for batch in batches) <= RENDER_BATCH_CHARS
-
-
-def test_memory_is_given_back_behind_long_texts_alone(monkeypatch):
-    """Without it the memory of check grew by 25 bytes a byte of plain text."""
-    trimmed: list[int] = []
-    monkeypatch.setattr(waiting, "release_free_memory", lambda: trimmed.append(0))
-    for longest in (0, waiting.LONG_TEXT_CHARS, waiting.LONG_TEXT_CHARS + 1, 10 * waiting.LONG_TEXT_CHARS):
-        waiting.release_after_long_text(longest)
-    assert trimmed == [0, 0]
-
-
-def test_every_batch_of_long_texts_gives_memory_back(tiny_llama, monkeypatch):
-    from transformers import AutoTokenizer
-
-    told: list[int] = []
-    monkeypatch.setattr(survey, "release_after_long_text", told.append)
-    maker = RowRenderer(Renderer(AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=10), task_mode="cpt")
-    sizes = [10, 900_000, 800_000, 20]
-    made: list[Any] = list(maker.render_rows(enumerate((Text("f", "x " * (size // 2)) for size in sizes), start=1)))
-    assert [one.row_number for one in made] == [1, 2, 3, 4]
-    assert told == [900_000, 800_000]
 
 
 def test_the_rough_size_of_a_file_is_told_from_a_bounded_sample(tmp_path):
@@ -301,29 +236,6 @@ def test_the_rough_size_of_a_file_is_told_from_a_bounded_sample(tmp_path):
 
 
 # Nothing is left behind.
-
-
-def made(path: Path, folder: Path, *words: str) -> Any:
-    text = f"model: {{name: x}}\ndata: {{process: {{raw_path: {path}, out_dir: {folder}}}}}\n"
-    config = config_from_text(text, name="run.yaml", overrides=words)
-    return process_files(config)
-
-
-def test_process_names_a_line_over_the_limit_and_writes_nothing(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", long=3 * MIB)
-    out = tmp_path / "out"
-    with pytest.raises(DataError, match=rf"a\.jsonl:2: {LIMIT} \({3 * MIB:,} bytes"):
-        made(path, out)
-    assert list(out.iterdir()) == []
-    report = made(path, out, "data.on_bad_row=skip")
-    assert (report.rows_kept, report.dropped[LIMIT].count) == (2, 1)
-
-
-def test_a_row_that_could_not_be_read_again_is_not_written(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text('question,answer\nq,a\nq2,"' + "\n" * 600_000 + 'x"\n')  # twice as many bytes as JSON
-    report = made(path, tmp_path / "out", "data.on_bad_row=skip", "data.process.test_fraction=0")
-    assert (report.rows_kept, report.dropped[LIMIT].count) == (1, 1)
 
 
 def test_a_command_that_is_killed_leaves_no_half_written_file_under_its_name(tmp_path):

@@ -16,7 +16,6 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build import build as build_module
-from sft_play.data.build import workers as workers_module
 from sft_play.data.build.build import KEPT_SIDE, BuildRecipe, RowWriter, build_rows
 from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import RowStats
@@ -24,11 +23,9 @@ from sft_play.data.checks import judge_split
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.files import find_data_paths
-from sft_play.data.sources.formats import Chat, content_digest, digest_share, recognise_format, to_example
-from sft_play.data.sources.raw import RawRow
 from sft_play.errors import DataError
 from sft_play.files import hold_lock
-from tests.bundled import data_file, there, tokenizer_folder
+from tests.bundled import SHARED_SLOWLY, data_file, tokenizer_folder
 from tests.conftest import ROOT, chat
 
 ROW = chat("hello there", "how are you today?")
@@ -69,13 +66,6 @@ class TestSplits:
         assert few == {question for question in more if int(question.split()[1]) < 50}
         assert 3 <= len(few) <= 20
 
-    def test_the_share_of_a_row_depends_on_its_content_alone(self):
-        row = RawRow("f:1", ROW)
-        one = to_example(row, recognise_format(ROW))
-        other = Chat("elsewhere:9", one.messages, one.tools)
-        assert digest_share(content_digest(one)) == digest_share(content_digest(other))
-        assert 0 <= digest_share(content_digest(one)) < 1
-
     def test_bad_rows_stop_the_run_with_their_lines_and_reasons(self, tokenizer, tmp_path):
         path = write(
             tmp_path / "t.jsonl", ROW, {"messages": []}, {"messages": [{"role": "x", "content": "a"}]}, {"y": 1}
@@ -88,13 +78,42 @@ class TestSplits:
             assert part in text
         assert "data.on_bad_row=skip" in text
         assert "turns of known roles in the other rows: user 1, assistant 1" in text
+        skipped = self.build(tokenizer, f"data: {{train_path: {path}, val_path: null, on_bad_row: skip}}")
+        assert len(skipped.train.rows) == 1
+        assert skipped.train.stats.dropped_rows["messages is empty"] == 1
 
-    @pytest.mark.parametrize("workers", [1, 2])
-    def test_rows_that_stand_twice_or_in_two_splits_are_counted(self, tokenizer, tmp_path, workers):
+    @pytest.mark.parametrize(
+        ("data", "said"),
+        [
+            ("task_mode: cpt\ndata: {train_path: w.txt, test_path: null}", "less than one block of max_seq_len 64"),
+            ("task_mode: cpt\ndata: {train_path: t.jsonl}", r"task_mode is cpt.*use task_mode=sft"),
+            (
+                "task_mode: cpt\ndata: {train_path: t.txt, val_path: t.jsonl}",
+                r"trains plain text, and 1 rows are chats .*data\.val_path=null",
+            ),
+            (
+                "task_mode: cpt_mixed\ndata: {train_path: t.jsonl, text_path: t.txt, text_fraction: 0.9999999}",
+                "passes over it; lower it",
+            ),
+            ("data: {train_path: q.jsonl, columns: {prompt: nix, completion: r}}", r"names nix; the columns are: q, r"),
+            ("data: {train_path: q.jsonl, columns: {prompt: q, completion: q}}", "q is mapped to two columns"),
+            ("data: {train_path: q.jsonl, columns: {promt: q}}", "did you mean prompt"),
+        ],
+    )
+    def test_what_a_run_cannot_train_on_is_refused(self, tokenizer, tmp_path, monkeypatch, data, said):
+        monkeypatch.chdir(tmp_path)
+        write(Path("t.jsonl"), ROW)
+        write(Path("q.jsonl"), {"q": "a", "r": "b"})
+        Path("t.txt").write_text("the light in the kitchen is on. " * 200)
+        Path("w.txt").write_text("yes no")
+        with pytest.raises(DataError, match=said):
+            self.build(tokenizer, data)
+
+    def test_rows_that_stand_twice_or_in_two_splits_are_counted(self, tokenizer, tmp_path):
         rows = [chat(f"q {n}", f"a {n}") for n in range(8)]
         train = write(tmp_path / "t.jsonl", *rows, rows[0], rows[0], rows[3])
         val = write(tmp_path / "v.jsonl", rows[1], rows[2], rows[2], chat("other", "row"))
-        config = f"data: {{train_path: {train}, val_path: {val}, test_path: {train}, workers: {workers}}}"
+        config = f"data: {{train_path: {train}, val_path: {val}, test_path: {train}, workers: 2}}"
         splits = self.build(tokenizer, config)
         assert [split.stats.repeated_rows for split in (splits.train, splits.val, splits.test)] == [3, 1, 3]
         assert splits.train.stats.shared_rows == {}
@@ -104,76 +123,6 @@ class TestSplits:
         assert "2 rows with the same tokens as in train" in said_of(splits.val.stats)
         again = self.build(tokenizer, config)
         assert (again.train.stats, again.val.stats) == (splits.train.stats, splits.val.stats)
-
-    def test_documents_that_stand_twice_are_counted(self, tokenizer, tmp_path):
-        texts = [{"text": f"{number} blocks of words. " * 40} for number in range(3)]
-        path = write(tmp_path / "t.jsonl", *texts, texts[1])
-        val = write(tmp_path / "v.jsonl", texts[2])
-        splits = self.build(
-            tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: {val}, test_path: null}}", limit=16
-        )
-        assert splits.train.stats.repeated_rows == 1
-        assert splits.val.stats.shared_rows == {"train": 1}
-
-    def test_bad_rows_that_may_be_skipped_are_counted(self, tokenizer, tmp_path):
-        path = write(tmp_path / "t.jsonl", ROW, {"messages": []}, {"messages": []})
-        splits = self.build(
-            tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null, on_bad_row: skip}}"
-        )
-        assert len(splits.train.rows) == 1
-        assert splits.train.stats.dropped_rows == {"messages is empty": 2}
-        assert "2 of 3 rows of" in said_of(splits.train.stats)
-
-    def test_rows_lost_to_length_are_counted_and_all_of_them_stop_the_run(self, tokenizer, tmp_path):
-        path = write(tmp_path / "t.jsonl", ROW, chat("yes no " * 60, "yes"))
-        splits = self.build(
-            tokenizer,
-            f"data: {{train_path: {path}, val_path: null, test_path: null, max_lost_fraction: 1.0}}",
-            limit=60,
-        )
-        assert list(splits.train.stats.dropped_rows.values()) == [1]
-        with pytest.raises(DataError, match=r"all 2 rows lose their answer at max_seq_len 8.*\nset model\.max_seq_len"):
-            self.build(tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null}}", limit=8)
-
-    def test_unknown_columns_are_listed_with_those_expected(self, tokenizer, tmp_path):
-        path = write(tmp_path / "t.jsonl", {"frage": "a", "antwort": "b"})
-        with pytest.raises(DataError, match=r"columns found: frage, antwort\. Expected one of: messages"):
-            self.build(tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null}}")
-        splits = self.build(
-            tokenizer,
-            f"data: {{train_path: {path}, val_path: null, test_path: null, "
-            "columns: {question: frage, answer: antwort}}",
-        )
-        assert splits.train.stats.format == "question/answer"
-
-    def test_a_column_of_no_format_is_named(self, tokenizer, tmp_path):
-        path = write(tmp_path / "t.jsonl", ROW)
-        with pytest.raises(DataError, match="did you mean prompt"):
-            self.build(
-                tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null, columns: {{promt: q}}}}"
-            )
-
-    def test_a_mapping_of_a_column_that_is_not_there_is_named(self, tokenizer, tmp_path):
-        path = write(tmp_path / "t.jsonl", {"q": "a", "r": "b"})
-        with pytest.raises(DataError, match="data.columns names nix; the columns are: q, r".replace(".", r"\.")):
-            self.build(
-                tokenizer, f"data: {{train_path: {path}, val_path: null, columns: {{prompt: nix, completion: r}}}}"
-            )
-        with pytest.raises(DataError, match="q is mapped to two columns"):
-            self.build(
-                tokenizer, f"data: {{train_path: {path}, val_path: null, columns: {{prompt: q, completion: q}}}}"
-            )
-
-    def test_a_mix_that_would_repeat_the_text_without_end_is_refused(self, tokenizer, tmp_path):
-        chats = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(30)))
-        text = tmp_path / "t.txt"
-        text.write_text("the light in the kitchen is on. " * 60)
-        with pytest.raises(DataError, match="passes over it; lower it"):
-            self.build(
-                tokenizer,
-                f"task_mode: cpt_mixed\ndata: {{train_path: {chats}, text_path: {text}, text_fraction: 0.9999999, "
-                "val_path: null, test_path: null}",
-            )
 
     def test_plain_text_is_packed_into_full_blocks_and_every_token_is_trained(self, tokenizer, tmp_path):
         path = tmp_path / "t.txt"
@@ -187,19 +136,6 @@ class TestSplits:
             assert row["labels"] == row["input_ids"]
             assert row["source"] == 1
         assert any("packed into" in note for note in splits.notes)
-
-    def test_text_that_fills_no_block_is_an_error_with_the_numbers(self, tokenizer, tmp_path):
-        path = tmp_path / "t.txt"
-        path.write_text("yes no")
-        with pytest.raises(DataError, match="less than one block of max_seq_len 64"):
-            self.build(tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: null, test_path: null}}")
-
-    def test_a_validation_file_of_chats_is_refused_for_plain_text(self, tokenizer, tmp_path):
-        path, val = tmp_path / "t.txt", write(tmp_path / "v.jsonl", ROW)
-        path.write_text("the light in the kitchen is on. " * 200)
-        given = f"task_mode: cpt\ndata: {{train_path: {path}, val_path: {val}, test_path: null}}"
-        with pytest.raises(DataError, match=r"trains plain text, and 1 rows are chats .*data\.val_path=null"):
-            self.build(tokenizer, given)
 
     def test_mixed_runs_keep_the_ratio_and_each_kind_its_own_mask(self, tokenizer, tmp_path):
         chats = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(30)))
@@ -216,11 +152,6 @@ class TestSplits:
         assert all(len(row["input_ids"]) == 64 and row["source"] == 1 for row in blocks)
         sources = splits.train.rows["source"][:]
         assert sources != sorted(sources)
-
-    def test_chats_in_plain_text_mode_are_refused(self, tokenizer, tmp_path):
-        path = write(tmp_path / "t.jsonl", ROW)
-        with pytest.raises(DataError, match=r"task_mode is cpt.*use task_mode=sft"):
-            self.build(tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: null, test_path: null}}")
 
 
 class TestCache:
@@ -242,15 +173,12 @@ class TestCache:
     def rows(self, built, name=KEPT_SIDE):
         return [(row["input_ids"], row["labels"]) for row in built.dataset(name)]
 
-    def test_a_second_start_reads_what_the_first_made(self, recipe, tmp_path, monkeypatch):
-        path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(40)))
-        first = build_rows(path, recipe, split="train")
-        monkeypatch.setattr(build_module, "_build_cache", lambda *_: pytest.fail("made again"))
-        assert self.rows(build_rows(path, recipe, split="train")) == self.rows(first)
-
-    def test_a_cache_that_holds_code_runs_none_and_is_made_again(self, recipe, tmp_path, cache):
+    def test_a_cache_that_holds_code_runs_none_and_is_made_again(self, recipe, tmp_path, cache, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(40)))
         made = self.rows(build_rows(path, recipe, split="train"))
+        with monkeypatch.context() as patch:
+            patch.setattr(build_module, "_build_cache", lambda *_: pytest.fail("made again"))
+            assert self.rows(build_rows(path, recipe, split="train")) == made
         [meta] = cache.glob("*/meta.pickle")
         ran = tmp_path / "ran"
 
@@ -359,21 +287,6 @@ class TestCache:
         assert pieces > 2
         assert rows == 1_500
 
-    def test_two_processes_make_the_rows_of_one(self, recipe, tmp_path, monkeypatch):
-        rows = [chat(f"question {n} " * (n % 7 + 1), f"answer {n}") for n in range(9_000)]
-        rows[4_000] = {"messages": []}
-        path = write(tmp_path / "t.jsonl", *rows)
-        one = build_rows(path, recipe, split="train", workers=1)
-        monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "other"))
-        two = build_rows(path, recipe, split="train", workers=2)
-        assert len(two.files[KEPT_SIDE]) > 1
-        assert self.rows(two) == self.rows(one)
-        assert [str(row) for row in two.stats[KEPT_SIDE].first_bad_rows] == [
-            str(row) for row in one.stats[KEPT_SIDE].first_bad_rows
-        ]
-        assert two.stats[KEPT_SIDE].tokens == one.stats[KEPT_SIDE].tokens
-        assert ":4001: messages is empty" in str(two.stats[KEPT_SIDE].first_bad_rows[0])
-
     def test_a_build_that_breaks_leaves_no_half_cache(self, recipe, tmp_path, cache, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(600)))
         made = []
@@ -390,28 +303,14 @@ class TestCache:
         assert not [item for item in cache.iterdir() if item.is_dir()]
         assert len(build_rows(path, recipe, split="train").dataset(KEPT_SIDE)) == 600
 
-    def test_what_a_killed_build_left_is_removed(self, recipe, tmp_path, cache):
-        path = write(tmp_path / "t.jsonl", ROW)
-        folder = build_rows(path, recipe, split="train").folder
-        left = folder.rename(folder.with_name(f"{folder.name}.part"))
-        (left / "000000.kept.arrow").write_bytes(b"half")
-        build_rows(path, recipe, split="train")
-        assert not left.exists()
-
-    def test_a_cache_with_a_file_missing_is_made_again(self, recipe, tmp_path):
-        path = write(tmp_path / "t.jsonl", ROW)
-        built = build_rows(path, recipe, split="train")
-        (built.folder / built.files[KEPT_SIDE][0]).unlink()
-        assert len(build_rows(path, recipe, split="train").dataset(KEPT_SIDE)) == 1
-
-    def test_damaged_counts_are_counted_again(self, recipe, tmp_path):
+    def test_a_cache_that_is_damaged_is_made_again(self, recipe, tmp_path):
         path = write(tmp_path / "t.jsonl", ROW)
         built = build_rows(path, recipe, split="train")
         (counts,) = built.folder.glob("meta.*")
-        counts.write_bytes(counts.read_bytes()[:-9])
-        assert (
-            build_rows(path, recipe, split="train").stats[KEPT_SIDE].kept_rows == built.stats[KEPT_SIDE].kept_rows == 1
-        )
+        for damage in ((built.folder / built.files[KEPT_SIDE][0]).unlink, lambda: counts.write_bytes(b"half")):
+            damage()
+            again = build_rows(path, recipe, split="train")
+            assert len(again.dataset(KEPT_SIDE)) == again.stats[KEPT_SIDE].kept_rows == 1
 
     def test_ranks_that_start_at_once_make_one_cache(self, recipe, tmp_path, cache):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(3_000)))
@@ -430,7 +329,7 @@ class TestCache:
 
     def test_a_worker_that_dies_is_named(self, recipe, tmp_path, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}" * 400, f"a {n}") for n in range(3_000)))
-        monkeypatch.setattr(workers_module, "_run_job", _die)
+        monkeypatch.setattr(build_module, "_run_job", _die)
         with pytest.raises(DataError, match="a process that prepared rows died"):
             build_rows(path, recipe, split="train", workers=2)
 
@@ -476,43 +375,14 @@ class TestLimits:
         assert "more than data.max_lost_fraction=0.05" in text
         assert "5 rows are cut" in text
         assert "128 keeps all" in text
-
-    @pytest.mark.parametrize(
-        ("positions", "said"),
-        [
-            (96, "set model.max_seq_len=96, the most that the model has: 78"),
-            (48, "set model.max_seq_len=48, the most that the model has"),
-            (32, "the model has no more positions: split or shorten the rows"),
-        ],
-    )
-    def test_no_limit_is_proposed_that_the_model_does_not_have(self, tokenizer, path, positions, said):
-        with pytest.raises(DataError) as error:
-            self.splits(tokenizer, path, limit=32, positions=positions)
-        assert said in str(error.value)
-        assert "128 keeps" not in str(error.value)
-
-    def test_the_loss_may_be_accepted_and_is_told(self, tokenizer, path):
-        splits = self.splits(tokenizer, path, ", max_lost_fraction: 1.0", limit=32)
-        report = splits.train.stats
+        with pytest.raises(
+            DataError, match=r"all \d+ rows lose their answer at max_seq_len 4 \(shortest prompt: \d+ tok"
+        ):
+            self.splits(tokenizer, path, limit=4)
+        report = self.splits(tokenizer, path, ", max_lost_fraction: 1.0", limit=32).train.stats
         assert report.cut_rows == 5
-        assert report.lost_tokens > 0
         assert report.as_json()["lost_fraction"] == report.lost_tokens / (report.lost_tokens + report.trained_tokens)
         assert "5 of 25 rows are cut at max_seq_len" in said_of(report)
-
-    def test_rows_may_be_cut_from_the_beginning_instead(self, tokenizer, tmp_path):
-        path = write(tmp_path / "t.jsonl", chat("yes no " * 60, "no"), chat("yes", "no"))
-        kept = self.splits(tokenizer, path, ", truncate: prompt", limit=24)
-        assert kept.train.stats.lost_tokens == 0
-        assert [len(row["input_ids"]) <= 24 for row in kept.train.rows] == [True, True]
-        dropped = self.splits(tokenizer, path, ", truncate: drop, max_lost_fraction: 1.0", limit=24)
-        assert len(dropped.train.rows) == 1
-
-    def test_all_rows_lost_says_how_long_the_shortest_prompt_is(self, tokenizer, tmp_path):
-        path = write(tmp_path / "t.jsonl", chat("yes no " * 60, "no"), chat("yes no " * 90, "no"))
-        with pytest.raises(
-            DataError, match=r"all 2 rows lose their answer at max_seq_len 16 \(shortest prompt: \d+ tok"
-        ):
-            self.splits(tokenizer, path, limit=16)
 
 
 def test_a_mixed_run_holds_text_out_beside_its_chats(tiny_llama, tmp_path):
@@ -537,46 +407,45 @@ def test_a_mixed_run_holds_text_out_beside_its_chats(tiny_llama, tmp_path):
     assert not [row for row in splits.val.rows if row["source"] == 1 and tuple(row["input_ids"]) in trained]
 
 
-@pytest.mark.parametrize(
-    ("name", "kept", "out"),
-    there(
-        [
-            ("bundled/rows/questions/train.jsonl", 12, 0),
-            ("bundled/rows/alpaca.json", 8, 0),
-            ("bundled/rows/sharegpt_tools.json", 3, 0),
-            ("bundled/rows/typed_parts.jsonl", 2, 0),
-            ("bundled/rows/openai_chat.jsonl", 4, 0),
-            ("bundled/rows/openai_tools.jsonl", 3, 0),
-            ("sft/gsm8k/test.jsonl", 1319, 0),
-            ("sft/llamafactory/identity.json", 91, 0),
-            ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", 5, 0),
-            ("sft/openai_cookbook/drone_training_first3.jsonl", 3, 0),
-            ("sft/llamafactory/glaive_toolcall_en_demo.json", 300, 0),
-            ("sft/llamafactory/reason_tool_use_demo_50.jsonl", 50, 0),
-        ]
+REAL_ROWS = {
+    "bundled": (
+        "bundled/chatml",
+        {"questions/train.jsonl": 12, "alpaca.json": 8, "sharegpt_tools.json": 3, "typed_parts.jsonl": 2,
+         "openai_chat.jsonl": 4, "openai_tools.jsonl": 3},
     ),
-)
-def test_real_files_render_whole_with_a_real_tokenizer(name, kept, out):
+    "shared": (
+        "Qwen2.5-Instruct",
+        {"gsm8k/test.jsonl": 1319, "llamafactory/identity.json": 91, "llamafactory/glaive_toolcall_en_demo.json": 300,
+         "llamafactory/reason_tool_use_demo_50.jsonl": 50, "openai_cookbook/toy_chat_fine_tuning.jsonl": 5,
+         "openai_cookbook/drone_training_first3.jsonl": 3},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("origin", SHARED_SLOWLY)
+def test_real_files_render_whole_with_a_real_tokenizer(origin):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        tokenizer_folder("bundled/chatml" if name.startswith("bundled/") else "Qwen2.5-Instruct")
-    )
-    config = config_from_text(
-        f"model: {{name: x}}\ndata: {{train_path: {data_file(name)}, val_path: null, test_path: null}}", name="run.yaml"
-    )
-    splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=32_768)
-    assert len(splits.train.rows) == kept
-    assert sum(splits.train.stats.dropped_rows.values()) == out
-    assert all(any(label != IGNORED for label in row["labels"]) for row in splits.train.rows)
+    tokenizer_name, files = REAL_ROWS[origin]
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tokenizer_name))
+    folder = data_file("bundled/rows" if origin == "bundled" else "sft")
+    for name, count in files.items():
+        data = f"{{train_path: {folder}/{name}, val_path: null, test_path: null}}"
+        config = config_from_text(f"model: {{name: x}}\ndata: {data}", name="run.yaml")
+        splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=32_768)
+        assert len(splits.train.rows) == count
+        assert not splits.train.stats.dropped_rows
+        assert all(any(label != IGNORED for label in row["labels"]) for row in splits.train.rows)
 
 
-def test_a_run_loads_no_command_on_data():
+def test_a_run_loads_no_command_on_data_and_commands_no_heavy_library():
     """What trains counts, judges and splits rows; process, style, preview and what writes files are commands on top."""
     code = (
         "import sys; import sft_play.data.build.splits, sft_play.data.checks, sft_play.data.build.packing; "
-        "names = ('process', 'style', 'preview', 'written'); "
-        "sys.exit(' '.join(name for name in names if f'sft_play.data.{name}' in sys.modules) or None)"
+        "names = [f'sft_play.data.{name}' for name in ('process', 'style', 'preview', 'managed_outputs')]; "
+        "found = [name for name in names if name in sys.modules]; import sft_play.commands.rows; "
+        "found += [name for name in ('torch', 'transformers', 'datasets') if name in sys.modules]; "
+        "sys.exit(' '.join(found) or None)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (answer.returncode, answer.stderr) == (0, "")

@@ -39,7 +39,7 @@ def test_every_test_that_a_page_names_is_there(page):
 # --- the package's own code -------------------------------------------------------------------------------------------
 
 RUNS_CODE = {
-    "sft_play/data/build/workers.py": {"pickle.loads"},  # between processes of this run, through a pipe of its own
+    "sft_play/data/build/build.py": {"pickle.loads"},  # between processes of this run, through a pipe of its own
     "sft_play/data/masks/sandbox.py": {"pickle.load"},  # the same
     "sft_play/commands/run_notebook.py": {"exec"},  # the cells of the notebook that the user names
 }

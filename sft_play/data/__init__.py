@@ -4,7 +4,7 @@ lazily.
 `sources` reads rows, `masks` makes them tokens with labels. The modules here use both:
 
 - a run reads rows by `build/splits.py` (train, val, test), which has `build.py` make them once in
-  several processes (`workers.py`) and write them as Arrow files, counts them in `stats.py`, says
+  several processes and write them as Arrow files, counts them in `stats.py`, says
   how sources are mixed, and cuts text into blocks; chats are packed by the trainer (`packing.py`);
 - `make check` reads the same counts (without a tokenizer those of `build/survey.py`) and judges
   them (`checks.py`);

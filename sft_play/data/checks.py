@@ -53,9 +53,11 @@ def judge_columns(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     """The columns that are not read; a warning where one of them would be missed."""
     message, is_missed = describe_unused_columns(stats.unused_columns, data.columns)
     name = f"columns: {stats.split}"
-    remedy = "map them as it says, or take them out: make preview shows what is trained"
-    if message:
-        yield warn_finding(name, message, remedy) if is_missed else pass_finding(name, message)
+    if is_missed:
+        remedy = "map them as it says, or take them out: make preview shows what is trained"
+        yield warn_finding(name, message, remedy)
+    elif message:
+        yield pass_finding(name, message)
 
 
 # rows from which new, preview and plan tell which columns are not read
@@ -146,16 +148,17 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     tokens_note = f"{stats.trained_tokens:,} of {stats.tokens:,} tokens are trained ({share:.0%})"
     yield pass_finding(name, f"verified on {rows_note} by {methods}; {tokens_note}")
     if stats.methods["inexact"]:
-        message = f"{stats.methods['inexact']:,} rows have no exact mask and train the nearest one"
-        remedy = "they are trained because data.on_inexact_mask=train; give data.chat_template a better template"
-        yield warn_finding(name, message, remedy)
-    if stats.untrained_turns:
-        message = (
-            f"{stats.untrained_turns:,} assistant turns have no exact mask and are not trained: the template "
-            "writes a turn of the history differently from how it is generated"
-        )
         yield warn_finding(
-            name, message, "data.multi_turn=split trains each of them as the last turn of a row of its own"
+            name,
+            f"{stats.methods['inexact']:,} rows have no exact mask and train the nearest one",
+            "they are trained because data.on_inexact_mask=train; give data.chat_template a better template",
+        )
+    if stats.untrained_turns:
+        yield warn_finding(
+            name,
+            f"{stats.untrained_turns:,} assistant turns have no exact mask and are not trained: the template "
+            "writes a turn of the history differently from how it is generated",
+            "data.multi_turn=split trains each of them as the last turn of a row of its own",
         )
     if stats.merged_edges:
         yield pass_finding(name, f"{stats.merged_edges:,} answers end inside a token, which is split there")
@@ -164,11 +167,11 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
 def judge_texts(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     """What the template does to texts: think text that it leaves out, special tokens that texts spell."""
     if stats.stripped_think_pieces:
-        message = (
-            f"{stats.stripped_think_pieces:,} pieces of think text in {stats.split} are not written by the template"
+        yield warn_finding(
+            "think text",
+            f"{stats.stripped_think_pieces:,} pieces of think text in {stats.split} are not written by the template",
+            "a template that writes it; data.multi_turn=split keeps it where only the last turn's is written",
         )
-        remedy = "a template that writes it; data.multi_turn=split keeps it where only the last turn's is written"
-        yield warn_finding("think text", message, remedy)
     if not stats.special_token_count:
         return
     spelled_note = (
@@ -177,15 +180,18 @@ def judge_texts(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
         f"of {stats.split} (the first: {one_line(stats.first_special_location)})"
     )
     if data.special_tokens_in_text != "plain":
-        message = f"{spelled_note}: they become the tokens that they spell"
-        yield warn_finding("special tokens", message, "data.special_tokens_in_text=plain takes them as text")
-    elif stats.special_documents:
-        message = (
-            f"{spelled_note}; {format_row_count(stats.special_documents)} are plain text, trained whole, with these "
-            "tokens as the characters that spell them"
+        yield warn_finding(
+            "special tokens",
+            f"{spelled_note}: they become the tokens that they spell",
+            "data.special_tokens_in_text=plain takes them as text",
         )
-        remedy = "rendered chats belong into messages; data.special_tokens_in_text=control takes each for its token"
-        yield warn_finding("special_tokens_in_text", message, remedy)
+    elif stats.special_documents:
+        yield warn_finding(
+            "special_tokens_in_text",
+            f"{spelled_note}; {format_row_count(stats.special_documents)} are plain text, trained whole, with these "
+            "tokens as the characters that spell them",
+            "rendered chats belong into messages; data.special_tokens_in_text=control takes each for its token",
+        )
     else:
         yield pass_finding("special tokens", f"{spelled_note}: tokenised as plain text")
 
@@ -221,10 +227,10 @@ def judge_lengths(
     )
     remedy = length_remedy(stats, data, max_seq_len=max_seq_len, max_positions=max_positions)
     if stats.kept_rows == 0:
-        shortest_note = f"(shortest prompt: {stats.shortest_prompt:,} tokens)"
         yield fail_finding(
             name,
-            f"all {stats.too_long_rows:,} rows lose their answer at max_seq_len {max_seq_len} {shortest_note}",
+            f"all {stats.too_long_rows:,} rows lose their answer at max_seq_len {max_seq_len} "
+            f"(shortest prompt: {stats.shortest_prompt:,} tokens)",
             remedy,
         )
     elif share > data.max_lost_fraction and stats.split == "train":
@@ -270,29 +276,34 @@ def judge_special_tokens(stats: RowStats, tokenizer: Any) -> Iterator[Finding]:
 def _bos_finding(stats: RowStats, tokenizer: Any) -> Finding:
     name = tokenizer.bos_token
     if stats.rows_with_bos not in (0, stats.kept_rows):
-        message = (
-            f"{stats.rows_with_bos:,} of {stats.kept_rows:,} rows of {stats.split} begin with {name}, the others do not"
+        rows = f"{stats.rows_with_bos:,} of {stats.kept_rows:,} rows of {stats.split}"
+        return warn_finding(
+            "BOS",
+            f"{rows} begin with {name}, the others do not",
+            "give data.chat_template a template that writes it always or never",
         )
-        return warn_finding("BOS", message, "give data.chat_template a template that writes it always or never")
     if stats.rows_with_bos:
         return pass_finding("BOS", f"every row of {stats.split} begins with one {name}")
     # with a template that writes one too, an engine's prompts have two
     if tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        message = f"the tokenizer puts {name} before a text, and the chat template writes none: rows begin without it"
-        remedy = "fine if the model was trained like that; otherwise give data.chat_template one that writes it"
-        return warn_finding("BOS", message, remedy)
+        return warn_finding(
+            "BOS",
+            f"the tokenizer puts {name} before a text, and the chat template writes none: rows begin without it",
+            "fine if the model was trained like that; otherwise give data.chat_template one that writes it",
+        )
     return pass_finding("BOS", "none, as the tokenizer has it")
 
 
 def _turn_end_finding(stats: RowStats, tokenizer: Any) -> Finding:
+    rows_note = f"of {stats.kept_rows:,} rows of {stats.split}"
     if stats.rows_with_open_end:
-        message = (
-            f"{stats.rows_with_open_end:,} of {stats.kept_rows:,} rows of {stats.split} have an answer that ends "
-            f"with no special "
-            f"token (the first: {one_line(stats.first_open_end_location)}): the model does not learn to stop there"
+        return warn_finding(
+            "end of turn",
+            f"{stats.rows_with_open_end:,} {rows_note} have an answer that ends with no special token "
+            f"(the first: {one_line(stats.first_open_end_location)}): the model does not learn to stop there",
+            "they are trained because data.on_missing_end=train; give data.chat_template a template that ends an "
+            "assistant's turn with a token",
         )
-        reason = "they are trained because data.on_missing_end=train; give data.chat_template a template that ends an "
-        return warn_finding("end of turn", message, f"{reason}assistant's turn with a token")
     names = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id, _ in stats.end_token_ids.most_common(3)]
     eos_note = "" if tokenizer.eos_token in names else f"; the tokenizer's eos is {tokenizer.eos_token}"
     added_note = ", ".join(
@@ -302,22 +313,23 @@ def _turn_end_finding(stats: RowStats, tokenizer: Any) -> Finding:
         added_note = f"; the chat template does not end a last turn: {added_note} is added, as a next turn would begin"
     ends = f"ends with {' or '.join(names)}, which is trained{eos_note}{added_note}"
     if stats.rows_with_cut_end:
-        rows = f"{stats.rows_with_cut_end:,} of {stats.kept_rows:,} rows of {stats.split}"
-        message = f"{rows} train an answer that max_seq_len cuts in two, without its end; every other one {ends}"
         return warn_finding(
-            "end of turn", message, "raise model.max_seq_len, or leave such rows out with data.truncate=drop"
+            "end of turn",
+            f"{stats.rows_with_cut_end:,} {rows_note} train an answer that max_seq_len cuts in two, without its end; "
+            f"every other one {ends}",
+            "raise model.max_seq_len, or leave such rows out with data.truncate=drop",
         )
     return pass_finding("end of turn", f"every trained answer {ends}")
 
 
 def _padding_finding(stats: RowStats, tokenizer: Any) -> Finding:
     if stats.rows_training_pad:
-        message = (
-            f"{stats.rows_training_pad:,} rows of {stats.split} train {tokenizer.pad_token}, which also pads; "
-            f"padding is "
-            "masked by length, so it is still learned"
+        return warn_finding(
+            "padding token",
+            f"{stats.rows_training_pad:,} rows of {stats.split} train {tokenizer.pad_token}, which also pads; padding "
+            "is masked by length, so it is still learned",
+            "fine if the template ends turns with it",
         )
-        return warn_finding("padding token", message, "fine if the template ends turns with it")
     eos_note = ", which is also the end token" if tokenizer.pad_token_id == tokenizer.eos_token_id else ""
     return pass_finding(
         "padding token", f"{tokenizer.pad_token}{eos_note}; padding is masked by length, never by its id"

@@ -73,7 +73,17 @@ def _infer_with_encoding(
         if first_row is not None and recognise_format(first_row.data) is None:
             columns = guess_columns(first_row.data)
     reader = ExampleReader(source, DataConfig(columns=columns), split="train", wants_text=is_text)
-    examples, bad_rows = _read_sample(reader)
+    examples: list[Example] = []
+    bad_rows: list[BadRow] = []
+    chars = 0
+    for _, row in itertools.islice(reader.numbered_examples(), MAX_SAMPLED_ROWS):
+        if isinstance(row, BadRow):
+            bad_rows.append(row)
+        else:
+            examples.append(row)
+            chars += character_count(row)
+        if chars > SAMPLE_CHARACTERS:
+            break
     if not examples:
         raise no_usable_rows_error(f"the first {len(bad_rows):,} rows of {one_line(data_path)}", bad_rows)
     is_cpt = isinstance(examples[0], Text) and not find_rendered_mark(examples[0].text)
@@ -123,21 +133,6 @@ def _find_sources(data_path: str, encoding: str) -> tuple[dict[str, str], AnySou
     except DataError:
         list_parts(source, wants_text=True)
         return {"data.train_path": data_path}, source, True
-
-
-def _read_sample(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:
-    examples: list[Example] = []
-    bad_rows: list[BadRow] = []
-    chars = 0
-    for _, row in itertools.islice(reader.numbered_examples(), MAX_SAMPLED_ROWS):
-        if isinstance(row, BadRow):
-            bad_rows.append(row)
-            continue
-        examples.append(row)
-        chars += character_count(row)
-        if chars > SAMPLE_CHARACTERS:
-            break
-    return examples, bad_rows
 
 
 def _estimate_row_tokens(examples: Sequence[Example], count_tokens: CountTokens) -> list[int]:

@@ -80,10 +80,8 @@ class OutputFolder:
                 with contextlib.suppress(OSError):
                     file.close()
             self._renames.__exit__(kind, error, trace)
-            if isinstance(error, OSError):
-                is_own_file = error.filename is not None and Path(error.filename).parent == self.path
-                if is_own_file or error.errno in _DISK_ERRORS:
-                    raise DataError(f"{self.path} cannot be written: {error.strerror}") from None
+            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+                raise DataError(f"{self.path} cannot be written: {error.strerror}") from None
             return
         with _name_write_errors(self.path), self._renames:
             record = self._read_record()

@@ -16,11 +16,10 @@ import numpy as np
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.columns import WORD_PATTERN
 from sft_play.data.sources.examples import messages_text
-from sft_play.data.sources.files import find_source, list_parts, read_part
+from sft_play.data.sources.files import find_source, read_rows
 from sft_play.data.sources.formats import Example, Text, recognise_format, to_example
 from sft_play.data.sources.messages import iter_texts
-from sft_play.data.sources.raw import BadRow, RawRow
-from sft_play.errors import DataError
+from sft_play.data.sources.raw import BadRow
 
 NGRAM = 3
 # Of a user's turn, or of a text in a benchmark's row, by which rows are compared: fewer are the same by chance.
@@ -96,35 +95,24 @@ class SketchMaker:
 
 class SimilarityIndex:
     """Indexes texts, and finds the one most similar to another text, if their similarity reaches the threshold.
-    datasketch's MinHashLSH finds the same, with four times the memory and ten times the time for it. No text is added
-    to one that takes `max_bytes`."""
+    datasketch's MinHashLSH finds the same, with four times the memory and ten times the time for it."""
 
-    def __init__(self, sketch_maker: SketchMaker, *, max_bytes: float = math.inf) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, sketch_maker: SketchMaker) -> None:
         self._threshold = sketch_maker.threshold
         self._tables: list[dict[bytes, tuple[int, ...]]] = [{} for _ in range(sketch_maker.bands)]
         self._texts: list[tuple[Shingles, str]] = []
-        self._memory_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    @property
-    def is_full(self) -> bool:
-        """True where the texts take about all the memory that they may."""
-        return self._memory_bytes >= self._max_bytes
+        # About what the texts take.
+        self.memory_bytes = 0
 
     def add(self, sketch: TextSketch, location: str) -> None:
-        """Add the text of a row at this place, unless the index is full."""
-        if self.is_full:
-            return
+        """Add the text of a row at this place."""
         new_entry = (len(self._texts),)  # one for all tables: nearly every key is one text's
         for table, key in zip(self._tables, sketch.bands, strict=True):
             entries = table.setdefault(key, new_entry)
             if entries is not new_entry and len(entries) < _MAX_TEXTS_PER_KEY:
                 table[key] = entries + new_entry
         self._texts.append((sketch.shingles, location))
-        self._memory_bytes += _INDEX_BYTES_PER_TEXT + sketch.shingles.nbytes
+        self.memory_bytes += _INDEX_BYTES_PER_TEXT + sketch.shingles.nbytes
 
     def nearest(self, sketch: TextSketch) -> tuple[float, str] | None:
         """Similarity and place of the most similar text, the first of several; None where none is similar enough."""
@@ -139,17 +127,14 @@ class SimilarityIndex:
         return (similarity, self._texts[-index][1]) if similarity >= self._threshold else None
 
 
-def compared_text(example: Example) -> str:
-    """All of a row but system prompts and tools, which many rows share."""
+def compared_texts(example: Example) -> list[str]:
+    """All of a row but system prompts and tools, which many rows share; and each long turn of the user, since the row
+    of a benchmark may have another answer, or none."""
     if isinstance(example, Text):
-        return example.text
-    return messages_text(turn for turn in example.messages if turn.get("role") not in ("system", "developer"))
-
-
-def long_questions(example: Example) -> list[str]:
-    """Each turn of the user, by which a row is compared too: a benchmark's row may have another answer, or none."""
-    contents = (turn.get("content") for turn in getattr(example, "messages", ()) if turn.get("role") == "user")
-    return [text for text in map(str, contents) if _is_long(text)]
+        return [example.text]
+    turns = [turn for turn in example.messages if turn["role"] != "system"]
+    questions = [str(turn.get("content")) for turn in turns if turn["role"] == "user"]
+    return [messages_text(turns), *filter(_is_long, questions)]
 
 
 def _is_long(text: str) -> bool:
@@ -158,16 +143,13 @@ def _is_long(text: str) -> bool:
 
 def read_compared_texts(path_or_hub_id: str, data: DataConfig) -> Iterator[tuple[str, str]]:
     """The texts of every row of a file with their places; of no known format, all long ones. Raises DataError."""
-    try:
-        for part in list_parts(find_source(path_or_hub_id, encoding=data.encoding), split="test"):
-            for row in read_part(part):
-                if isinstance(row, RawRow):
-                    row_format = recognise_format(row.data, {})
-                    example = BadRow("", "") if row_format is None else to_example(row, row_format, data)
-                    if isinstance(example, BadRow):
-                        texts = list(filter(_is_long, iter_texts(row.data)))
-                    else:
-                        texts = [compared_text(example), *long_questions(example)]
-                    yield from ((text, row.where) for text in texts)
-    except DataError as error:
-        raise DataError(f"data.process.compare_with: {error}") from None
+    for row in read_rows(find_source(path_or_hub_id, encoding=data.encoding), split="test"):
+        if isinstance(row, BadRow):
+            continue
+        row_format = recognise_format(row.data)
+        texts = list(filter(_is_long, iter_texts(row.data)))
+        if row_format is not None:
+            example = to_example(row, row_format, data)
+            if not isinstance(example, BadRow):
+                texts = compared_texts(example)
+        yield from ((text, row.where) for text in texts)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.data.build.stats import format_row_count
-from sft_play.data.build.survey import RowOutcome, RowRenderer
+from sft_play.data.build.survey import RowRenderer
 from sft_play.data.masks.token_row import IGNORED, MASK_METHODS, TokenRow
 from sft_play.data.sources.examples import ExampleReader, read_example
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -139,7 +139,7 @@ def preview_rows(
     reader: ExampleReader,
     row_renderer: RowRenderer,
     token_bytes: TokenBytes,
-) -> list[PreviewRow]:
+) -> Iterator[PreviewRow]:
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
     raw, row_format = row_with_format
     example = read_example(raw, row_format, reader.data)
@@ -148,40 +148,33 @@ def preview_rows(
         raw_text = json.dumps(raw.data, ensure_ascii=False, default=str)
     if len(raw_text) > MAX_RAW_CHARACTERS:
         raw_text = f"{raw_text[:MAX_RAW_CHARACTERS]}…"
-    if isinstance(example, BadRow):
-        return [PreviewRow(row_number, example.where, reason=example.explanation, raw_text=raw_text)]
-    outcomes = row_renderer.render_rows([(row_number, example)])
-    return [
-        _preview_outcome(outcome, token_bytes, row_renderer.max_seq_len, raw_text)
-        for outcome in outcomes
-        if isinstance(outcome, RowOutcome)
-    ]
-
-
-def _preview_outcome(outcome: RowOutcome, token_bytes: TokenBytes, limit: int, raw_text: str) -> PreviewRow:
-    whole_row, row = outcome.whole_row, outcome.row
-    if whole_row is None:
-        assert isinstance(row, BadRow)
-        return PreviewRow(outcome.row_number, row.where, reason=row.explanation, raw_text=raw_text)
-    ids, labels = tuple(whole_row.input_ids), tuple(whole_row.labels)
-    if isinstance(row, BadRow):  # too long: its answer is behind the limit
-        kept_ids, reason = ids[:limit], row.explanation
-        cut_tokens, lost_tokens = len(ids[limit:]), sum(label != IGNORED for label in labels[limit:])
-    else:
-        kept_ids, reason = tuple(row.input_ids), ""
-        cut_tokens, lost_tokens = row.cut_tokens, row.lost_trained_tokens
-    return PreviewRow(
-        outcome.row_number,
-        whole_row.location,
-        ids,
-        labels,
-        tuple(split_token_pieces(ids, labels, token_bytes, kept_flags=kept_token_flags(ids, kept_ids))),
-        whole_row.method,
-        (*outcome.example.notes, *whole_row.notes, *_row_notes(whole_row)),
-        cut_tokens=cut_tokens,
-        lost_trained_tokens=lost_tokens,
-        reason=reason,
-    )
+    for outcome in row_renderer.render_rows([(row_number, example)]):
+        if isinstance(outcome, BadRow) or outcome.whole_row is None:
+            bad_row = outcome if isinstance(outcome, BadRow) else outcome.row
+            assert isinstance(bad_row, BadRow)
+            yield PreviewRow(row_number, bad_row.where, reason=bad_row.explanation, raw_text=raw_text)
+            continue
+        whole_row, row = outcome.whole_row, outcome.row
+        ids, labels = tuple(whole_row.input_ids), tuple(whole_row.labels)
+        if isinstance(row, BadRow):  # too long: its answer is behind the limit
+            kept_ids, reason = ids[: row_renderer.max_seq_len], row.explanation
+            cut_tokens = len(ids) - len(kept_ids)
+            lost_tokens = sum(label != IGNORED for label in labels[len(kept_ids) :])
+        else:
+            kept_ids, reason = tuple(row.input_ids), ""
+            cut_tokens, lost_tokens = row.cut_tokens, row.lost_trained_tokens
+        yield PreviewRow(
+            row_number,
+            whole_row.location,
+            ids,
+            labels,
+            tuple(split_token_pieces(ids, labels, token_bytes, kept_flags=kept_token_flags(ids, kept_ids))),
+            whole_row.method,
+            (*outcome.example.notes, *whole_row.notes, *_row_notes(whole_row)),
+            cut_tokens=cut_tokens,
+            lost_trained_tokens=lost_tokens,
+            reason=reason,
+        )
 
 
 def _row_notes(row: TokenRow) -> Iterator[str]:
@@ -197,14 +190,9 @@ def _row_notes(row: TokenRow) -> Iterator[str]:
         yield f"{end} is added after the last turn, which the chat template does not end"
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A part of a row as it is shown: a piece, or a remark between pieces. `classes` names its styles, which the page
-    and the terminal each have: t a token, b every second one, y trained, o every second trained, s special, x cut."""
-
-    text: str
-    classes: str
-    piece: TokenPiece | None = None
+# A part of a row as it is shown: its text; its styles, which the page and the terminal each have (t a token, b every
+# second one, y trained, o every second trained, s special, x cut); and its piece, None for a remark between pieces.
+Segment = tuple[str, str, "TokenPiece | None"]
 
 
 def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[Segment]:
@@ -213,11 +201,12 @@ def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[Segment]:
     is_kept = True
     for index, item in enumerate(shorten_pieces(row.pieces, max_pieces)):
         if isinstance(item, str):
-            yield Segment(f" {item} ", "gap")
+            yield f" {item} ", "gap", None
             continue
         if item.is_kept != is_kept:
             is_kept = item.is_kept
-            yield Segment(f"\n--- {row.cut_summary if not is_kept else 'kept from here'} ---\n", "cut")
+            remark = "kept from here" if is_kept else row.cut_summary
+            yield f"\n--- {remark} ---\n", "cut", None
         is_odd = bool(index % 2)
         flags = {
             "t": True,
@@ -228,7 +217,7 @@ def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[Segment]:
             "x": not item.is_kept,
         }
         text = "".join("⏎\n" if character == "\n" else character_sign(character) for character in item.text)
-        yield Segment(text, " ".join(name for name, is_set in flags.items() if is_set), item)
+        yield text, " ".join(name for name, is_set in flags.items() if is_set), item
 
 
 def shorten_pieces(pieces: Sequence[TokenPiece], max_pieces: int) -> list[TokenPiece | str]:
@@ -270,25 +259,25 @@ class TokenBytes:
     was made from: what the model learns is what its tokens spell."""
 
     def __init__(self, tokenizer: Any) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        # the letters in which byte-level vocabularies write bytes
+        self._byte_by_letter = {letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()}
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
         self._tokenizer = tokenizer
         self._added_tokens = {token_id: str(token) for token_id, token in added_tokens.items()}
-        self._special_ids = set(getattr(tokenizer, "all_special_ids", ()))
+        self.special_ids = set(getattr(tokenizer, "all_special_ids", ()))
         for token_id, token in added_tokens.items():
             name = str(token)
             # Templates add marks such as <tool_call> as plain tokens; runs of spaces are added tokens too, and no mark.
             is_mark = len(name) > 2 and (name[0], name[-1]) in {("<", ">"), ("[", "]")} and " " not in name
             if is_mark or getattr(token, "special", False):
-                self._special_ids.add(token_id)
+                self.special_ids.add(token_id)
         # How the names of tokens spell bytes: as letters (ByteLevel), or with ▁ and <0x0A>.
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         decoder_json = str(decoder.__getstate__(), "utf-8") if decoder is not None else ""
         self._is_byte_level = '"ByteLevel"' in decoder_json
         self._is_sentence_piece = "\u2581" in decoder_json or '"ByteFallback"' in decoder_json
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether a token is one of the tokenizer's marks, which no plain text becomes."""
-        return token_id in self._special_ids
 
     def decode(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes of each token; a special token's are those of its name."""
@@ -296,24 +285,15 @@ class TokenBytes:
         return [self._decode_token(token_id, str(token)) for token_id, token in zip(ids, tokens, strict=True)]
 
     def _decode_token(self, token_id: int, token: str) -> bytes:
-        if token_id in self._added_tokens or token_id in self._special_ids:
+        if token_id in self._added_tokens or token_id in self.special_ids:
             token = self._added_tokens.get(token_id) or token
         elif self._is_byte_level:
-            return b"".join(_BYTE_BY_LETTER.get(letter) or letter.encode("utf-8", "replace") for letter in token)
+            return b"".join(self._byte_by_letter.get(letter) or letter.encode("utf-8", "replace") for letter in token)
         elif self._is_sentence_piece:
             if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
                 return bytes.fromhex(byte[1])
             token = token.replace("\u2581", " ")
         return token.encode("utf-8", "replace")
-
-
-_INVISIBLE_BYTES = [*range(33), *range(127, 161), 173]
-# The letters in which byte-level vocabularies write bytes (GPT-2's `bytes_to_unicode`): visible characters of
-# Latin-1 as they are, the others as characters from U+0100.
-BYTE_LETTERS = {byte: chr(byte) for byte in range(256)} | {
-    byte: chr(256 + at) for at, byte in enumerate(_INVISIBLE_BYTES)
-}
-_BYTE_BY_LETTER = {letter: bytes([byte]) for byte, letter in BYTE_LETTERS.items()}
 
 
 def split_token_pieces(
@@ -323,7 +303,7 @@ def split_token_pieces(
     tokens = zip(ids, token_bytes.decode(ids), labels, kept_flags, strict=True)
     # a piece is trained, special and kept, or not, as a whole
     runs = itertools.groupby(
-        tokens, key=lambda token: (token[2] != IGNORED, token_bytes.is_special(token[0]), token[3])
+        tokens, key=lambda token: (token[2] != IGNORED, token[0] in token_bytes.special_ids, token[3])
     )
     return [TokenPiece(text, piece_ids, *state) for state, run in runs for text, piece_ids in _join_characters(run)]
 
@@ -406,14 +386,13 @@ def format_terminal_text(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIEC
 def _mark_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str]]:
     """The row's segments with their styles: ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~."""
     is_trained, is_kept, is_first = False, True, True
-    for segment in shown_segments(row, max_pieces):
-        style = " ".join(_TERMINAL_STYLES[name] for name in segment.classes.split())
-        piece = segment.piece
-        if segment.classes == "cut":
-            yield f"{']]' * is_trained}{'~~' * (not is_kept)}{segment.text}{'~~' * is_kept}", style
+    for text, classes, piece in shown_segments(row, max_pieces):
+        style = " ".join(_TERMINAL_STYLES[name] for name in classes.split())
+        if classes == "cut":
+            yield f"{']]' * is_trained}{'~~' * (not is_kept)}{text}{'~~' * is_kept}", style
             is_trained, is_kept, is_first = False, not is_kept, True
         elif piece is None:
-            yield segment.text, style
+            yield text, style
         else:
             if piece.is_trained != is_trained:
                 yield ("]]", "[[")[piece.is_trained], ""
@@ -421,7 +400,7 @@ def _mark_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str]
                 yield "¦", ""
             is_trained, is_first = piece.is_trained, False
             # nothing of a text may be taken for our marks
-            yield segment.text.replace("[[", "[\\[").replace("]]", "]\\]").replace("~~", "~\\~"), style
+            yield text.replace("[[", "[\\[").replace("]]", "]\\]").replace("~~", "~\\~"), style
     yield "]]" * is_trained + "~~" * (not is_kept), ""
 
 
@@ -458,7 +437,15 @@ def render_html_page(
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     lines = "".join(f"<p>{_escape(line)}</p>\n" for line in intro_lines)
-    sections = "".join(_render_section(row, max_pieces) for row in rows)
+    sections = ""
+    for row in rows:
+        segments = shown_segments(row, max_pieces)
+        spans = "".join(f'<span class="{classes}">{html.escape(text)}</span>' for text, classes, _ in segments)
+        problems = "".join(f'<p class="bad">{_escape(line)}</p>\n' for line in row.problem_lines())
+        sections += (
+            f"<section>\n<h2>Row {row.row_number:,}</h2>\n<p>{_escape(row.summary())}</p>\n"
+            f'<pre dir="ltr">{spans}</pre>\n{problems}</section>\n'
+        )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -466,18 +453,6 @@ def render_html_page(
         '<meta name="referrer" content="no-referrer">\n'
         f"<title>{_escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
         f"<h1>{_escape(title)}</h1>\n{lines}{_LEGEND}{sections}</main>\n</body>\n</html>\n"
-    )
-
-
-def _render_section(row: PreviewRow, max_pieces: int) -> str:
-    spans = "".join(
-        f'<span class="{segment.classes}">{html.escape(segment.text)}</span>'
-        for segment in shown_segments(row, max_pieces)
-    )
-    problems = "".join(f'<p class="bad">{_escape(line)}</p>\n' for line in row.problem_lines())
-    return (
-        f"<section>\n<h2>Row {row.row_number:,}</h2>\n<p>{_escape(row.summary())}</p>\n"
-        f'<pre dir="ltr">{spans}</pre>\n{problems}</section>\n'
     )
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,13 +23,7 @@ from sft_play.data.build.survey import CHARACTERS_PER_TOKEN
 from sft_play.data.checks import judge_columns
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.masks.render import is_trained_turn
-from sft_play.data.near_duplicates import (
-    SimilarityIndex,
-    SketchMaker,
-    compared_text,
-    long_questions,
-    read_compared_texts,
-)
+from sft_play.data.near_duplicates import SimilarityIndex, SketchMaker, compared_texts, read_compared_texts
 from sft_play.data.sources.examples import (
     count_part_rows,
     example_text,
@@ -42,6 +35,7 @@ from sft_play.data.sources.files import FilePart, find_source, is_saved_dataset,
 from sft_play.data.sources.formats import (
     STYLED_KEY,
     TEMPLATE_KWARGS,
+    Chat,
     Example,
     Text,
     content_digest,
@@ -53,8 +47,8 @@ from sft_play.data.sources.formats import (
     to_example,
 )
 from sft_play.data.sources.messages import author_form, known_role_lines
-from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large_row
-from sft_play.data.sources.tables import list_split_names, split_from_name
+from sft_play.data.sources.raw import BadRow, RawRow, bad_row_lines
+from sft_play.data.sources.tables import list_split_names, split_from_name, split_from_set_name
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
 from sft_play.process.waiting import WaitProgress, report_wait
@@ -62,7 +56,7 @@ from sft_play.text import GIB
 
 SPLIT_NAMES = ("train", "val", "test")
 OUTPUT_NAMES = (*(f"{name}.jsonl" for name in SPLIT_NAMES), "report.json")
-# Of memory that counting near-duplicates takes; leaving them out takes what it needs.
+# Memory that counting near-duplicates may take; leaving them out takes what it needs.
 MAX_INDEX_BYTES = 2 * GIB
 # Rows, or files, that are named of each problem; the rest is counted.
 MAX_LISTED = 20
@@ -303,17 +297,13 @@ class _Processor:
         # The first file with chats, and the first with plain text: they are not processed together.
         self._first_file_by_kind: dict[str, str] = {}
         self._output_files: dict[str, TextIO] = {}
-        self._similarity_index: SimilarityIndex | None = None
-        if self._options.near_duplicates != "ignore":
-            max_bytes = MAX_INDEX_BYTES if self._options.near_duplicates == "count" else math.inf
-            self._similarity_index = SimilarityIndex(self._sketch_maker, max_bytes=max_bytes)
+        self._compares_rows = self._options.near_duplicates != "ignore"
+        if self._compares_rows or self._options.compare_with:
+            self._sketch_maker = SketchMaker(self._options.similarity)
+            self._similarity_index = SimilarityIndex(self._sketch_maker)
         # The rows of each file that training rows are compared with.
         self._indexes_by_file: dict[str, SimilarityIndex] = {}
         self._progress: WaitProgress
-
-    @functools.cached_property
-    def _sketch_maker(self) -> SketchMaker:
-        return SketchMaker(self._options.similarity)
 
     def run(self, *, force: bool) -> ProcessReport:
         """Read, check, write."""
@@ -326,12 +316,6 @@ class _Processor:
             for part, split in parts:
                 self._process_part(part, split, out)
             self._check_results()
-            if self._similarity_index is not None and self._similarity_index.is_full:
-                report.remarks.append(
-                    f"Near-duplicates: rows were compared with the first {len(self._similarity_index):,} that have "
-                    f"none ({MAX_INDEX_BYTES / GIB:g} GiB of memory); data.process.near_duplicates=drop compares with "
-                    "all"
-                )
             report.splits = {name: report.splits[name] for name in SPLIT_NAMES if name in report.splits}
             out.write_json("report.json", report.as_json())
         return report
@@ -345,31 +329,21 @@ class _Processor:
     def _index_other_rows(self, parts: list[tuple[FilePart, str | None]]) -> None:
         """Index held-out rows, to find training rows near them; of data.val_path and data.test_path only files that are
         neither trained on nor written."""
-        data, compare_paths = self._config.data, self._options.compare_with
-        for value in compare_paths:
-            self._index_rows_of_file(value)
-        if self._similarity_index is None:
-            return
-        known_paths = {Path(value).expanduser().resolve() for value in compare_paths}
-        known_paths |= {part.path.resolve() for part, split in parts if split not in ("val", "test")}
+        data, compare_paths = self._config.data, list(self._options.compare_with)
+        trained_paths = [part.path.resolve() for part, split in parts if split not in ("val", "test")]
         for value in filter(None, (data.val_path, data.test_path)):
             path = Path(value).expanduser().resolve()
-            if path in known_paths or not path.exists() or self._is_output(path):
-                continue
-            known_paths.add(path)
-            try:
-                self._index_rows_of_file(value)
-            except DataError as error:
-                self._report.remarks.append(f"Training rows were not compared with {one_line(value)}: {error}")
-
-    def _index_rows_of_file(self, path_or_hub_id: str) -> None:
-        index, name = SimilarityIndex(self._sketch_maker), one_line(path_or_hub_id)
-        with report_wait(f"Reading the rows of {name}", unit="rows") as progress:
-            for text, location in read_compared_texts(path_or_hub_id, self._config.data):
-                index.add(self._sketch_maker.sketch(text), location)
-                progress.add()
-        self._indexes_by_file[name] = index
-        self._report.overlaps[name] = Occurrences()
+            is_held_out = path.exists() and path not in trained_paths and not self._is_output(path)
+            if self._compares_rows and is_held_out:
+                compare_paths.append(value)
+        for value in dict.fromkeys(compare_paths):
+            index, name = SimilarityIndex(self._sketch_maker), one_line(value)
+            with report_wait(f"Reading the rows of {name}", unit="rows") as progress:
+                for text, location in read_compared_texts(value, data):
+                    index.add(self._sketch_maker.sketch(text), location)
+                    progress.add()
+            self._indexes_by_file[name] = index
+            self._report.overlaps[name] = Occurrences()
 
     # The raw files.
 
@@ -408,15 +382,14 @@ class _Processor:
         folder = source if isinstance(source, Path) and source.is_dir() else None
         if folder is not None and not is_saved_dataset(folder):
             part_names = {part.name for part in parts}
-            skipped = [str(item) for item in walk_data_files(folder) if str(item) not in part_names]
-            self._report.skipped_files += map(one_line, skipped)
+            skipped = [item for item in walk_data_files(folder) if str(item) not in part_names]
+            self._report.skipped_files += [one_line(str(item)) for item in skipped if not self._is_output(item)]
         for part in parts:
             names = []
             if part.kind in ("saved", "hub"):
                 names = list_split_names(part.name, is_on_hub=part.kind == "hub")
             for name in names:
-                # `train_sft`, `test_gen`: the split may be the first word
-                split = split_from_name(name) or split_from_name(name.replace("_", "-").split("-")[0])
+                split = split_from_set_name(name)
                 if split or len(names) == 1:
                     yield dataclasses.replace(part, split=name), split or "train"
                 else:
@@ -431,18 +404,24 @@ class _Processor:
         file_report, stats, error_text = FileReport(one_line(name, limit=4_000), split=split), RowStats(), ""
         self._report.files.append(file_report)
         try:
-            for example in self._read_examples(part, file_report):
+            # rows are written without data.style, which make style or a run adds
+            rows, data = read_part(part), self._config.data.model_copy(update={"style": StyleConfig()})
+            probed_rows, row_format = detect_format(rows, data)
+            if row_format is not None:
+                file_report.format = row_format.name
+            for raw in itertools.chain(probed_rows, rows):
+                example = read_example(raw, row_format, data)
                 file_report.rows += 1
                 self._progress.add()
-                problem: BadRow | None
                 if isinstance(example, BadRow):
-                    problem = example
+                    self._report.count_dropped(example.reason, example.where)
+                    stats.count_bad(example)
                 else:
+                    assert isinstance(raw, RawRow)
+                    if is_processed_row(raw.data) and isinstance(raw.data["source"], str):
+                        example = dataclasses.replace(example, where=raw.data["source"])  # as it was processed before
                     stats.count_example(example)
-                    problem = self._process_example(example, split, file_report, out)
-                if problem is not None:
-                    self._report.count_dropped(problem.reason, problem.where)
-                    stats.count_bad(problem)
+                    self._process_example(example, split, file_report.name, out)
         except DataError as error:
             error_text = str(error)
         file_report.unused = list(dict.fromkeys(name for name, _, _ in stats.unused_columns))[:MAX_LISTED]
@@ -455,30 +434,10 @@ class _Processor:
         if error_text or (stats.bad_rows and self._config.data.on_bad_row == "fail"):
             self._faults.append(_format_file_fault(file_report, stats, error_text))
 
-    def _read_examples(self, part: FilePart, file_report: FileReport) -> Iterator[Example | BadRow]:
-        # rows are written without data.style, which make style or a run adds
-        rows, data = read_part(part), self._config.data.model_copy(update={"style": StyleConfig()})
-        probed_rows, row_format = detect_format(rows, data)
-        if row_format is not None:
-            file_report.format = row_format.name
-        for raw in itertools.chain(probed_rows, rows):
-            example = read_example(raw, row_format, data)
-            if isinstance(raw, RawRow) and not isinstance(example, BadRow) and is_processed_row(raw.data):
-                source = raw.data["source"]  # as it was processed before
-                if isinstance(source, str) and source:
-                    example = dataclasses.replace(example, where=source)
-            yield example
-
-    def _process_example(
-        self, example: Example, split: str | None, file_report: FileReport, out: OutputFolder
-    ) -> BadRow | None:
-        """Count one example, choose its split and write it; a bad row where it is too large to be read again."""
+    def _process_example(self, example: Example, split: str | None, file_name: str, out: OutputFolder) -> None:
+        """Count one example, choose its split and write it."""
         report, options = self._report, self._options
         digest = content_digest(example)
-        line = json.dumps(processed_row(example, digest), ensure_ascii=False)
-        # a character takes at most 4 bytes, so only long lines have to be encoded to know their size
-        if len(line) > MAX_ROW_BYTES // 4 and (size := len(line.encode("utf-8", "replace"))) > MAX_ROW_BYTES:
-            return too_large_row(example.where, size)
         if split is None:
             split = split_by_digest(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
         for note in example.notes:
@@ -486,15 +445,15 @@ class _Processor:
         reason = self._find_repeat(example, digest[:16], split)
         if reason:
             report.count_dropped(reason, example.where)
-            return None
+            return
         kind = "text" if isinstance(example, Text) else "chats"
-        self._first_file_by_kind.setdefault(kind, file_report.name)
+        self._first_file_by_kind.setdefault(kind, file_name)
         if not self._faults:  # else nothing will be written; the rest is read to list all faults
             if split not in self._output_files:  # a split without rows gets no file
                 self._output_files[split] = out.open(f"{split}.jsonl")
-            self._output_files[split].write(line + "\n")
+            row = processed_row(example, digest)
+            self._output_files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
             report.splits.setdefault(split, SplitReport()).count(example, max_seq_len=report.max_seq_len)
-        return None
 
     # Rows that are there already, or nearly.
 
@@ -514,37 +473,42 @@ class _Processor:
             # from train alone: the held-out rows stay the same whatever is trained on
             if options.drop_leaks and split == "train":
                 reason = reason or "stands in val or test too"
-        if reason:
-            return reason
-        is_compared = split == "train" and bool(self._indexes_by_file)
-        if is_compared or (self._similarity_index is not None and not splits_with_row):
-            return self._find_similar(example, is_compared=is_compared, is_new=not splits_with_row)
-        return ""
+        if not reason and split == "train" and self._indexes_by_file:
+            reason = self._find_overlap(example)
+        if not reason and self._compares_rows and not splits_with_row:
+            reason = self._find_near_duplicate(example)
+        return reason
 
-    def _find_similar(self, example: Example, *, is_compared: bool, is_new: bool) -> str:
-        """Count a row as nearly a held-out or an earlier one; why it is left out for it. What is nearly an earlier row
-        is not compared with later ones. `is_compared`: with the rows of other files."""
-        report, options, reason = self._report, self._options, ""
-        sketch = self._sketch_maker.sketch(compared_text(example))
-        sketches = [sketch]
-        if is_compared:
-            sketches += map(self._sketch_maker.sketch, long_questions(example))
-        for name, index in self._indexes_by_file.items() if is_compared else ():
+    def _find_overlap(self, example: Example) -> str:
+        """Count a training row as nearly a row of held-out files; why it is left out for it."""
+        reason = ""
+        sketches = [self._sketch_maker.sketch(text) for text in compared_texts(example)]
+        for name, index in self._indexes_by_file.items():
             match = max(filter(None, map(index.nearest, sketches)), default=None)
             if match is not None:
-                report.overlaps[name].add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
-                reason = "nearly a row of a held-out file" * options.drop_overlaps
-        if self._similarity_index is None or reason or not is_new:
-            return reason
-        match = self._similarity_index.nearest(sketch)
+                self._report.overlaps[name].add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
+                reason = "nearly a row of a held-out file" * self._options.drop_overlaps
+        return reason
+
+    def _find_near_duplicate(self, example: Example) -> str:
+        """Count a row as nearly an earlier one; why it is left out for it. Later rows are not compared with it then."""
+        index, is_dropped = self._similarity_index, self._options.near_duplicates == "drop"
+        sketch = self._sketch_maker.sketch(compared_texts(example)[0])
+        match = index.nearest(sketch)
         if match is not None:
-            report.near_duplicates.add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
-            return "nearly an earlier row" * (options.near_duplicates == "drop")
-        self._similarity_index.add(sketch, example.where)
+            self._report.near_duplicates.add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
+            return "nearly an earlier row" * is_dropped
+        if is_dropped or index.memory_bytes < MAX_INDEX_BYTES:
+            index.add(sketch, example.where)
         return ""
 
     def _check_results(self) -> None:
         report = self._report
+        if self._options.near_duplicates == "count" and self._similarity_index.memory_bytes >= MAX_INDEX_BYTES:
+            report.remarks.append(
+                f"Near-duplicates: counting takes {MAX_INDEX_BYTES / GIB:g} GiB of memory at most, and was not done "
+                "for all rows; data.process.near_duplicates=drop compares all"
+            )
         if self._faults:
             more = filter(None, [_more(len(self._faults), "… and {} more files")])
             advice = "fix it" if len(self._faults) == 1 else "fix them"
@@ -673,23 +637,19 @@ def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> S
                 for row in read_processed(path):
                     prompt, glob = find_system_prompt(str(row.data.get("source")), options)
                     unused_globs.pop(glob, None)
-                    styled_row, outcome = _style_row(row, options, prompt)
+                    row_format = recognise_format(row.data)
+                    assert row_format is not None  # it has messages, or text
+                    example = to_example(row, row_format)
+                    if isinstance(example, BadRow):
+                        raise DataError(f"{example}; make process writes it again")
+                    styled, outcome = set_system_prompt(example, options, prompt)
                     counts[outcome] += 1
+                    styled_row = row.data
+                    if isinstance(styled, Chat):
+                        messages = [author_form(message) for message in styled.messages]
+                        styled_row = {**row.data, "messages": messages, STYLED_KEY: True}
                     file.write(json.dumps(styled_row, ensure_ascii=False) + "\n")
                     progress.add()
         report.unused_globs = tuple(unused_globs)
         output.write_json("report.json", report.as_json())
     return report
-
-
-def _style_row(row: RawRow, options: StyleConfig, prompt: str) -> tuple[dict[str, Any], str]:
-    """Set the row's system prompt; return the new row and one of `_OUTCOMES`."""
-    row_format = recognise_format(row.data)
-    assert row_format is not None  # it has messages, or text
-    example = to_example(row, row_format)
-    if isinstance(example, BadRow):
-        raise DataError(f"{example}; make process writes it again")
-    styled, outcome = set_system_prompt(example, options, prompt)
-    if isinstance(styled, Text):
-        return row.data, outcome
-    return {**row.data, "messages": [author_form(message) for message in styled.messages], STYLED_KEY: True}, outcome

@@ -16,10 +16,18 @@ import functools
 import hashlib
 import itertools
 import json
+import multiprocessing
+import os
 import pickle
 import shutil
+import signal
+import sys
+import threading
+import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -31,16 +39,17 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, TruncationCost, token_digest
 from sft_play.data.build.survey import RowCounter, RowRenderer
-from sft_play.data.build.workers import run_jobs, split_for_workers, total_file_bytes, worker_count
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import CHAT, TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import count_part_rows, read_example
-from sft_play.data.sources.files import AnySource, FilePart, list_parts, read_part, source_digest
+from sft_play.data.sources.files import AnySource, FilePart, list_parts, read_part, source_digest, split_part
 from sft_play.data.sources.formats import Chat, Example, RowFormat, Text, content_digest, detect_format, digest_share
 from sft_play.data.sources.raw import BadRow
-from sft_play.errors import DataError
+from sft_play.errors import DataError, translate_library_errors
 from sft_play.files import atomic, cache_dir, hold_lock
+from sft_play.machine.host import cpu_cores
+from sft_play.process.signals import die_with_parent
 from sft_play.process.waiting import WaitProgress, report_wait
 
 # Token rows in Arrow files: written in batches without a Python object for each token, and cut into
@@ -308,25 +317,34 @@ def _build_cache(
     return BuiltRows(folder, files, stats)
 
 
+# Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer.
+_MIN_PARALLEL_BYTES = 4 << 20
+_MAX_WORKERS = 16
+# Pieces of files are small enough that all workers end at about the same time.
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES, _PIECES_PER_WORKER = 256 << 10, 8 << 20, 8
 _SideStats = dict[str, RowStats]
 
 
 def _build_rows(
     folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, split: str, workers: int | str
 ) -> tuple[dict[str, list[str]], _SideStats]:
-    total_bytes = total_file_bytes(parts)
-    workers = worker_count(workers, total_bytes)
+    files_of_parts = [part.path for part in parts if part.kind != "hub" and part.path.is_file()]
+    total_bytes = sum(path.stat().st_size for path in files_of_parts)
+    if not isinstance(workers, int):
+        workers = 1 if total_bytes < _MIN_PARALLEL_BYTES else min(cpu_cores(), _MAX_WORKERS)
+    piece_bytes = total_bytes // (workers * _PIECES_PER_WORKER)
+    piece_bytes = max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, piece_bytes))
     jobs: list[_BuildJob] = []
     for part in parts:
         row_format = detect_format(read_part(part), recipe.data)[1]
-        for piece in split_for_workers(part, workers=workers, total_bytes=total_bytes):
+        for piece in split_part(part, part_bytes=piece_bytes) if workers > 1 else [part]:
             jobs.append(_BuildJob(len(jobs), piece, row_format, str(folder)))
     workers = min(workers, len(jobs))
     files: dict[str, list[str]] = {KEPT_SIDE: [], HELD_OUT_SIDE: []}
     stats = _empty_stats(recipe)
     with report_wait(f"Tokenising {split} rows", unit="rows", count_total=lambda: count_part_rows(parts)) as progress:
         if workers > 1:
-            results = run_jobs(jobs, _BuildWorker, recipe, workers=workers)
+            results = _run_jobs(jobs, recipe, workers)
         else:
             results = map(functools.partial(_BuildWorker(recipe), progress=progress), jobs)
         for job_files, job_stats in results:
@@ -370,11 +388,14 @@ class _BuildWorker:
         counter = RowCounter(self._row_renderer.renderer)
         held_out_flags = bytearray()
         with contextlib.ExitStack() as stack:
-            writers = {
-                # a file for each job and side: no process waits for another, and the order is that of the jobs
-                name: stack.enter_context(self._open_writer(job, name))
-                for name in ((KEPT_SIDE, HELD_OUT_SIDE) if recipe.held_out_share else (KEPT_SIDE,))
-            }
+            writers: dict[str, RowWriter] = {}
+            # a file for each job and side: no process waits for another, and the order is that of the jobs
+            for name in (KEPT_SIDE, HELD_OUT_SIDE) if recipe.held_out_share else (KEPT_SIDE,):
+                # a recipe of held-out rows alone splits none off
+                is_held_out = name == HELD_OUT_SIDE or not recipe.held_out_share
+                keeps_chats = recipe.keeps_chats and is_held_out and not recipe.is_document
+                path = Path(job.folder) / f"{job.index:06d}.{name}.arrow"
+                writers[name] = stack.enter_context(RowWriter(path, keeps_chats=keeps_chats))
             examples = self._read_examples(job, stats, held_out_flags, progress)
             for outcome in self._row_renderer.render_rows(examples, is_document=recipe.is_document):
                 assert not isinstance(outcome, BadRow)
@@ -391,13 +412,6 @@ class _BuildWorker:
                     writers[side].add(row, outcome.example)
                     stats[side].digests.append(token_digest(row.input_ids))
         return {name: writer.path.name for name, writer in writers.items()}, stats
-
-    def _open_writer(self, job: _BuildJob, side: str) -> RowWriter:
-        recipe = self._recipe
-        # a recipe of held-out rows alone splits none off
-        is_held_out = side == HELD_OUT_SIDE or not recipe.held_out_share
-        keeps_chats = recipe.keeps_chats and is_held_out and not recipe.is_document
-        return RowWriter(Path(job.folder) / f"{job.index:06d}.{side}.arrow", keeps_chats=keeps_chats)
 
     def _read_examples(
         self, job: _BuildJob, stats: _SideStats, held_out_flags: bytearray, progress: WaitProgress | None
@@ -418,18 +432,71 @@ class _BuildWorker:
                 continue
             if job.row_format is not None:
                 kept_stats.formats[job.row_format.name] += 1
-            if self._recipe.is_document:
-                example = self._cut_document(example)
-            else:
+            if not self._recipe.is_document:
                 example = self._row_renderer.renderer.recover_chat(example)
+            elif isinstance(example, Text) and self._recipe.text_span != (0.0, 1.0):
+                start, end = (int(len(example.text) * share) for share in self._recipe.text_span)
+                example = dataclasses.replace(example, text=example.text[start:end])
             if isinstance(example, Text) and not example.text.strip():
                 continue  # a document's end may be blank
             held_out_flags[-1] = held_out_share > 0 and digest_share(content_digest(example)) < held_out_share
             stats[(KEPT_SIDE, HELD_OUT_SIDE)[held_out_flags[-1]]].count_example(example)
             yield row_number, example
 
-    def _cut_document(self, example: Example) -> Example:
-        if not isinstance(example, Text) or self._recipe.text_span == (0.0, 1.0):
-            return example
-        start, end = (int(len(example.text) * share) for share in self._recipe.text_span)
-        return dataclasses.replace(example, text=example.text[start:end])
+
+# Jobs that other processes do.
+
+
+def _run_jobs(
+    jobs: Sequence[_BuildJob], recipe: BuildRecipe, workers: int
+) -> Iterator[tuple[dict[str, str], _SideStats]]:
+    """Results in the order of the jobs, made by `workers` processes. Raises DataError if one died, and what jobs
+    raise."""
+    context = multiprocessing.get_context("spawn")
+    initializer_args = (pickle.dumps(recipe), os.getpid())
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=initializer_args)
+    try:
+        with hide_main_module():  # the workers start when jobs are submitted
+            futures = [pool.submit(_run_job, job) for job in jobs]
+        yield from (future.result() for future in futures)
+    except BrokenProcessPool:
+        raise DataError(
+            "a process that prepared rows died (out of memory?); lower data.workers, such as data.workers=1"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_START_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def hide_main_module() -> Iterator[None]:
+    """Keep processes started in this context from importing the running program: it may import torch, and a script
+    without `if __name__ == "__main__"` would start over in each."""
+    with _START_LOCK:  # one thread at a time, or the second would put back what the first one put there
+        main_module = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main_module
+
+
+# What a worker calls with each job; None in the parent.
+_worker: _BuildWorker | None = None
+
+
+def _start_worker(pickled_recipe: bytes, parent_pid: int) -> None:
+    """Set up a worker process: it dies with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent_pid, signal.SIGKILL)  # a parent that is killed cannot end its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process for each core: threads would only compete
+    _worker = _BuildWorker(pickle.loads(pickled_recipe))
+
+
+def _run_job(job: _BuildJob) -> tuple[dict[str, str], _SideStats]:
+    assert _worker is not None
+    with translate_library_errors():  # a panic could not be sent to the parent
+        return _worker(job)

@@ -62,18 +62,14 @@ class TruncationCost:
         # With the end cut, a limit of n keeps max(0, min(n, end) - begin) tokens of a run: the count grows by one for
         # each n from begin + 1 to end, so its second difference is 1 at begin + 1 and -1 at end + 1.
         for begin, end in runs:
-            begin = max(begin, 1)
-            if end <= begin:
-                continue
+            begin, weight = max(begin, 1), 1
             self.trained_tokens += end - begin
-            if self.truncate == "drop":  # all at once, where the whole row fits
-                self._second_differences[row_tokens] += end - begin
-                self._second_differences[row_tokens + 1] -= end - begin
-                continue
             if self.truncate == "prompt":  # a token is kept where the limit reaches back to it
                 begin, end = row_tokens - end, row_tokens - begin
-            self._second_differences[begin + 1] += 1
-            self._second_differences[end + 1] -= 1
+            elif self.truncate == "drop":  # all at once, where the whole row fits
+                begin, end, weight = row_tokens - 1, row_tokens, end - begin
+            self._second_differences[begin + 1] += weight
+            self._second_differences[end + 1] -= weight
 
     def add_rows(self, other: TruncationCost) -> None:
         """Add the rows of another."""

@@ -4,12 +4,11 @@ show or write them.
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, trained_runs
-from sft_play.data.build.workers import RENDER_BATCH_CHARS, RENDER_BATCH_ROWS
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.sources.examples import ExampleReader, character_count, count_part_rows
@@ -19,6 +18,11 @@ from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import BadRow, is_gzipped
 from sft_play.errors import SftPlayError, translate_library_errors
 from sft_play.process.waiting import release_after_long_text
+
+# Rows that are rendered and tokenised together, fewer where they are longer than RENDER_BATCH_CHARS.
+RENDER_BATCH_ROWS = 256
+# Characters of such a batch, more only in a single row: tokenising takes about 140 bytes of memory for each.
+RENDER_BATCH_CHARS = 1 << 20
 
 # How much there is to train on, roughly and in seconds: rows and characters of a source, from a
 # sample.
@@ -118,9 +122,6 @@ class RowCounter:
         stats.lengths.append(len(row.input_ids))
         stats.rows_with_bos += self._bos_id is not None and list(whole_row.input_ids[:1]) == [self._bos_id]
         stats.rows_training_pad += self._pad_id is not None and self._pad_id in row.labels
-        self._count_ends(stats, whole_row, runs)
-
-    def _count_ends(self, stats: RowStats, whole_row: TokenRow, runs: Sequence[tuple[int, int]]) -> None:
         has_open_end = False
         for begin, end in runs:
             # the last two: `<|im_end|>` and a line break

@@ -17,10 +17,9 @@ from sft_play.log import one_line
 
 # `kinds`: words in the names of columns; what is missed where one is not read; the known column that reads it, and what
 # it becomes there. A name with a word of `about` only describes its row. `hints`: for rows of no format.
-_COLUMN_TABLE: dict[str, Any] = json.loads(
+COLUMN_KINDS: dict[str, dict[str, str]] = json.loads(
     resources.files(__package__).joinpath("columns.json").read_text(encoding="utf-8")
 )
-COLUMN_KINDS: dict[str, dict[str, str]] = _COLUMN_TABLE["kinds"]
 _KIND_WORDS = {kind: frozenset(row["words"].split()) for kind, row in COLUMN_KINDS.items()}
 _UNSPACED_SCRIPTS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 # a word, or a letter of a script that puts no space between words
@@ -42,9 +41,9 @@ def find_rendered_mark(text: str) -> str | None:
 # Columns of rows that no format has
 def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
     """Guess `data.columns` for rows like this one; empty if names and values are unclear or ambiguous."""
-    shapes = {name: value_shape(value) for name, value in row.items() if name == one_line(name)}
-    turns = [name for name, shape in shapes.items() if shape == "turns"]
-    texts = [name for name, shape in shapes.items() if shape == "text"]
+    values = {name: unpack_json(value, "[{") for name, value in row.items() if name == one_line(name)}
+    turns = [name for name, value in values.items() if is_turn_list(value)]
+    texts = [name for name, value in values.items() if isinstance(value, str) and not find_rendered_mark(value)]
     questions = _find_kind_columns(texts, "question") or _find_kind_columns(texts, "task")
     answers = _find_kind_columns([name for name in texts if name not in questions[:1]], "answer")
     if len(turns) == 1:
@@ -56,34 +55,12 @@ def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def unknown_format_hint(row: Mapping[str, Any]) -> str:
-    """What to do with rows of no known format, such as this one: how to map its columns, or what it is instead."""
+    """How to map the columns of rows of no known format, such as this one."""
     columns = guess_columns(row)
     if columns:
         return f"Map them: {columns_setting(columns)}"
-    shapes = {name: value_shape(value) for name, value in row.items() if name == one_line(name)}
-    # lists beside a question are what it is about, or its answers
-    texts = [name for name, shape in shapes.items() if shape == "text"]
-    hints = {"turns", "tree", "rendered"} if _find_kind_columns(texts, "question") else _COLUMN_TABLE["hints"]
-    name = next((name for name, shape in shapes.items() if shape in hints), None)
-    if name is not None:
-        hint: str = _COLUMN_TABLE["hints"][shapes[name]]
-        return hint.format(name=name, setting=columns_setting({"messages": name}))
     example = columns_setting({"prompt": "QUESTION", "completion": "ANSWER"})
     return f"Map yours: {example}, with your columns in the place of QUESTION and ANSWER"
-
-
-def value_shape(value: Any) -> str:
-    """What a column's value may be: a key of `hints`, or text; "" for anything else."""
-    value = unpack_json(value, "[{")
-    shapes = {
-        "turns": is_turn_list(value),
-        "rows": isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value),
-        "texts": isinstance(value, list) and len(value) > 1 and all(isinstance(item, str) for item in value),
-        "tree": isinstance(value, dict) and "replies" in value,
-        "rendered": isinstance(value, str) and find_rendered_mark(value) is not None,
-        "text": isinstance(value, str),
-    }
-    return next((shape for shape, is_match in shapes.items() if is_match), "")
 
 
 def _find_kind_columns(names: list[str], kind: str) -> list[str]:
@@ -112,12 +89,11 @@ def kinds_in_name(name: str) -> frozenset[str]:
 
 def columns_setting(columns: Mapping[str, str]) -> str:
     """`data.columns={prompt: Frage, completion: Antwort}`."""
-    pairs = (f"{known}: {_quote_name(user_name)}" for known, user_name in columns.items())
+    pairs = []
+    for known, name in columns.items():
+        is_plain = re.fullmatch(r"[^\W\d][\w-]*", name)
+        pairs.append(f"{known}: {name if is_plain else json.dumps(name, ensure_ascii=False)}")
     return f"data.columns={{{', '.join(pairs)}}}"
-
-
-def _quote_name(name: str) -> str:
-    return name if re.fullmatch(r"[^\W\d][\w-]*", name) else json.dumps(name, ensure_ascii=False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,8 +256,7 @@ def _is_answer(value: Any) -> bool:
 
 
 def _is_passage(value: Any) -> bool:
-    if isinstance(value, str):
-        value = unpack_json(value, "[")
+    value = unpack_json(value, "[")
     if isinstance(value, str):
         return len(value.split()) > 1
     return isinstance(value, list) and bool(value) and all(isinstance(item, (str, dict)) for item in value)

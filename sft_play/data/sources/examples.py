@@ -169,20 +169,19 @@ def check_first_rows(data: DataConfig, paths: DataPaths, *, task_mode: str) -> N
     for name, source in paths.named_paths():
         if name == "text" and task_mode != "cpt_mixed":
             continue
-        for part in list_parts(source, wants_text=task_mode == "cpt" or name == "text")[:CHECKED_FIRST_FILES]:
-            if part.kind == "auto":
-                _check_part(part, data, option=name if name.startswith("source ") else f"data.{name}_path")
-
-
-def _check_part(part: FilePart, data: DataConfig, *, option: str) -> None:
-    rows = list(itertools.islice(read_part(part), CHECKED_FIRST_ROWS))
-    bad = [row for row in rows if isinstance(row, BadRow)]
-    # else the format may be that of a row behind these, nearly all of which are bad
-    if len(rows) < CHECKED_FIRST_ROWS or len(rows) - len(bad) >= FORMAT_PROBE_ROWS:
-        detect_format(iter(rows), data)
-    if bad and len(bad) == len(rows) and data.on_bad_row == "fail":
-        prefix = "the first " * (len(rows) == CHECKED_FIRST_ROWS)
-        raise no_usable_rows_error(f"{prefix}{len(bad):,} rows of {option}={one_line(part.name)}", bad)
+        option = name if name.startswith("source ") else f"data.{name}_path"
+        parts = list_parts(source, wants_text=task_mode == "cpt" or name == "text")[:CHECKED_FIRST_FILES]
+        for part in parts:
+            if part.kind != "auto":
+                continue
+            rows = list(itertools.islice(read_part(part), CHECKED_FIRST_ROWS))
+            bad = [row for row in rows if isinstance(row, BadRow)]
+            # else the format may be that of a row behind these, nearly all of which are bad
+            if len(rows) < CHECKED_FIRST_ROWS or len(rows) - len(bad) >= FORMAT_PROBE_ROWS:
+                detect_format(iter(rows), data)
+            if bad and len(bad) == len(rows) and data.on_bad_row == "fail":
+                prefix = "the first " * (len(rows) == CHECKED_FIRST_ROWS)
+                raise no_usable_rows_error(f"{prefix}{len(bad):,} rows of {option}={one_line(part.name)}", bad)
 
 
 def count_part_rows(parts: Sequence[FilePart]) -> int | None:

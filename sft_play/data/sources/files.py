@@ -21,7 +21,6 @@ from pathlib import Path, PurePath
 
 from sft_play.config.schema import MANAGED_HELD_OUT_FILES, PROCESSED_TEXT_PATH, DataConfig
 from sft_play.data.sources import json_rows, tables
-from sft_play.data.sources.columns import value_shape
 from sft_play.data.sources.formats import recognise_format
 from sft_play.data.sources.raw import (
     BOM,
@@ -31,14 +30,12 @@ from sft_play.data.sources.raw import (
     BadRow,
     RawRow,
     is_gzipped,
-    is_long_text,
     mark_encoding,
     path_encoding,
     read_blocks,
     read_head,
     read_text_pieces,
     require_file,
-    split_pieces,
     wide_encoding_error,
 )
 from sft_play.errors import DataError
@@ -408,23 +405,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
-    """The rows of a part in their order; where plain text is wanted, one with a long text, which tokenised whole would
-    take gigabytes, as the rows of its pieces. Raises DataError where the file cannot be read."""
-    for row in _read_whole_rows(part):
-        if isinstance(row, BadRow) or not part.wants_text:
-            yield row
-            continue
-        long_keys = [key for key, value in row.data.items() if is_long_text(value)]
-        # with two long texts a row is no document with columns beside it, and there is no one text to cut
-        if len(long_keys) != 1:
-            yield row
-            continue
-        for number, (_, piece) in enumerate(split_pieces([row.data[long_keys[0]]]), start=1):
-            data = {**row.data, long_keys[0]: piece}
-            yield dataclasses.replace(row, where=f"{row.where} piece {number}", data=data, notes=(NOTE_PIECE,))
-
-
-def _read_whole_rows(part: FilePart) -> Iterator[RawRow | BadRow]:
+    """The rows of a part in their order; raises DataError where the file cannot be read."""
     kind = part.kind if part.kind != "auto" else file_kind(part.path, wants_text=part.wants_text)
     name, path = one_line(part.name, limit=4_000), part.path
     if kind == "lines":
@@ -459,7 +440,9 @@ def _unwrap_single_object(rows: Iterator[RawRow | BadRow]) -> Iterator[RawRow | 
     leading_rows = list(itertools.islice(rows, 2))
     row = leading_rows[0] if len(leading_rows) == 1 else None
     if isinstance(row, RawRow) and recognise_format(row.data) is None:
-        keys = [key for key, value in row.data.items() if value_shape(value) == "rows"]
+        lists = {key: value for key, value in row.data.items() if isinstance(value, list) and value}
+        keys = [key for key, value in lists.items()
+                if all(isinstance(item, dict) for item in value) and not json_rows.is_turn_list(value)]  # fmt: skip
         if len(keys) == 1:
             leading_rows = [
                 RawRow(f"{row.where} {keys[0]}[{index}]", item) for index, item in enumerate(row.data[keys[0]])
@@ -524,10 +507,8 @@ def file_digest(file: Path) -> str:
     # as git does: a file whose size, times and inode are the same has not changed
     identity = [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
     cache_file = cache_dir() / "digests" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    with contextlib.suppress(OSError, ValueError):
-        digest = cache_file.read_text(encoding="ascii")
-        if len(digest) == 64:  # else half-written
-            return digest
+    with contextlib.suppress(OSError):
+        return cache_file.read_text(encoding="ascii")
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if time.time() - stat.st_mtime > 2:  # a file that is being written may change within the clock's tick

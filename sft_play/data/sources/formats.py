@@ -206,8 +206,6 @@ def _system_messages(row: RawRow, messages: list[Message]) -> list[Message]:
     if key is None:
         return []
     value = row.data[key]
-    if isinstance(value, Mapping) and isinstance(value.get("parts"), str):  # Gemini's, whose parts are a list else
-        value = value["parts"]
     text = content_text(value, key)
     prompts = [message["content"] for message in messages[:1] if message["role"] == "system"]
     if not text.strip() or prompts == [text]:
@@ -237,22 +235,18 @@ def _require_trainable_turns(messages: list[Message]) -> None:
 _CONTEXT_COLUMNS = ("input", "context")
 
 
-def _build_pair_messages(row: RawRow, question: str, answer: str) -> list[Message]:
-    prompt, reply = _read_text_column(row, question), _read_text_column(row, answer)
-    # LLaMA-Factory's alpaca rows have earlier exchanges here: [[question, answer], …]
-    history = unpack_json(row.data.get("history"), "[") or []
-    if not isinstance(history, list) or not all(isinstance(turn, list) for turn in history):
-        raise UnusableRowError("history is not a list of [question, answer]", quote_value(history))
-    earlier = [message for turn in history for message in parse_text_pair(turn, "history")]
-    return [*earlier, {"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
-
-
 def _build_pair_chat(row: RawRow, question: str, answer: str, *, extra_columns: Iterable[str]) -> Chat:
     prompt, reply = (_wrap_single_turn(unpack_json(row.data.get(key), "[{")) for key in (question, answer))
     if _has_turns(prompt) or _has_turns(reply):
         messages = _join_pair_turns(prompt, reply, question, answer)
     else:
-        messages = _build_pair_messages(row, question, answer)
+        prompt, reply = _read_text_column(row, question), _read_text_column(row, answer)
+        # LLaMA-Factory's alpaca rows have earlier exchanges here: [[question, answer], …]
+        history = unpack_json(row.data.get("history"), "[") or []
+        if not isinstance(history, list) or not all(isinstance(turn, list) for turn in history):
+            raise UnusableRowError("history is not a list of [question, answer]", quote_value(history))
+        messages = [message for turn in history for message in parse_text_pair(turn, "history")]
+        messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
     extra_texts = [_read_text_column(row, key, required=False) for key in extra_columns if key != question]
     extra_texts = [text for text in extra_texts if text.strip()]
     last_question = next((message for message in reversed(messages) if message["role"] == "user"), None)

@@ -63,12 +63,13 @@ _TYPE_NAMES = {
     float: "a number",
     str: "text",
     list: "a list",
+    dict: "an object",
 }
 
 
 def value_kind(value: Any) -> str:
     """What a value is, in words."""
-    return "an object" if isinstance(value, dict) else _TYPE_NAMES.get(type(value), type(value).__name__)
+    return _TYPE_NAMES.get(type(value), type(value).__name__)
 
 
 def unpack_json(value: Any, opening: str) -> Any:
@@ -252,8 +253,10 @@ def _read_train_flag(item: Mapping[str, Any], location: str) -> bool | None:
         if value is None:
             continue
         if key == "train_detail":
-            flags[key] = _read_train_detail(value, location)
-            continue
+            raise UnusableRowError(
+                "a part of a message is to be trained, and whole messages are",
+                f"{location}.train_detail; write train: true or train: false",
+            )
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise UnusableRowError(
                 "a loss weight other than 0 and 1", f"{location}.{key} is {quote_value(value)}; it is not rounded"
@@ -268,17 +271,6 @@ def _read_train_flag(item: Mapping[str, Any], location: str) -> bool | None:
         values = {key: item[key] for key in flags}
         raise UnusableRowError("a message is both trained and not", f"{location}: {quote_value(values)}")
     return next(iter(flags.values()), None)
-
-
-def _read_train_detail(value: Any, location: str) -> bool:
-    """Axolotl's `train_detail`, where all parts of the text say the same; raises UnusableRow for anything else."""
-    parts = value if isinstance(value, list) else [value]
-    flags = {part.get("train") if isinstance(part, dict) else None for part in parts}
-    if len(flags) != 1 or not isinstance(next(iter(flags)), bool):
-        raise UnusableRowError(
-            "a part of a message is to be trained, and whole messages are", f"{location}.train_detail"
-        )
-    return bool(flags.pop())
 
 
 def _map_role(value: Any, location: str, *, is_result: bool = False) -> str:
@@ -303,10 +295,9 @@ def known_role_lines(reasons: Iterable[str], roles: Mapping[str, int]) -> list[s
     """Where rows are refused for an unknown role: a line with the turns of known roles in the others, by role."""
     if not any(reason.startswith(UNKNOWN_ROLE) for reason in reasons):
         return []
-    counts_text = (
-        ", ".join(f"{role} {count:,}" for role, count in sorted(roles.items(), key=lambda item: -item[1])) or "none"
-    )
-    return [f"turns of known roles in the other rows: {counts_text}"]
+    counts = sorted(roles.items(), key=lambda item: -item[1])
+    counts_text = ", ".join(f"{role} {count:,}" for role, count in counts)
+    return [f"turns of known roles in the other rows: {counts_text or 'none'}"]
 
 
 # Content

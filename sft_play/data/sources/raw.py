@@ -13,7 +13,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -239,24 +239,15 @@ def read_text_blocks(path: Path) -> Iterator[str]:
 
 
 def read_text_pieces(path: Path) -> Iterator[tuple[int, str]]:
-    """The text of a file that is one document, whole or in pieces; raises DataError where it is not UTF-8 text."""
-
-    def text_blocks() -> Iterator[str]:
-        for block in read_text_blocks(path):
-            if block.count("\0") > len(block) // 100:  # a few stray ones are noted as control characters
-                raise DataError(f"{path} is not text (it holds NUL bytes)")
-            yield block
-
-    return split_pieces(text_blocks())
-
-
-def split_pieces(text_blocks: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """(1, all of a text), or pieces of at most TEXT_CHARS characters, each with the line on which it begins. Joined
-    they are the text; pieces of nothing but white space are left out."""
+    """The text of a file that is one document: (1, all of it), or pieces of at most TEXT_CHARS characters, each with
+    the line on which it begins. Joined they are the text; pieces of nothing but white space are left out. Raises
+    DataError where it is not UTF-8 text."""
     line, buffer, is_whole = 1, "", True
-    for block in text_blocks:
+    for block in read_text_blocks(path):
+        if block.count("\0") > len(block) // 100:  # a few stray ones are noted as control characters
+            raise DataError(f"{path} is not text (it holds NUL bytes)")
         buffer += block
-        while is_long_text(buffer):
+        while len(buffer) > 2 * TEXT_CHARS:
             cut = find_piece_end(buffer, TEXT_CHARS)
             piece, buffer = buffer[:cut], buffer[cut:]
             is_whole = False
@@ -265,11 +256,6 @@ def split_pieces(text_blocks: Iterable[str]) -> Iterator[tuple[int, str]]:
             line += piece.count("\n")
     if is_whole or buffer.strip():
         yield line, buffer
-
-
-def is_long_text(value: object) -> bool:
-    """Whether a value is a text that is read in pieces."""
-    return isinstance(value, str) and len(value) > 2 * TEXT_CHARS
 
 
 _PARAGRAPH_END = re.compile(r"\n[ \t\r]*\n\s*(?=\S)")

@@ -68,20 +68,20 @@ def split_from_name(name: str) -> str | None:
     return SPLIT_WORDS[word.lower()] if word else None
 
 
-def find_delimiter(text: str) -> str:
-    """The character between the fields of a table's first line: the one that gives the most fields."""
-    first = next((line for line in text.lstrip("\ufeff").splitlines() if line.strip()), "")
-    # of equal counts the first: a comma
-    return max(DELIMITERS, key=lambda char: len(next(csv.reader([first], delimiter=char), [])))
+def split_from_set_name(name: str) -> str | None:
+    """The split that a split of a data set is, by its name; it may be the first word too, as in `train_sft`."""
+    return split_from_name(name) or SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])
 
 
 def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """The rows of a table with a header line; a row knows the line on which it begins. Raises DataError where the
     header is no good, a quote is not closed, or a byte is not UTF-8."""
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
-    lines, skipped_lines = _TextLines(path), 0
+    lines, skipped_lines = _read_table_lines(path, name), 0
     beginning = read_head(path).decode("utf-8", "ignore")
-    delimiter = find_delimiter(beginning)
+    first = next((line for line in beginning.lstrip("\ufeff").splitlines() if line.strip()), "")
+    # the one that gives the most fields; of equal counts the first: a comma
+    delimiter = max(DELIMITERS, key=lambda char: len(next(csv.reader([first], delimiter=char), [])))
     if delimiter_match := _DELIMITER_LINE.match(beginning):
         delimiter, skipped_lines = delimiter_match[1], 1
         next(lines)
@@ -89,14 +89,16 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     names: list[str] | None = None
     while True:
         line = skipped_lines + reader.line_num + 1
-        lines.location, lines.row_chars = f"{name}:{line}", 0
         try:
             fields = next(reader)
         except StopIteration:
             break
         except csv.Error as error:
             if "unexpected end of data" in str(error) or "field larger" in str(error):
-                raise _unclosed_quote_error(f"{name}:{line}") from None
+                raise DataError(
+                    f"{name}:{line}: a quote opened in this row is not closed, or the row is larger than "
+                    f"{MAX_ROW_BYTES >> 20} MiB, the most that is read"
+                ) from None
             yield BadRow(f"{name}:{line}", "not valid CSV", str(error))
             continue
         # a blank line is [], a line of one empty quoted field [""], which may be a row of a table of one column
@@ -126,45 +128,22 @@ def _parse_header(fields: list[str], path: Path, line: int) -> list[str]:
     return names
 
 
-def _unclosed_quote_error(location: str) -> DataError:
-    return DataError(
-        f"{location}: a quote opened in this row is not closed, or the row is larger than {MAX_ROW_BYTES >> 20} "
-        "MiB, the most that is read"
-    )
-
-
-class _TextLines:
-    """The lines of a file for the csv module; DataError where a row is too large: an open quote takes all the rest."""
-
-    def __init__(self, path: Path) -> None:
-        beginning = read_head(path)
-        self._ends_with_cr = b"\r" in beginning and b"\n" not in beginning
-        self._lines = self._read(path)
-        # The row that is read, and how many characters of it were.
-        self.location, self.row_chars = str(path), 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._lines)
-        self.row_chars += len(line)
-        if self.row_chars > MAX_ROW_BYTES:  # characters, which are never more than bytes
-            raise _unclosed_quote_error(self.location)
-        return line
-
-    def _read(self, path: Path) -> Iterator[str]:
-        open_line = ""
-        for text in read_text_blocks(path):
-            # not splitlines(): U+2028 and others inside fields end no row
-            if self._ends_with_cr:
-                text = text.replace("\r", "\n")
-            *lines, open_line = (open_line + text).split("\n")
-            yield from (line + "\n" for line in lines)
-            if len(open_line) > MAX_ROW_BYTES:
-                raise DataError(str(too_large_row(self.location, len(open_line.encode()))))
-        if open_line:
-            yield open_line
+def _read_table_lines(path: Path, name: str) -> Iterator[str]:
+    """The lines of a file for the csv module, whose fields have a limit: an open quote would take all the rest."""
+    beginning = read_head(path)
+    ends_with_cr = b"\r" in beginning and b"\n" not in beginning
+    open_line, line_number = "", 1
+    for text in read_text_blocks(path):
+        # not splitlines(): U+2028 and others inside fields end no row
+        if ends_with_cr:
+            text = text.replace("\r", "\n")
+        *lines, open_line = (open_line + text).split("\n")
+        yield from (line + "\n" for line in lines)
+        line_number += len(lines)
+        if len(open_line) > MAX_ROW_BYTES:
+            raise DataError(str(too_large_row(f"{name}:{line_number}", len(open_line.encode()))))
+    if open_line:
+        yield open_line
 
 
 @contextmanager
@@ -270,16 +249,12 @@ def _split_batch(batch: Any) -> Iterator[Any]:
         yield batch
 
 
-class _NotTextError(ValueError):
-    """Bytes in a cell that are not UTF-8."""
-
-
 def _to_raw_row(row: dict[str, Any], location: str) -> RawRow | BadRow:
     """The row without its nulls: Arrow gives every row every column, and a key says that something is there."""
     dropped_nulls = [0]
     try:
         cells = {str(key): _to_json_value(value, key, dropped_nulls) for key, value in row.items()}
-    except _NotTextError:
+    except UnicodeDecodeError:
         return BadRow(location, "a cell holds bytes that are not UTF-8 text")
     except RecursionError:
         return BadRow(location, "nested too deeply")
@@ -309,10 +284,7 @@ def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: b
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (bytes, bytearray, memoryview)):
-        try:
-            return bytes(value).decode("utf-8")
-        except UnicodeDecodeError:
-            raise _NotTextError from None
+        return bytes(value).decode("utf-8")
     return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
 
 
@@ -326,7 +298,7 @@ def read_saved_dataset(path: str, name: str, split: str) -> Iterator[RawRow | Ba
     """The rows of one split of a folder saved by `datasets`; raises DataError where it has no such split."""
     loaded = _load_saved_dataset(path)
     if isinstance(loaded, dict):
-        split_name = choose_split([str(split_key) for split_key in loaded], split, path)
+        split_name = choose_split([*map(str, loaded)], split, path)
         loaded, name = loaded[split_name], f"{name}:{split_name}"
     if "Json" in str(loaded.features):  # datasets decodes this feature; its Arrow column holds text
         with _convert_read_errors(path, "a saved dataset"):
@@ -352,11 +324,7 @@ def choose_split(names: list[str], split: str, path: str) -> str:
     exact = next((name for name in (split, *aliases) if name in names), None)  # plain names before likenesses
     if exact is not None:
         return exact
-    similar = [  # `gsm8k_test`, or a name that begins with a split's, as `train_sft`
-        name
-        for name in names
-        if (split_from_name(name) or SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])) == split
-    ]
+    similar = [name for name in names if split_from_set_name(name) == split]
     if len(similar) == 1:
         return similar[0]
     problem = f"none of them is {(*aliases, split)[0]}"
@@ -387,7 +355,7 @@ def read_hub(hub_name: str, split: str) -> Iterator[RawRow | BadRow]:
     """The rows of one split of a data set of the hub, streamed; from the cache where HF_HUB_OFFLINE is set."""
     loaded = _load_hub(hub_name)
     if isinstance(loaded, dict):
-        loaded = loaded[choose_split([str(split_key) for split_key in loaded], split, hub_name)]
+        loaded = loaded[choose_split([*map(str, loaded)], split, hub_name)]
     with _convert_read_errors(hub_name, HUB_PREFIX):
         yield from _read_dicts(loaded, f"{hub_name}:{split}")
 
