@@ -69,7 +69,7 @@ def translate_file(
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
     _gather_data_sets(document)
-    foreign_keys = [key for _, keys in find_unknown_keys(document) for key in keys]
+    foreign_keys = find_unknown_keys(document)
     key_names = {str(part) for key in foreign_keys for path, _ in walk_leaves(key.value, key.path) for part in path}
     result = Translation(other_tools.detect_tool(key_names), dict(user_settings))
     keys = [*foreign_keys, *_same_named_keys(document, result)]

@@ -120,11 +120,6 @@ class TemplateLayout:
     turns: tuple[Turn, ...]
     stripped_pieces: tuple[int, ...] = ()
 
-    @property
-    def added_end(self) -> str:
-        """The end that is added after a last turn which the template does not end."""
-        return self.turns[-1].added_end if self.turns else ""
-
     def fill(self, pieces: Sequence[str]) -> tuple[str, list[int]]:
         """Fill in the pieces of a row: the text that the row must have, and where each gap begins in it."""
         parts = [self.gaps[0]]
@@ -147,6 +142,13 @@ _WRITTEN_FORMS: dict[str, Callable[[str], str]] = {
     "json in json": lambda text: json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False)[1:-1],
     "repr": lambda text: repr(text)[1:-1],
 }
+
+
+def _written_form(piece: MarkedPiece, written_text: str) -> str | None:
+    """The form in which a template wrote a piece; None where the text is another one."""
+    form = next((name for name, write in _WRITTEN_FORMS.items() if write(piece.text) == written_text), None)
+    # the arguments of a call, which are JSON, are encoded once, not twice
+    return None if piece.kind == "arguments" and form != "plain" else form
 
 
 def to_second_sentinels(text: str, *_: object) -> str:
@@ -188,86 +190,60 @@ def _is_think(text: str, previous_mark: str, next_mark: str) -> bool:
     return opening == next_mark or opening not in text[1:]
 
 
-def split_marked_text(text: str, pieces: Sequence[MarkedPiece]) -> tuple[list[str], list[tuple[int, str]], set[int]]:
-    """A rendered copy as the gaps between pieces, the written pieces (number, form), and the changed ones' numbers."""
-    gaps: list[str] = []
-    written_pieces: list[tuple[int, str]] = []
-    changed_pieces: set[int] = set()
-    gap_start = 0
-    open_index, open_start = -1, 0
-    for match in _SENTINEL.finditer(text):
-        index, side = int(match.group(1)), match.group(2)
-        if index >= len(pieces):  # not a sentinel of ours
-            continue
-        if side == "b":
-            if open_index >= 0:  # its end was cut off, or another piece was moved into it
-                changed_pieces.add(open_index)
-            gaps.append(text[gap_start : match.start()])
-            open_index, open_start = index, match.end()
-            continue
-        if index != open_index:
-            changed_pieces.add(index)
-            continue
-        inner = text[open_start : match.start()]
-        # encoded once, not twice
-        forms = _WRITTEN_FORMS if pieces[index].kind != "arguments" else {"plain": _WRITTEN_FORMS["plain"]}
-        form = next((name for name, form in forms.items() if form(pieces[index].text) == inner), None)
-        if form is None:
-            changed_pieces.add(index)
-        written_pieces.append((index, form or "plain"))  # a template may write a piece several times
-        gap_start, open_index = match.end(), -1
-    if open_index >= 0:
-        changed_pieces.add(open_index)
-    gaps.append(text[gap_start:])
-    return gaps, written_pieces, changed_pieces
-
-
 class MarkedText:
-    """Positions in a rendered copy, sentinels and all, and what stands where."""
+    """A rendered copy, sentinels and all, taken apart at them: what stands where."""
 
-    def __init__(
-        self, text: str, gaps: Sequence[str], written_pieces: Sequence[tuple[int, str]], pieces: Sequence[MarkedPiece]
-    ) -> None:
-        self.text = text
-        # The position of each gap in the copy.
-        self._gap_spans: list[Span] = []
-        # Number, begin and end of each written piece, sentinels included.
+    def __init__(self, text: str, pieces: Sequence[MarkedPiece]) -> None:
+        self.text, self._pieces = text, pieces
+        # Where the gaps between pieces stand in the copy.
+        self.gap_spans: list[Span] = []
+        # Number and form of each piece that is written; a template may write a piece several times.
+        self.written_pieces: list[tuple[int, str]] = []
+        # Number, begin and end of each of them, sentinels included.
         self._written_spans: list[tuple[int, int, int]] = []
-        self._pieces = pieces
-        offset, sentinel_chars = 0, SENTINEL_CHARS
-        for gap_index, gap in enumerate(gaps):
-            self._gap_spans.append((offset, offset + len(gap)))
-            offset += len(gap)
-            if gap_index < len(written_pieces):
-                piece_index, form = written_pieces[gap_index]
-                size = len(_WRITTEN_FORMS[form](pieces[piece_index].text)) + 2 * sentinel_chars
-                self._written_spans.append((piece_index, offset, offset + size))
-                offset += size
+        self.changed_pieces: set[int] = set()
+        gap_start, open_index, open_start = 0, -1, 0
+        for match in _SENTINEL.finditer(text):
+            index = int(match[1])
+            if index >= len(pieces):  # not a sentinel of ours
+                continue
+            if match[2] == "b":
+                if open_index >= 0:  # its end was cut off, or another piece was moved into it
+                    self.changed_pieces.add(open_index)
+                self.gap_spans.append((gap_start, match.start()))
+                open_index, open_start = index, match.end()
+            elif index != open_index:
+                self.changed_pieces.add(index)
+            else:
+                form = _written_form(pieces[index], text[open_start : match.start()])
+                if form is None:
+                    self.changed_pieces.add(index)
+                self.written_pieces.append((index, form or "plain"))
+                self._written_spans.append((index, open_start - SENTINEL_CHARS, match.end()))
+                gap_start, open_index = match.end(), -1
+        if open_index >= 0:
+            self.changed_pieces.add(open_index)
+        self.gap_spans.append((gap_start, len(text)))
 
     def to_gap_position(self, offset: int) -> GapPosition | None:
         """Convert an offset in the copy to a gap position; None inside a piece."""
         # the last gap that begins at or before the position; an empty gap counts, so the second number is above any end
-        gap = bisect.bisect_right(self._gap_spans, (offset, len(self.text) + 1)) - 1
-        begin, end = self._gap_spans[gap]
+        gap = bisect.bisect_right(self.gap_spans, (offset, len(self.text) + 1)) - 1
+        begin, end = self.gap_spans[gap]
         return GapPosition(gap, offset - begin) if begin <= offset <= end else None
-
-    def to_offset(self, gap_position: GapPosition) -> int:
-        """Convert a gap position to an offset in the copy."""
-        return self._gap_spans[gap_position.gap][0] + gap_position.offset
 
     def message_extent(self, message_index: int, start: int) -> tuple[int | None, int | None, PieceKind | None]:
         """Where the message's pieces begin and end from `start` on, and the kind of the last one; repetitions of a
         piece do not count. Nones where none is written."""
-        extents: list[tuple[int, int, PieceKind]] = []
-        counted_pieces: set[int] = set()
+        extents: dict[int, tuple[int, int, PieceKind]] = {}
         for index, begin, end in self._written_spans:
             piece = self._pieces[index]
-            if piece.message_index == message_index and begin >= start and index not in counted_pieces:
-                counted_pieces.add(index)
-                extents.append((begin, end, piece.kind))
+            if piece.message_index == message_index and begin >= start:
+                extents.setdefault(index, (begin, end, piece.kind))
         if not extents:
             return None, None, None
-        return extents[0][0], *extents[-1][1:]
+        (first_begin, *_), (_, last_end, kind) = next(iter(extents.values())), [*extents.values()][-1]
+        return first_begin, last_end, kind
 
     def is_end_certain(self, message_index: int, message_count: int) -> bool:
         """Whether the turn and the message after it are written with texts of their own, so that what stands between
@@ -318,7 +294,8 @@ def text_after_piece(rendering: str, text: str, piece_end: int) -> str | None:
 # A sentinel numbers its piece with five digits.
 _MAX_PIECES = 90_000
 _ROLE_POSSESSIVES = {
-    **dict.fromkeys(("system", "developer"), "a system prompt's"),
+    "system": "a system prompt's",
+    "developer": "a system prompt's",
     "user": "a user turn's",
     "assistant": "an assistant's",
     "tool": "a tool's",
@@ -352,16 +329,14 @@ class TemplateLayoutBuilder:
             raise InexactMaskError(
                 "the chat template rewrites a text or takes it apart", format_first_difference(text, second_text)
             )
-        gaps, written_pieces, changed_pieces = split_marked_text(text, pieces)
-        written_indices = {piece_index for piece_index, _ in written_pieces}
-        stripped_pieces = self._check_pieces(messages, pieces, written_indices, changed_pieces, text)
-        marked_row = _MarkedRow(
-            self._template, self._ends, MarkedText(text, gaps, written_pieces, pieces), marked_messages, tools
-        )
+        marked_text = MarkedText(text, pieces)
+        stripped_pieces = self._check_pieces(messages, pieces, marked_text)
+        marked_row = _MarkedRow(self._template, self._ends, marked_text, marked_messages, tools)
         turns = tuple(
             marked_row.locate_turn(index) for index, message in enumerate(messages) if message["role"] == "assistant"
         )
-        return TemplateLayout(tuple(gaps), tuple(written_pieces), turns, stripped_pieces), pieces
+        gaps = tuple(text[begin:end] for begin, end in marked_text.gap_spans)
+        return TemplateLayout(gaps, tuple(marked_text.written_pieces), turns, stripped_pieces), pieces
 
     def mark_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[MarkedPiece]]:
         """The row with sentinels around its pieces, and the pieces by number."""
@@ -406,14 +381,10 @@ class TemplateLayoutBuilder:
             )
 
     def _check_pieces(
-        self,
-        messages: Sequence[Message],
-        pieces: Sequence[MarkedPiece],
-        written_indices: set[int],
-        changed_pieces: set[int],
-        text: str,
+        self, messages: Sequence[Message], pieces: Sequence[MarkedPiece], marked_text: MarkedText
     ) -> tuple[int, ...]:
         """Numbers of think pieces that are not written; raises InexactMaskError if others are missing or changed."""
+        written_indices = {piece_index for piece_index, _ in marked_text.written_pieces}
         last_content = {
             piece.message_index: piece_index for piece_index, piece in enumerate(pieces) if piece.kind == "content"
         }
@@ -421,29 +392,25 @@ class TemplateLayoutBuilder:
         for piece_index, piece in enumerate(pieces):
             role = messages[piece.message_index]["role"]
             location = f"messages[{piece.message_index}]"
-            if piece_index in changed_pieces and piece.kind == "arguments":
-                raise InexactMaskError(
-                    "the chat template encodes the JSON text of a tool call's arguments a second time", location
-                )
-            if piece_index in changed_pieces:
-                raise InexactMaskError(f"the chat template rewrites {_ROLE_POSSESSIVES[role]} text", location)
+            if piece_index in marked_text.changed_pieces:
+                reason = f"the chat template rewrites {_ROLE_POSSESSIVES[role]} text"
+                if piece.kind == "arguments":
+                    reason = "the chat template encodes the JSON text of a tool call's arguments a second time"
+                raise InexactMaskError(reason, location)
             if piece_index in written_indices:
                 continue
             if piece.kind == "name":  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
                 calls = messages[piece.message_index]["tool_calls"]
                 ids = [str(call.get("id") or "") for call in calls if call["function"]["name"] == piece.text]
-                if all(piece.text in call_id and call_id in text for call_id in ids):
+                if all(piece.text in call_id and call_id in marked_text.text for call_id in ids):
                     continue
             if piece.kind in ("name", "argument", "arguments"):
                 raise InexactMaskError(
                     "the chat template drops a tool call", f"{location}: {one_line(piece.text, limit=60)}"
                 )
             if role in ("system", "developer"):
-                raise InexactMaskError(
-                    "the chat template drops the system prompt (data.system_into_user=true puts it before the first "
-                    "user turn)",
-                    location,
-                )
+                remedy = "data.system_into_user=true puts it before the first user turn"
+                raise InexactMaskError(f"the chat template drops the system prompt ({remedy})", location)
             if role != "assistant" or not piece.is_think or piece_index == last_content.get(piece.message_index):
                 raise InexactMaskError(f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location)
             stripped_pieces.append(piece_index)
@@ -525,7 +492,8 @@ class _MarkedRow:
             guessed_span = None if guessed_start is None or turn.end is None else (guessed_start, turn.end)
             reason = NO_TURN_END if turn.end is None else PROMPT_MISMATCH
             return Turn(index, reason=reason, detail=detail, guessed_span=guessed_span, added_end=turn.added_end)
-        problem = marked_text.span_problem(index, begin, marked_text.to_offset(turn.end))
+        end_offset = marked_text.gap_spans[turn.end.gap][0] + turn.end.offset
+        problem = marked_text.span_problem(index, begin, end_offset)
         if problem:
             return Turn(index, reason=problem, detail=detail)
         return replace(
@@ -751,11 +719,8 @@ class TurnLocator:
             if not isinstance(content, str) or len(message) != 2 or self._special_text_pattern.search(content):
                 return None
             body = content.strip()
-            if body == content:
-                shape.append((message["role"], not body))
-            else:
-                begin = content.find(body) if body else len(content)
-                shape.append((message["role"], not body, content[:begin], content[begin + len(body) :]))
+            begin = len(content) - len(content.lstrip())
+            shape.append((message["role"], not body, content[:begin], content[begin + len(body) :]))
         return tuple(shape)
 
     def _locate_by_marked_copy(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> LocatedTurns:
@@ -845,14 +810,15 @@ class TurnLocator:
             method = "header"
         else:
             method = "prefix" if all(turn.ended_by_prefix for turn in template_layout.turns) else "marker"
-        stripped_think, added_end = len(template_layout.stripped_pieces), template_layout.added_end
+        # the last turn alone may have one
+        added_end = "".join(turn.added_end for turn in template_layout.turns)
         return LocatedTurns(
             text + added_end,
             spans,
             inexact_turns,
             guessed_spans,
             method,
-            stripped_think,
+            len(template_layout.stripped_pieces),
             added_end,
             prompt_suffixes,
             headers,
