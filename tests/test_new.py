@@ -249,7 +249,7 @@ def test_whatever_a_file_says_is_taken_or_named_with_a_reason(said):
         row = other_tools.key_table().known_keys[key]
         answer = other_tools.translate_value(row, value)
         # the table's answer, or our own key of that name, which is the better one where the table has words alone
-        asked = [*(path for path, _ in answer.settings), *find_option(key)]
+        asked = [*answer.settings, *find_option(key)]
         is_idle = value in (False, None, []) or "no effect" in answer.explanation
         is_taken = any(f"{one}.".startswith(f"{path}.") for one in found.settings for path in asked)
         assert is_taken or is_idle or key in comments or any(path in comments for path in asked)
@@ -506,7 +506,7 @@ def test_the_settings_of_a_translation_are_options():
         path
         for row in other_tools.key_table().known_keys.values()
         for meaning in row.translations.values()
-        for path, _ in meaning.settings
+        for path in meaning.settings
     }
     assert len(paths) > 20
     assert paths <= set(all_options())

@@ -270,7 +270,7 @@ def test_every_target_of_the_table_exists_and_takes_the_translated_values():
         assert is_path or (not row.path and (row.explanation or row.translations or row.read_value)), key
         for spelling, answer in row.translations.items():
             assert spelling == spelling.lower(), key
-            for path, value in answer.settings:
+            for path, value in answer.settings.items():
                 assert option_accepts(path, value), (key, spelling, path, value)
     assert set(other_tools.key_table().sections.values()) <= set(sections())
 
@@ -286,12 +286,12 @@ def test_whatever_the_value_a_hint_names_only_what_is_taken():
             answer = other_tools.translate_value(row, value)
             # what is part of a data set's entry needs no words
             assert answer.settings or answer.explanation or key.startswith(("entry.", "held_out.")), (key, value)
-            for path, ours in answer.settings:
+            for path, ours in answer.settings.items():
                 assert option_accepts(path, ours), (key, value, path, ours)
 
 
 def test_words_of_the_table_name_keys_targets_and_variables_that_exist():
-    rows = [*other_tools.key_table().known_keys.values(), *(row for _, row in other_tools.key_table().prefixed_keys)]
+    rows = [*other_tools.key_table().known_keys.values(), *other_tools.key_table().prefixed_keys.values()]
     words = {row.explanation for row in rows} | {
         answer.explanation for row in rows for answer in row.translations.values()
     }

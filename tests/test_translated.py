@@ -256,7 +256,6 @@ def test_the_columns_that_a_file_names_are_those_that_are_trained(tmp_path, monk
         (f"{AXOLOTL}datasets: [{{path: x.jsonl, field_messages: messages}}]\n", {}),
         (f"{AXOLOTL}pretraining_dataset: [{{path: x.jsonl, text_column: body}}]\n", {"text": "body"}),
         (f"{TRL}dataset_text_field: body\n", {"text": "body"}),
-        (f"{SWIFT}dataset: x.jsonl\ncolumns: {{q: query, a: response}}\n", {"query": "q", "response": "a"}),
         (
             f"{TUNE}dataset: {{_component_: torchtune.datasets.instruct_dataset, source: json, data_files: x.json, "
             "column_map: {input: q, output: a}}\n",
@@ -390,6 +389,8 @@ def test_new_tokens_are_read_from_a_text_with_commas():
         ("optimizer: adamw_torch_4bit", "adamw_torch_4bit is not supported"),
         ("shuffle: false", "their order in the file is not kept"),
         ("lora_target_modules: 'layers.[0-9]+.mlp'", "a pattern is not read"),
+        ("peft_layers_to_transform: [30, 31]", "trains adapters of these layers alone"),
+        ("max_steps_per_epoch: 100", "100 x train.epochs"),
     ],
 )
 def test_what_is_replaced_is_said(line, named):
@@ -400,21 +401,6 @@ def test_how_rows_would_be_packed_packs_none():
     assert config_of(f"{TRL}packing: false\npacking_strategy: bfd\n").data.packing == "none"
     assert config_of(f"{TRL}chat_template_path: o/model\n").data.chat_template is None
     assert config_of(f"{TRL}chat_template_path: chat.jinja\n").data.chat_template == "chat.jinja"
-
-
-def test_steps_of_an_epoch_are_steps_of_all_epochs():
-    for text in ("epochs: 3\nmax_steps_per_epoch: 100\n", "max_steps_per_epoch: 100\nepochs: 3\n"):
-        assert config_of(TUNE + text).train.max_steps == 300
-        assert "not if an epoch has fewer" in comments(TUNE + text)
-    assert config_of(f"{TUNE}max_steps_per_epoch: null\nepochs: 3\n").train.max_steps is None
-
-
-def test_layers_with_adapters_are_the_parts_that_train():
-    text = "base_model_name_or_path: a/b\npeft_type: LORA\nlayers_to_transform: [30, 31]\n"
-    assert config_of(text).tuning.trainable == ("layers.30", "layers.31")
-    config = config_of(f"{text}modules_to_save: [lm_head]\n")
-    assert config.tuning.trainable == ("layers.30", "layers.31", "lm_head")
-    assert config_of(f"{AXOLOTL}adapter: lora\npeft_layers_to_transform: 5\n").tuning.trainable == ("layers.5",)
 
 
 def test_modules_and_modes_of_torchtune_are_ours():

@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -129,7 +129,7 @@ def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[Fo
         if known_key is not None:
             translation = other_tools.translate_value(known_key, value)
         elif path in all_options():
-            translation = other_tools.explain_only(f"expected {all_options()[path].accepted_values}")
+            translation = KeyTranslation(explanation=f"expected {all_options()[path].accepted_values}")
         yield ForeignKey(key_path, value, None, translation)
 
 
@@ -246,8 +246,6 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
             result.left_out_keys.append(
                 (f"{path}: {format_value(settings.pop(path))}", "all weights are trained, without adapters")
             )
-    if isinstance(parts := settings.get("tuning.trainable"), list):
-        settings["tuning.trainable"] = [*parts, *cast(list[JsonValue], settings.get("tuning.lora.modules_to_save", []))]
     if isinstance(settings.get("train.batch_size"), int):
         if "train.grad_accum" in settings and "train.effective_batch_size" in settings:
             total = settings.pop("train.effective_batch_size")

@@ -15,15 +15,7 @@ from pydantic_core import ErrorDetails
 from sft_play.config.options import all_options, list_item_option, list_item_sections, optimizer_options, sections
 from sft_play.config.other_tools import ForeignKey, find_foreign_keys, merge_keys, unknown_key_problem
 from sft_play.config.schema import RunConfig
-from sft_play.config.yaml_io import (
-    JsonValue,
-    KeyPath,
-    Problem,
-    YamlDocument,
-    find_value,
-    format_value,
-    walk_leaves,
-)
+from sft_play.config.yaml_io import JsonValue, KeyPath, Problem, YamlDocument, find_value, format_value, walk_leaves
 from sft_play.spelling import TYPO_SIMILARITY, did_you_mean
 
 # Rates above it are slips, such as 2e4 for 2e-4: published ones end at 1e-2.
