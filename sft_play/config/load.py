@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from sft_play.config.options import all_options, option_accepts, sections
 from sft_play.config.schema import RunConfig, Section
-from sft_play.config.validation import find_conflicts, validate
+from sft_play.config.validation import validate
 from sft_play.config.yaml_io import (
     OVERRIDE_LOCATION,
     JsonValue,
@@ -34,6 +34,7 @@ from sft_play.config.yaml_io import (
     parse_yaml,
     parse_yaml_value,
     read_text,
+    resolve_scalar,
 )
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
@@ -91,19 +92,15 @@ def _parse_config(
         problems += _apply_adapter(document)
     config, further_problems = validate(document)
     problems += further_problems
-    # What contradicts something else is looked for only where every value by itself is right. With stages each stage is
-    # a run of its own, so that what is wrong with the run's own settings may be put right by all of them.
     stages: tuple[Stage, ...] = ()
-    if config is not None and not problems:
-        stages, further_problems = (
-            _build_stages(document) if config.curriculum else ((), find_conflicts(config, document))
-        )
-        problems += further_problems
+    if config is not None and config.curriculum and not problems:
+        stages, problems = _build_stages(document)
     if problems or config is None:
         # in the order of the file, overrides last; a problem of the run is found in each of its stages, and shown once
         lines = list(dict.fromkeys(str(problem) for problem in sorted(problems, key=_problem_line)))
-        problem_list = f"{len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
-        raise ConfigError(lines[0] if len(lines) == 1 else problem_list)
+        if len(lines) > 1:
+            lines = [f"{len(lines)} problems:", *(f"  {line}" for line in lines)]
+        raise ConfigError("\n".join(lines))
     return config, stages
 
 
@@ -119,8 +116,6 @@ def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Probl
     stages: list[Stage] = []
     for index, (name, overlay) in enumerate(zip(names, overlays, strict=True)):
         config, stage_problems = validate(overlay)
-        if config is not None and not stage_problems:
-            stage_problems = find_conflicts(config, overlay)
         problems += stage_problems
         if (count := counts[name.lower()]) > 1:
             problems.append(document.problem(("curriculum", index, "name"), f"{name} is the name of {count} stages"))
@@ -142,13 +137,13 @@ def split_overrides(text: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"{OVERRIDE_LOCATION}={format_value(text)}: {str(error).lower()}; close the quote") from None
     overrides: list[str] = []
+    value = ""  # that of the word before
     for word in words:
-        value = overrides[-1].partition("=")[2] if overrides else ""  # that of the word before
-        is_open = sum(map(value.count, "[{")) > sum(map(value.count, "]}"))
-        if value.startswith(("[", "{")) and is_open:
+        if value.startswith(("[", "{")) and sum(map(value.count, "[{")) > sum(map(value.count, "]}")):
             overrides[-1] += f" {word}"
         else:
             overrides.append(word)
+        value = overrides[-1].partition("=")[2]
     return overrides
 
 
@@ -183,9 +178,11 @@ def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonVa
     if len(key_parts) > 2 and key_parts[0] == "curriculum" and key_parts[1].isdigit():
         path = (key_parts[0], int(key_parts[1]), *key_parts[2:])
         stages = document.data.get("curriculum")
-        if not isinstance(stages, list) or int(key_parts[1]) >= len(stages):
-            count = len(stages) if isinstance(stages, list) else 0
-            return f"there are {count} stages, counted from 0: curriculum.0.train.epochs=1 sets a key of the first"
+        if not isinstance(stages, list):
+            stages = []
+        if int(key_parts[1]) >= len(stages):
+            example = "curriculum.0.train.epochs=1 sets a key of the first"
+            return f"there are {len(stages)} stages, counted from 0: {example}"
     section = document.ensure_section(path[:-1])
     if section is None:
         parent = next(path[:end] for end in range(1, len(path)) if document.ensure_section(path[:end]) is None)
@@ -428,11 +425,13 @@ def _is_same_value(name: str, value: JsonValue, adapter_value: JsonValue) -> boo
 
 
 def _find_adapter_folder(name: str, output_dir: Path) -> Path:
-    candidates = [_find_last_finished_run(output_dir)] if name == LAST_RUN else []
+    if name == LAST_RUN:
+        name = str(_find_last_finished_run(output_dir).absolute())
     try:
-        if not candidates:
-            path = Path(name).expanduser()
-            candidates = [output_dir / name, path] if path.name == name else [path]
+        path = Path(name).expanduser()
+        candidates = [output_dir / name, path]
+        if path.name != name:
+            candidates = [path]
         folder = next((candidate for candidate in candidates if candidate.is_dir()), None)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{one_line(name)} cannot be a folder: {one_line(str(error))}") from None
@@ -506,8 +505,10 @@ def _lora_settings(folder: Path, *, has_added_tokens: bool) -> dict[str, JsonVal
     ]
     targets, parameters = config.get("target_modules"), config.get("target_parameters") or []
     is_list_of_names = isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
-    rank, alpha = (int(value) if isinstance(value, float) and value.is_integer() else value
-                   for value in (config.get("r"), config.get("lora_alpha")))  # fmt: skip
+    # some tools write `32.0`
+    rank, alpha = (
+        resolve_scalar(str(value).removesuffix(".0")) for value in (config.get("r"), config.get("lora_alpha"))
+    )
     has_whole_numbers = option_accepts("tuning.lora.r", rank) and option_accepts("tuning.lora.alpha", alpha)
     peft_type = str(config.get("peft_type"))
     display_numbers = one_line(f"r={json.dumps(rank)} and lora_alpha={json.dumps(alpha)}")

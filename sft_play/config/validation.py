@@ -26,7 +26,8 @@ TYPOGRAPHIC_QUOTES = frozenset("“”„‟‘’‚‛«»")
 
 def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
     """The run that a document's data describes, None where pydantic refuses it, and every problem with its keys and
-    values. The config is usable only where there is no problem."""
+    values. Contradictions are looked for only where every value by itself is right, and of a run with stages only in
+    each of them, which may put right what is wrong with the run's own settings."""
     problems: list[Problem] = []
     has_broken_text = False
     for path, value in walk_leaves(document.data):
@@ -38,7 +39,7 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
             problems.append(document.problem(path, message))
     if has_broken_text:
         return None, problems
-    config, errors = _read_config(document)
+    config, errors = read_config(document)
     foreign_keys = merge_keys(find_unknown_keys(document, errors))
     problems += (unknown_key_problem(document, key) for key in foreign_keys)
     reported_paths = set()  # a union reports one error for each of its members; the key is reported once
@@ -49,10 +50,12 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
         if not is_reported and not _is_unknown_key(error):
             reported_paths.add(path)
             problems.append(document.problem(path, _describe_error(document, path, error["type"])))
+    if config is not None and not problems and not config.curriculum:
+        problems = find_conflicts(config, document)
     return config, problems
 
 
-def _read_config(document: YamlDocument) -> tuple[RunConfig | None, list[ErrorDetails]]:
+def read_config(document: YamlDocument) -> tuple[RunConfig | None, list[ErrorDetails]]:
     """The run of a document without sections left empty by `key:`, or pydantic's errors."""
     data = copy.deepcopy(document.data)
     for name in reversed(sections()):  # the inner ones first
@@ -67,11 +70,10 @@ def _read_config(document: YamlDocument) -> tuple[RunConfig | None, list[ErrorDe
         return None, error.errors(include_url=False)
 
 
-def find_unknown_keys(document: YamlDocument, errors: Sequence[ErrorDetails] | None = None) -> list[ForeignKey]:
-    """The keys that our sections do not have; of a foreign section every key in it. `errors`: pydantic's, where the
-    document was read already."""
+def find_unknown_keys(document: YamlDocument, errors: Sequence[ErrorDetails]) -> list[ForeignKey]:
+    """The keys that our sections do not have, by pydantic's errors; of a foreign section every key in it."""
     keys: list[ForeignKey] = []
-    for error in _read_config(document)[1] if errors is None else errors:
+    for error in errors:
         if _is_unknown_key(error):
             path = error["loc"]
             section = ".".join(map(str, path[:-1]))
