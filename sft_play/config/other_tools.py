@@ -101,7 +101,7 @@ def key_table() -> KeyTable:
 
 def parse_known_keys(entries: list[dict[str, Any]]) -> dict[str, KnownKey]:
     """The rows of a file by each of their keys."""
-    known_keys = {}
+    known_keys: dict[str, KnownKey] = {}
     for entry in entries:
         path = entry.get("path", "")
         translations = {
