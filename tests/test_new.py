@@ -21,14 +21,13 @@ from sft_play.commands.request import Request, read_request
 from sft_play.commands.rows import run_rows as prepare
 from sft_play.config import other_tools
 from sft_play.config.load import config_from_text, load_config
-from sft_play.config.options import all_options, find_option
+from sft_play.config.options import find_option
 from sft_play.config.translated import format_run_yaml, translate_file
 from sft_play.data.infer_dataset import infer_dataset
-from sft_play.data.sources.columns import guess_columns
 from sft_play.data.sources.examples import check_first_rows
 from sft_play.data.sources.files import find_data_paths
 from sft_play.diagnose.run_check import check_run
-from sft_play.errors import ConfigError, DataError, HardwareError, ModelError
+from sft_play.errors import ConfigError, DataError, ModelError
 from sft_play.launch.planning import plan_run
 from sft_play.machine.hardware import detect_hardware, parse_hardware
 from sft_play.models.config_json import load_config_json
@@ -36,7 +35,7 @@ from tests.conftest import ROOT, shared
 from tests.models import make_llama
 
 build = pytest.mark.build
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=50, deadline=None)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +67,7 @@ def test_what_is_written_for_data_loads_plans_and_checks(models, model, tmp_path
     refused, of_rows = [], ("rows", "masks", "length")
     files = data_files()
     assert len(files) > 35
-    for number, file in enumerate(random.Random(model).sample(files, 14)):
+    for number, file in enumerate(random.Random(model).sample(files, 8)):
         try:
             out = written(model=str(models[model]), data=str(file), out=Path(f"{number}.yaml"))
         except DataError as error:
@@ -79,7 +78,7 @@ def test_what_is_written_for_data_loads_plans_and_checks(models, model, tmp_path
         assert plan_run(config, detect_hardware(), include_suggestions=False).fits
         problems = [one for one in check_run(out, (), detect_hardware()).findings if one.verdict == "FAIL"]
         assert all(one.name.partition(":")[0] in of_rows for one in problems), (file, problems)
-    assert len(refused) < 7
+    assert len(refused) < 5
 
 
 @build
@@ -111,18 +110,13 @@ def test_a_folder_with_splits_is_read_by_them(tmp_path):
     assert "data.val_fraction" not in found
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({}, "make new needs MODEL=owner/name .* and DATA=my.jsonl; or FROM=their.yaml"),
-        ({"model": "gpt2"}, "make new needs DATA=my.jsonl"),
-        ({"model": "gpt2", "data": "a.jsonl", "out": Path("my")}, "ends with .yaml: OUT=my.yaml"),
-        ({"model": "gpt2", "data": "a.jsonl", "out": Path("nowhere/my.yaml")}, "the folder nowhere does not exist"),
-        ({"model": "gpt2", "data": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
-        ({"model": "Qwen2.5-3B-Instruct", "data": "a.jsonl"}, "lacks its owner: the hub has it as Qwen/Qwen2.5-3B"),
-        ({"from_": Path("gone.yaml")}, "gone.yaml does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), [
+    ({}, "make new needs MODEL=owner/name .* and DATA=my.jsonl; or FROM=their.yaml"),
+    ({"model": "gpt2", "data": "a.jsonl", "out": Path("my")}, "ends with .yaml: OUT=my.yaml"),
+    ({"model": "gpt2", "data": "a.jsonl", "out": Path("nowhere/my.yaml")}, "the folder nowhere does not exist"),
+    ({"model": "Qwen2.5-3B-Instruct", "data": "a.jsonl"}, "lacks its owner: the hub has it as Qwen/Qwen2.5-3B"),
+    ({"from_": Path("gone.yaml")}, "gone.yaml does not exist"),
+])  # fmt: skip
 def test_new_refuses_and_writes_nothing(variables, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError, ModelError), match=message):
@@ -130,7 +124,7 @@ def test_new_refuses_and_writes_nothing(variables, message, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("machine", ["4090", "RTX 3060 laptop", "cpu,ram=64GiB"])
+@pytest.mark.parametrize("machine", ["4090", "RTX 3060 laptop"])
 def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
@@ -145,7 +139,6 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("model", "rows", "said"), [
     ("Qwen/Qwen2.5-3B-Instruct", 400, "but a run here would stop: no GPU was detected here"),
     ("Qwen/Qwen2.5-0.5B-Instruct", 4000, "hours on a CPU: a GPU takes minutes"),
-    ("Qwen/Qwen2.5-0.5B-Instruct", 4, "lora fits this machine\n"),
 ])  # fmt: skip
 def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model, rows, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -171,11 +164,6 @@ THEIRS = {
         "bf16: auto\ntf32: true\nwandb_project:\nwarmup_ratio: 0.1\nevals_per_epoch: 4\nsaves_per_epoch: 1\n",
         {"tuning.mode": "qlora", "train.batch_size": 1, "train.grad_accum": 4, "data.packing": "best_fit"},
     ),
-    "axolotl full": (
-        "base_model: Qwen/Qwen2.5-0.5B\nadapter:\nlora_r:\nload_in_4bit: false\nmicro_batch_size: 2\n"
-        "datasets: [{path: my.jsonl, type: alpaca}]\nflash_attn_fuse_mlp: true\nspecial_tokens: {pad_token: x}\n",
-        {"tuning.mode": "full", "train.grad_accum": 1, "data.train_path": "my.jsonl"},
-    ),
     "LLaMA-Factory": (
         "model_name_or_path: Qwen/Qwen2.5-3B-Instruct\nquantization_bit: 4\nstage: sft\ndo_train: true\n"
         "finetuning_type: lora\nlora_target: q_proj,v_proj\ndataset: identity,alpaca_en_demo\ntemplate: qwen\n"
@@ -192,12 +180,6 @@ THEIRS = {
         "load_best_model_at_end: true\n",
         {"tuning.mode": "full", "eval.steps": 0, "data.loss_on": "assistant", "train.grad_accum": 1},
     ),
-    "Unsloth": (
-        "model: unsloth/Qwen2.5-0.5B\ndata: {dataset: tatsu-lab/alpaca, format_type: auto}\n"
-        "training: {training_type: lora, max_seq_length: 2048, load_in_4bit: true, num_epochs: 3, batch_size: 2}\n"
-        "lora: {lora_r: 64, target_modules: 'q_proj,k_proj', use_loftq: false}\nlogging: {enable_wandb: false}\n",
-        {"tuning.mode": "qlora", "tuning.lora.r": 64, "model.max_seq_len": 2048, "model.name": "unsloth/Qwen2.5-0.5B"},
-    ),
 }
 
 
@@ -206,7 +188,7 @@ def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(tool, tmp_path,
     monkeypatch.chdir(tmp_path)
     text, expected = THEIRS[tool]
     Path("theirs.yaml").write_text(text)
-    out = written(from_=Path("theirs.yaml"), model="Qwen/Qwen2.5-0.5B" if tool == "Unsloth" else None)
+    out = written(from_=Path("theirs.yaml"))
     assert out.name == "theirs_sft_play.yaml"
     assert "hf_secret" not in out.read_text()
     config = load_config(out).config
@@ -268,21 +250,15 @@ def mode_by_hand(said: dict[str, object]) -> str | None:
     return next((mode for mode in ("full", "lora") if mode in off), None)
 
 
+MODES = st.fixed_dictionaries({}, optional={
+    "quantization_bit": st.just(4), "load_in_4bit": st.booleans(), "use_peft": st.booleans(),
+    "full_finetuning": st.booleans(), "finetuning_type": st.sampled_from(["lora", "full"]),
+    "adapter": st.sampled_from(["lora", "qlora", "full"]),
+})  # fmt: skip
+
+
 @QUICK
-@given(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "quantization_bit": st.sampled_from([4]),
-            "load_in_4bit": st.booleans(),
-            "finetuning_type": st.sampled_from(["lora", "full"]),
-            "adapter": st.sampled_from(["lora", "qlora", "full"]),
-            "use_peft": st.booleans(),
-            "full_finetuning": st.booleans(),
-        },
-    ),
-    st.randoms(),
-)
+@given(MODES, st.randoms())
 def test_hints_of_the_mode_agree_with_each_other(said, draw):
     keys = list(said)
     draw.shuffle(keys)
@@ -297,21 +273,6 @@ def test_hints_of_the_mode_agree_with_each_other(said, draw):
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("names", "columns"),
-    [
-        (["Frage", "Antwort"], {"prompt": "Frage", "completion": "Antwort"}),
-        (["id", "user_query", "botReply"], {"prompt": "user_query", "completion": "botReply"}),
-        (["问题", "回答"], {"prompt": "问题", "completion": "回答"}),
-        (["Inhalt"], {"text": "Inhalt"}),
-        (["foo", "bar"], {}),
-        (["sentence", "label"], {}),
-    ],
-)
-def test_columns_are_guessed_by_what_they_are_called(names, columns):
-    assert guess_columns(dict.fromkeys(names, "some text")) == columns
 
 
 def test_a_table_from_excel_is_told_the_encoding_and_then_the_columns(tmp_path):
@@ -333,13 +294,6 @@ def test_a_table_from_excel_is_told_the_encoding_and_then_the_columns(tmp_path):
     path.write_bytes(b"Frage;Antwort\nja\xff;nein\n")  # a stray byte is no encoding
     with pytest.raises(DataError, match="damaged here"):
         infer_dataset(str(path))
-
-
-def test_a_folder_of_text_under_chats_names_the_task(tmp_path):
-    (tmp_path / "a.txt").write_text("hello")
-    data = config_from_text(f"model: {{name: a/b}}\ndata: {{train_path: {tmp_path}}}", name="x").data
-    with pytest.raises(DataError, match="it holds 1 text file: task_mode: cpt trains plain text"):
-        check_first_rows(data, find_data_paths(data), task_mode="sft")
 
 
 def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path, monkeypatch):
@@ -370,37 +324,6 @@ def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path,
     assert answer.lines[-1] == "Next: make check CONFIG=my.yaml"
 
 
-# --- hardware ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("said", "gpus", "name"),
-    [
-        ("GB10", 1, "NVIDIA GB10"),
-        ("RTX 3060 laptop", 1, "NVIDIA RTX 3060 Laptop"),
-        ("3060m", 1, "NVIDIA RTX 3060 Laptop"),
-        ("RTX 2050", 1, "NVIDIA RTX 2050 Laptop"),
-        ("7900 XTX", 1, "AMD RX 7900 XTX"),
-    ],
-)
-def test_machines_are_found_as_people_say_them(said, gpus, name):
-    machine = parse_hardware(said)
-    assert (len(machine.gpus), {gpu.name for gpu in machine.gpus}) == (gpus, {name})
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ("GTX 1080", "nearest: GTX 1080 Ti"),
-        ("RTX 6090 laptop", "nearest: RTX .* Laptop.*mem=8GiB"),
-        ("Tesla K80", "docs/gpus.md lists those that are"),
-    ],
-)
-def test_what_is_no_machine_gets_no_other_machine_for_a_hint(said, message):
-    with pytest.raises(HardwareError, match=message):
-        parse_hardware(said)
-
-
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -417,12 +340,10 @@ def refused(words: list[str], environment: dict[str, str] | None = None) -> str:
     ("words", "environment", "message"),
     [
         (["plan", "--config", "my"], {}, "my does not exist (looked in HERE); did you mean my.yaml?"),
-        (["plan", "--config", "my.yml"], {}, "did you mean my.yaml?"),
         (["plan", "--config", "mi.yaml"], {}, "did you mean my.yaml?"),
         (["plan", "--config", "rows.jsonl"], {}, "is a data file; CONFIG names a run YAML"),
         (["plan", "--config", "my.yaml"], {"SET": "train.epochs=2,train.seed=1"}, "SET='train.epochs=2 train.seed=1'"),
         (["plan", "--config", "my.yaml", "train.learning_rate=2e4"], {}, "did you mean 2e-4?"),
-        (["plan", "--config", "my.yaml", "train.learning_rate=25000"], {}, "did you mean 2.5e-4?"),
         (["plan", "--config", "my.yaml", "model.name=Qwen2.5-3B-Instruct"], {}, "the hub has it as Qwen/Qwen2.5-3B-"),
         (["plan", "--config", "my.yaml"], {"BUDGET": "0"}, "a shell reads $20 as $2 and 0: write BUDGET=20"),
         (["plan", "--config", "my.yaml"], {"BUDGET": "€20"}, "is not an amount of money"),
@@ -460,16 +381,10 @@ def test_a_shipped_config_is_found_by_its_name_whatever_lies_here(tmp_path, monk
 
 
 @build
-@pytest.mark.parametrize(
-    ("words", "environment", "message"),
-    [
-        (["push"], {}, "make push needs a repository of the hub: REPO=user/name"),
-        (["push", "--repo", "nobody"], {}, "REPO=nobody is not one"),
-        (["infer", "--input", "nope.jsonl"], {"OUTPUT": "x.jsonl"}, "INPUT=nope.jsonl does not exist"),
-        (["eval", "--data", "nope.jsonl"], {}, "DATA=nope.jsonl does not exist"),
-        (["export"], {}, "make export needs FORMAT="),
-    ],
-)
+@pytest.mark.parametrize(("words", "environment", "message"), [
+    (["push", "--repo", "nobody"], {}, "REPO=nobody names no user"),
+    (["infer", "--input", "nope.jsonl"], {"OUTPUT": "x.jsonl"}, "INPUT=nope.jsonl does not exist"),
+])  # fmt: skip
 def test_what_needs_no_library_is_refused_before_one_is_imported(words, environment, message, tmp_path):
     code = (
         "import sys; from sft_play.cli import main; code = main(sys.argv[1:]); "
@@ -481,35 +396,6 @@ def test_what_needs_no_library_is_refused_before_one_is_imported(words, environm
     )
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
-
-
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
-    from sft_play.models import config_json
-
-    asked = []
-
-    def silent(address, timeout):
-        asked.append(address)
-        raise TimeoutError
-
-    monkeypatch.setattr(config_json.socket, "create_connection", silent)
-    monkeypatch.setattr(config_json, "_failure_times", {})
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    assert [config_json.is_hub_reachable() for _ in range(4)] == [False] * 4
-    assert len(asked) == 1
-
-
-def test_the_settings_of_a_translation_are_options():
-    """Every answer of the table is written as an option that there is."""
-    paths = {
-        path
-        for row in other_tools.key_table().known_keys.values()
-        for meaning in row.translations.values()
-        for path in meaning.settings
-    }
-    assert len(paths) > 20
-    assert paths <= set(all_options())
 
 
 def test_a_secret_is_in_no_comment_wherever_it_stands():
