@@ -26,8 +26,10 @@ NO_LIMIT = 1 << 30
 ENDLESS: dict[str, Any] = {"on_missing_end": "train"}
 """For templates whose end of turn is no token of the tokenizer that they are tried with."""
 ODD = {"city": 'Bram "x" <b> & it\'s \\ é', "days": 3}
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "w", "parameters": {
-    "type": "object", "properties": {"city": {"type": "string", "description": "c"}}, "required": ["city"]}}}]  # fmt: skip
+PARAMETERS = {
+    "type": "object", "properties": {"city": {"type": "string", "description": "c"}}, "required": ["city"],
+}  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "w", "parameters": PARAMETERS}}]
 ESCAPED = ("&#34;", "&#39;", "&quot;", "&lt;", "&gt;", "&amp;")
 MISTRAL = ("v3", "v7_spm", "v7_audio")
 FEW = (
