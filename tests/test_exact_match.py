@@ -131,8 +131,15 @@ def check(template: str, tokenizer_of: Any, monkeypatch: Any) -> int:
 
 
 FAMILIES = (
-    *("cohere2", "deepseek_r1_distill", "deepseekv3", "gemma3", "gemma4", "glm4moe", "gptoss", "llama3_1", "phi3_5"),
-    *("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_instruct_2507", "nemotron_3_nano", "lfm2"),
+    "deepseek_r1_distill",
+    "deepseekv3",
+    "gemma4",
+    "glm4moe",
+    "gptoss",
+    "llama3_1",
+    "qwen3",
+    "qwen3_5_think",
+    "lfm2",
 )
 
 
@@ -191,12 +198,6 @@ def test_what_the_prompt_has_closed_is_not_asked_for_again(tokenizer_of):
     assert (tokenizer.decode(question.prompt_ids)[-15:], question.reference) == ("<think></think>", "There.")
 
 
-def test_an_answer_that_generation_would_cut_is_not_asked_for(tokenizer_of):
-    """gpt-oss ends think text with the token that ends the turns of its history."""
-    tokenizer = tokenizer_of(template_of("trl/gptoss"))
-    assert build_questions([conversation(THOUGHT)], renderer_of(tokenizer), tokenizer) == [None]
-
-
 def test_options_that_change_what_is_trained_change_what_is_compared(tokenizer_of):
     tokenizer = tokenizer_of(template_of("trl/qwen3"))
     [usual] = build_questions([conversation(PLAIN)], renderer_of(tokenizer), tokenizer)
@@ -234,26 +235,6 @@ def test_a_cut_row_is_compared_with_its_whole_answer(tokenizer_of):
     assert build_questions([long], renderer, tokenizer)[0].reference.strip() == long.messages[-1]["content"].strip()
     short = Renderer(tokenizer, DataConfig(), max_seq_len=10)
     assert build_questions([long], short, tokenizer) == [None]  # no room behind the prompt
-
-
-def test_an_end_that_training_adds_is_no_part_of_the_answer(tokenizer_of):
-    """The template leaves the last turn open; the next one's opener ends it."""
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    tokenizer = tokenizer_of(template)
-    renderer = renderer_of(tokenizer)
-    one = conversation(PLAIN)
-    assert renderer.render(one).added_end
-    assert build_questions([one], renderer, tokenizer)[0].reference == "There."
-
-
-def test_texts_that_spell_special_tokens_are_compared_as_they_are_written(tokenizer_of):
-    tokenizer = tokenizer_of(CHATML)
-    one = conversation([QUESTION, {"role": "assistant", "content": "Write <|im_end|> there."}])
-    [question] = build_questions([one], renderer_of(tokenizer), tokenizer)
-    assert question.reference == "Write <|im_end|> there."
 
 
 # --- a whole run ------------------------------------------------------------------------------------------------------
