@@ -101,14 +101,10 @@ def test_the_table_has_its_form(tool):
 
 
 NEUTRAL = {
-    "axolotl": "dataset_prepared_path: p",
-    "llamafactory": "overwrite_cache: true",
-    "swift": "model_author: me",
-    "torchtune": "optimizer_in_bwd: true",
-    "unsloth": "finetune_language_layers: true",
-    "trl": "dataset_train_split: train",
-    "transformers": "dataset_config_name: c",
-}
+    "axolotl": "dataset_prepared_path: p", "llamafactory": "overwrite_cache: true", "swift": "model_author: me",
+    "torchtune": "optimizer_in_bwd: true", "unsloth": "finetune_language_layers: true",
+    "trl": "dataset_train_split: train", "transformers": "dataset_config_name: c",
+}  # fmt: skip
 """A line of a file that tells the tool, and sets no option."""
 
 
