@@ -36,18 +36,6 @@ def problem(text: str, *overrides: str) -> str:
     return str(error.value)
 
 
-def test_a_users_config_works_as_it_stands():
-    config = load(
-        "model: {name: google/gemma-3-27b-it, max_seq_len: 2048}\n"
-        "tuning: {mode: qlora, backend: bnb}\n"
-        "train: {batch_size: auto, grad_accum: auto, bf16: true, gradient_checkpointing: true, "
-        "dataloader_num_workers: 4, dataloader_pin_memory: false}\n"
-    )
-    assert (config.model.max_seq_len, config.train.bf16, config.train.dataloader_num_workers) == (2048, True, 4)
-    assert config.train.effective_batch_size == 32
-    assert config.data.val_path == "data/processed/val.jsonl"
-
-
 @pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001", "1E-4", ".0001"])
 def test_a_learning_rate_is_a_number_however_it_is_written(text):
     assert load(MINIMAL + f"train: {{learning_rate: {text}}}").train.learning_rate == 0.0001
@@ -248,21 +236,6 @@ def test_a_shipped_config_has_a_header_loads_and_plans(file: Path):
     stated = re.search(r"Predicted peak: ([\d.]+) GiB allocated per GPU, micro-batch (\d+)", "\n".join(header))
     assert stated is not None
     assert (stated[1], int(stated[2])) == (f"{plan.memory.allocated / GIB:.1f}", plan.batch.micro_batch)
-
-
-@pytest.mark.parametrize(("given", "meant"), [
-    ("configs/run_gemma27b.yaml", "configs/run_gemma27b_distributed.yaml"),
-    ("run_gemma27b", "configs/run_gemma27b_distributed.yaml"),
-    ("run_lama70b.yaml", "configs/run_llama70b.yaml"),
-    ("configs/run_bnb2.yaml", "configs/run_bnb.yaml"),
-])  # fmt: skip
-def test_a_beginning_of_a_name_is_nearer_than_a_slip_and_a_name_alone_is_looked_for_in_configs_too(
-    given, meant, monkeypatch
-):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(ConfigError) as error:
-        load_config(given)
-    assert str(error.value).endswith(f"did you mean {meant}?")
 
 
 def test_of_names_that_begin_alike_the_nearest_is_meant_whatever_its_place():

@@ -53,20 +53,10 @@ def call(**arguments: Any) -> dict[str, Any]:
     return {"type": "function", "id": "Ab3dE6gH9", "function": {"name": "look", "arguments": arguments}}
 
 
-TOOLS = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look.",
-            "parameters": {
-                "type": "object",
-                "properties": {"place": {"type": "string", "description": "Where."}},
-                "required": ["place"],
-            },
-        },
-    },
-)
+PARAMETERS = {
+    "type": "object", "properties": {"place": {"type": "string", "description": "Where."}}, "required": ["place"],
+}  # fmt: skip
+TOOLS = ({"type": "function", "function": {"name": "look", "description": "Look.", "parameters": PARAMETERS}},)
 
 
 @pytest.fixture(scope="module")
@@ -305,12 +295,6 @@ def test_a_template_that_looks_into_texts_never_gets_another_rows_prompt(tokeniz
     template = prompting(LOOKING[name])
     for rows in (SHAPES_MIXED, SHAPES_MIXED[::-1]):
         accepted(tokenizer, make(template), rows, END)
-
-
-def test_most_rows_of_a_template_that_looks_into_texts_keep_their_mask(tokenizer, make):
-    # hello and poem are refused: the prompt continues with <x> there, and not in the marked copy
-    template = prompting("messages[-1].content == 'hello' or messages[-1].content.startswith('poem')")
-    assert accepted(tokenizer, make(template), SHAPES_MIXED, END) == len(SHAPES_MIXED) - 2
 
 
 FOLLOWED = (
@@ -608,27 +592,6 @@ def test_a_row_that_the_template_refuses_is_told_the_options_that_help(make, mes
     assert not isinstance(make(template, **options).render(Chat("f:1", merged)), BadRow)
 
 
-THINKS = (
-    EACH
-    + TURN
-    + DONE
-    + "{% if add_generation_prompt %}<|im_start|>{{ 'assistant' if tone == 'low' else 'model' }}\n{% endif %}"
-)
-
-
-def test_a_setting_of_the_template_that_may_make_a_row_exact_is_named(make):
-    chat = Chat("f:1", (user("q"), answer("a"), user("r"), answer("b")))
-    row = make(THINKS).render(chat)
-    assert isinstance(row, BadRow)
-    assert row.detail.endswith("; the template reads tone, which data.chat_template_kwargs sets")
-    made = make(THINKS, chat_template_kwargs={"tone": {"plain": "low"}}).render(chat)
-    assert isinstance(made, TokenRow)
-    assert made.untrained_turns == 0
-    other = make(THINKS.replace("tone", "'loud'")).render(chat)
-    assert isinstance(other, BadRow)
-    assert "chat_template_kwargs" not in other.detail
-
-
 BRANCHES = (
     "{% set style = style or 'plain' %}{% if not mode is defined %}{% set mode = 'fast' %}{% endif %}"
     "{% macro header(name, text) %}{% if text %}{% set shown = name ~ tone %}{% endif %}{{ shown }}{% endmacro %}"
@@ -650,13 +613,6 @@ UNPROMPTED = {
         "<|im_start|>system\nBe nice.<|im_end|>\n" + EACH + TURN + DONE, "<|im_start|>assistant\n"
     ),
 }  # fmt: skip
-PROMPTED = {
-    "chatml": EACH + TURN + DONE + ASK,
-    "a header after every turn": "{% for m in messages %}{{ m.content }}<|e|><|bot|>{% if m.role != 'user' %}<|x|>"
-    "{% endif %}{% endfor %}",
-    "no header": "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNPROMPTED)
@@ -674,13 +630,6 @@ def test_a_template_that_lost_its_generation_prompt_is_said_with_what_to_add(mak
     assert [row.text[start:end] for start, end in row.spans] == [
         header + mended.text[start:end] for start, end in mended.spans
     ]
-
-
-@pytest.mark.parametrize("name", PROMPTED)
-def test_templates_that_need_no_generation_prompt_are_not_warned_of(make, name):
-    row = make(PROMPTED[name]).render(Chat("f:1", (user("q"), answer("one"), user("r"), answer("two"))))
-    assert isinstance(row, TokenRow), row
-    assert not any("generation prompt" in note for note in row.notes)
 
 
 # Calls
@@ -972,19 +921,6 @@ def test_a_template_that_treats_special_tokens_in_texts_otherwise_is_refused_not
         assert "data.special_tokens_in_text=control" in row.reason or "rewrites" in row.reason
     else:
         assert "tojson" in looking
-
-
-def test_a_marker_inside_a_call_is_plain_text_and_ends_nothing(tokenizer, make):
-    template = (
-        EACH + "<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-        "{{ c.function | tojson }}{% endfor %}<|im_end|>\n" + DONE + ASK
-    )  # fmt: skip
-    row = make(template).render(Chat("f:1", (user("hello"), answer("", tool_calls=[call(a="<|im_end|>x")]))))
-    assert isinstance(row, TokenRow)
-    assert row.special_token_count == 1
-    # the end that the template wrote is the only control token
-    assert row.labels.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
-    assert trained(row, tokenizer) == ['{"name": "look", "arguments": {"a": "<|im_end|>x"}}<|im_end|>']
 
 
 # Real tokenizers.

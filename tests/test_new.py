@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -24,8 +23,6 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.config.options import find_option
 from sft_play.config.translated import format_run_yaml, translate_file
 from sft_play.data.infer_dataset import infer_dataset
-from sft_play.data.sources.examples import check_first_rows
-from sft_play.data.sources.files import find_data_paths
 from sft_play.diagnose.run_check import check_run
 from sft_play.errors import ConfigError, DataError, ModelError
 from sft_play.launch.planning import plan_run
@@ -134,23 +131,6 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
     fits = plan_run(config.model_copy(update={"tuning": lora}), hardware, include_suggestions=False).fits
     assert (config.tuning.mode == "lora") is fits
     assert plan_run(config, hardware, include_suggestions=False).fits
-
-
-@pytest.mark.parametrize(("model", "rows", "said"), [
-    ("Qwen/Qwen2.5-3B-Instruct", 400, "but a run here would stop: no GPU was detected here"),
-    ("Qwen/Qwen2.5-0.5B-Instruct", 4000, "hours on a CPU: a GPU takes minutes"),
-])  # fmt: skip
-def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model, rows, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
-    monkeypatch.setattr("sft_play.commands.lookups.detect_hardware", lambda: machine)
-    monkeypatch.setattr("sft_play.launch.refusals.find_unusable_accelerator", lambda devices: None)
-    row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"
-    Path("my.jsonl").write_text(row * rows)
-    text = written(model=model, data="my.jsonl").read_text()
-    (line,) = [one for one in text.splitlines(keepends=True) if one.startswith("# tuning.mode: ")]
-    assert said in line
-    assert line.count("on a CPU") == ("hours" in said)
 
 
 # --- another tool's file ----------------------------------------------------------------------------------------------
@@ -275,27 +255,6 @@ def test_hints_of_the_mode_agree_with_each_other(said, draw):
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_table_from_excel_is_told_the_encoding_and_then_the_columns(tmp_path):
-    path = tmp_path / "x.csv"
-    path.write_bytes("Frage;Antwort\nWie heißt du?;Ich heiße Änne – ja\n".encode("cp1252"))
-    data = config_from_text(f"model: {{name: a/b}}\ndata: {{train_path: {path}}}", name="x").data
-    with pytest.raises(DataError) as refused:
-        check_first_rows(data, find_data_paths(data), task_mode="sft")
-    assert "looks like cp1252): data.encoding=cp1252 in a run reads it so" in str(refused.value)
-    read = data.model_copy(update={"encoding": "cp1252"})
-    with pytest.raises(DataError, match=r"data\.columns=\{prompt: Frage, completion: Antwort\}"):
-        check_first_rows(read, find_data_paths(read), task_mode="sft")
-    columns = {"prompt": "Frage", "completion": "Antwort"}
-    read = read.model_copy(update={"columns": columns})
-    check_first_rows(read, find_data_paths(read), task_mode="sft")
-    look = infer_dataset(str(path))
-    assert (look.settings["data.encoding"], look.settings["data.columns"]) == ("cp1252", columns)
-    assert "not UTF-8, but cp1252 by its looks" in look.description
-    path.write_bytes(b"Frage;Antwort\nja\xff;nein\n")  # a stray byte is no encoding
-    with pytest.raises(DataError, match="damaged here"):
-        infer_dataset(str(path))
-
-
 def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = "".join(json.dumps({"prompt": f"q{n}", "completion": "a"}) + "\n" for n in range(60))
@@ -353,16 +312,6 @@ def test_slips_are_answered_with_what_was_meant(words, environment, message, tmp
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\n")
     assert message.replace("HERE", str(tmp_path)) in refused(words, environment)
-
-
-def test_values_that_only_look_like_slips_are_taken(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("my.yaml").write_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\n")
-    said = ["data.style.system=Say “hi”, x=y", "train.learning_rate=1", "output.name=a,b=c"]
-    config = load_config("my.yaml", overrides=read_request(["plan", "--config", "my.yaml", *said], {}).overrides).config
-    assert config.data.style.system == "Say “hi”, x=y"
-    for text, amount in (("$20", 20), ("20$", 20), ("20 USD", 20), ("2.5", 2.5), ("20usd", 20)):
-        assert read_request(["plan", "--config", "my.yaml"], {"BUDGET": text}).budget == amount
 
 
 def test_a_shipped_config_is_found_by_its_name_whatever_lies_here(tmp_path, monkeypatch):

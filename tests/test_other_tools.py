@@ -176,18 +176,6 @@ def test_a_secret_is_not_shown():
     assert 'value "<pad>"' in problems(MINIMAL + "pad_token: <pad>")[0]
 
 
-@pytest.mark.parametrize(
-    ("line", "hint"),
-    [
-        ("train: {learing_rate: 1e-4}", "did you mean train.learning_rate?"),
-        ("train: {epoch: 2}", "did you mean train.epochs?"),
-        ("trian: {epochs: 2}", "did you mean train?"),
-    ],
-)
-def test_a_misspelt_key_is_guessed_at(line, hint):
-    assert problems(MINIMAL + line)[0].endswith(hint)
-
-
 @pytest.mark.parametrize("key", ["banana", "my_own_thing", "notes", "wheels", "author"])
 def test_a_key_of_nobody_is_not_guessed_at(key):
     assert "the root takes model, task_mode" in problems(MINIMAL + f"{key}: 1")[0]

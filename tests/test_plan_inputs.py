@@ -233,18 +233,6 @@ def test_the_launch_command_is_read_as_it_was_given(overrides, monkeypatch):
     assert load_config(request.config, overrides=request.overrides).config == loaded.config
 
 
-def test_out_writes_into_a_device_and_leaves_it_there(command: Command, tmp_path: Path):
-    device = Path("/dev/null")
-    code, _ = command("plan", "--config", LORA, "--hardware", "1xH100", "--out", str(device))
-    assert (code, device.is_char_device()) == (0, True)
-    target, link = tmp_path / "target.json", tmp_path / "link.json"
-    target.write_text("{}")
-    link.symlink_to(target)
-    command("plan", "--config", LORA, "--hardware", "1xH100", "--out", str(link))
-    assert link.is_symlink()
-    assert json.loads(target.read_text())["fits"] is True
-
-
 STORED = [
     ({"quant_method": "gptq"}, "qlora", "(gptq)"),
     *[({"quant_method": "mxfp4"}, mode, None) for mode in ("lora", "qlora", "full")],
