@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.generate import REFERENCE, SCHEMA, json_schema, reference_yaml
 from sft_play.config.load import config_from_text, differing_options, load_config, resolved_config, split_overrides
-from sft_play.config.options import all_options, sections
+from sft_play.config.options import all_options
 from sft_play.config.yaml_io import parse_yaml
 from sft_play.errors import ConfigError
 from sft_play.machine.hardware import parse_hardware
@@ -36,18 +36,6 @@ def problem(text: str, *overrides: str) -> str:
     return str(error.value)
 
 
-def test_a_users_config_works_as_it_stands():
-    config = load(
-        "model: {name: google/gemma-3-27b-it, max_seq_len: 2048}\n"
-        "tuning: {mode: qlora, backend: bnb}\n"
-        "train: {batch_size: auto, grad_accum: auto, bf16: true, gradient_checkpointing: true, "
-        "dataloader_num_workers: 4, dataloader_pin_memory: false}\n"
-    )
-    assert (config.model.max_seq_len, config.train.bf16, config.train.dataloader_num_workers) == (2048, True, 4)
-    assert config.train.effective_batch_size == 32
-    assert config.data.val_path == "data/processed/val.jsonl"
-
-
 @pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001", "1E-4", ".0001"])
 def test_a_learning_rate_is_a_number_however_it_is_written(text):
     assert load(MINIMAL + f"train: {{learning_rate: {text}}}").train.learning_rate == 0.0001
@@ -58,28 +46,25 @@ def test_a_learning_rate_is_a_number_however_it_is_written(text):
     [
         ("train: {bf16: off}", 'expected auto or true or false, found "off"; write false'),
         ("train: {gradient_checkpointing: yes}", 'found "yes"; write true'),
-        ("train: {seed: 0123}", "write the number without separators and leading zeros"),
         ("train: {seed: 1_000}", "write the number without separators and leading zeros"),
         ("train: {epochs: 12:30:45}", 'expected a number above 0, found "12:30:45"'),
         ("output: {name: 1.10}", 'put it in quotes: "1.10"'),
-        ("output: {name: true}", 'put it in quotes: "true"'),
         ("train: {report_to: no}", "expected a list of tensorboard, wandb, mlflow or trackio"),
         ("train: {learning_rate: abc}", 'expected auto or a number above 0, found "abc"'),
-        ("train: {learning_rate: .inf}", "found .inf"),
         ("train: {learning_rate: .nan}", "found .nan"),
-        ("train: {learning_rate: -1e-4}", "expected auto or a number above 0, found -1e-4"),
         ("train: {batch_size: 2.5}", "expected auto or a whole number of at least 1, found 2.5"),
         ("train: {optim: adamw_torhc}", "did you mean adamw_torch?"),
         ("train: {learing_rate: 1e-4}", "unknown key (value 1e-4); did you mean train.learning_rate?"),
         ("learning_rate: 1e-4", "it belongs at train.learning_rate"),
-        ("train: {num_train_epochs: 3}", "here it is train.epochs"),
         ("train: 3", "expected a section, found 3"),
+        ("train: {device: gpu}", 'train.device: expected auto or cpu, found "gpu"\n'),  # no misspelt cpu
+        ("train: {device: cpuu}", "did you mean cpu?"),
         ("tuning: {lora: {r: null}}", "give a value or remove the key"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_to_do(yaml_text, message):
     text = problem(MINIMAL + yaml_text)
-    assert message in text
+    assert message in f"{text}\n"
     assert "run.yaml:2" in text
 
 
@@ -91,19 +76,20 @@ def test_all_problems_come_at_once_each_with_its_line():
     assert "first on line 5" in text
 
 
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "the file is empty"),
-        ("# only a comment\n", "the file is empty"),
         ("- model: gpt2\n", "the root is a list"),
-        ("gpt2", "the root is the value"),
         ("model:\n\tname: gpt2\n", "indent with spaces, not tabs"),
         ("model: {name: a: b}\n", 'put a value that contains ": " in quotes'),
         ("model: {name: gpt2}\n---\nmodel: {name: gpt2}\n", "found another document"),
         ("model: {name: !!python/object/apply:os.system [id]}\n", "is refused"),
-        ("model: {name: !env HF_TOKEN}\n", "is refused"),
         ("a: &a [*a]\n", "aliases expand without end"),
+        (BOMB, "aliases expand without end"),
         ("model: {name: gpt2}\n? [1, 2]\n: 3\n", "a key must be a word"),
         ("task_mode: sft\n", "model: missing"),
         ("model: {name: 'x\x00y'}\n", "is not allowed in YAML"),
@@ -111,17 +97,6 @@ def test_all_problems_come_at_once_each_with_its_line():
 )
 def test_what_is_no_run_yaml_says_so(text, message):
     assert message in problem(text)
-
-
-def test_aliases_that_double_without_end_are_stopped():
-    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
-    assert "aliases expand without end" in problem(bomb)
-
-
-def test_yaml_constructs_no_objects(tmp_path):
-    marker = tmp_path / "ran"
-    problem(f"model: {{name: !!python/object/apply:os.mkdir [{marker}]}}\n")
-    assert not marker.exists()
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
@@ -136,14 +111,6 @@ def test_the_bad_yaml_fixtures_each_get_one_clear_message(command, origin):
         assert file.name in printed
 
 
-def test_a_missing_config_lists_those_there_are(tmp_path, command, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    code, printed = command("plan", "--config", "configs/run_bmb.yaml")
-    assert code == 2
-    assert "configs/run_bmb.yaml does not exist" in printed
-    assert "configs/run_bnb.yaml" in printed
-
-
 def test_a_config_that_is_not_utf8_names_the_byte(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_bytes(b"model: {name: gpt2}\n# caf\xe9\n")
@@ -155,13 +122,10 @@ def test_a_config_that_is_not_utf8_names_the_byte(tmp_path):
     ("override", "path", "value"),
     [
         ("train.epochs=1", ("train", "epochs"), 1),
-        ("model.max_seq_len=1024", ("model", "max_seq_len"), 1024),
-        ("train.learning_rate=2e-4", ("train", "learning_rate"), 2e-4),
         ("tuning.lora.target_modules=[q_proj,v_proj]", ("tuning", "lora", "target_modules"), ("q_proj", "v_proj")),
         ("data.val_path=null", ("data", "val_path"), None),
         ("data.columns={prompt: q}", ("data", "columns"), {"prompt": "q"}),
         ("output.name=a=b", ("output", "name"), "a=b"),
-        ("train.report_to=[]", ("train", "report_to"), ()),
     ],
 )
 def test_an_override_sets_any_leaf(override, path, value):
@@ -171,20 +135,13 @@ def test_an_override_sets_any_leaf(override, path, value):
     assert found == value
 
 
-def test_the_last_override_of_a_key_wins():
-    assert load(MINIMAL, "train.epochs=1", "train.epochs=2").train.epochs == 2
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("train.epoch=1", "did you mean train.epochs?"),
-        ("epochs=1", "it belongs at train.epochs"),
         ("train.epochs", "is not key=value"),
-        ("=1", "is not key=value"),
         ("train.epochs=[", "not valid YAML"),
         ("train.epochs.x=1", "train.epochs"),
-        ("train=1", "expected a section"),
         ("model.name=", "give a value or remove the key"),
     ],
 )
@@ -200,17 +157,14 @@ def test_set_is_split_as_a_shell_would_without_running_anything(tmp_path):
     assert words[0] == "a=b c"
     assert words[1] == f"d=e; touch {marker}"
     assert not marker.exists()
+    with pytest.raises(ConfigError, match="close the quote"):
+        split_overrides("a='b")
 
 
 def test_a_list_whose_quotes_were_eaten_reads_as_meant():
     words = split_overrides("model.mesh_shape=[[1, 1], [fsdp, tp]] train.epochs=2")
     assert words == ["model.mesh_shape=[[1, 1], [fsdp, tp]]", "train.epochs=2"]
     assert load(MINIMAL, *words).model.mesh_shape == ((1, 1), ("fsdp", "tp"))
-
-
-def test_an_open_quote_in_set_is_named():
-    with pytest.raises(ConfigError, match="close the quote"):
-        split_overrides("a='b")
 
 
 @pytest.mark.parametrize(
@@ -230,22 +184,10 @@ def test_keys_that_disagree_are_named(text, message):
     assert message in problem(MINIMAL + text)
 
 
-def test_a_config_is_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        load(MINIMAL).train.epochs = 3
-
-
-def test_every_leaf_has_a_docstring_an_owner_and_words_for_its_values():
-    assert len(all_options()) > 50
-    for leaf in all_options().values():
-        assert leaf.doc, leaf.path
-        assert leaf.owner, leaf.path
-        assert leaf.accepted_values, leaf.path
-
-
-def test_no_docstring_of_an_option_stands_twice():
-    docs = [leaf.doc for leaf in all_options().values()]
-    assert len(docs) == len(set(docs))
+def test_every_leaf_has_a_docstring_of_its_own_an_owner_and_words_for_its_values():
+    leaves = all_options().values()
+    assert len({leaf.doc for leaf in leaves}) == len(leaves) > 50
+    assert all(leaf.doc and leaf.owner and leaf.accepted_values for leaf in leaves)
 
 
 def test_the_reference_is_current_and_a_valid_run_yaml_with_every_key():
@@ -273,23 +215,6 @@ def test_the_json_schema_is_current_and_accepts_every_shipped_config():
 
 
 SHIPPED = sorted((ROOT / "configs").glob("run_*.yaml"))
-EXPECTED = {
-    "run_starter",
-    "run_bnb",
-    "run_lora",
-    "run_full",
-    "run_unsloth",
-    "run_dapt",
-    "run_mixed",
-    "run_stages",
-    "run_qwen32b",
-    "run_gemma27b_distributed",
-    "run_llama70b",
-}
-
-
-def test_the_shipped_configs_are_all_there():
-    assert {file.stem for file in SHIPPED} == EXPECTED
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
@@ -305,56 +230,12 @@ def test_a_shipped_config_has_a_header_loads_and_plans(file: Path):
     machine = parse_hardware(hardware[1])
     plan = make_plan(PlanRequest(config, load_model_shape(config.model.name), machine))
     assert plan.fits
+    # the command is the one that spreads over GPUs where the plan does
+    target = "train" if plan.layout == "single" else "train-distributed"
+    assert f"# Command: make {target} CONFIG=configs/{file.name}" in header
     stated = re.search(r"Predicted peak: ([\d.]+) GiB allocated per GPU, micro-batch (\d+)", "\n".join(header))
     assert stated is not None
     assert (stated[1], int(stated[2])) == (f"{plan.memory.allocated / GIB:.1f}", plan.batch.micro_batch)
-
-
-def test_sections_and_leaves_do_not_overlap():
-    assert not set(sections()) & set(all_options())
-
-
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
-def test_the_command_of_a_header_starts_the_layout_that_it_is_for(file: Path):
-    """Where the plan for the header's machine spreads over GPUs, the command is the one that spreads."""
-    header = "\n".join(line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
-    (command,) = re.findall(r"^# Command: (.*)$", header, re.MULTILINE)
-    config = load_config(file).config
-    machine = re.search(r"HARDWARE=([^)]+)\)", header)
-    layout = (
-        make_plan(PlanRequest(config, load_model_shape(config.model.name), parse_hardware(machine[1]))).layout
-        if machine
-        else "single"
-    )
-    target = "train" if layout == "single" else "train-distributed"
-    assert command == f"make {target} CONFIG=configs/{file.name}"
-
-
-def test_gpu_is_not_taken_for_a_misspelt_cpu():
-    with pytest.raises(ConfigError) as caught:
-        config_from_text("model: {name: x}\ntrain: {device: gpu}", name="run.yaml")
-    assert 'train.device: expected auto or cpu, found "gpu"' in str(caught.value)
-    assert "did you mean" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"did you mean cpu\?"):
-        config_from_text("model: {name: x}\ntrain: {device: cpuu}", name="run.yaml")
-
-
-@pytest.mark.parametrize(("given", "meant"), [
-    ("configs/run_gemma27b.yaml", "configs/run_gemma27b_distributed.yaml"),
-    ("configs/run_gemma27b.yml", "configs/run_gemma27b_distributed.yaml"),
-    ("run_gemma27b", "configs/run_gemma27b_distributed.yaml"),
-    ("run_qwen", "configs/run_qwen32b.yaml"),
-    ("run_star.yaml", "configs/run_starter.yaml"),
-    ("run_lama70b.yaml", "configs/run_llama70b.yaml"),
-    ("configs/run_bnb2.yaml", "configs/run_bnb.yaml"),
-])  # fmt: skip
-def test_a_beginning_of_a_name_is_nearer_than_a_slip_and_a_name_alone_is_looked_for_in_configs_too(
-    given, meant, monkeypatch
-):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(ConfigError) as error:
-        load_config(given)
-    assert str(error.value).endswith(f"did you mean {meant}?")
 
 
 def test_of_names_that_begin_alike_the_nearest_is_meant_whatever_its_place():
@@ -384,10 +265,5 @@ def test_a_missing_run_yaml_names_those_beside_it_or_the_shipped_ones(tmp_path, 
 
 @pytest.mark.parametrize("text", ["model: {name: “Qwen/Qwen2.5-3B-Instruct”}", "model: {name: ‘x’}"])
 def test_typographic_quotes_around_a_value_are_refused(text):
-    with pytest.raises(ConfigError, match=r"model\.name: is in typographic quotes"):
-        config_from_text(text, name="run.yaml")
-
-
-def test_typographic_quotes_in_a_setting_are_refused():
-    with pytest.raises(ConfigError, match=r"output\.name: is in typographic quotes"):
-        config_from_text("model: {name: x}", name="run.yaml", overrides=["output.name=„x“"])
+    assert "model.name: is in typographic quotes" in problem(text)
+    assert "output.name: is in typographic quotes" in problem(MINIMAL, "output.name=„x“")

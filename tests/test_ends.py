@@ -20,9 +20,9 @@ from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
-from tests.bundled import template_of, there
 from tests.conftest import chat
 from tests.models import CHATML, make_tokenizer
+from tests.test_masks import TOOLS, answer, call, tool, user
 
 EACH, DONE = "{% for m in messages %}", "{% endfor %}"
 TOKENS = ["<|user|>", "<|assistant|>", "<|observation|>", "<|end_text|>", "<|end_turn|>", "<|end|>", "<|return|>"]
@@ -97,21 +97,7 @@ def make(tokenizer):
     return made
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def answer(text: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
-
-
-def call(place: str) -> dict[str, Any]:
-    return {"type": "function", "id": "Ab3dE6gH9", "function": {"name": "look", "arguments": {"place": place}}}
-
-
-RESULT = {"role": "tool", "content": "rain", "name": "look", "tool_call_id": "Ab3dE6gH9"}
-TOOLS = ({"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {
-    "type": "object", "properties": {"place": {"type": "string", "description": "Where."}}}}},)  # fmt: skip
+RESULT = tool("rain")
 TWO = (user("one"), answer("two"), user("three"), answer("four"))
 
 
@@ -123,11 +109,13 @@ def trained(row: TokenRow | BadRow) -> list[str]:
 # The end is what stands behind a turn whatever follows.
 
 
-def test_both_of_two_end_tokens_are_trained(make):
-    assert trained(make(TWO_ENDS).render(Chat("f:1", TWO))) == [
-        "two<|end_text|><|end_turn|>",
-        "four<|end_text|><|end_turn|>",
-    ]
+@pytest.mark.parametrize(("template", "ends", "added"), [
+    (TWO_ENDS, ["<|end_text|><|end_turn|>"] * 2, ""), (RETURNS, ["<|end|>", "<|return|>"], ""),
+    (BETWEEN, ["<|end|>"] * 2, "<|end|>"),  # written between turns only, it is added behind the last
+])  # fmt: skip
+def test_an_answer_is_trained_through_its_own_end(make, template, ends, added):
+    row = make(template).render(Chat("f:1", TWO))
+    assert (trained(row), row.added_end) == ([f"two{ends[0]}", f"four{ends[1]}"], added)
 
 
 def test_an_end_that_questions_have_too_does_not_hide_the_one_behind_it(make):
@@ -137,11 +125,6 @@ def test_an_end_that_questions_have_too_does_not_hide_the_one_behind_it(make):
         assert [text.split("</think>")[-1] for text in texts] == [
             f"{word}<|end_text|><|end_turn|>" for word in ("two", "four")
         ]
-
-
-def test_the_last_answer_may_have_another_end_than_the_others(make):
-    row = make(RETURNS).render(Chat("f:1", TWO))
-    assert trained(row) == ["two<|end|>", "four<|return|>"]
 
 
 # Where no turn is closed, the token that opens the next one ends it.
@@ -157,27 +140,17 @@ def test_the_token_that_opens_the_next_turn_ends_one_that_is_not_closed(make, to
 
 
 def test_behind_calls_it_is_the_token_that_opens_the_result(make):
-    calls = answer("", tool_calls=[call("here")])
+    calls = answer("", tool_calls=[call(place="here")])
     row = make(OPENED).render(Chat("f:1", (user("one"), calls, RESULT, answer("wet")), TOOLS))
     called = "\n<tool_call>look<arg>here</arg></tool_call><|observation|>"
     assert trained(row) == [called, "\nwet<|user|>"]
     row = make(OPENED).render(Chat("f:2", (user("one"), calls), TOOLS))
     assert (trained(row), row.added_end) == ([called], "<|observation|>")
-
-
-def test_nothing_is_added_behind_a_question(make):
-    row = make(OPENED).render(Chat("f:1", TWO[:3]))
+    # nothing is added behind a question, and no answer is ended by the header of another one
+    row = make(OPENED).render(Chat("f:3", TWO[:3]))
     assert (trained(row), row.added_end) == (["\ntwo<|user|>"], "")
-
-
-def test_an_answer_before_another_answer_is_not_ended_by_its_header(make):
-    row = make(OPENED).render(Chat("f:1", (user("one"), answer("two"), answer("three"))))
+    row = make(OPENED).render(Chat("f:4", (user("one"), answer("two"), answer("three"))))
     assert (trained(row), row.untrained_turns) == (["\nthree<|user|>"], 1)
-
-
-def test_an_end_that_is_written_between_turns_only_is_added_behind_the_last(make):
-    row = make(BETWEEN).render(Chat("f:1", TWO))
-    assert (trained(row), row.added_end) == (["two<|end|>", "four<|end|>"], "<|end|>")
 
 
 def test_special_tokens_in_texts_stay_text_beside_an_added_end(make):
@@ -194,7 +167,7 @@ def test_glm_is_trained_as_trls_training_template_trains_it(make, tokenizer):
 
     templates = Path(trl.__file__).parent / "chat_templates"
     own, theirs = ((templates / f"glm4moe{name}.jinja").read_text(encoding="utf-8") for name in ("", "_training"))
-    calls = answer("", tool_calls=[call("here")])
+    calls = answer("", tool_calls=[call(place="here")])
     for messages, tools in (
         (TWO, ()),
         ((user("one"), calls, RESULT, answer("wet")), TOOLS),
@@ -244,23 +217,9 @@ def test_check_and_train_agree_that_such_a_run_stops(tiny_llama, tmp_path, comma
     config = config_of(tmp_path, tiny_llama, NOTHING)
     for name in ("check", "train"):
         code, text = command(name, "--config", str(config))
-        assert code == 2
-        assert NO_END_TOKEN in text
-        assert "data.on_missing_end=train" in text
-        assert "Ready to train" not in text
+        assert (code, NO_END_TOKEN in text, "data.on_missing_end=train" in text) == (2, True, True)
     code, text = command("check", "--config", str(config), "data.on_missing_end=train")
     assert (code, "Ready to train" in text) == (0, True)
-    assert "they are trained because data.on_missing_end=train" in text
-
-
-def test_check_says_which_end_is_added(tiny_llama, tmp_path, command):
-    opened = (
-        EACH + "{{ m.role[:0] }}{{ '<|im_start|>' if m.role == 'user' else '<|endoftext|>' }}{{ m.content }}" + DONE
-    )
-    config = config_of(tmp_path, tiny_llama, opened + asks("<|endoftext|>"))
-    code, text = command("check", "--config", str(config))
-    assert code == 0
-    assert "<|im_start|> after 8 rows is added" in " ".join(text.split())
 
 
 # A turn that nobody asked for begins where it would behind a question.
@@ -275,17 +234,6 @@ def test_the_header_of_a_leading_answer_is_not_trained(make, template):
     assert [text.split("<")[0] for text in trained(row)] == ["two", "three"]
 
 
-LEADING = ("bundled/history", "bundled/tools", "bundled/generation", "trl/qwen3",
-           "llama.cpp/ibm-granite-granite-4.0", "llama.cpp/GigaChat3.1-10B-A1.8B")  # fmt: skip
-
-
-@pytest.mark.parametrize("name", there(LEADING))
-def test_real_templates_train_no_header_of_a_leading_answer(make, name):
-    row = make(template_of(name), on_missing_end="train").render(Chat("f:1", (answer("hello"), *TWO)))
-    assert not any("assistant" in text for text in trained(row))
-    assert "hello" in trained(row)[0]
-
-
 # Think text.
 
 QWEN = (
@@ -298,7 +246,7 @@ QWEN = (
 
 @pytest.mark.parametrize(
     "text",
-    ["<think>a</think>b</think>c", "a</think>b</think>c", "a<think>b</think>c", "<think>a</think>b<think>c</think>d"],
+    ["<think>a</think>b</think>c", "a<think>b</think>c", "<think>a</think>b<think>c</think>d"],
 )
 def test_text_outside_of_think_marks_is_never_counted_as_thought(make, text):
     for messages in ((user("q"), answer(text)), (user("q"), answer(text), user("r"), answer("s"))):

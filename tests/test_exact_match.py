@@ -131,8 +131,15 @@ def check(template: str, tokenizer_of: Any, monkeypatch: Any) -> int:
 
 
 FAMILIES = (
-    *("cohere2", "deepseek_r1_distill", "deepseekv3", "gemma3", "gemma4", "glm4moe", "gptoss", "llama3_1", "phi3_5"),
-    *("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_instruct_2507", "nemotron_3_nano", "lfm2"),
+    "deepseek_r1_distill",
+    "deepseekv3",
+    "gemma4",
+    "glm4moe",
+    "gptoss",
+    "llama3_1",
+    "qwen3",
+    "qwen3_5_think",
+    "lfm2",
 )
 
 
@@ -191,12 +198,6 @@ def test_what_the_prompt_has_closed_is_not_asked_for_again(tokenizer_of):
     assert (tokenizer.decode(question.prompt_ids)[-15:], question.reference) == ("<think></think>", "There.")
 
 
-def test_an_answer_that_generation_would_cut_is_not_asked_for(tokenizer_of):
-    """gpt-oss ends think text with the token that ends the turns of its history."""
-    tokenizer = tokenizer_of(template_of("trl/gptoss"))
-    assert build_questions([conversation(THOUGHT)], renderer_of(tokenizer), tokenizer) == [None]
-
-
 def test_options_that_change_what_is_trained_change_what_is_compared(tokenizer_of):
     tokenizer = tokenizer_of(template_of("trl/qwen3"))
     [usual] = build_questions([conversation(PLAIN)], renderer_of(tokenizer), tokenizer)
@@ -236,26 +237,6 @@ def test_a_cut_row_is_compared_with_its_whole_answer(tokenizer_of):
     assert build_questions([long], short, tokenizer) == [None]  # no room behind the prompt
 
 
-def test_an_end_that_training_adds_is_no_part_of_the_answer(tokenizer_of):
-    """The template leaves the last turn open; the next one's opener ends it."""
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    tokenizer = tokenizer_of(template)
-    renderer = renderer_of(tokenizer)
-    one = conversation(PLAIN)
-    assert renderer.render(one).added_end
-    assert build_questions([one], renderer, tokenizer)[0].reference == "There."
-
-
-def test_texts_that_spell_special_tokens_are_compared_as_they_are_written(tokenizer_of):
-    tokenizer = tokenizer_of(CHATML)
-    one = conversation([QUESTION, {"role": "assistant", "content": "Write <|im_end|> there."}])
-    [question] = build_questions([one], renderer_of(tokenizer), tokenizer)
-    assert question.reference == "Write <|im_end|> there."
-
-
 # --- a whole run ------------------------------------------------------------------------------------------------------
 
 
@@ -281,19 +262,12 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
     )
     tokenizer = AutoTokenizer.from_pretrained(base)
     rendered = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]
-    prompts = [tokenizer.apply_chat_template(row["messages"][:-1], tokenize=False, add_generation_prompt=True)
-               for row in rows]  # fmt: skip
-    written = {
-        tuple(tokenizer(prompt)["input_ids"]): tuple(tokenizer(text[len(prompt) :])["input_ids"])
-        for prompt, text in zip(prompts, rendered, strict=True)
-    }
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    monkeypatch.setattr(
-        exact_match, "_generate",
-        lambda model, tokenizer, asked, stop, new: [
-            written[tuple(one)][: written[tuple(one)].index(end) + 1] for one in asked
-        ],
-    )  # fmt: skip
+    end, written = tokenizer.convert_tokens_to_ids("<|im_end|>"), {}
+    for row, text in zip(rows, rendered, strict=True):
+        prompt = tokenizer.apply_chat_template(row["messages"][:-1], tokenize=False, add_generation_prompt=True)
+        answer = tokenizer(text[len(prompt) :])["input_ids"]
+        written[tuple(tokenizer(prompt)["input_ids"])] = tuple(answer[: answer.index(end) + 1])
+    monkeypatch.setattr(exact_match, "_generate", lambda _, __, asked, *___: [written[tuple(one)] for one in asked])
     code, printed = command("train", "--config", str(tmp_path / "run.yaml"))
     assert code == 0, printed
     folder = tmp_path / "outputs" / "one"
@@ -303,17 +277,12 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
     for when in ("before", "after"):
         assert (summary[when]["exact_match"], summary[when]["generated_rows"]) == (1.0, 3)
     assert f"Held-out exact match of 3 answers (val, {held_out} rows): 100.0% before, 100.0% after" in printed
-    assert "exact match 100.0% of 3 rows" in printed
     assert [one["generated_rows"] for one in summary["evaluations"]] == [3] * len(summary["evaluations"])
     assert summary["samples"][0]["right"]
     assert summary["samples"][0]["expected"].startswith("<think>\n\n</think>\n\nit is ")
-    card = (folder / "adapter" / "README.md").read_text()
-    assert f"| {held_out} validation rows | before | after |" in card
-    assert "| exact match of 3 answers | 100.0% | 100.0% |" in card
-    assert "exact match 100.0% of 3 rows" in command("runs", "--config", str(tmp_path / "run.yaml"))[1]
+    assert "| exact match of 3 answers | 100.0% | 100.0% |" in (folder / "adapter" / "README.md").read_text()
     assert "100.0% → 100.0% of 3 rows" in (folder / "report.html").read_text()
     compared = compare_results([read_record(RunFolder(folder))])
     assert compared["generated_rows_after"] == compared["val_generated_rows"] == (3,)
-    run = find_finished_run(tmp_path / "outputs", "one")
-    figures = {one.name: one for one in evaluate_run(run, metrics=["exact_match", "rouge_l", "chrf"]).comparisons}
-    assert [figures[name].tuned for name in ("exact_match", "rouge_l", "chrf")] == pytest.approx([1.0, 1.0, 100.0])
+    evaluated = evaluate_run(find_finished_run(tmp_path / "outputs", "one"), metrics=["exact_match", "chrf"])
+    assert sorted(one.tuned for one in evaluated.comparisons if one.name in ("exact_match", "chrf")) == [1.0, 100.0]

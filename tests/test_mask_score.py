@@ -81,6 +81,7 @@ def test_the_score_is_the_same_twice_and_holds_the_fixed_fields(made, templates,
     words = ("mask-score", "--templates", str(ends), "--tokenizer", str(tokenizer), "--out", str(out))
     code, text = command(*words)
     assert code == 0
+    assert "| plain.jinja | prefix | prefix | prefix | — | prefix | prefix | prefix | — |" in text
     assert "12 of 18 cases that render are exact (66.7%), 6 are refused, 0 are wrong; 30 cannot be rendered" in text
     rows = json.loads(out.read_text(encoding="utf-8"))
     assert all(list(row) == FIELDS and all(isinstance(value, str) for value in row.values()) for row in rows)
@@ -88,28 +89,16 @@ def test_the_score_is_the_same_twice_and_holds_the_fixed_fields(made, templates,
     assert [list(row.items()) for row in rows] == before
 
 
-def test_the_table_shows_methods_refusals_and_what_cannot_be_rendered(made):
-    lines = made.lines()
-    assert lines[0] == HEADER
-    assert "| plain.jinja | prefix | prefix | prefix | — | prefix | prefix | prefix | — |" in lines
-    assert "| a/otherwise.jinja | refused | refused | refused | — | refused | refused | refused | — |" in lines
-    assert "| a/broken.jinja2 | — | — | — | — | — | — | — | — |" in lines
-
-
-@pytest.mark.parametrize("name", ["absent", "empty", "file.jinja"])
-def test_a_folder_without_templates_is_named(tmp_path, tokenizer, name):
+@pytest.mark.parametrize(("name", "said"), [
+    ("absent", "is not a folder"), ("empty", "holds no templates"), ("file.jinja", "give the folder that holds it"),
+])  # fmt: skip
+def test_a_folder_without_templates_or_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path, tokenizer, name, said):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.jinja").write_text(CHATML)
-    said = {"absent": "is not a folder", "empty": "holds no templates", "file.jinja": "give the folder that holds it"}
-    with pytest.raises(ConfigError, match=said[name]):
+    with pytest.raises(ConfigError, match=said):
         score(tmp_path / name, str(tokenizer))
-
-
-@pytest.mark.parametrize("name", ["", "/no/such/folder", "empty", "nobody/nothing-of-this-name"])
-def test_a_tokenizer_that_cannot_be_loaded_is_named(templates, name):
-    given = str(templates / "a") if name == "empty" else name
     with pytest.raises(TokenizerError, match="TOKENIZER"):
-        score(templates, given)
+        score(tmp_path, str(tmp_path / name))
 
 
 # Layouts in which right masks were called wrong, or wrong ones right.
@@ -201,23 +190,9 @@ def one_more(ids: list[int], labels: list[int]) -> list[int]:
     return [*labels[: at + 1], ids[at + 1], *labels[at + 2 :]]
 
 
-def one_less(ids: list[int], labels: list[int]) -> list[int]:
-    at = max(index for index, label in enumerate(labels) if label != IGNORED)
-    return [*labels[:at], IGNORED, *labels[at + 1 :]]
-
-
-def later(ids: list[int], labels: list[int]) -> list[int]:
-    at = next(index for index, label in enumerate(labels) if label != IGNORED)
-    return [*labels[:at], IGNORED, *labels[at + 1 :]]
-
-
 def earlier(ids: list[int], labels: list[int]) -> list[int]:
     at = next(index for index, label in enumerate(labels) if label != IGNORED)
     return [*labels[: at - 1], ids[at - 1], *labels[at:]]
-
-
-def everything(ids: list[int], labels: list[int]) -> list[int]:
-    return ids
 
 
 def another_token(ids: list[int], labels: list[int]) -> list[int]:
@@ -225,11 +200,7 @@ def another_token(ids: list[int], labels: list[int]) -> list[int]:
     return [*labels[:at], labels[at] + 1, *labels[at + 1 :]]
 
 
-def nothing(ids: list[int], labels: list[int]) -> list[int]:
-    return [IGNORED] * len(labels)
-
-
-@pytest.mark.parametrize("change", [one_more, one_less, later, earlier, everything, another_token, nothing])
+@pytest.mark.parametrize("change", [one_more, earlier, another_token])
 def test_a_mask_that_is_wrong_by_one_token_is_found(monkeypatch, tokenizer, tmp_path, change):
     rows = [row for row in bent(change, monkeypatch, tokenizer, tmp_path) if row.verdict != "cannot_render"]
     assert len(rows) == 6
@@ -240,9 +211,7 @@ def test_a_mask_that_is_wrong_by_one_token_is_found(monkeypatch, tokenizer, tmp_
 def test_a_wrong_mask_makes_the_command_fail(monkeypatch, tokenizer, tmp_path, command):
     bent(one_more, monkeypatch, tokenizer, tmp_path)
     code, text = command("mask-score", "--templates", str(tmp_path), "--tokenizer", str(tokenizer))
-    assert code != 0
-    assert "WRONG" in text
-    assert "chatml.jinja, single_turn: wrong: " in text
+    assert (code != 0, "WRONG" in text, "chatml.jinja, single_turn: wrong: " in text) == (True, True, True)
 
 
 def test_an_end_of_turn_that_looks_like_none_is_known_as_the_end_of_the_turn(tmp_path, tokenizer):
@@ -267,9 +236,7 @@ METHODS = {
     "bundled/tools": ["prefix"] * 8,
     "bundled/history": ["prefix", "marker", "marker", "", "marker", "marker", "marker", ""],
     "bundled/no_system": ["prefix", "prefix", "", "", "prefix", "prefix", "", ""],
-    "bundled/generation": ["prefix", "prefix", "prefix", "", *["prefix"] * 3, ""],
     "trl/qwen3": ["prefix", *["marker"] * 5, "prefix", "prefix"],
-    "trl/llama3_training": ["prefix", "prefix", "prefix", "", *["prefix"] * 3, ""],
     "llama.cpp/Qwen-Qwen2.5-7B-Instruct": ["prefix"] * 8,
     "llama.cpp/google-gemma-2-2b-it": ["prefix", "prefix", "", "", "prefix", "prefix", "", ""],
     "llama.cpp/llama-cpp-deepseek-r1": ["header", "header", "header", "", "header", "header", "header", ""],

@@ -53,20 +53,10 @@ def call(**arguments: Any) -> dict[str, Any]:
     return {"type": "function", "id": "Ab3dE6gH9", "function": {"name": "look", "arguments": arguments}}
 
 
-TOOLS = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look.",
-            "parameters": {
-                "type": "object",
-                "properties": {"place": {"type": "string", "description": "Where."}},
-                "required": ["place"],
-            },
-        },
-    },
-)
+PARAMETERS = {
+    "type": "object", "properties": {"place": {"type": "string", "description": "Where."}}, "required": ["place"],
+}  # fmt: skip
+TOOLS = ({"type": "function", "function": {"name": "look", "description": "Look.", "parameters": PARAMETERS}},)
 
 
 @pytest.fixture(scope="module")
@@ -135,16 +125,24 @@ def texts_of(message: Message) -> list[str]:
     return [text.strip() for text in found if isinstance(text, str) and text.strip()]
 
 
-def judge(tokenizer, chat: Chat, row: TokenRow, ends: tuple[str, ...], words: Any = texts_of) -> str:
-    """What is wrong with a mask; empty where nothing is. `words` are a turn's texts that must be found in its span."""
+def rendered_form(tokenizer, chat: Chat, row: TokenRow) -> tuple[list[Message], str]:
+    """The form of the messages that transformers renders as the row's text, and what is wrong with text or labels."""
     messages = next((made for made in forms(chat.messages) if written(tokenizer, made, chat.tools) == row.text), None)
     if messages is None:
-        return f"transformers does not render {row.text!r}"
+        return [], f"transformers does not render {row.text!r}"
     trained = [token for token, label in zip(row.input_ids, row.labels, strict=True) if label != IGNORED]
     if any(label not in (IGNORED, token) for token, label in zip(row.input_ids, row.labels, strict=True)):
-        return "a label is not its token"
+        return [], "a label is not its token"
     if not trained or tokenizer.decode(trained) != "".join(row.text[start:end] for start, end in row.spans):
-        return f"the labels spell {tokenizer.decode(trained)!r}"
+        return [], f"the labels spell {tokenizer.decode(trained)!r}"
+    return messages, ""
+
+
+def judge(tokenizer, chat: Chat, row: TokenRow, ends: tuple[str, ...], words: Any = texts_of) -> str:
+    """What is wrong with a mask; empty where nothing is. `words` are a turn's texts that must be found in its span."""
+    messages, problem = rendered_form(tokenizer, chat, row)
+    if problem:
+        return problem
     last = -1
     for start, end in row.spans:
         turns = [
@@ -240,44 +238,26 @@ def prompting(condition: str, *, before: str = "") -> str:
 
 LOOKING = {
     "length": "messages[-1].content|length > 20",
-    "characters as a list": "messages[-1].content|list|length > 20",
     "first letter": "messages[-1].content[0] == 'p'",
-    "first letter, as a filter": "messages[-1].content|first == 'p'",
-    "last letters": "messages[-1].content[-4:] == 'road'",
     "word within": "'poem' in messages[-1].content",
-    "short text within": "'/n' in messages[-1].content",
     "beginning": "messages[-1].content.startswith('poem')",
-    "equal to a word": "messages[-1].content == 'hello'",
     "one of a list": "messages[-1].content in ['hello', 'poem']",
     "key of an object": "{'hello': 1}.get(messages[-1].content)",
-    "item of an object": "{'hello': 1}[messages[-1].content]",
     "equal to another": "messages|length > 2 and messages[-1].content == messages[0].content",
     "the same message": "messages|length > 2 and messages[-1] == messages[0]",
     "upper case": "messages[-1].content is upper",
-    "tested as equal": "messages[-1].content is eq 'hello'",
     "selected": "messages|selectattr('content', 'equalto', 'hello')|list",
-    "number of words": "messages[-1].content|wordcount > 4",
     "split at spaces": "messages[-1].content.split()|length > 4",
-    "split at a letter": "messages[-1].content.split('o')|length > 1",
     "a number": "messages[-1].content|int > 3",
-    "order": "messages[-1].content > 'q'",
-    "lower case": "'<poem>' in messages[-1].content|lower",
     "lower case, by method": "'<poem>' in messages[-1].content.lower()",
-    "joined": "'user: poem' in 'user: ' ~ messages[-1].content",
     "replaced": "'<poem>' in messages[-1].content.replace('-', '')",
     "stripped of letters": "messages[-1].content.strip('hello') == ''",
-    "trimmed of letters": "not messages[-1].content|trim('hello')",
     "position": "messages[-1].content.find('e') == 1",
-    "counted": "messages[-1].content.count('o') > 2",
     "sorted": "(messages|map(attribute='content')|sort)[0] == messages[-1].content",
-    "the largest": "(messages|map(attribute='content')|max)[:4] == 'poem'",
-    "mapped to lengths": "messages|map(attribute='content')|map('length')|max > 20",
-    "a format": "'%.4s' % messages[-1].content == 'poem'",
     "a format's method": "'{:.4}'.format(messages[-1].content) == 'poem'",
     "joined lengths": "messages|map(attribute='content')|join|length > 20",
     "as JSON": "messages[-1].content|tojson|length > 22",
     "digits": "messages[-1].content.isdigit()",
-    "lines": "messages[-1].content.splitlines()|length > 1",
 }
 """Ways to look into a text that no list of looked-for texts shows. Rows of one shape must not share their prompts."""
 
@@ -317,19 +297,12 @@ def test_a_template_that_looks_into_texts_never_gets_another_rows_prompt(tokeniz
         accepted(tokenizer, make(template), rows, END)
 
 
-def test_most_rows_of_a_template_that_looks_into_texts_keep_their_mask(tokenizer, make):
-    # hello and poem are refused: the prompt continues with <x> there, and not in the marked copy
-    template = prompting("messages[-1].content == 'hello' or messages[-1].content.startswith('poem')")
-    assert accepted(tokenizer, make(template), SHAPES_MIXED, END) == len(SHAPES_MIXED) - 2
-
-
 FOLLOWED = (
     "}}}}{{% if m.role == 'assistant' and not loop.last %}}{{{{ messages[loop.index].content{} }}}}{{% endif %}}<"
 )
 
 TEMPLATES: dict[str, tuple[str, tuple[str, ...], int]] = {
     "plain": (EACH + TURN + DONE + ASK, END, 26),
-    "trimmed": (EACH + TURN.replace("content", "content|trim") + DONE + ASK, END, 26),
     "as JSON": (EACH + TURN.replace("content", "content|tojson") + DONE + ASK, END, 26),
     "written twice": (EACH + TURN.replace("}}<", "}}{{ m.content }}<") + DONE + ASK, END, 2),
     "questions on top": (
@@ -373,12 +346,6 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], int]] = {
         ("[END]",),
         24,
     ),
-    "an end that is taken out": (
-        EACH + "{{ m.role }}: {{ m.content.replace('[END]', '') }}[END]\n" + DONE
-        + "{% if add_generation_prompt %}assistant: {% endif %}",
-        ("[END]",),
-        24,
-    ),
     "a header in the end": (EACH + "{{ m.content }}<|end of {{ m.role }}|>" + DONE, ("<|end of assistant|>",), 26),
     "turns counted": (
         EACH + "[{{ loop.index }}/{{ messages|length }}] {{ m.role }}: {{ m.content }}<|im_end|>" + DONE
@@ -386,23 +353,10 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], int]] = {
         END,
         0,
     ),
-    "characters counted": (EACH + "({{ m.content|length }}) " + TURN + DONE + ASK, END, 0),
     "empty turns left out": (EACH + "{% if m.content|trim %}" + TURN + "{% endif %}" + DONE + ASK, END, 26),
     "the next question's first letter": (EACH + TURN.replace("}}<", FOLLOWED.format("[:1]")) + DONE + ASK, END, 12),
-    "the next question's last letter": (EACH + TURN.replace("}}<", FOLLOWED.format("[-1:]")) + DONE + ASK, END, 12),
     "marks too wide": (
         EACH + "{% if m.role == 'assistant' %}{% generation %}" + TURN + "{% endgeneration %}{% else %}" + TURN
-        + "{% endif %}" + DONE + ASK,
-        END,
-        26,
-    ),
-    "marks too narrow": (
-        EACH + TURN.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}") + DONE + ASK,
-        END,
-        26,
-    ),
-    "marks on questions": (
-        EACH + "{% if m.role == 'user' %}{% generation %}" + TURN + "{% endgeneration %}{% else %}" + TURN
         + "{% endif %}" + DONE + ASK,
         END,
         26,
@@ -430,13 +384,6 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], int]] = {
         END,
         26,
     ),
-    "system prompts at the end": (
-        "{% for m in messages if m.role != 'system' %}" + TURN + DONE + "{% for m in messages if m.role == 'system' %}"
-        + TURN + DONE + ASK,
-        END,
-        25,
-    ),
-    "the end written twice": (EACH + TURN.replace("<|im_end|>", "<|im_end|><|im_end|>") + DONE + ASK, END, 26),
 }  # fmt: skip
 """Template, ends of its turns, and how many of ROWS have a mask."""
 
@@ -476,8 +423,8 @@ ROWS = (
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_no_row_of_a_nasty_template_gets_a_wrong_mask(tokenizer, make, name):
     template, ends, count = TEMPLATES[name]
-    assert accepted(tokenizer, make(template), ROWS, ends) == accepted(tokenizer, make(template), ROWS[::-1], ends)
-    assert accepted(tokenizer, make(template), ROWS, ends) == count
+    for rows in (ROWS, ROWS[::-1]):
+        assert accepted(tokenizer, make(template), rows, ends) == count
 
 
 WITH_MARKS = {
@@ -566,26 +513,15 @@ def test_the_empty_think_block_of_the_prompt_is_put_into_the_text_when_told(make
     assert "add_empty_think" not in opened.notes[0]
 
 
-def test_a_setting_goes_by_what_a_rows_answers_hold(make):
+def test_a_setting_goes_by_what_a_rows_answers_hold_and_one_that_does_not_fit_is_named(make):
     plain = Chat("f:1", (user("q"), answer("one")))
     thinks = Chat("f:2", (user("q"), answer("two", reasoning_content="so")))
     renderer = make(THINKING, chat_template_kwargs={"effort": {"think": "high", "plain": "none"}})
-    rows = [renderer.render(chat) for chat in (plain, thinks, plain)]
-    assert [row.text[row.spans[0][0] :] for row in rows] == [
-        "one<|im_end|>\n",
-        "so</think>two<|im_end|>\n",
-        "one<|im_end|>\n",
-    ]
-    assert [row.method for row in rows] == ["prefix"] * 3
-    assert not any(row.notes for row in rows)
-
-
-def test_a_row_whose_prompt_goes_on_otherwise_is_told_the_settings_that_its_template_reads(make):
-    plain = Chat("f:1", (user("q"), answer("one")))
-    thinks = Chat("f:2", (user("q"), answer("two", reasoning_content="so")))
+    for chat, text in ((plain, "one<|im_end|>\n"), (thinks, "so</think>two<|im_end|>\n")):
+        row = renderer.render(chat)
+        assert (row.text[row.spans[0][0] :], row.method, row.notes) == (text, "prefix", ())
     for effort, chat in {"high": plain, "none": thinks}.items():
         row = make(THINKING, chat_template_kwargs={"effort": effort}).render(chat)
-        assert isinstance(row, TokenRow)
         assert (row.method, len(row.notes)) == ("header", 1)
         assert "(the template reads effort, which data.chat_template_kwargs sets" in row.notes[0]
         assert ("data.add_empty_think=true" in row.notes[0]) == (effort == "none")  # the other prompt closes nothing
@@ -608,43 +544,21 @@ def test_a_bad_row_does_not_spoil_the_other_rows_of_its_shape(make):
     assert isinstance(renderer.render(Chat("f:2", (user("hello"), answer("fine")))), TokenRow)
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "reason"),
-    [
-        (
-            OTHER_ROLE,
-            (user("q"), answer("a")),
-            "the generation prompt does not match how the chat template writes the turn",
-        ),
-        (
-            "{% for m in messages if m.role != 'system' %}" + TURN + DONE + ASK,
-            (system("brief"), user("q"), answer("a")),
-            "drops the system prompt (data.system_into_user=true puts it before the first user turn)",
-        ),
-        (
-            "{% for m in messages if m.role != 'tool' %}" + TURN + DONE + ASK,
-            (user("q"), answer("a"), tool("42"), answer("b")),
-            "drops a tool's text",
-        ),
-        (
-            EACH + "{% if 'x' in m.content %}{{ m.content|upper }}{% else %}" + TURN + "{% endif %}" + DONE + ASK,
-            (user("q x"), answer("a Y")),
-            "the chat template rewrites a text or takes it apart",
-        ),
-        (EACH + TURN + DONE + ASK, (user("q"), answer("a", tool_calls=[call(place="here")])), "drops a tool call"),
-        (
-            "{{ raise_exception('no') if messages|length > 2 }}" + EACH + TURN + DONE + ASK,
-            (user("q"), answer("a"), user("q")),
-            "the chat template refuses the row",
-        ),
-        (EACH + TURN + DONE + ASK, (user("q"), answer("a", train=False)), "no turn is to be trained (train: false)"),
-        (
-            EACH + TURN + DONE + "{% if add_generation_prompt %}{{ ['a', 'b']|random }}{% endif %}",
-            (user("q"), answer("a")),
-            "cannot render the prompt of a turn",
-        ),
-    ],
-)
+WITHOUT_SYSTEM = "{% for m in messages if m.role != 'system' %}" + TURN + DONE + ASK
+UPPER_X = EACH + "{% if 'x' in m.content %}{{ m.content|upper }}{% else %}" + TURN + "{% endif %}" + DONE + ASK
+QA = (user("q"), answer("a"))
+
+
+@pytest.mark.parametrize(("template", "messages", "reason"), [
+    (OTHER_ROLE, QA, "the generation prompt does not match how the chat template writes the turn"),
+    (WITHOUT_SYSTEM, (system("brief"), *QA), "drops the system prompt (data.system_into_user=true puts it before the"),
+    (WITHOUT_SYSTEM.replace("system", "tool"), (*QA, tool("42"), answer("b")), "drops a tool's text"),
+    (UPPER_X, (user("q x"), answer("a Y")), "the chat template rewrites a text or takes it apart"),
+    (EACH + TURN + DONE + ASK, (user("q"), answer("a", tool_calls=[call(place="here")])), "drops a tool call"),
+    ("{{ raise_exception('no') if messages|length > 2 }}" + EACH + TURN + DONE + ASK, (*QA, user("q")), "refuses the"),
+    (EACH + TURN + DONE + ASK, (user("q"), answer("a", train=False)), "no turn is to be trained (train: false)"),
+    (EACH + TURN + DONE + "{% if add_generation_prompt %}{{ ['a', 'b']|random }}{% endif %}", QA, "cannot render the"),
+])  # fmt: skip
 def test_what_cannot_be_exact_is_refused_with_its_reason(make, template, messages, reason):
     row = make(template).render(Chat("f:1", tuple(messages)))
     assert isinstance(row, BadRow)
@@ -678,27 +592,6 @@ def test_a_row_that_the_template_refuses_is_told_the_options_that_help(make, mes
     assert not isinstance(make(template, **options).render(Chat("f:1", merged)), BadRow)
 
 
-THINKS = (
-    EACH
-    + TURN
-    + DONE
-    + "{% if add_generation_prompt %}<|im_start|>{{ 'assistant' if tone == 'low' else 'model' }}\n{% endif %}"
-)
-
-
-def test_a_setting_of_the_template_that_may_make_a_row_exact_is_named(make):
-    chat = Chat("f:1", (user("q"), answer("a"), user("r"), answer("b")))
-    row = make(THINKS).render(chat)
-    assert isinstance(row, BadRow)
-    assert row.detail.endswith("; the template reads tone, which data.chat_template_kwargs sets")
-    made = make(THINKS, chat_template_kwargs={"tone": {"plain": "low"}}).render(chat)
-    assert isinstance(made, TokenRow)
-    assert made.untrained_turns == 0
-    other = make(THINKS.replace("tone", "'loud'")).render(chat)
-    assert isinstance(other, BadRow)
-    assert "chat_template_kwargs" not in other.detail
-
-
 BRANCHES = (
     "{% set style = style or 'plain' %}{% if not mode is defined %}{% set mode = 'fast' %}{% endif %}"
     "{% macro header(name, text) %}{% if text %}{% set shown = name ~ tone %}{% endif %}{{ shown }}{% endmacro %}"
@@ -716,20 +609,9 @@ def test_only_variables_that_a_template_asks_its_caller_for_are_named_as_setting
 UNPROMPTED = {
     "chatml": (EACH + TURN + DONE, "<|im_start|>assistant\n"),
     "a role of its own": ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}", "<|assistant|>"),
-    "words": ("{% for m in messages %}{{ m.role|upper }}: {{ m.content }}\n{% endfor %}", "ASSISTANT: "),
     "with a system prompt": (
         "<|im_start|>system\nBe nice.<|im_end|>\n" + EACH + TURN + DONE, "<|im_start|>assistant\n"
     ),
-}  # fmt: skip
-PROMPTED = {
-    "chatml": EACH + TURN + DONE + ASK,
-    "a header after every question": EACH + TURN.replace(
-        "<|im_end|>\n", "<|im_end|>\n{{ '<|im_start|>assistant\n' if m.role == 'user' }}"
-    ).replace("<|im_start|>{{ m.role }}\n", "{{ '<|im_start|>' ~ m.role ~ '\n' if m.role != 'assistant' }}") + DONE,
-    "a header after every turn": "{% for m in messages %}{{ m.content }}<|e|><|bot|>{% if m.role != 'user' %}<|x|>"
-    "{% endif %}{% endfor %}",
-    "no header": "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}",
 }  # fmt: skip
 
 
@@ -748,13 +630,6 @@ def test_a_template_that_lost_its_generation_prompt_is_said_with_what_to_add(mak
     assert [row.text[start:end] for start, end in row.spans] == [
         header + mended.text[start:end] for start, end in mended.spans
     ]
-
-
-@pytest.mark.parametrize("name", PROMPTED)
-def test_templates_that_need_no_generation_prompt_are_not_warned_of(make, name):
-    row = make(PROMPTED[name]).render(Chat("f:1", (user("q"), answer("one"), user("r"), answer("two"))))
-    assert isinstance(row, TokenRow), row
-    assert not any("generation prompt" in note for note in row.notes)
 
 
 # Calls
@@ -827,16 +702,23 @@ def test_a_header_that_the_prompt_behind_a_result_lacks_is_noted(make):
     assert make(template.replace(" and messages[-1].role != 'tool'", "")).render(Chat("f:1", asked, TOOLS)).notes == ()
 
 
-def test_the_nearest_mask_of_an_inexact_row_begins_with_a_whole_token(make):
-    """`<|START_THINKING|>` of the prompt and `<|START_RESPONSE|>` of the text begin alike (Command R7B)."""
-    turn = TURN.replace("{{ m.content", "{{ '<|START_RESPONSE|>' if m.role == 'assistant' }}{{ m.content")
-    template = EACH + turn + DONE + ASK.replace("assistant\n", "assistant\n<|START_THINKING|>x")
-    chat = Chat("f:1", (user("q"), answer("a")))
+RESPONSE = TURN.replace("{{ m.content", "{{ '<|START_RESPONSE|>' if m.role == 'assistant' }}{{ m.content")
+
+
+@pytest.mark.parametrize(("template", "trained"), [
+    (OTHER_ROLE, "assistant\nfine<|im_end|>"),
+    # `<|START_THINKING|>` of the prompt and `<|START_RESPONSE|>` of the text begin alike (Command R7B)
+    (EACH + RESPONSE + DONE + ASK.replace("assistant\n", "assistant\n<|START_THINKING|>x"),
+     "<|START_RESPONSE|>fine<|im_end|>"),
+])  # fmt: skip
+def test_an_inexact_mask_says_what_would_be_trained_and_is_trained_when_told(make, template, trained):
+    chat = Chat("f:1", (user("q"), answer("fine")))
     refused = make(template).render(chat)
     assert isinstance(refused, BadRow)
-    assert "would train '<|START_RESPONSE|>a" in refused.detail
-    row = make(template, on_inexact_mask="train").render(chat)
-    assert row.text[slice(*row.spans[0])] == "<|START_RESPONSE|>a<|im_end|>"
+    assert f"data.on_inexact_mask=train would train {trained!r}" in refused.detail
+    told = make(template, on_inexact_mask="train").render(chat)
+    assert isinstance(told, TokenRow)
+    assert (told.method, told.text[slice(*told.spans[0])]) == ("inexact", trained)
 
 
 MOVES_TEXT = (
@@ -875,17 +757,7 @@ def test_think_text_beside_a_call_stays_where_its_text_is_left_out():
     assert "_given" not in kept[1]
 
 
-def test_ids_that_would_make_a_row_exact_are_named(make):
-    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.id }} {{ c.function.arguments|tojson }}{% endfor %}"
-    template = EACH + TURN.replace("<|im_end|>", calls + "<|im_end|>") + DONE + ASK
-    row = make(template).render(Chat("f:1", (user("q"), answer("", tool_calls=[call(place="here")]))))
-    assert isinstance(row, BadRow)
-    assert "functions.NAME:NUMBER" in row.detail
-    dropping = make(EACH + TURN + DONE + ASK).render(Chat("f:1", (user("q"), answer("", tool_calls=[call(x="y")]))))
-    assert "functions.NAME" not in dropping.detail
-
-
-def test_a_call_whose_name_is_written_in_its_id_is_not_dropped(make):
+def test_a_call_whose_name_is_written_in_its_id_is_not_dropped_and_such_ids_are_advised(make):
     calls = "{% for c in m.tool_calls or [] %}<call>{{ c.id }} {{ c.function.arguments|tojson }}{% endfor %}"
     template = EACH + TURN.replace("<|im_end|>", calls + "<|im_end|>") + DONE + ASK
     called = call(place="here")
@@ -893,10 +765,11 @@ def test_a_call_whose_name_is_written_in_its_id_is_not_dropped(make):
     made = make(template).render(Chat("f:1", (user("q"), answer("", tool_calls=[named]), tool("42"), answer("a"))))
     assert isinstance(made, TokenRow)
     assert "functions.look:0" in "".join(made.text[start:end] for start, end in made.spans)
-    for calls in ([called], [named, called]):
-        row = make(template).render(Chat("f:1", (user("q"), answer("", tool_calls=calls), tool("42"), answer("a"))))
+    for written, calls in ((template, [called]), (template, [named, called]), (EACH + TURN + DONE + ASK, [called])):
+        row = make(written).render(Chat("f:1", (user("q"), answer("", tool_calls=calls), tool("42"), answer("a"))))
         assert isinstance(row, BadRow)
         assert "drops a tool call" in row.reason
+        assert ("functions.NAME:NUMBER" in row.detail) is (written == template)
 
 
 def test_options_that_do_not_help_are_not_offered(make):
@@ -907,17 +780,6 @@ def test_options_that_do_not_help_are_not_offered(make):
         assert "data." not in row.detail
     row = make(template, system_into_user=True).render(Chat("f:1", (system("s"), answer("a"))))
     assert row.reason == "there is no user turn to put the system prompt before"
-
-
-def test_an_inexact_mask_says_what_would_be_trained_and_is_trained_when_told(make):
-    chat = Chat("f:1", (user("q"), answer("fine")))
-    refused = make(OTHER_ROLE).render(chat)
-    assert isinstance(refused, BadRow)
-    assert "data.on_inexact_mask=train would train 'assistant\\nfine<|im_end|>'" in refused.detail
-    told = make(OTHER_ROLE, on_inexact_mask="train").render(chat)
-    assert isinstance(told, TokenRow)
-    assert told.method == "inexact"
-    assert [told.text[start:end] for start, end in told.spans] == ["assistant\nfine<|im_end|>"]
 
 
 # Options.
@@ -938,11 +800,10 @@ def trained(row: Any, tokenizer) -> list[str]:
     return [tokenizer.decode(group) for group in groups if group]
 
 
-def test_every_assistant_turn_is_trained_with_its_end_of_turn_token(tokenizer, make):
-    assert trained(make()(Chat("f:1", TURNS)), tokenizer) == ["one<|im_end|>", "two<|im_end|>"]
-
-
-def test_completion_trains_the_last_turn_and_all_trains_everything(tokenizer, make):
+def test_every_assistant_turn_is_trained_with_its_end_of_turn_or_the_last_one_or_everything(tokenizer, make):
+    row = make()(Chat("f:1", TURNS))
+    assert trained(row, tokenizer) == ["one<|im_end|>", "two<|im_end|>"]
+    assert "<|im_start|>assistant\n[[one<|im_end|>]]" in format_row(row, tokenizer)
     assert trained(make(loss_on="completion")(Chat("f:1", TURNS)), tokenizer) == ["two<|im_end|>"]
     (text,) = trained(make(loss_on="all")(Chat("f:1", TURNS)), tokenizer)
     assert text.startswith("<|im_start|>system\nyes<|im_end|>")
@@ -956,19 +817,6 @@ def test_split_makes_a_row_of_every_trained_turn_and_trains_only_that(tokenizer,
     assert [trained(renderer(row), tokenizer) for row in rows] == [["one<|im_end|>"], ["two<|im_end|>"]]
     one = renderer.split_turns(Chat("f:2", (user("q"), answer("a", train=False), user("q"), answer("b"))))
     assert [trained(renderer(row), tokenizer) for row in one] == [["b<|im_end|>"]]
-
-
-def test_a_turn_with_train_false_stays_in_the_text_and_is_not_trained(tokenizer, make):
-    row = make()(Chat("f:1", (user("q"), answer("first", train=False), user("q"), answer("second"))))
-    assert trained(row, tokenizer) == ["second<|im_end|>"]
-    assert "first" in tokenizer.decode(row.input_ids)
-
-
-def test_a_system_prompt_goes_before_the_first_question_when_told(tokenizer, make):
-    template = "{% for m in messages if m.role != 'system' %}" + TURN + DONE + ASK
-    row = make(template, system_into_user=True).render(Chat("f:1", (system("brief"), user("q"), answer("a"))))
-    assert isinstance(row, TokenRow)
-    assert row.text == "<|im_start|>user\nbrief\n\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
 
 
 @pytest.mark.parametrize("how", ["end", "prompt", "drop"])
@@ -1000,20 +848,10 @@ def test_two_bos_tokens_are_never_trained(tokenizer):
     assert row.reason == "two BOS tokens"
 
 
-def test_a_template_that_drops_the_answer_is_refused(make):
-    with pytest.raises(TokenizerError, match=r"drops an assistant's answer; set data\.chat_template to another one"):
-        _ = make("{% for m in messages %}{{ m.role }}{% endfor %}").turn_locator()
-
-
-@pytest.mark.parametrize("change", ["m.content|capitalize", "m.content|upper", "m.content|title", "m.content[:3]"])
-def test_a_template_that_rewrites_every_text_is_refused_and_not_given_lists(make, change):
+@pytest.mark.parametrize("change", ["m.content|capitalize", "m.content[:3]", "''"])
+def test_a_template_that_drops_or_rewrites_every_text_is_refused_and_not_given_lists(make, change):
     with pytest.raises(TokenizerError, match=r"(drops|rewrites) an assistant's answer"):
         make(EACH + TURN.replace("m.content", change) + DONE + ASK).turn_locator()
-
-
-def test_the_shown_row_marks_what_is_trained(tokenizer, make):
-    row = make()(Chat("f:1", TURNS))
-    assert "<|im_start|>assistant\n[[one<|im_end|>]]" in format_row(row, tokenizer)
 
 
 def test_documents_end_with_the_end_of_text_token(tokenizer, make):
@@ -1056,25 +894,21 @@ def test_special_tokens_in_texts_are_plain_text_and_counted(tokenizer, make):
 
 
 @pytest.mark.parametrize("how", ["plain", "control"])
-def test_a_prompt_whose_texts_spell_special_tokens_has_the_tokens_that_training_had(make, how):
+def test_a_prompt_whose_texts_spell_special_tokens_has_the_tokens_that_training_had(tokenizer, make, how):
     """Evaluation, chat and serve generate after it: a user's text must not become a turn of its own there either."""
     chat = Chat("f:1", (user("hi" + FORGED), answer("fine")))
     renderer = make(special_tokens_in_text=how)
     row = renderer.render(chat)
+    ends = row.input_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    assert ends == (2 if how == "plain" else 3)
+    bad = make(special_tokens_in_text="fail").render(chat)
+    assert (bad.reason, bad.detail) == ("a text holds a special token of the tokenizer", "<|im_end|>")
     first = next(at for at, label in enumerate(row.labels) if label != IGNORED)
     assert renderer.prompt_ids(chat) == row.input_ids[:first]
     assert renderer.prompt_and_answer_ids(chat) == (
         row.input_ids[:first],
         [one for one in row.labels if one != IGNORED],
     )
-
-
-def test_special_tokens_in_texts_are_control_tokens_or_bad_rows_when_told(tokenizer, make):
-    chat = Chat("f:1", (user("hi" + FORGED), answer("fine")))
-    row = make(special_tokens_in_text="control").render(chat)
-    assert row.input_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3
-    bad = make(special_tokens_in_text="fail").render(chat)
-    assert (bad.reason, bad.detail) == ("a text holds a special token of the tokenizer", "<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -1087,19 +921,6 @@ def test_a_template_that_treats_special_tokens_in_texts_otherwise_is_refused_not
         assert "data.special_tokens_in_text=control" in row.reason or "rewrites" in row.reason
     else:
         assert "tojson" in looking
-
-
-def test_a_marker_inside_a_call_is_plain_text_and_ends_nothing(tokenizer, make):
-    template = (
-        EACH + "<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-        "{{ c.function | tojson }}{% endfor %}<|im_end|>\n" + DONE + ASK
-    )  # fmt: skip
-    row = make(template).render(Chat("f:1", (user("hello"), answer("", tool_calls=[call(a="<|im_end|>x")]))))
-    assert isinstance(row, TokenRow)
-    assert row.special_token_count == 1
-    # the end that the template wrote is the only control token
-    assert row.labels.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
-    assert trained(row, tokenizer) == ['{"name": "look", "arguments": {"a": "<|im_end|>x"}}<|im_end|>']
 
 
 # Real tokenizers.
@@ -1167,30 +988,11 @@ REAL = {
 }
 """Real templates and the ends of their turns, read by hand."""
 
-MARKUP = ["", " ", "\n\n", "<think>\nhm\n</think>\n\n", "</think>", "<|im_end|>", "<|im_start|>assistant\n", "[INST]"]
-MARKUP += [
-    '{"a": "b"}',
-    '"',
-    "\\",
-    "🎉",
-    "漢字",
-    "assistant",
-    "user: ",
-    "<tool_call>",
-    "</tool_response>",
-    "/no_think",
-]
-MARKUP += [
-    "<|eot_id|>",
-    "<end_of_turn>",
-    "</s>",
-    "<|end|>",
-    "\x00",
-    "\u202e",
-    "\U000f0000",
-    "<|channel|>final",
-    "é" * 40,
-]
+MARKUP = [
+    "", " ", "\n\n", "<think>\nhm\n</think>\n\n", "</think>", "<|im_end|>", "<|im_start|>assistant\n", "[INST]", '"',
+    "\\", '{"a": "b"}', "🎉", "漢字", "assistant", "user: ", "<tool_call>", "</tool_response>", "/no_think", "</s>",
+    "<end_of_turn>", "<|end|>", "\x00", "\u202e", "\U000f0000", "<|channel|>final", "é" * 40,
+]  # fmt: skip
 
 
 def drawn_text(draw: Any, word: str) -> str:
@@ -1228,14 +1030,6 @@ def last_word(message: Message) -> list[str]:
     return re.findall(r"(?:word|why|place)\d+w", json.dumps(message, ensure_ascii=False))
 
 
-def fuzzed_row(tokenizer, renderer: Renderer, chat: Chat, ends: tuple[str, ...]) -> str:
-    """What is wrong with what a random conversation becomes."""
-    row = renderer.render(chat)
-    if isinstance(row, BadRow):
-        return "" if row.reason else "no reason"
-    return judge_words(tokenizer, chat, row, ends)
-
-
 def judge_words(tokenizer, chat: Chat, row: TokenRow, ends: tuple[str, ...]) -> str:
     """As `judge`, where the texts are markup and a word; spans are held against the words of all turns too."""
     for start, end in row.spans:
@@ -1249,17 +1043,9 @@ def judge_words(tokenizer, chat: Chat, row: TokenRow, ends: tuple[str, ...]) -> 
             return f"{inside!r} is not the assistant's"
         if ends and not inside.endswith(ends):
             return f"{inside!r} does not end its turn"
-    return start_problem(tokenizer, chat, row)
-
-
-def start_problem(tokenizer, chat: Chat, row: TokenRow) -> str:
-    """What is wrong with the text, the labels, or where the spans begin."""
-    messages = next((made for made in forms(chat.messages) if written(tokenizer, made, chat.tools) == row.text), None)
-    if messages is None:
-        return f"transformers does not render {row.text!r}"
-    spelled = [token for token, label in zip(row.input_ids, row.labels, strict=True) if label != IGNORED]
-    if not spelled or tokenizer.decode(spelled) != "".join(row.text[start:end] for start, end in row.spans):
-        return f"the labels spell {tokenizer.decode(spelled)!r}"
+    messages, problem = rendered_form(tokenizer, chat, row)
+    if problem:
+        return problem
     turns = [
         index
         for index, message in enumerate(chat.messages)
@@ -1277,10 +1063,11 @@ def start_problem(tokenizer, chat: Chat, row: TokenRow) -> str:
 def test_random_conversations_have_an_exact_mask_or_a_reason(tokenizer, make, name):
     renderer = make(template_of(name))
 
-    @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
     @given(conversations())
     def holds(chat: Chat) -> None:
-        assert fuzzed_row(tokenizer, renderer, chat, REAL[name]) == ""
+        row = renderer.render(chat)
+        assert row.reason if isinstance(row, BadRow) else judge_words(tokenizer, chat, row, REAL[name]) == ""
 
     holds()
 
@@ -1323,36 +1110,3 @@ def test_a_special_token_that_an_ordinary_merge_spells_is_plain_text_all_the_sam
 
 
 # --- a header that the prompt does not have ---------------------------------------------------------------------------
-
-_OPENS_AFTER_RESULTS = (
-    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>tool\n{{ m.content }}<|im_end|>\n"
-    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
-    "<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@pytest.mark.parametrize("name", [None, "trl/diffusion_gemma", "trl/diffusion_gemma_training"])
-def test_no_header_is_trained_that_the_prompt_after_a_result_lacks(tokenizer, name):
-    if name is None:
-        template = _OPENS_AFTER_RESULTS
-    elif there([name]):
-        try:
-            template = template_of(name)
-        except FileNotFoundError:
-            pytest.skip(f"this release of TRL has no {name}")
-    tokenizer.chat_template = template
-    one = Renderer(tokenizer, DataConfig(on_missing_end="train"), max_seq_len=NO_LIMIT)
-    asked = answer("", tool_calls=[call(x=1)])
-    short = (user("q"), asked, tool("r"), answer("done here"))
-    rows = [short, (*short[:3], asked, tool("s"), answer("done here"), user("p"), answer("more"))]
-    judged = 0
-    for messages in rows:
-        row = one(Chat("f:1", messages, TOOLS))
-        if isinstance(row, BadRow):
-            continue
-        judged += 1
-        for start, end in row.spans:
-            assert not row.text[start:end].startswith(("<|im_start|>", "<|turn>", "model\n", "assistant\n"))
-    assert judged or name is not None

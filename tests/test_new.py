@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -21,14 +20,11 @@ from sft_play.commands.request import Request, read_request
 from sft_play.commands.rows import run_rows as prepare
 from sft_play.config import other_tools
 from sft_play.config.load import config_from_text, load_config
-from sft_play.config.options import all_options, find_option
+from sft_play.config.options import find_option
 from sft_play.config.translated import format_run_yaml, translate_file
 from sft_play.data.infer_dataset import infer_dataset
-from sft_play.data.sources.columns import guess_columns
-from sft_play.data.sources.examples import check_first_rows
-from sft_play.data.sources.files import find_data_paths
 from sft_play.diagnose.run_check import check_run
-from sft_play.errors import ConfigError, DataError, HardwareError, ModelError
+from sft_play.errors import ConfigError, DataError, ModelError
 from sft_play.launch.planning import plan_run
 from sft_play.machine.hardware import detect_hardware, parse_hardware
 from sft_play.models.config_json import load_config_json
@@ -36,7 +32,7 @@ from tests.conftest import ROOT, shared
 from tests.models import make_llama
 
 build = pytest.mark.build
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=50, deadline=None)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +66,7 @@ def test_what_is_written_for_data_loads_plans_and_checks(models, model, tmp_path
     refused, of_rows = [], ("rows", "masks", "length")
     files = data_files()
     assert len(files) > 35
-    for number, file in enumerate(random.Random(model).sample(files, 14)):
+    for number, file in enumerate(random.Random(model).sample(files, 8)):
         try:
             out = written(model=str(models[model]), data=str(file), out=Path(f"{number}.yaml"))
         except DataError as error:
@@ -81,7 +77,7 @@ def test_what_is_written_for_data_loads_plans_and_checks(models, model, tmp_path
         assert plan_run(config, detect_hardware(), include_suggestions=False).fits
         problems = [one for one in check_run(out, (), detect_hardware()).findings if one.verdict == "FAIL"]
         assert all(one.name.partition(":")[0] in of_rows for one in problems), (file, problems)
-    assert len(refused) < 7
+    assert len(refused) < 5
 
 
 @build
@@ -113,18 +109,13 @@ def test_a_folder_with_splits_is_read_by_them(tmp_path):
     assert "data.val_fraction" not in found
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({}, "make new needs MODEL=owner/name .* and DATA=my.jsonl; or FROM=their.yaml"),
-        ({"model": "gpt2"}, "make new needs DATA=my.jsonl"),
-        ({"model": "gpt2", "data": "a.jsonl", "out": Path("my")}, "ends with .yaml: OUT=my.yaml"),
-        ({"model": "gpt2", "data": "a.jsonl", "out": Path("nowhere/my.yaml")}, "the folder nowhere does not exist"),
-        ({"model": "gpt2", "data": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
-        ({"model": "Qwen2.5-3B-Instruct", "data": "a.jsonl"}, "lacks its owner: the hub has it as Qwen/Qwen2.5-3B"),
-        ({"from_": Path("gone.yaml")}, "gone.yaml does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), [
+    ({}, "make new needs MODEL=owner/name .* and DATA=my.jsonl; or FROM=their.yaml"),
+    ({"model": "gpt2", "data": "a.jsonl", "out": Path("my")}, "ends with .yaml: OUT=my.yaml"),
+    ({"model": "gpt2", "data": "a.jsonl", "out": Path("nowhere/my.yaml")}, "the folder nowhere does not exist"),
+    ({"model": "Qwen2.5-3B-Instruct", "data": "a.jsonl"}, "lacks its owner: the hub has it as Qwen/Qwen2.5-3B"),
+    ({"from_": Path("gone.yaml")}, "gone.yaml does not exist"),
+])  # fmt: skip
 def test_new_refuses_and_writes_nothing(variables, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError, ModelError), match=message):
@@ -134,7 +125,7 @@ def test_new_refuses_and_writes_nothing(variables, message, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("machine", ["4090", "RTX 3060 laptop", "cpu,ram=64GiB"])
+@pytest.mark.parametrize("machine", ["4090", "RTX 3060 laptop"])
 def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
@@ -144,24 +135,6 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
     fits = plan_run(config.model_copy(update={"tuning": lora}), hardware, include_suggestions=False).fits
     assert (config.tuning.mode == "lora") is fits
     assert plan_run(config, hardware, include_suggestions=False).fits
-
-
-@pytest.mark.parametrize(("model", "rows", "said"), [
-    ("Qwen/Qwen2.5-3B-Instruct", 400, "but a run here would stop: no GPU was detected here"),
-    ("Qwen/Qwen2.5-0.5B-Instruct", 4000, "hours on a CPU: a GPU takes minutes"),
-    ("Qwen/Qwen2.5-0.5B-Instruct", 4, "lora fits this machine\n"),
-])  # fmt: skip
-def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model, rows, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
-    monkeypatch.setattr("sft_play.commands.request.detect_hardware", lambda: machine)
-    monkeypatch.setattr("sft_play.launch.refusals.find_unusable_accelerator", lambda devices: None)
-    row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"
-    Path("my.jsonl").write_text(row * rows)
-    text = written(model=model, data="my.jsonl").read_text()
-    (line,) = [one for one in text.splitlines(keepends=True) if one.startswith("# tuning.mode: ")]
-    assert said in line
-    assert line.count("on a CPU") == ("hours" in said)
 
 
 # --- another tool's file ----------------------------------------------------------------------------------------------
@@ -174,11 +147,6 @@ THEIRS = {
         "micro_batch_size: 1\nnum_epochs: 4\noptimizer: adamw_bnb_8bit\nlr_scheduler: cosine\nlearning_rate: 0.0002\n"
         "bf16: auto\ntf32: true\nwandb_project:\nwarmup_ratio: 0.1\nevals_per_epoch: 4\nsaves_per_epoch: 1\n",
         {"tuning.mode": "qlora", "train.batch_size": 1, "train.grad_accum": 4, "data.packing": "best_fit"},
-    ),
-    "axolotl full": (
-        "base_model: Qwen/Qwen2.5-0.5B\nadapter:\nlora_r:\nload_in_4bit: false\nmicro_batch_size: 2\n"
-        "datasets: [{path: my.jsonl, type: alpaca}]\nflash_attn_fuse_mlp: true\nspecial_tokens: {pad_token: x}\n",
-        {"tuning.mode": "full", "train.grad_accum": 1, "data.train_path": "my.jsonl"},
     ),
     "LLaMA-Factory": (
         "model_name_or_path: Qwen/Qwen2.5-3B-Instruct\nquantization_bit: 4\nstage: sft\ndo_train: true\n"
@@ -196,12 +164,6 @@ THEIRS = {
         "load_best_model_at_end: true\n",
         {"tuning.mode": "full", "eval.steps": 0, "data.loss_on": "assistant", "train.grad_accum": 1},
     ),
-    "Unsloth": (
-        "model: unsloth/Qwen2.5-0.5B\ndata: {dataset: tatsu-lab/alpaca, format_type: auto}\n"
-        "training: {training_type: lora, max_seq_length: 2048, load_in_4bit: true, num_epochs: 3, batch_size: 2}\n"
-        "lora: {lora_r: 64, target_modules: 'q_proj,k_proj', use_loftq: false}\nlogging: {enable_wandb: false}\n",
-        {"tuning.mode": "qlora", "tuning.lora.r": 64, "model.max_seq_len": 2048, "model.name": "unsloth/Qwen2.5-0.5B"},
-    ),
 }
 
 
@@ -210,7 +172,7 @@ def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(tool, tmp_path,
     monkeypatch.chdir(tmp_path)
     text, expected = THEIRS[tool]
     Path("theirs.yaml").write_text(text)
-    out = written(from_=Path("theirs.yaml"), model="Qwen/Qwen2.5-0.5B" if tool == "Unsloth" else None)
+    out = written(from_=Path("theirs.yaml"))
     assert out.name == "theirs_sft_play.yaml"
     assert "hf_secret" not in out.read_text()
     config = load_config(out).config
@@ -253,7 +215,7 @@ def test_whatever_a_file_says_is_taken_or_named_with_a_reason(said):
         row = other_tools.key_table().known_keys[key]
         answer = other_tools.translate_value(row, value)
         # the table's answer, or our own key of that name, which is the better one where the table has words alone
-        asked = [*(path for path, _ in answer.settings), *find_option(key)]
+        asked = [*answer.settings, *find_option(key)]
         is_idle = value in (False, None, []) or "no effect" in answer.explanation
         is_taken = any(f"{one}.".startswith(f"{path}.") for one in found.settings for path in asked)
         assert is_taken or is_idle or key in comments or any(path in comments for path in asked)
@@ -272,21 +234,15 @@ def mode_by_hand(said: dict[str, object]) -> str | None:
     return next((mode for mode in ("full", "lora") if mode in off), None)
 
 
+MODES = st.fixed_dictionaries({}, optional={
+    "quantization_bit": st.just(4), "load_in_4bit": st.booleans(), "use_peft": st.booleans(),
+    "full_finetuning": st.booleans(), "finetuning_type": st.sampled_from(["lora", "full"]),
+    "adapter": st.sampled_from(["lora", "qlora", "full"]),
+})  # fmt: skip
+
+
 @QUICK
-@given(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "quantization_bit": st.sampled_from([4]),
-            "load_in_4bit": st.booleans(),
-            "finetuning_type": st.sampled_from(["lora", "full"]),
-            "adapter": st.sampled_from(["lora", "qlora", "full"]),
-            "use_peft": st.booleans(),
-            "full_finetuning": st.booleans(),
-        },
-    ),
-    st.randoms(),
-)
+@given(MODES, st.randoms())
 def test_hints_of_the_mode_agree_with_each_other(said, draw):
     keys = list(said)
     draw.shuffle(keys)
@@ -301,49 +257,6 @@ def test_hints_of_the_mode_agree_with_each_other(said, draw):
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("names", "columns"),
-    [
-        (["Frage", "Antwort"], {"prompt": "Frage", "completion": "Antwort"}),
-        (["id", "user_query", "botReply"], {"prompt": "user_query", "completion": "botReply"}),
-        (["问题", "回答"], {"prompt": "问题", "completion": "回答"}),
-        (["Inhalt"], {"text": "Inhalt"}),
-        (["foo", "bar"], {}),
-        (["sentence", "label"], {}),
-    ],
-)
-def test_columns_are_guessed_by_what_they_are_called(names, columns):
-    assert guess_columns(dict.fromkeys(names, "some text")) == columns
-
-
-def test_a_table_from_excel_is_told_the_encoding_and_then_the_columns(tmp_path):
-    path = tmp_path / "x.csv"
-    path.write_bytes("Frage;Antwort\nWie heißt du?;Ich heiße Änne – ja\n".encode("cp1252"))
-    data = config_from_text(f"model: {{name: a/b}}\ndata: {{train_path: {path}}}", name="x").data
-    with pytest.raises(DataError) as refused:
-        check_first_rows(data, find_data_paths(data), task_mode="sft")
-    assert "looks like cp1252): data.encoding=cp1252 in a run reads it so" in str(refused.value)
-    read = data.model_copy(update={"encoding": "cp1252"})
-    with pytest.raises(DataError, match=r"data\.columns=\{prompt: Frage, completion: Antwort\}"):
-        check_first_rows(read, find_data_paths(read), task_mode="sft")
-    columns = {"prompt": "Frage", "completion": "Antwort"}
-    read = read.model_copy(update={"columns": columns})
-    check_first_rows(read, find_data_paths(read), task_mode="sft")
-    look = infer_dataset(str(path))
-    assert (look.settings["data.encoding"], look.settings["data.columns"]) == ("cp1252", columns)
-    assert "not UTF-8, but cp1252 by its looks" in look.description
-    path.write_bytes(b"Frage;Antwort\nja\xff;nein\n")  # a stray byte is no encoding
-    with pytest.raises(DataError, match="damaged here"):
-        infer_dataset(str(path))
-
-
-def test_a_folder_of_text_under_chats_names_the_task(tmp_path):
-    (tmp_path / "a.txt").write_text("hello")
-    data = config_from_text(f"model: {{name: a/b}}\ndata: {{train_path: {tmp_path}}}", name="x").data
-    with pytest.raises(DataError, match="it holds 1 text file: task_mode: cpt trains plain text"):
-        check_first_rows(data, find_data_paths(data), task_mode="sft")
 
 
 def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path, monkeypatch):
@@ -374,37 +287,6 @@ def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path,
     assert answer.lines[-1] == "Next: make check CONFIG=my.yaml"
 
 
-# --- hardware ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("said", "gpus", "name"),
-    [
-        ("GB10", 1, "NVIDIA GB10"),
-        ("RTX 3060 laptop", 1, "NVIDIA RTX 3060 Laptop"),
-        ("3060m", 1, "NVIDIA RTX 3060 Laptop"),
-        ("RTX 2050", 1, "NVIDIA RTX 2050 Laptop"),
-        ("7900 XTX", 1, "AMD RX 7900 XTX"),
-    ],
-)
-def test_machines_are_found_as_people_say_them(said, gpus, name):
-    machine = parse_hardware(said)
-    assert (len(machine.gpus), {gpu.name for gpu in machine.gpus}) == (gpus, {name})
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ("GTX 1080", "nearest: GTX 1080 Ti"),
-        ("RTX 6090 laptop", "nearest: RTX .* Laptop.*mem=24GiB"),
-        ("Tesla K80", "docs/gpus.md lists those that are"),
-    ],
-)
-def test_what_is_no_machine_gets_no_other_machine_for_a_hint(said, message):
-    with pytest.raises(HardwareError, match=message):
-        parse_hardware(said)
-
-
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -421,12 +303,10 @@ def refused(words: list[str], environment: dict[str, str] | None = None) -> str:
     ("words", "environment", "message"),
     [
         (["plan", "--config", "my"], {}, "my does not exist (looked in HERE); did you mean my.yaml?"),
-        (["plan", "--config", "my.yml"], {}, "did you mean my.yaml?"),
         (["plan", "--config", "mi.yaml"], {}, "did you mean my.yaml?"),
         (["plan", "--config", "rows.jsonl"], {}, "is a data file; CONFIG names a run YAML"),
         (["plan", "--config", "my.yaml"], {"SET": "train.epochs=2,train.seed=1"}, "SET='train.epochs=2 train.seed=1'"),
         (["plan", "--config", "my.yaml", "train.learning_rate=2e4"], {}, "did you mean 2e-4?"),
-        (["plan", "--config", "my.yaml", "train.learning_rate=25000"], {}, "did you mean 2.5e-4?"),
         (["plan", "--config", "my.yaml", "model.name=Qwen2.5-3B-Instruct"], {}, "the hub has it as Qwen/Qwen2.5-3B-"),
         (["plan", "--config", "my.yaml"], {"BUDGET": "0"}, "a shell reads $20 as $2 and 0: write BUDGET=20"),
         (["plan", "--config", "my.yaml"], {"BUDGET": "€20"}, "is not an amount of money"),
@@ -436,16 +316,6 @@ def test_slips_are_answered_with_what_was_meant(words, environment, message, tmp
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\n")
     assert message.replace("HERE", str(tmp_path)) in refused(words, environment)
-
-
-def test_values_that_only_look_like_slips_are_taken(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("my.yaml").write_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\n")
-    said = ["data.style.system=Say “hi”, x=y", "train.learning_rate=1", "output.name=a,b=c"]
-    config = load_config("my.yaml", overrides=read_request(["plan", "--config", "my.yaml", *said], {}).overrides).config
-    assert config.data.style.system == "Say “hi”, x=y"
-    for text, amount in (("$20", 20), ("20$", 20), ("20 USD", 20), ("2.5", 2.5), ("20usd", 20)):
-        assert read_request(["plan", "--config", "my.yaml"], {"BUDGET": text}).budget == amount
 
 
 def test_a_shipped_config_is_found_by_its_name_whatever_lies_here(tmp_path, monkeypatch):
@@ -464,16 +334,10 @@ def test_a_shipped_config_is_found_by_its_name_whatever_lies_here(tmp_path, monk
 
 
 @build
-@pytest.mark.parametrize(
-    ("words", "environment", "message"),
-    [
-        (["push"], {}, "make push needs a repository of the hub: REPO=user/name"),
-        (["push", "--repo", "nobody"], {}, "REPO=nobody is not one"),
-        (["infer", "--input", "nope.jsonl"], {"OUTPUT": "x.jsonl"}, "INPUT=nope.jsonl does not exist"),
-        (["eval", "--data", "nope.jsonl"], {}, "DATA=nope.jsonl does not exist"),
-        (["export"], {}, "make export needs FORMAT="),
-    ],
-)
+@pytest.mark.parametrize(("words", "environment", "message"), [
+    (["push", "--repo", "nobody"], {}, "REPO=nobody names no user"),
+    (["infer", "--input", "nope.jsonl"], {"OUTPUT": "x.jsonl"}, "INPUT=nope.jsonl does not exist"),
+])  # fmt: skip
 def test_what_needs_no_library_is_refused_before_one_is_imported(words, environment, message, tmp_path):
     code = (
         "import sys; from sft_play.cli import main; code = main(sys.argv[1:]); "
@@ -485,35 +349,6 @@ def test_what_needs_no_library_is_refused_before_one_is_imported(words, environm
     )
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
-
-
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
-    from sft_play.models import config_json
-
-    asked = []
-
-    def silent(address, timeout):
-        asked.append(address)
-        raise TimeoutError
-
-    monkeypatch.setattr(config_json.socket, "create_connection", silent)
-    monkeypatch.setattr(config_json, "_failure_times", {})
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    assert [config_json.is_hub_reachable() for _ in range(4)] == [False] * 4
-    assert len(asked) == 1
-
-
-def test_the_settings_of_a_translation_are_options():
-    """Every answer of the table is written as an option that there is."""
-    paths = {
-        path
-        for row in other_tools.key_table().known_keys.values()
-        for meaning in row.translations.values()
-        for path, _ in meaning.settings
-    }
-    assert len(paths) > 20
-    assert paths <= set(all_options())
 
 
 def test_a_secret_is_in_no_comment_wherever_it_stands():

@@ -47,22 +47,15 @@ def world(tmp_path_factory, tiny_llama):
     """Files that options may name."""
     folder = tmp_path_factory.mktemp("world")
     rows = [chat(f"what is {n}?", f"it is {n}.") for n in range(20)]
-    for name in ("train", "other"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for row in rows:
-        row["frage"], row["antwort"] = "a", "b"
-        del row["messages"]
-    (folder / "german.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    german = [{"frage": "a", "antwort": "b"} for _ in rows]
+    for name, written in (("train", rows), ("other", rows), ("german", german)):
+        write_rows(folder / f"{name}.jsonl", written)
     for encoding, answer in ENCODED.items():
         row = json.dumps(chat("wer?", answer), ensure_ascii=False)
         (folder / f"{encoding}.jsonl").write_bytes(f"{row}\n".encode(encoding))
     (folder / "bad.jsonl").write_text(json.dumps(chat("a", "b")) + "\n{}\n")
     (folder / "na.csv").write_text("prompt,completion\n" + "what is none?,None\n" * 9)
     (folder / "text.txt").write_text("the light in the kitchen is on. " * 200)
-    (folder / "mine.jinja").write_text(
-        "{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant{% endif %}"
-    )
     shutil.copytree(tiny_llama, folder / "model")
     (folder / "mixture").mkdir()
     (folder / "mixture" / "config.json").write_text(json.dumps({"model_type": "mixtral", **SMALL_MIXTURE}))
@@ -70,6 +63,11 @@ def world(tmp_path_factory, tiny_llama):
     _write_templates(folder)
     _write_documents(folder)
     return {"folder": folder, "model": tiny_llama}
+
+
+def write_rows(path: Path, rows: list[Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _write_odd_rows(folder: Path) -> None:
@@ -88,11 +86,9 @@ def _write_odd_rows(folder: Path) -> None:
         "many": [chat(f"q {n}", f"a {n}") for n in range(60)],
         "calls": [{"messages": [twice[0], {**twice[1], "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]}],
     }
+    files |= {"leaky/train": files["double"], "leaky/val": files["double"][:1]}
     for name, rows in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, rows in (("train", files["double"]), ("val", files["double"][:1])):
-        (folder / "leaky").mkdir(exist_ok=True)
-        (folder / "leaky" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", rows)
 
 
 def _write_templates(folder: Path) -> None:
@@ -100,28 +96,29 @@ def _write_templates(folder: Path) -> None:
     prompt = "{% if add_generation_prompt %}assistant{% endif %}"
     think = "'<think>' + (m.reasoning_content or '') + '</think>'"
     thought = f"{{{{ m.role + ({think} if m.role == 'assistant' else '') + m.content"
-    (folder / "thinks.jinja").write_text(turns.replace("{{ m.role + m.content", thought) + prompt)
-    (folder / "prompts_think.jinja").write_text(turns + prompt.replace("{% end", "<think></think>{% end"))
     calls = "{{ m.tool_calls|tojson if m.tool_calls }}"
-    (folder / "calls.jinja").write_text(turns.replace("<|im_end|>", f"{calls}<|im_end|>") + prompt)
-    (folder / "kwargs.jinja").write_text("{{ tone or 'plain' }}" + turns + prompt)
-    (folder / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}" + turns + prompt)
-    (folder / "inexact.jinja").write_text(turns + prompt.replace("assistant{%", "model{%"))
-    (folder / "endless.jinja").write_text(turns.replace("<|im_end|>", "\n") + prompt)
-    (folder / "nosystem.jinja").write_text(
-        turns.replace("messages %}", "messages if m.role != 'system' %}", 1) + prompt
-    )
+    templates = {
+        "mine": turns + prompt,
+        "thinks": turns.replace("{{ m.role + m.content", thought) + prompt,
+        "prompts_think": turns + prompt.replace("{% end", "<think></think>{% end"),
+        "calls": turns.replace("<|im_end|>", f"{calls}<|im_end|>") + prompt,
+        "kwargs": "{{ tone or 'plain' }}" + turns + prompt,
+        "dated": "{{ strftime_now('%Y-%m-%d') }}" + turns + prompt,
+        "inexact": turns + prompt.replace("assistant{%", "model{%"),
+        "endless": turns.replace("<|im_end|>", "\n") + prompt,
+        "nosystem": turns.replace("messages %}", "messages if m.role != 'system' %}", 1) + prompt,
+    }
+    for name, text in templates.items():
+        (folder / f"{name}.jinja").write_text(text)
 
 
 def _write_documents(folder: Path) -> None:
-    texts = folder / "documents"
-    texts.mkdir()
+    opening = "The same long opening paragraph of every file here, word for word."
+    for folder_name in ("documents", "other_documents"):
+        (folder / folder_name).mkdir()
     for n in range(40):
         words = " ".join(f"word{n}x{k}" for k in range(60))
-        (texts / f"{n:02}.txt").write_text(
-            f"The same long opening paragraph of every file here, word for word.\n\n{words}\n"
-        )
-    (folder / "other_documents").mkdir()
+        (folder / f"documents/{n:02}.txt").write_text(f"{opening}\n\n{words}\n")
     (folder / "other_documents" / "a.txt").write_text("another text " * 30)
 
 
@@ -566,17 +563,17 @@ def over_ranks(config: RunConfig) -> Facts:
             "checkpoint": made.memory.checkpoint}  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("skips", [False, True])
-def test_ddp_looks_for_unused_parameters_where_it_is_asked_to_or_short_rows_leave_some(asked, skips):
+def test_ddp_looks_for_unused_parameters_where_short_rows_leave_some():
     from sft_play.training.engines import engine_arguments
 
-    text = f"model: {{name: Qwen/Qwen2.5-0.5B}}\ndistributed: {{find_unused_parameters: {str(asked).lower()}}}\n"
-    config = config_from_text(text, name="x")
-    machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
+    config, machine = (
+        config_from_text("model: {name: Qwen/Qwen2.5-0.5B}", name="x"),
+        Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2),
+    )
     made = make_plan(PlanRequest(config, load_model_shape(config.model.name), machine, allowed_layouts=("ddp",)))
-    told = engine_arguments(made, config, layer_class="Layer", deepspeed=None, has_late_gradients=skips)
-    assert told["ddp_find_unused_parameters"] is (asked or skips)
+    for skips in (False, True):
+        told = engine_arguments(made, config, layer_class="Layer", deepspeed=None, has_late_gradients=skips)
+        assert told["ddp_find_unused_parameters"] is skips
 
 
 def traced(config: RunConfig) -> Facts:
@@ -611,7 +608,13 @@ MIXTURE, EXPERTS = ["model.name=WORLD/mixture"], "model.layers.0.mlp.experts"
 MIXED = ["task_mode=cpt_mixed", "data.text_path=WORLD/text.txt"]
 LONG = ["data.train_path=WORLD/long.jsonl", "data.max_lost_fraction=1.0"]
 SPECIAL = ["data.train_path=WORLD/special.jsonl"]
-INEXACT = ["data.chat_template=WORLD/inexact.jinja"]
+
+
+def template(name: str) -> list[str]:
+    """Overrides that take a template of the world."""
+    return [f"data.chat_template=WORLD/{name}.jinja"]
+
+
 NO_SYSTEM = ["data.train_path=WORLD/system.jsonl", "data.chat_template=WORLD/nosystem.jinja"]
 UNSLOTH_OR_BNB = ["tuning.backend=unsloth", "tuning.backend_fallback=bnb"]
 GERMAN = "{question: frage, answer: antwort}"
@@ -640,6 +643,7 @@ ENCODED = {
 }  # fmt: skip
 """An answer in each encoding that data.encoding names."""
 FULL = ["tuning.mode=full"]
+GENERATES = ["eval.generate_rows=1"]
 PROBES: list[tuple[str, Probe]] = [
     one(loading, "model.name", "WORLD/model", "tokenizer.name", "WORLD/model"),
     one(loading, "model.name", "WORLD/model", "config.name", "WORLD/model"),
@@ -711,30 +715,21 @@ PROBES: list[tuple[str, Probe]] = [
     one(splits, "data.chat_template", "WORLD/mine.jinja", "text", Says("userwhat is 0?<|im_end|>assistant")),
     one(splits, "data.loss_on", "all", "trained", NORMAL),
     one(splits, "data.loss_on", "completion", "trained", "b<|im_end|>", data("multi.jsonl")),
-    one(
-        splits, "data.loss_on_empty_think", "false", "trained", "it is 0.<|im_end|>",
-        ["data.chat_template=WORLD/thinks.jinja"],
-    ),
+    one(splits, "data.loss_on_empty_think", "false", "trained", "it is 0.<|im_end|>", template("thinks")),
     one(
         splits, "data.add_empty_think", "true", "text", Says("assistant<think></think>it is 0."),
-        ["data.chat_template=WORLD/prompts_think.jinja"],
+        template("prompts_think"),
     ),
     one(
         splits, "data.drop_text_beside_calls", "true", "text", Says('assistant[{"function"'),
-        [*data("calls.jsonl"), "data.chat_template=WORLD/calls.jinja"],
+        [*data("calls.jsonl"), *template("calls")],
     ),
     unlocks(splits, "data.on_bad_row", "skip", "rows", 1, data("bad.jsonl")),
-    one(
-        splits, "data.chat_template_kwargs", "{tone: loud}", "text", Says("louduserwhat"),
-        ["data.chat_template=WORLD/kwargs.jinja"],
-    ),
-    one(
-        splits, "data.template_date", "'2001-02-03'", "text", Says("2001-02-03"),
-        ["data.chat_template=WORLD/dated.jinja"],
-    ),
+    one(splits, "data.chat_template_kwargs", "{tone: loud}", "text", Says("louduserwhat"), template("kwargs")),
+    one(splits, "data.template_date", "'2001-02-03'", "text", Says("2001-02-03"), template("dated")),
     one(splits, "data.multi_turn", "split", "rows", 2, data("multi.jsonl")),
-    unlocks(splits, "data.on_inexact_mask", "train", "rows", 20, INEXACT),
-    unlocks(splits, "data.on_missing_end", "train", "rows", 20, ["data.chat_template=WORLD/endless.jinja"]),
+    unlocks(splits, "data.on_inexact_mask", "train", "rows", 20, template("inexact")),
+    unlocks(splits, "data.on_missing_end", "train", "rows", 20, template("endless")),
     one(splits, "data.special_tokens_in_text", "control", "tokens", 27, SPECIAL),
     one(splits, "data.special_tokens_in_text", "fail", REFUSED, Says("<|im_end|>"), SPECIAL),
     unlocks(splits, "data.system_into_user", "true", "text", Says("brief"), NO_SYSTEM),
@@ -817,24 +812,11 @@ PROBES: list[tuple[str, Probe]] = [
     one(over_ranks, "train.async_save", "true", "checkpoint", "sharded", FULL),
     one(trainer, "train.save_total_limit", 9, "checkpoint_limit", 9),
     one(arguments, "train.load_best_model_at_end", "true", "load_best_model_at_end", True),
-    (
-        "train.metric_for_best_model",
-        Probe(
-            arguments,
-            ["train.metric_for_best_model=exact_match"],
-            {"metric_for_best_model": "eval_exact_match", "greater_is_better": True},
-            ["eval.generate_rows=1"],
-        ),
-    ),
-    (
-        "train.metric_for_best_model",
-        Probe(
-            arguments,
-            ["train.metric_for_best_model=loss"],
-            {"metric_for_best_model": "eval_loss", "greater_is_better": False},
-            ["eval.generate_rows=1", "train.metric_for_best_model=exact_match"],
-        ),
-    ),
+    ("train.metric_for_best_model", Probe(arguments, ["train.metric_for_best_model=exact_match"], {
+        "metric_for_best_model": "eval_exact_match", "greater_is_better": True}, GENERATES)),
+    ("train.metric_for_best_model", Probe(arguments, ["train.metric_for_best_model=loss"], {
+        "metric_for_best_model": "eval_loss", "greater_is_better": False},
+        [*GENERATES, "train.metric_for_best_model=exact_match"])),
     one(trainer, "train.early_stopping_patience", 3, "patience", 3, ["train.load_best_model_at_end=true"]),
     one(arguments, "train.seed", 1, "seed", 1),
     one(trainer, "train.profile_steps", 2, "profiled", [2]),
@@ -992,24 +974,13 @@ def test_pinned_memory_is_asked_for_with_a_gpu_only(world):
         config = make(world, *overrides)
         made = make_plan(PlanRequest(config, load_model_shape(config.model.name), machine))
         seen: dict[str, Any] = {}
+        real = module.SFTConfig
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "SFTConfig", Recording(seen))
+            patch.setattr(module, "SFTConfig", lambda **options: seen.update(options))
+            module.SFTConfig.__dataclass_fields__ = real.__dataclass_fields__  # type: ignore[attr-defined]
             module.training_arguments(config, made, RunFolder(Path("/nowhere")), has_eval=False)
         return bool(seen["dataloader_pin_memory"])
 
     assert pinned(MACHINE)
     assert not pinned(MACHINE, "train.dataloader_pin_memory=false")
     assert not pinned(Hardware((), "CPU", 2, 24 * GIB, 24 * GIB))
-
-
-class Recording:
-    """Stands for SFTConfig: keeps its arguments."""
-
-    def __init__(self, seen: dict[str, Any]) -> None:
-        from trl import SFTConfig
-
-        self._seen = seen
-        self.__dataclass_fields__ = SFTConfig.__dataclass_fields__
-
-    def __call__(self, **options: Any) -> None:
-        self._seen.update(options)

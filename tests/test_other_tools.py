@@ -28,28 +28,13 @@ def problems(text: str, *overrides: str) -> list[str]:
 
 HINTS = {
     "backend: deepspeed": "make train-deepspeed (or make train-distributed STRATEGY=zero2)",
-    "backend: accelerate": "make train-distributed",
     "backend: unsloth": "here it is tuning.backend: unsloth",
     "mixed_precision: bf16": "here it is train.bf16: true",
-    "mixed_precision: fp16": "here it is train.fp16: true",
-    "mixed_precision: 'no'": "here it is train.bf16: false",
     "mixed_precision: fp8": "here it is train.bf16: true (FP8 training is not supported)",
-    "zero3_offload: true": "make train-distributed STRATEGY=zero3_offload",
-    "find_unused_parameters: true": "here it is distributed.find_unused_parameters: true",
-    "ddp_find_unused_parameters: false": "here it is distributed.find_unused_parameters: false, the default",
-    "sync_gradients_every: 4": "here it is distributed.sync_gradients_every: 4",
     "sync_each_batch: true": "here it is distributed.sync_gradients_every: micro_batch",
-    "profile_communication: true": "here it is distributed.profile_communication: true",
-    "communication_data_type: fp32": "here it is distributed.mixed_precision.reduce: float32",
     "reduce_dtype: bf16": "here it is distributed.mixed_precision.reduce: bfloat16",
-    "mixed_precision_param: float32": "here it is distributed.mixed_precision.param: float32",
     "buffer_dtype: torch.float32": "here it is distributed.mixed_precision.buffer: float32",
-    "ddp_comm_hook: bf16": "here it is distributed.mixed_precision.reduce: bfloat16",
-    "accumulate_allreduce_grads_in_fp32: true": "here it is distributed.mixed_precision.reduce: float32",
     "train_micro_batch_size_per_gpu: 4": "here it is train.batch_size: 4",
-    "train_micro_batch_size_per_gpu: auto": "here it is train.batch_size: auto, the default",
-    "per_device_train_batch_size: 2": "here it is train.batch_size: 2",
-    "gradient_accumulation_steps: 8": "here it is train.grad_accum: 8",
     "base_model: Qwen/Qwen3-8B": "here it is model.name: Qwen/Qwen3-8B",
     "template: qwen": (
         "the model's own chat template is used; another: data.chat_template: FILE.jinja, chatml or plain"
@@ -58,50 +43,34 @@ HINTS = {
     "save_strategy: epoch": "here it is train.save_steps: null (each epoch)",
     "save_strategy: steps": "here it is train.save_steps: N (steps between two checkpoints)",
     "adapter: qlora": "here it is tuning.mode: qlora, the default",
-    "adapter: lora": "here it is tuning.mode: lora",
-    "finetuning_type: full": "here it is tuning.mode: full",
     "finetuning_type: freeze": (
         "here it is tuning.mode: full (with tuning.trainable: [layers.30-31, norm], the parts to train)"
     ),
-    "stage: sft": "here it is task_mode: sft, the default",
-    "stage: pt": "here it is task_mode: cpt",
     "stage: dpo": "preference tuning is not supported (task_mode: sft, cpt or cpt_mixed): use TRL's trainers for it",
     "val_set_size: 0.05": "here it is data.val_fraction: 0.05",
-    "val_set_size: 0": "here it is data.val_fraction: 0, the default",
     "val_set_size: 500": (
         "data.val_fraction is a fraction (0.05), not a number of rows; put 500 rows of your choice into a file of "
         "their own and name it in data.val_path"
     ),
     "sample_packing: true": "here it is data.packing: best_fit",
     "flash_attn: fa2": "here it is model.attn_implementation: flash_attention_2",
-    "flash_attention: true": "here it is model.attn_implementation: flash_attention_2",
-    "attn_implementation: sdpa": "here it is model.attn_implementation: sdpa",
     "train_on_inputs: false": "here it is data.loss_on: assistant, the default",
-    "train_on_inputs: true": "here it is data.loss_on: all",
     "push_to_hub: true": (
         "nothing is uploaded; the trained weights are in RUN/adapter (full: RUN/model): hf upload OWNER/NAME "
         "RUN/adapter"
     ),
     "load_in_8bit: true": "8-bit weights are not supported: tuning.mode: qlora (4 bits) or lora (16 bits)",
-    "load_in_8bit: false": "8 bits are never loaded: remove it",
     "load_in_4bit: true": "here it is tuning.mode: qlora, the default",
     "learning_rate: 2.0e-5": "it belongs at train.learning_rate: 2.0e-5",
-    "num_train_epochs: 3.0": "here it is train.epochs: 3.0",
     "lora_alpha: 16.0": "here it is tuning.lora.alpha: 16",
-    "lora_target: all": "here it is tuning.lora.target_modules: auto, the default",
     "lora_target: q_proj,v_proj": 'here it is tuning.lora.target_modules: ["q_proj", "v_proj"]',
-    "cutoff_len: 4096": "here it is model.max_seq_len: 4096",
     "warmup_ratio: 0.1": "here it is train.warmup_steps: 0.1 (below 1 it is a fraction of the steps)",
-    "optimizer: adamw_bnb_8bit": "here it is train.optim: adamw_8bit",
-    "optim: lion": "here it is train.optim: lion_32bit",
-    "use_muon: true": "here it is train.optim: muon",
     "tokens: [<think>]": 'here it is model.add_tokens: ["<think>"] (their rows are resized, begun and trained with it)',
     "report_to: none": "here it is train.report_to: []",
     "deepspeed: ds_z3.json": "make train-deepspeed DEEPSPEED_CONFIG=ds_z3.json",
     "deepspeed: zero3": "make train-distributed STRATEGY=zero3",
     "wandb_project: mine": "WANDB_PROJECT=mine before make, with train.report_to: [wandb]",
     "wandb_project:": "it has no effect: remove it",
-    "torch_dtype: bfloat16": "here it is model.dtype: bfloat16",
     "ddp_timeout: 180000000": "here it is distributed.timeout_s: 86400 (the longest)",
     "dataset: tatsu-lab/alpaca": (
         "here it is data.train_path: hub:tatsu-lab/alpaca (the format is detected, see make preview)"
@@ -115,11 +84,6 @@ def test_a_key_of_another_tool_is_answered_with_its_value_in_our_words(line, hin
     key = line.partition(":")[0]
     assert said.startswith(f"run.yaml:2: {key}: unknown key (value ")
     assert said.endswith(f"); {hint}"), said
-
-
-def test_settings_that_a_hint_names_are_taken():
-    text = "\n".join(["tuning: {mode: lora}", "train: {bf16: true, save_steps: null, batch_size: 4}"])
-    assert config_from_text(MINIMAL + text, name="x").train.save_steps is None
 
 
 def test_a_section_of_another_tool_is_answered_whole_in_one_round():
@@ -172,31 +136,6 @@ saves_per_epoch: 1
 special_tokens: {pad_token: "<|end_of_text|>"}
 fsdp_config: {fsdp_limit_all_gathers: true}
 """
-LLAMA_FACTORY = """\
-model_name_or_path: Qwen/Qwen3-4B-Instruct-2507
-quantization_bit: 4
-stage: sft
-do_train: true
-finetuning_type: lora
-lora_rank: 8
-lora_target: all
-dataset: identity,alpaca_en_demo
-template: qwen3_nothink
-cutoff_len: 2048
-max_samples: 1000
-preprocessing_num_workers: 16
-output_dir: saves/qwen3-4b
-plot_loss: true
-overwrite_output_dir: true
-save_only_model: false
-report_to: none
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-num_train_epochs: 3.0
-lr_scheduler_type: cosine
-ddp_timeout: 180000000
-eval_strategy: steps
-"""
 TRL = """\
 model_name_or_path: Qwen/Qwen2-0.5B
 dataset_name: trl-lib/Capybara
@@ -221,7 +160,7 @@ run_name: first
 """
 
 
-@pytest.mark.parametrize("text", [AXOLOTL, LLAMA_FACTORY, TRL], ids=["axolotl", "llama-factory", "trl"])
+@pytest.mark.parametrize("text", [AXOLOTL, TRL], ids=["axolotl", "trl"])
 def test_a_file_of_another_tool_is_answered_in_one_round(text):
     keys = [line.partition(":")[0] for line in text.splitlines()]
     assert len(keys) >= 20
@@ -230,30 +169,11 @@ def test_a_file_of_another_tool_is_answered_in_one_round(text):
     assert not [line for line in said if re.search(r"\); (did you mean|the root takes)", line)]
 
 
-def test_an_override_is_answered_as_an_override_is_written():
-    assert problems(MINIMAL, "mixed_precision=bf16", "training.num_train_epochs=3") == [
-        'SET: mixed_precision: unknown key (value "bf16"); here it is train.bf16=true',
-        "SET: training.num_train_epochs: unknown key (value 3); here it is train.epochs=3",
-    ]
-
-
 def test_a_secret_is_not_shown():
     for key in ("hub_token", "hf_hub_token", "swanlab_api_key", "swanlab_secret"):
         (said,) = problems(MINIMAL + f"{key}: abcdef123456")
         assert "abcdef" not in said, key
     assert 'value "<pad>"' in problems(MINIMAL + "pad_token: <pad>")[0]
-
-
-@pytest.mark.parametrize(
-    ("line", "hint"),
-    [
-        ("train: {learing_rate: 1e-4}", "did you mean train.learning_rate?"),
-        ("train: {epoch: 2}", "did you mean train.epochs?"),
-        ("trian: {epochs: 2}", "did you mean train?"),
-    ],
-)
-def test_a_misspelt_key_is_guessed_at(line, hint):
-    assert problems(MINIMAL + line)[0].endswith(hint)
 
 
 @pytest.mark.parametrize("key", ["banana", "my_own_thing", "notes", "wheels", "author"])
@@ -270,7 +190,7 @@ def test_every_target_of_the_table_exists_and_takes_the_translated_values():
         assert is_path or (not row.path and (row.explanation or row.translations or row.read_value)), key
         for spelling, answer in row.translations.items():
             assert spelling == spelling.lower(), key
-            for path, value in answer.settings:
+            for path, value in answer.settings.items():
                 assert option_accepts(path, value), (key, spelling, path, value)
     assert set(other_tools.key_table().sections.values()) <= set(sections())
 
@@ -286,12 +206,12 @@ def test_whatever_the_value_a_hint_names_only_what_is_taken():
             answer = other_tools.translate_value(row, value)
             # what is part of a data set's entry needs no words
             assert answer.settings or answer.explanation or key.startswith(("entry.", "held_out.")), (key, value)
-            for path, ours in answer.settings:
+            for path, ours in answer.settings.items():
                 assert option_accepts(path, ours), (key, value, path, ours)
 
 
 def test_words_of_the_table_name_keys_targets_and_variables_that_exist():
-    rows = [*other_tools.key_table().known_keys.values(), *(row for _, row in other_tools.key_table().prefixed_keys)]
+    rows = [*other_tools.key_table().known_keys.values(), *other_tools.key_table().prefixed_keys.values()]
     words = {row.explanation for row in rows} | {
         answer.explanation for row in rows for answer in row.translations.values()
     }

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -24,11 +23,10 @@ from sft_play.machine.hardware import detect_hardware, parse_hardware
 from sft_play.models.config_json import KNOWN_MODELS, load_model_shape
 from sft_play.models.families import UnknownArchitecture
 from sft_play.planner import advice
-from sft_play.planner.advice import find_largest_fit, make_advised_plan, parse_grid
+from sft_play.planner.advice import find_largest_fit, make_advised_plan
 from sft_play.planner.batching import RowTokens
 from sft_play.planner.candidates import evaluate_candidates, lowest_memory_candidates
 from sft_play.planner.decide import PlanRequest, build_plan_inputs
-from sft_play.planner.explain import candidate_table_lines, choice_line, hardware_lines, speed_lines, suggestion_lines
 from sft_play.planner.layout import find_layouts
 from sft_play.planner.plan import Plan, planned_disk_usage
 from sft_play.runs.folder import MANIFEST_FORMAT
@@ -39,15 +37,9 @@ GIB = 2**30
 CONFIGS = sorted((ROOT / "configs").glob("run_*.yaml"))
 LORA = str(ROOT / "configs" / "run_lora.yaml")
 LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 1000,
-    "max_position_embeddings": 512,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000, "max_position_embeddings": 512,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -158,14 +150,6 @@ def test_a_way_out_is_what_its_words_plan(hardware, overrides):
         assert way.fits or way.required <= plan.memory.required, way
 
 
-def test_more_gpus_keep_the_machines_ram():
-    plan = plan_of("1xRTX3060,ram=192GiB", "tuning.mode=full", "train.effective_batch_size=64", "train.optim=adafactor")
-    assert not plan.fits
-    hardware = [way.hardware for way in plan.suggestions if way.hardware]
-    assert hardware
-    assert all(",ram=196608MiB" in name for name in hardware)
-
-
 def test_where_no_setting_and_no_gpu_is_enough_a_smaller_model_is_named():
     plan = plan_of("1xT4", "tuning.mode=lora", "train.effective_batch_size=1", "model.max_seq_len=256",
                    "tuning.lora.r=8", name="zai-org/GLM-4.5")  # fmt: skip
@@ -186,16 +170,7 @@ def test_a_plan_that_no_larger_machine_can_run_is_still_one():
     assert plan.suggestions
 
 
-def test_nothing_fits_is_answered_in_time():
-    job = config("tuning.mode=full", "model.max_seq_len=32768", name="meta-llama/Llama-3.3-70B-Instruct")
-    shape, machine = load_model_shape(job.model.name), parse_hardware("2x8xRTX3060")
-    start = time.process_time()
-    assert not make_advised_plan(PlanRequest(job, shape, machine)).fits
-    assert time.process_time() - start < 3  # some 2 s where the machine is quiet
-
-
-@pytest.mark.parametrize("hardware", ["1xRTX3060", "8xRTX3060", "2x8xL4"])
-@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+@pytest.mark.parametrize(("hardware", "mode"), [("1xRTX3060", "qlora"), ("8xRTX3060", "full"), ("2x8xL4", "lora")])
 def test_the_thriftiest_candidates_fit_where_any_does(hardware, mode):
     for length in (512, 2048, 8192, 32768):
         run = config(f"tuning.mode={mode}", f"model.max_seq_len={length}")
@@ -208,15 +183,6 @@ def test_the_thriftiest_candidates_fit_where_any_does(hardware, mode):
         )
 
 
-def test_max_says_how_and_with_how_much_ram():
-    job = config()
-    found = find_largest_fit(
-        "model", PlanRequest(job, load_model_shape(job.model.name), parse_hardware("1xH100,ram=1TiB"))
-    )
-    assert "zero3_offload" in found.limited_by
-    assert "of 1024.0 GiB of RAM on each node" in found.limited_by
-
-
 def test_max_model_has_room_for_the_sequences():
     job = config("model.max_seq_len=32768")
     found = find_largest_fit("model", PlanRequest(job, load_model_shape(job.model.name), parse_hardware("1xRTX4090")))
@@ -224,7 +190,7 @@ def test_max_model_has_room_for_the_sequences():
     assert (load_model_shape(found.value).max_positions or 0) >= 32768
 
 
-@pytest.mark.parametrize("targets", ["[nope]", "[q_proj, nope]", "[lm_head]"])
+@pytest.mark.parametrize("targets", ["[q_proj, nope]", "[lm_head]"])
 def test_adapters_on_layers_that_are_not_there_are_refused(targets, command: Command):
     code, said = command("plan", "--config", LORA, "--hardware", "1xH100", f"tuning.lora.target_modules={targets}")
     assert code == 2
@@ -239,9 +205,6 @@ def test_adapters_on_layers_that_are_not_there_are_refused(targets, command: Com
     ("words", "message"),
     [
         (["CONFIG=configs/run_bnb.yaml"], "CONFIG=configs/run_bnb.yaml is a variable of make, not a setting"),
-        (["HARDWARE=2xH200"], "--hardware 2xH200"),
-        (["--whatif", "HARDWARE=1xH100,2xH100"], "is a variable of make"),
-        (["--whatif", "model.max_seq_len='2048,4096"], 'WHATIF="model.max_seq_len'),
         (["--whatif", "model.max_seq_len=2048,4"], "WHATIF, model.max_seq_len=4: "),
         (["--whatif", "train.effective_batch_size=32,33 train.batch_size=2"],
          "WHATIF, train.effective_batch_size=33 train.batch_size=2: "),
@@ -252,18 +215,6 @@ def test_a_word_that_cannot_be_meant_is_answered_by_its_own_name(words, message,
     code, said = command("plan", "--config", LORA, "--hardware", "1xH100", *words)
     assert (code, said.count("error:")) == (2, 1)
     assert message in said
-
-
-def test_a_grid_of_50_plans_that_do_not_fit_is_answered_in_time(command: Command):
-    cells = (
-        "model.max_seq_len=" + ",".join(str(256 * count) for count in range(1, 11)) + " tuning.lora.r=8,16,32,64,128"
-    )
-    assert len(parse_grid(cells.split())) == 50
-    start = time.process_time()
-    code, said = command("plan", "--config", LORA, "--hardware", "1xRTX3060,ram=8GiB", "--json", "--whatif", cells)
-    assert time.process_time() - start < 7
-    assert code == 3
-    assert len(json.loads(said)["whatif"]) == 50
 
 
 @pytest.mark.parametrize(
@@ -282,47 +233,26 @@ def test_the_launch_command_is_read_as_it_was_given(overrides, monkeypatch):
     assert load_config(request.config, overrides=request.overrides).config == loaded.config
 
 
-def test_out_writes_into_a_device_and_leaves_it_there(command: Command, tmp_path: Path):
-    device = Path("/dev/null")
-    code, _ = command("plan", "--config", LORA, "--hardware", "1xH100", "--out", str(device))
-    assert (code, device.is_char_device()) == (0, True)
-    target, link = tmp_path / "target.json", tmp_path / "link.json"
-    target.write_text("{}")
-    link.symlink_to(target)
-    command("plan", "--config", LORA, "--hardware", "1xH100", "--out", str(link))
-    assert link.is_symlink()
-    assert json.loads(target.read_text())["fits"] is True
-
-
-def test_a_number_of_thousands_of_digits_is_no_config(tmp_path: Path):
-    text = json.dumps(LLAMA).replace('"vocab_size": 1000', '"vocab_size": 1' + "0" * 5000)
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelError, match="is not JSON"):
-        load_model_shape(str(tmp_path))
-
-
 STORED = [
-    *[({"quant_method": method}, "qlora", f"({method})") for method in ("gptq", "awq", "hqq", "bitnet")],
-    *[({"quant_method": method}, mode, None) for method in ("fp8", "mxfp4") for mode in ("lora", "qlora", "full")],
+    ({"quant_method": "gptq"}, "qlora", "(gptq)"),
+    *[({"quant_method": "mxfp4"}, mode, None) for mode in ("lora", "qlora", "full")],
     ({"bits": 4}, "qlora", "(unknown method)"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "lora", "(bitsandbytes)"),
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "qlora", "(bitsandbytes, 8 bits)"),
     ({"quant_method": "bitsandbytes", "_load_in_4bit": True, "_load_in_8bit": False}, "qlora", None),
     ({"load_in_4bit": True}, "qlora", None),
-    (None, "lora", None),
 ]
 
 
-@pytest.mark.parametrize("place", ["outside", "text_config"])
 @pytest.mark.parametrize(("stored", "mode", "said"), STORED)
 def test_weights_that_are_stored_quantised_are_refused_alike_by_plan_and_run(
-    stored, mode, said, place, command: Command, tmp_path: Path
+    stored, mode, said, command: Command, tmp_path: Path
 ):
     from sft_play.planner.precision import choose_precision
     from sft_play.training.prepare.model_spec import build_model_spec
 
     fields = {**LLAMA, "quantization_config": stored}
-    if place == "text_config":
+    if mode == "lora":  # below the part that is text, in some models
         fields = {"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text", "head_dim": 16}}
         fields["text_config"]["quantization_config"] = stored
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -342,8 +272,8 @@ def test_weights_that_are_stored_quantised_are_refused_alike_by_plan_and_run(
     assert str(refused.value) in " ".join(printed.split())
 
 
-@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "openai/gpt-oss-120b"])
-def test_a_known_model_with_quantised_weights_is_planned_dequantised_and_proposed(name, command: Command, monkeypatch):
+def test_a_known_model_with_quantised_weights_is_planned_dequantised_and_proposed(command: Command, monkeypatch):
+    name = "openai/gpt-oss-20b"
     code, printed = command("plan", "--config", LORA, "model.max_seq_len=512", "--hardware", "8xH200",
                             f"model.name={name}", "tuning.mode=qlora")  # fmt: skip
     assert (code, "stored in MXFP4" in printed, "Launch" in printed) == (0, True, True), printed
@@ -351,41 +281,6 @@ def test_a_known_model_with_quantised_weights_is_planned_dequantised_and_propose
     asked = config("model.max_seq_len=512", "tuning.mode=qlora")
     request = PlanRequest(asked, load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("16xH200"))
     assert find_largest_fit("model", request).value == name
-
-
-def test_a_model_that_is_refused_is_never_proposed(monkeypatch):
-    def refuses(fields, *, name, mode):
-        if name == "openai/gpt-oss-20b":
-            raise ModelError(name)
-
-    known = {one: KNOWN_MODELS[one] for one in ("openai/gpt-oss-20b", "Qwen/Qwen2.5-0.5B")}
-    monkeypatch.setattr(advice, "KNOWN_MODELS", known)
-    monkeypatch.setattr(advice, "refuse_quantised", refuses)
-    request = PlanRequest(
-        config("model.max_seq_len=512"), load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("16xH200")
-    )
-    assert find_largest_fit("model", request).value == "Qwen/Qwen2.5-0.5B"
-
-
-def test_the_words_fit_the_numbers():
-    one = plan_of("1xH100", "train.effective_batch_size=4", "train.batch_size=4")
-    assert "micro-batch 4 x 1 pass, " in choice_line(one)
-    none = plan_of("cpu,ram=8GiB")
-    assert not any("chosen" in line for line in candidate_table_lines(none))
-    assert any("does not fit" in line for line in candidate_table_lines(none))
-    for way, line in zip(none.suggestions, suggestion_lines(none)[1:], strict=False):
-        assert ("GiB per GPU" if way.hardware else "GiB per process") in line
-    assert not any("predicted" in (one.rejected_because or "") for one in plan_of("cpu,ram=512GiB").candidates)
-
-
-def test_a_run_of_unknown_length_says_so():
-    plan = plan_of("1xH100,price=2.5")
-    assert speed_lines(plan)[1].startswith("Run: hours and cost are not predicted")
-
-
-def test_a_cluster_is_one_line():
-    assert hardware_lines(parse_hardware("8x8xH100"))[0].splitlines()[1:] == ["  GPU 0-63: NVIDIA H100 (79.2 GiB) each"]
-    assert len(hardware_lines(parse_hardware("2xH200"))[0].splitlines()) == 3
 
 
 # --- what a run would be refused for ----------------------------------------------------------------------------------
@@ -397,11 +292,9 @@ def small_run(tmp_path, monkeypatch, tiny_llama, sums) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     os.mkfifo("pipe")
-    Path("gone").symlink_to("nowhere")
     Path("broken.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
     late = [*sums.read_text().splitlines(), *sums.read_text().splitlines(), "{"]
     Path("late.jsonl").write_text("\n".join(late))
-    Path("empty").mkdir()
     Path("outputs/taken").mkdir(parents=True)
     Path("my.yaml").write_text(
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
@@ -414,14 +307,9 @@ def small_run(tmp_path, monkeypatch, tiny_llama, sums) -> Path:
 REFUSED = {
     "output.name=../esc": "one word without separators",
     "output.name=taken": "outputs/taken exists",
-    "output.name=taken output.if_exists=resume": "is not a run folder",
     "output.dir=pipe": "pipe is a file",
-    "output.dir=pipe/below": "pipe/below cannot be written",
-    "output.dir=gone": "gone is a file, or a link that leads nowhere",
     "data.train_path=broken.parquet": "broken.parquet is Parquet that cannot be read",
     "data.train_path=late.jsonl": "late.jsonl:129",
-    "data.train_path=empty": "empty holds no data files",
-    "data.train_path=pipe": "pipe",
     "train.report_to=[trackio]": "trackio is not installed",
     "model.attn_implementation=kernels-community/flash-attn2@0123456789abcdef0123456789abcdef01234567": "kernels",
 }
@@ -434,8 +322,6 @@ def test_a_plan_and_a_check_say_what_train_is_refused_for(command: Command, smal
     error = said.partition("error: ")[2].strip()
     assert (code, why in error, "Traceback" in said) == (2, True, False), said
     assert not list(Path("outputs").glob("*/manifest.json"))
-    code, said = command("plan", *given)
-    assert (code, f"a run here would stop: {error}" in said, "make train" in said) == (0, True, False), said
     code, said = command("plan", *given, "--json")
     answer = json.loads(said.splitlines()[0])
     assert (code, answer["ok"], answer["launch"], answer["refused_because"]) == (0, True, None, [error])
@@ -443,15 +329,7 @@ def test_a_plan_and_a_check_say_what_train_is_refused_for(command: Command, smal
     assert (code, why in said, said.count(" PROBLEM ") <= 1) == (2, True, True), said
 
 
-def test_what_does_not_depend_on_this_machine_is_said_of_a_named_one(command: Command, small_run):
-    everywhere, here = ("output.name=../esc", "data.train_path=late.jsonl"), ("output.name=taken", "output.dir=pipe")
-    for words in (*everywhere, *here, "data.train_path=/not/here.jsonl"):
-        says = words in everywhere
-        code, said = command("plan", "--config", str(small_run), "--hardware", "1xRTX3060", words)
-        assert (code, "a run would stop: " in said, "Launch: make train" in said) == (0, says, not says), said
-
-
-@pytest.mark.parametrize("verb", ["train", "train-distributed", "sweep"])
+@pytest.mark.parametrize("verb", ["train", "sweep"])
 def test_a_torch_without_cuda_beside_gpus_is_refused_before_ranks_are_started(
     command: Command, small_run, monkeypatch, verb
 ):
@@ -471,12 +349,11 @@ def test_a_torch_without_cuda_beside_gpus_is_refused_before_ranks_are_started(
     assert (code, "would stop" in said, "make train" in said) == (0, False, True), said
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
 def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_weights_load(
-    command: Command, small_run, monkeypatch, mode
+    command: Command, small_run, monkeypatch
 ):
     """The need is that of the checkpoints that exist at once: those kept, and the one that is being written."""
-    given = ("--config", str(small_run), f"tuning.mode={mode}")
+    given = ("--config", str(small_run), "tuning.mode=full")
     config = load_config(small_run, overrides=given[2:]).config
     plan = plan_run(config, detect_hardware())
     one, all_at_once = plan.memory.checkpoint_bytes, 3  # save_total_limit is 2
@@ -518,8 +395,7 @@ def test_checkpoints_after_each_epoch_are_counted_by_the_steps_that_are_given(sm
         assert planned_disk_usage(config, load_model_shape(config.model.name), plan).max_checkpoints == count
 
 
-@pytest.mark.parametrize("target", ["train", "train-distributed"])
-def test_a_start_asks_for_its_plan_once_and_makes_it_once(command, monkeypatch, tmp_path, tiny_llama, sums, target):
+def test_a_start_asks_for_its_plan_once_and_makes_it_once(command, monkeypatch, tmp_path, tiny_llama, sums):
     """The rows are counted between the two: what no length changes is checked in the request that is then completed."""
     calls: list[str] = []
 
@@ -536,10 +412,9 @@ def test_a_start_asks_for_its_plan_once_and_makes_it_once(command, monkeypatch, 
     for name in steps:
         count_calls(name)
     monkeypatch.setattr("sft_play.launch.start.train_in_process", stop)
-    monkeypatch.setattr("sft_play.launch.start.run_ranks", stop)
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
-    code, printed = command(target, "--config", str(path), f"output.dir={tmp_path}/outputs")
+    code, printed = command("train", "--config", str(path), f"output.dir={tmp_path}/outputs")
     assert (code, "error: planned" in printed) == (2, True), printed
     assert calls == steps

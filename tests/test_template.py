@@ -63,14 +63,9 @@ def same_on_all_cases(tokenizer, source: str) -> int:
 
 
 FEW = (
-    *(f"bundled/{name}" for name in ("tools", "history", "no_system", "dated", "no_end", "generation", "calls")),
-    "llama.cpp/Qwen-Qwen2.5-7B-Instruct",
-    "llama.cpp/meta-llama-Llama-3.1-8B-Instruct",
-    "llama.cpp/google-gemma-4-31B-it",
-    "llama.cpp/deepseek-ai-DeepSeek-V3.1",
-    "mistral-common/v13",
-    "onnxruntime-extensions/gpt-oss",
-    "trl/qwen3_training",
+    *(f"bundled/{name}" for name in ("tools", "history", "dated", "no_end", "generation", "calls")),
+    *("llama.cpp/meta-llama-Llama-3.1-8B-Instruct", "llama.cpp/google-gemma-4-31B-it", "mistral-common/v13"),
+    *("llama.cpp/deepseek-ai-DeepSeek-V3.1", "onnxruntime-extensions/gpt-oss", "trl/qwen3_training"),
 )
 
 
@@ -87,27 +82,16 @@ def test_every_shared_template_renders_as_transformers_renders_it(tokenizer):
         same_on_all_cases(tokenizer, file.read_text(encoding="utf-8"))
 
 
-def test_the_date_is_the_one_that_was_given():
-    made = template("{{ strftime_now('%d %b %Y') }}")
-    assert made.render(CHAT) == "05 Mar 2026"
-
-
-def test_variables_of_the_run_reach_the_template():
-    made = template("{{ bos_token }}{% if enable_thinking %}think{% endif %}", bos_token="<s>", enable_thinking=True)
-    assert made.render(CHAT) == "<s>think"
-
-
-def test_think_text_has_every_name_that_templates_know():
-    made = template("{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}{% endfor %}")
-    assert made.render([{"role": "assistant", "content": "x", "reasoning": "why"}]) == "why|why"
-
-
-def test_generation_marks_write_nothing_and_keep_what_is_set_between_them():
+def test_a_template_is_given_what_transformers_gives_it():
     made = template(
-        "{% set t = 'a' %}{% for m in messages %}<{% generation %}{{ t }}{% set t = 'b' %}{{ m.content }}"
-        "{% endgeneration %}{{ t }}>{% endfor %}"
+        "{{ strftime_now('%d %b %Y') }}{{ bos_token }}{% if enable_thinking %}think{% endif %}"
+        "{% set t = 'a' %}{% for m in messages %}<{% generation %}{{ t }}{% set t = 'b' %}{{ m.reasoning_content }}"
+        "{% endgeneration %}{{ t }}{{ m.thinking }}>{% endfor %}",
+        bos_token="<s>",
+        enable_thinking=True,
     )
-    assert made.render(CHAT) == "<ahello therea><afinea>"
+    # what is set between the marks of a generation ends there; think text has every name that templates know
+    assert made.render([{"role": "assistant", "content": "x", "reasoning": "why"}]) == "05 Mar 2026<s>think<awhyawhy>"
 
 
 def test_what_a_template_raises_is_a_render_error_on_one_line():
@@ -122,11 +106,11 @@ def test_what_a_template_raises_is_a_render_error_on_one_line():
         ("a\nb\n{{ nothing | closed", r"\(line 3\)"),
         ("{% nonsense %}", "unknown tag 'nonsense'"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
-        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "not valid Jinja"),
+        ("{{ ((10 ** 1000) ** 1000) ** 1000 }}", "does not end in reasonable time or size: more than 0.3 seconds"),
         ("{% break %}", "outside loop"),
     ],
 )
-def test_what_is_no_template_is_a_tokenizer_error_with_its_place(source, message):
+def test_what_is_no_template_is_a_tokenizer_error_with_its_place(source, message, short_limit):
     with pytest.raises(TokenizerError, match=message):
         template(source)
 
@@ -140,38 +124,27 @@ def test_the_sandbox_keeps_a_template_inside(source):
 
 
 NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
-TUPLES = "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
 DOUBLED = "{% set ns = namespace(x='x') %}{% for i in range(60) %}"
 ENDLESS = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "a macro that calls itself": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-    "a text times a number": "{{ messages[0].role * 10 ** 11 }}",
     "a text that doubles": DOUBLED + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "output": "{% set b = 'x' * 60000000 %}{% for i in range(1000) %}{{ b }}{% endfor %}",
-    "squares": DOUBLED.replace("'x'", "3") + "{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "lists in lists, as JSON": NESTED + "{{ ns.x | tojson }}",
     "lists in lists, compared": NESTED + NESTED.replace("ns", "other") + "{{ ns.x == other.x }}",
-    "tuples in tuples, as a key": TUPLES + "{{ {ns.x: 1} }}",
     "a wrapped text": "{{ (messages[0].role * 20000000) | wordwrap(1) }}",
 }
 
 
 @pytest.fixture
 def short_limit(monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_RENDER_SECONDS", 1)
+    monkeypatch.setattr(sandbox, "MAX_RENDER_SECONDS", 0.3)
 
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end_is_stopped(name, short_limit):
     made = template(ENDLESS[name])
-    with pytest.raises(EndlessTemplateError, match=r"more than (1 seconds|2 GiB of memory)|calls itself without end"):
+    with pytest.raises(EndlessTemplateError, match=r"more than (0.3 seconds|2 GiB of memory)|calls itself without end"):
         made.render(CHAT)
     assert template("{{ messages[0].content }}").render(CHAT) == "hello there"  # the next one is rendered as ever
-
-
-def test_what_would_not_end_before_it_renders_is_no_template(short_limit):
-    with pytest.raises(TokenizerError, match="does not end in reasonable time or size: more than 1 seconds"):
-        template("{{ ((10 ** 1000) ** 1000) ** 1000 }}")
 
 
 def test_a_template_is_stopped_in_any_thread(short_limit):
@@ -186,7 +159,7 @@ def test_a_template_is_stopped_in_any_thread(short_limit):
     thread = threading.Thread(target=render)
     thread.start()
     thread.join(60)
-    assert found == ["the chat template does not end in reasonable time or size: more than 1 seconds"]
+    assert found == ["the chat template does not end in reasonable time or size: more than 0.3 seconds"]
 
 
 def test_a_rendering_that_was_interrupted_gives_its_text_to_no_other(monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.errors import TokenizerError, translate_library_errors
+from sft_play.errors import TokenizerError
 from sft_play.training.prepare.tokenizer import load_tokenizer
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import chat
@@ -58,11 +58,7 @@ def test_a_missing_template_names_the_ways_out(name):
         load(tokenizer_folder(name), "task_mode: sft")
     for part in ("has no chat template", "data.chat_template", "(plain)", "task_mode=cpt"):
         assert part in str(error.value)
-
-
-@named("bundled/bytes", "gpt2")
-def test_a_built_in_template_that_does_not_fit_the_vocabulary_is_refused(name):
-    with pytest.raises(TokenizerError, match="needs <|im_start|> and <|im_end|> in the vocabulary".replace("|", r"\|")):
+    with pytest.raises(TokenizerError, match=r"needs <\|im_start\|> and <\|im_end\|> in the vocabulary"):
         load(tokenizer_folder(name), "data: {chat_template: chatml}")
 
 
@@ -71,43 +67,25 @@ def test_a_sentencepiece_model_loads(name):
     assert load(tokenizer_folder(name)).tokenizer("hello")["input_ids"]
 
 
-def test_a_folder_without_a_tokenizer_says_what_was_looked_for(tmp_path):
-    with pytest.raises(TokenizerError, match=r"holds no tokenizer \(looked for"):
-        load(tmp_path)
-
-
 @named("bundled/chatml", "Qwen2.5-Instruct")
 def test_the_digest_changes_with_the_template(name):
     folder = tokenizer_folder(name)
     assert load(folder).sha256 != load(folder, "data: {chat_template: chatml}").sha256
 
 
-def _with_template(folder, tmp_path, template):
-    import shutil
-
-    copy = tmp_path / "own"
-    shutil.copytree(folder, copy)
-    for file in copy.glob("chat_template*"):
+def test_the_training_variant_of_a_template_is_taken_from_trl_or_there_is_none(tiny_llama, tmp_path):
+    copied = shutil.copytree(tiny_llama, tmp_path / "own")
+    for file in copied.glob("chat_template*"):
         file.unlink()
-    (copy / "chat_template.jinja").write_text(template)
-    return config_from_text(f"model: {{name: {copy}}}\ndata: {{chat_template: training}}", name="run.yaml")
-
-
-def test_the_training_variant_of_a_template_is_taken_from_trl(tiny_llama, tmp_path):
     own = template_of("trl/qwen3_5_think")
-    loaded = load_tokenizer(_with_template(tiny_llama, tmp_path, own))
+    (copied / "chat_template.jinja").write_text(own)
+    loaded = load(copied, "data: {chat_template: training}")
     assert loaded.original_template == own
-    assert "{% generation %}" in loaded.tokenizer.chat_template or "generation" in loaded.tokenizer.chat_template
+    assert "generation" in loaded.tokenizer.chat_template
     assert any("training variant" in note for note in loaded.notes)
-
-
-def test_a_template_that_trl_does_not_know_has_no_training_variant(tiny_llama, tmp_path):
-    template = (
-        "{% for m in messages %}{{ m.role + ' ' + m.content + '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
-    )
+    (copied / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}")
     with pytest.raises(TokenizerError, match="TRL has no training variant"):
-        load_tokenizer(_with_template(tiny_llama, tmp_path, template))
+        load(copied, "data: {chat_template: training}")
 
 
 # --- a library that panics --------------------------------------------------------------------------------------------
@@ -130,7 +108,7 @@ def backtracking(folder: Path, base: Path) -> Path:
     return folder / "my.yaml"
 
 
-CASES = [("train", ()), ("train", ("data.workers=2",)), ("check", ()), ("render", ())]
+CASES = [("train", ("data.workers=2",)), ("check", ())]
 
 
 @pytest.mark.parametrize(("verb", "words"), CASES)
@@ -146,9 +124,3 @@ def test_a_regular_expression_that_backtracks_is_an_error_of_the_tokenizer(
     assert "Traceback" not in said
     if verb == "check":  # one part that fails hides no other
         assert "memory plan" in said
-
-
-def test_nor_is_it_a_traceback_where_answers_are_asked_for(tmp_path, tiny_llama):
-    tokenizer = load(backtracking(tmp_path, tiny_llama).parent / "model").tokenizer
-    with pytest.raises(TokenizerError, match="cannot split a text"), translate_library_errors():
-        tokenizer("a" * 50 + "!")

@@ -64,21 +64,6 @@ def test_defaults_are_those_of_the_wheels():
             assert all(f'"{said[key]}"' in text for key in ("source", "subset", "column") if key in said), name
 
 
-def test_a_default_is_read_from_classes_functions_and_fields():
-    source = (
-        "class A:\n    a: int = 3\n    b: str = field(default='x')\n    c: list = field(default_factory=list)\n"
-        "    d: list = field(default_factory=lambda: ['y'])\n    e: int | None = Field(default=None, ge=1)\n"
-        "    def __init__(self, one, two=2, *, three=0.5): pass\ndef f(a, b=True): pass\n"
-    )
-    found = {key: default_in(source, "A", key) for key in "abcde"}
-    assert found == {"a": 3, "b": "x", "c": [], "d": ["y"], "e": None}
-    assert [default_in(source, "A.__init__", key) for key in ("two", "three")] == [2, 0.5]
-    assert default_in(source, "f", "b") is True
-    for name, key in (("f", "a"), ("A", "z")):
-        with pytest.raises(LookupError):
-            default_in(source, name, key)
-
-
 @pytest.mark.parametrize("tool", NAMED)
 def test_the_table_has_its_form(tool):
     entry = TOOLS[tool]
@@ -101,14 +86,10 @@ def test_the_table_has_its_form(tool):
 
 
 NEUTRAL = {
-    "axolotl": "dataset_prepared_path: p",
-    "llamafactory": "overwrite_cache: true",
-    "swift": "model_author: me",
-    "torchtune": "optimizer_in_bwd: true",
-    "unsloth": "finetune_language_layers: true",
-    "trl": "dataset_train_split: train",
-    "transformers": "dataset_config_name: c",
-}
+    "axolotl": "dataset_prepared_path: p", "llamafactory": "overwrite_cache: true", "swift": "model_author: me",
+    "torchtune": "optimizer_in_bwd: true", "unsloth": "finetune_language_layers: true",
+    "trl": "dataset_train_split: train", "transformers": "dataset_config_name: c",
+}  # fmt: skip
 """A line of a file that tells the tool, and sets no option."""
 
 

@@ -46,7 +46,7 @@ from sft_play.spelling import nearest_name
 class KeyTranslation:
     """What a key means here: our settings by path, and an explanation."""
 
-    settings: tuple[tuple[str, JsonValue], ...] = ()
+    settings: Mapping[str, JsonValue] = field(default_factory=dict)
     explanation: str = ""
 
 
@@ -67,27 +67,21 @@ class KnownKey:
 
 @dataclass(frozen=True)
 class KeyTable:
-    """The table: `known_keys` by name, `prefixed_keys` share a row by prefix, `sections` has ours for each of theirs,
+    """The table: `known_keys` by name, `prefixed_keys` by how a name begins, `sections` has ours for each of theirs,
     `data_set_names` the names of each part of a data set."""
 
     known_keys: Mapping[str, KnownKey]
-    prefixed_keys: tuple[tuple[tuple[str, ...], KnownKey], ...]
+    prefixed_keys: Mapping[str, KnownKey]
     sections: Mapping[str, str]
     data_set_names: Mapping[str, list[str]]
 
 
 @functools.cache
 def _load_tables(file_name: str = "other_tools.yaml") -> dict[str, Any]:
-    document = parse_yaml(
-        resources.files("sft_play.config").joinpath(file_name).read_text(encoding="utf-8"), name=file_name
-    )
+    text = resources.files("sft_play.config").joinpath(file_name).read_text(encoding="utf-8")
+    document = parse_yaml(text, name=file_name)
     assert not document.problems, document.problems
     return document.data
-
-
-def parse_known_keys(entries: list[dict[str, Any]]) -> dict[str, KnownKey]:
-    """The rows of a file by each of their keys."""
-    return {key: _parse_known_key(entry) for entry in entries for key in entry["keys"].split()}
 
 
 @functools.cache
@@ -97,14 +91,36 @@ def key_table() -> KeyTable:
     data_set = {part: names.split() for part, names in tables["data_set"].items()}
     # what is part of a source's entry needs no answer, unless a row has one
     data_set_keys = [f"entry.{name}" for names in data_set.values() for name in names]
-    known_keys = dict.fromkeys(
-        data_set_keys, KnownKey(read_value=lambda value, path: KeyTranslation())
-    ) | parse_known_keys(tables["rows"])
+    known_keys = dict.fromkeys(data_set_keys, KnownKey(read_value=lambda value, path: KeyTranslation()))
+    known_keys |= parse_known_keys(tables["rows"])
     for option in optimizer_options():  # its names are ours, whatever the file says of them
         known_keys |= dict.fromkeys(option.other_names, KnownKey(option.path))
-    prefixes = tuple((tuple(entry["keys"].split()), _parse_known_key(entry)) for entry in tables["prefixes"])
     sections = {name: section for section, names in tables["sections"].items() for name in names.split()}
-    return KeyTable(known_keys, prefixes, sections, data_set)
+    return KeyTable(known_keys, parse_known_keys(tables["prefixes"]), sections, data_set)
+
+
+def parse_known_keys(entries: list[dict[str, Any]]) -> dict[str, KnownKey]:
+    """The rows of a file by each of their keys."""
+    known_keys: dict[str, KnownKey] = {}
+    for entry in entries:
+        path = entry.get("path", "")
+        translations = {
+            spelling: parse_translation(answer, path)
+            for spellings, answer in entry.get("values", {}).items()
+            for spelling in spellings.split()
+        }
+        reader = _READERS.get(entry.get("read", ""))
+        known_key = KnownKey(path, translations, reader, entry.get("words", ""), entry.get("switch", False))
+        known_keys |= dict.fromkeys(entry["keys"].split(), known_key)
+    return known_keys
+
+
+def parse_translation(answer: str | dict[str, JsonValue], path: str = "") -> KeyTranslation:
+    """An answer as the tables write it: words, or settings with words beside them."""
+    if isinstance(answer, str):
+        return KeyTranslation(explanation=answer)
+    settings = {path if key == "to" else key: value for key, value in answer.items() if key != "words"}
+    return KeyTranslation(settings, str(answer.get("words", "")))
 
 
 class OtherTool(NamedTuple):
@@ -129,41 +145,7 @@ def detect_tool(key_names: Collection[str]) -> OtherTool:
     return OtherTool(f"{best['name']} {best['version']}".strip(), parse_known_keys(best.get("rows", [])), defaults)
 
 
-def _parse_known_key(entry: dict[str, Any]) -> KnownKey:
-    path = entry.get("path", "")
-    translations = {
-        spelling: parse_translation(answer, path)
-        for spellings, answer in entry.get("values", {}).items()
-        for spelling in spellings.split()
-    }
-    return KnownKey(
-        path, translations, _READERS.get(entry.get("read", "")), entry.get("words", ""), entry.get("switch", False)
-    )
-
-
-def parse_translation(answer: str | dict[str, JsonValue], path: str = "") -> KeyTranslation:
-    """An answer as the tables write it: words, or settings with words beside them."""
-    if isinstance(answer, str):
-        return explain_only(answer)
-    settings = tuple((path if key == "to" else key, value) for key, value in answer.items() if key != "words")
-    return KeyTranslation(settings, str(answer.get("words", "")))
-
-
-def translate_to(path: str, value: JsonValue, explanation: str = "") -> KeyTranslation:
-    """An answer that is one of our settings."""
-    return KeyTranslation(((path, value),), explanation)
-
-
-def explain_only(explanation: str) -> KeyTranslation:
-    """An answer in words only."""
-    return KeyTranslation((), explanation)
-
-
 OFF_SPELLINGS = ("false", "null", "0", "", "none", "no", "[]", "{}", "disabled", "-1")
-_DATA_FILE = re.compile(r"\.(jsonl?|csv|parquet|arrow|txt|gz)$", re.IGNORECASE)
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
-# a file or a folder, or a name on the hub; a YAML is another tool's list of data sets
-_FILE_OR_HUB_PATH = re.compile(r"(?:hub:|[./~]|.*/)(?!.*\.ya?ml$)")
 
 
 def normalize_spelling(value: JsonValue) -> str:
@@ -176,41 +158,41 @@ def normalize_spelling(value: JsonValue) -> str:
 
 
 # --- readers of values that need more than a lookup -------------------------------------------------------------------
+
+
 def _read_held_out_share(value: Any, path: str) -> KeyTranslation | None:
     """`val_set_size: 0.05`. Other tools also take a number of rows there, which is no share."""
     if type(value) not in (int, float) or value < 1:
         return None
-    return explain_only(
-        f"{path} is a fraction (0.05), not a number of rows; put {{value}} rows of your choice into a file of "
-        "their own and name it in data.val_path"
-    )
+    remedy = "put {value} rows of your choice into a file of their own and name it in data.val_path"
+    return KeyTranslation(explanation=f"{path} is a fraction (0.05), not a number of rows; {remedy}")
 
 
 DATA_SET_OPTIONS = ("data.train_path", "data.val_path")  # where data sets are named
+_DATA_FILE = re.compile(r"\.(jsonl?|csv|parquet|arrow|txt|gz)$", re.IGNORECASE)
+_HUB_ID = re.compile(r"(?!\.)[\w.-]+/[\w.-]+(:[\w.-]+)?")
+# a file or a folder, or a name on the hub; a YAML is another tool's list of data sets
+_FILE_OR_HUB_PATH = re.compile(r"(?:hub:|[./~]|.*/)(?!.*\.ya?ml$)")
 
 
-def _read_data_files(value: Any, path: str, *further_settings: tuple[str, JsonValue]) -> KeyTranslation:
-    """The data sets of a key: one as a path; several, or a part of one, as sources; `further_settings` beside."""
+def _read_data_files(value: Any, path: str) -> KeyTranslation:
+    """The data sets of a key: one as a path; several, or a part of one, as sources."""
     is_trained = path == DATA_SET_OPTIONS[0]
-    all_sources: list[dict[str, Any]] = [
+    all_sources = [
         source for entry in parse_data_sets(value) for source in _data_set_sources(entry, is_trained=is_trained)
     ]
-    sources = list({source["path"]: source for source in all_sources}.values())  # no source may be there twice
-    if not sources:
-        return explain_only("it names no file, and of the hub no data set in the split that is read here")
-    if not all(_FILE_OR_HUB_PATH.match(source["path"]) or _DATA_FILE.search(source["path"]) for source in sources):
-        return explain_only(
-            "a data set is given by its file, or hub:owner/name, not by a name in a registry: "
-            f"{path} (several: data.sources)"
-        )
-    if is_trained and (len(sources) > 1 or len(sources[0]) > 1):
-        return KeyTranslation(
-            (("data.sources", [*sources]), *further_settings), "a weight in each sets its share of an epoch"
-        )
-    explanation = "the format is detected, see make preview"
+    sources: list[JsonValue] = [*{source["path"]: source for source in all_sources}.values()]  # none is there twice
+    paths = [source["path"] for source in all_sources]
+    if not paths:
+        return KeyTranslation(explanation="it names no file, and of the hub no data set in the split that is read here")
+    if not all(_FILE_OR_HUB_PATH.match(name) or _DATA_FILE.search(name) for name in paths):
+        words = "a data set is given by its file, or hub:owner/name, not by a name in a registry"
+        return KeyTranslation(explanation=f"{words}: {path} (several: data.sources)")
+    if is_trained and (len(sources) > 1 or len(all_sources[0]) > 1):
+        return KeyTranslation({"data.sources": sources}, "a weight in each sets its share of an epoch")
     if len(sources) > 1:
-        explanation = "one file is taken, not several: make process joins them"
-    return KeyTranslation(((path, sources[0]["path"]), *further_settings), explanation)
+        return KeyTranslation({path: paths[0]}, "one file is taken, not several: make process joins them")
+    return KeyTranslation({path: paths[0]}, "the format is detected, see make preview")
 
 
 def parse_data_sets(value: Any) -> list[dict[str, Any]]:
@@ -240,16 +222,16 @@ def _data_set_sources(entry: Mapping[str, Any], *, is_trained: bool) -> Iterator
         part: next((entry[alias] for alias in aliases if alias != path_key and entry.get(alias)), None)
         for part, aliases in names.items()
     }
-    data_path, split = entry.get(path_key), str(parts["split"] or read_splits)
-    if data_path in ("json", "csv", "parquet", "arrow", "text"):  # of `datasets`, for files
-        data_path = entry.get("data_files")
-        if isinstance(data_path, dict):
-            data_path = data_path.get(split, data_path)
-    for text in data_path if isinstance(data_path, list) else [data_path]:
+    paths, split = entry.get(path_key), str(parts["split"] or read_splits)
+    if paths in ("json", "csv", "parquet", "arrow", "text"):  # of `datasets`, for files
+        paths = entry.get("data_files")
+        if isinstance(paths, dict):
+            paths = paths.get(split, paths)
+    for text in paths if isinstance(paths, list) else [paths]:
         if not isinstance(text, str) or not text.strip():
             continue
         source = re.sub(r"^(hf|ms)::|#\d+$", "", text.strip())
-        if _HUB_ID.fullmatch(source) and not _DATA_FILE.search(source) and not source.startswith((".", "/", "~")):
+        if _HUB_ID.fullmatch(source) and not _DATA_FILE.search(source):
             source = f"hub:{source}"
         is_on_hub = source.startswith("hub:")
         if is_on_hub and not re.match(read_splits, split):
@@ -258,72 +240,69 @@ def _data_set_sources(entry: Mapping[str, Any], *, is_trained: bool) -> Iterator
             source += f":{parts['config']}"
         # ms-swift writes a number of rows as FILE#500, `datasets` as train[:500]
         row_limit = re.search(r"#(\d+)$", text.strip()) or re.search(r"^\w+\[:(\d+)\]$", split)
-        numbers = {"weight": parts["weight"], "max_rows": int(row_limit[1]) if row_limit else parts["max_rows"]}
-        yield {"path": source} | {part: number for part, number in numbers.items() if type(number) in (int, float)}
+        if row_limit:
+            parts["max_rows"] = int(row_limit[1])
+        numbers = {part: parts[part] for part in ("weight", "max_rows") if type(parts[part]) in (int, float)}
+        yield {"path": source, **numbers}
+
+
+def _read_documents(value: Any, path: str) -> KeyTranslation:
+    """Read axolotl's `pretraining_dataset`, whose name says the task too."""
+    translation = _read_data_files(value, path)
+    if not translation.settings:
+        return translation
+    return dataclasses.replace(translation, settings={**translation.settings, "task_mode": "cpt"})
 
 
 def _read_template(value: Any, _: str) -> KeyTranslation | None:
     """A file, or one of the two names that mean the same here; other names are of the other tool's own templates."""
-    if isinstance(value, str) and (
-        value in ("chatml", "plain") or value.endswith((".jinja", ".jinja2", ".j2", ".txt"))
-    ):
-        return translate_to("data.chat_template", value)
-    return explain_only("in a file of its own it is data.chat_template: FILE.jinja") if "{%" in str(value) else None
+    if value in ("chatml", "plain") or str(value).endswith((".jinja", ".jinja2", ".j2", ".txt")):
+        return KeyTranslation({"data.chat_template": value})
+    if "{%" in str(value):
+        return KeyTranslation(explanation="in a file of its own it is data.chat_template: FILE.jinja")
+    return None
 
 
 def _read_names(value: Any, path: str) -> KeyTranslation | None:
     """Names in a list, or in a text with commas."""
     if path.startswith("tuning.") and not re.fullmatch(r"[\w.,\[\]\"' -]*", str(value)):
-        return explain_only(
-            "a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj, …), or is auto"
-        )
-    entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-    if isinstance(entries, list):
-        names: JsonValue = [_load_tables()["modules"].get(str(name), name) for name in entries if name]
+        words = "a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj, …), or is auto"
+        return KeyTranslation(explanation=words)
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if isinstance(value, list):
+        names: JsonValue = [_load_tables()["modules"].get(str(name), name) for name in value if name]
         if names and option_accepts(path, names):
-            return translate_to(path, names)
-    return explain_only(f"{path} takes {all_options()[path].accepted_values}")
+            return KeyTranslation({path: names})
+    return KeyTranslation(explanation=f"{path} takes {all_options()[path].accepted_values}")
 
 
-def _read_split(value: Any, path: str) -> KeyTranslation | None:
+def _read_split(value: Any, path: str) -> KeyTranslation:
     """A split of `datasets`: nothing to say of the one that is read."""
     match = re.fullmatch(r"(train|val|dev)\w*(\[:\d+\])?", str(value))
     if match and (match[1] == "train") is (path == DATA_SET_OPTIONS[0]):
-        return explain_only("this number of rows (max_rows) is drawn by train.seed, not the first" * bool(match[2]))
-    return explain_only(
-        f"{path} reads a split whole, train or validation: load_dataset(…, split={{value}}).to_json(FILE) of datasets "
-        "writes another, or a part, to name here"
-    )
+        words = "this number of rows (max_rows) is drawn by train.seed, not the first"
+        return KeyTranslation(explanation=words * bool(match[2]))
+    remedy = "load_dataset(…, split={value}).to_json(FILE) of datasets writes another, or a part, to name here"
+    return KeyTranslation(explanation=f"{path} reads a split whole, train or validation: {remedy}")
 
 
 # By the name that the table gives them.
 _READERS: Mapping[str, ValueReader] = {
     # torchtune's function for a model: `lora_llama3_1_8b` adds adapters, `qlora_llama3_1_8b` to 4-bit weights
-    "builder": lambda value, path: translate_to(
-        path, re.sub(r".*\.(q?lora)_.*|.*", r"\1", str(value), count=1) or "full"
+    "builder": lambda value, path: KeyTranslation(
+        {path: re.sub(r".*\.(q?lora)_.*|.*", r"\1", str(value), count=1) or "full"}
     ),
     "column": lambda value, path: KeyTranslation() if path.endswith(f".{value}") else None,
-    # ms-swift's mapping of its own columns to the usual ones
-    "columns": lambda value, path: (
-        translate_to(path, {v: k for k, v in value.items()}) if isinstance(value, dict) else None
-    ),
     "data_files": _read_data_files,
-    # axolotl's `pretraining_dataset`: its name says the task too
-    "documents": lambda value, path: _read_data_files(value, path, ("task_mode", "cpt")),
-    # torchtune's steps of each epoch
-    "each_epoch": lambda value, path: translate_to(path, [value, "train.epochs"]) if isinstance(value, int) else None,
+    "documents": _read_documents,
     "held_out_share": _read_held_out_share,
-    "layers": lambda value, path: translate_to(
-        path, [f"layers.{index}" for index in re.findall(r"\d+", str(value))] or "all"
-    ),
     "names": _read_names,
     # `betas: [0.9, 0.95]`: only the second is an option here
-    "second_beta": lambda value, path: (
-        translate_to(path, value[1]) if isinstance(value, list) and len(value) == 2 else None
-    ),
+    "second_beta": lambda value, path: KeyTranslation({path: value[-1]}) if isinstance(value, list) and value else None,
     "split": _read_split,
     "system": lambda value, path: (
-        KeyTranslation(((path, value), ("data.style.how", "keep"))) if value and isinstance(value, str) else None
+        KeyTranslation({path: value, "data.style.how": "keep"}) if value and isinstance(value, str) else None
     ),
     "template": _read_template,
 }
@@ -333,43 +312,41 @@ _READERS: Mapping[str, ValueReader] = {
 def find_known_key(parts: tuple[str, ...]) -> KnownKey | None:
     """The row of a key, given its path from the root: by its last two names, its last name, or its prefix."""
     names = [part.strip().lower().replace("-", "_") for part in parts[-2:]]
+    table = key_table()
     for name in (".".join(names), names[-1]):
-        if name in key_table().known_keys:
-            return key_table().known_keys[name]
-    return next(
-        (known_key for prefixes, known_key in key_table().prefixed_keys if names[-1].startswith(prefixes)), None
-    )
+        if name in table.known_keys:
+            return table.known_keys[name]
+    return next((known_key for prefix, known_key in table.prefixed_keys.items() if names[-1].startswith(prefix)), None)
+
+
+# Our reader takes yes and no for words, as YAML 1.2 has it; other tools' files mean true and false by them.
+_YAML_1_1_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 def translate_value(known_key: KnownKey, value: JsonValue) -> KeyTranslation:
     """What a row answers for a value: by spelling, by its reader, as given where our key accepts it, or in words."""
-    normalized = normalize_spelling(value)
-    # our reader takes yes and no for words, as YAML 1.2 has it; other tools' files mean true and false by them
-    for spelling in (
-        normalized,
-        {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(normalized, normalized),
-    ):
+    path, words, normalized = known_key.path, known_key.explanation, normalize_spelling(value)
+    for spelling in (normalized, _YAML_1_1_WORDS.get(normalized, normalized)):
         if spelling in known_key.translations:
             return known_key.translations[spelling]
     if value is None or (known_key.is_switch and normalized in OFF_SPELLINGS):
-        return explain_only("it has no effect: remove it")
-    translation = known_key.read_value(value, known_key.path) if known_key.read_value else None
+        return KeyTranslation(explanation="it has no effect: remove it")
+    translation = known_key.read_value(value, path) if known_key.read_value else None
     if translation is not None:
-        explanation = known_key.explanation if translation.settings and known_key.path else ""
-        return KeyTranslation(translation.settings, "; ".join(filter(None, [translation.explanation, explanation])))
-    for candidate_value in _candidate_values(value) if known_key.path else ():
-        if option_accepts(known_key.path, candidate_value):
-            return translate_to(known_key.path, candidate_value, known_key.explanation)
-    if not known_key.path or known_key.explanation:
-        return explain_only(known_key.explanation or "remove it")
-    accepted_values = all_options()[known_key.path].accepted_values if known_key.path in all_options() else "text"
-    return explain_only(f"here it is {known_key.path} ({accepted_values})")
-
-
-def _candidate_values(value: JsonValue) -> list[JsonValue]:
-    """A value as given, and the number that it spells in another form (`16.0`, `"2e-5"`)."""
+        if translation.settings and path and words:
+            words = "; ".join(filter(None, [translation.explanation, words]))
+            translation = KeyTranslation(translation.settings, words)
+        return translation
+    # as given, or the number that it spells in another form (`16.0`, `"2e-5"`)
     number = resolve_scalar(value.strip()) if isinstance(value, str) else value
-    return [value, number, int(number) if isinstance(number, float) and number.is_integer() else number]
+    whole_number = int(number) if isinstance(number, float) and number.is_integer() else number
+    for candidate_value in (value, number, whole_number) if path else ():
+        if option_accepts(path, candidate_value):
+            return KeyTranslation({path: candidate_value}, words)
+    if not path or words:
+        return KeyTranslation(explanation=words or "remove it")
+    accepted_values = all_options()[path].accepted_values if path in all_options() else "text"
+    return KeyTranslation(explanation=f"here it is {path} ({accepted_values})")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -502,7 +479,7 @@ def _explain_key(key: ForeignKey, *, raw_text: str | None, separator: str) -> st
 def format_translation(translation: KeyTranslation, value: JsonValue, *, raw_text: str | None, separator: str) -> str:
     """An answer of the table in words: `here it is train.bf16: true`."""
     settings = []
-    for option_path, option_value in translation.settings:
+    for option_path, option_value in translation.settings.items():
         is_same = option_value is value or (option_value == value and type(option_value) is type(value))
         default = (
             ", the default"
@@ -554,8 +531,7 @@ def merge_keys(keys: Sequence[ForeignKey]) -> list[ForeignKey]:
             value, explanation = list(dict.fromkeys(items)), ""  # the trackers, the tokens, the modules of both
         for index, key in enumerate(merged_keys):
             if option in key.settings and normalize_spelling(key.settings[option]) != normalize_spelling(value):
-                settings = tuple({**key.settings, option: value}.items())
-                translation = KeyTranslation(settings, "" if key.is_default else explanation)
+                translation = KeyTranslation({**key.settings, option: value}, "" if key.is_default else explanation)
                 merged_keys[index] = dataclasses.replace(key, translation=translation)
     return merged_keys
 

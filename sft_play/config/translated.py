@@ -7,14 +7,14 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from sft_play.config import other_tools
 from sft_play.config.options import all_options, find_option, option_accepts, sections
 from sft_play.config.other_tools import ForeignKey, KeyTranslation, KnownKey, OtherTool, format_key_value, merge_keys
-from sft_play.config.validation import find_conflicts, find_unknown_keys, validate
+from sft_play.config.validation import find_unknown_keys, read_config, validate
 from sft_play.config.yaml_io import (
     JsonValue,
     KeyPath,
@@ -69,7 +69,7 @@ def translate_file(
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
     _gather_data_sets(document)
-    foreign_keys = [key for _, keys in find_unknown_keys(document) for key in keys]
+    foreign_keys = find_unknown_keys(document, read_config(document)[1])
     key_names = {str(part) for key in foreign_keys for path, _ in walk_leaves(key.value, key.path) for part in path}
     result = Translation(other_tools.detect_tool(key_names), dict(user_settings))
     keys = [*foreign_keys, *_same_named_keys(document, result)]
@@ -129,7 +129,7 @@ def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[Fo
         if known_key is not None:
             translation = other_tools.translate_value(known_key, value)
         elif path in all_options():
-            translation = other_tools.explain_only(f"expected {all_options()[path].accepted_values}")
+            translation = KeyTranslation(explanation=f"expected {all_options()[path].accepted_values}")
         yield ForeignKey(key_path, value, None, translation)
 
 
@@ -246,8 +246,6 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
             result.left_out_keys.append(
                 (f"{path}: {format_value(settings.pop(path))}", "all weights are trained, without adapters")
             )
-    if isinstance(parts := settings.get("tuning.trainable"), list):
-        settings["tuning.trainable"] = [*parts, *cast(list[JsonValue], settings.get("tuning.lora.modules_to_save", []))]
     if isinstance(settings.get("train.batch_size"), int):
         if "train.grad_accum" in settings and "train.effective_batch_size" in settings:
             total = settings.pop("train.effective_batch_size")
@@ -262,9 +260,7 @@ def _drop_refused_settings(result: Translation) -> None:
     """Take out settings, with the reason, until what is left is a run YAML without a problem."""
     while True:
         document = parse_yaml(format_run_yaml(result.settings), name="the run YAML")
-        config, problems = validate(document)
-        if config is not None and not problems:
-            problems = find_conflicts(config, document)
+        _, problems = validate(document)
         if not problems:
             return
         refused_settings = [(path, problem.message) for path in result.settings for problem in problems

@@ -3,26 +3,19 @@
 `find_conflicts` has what pydantic does not look for: values that contradict each other.
 """
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from sft_play.config.options import all_options, list_item_option, list_item_sections, optimizer_options, sections
 from sft_play.config.other_tools import ForeignKey, find_foreign_keys, merge_keys, unknown_key_problem
 from sft_play.config.schema import RunConfig
-from sft_play.config.yaml_io import (
-    JsonValue,
-    KeyPath,
-    Problem,
-    YamlDocument,
-    dotted_path,
-    find_value,
-    format_value,
-    walk_leaves,
-)
+from sft_play.config.yaml_io import JsonValue, KeyPath, Problem, YamlDocument, find_value, format_value, walk_leaves
 from sft_play.spelling import TYPO_SIMILARITY, did_you_mean
 
 # Rates above it are slips, such as 2e4 for 2e-4: published ones end at 1e-2.
@@ -33,11 +26,9 @@ TYPOGRAPHIC_QUOTES = frozenset("“”„‟‘’‚‛«»")
 
 def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
     """The run that a document's data describes, None where pydantic refuses it, and every problem with its keys and
-    values. The config is usable only where there is no problem."""
-    unknown_by_path, misplaced = dict(find_unknown_keys(document)), _misplaced_values(document)
-    reported_paths = {*unknown_by_path, *misplaced}
-    foreign_keys = merge_keys([key for keys in unknown_by_path.values() for key in keys])
-    problems = [*(unknown_key_problem(document, key) for key in foreign_keys), *misplaced.values()]
+    values. Contradictions are looked for only where every value by itself is right, and of a run with stages only in
+    each of them, which may put right what is wrong with the run's own settings."""
+    problems: list[Problem] = []
     has_broken_text = False
     for path, value in walk_leaves(document.data):
         if isinstance(value, str) and _SURROGATE.search(value):
@@ -48,70 +39,51 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
             problems.append(document.problem(path, message))
     if has_broken_text:
         return None, problems
-    # Without the keys that are reported already, pydantic finds what else is wrong: all problems are shown at once.
-    pruned_data = _drop_reported_keys(document.data, reported_paths)
-    assert isinstance(pruned_data, dict)
+    config, errors = read_config(document)
+    foreign_keys = merge_keys(find_unknown_keys(document, errors))
+    problems += (unknown_key_problem(document, key) for key in foreign_keys)
+    reported_paths = set()  # a union reports one error for each of its members; the key is reported once
+    for error in errors:
+        path = _error_path(error["loc"])
+        # a default that was not made follows from another key, which is wrong
+        is_reported = path in reported_paths or error["type"] == "default_factory_not_called"
+        if not is_reported and not _is_unknown_key(error):
+            reported_paths.add(path)
+            problems.append(document.problem(path, _describe_error(document, path, error["type"])))
+    if config is not None and not problems and not config.curriculum:
+        problems = find_conflicts(config, document)
+    return config, problems
+
+
+def read_config(document: YamlDocument) -> tuple[RunConfig | None, list[ErrorDetails]]:
+    """The run of a document without sections left empty by `key:`, or pydantic's errors."""
+    data = copy.deepcopy(document.data)
+    for name in reversed(sections()):  # the inner ones first
+        *parents, key = name.split(".")
+        holder = find_value(data, tuple(parents))
+        if isinstance(holder, dict) and key in holder and holder[key] is None:
+            del holder[key]
     try:
         # From JSON, because strict models refuse a list for a tuple in Python's data but take a JSON array for one.
-        return RunConfig.model_validate_json(json.dumps(pruned_data)), problems
+        return RunConfig.model_validate_json(json.dumps(data)), []
     except ValidationError as error:
-        return None, problems + list(_option_problems(error, document, reported_paths))
+        return None, error.errors(include_url=False)
 
 
-def _drop_reported_keys(data: JsonValue, reported_paths: set[KeyPath], path: KeyPath = ()) -> JsonValue:
-    """The data without the keys already reported, and without sections left empty by `key:`."""
-    if not isinstance(data, dict):
-        return data
-    result = {}
-    for key, value in data.items():
-        inner_path = (*path, key)
-        if inner_path in reported_paths or (value is None and dotted_path(inner_path) in sections()):
-            continue
-        result[key] = _drop_reported_keys(value, reported_paths, inner_path)
-    return result
+def find_unknown_keys(document: YamlDocument, errors: Sequence[ErrorDetails]) -> list[ForeignKey]:
+    """The keys that our sections do not have, by pydantic's errors; of a foreign section every key in it."""
+    keys: list[ForeignKey] = []
+    for error in errors:
+        if _is_unknown_key(error):
+            path = error["loc"]
+            section = ".".join(map(str, path[:-1]))
+            keys += find_foreign_keys(path, find_value(document.data, path), section=section)
+    return keys
 
 
-def _misplaced_values(document: YamlDocument) -> dict[KeyPath, Problem]:
-    problems = {}
-    for name, section in sections().items():
-        if not name:
-            continue
-        path: KeyPath = tuple(name.split("."))
-        value = find_value(document.data, path)
-        if value is None or isinstance(value, dict):
-            continue
-        first_key = next(iter(section.model_fields))
-        display_value = format_value(value, raw_text=document.raw_texts.get(path))
-        example = f"{name}: {{{first_key}: {display_value if first_key == 'name' else '…'}}}"
-        message = f"expected a section, found {display_value}; write {example}"
-        problems[path] = document.problem(path, f"{message} (its keys: {', '.join(section.model_fields)})")
-    return problems
-
-
-def find_unknown_keys(document: YamlDocument) -> Iterator[tuple[KeyPath, list[ForeignKey]]]:
-    """Each key that our sections do not have, with itself, or with every key in it where it is a foreign section."""
-    for name, section in sections().items():
-        section_path: KeyPath = tuple(name.split(".")) if name else ()
-        section_values = find_value(document.data, section_path)
-        if not isinstance(section_values, dict):
-            continue
-        for key in section_values:
-            if key not in section.model_fields:
-                path: KeyPath = (*section_path, key)
-                yield path, list(find_foreign_keys(path, section_values[key], section=name))
-
-
-def _option_problems(error: ValidationError, document: YamlDocument, reported_paths: set[KeyPath]) -> Iterator[Problem]:
-    reported = set()  # a union reports one error for each of its members; the key is reported once
-    for item in error.errors(include_url=False):
-        if item["type"] == "default_factory_not_called":  # another key is wrong, and this default depends on it
-            continue
-        path = _error_path(item["loc"])
-        if path not in reported and not any(
-            path[: len(blocked_path)] == blocked_path for blocked_path in reported_paths
-        ):
-            reported.add(path)
-            yield document.problem(path, _describe_error(document, path, item["type"]))
+def _is_unknown_key(error: ErrorDetails) -> bool:
+    # that of a section in a list has no meaning elsewhere
+    return error["type"] == "extra_forbidden" and all(isinstance(part, str) for part in error["loc"])
 
 
 def _error_path(location: Sequence[str | int]) -> KeyPath:
@@ -129,25 +101,28 @@ def _describe_error(document: YamlDocument, path: KeyPath, error_type: str) -> s
     value, raw_text = find_value(document.data, path), document.raw_texts.get(path)
     shown_value = format_value(value, raw_text=raw_text)
     name = ".".join(map(str, path))
+    section, option = sections().get(name), all_options().get(name)
     list_index = next((index for index, part in enumerate(path) if isinstance(part, int)), None)
     if list_index is not None:  # a section in a list, or one of its keys
         list_path, key_path = ".".join(map(str, path[:list_index])), path[list_index + 1 :]
-        fields = list_item_sections()[list_path].model_fields
-        if not key_path:
-            return f"expected a section, found {shown_value}; write {{{next(iter(fields))}: {shown_value}, …}}"
-        if key_path[0] not in fields:
-            hint = did_you_mean(str(key_path[0]), fields) or f"{list_path}[] takes {', '.join(fields)}"
+        section = list_item_sections()[list_path]
+        if key_path and key_path[0] not in section.model_fields:
+            keys = section.model_fields
+            hint = did_you_mean(str(key_path[0]), keys) or f"{list_path}[] takes {', '.join(keys)}"
             return f"unknown key (value {shown_value}); {hint}"
-        option = list_item_option(list_path, str(key_path[0]))
-    elif name in all_options():
-        option = all_options()[name]
-    else:
-        return f"missing; a run YAML needs {name}.name" if name == "model" else "missing"
-    if error_type == "missing":
-        return f"missing; {option.doc}"
-    return (
-        f"expected {option.accepted_values}, found {shown_value}{value_hint(value, raw_text, option.accepted_values)}"
-    )
+        if key_path:
+            option = list_item_option(list_path, str(key_path[0]))
+    if option is not None:
+        if error_type == "missing":
+            return f"missing; {option.doc}"
+        hint = value_hint(value, raw_text, option.accepted_values)
+        return f"expected {option.accepted_values}, found {shown_value}{hint}"
+    if section is None or error_type == "missing":
+        return "missing; a run YAML needs model.name"
+    example = next(iter(section.model_fields))
+    if example in ("name", "path"):
+        example = f"{example}: {shown_value}"
+    return f"expected a section, found {shown_value}; write {{{example}, …}} (of {', '.join(section.model_fields)})"
 
 
 def value_hint(value: JsonValue, raw_text: str | None, accepted_values: str) -> str:

@@ -23,8 +23,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from sft_play.answers import Answer
-from sft_play.config.adapter import ADAPTER_WEIGHTS_FILE
-from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.load import ADAPTER_WEIGHTS_FILE, LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import source_digest
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError

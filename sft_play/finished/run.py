@@ -13,8 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from sft_play.config.adapter import LAST_RUN
-from sft_play.config.load import LoadedConfig
+from sft_play.config.load import LAST_RUN, LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import find_data_paths, source_digest
 from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError

@@ -163,9 +163,9 @@ class TurnEnds:
         if final_tail is None:
             return self._first_known_end(continued_tail or "")
         # Where the two renderings part, the turn is over: the one goes on with the next turn's header.
-        shared = (
-            final_tail if continued_tail is None else common_prefix(final_tail, continued_tail, self.special_tokens)
-        )
+        shared = final_tail
+        if continued_tail is not None:
+            shared = common_prefix(final_tail, continued_tail, self.special_tokens)
         ends = self._possible_ends(shared, is_answer_text=is_answer_text)
         # A header that is always written is in both texts; it still belongs to the next turn.
         while ends and ends[-1][1] in self.turn_openers:
@@ -228,8 +228,10 @@ class TurnEnds:
     def _end_offset(self, ends: Sequence[tuple[int, str]]) -> int:
         """Where an end ends: with the first eos, at which generation stops, else where its last token first stands."""
         tokens = [token for _, token in ends]
-        offset, token = ends[tokens.index(self.eos_token if self.eos_token in tokens else tokens[-1])]
-        return offset + len(token)
+        deciding_token = tokens[-1]
+        if self.eos_token in tokens:
+            deciding_token = self.eos_token
+        return ends[tokens.index(deciding_token)][0] + len(deciding_token)
 
     def _opener_end(self, final_tail: str, continued_tail: str) -> int:
         """Where the special token ends that opens the next turn right after this one; 0 where there is none."""
@@ -311,6 +313,7 @@ NOTE_TYPED = "a tool call without a type is passed to the chat template with typ
 NOTE_ROLE = "a role is passed to the chat template under its usual name (system, user, assistant, tool)"
 NOTE_PARTS = "content in parts is passed to the chat template as one text, which it takes"
 NOTE_SHORT_IDS = "ids of tool calls are passed to the chat template as nine letters and digits, which it requires"
+# What is changed of the arguments of calls, by the form that the template writes correctly.
 NOTE_TEXT_FOR_OBJECT = (
     "tool call arguments that are objects are passed to the chat template as JSON text, the form that it writes "
     "correctly"
@@ -319,6 +322,7 @@ NOTE_OBJECT_FOR_TEXT = (
     "tool call arguments that are JSON text are passed to the chat template as objects: it would encode text a "
     "second time or not write it"
 )
+_ARGUMENT_NOTES = {"text": NOTE_TEXT_FOR_OBJECT, "object": NOTE_OBJECT_FOR_TEXT}
 
 
 @dataclass(frozen=True)
@@ -332,6 +336,12 @@ class CallForm:
     adds_type: bool = False
     # Ids are nine letters and digits.
     shortens_ids: bool = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is changed, in words. The form with the fewest changes is taken, so that each of them is one."""
+        changes = ((NOTE_CONTENT, self.content != "own"), (NOTE_TYPED, self.adds_type))
+        return tuple(note for note, is_made in (*changes, (NOTE_SHORT_IDS, self.shortens_ids)) if is_made)
 
 
 # In the order in which they are tried: the first leaves the row as it is written.
@@ -350,8 +360,6 @@ class FittedMessages:
     notes: tuple[str, ...] = ()
 
 
-CALL_KEYS = ("tool_calls", "function_call")
-
 KNOWN_KEYS = frozenset({"role", "tool_calls", "name", "tool_call_id", "call_id", "train", *TEXT_KEYS})
 
 
@@ -366,7 +374,7 @@ class TemplateTraits:
     # The one form of a call's arguments that it writes correctly; `own` where it writes both or
     # neither.
     argument_form: ArgumentForm | Literal["own"] = "own"
-    system: Literal["written", "dropped", "refused"] = "written"
+    writes_system: bool = True
     # It writes tool calls.
     writes_calls: bool = False
     # What opens think text, what closes it, and the control tokens in both.
@@ -428,28 +436,27 @@ class FittedTemplate:
             return fitted
         if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
             return FittedMessages(messages)
-        argument_form = self.traits.argument_form
-        converted = messages if argument_form == "own" else convert_arguments(messages, argument_form)
-        accepted_candidates: list[Sequence[Message]] = []
+        converted = convert_arguments(messages, self.traits.argument_form)
+        argument_notes: tuple[str, ...] = ()
+        if converted != [*messages]:
+            argument_notes = (_ARGUMENT_NOTES[self.traits.argument_form],)
+        accepted_candidates: list[FittedMessages] = []
         refusal = ""
         # The first form whose calls are all written; a template may take a form and drop the calls without a word.
         for form in CALL_FORMS:
-            candidate = apply_call_form(converted, form)
-            if candidate in accepted_candidates:
-                continue
+            candidate = FittedMessages(apply_call_form(converted, form), (*argument_notes, *form.notes))
             try:
-                writes_names = self._writes_names(candidate, tools)
+                if self._writes_names(candidate.messages, tools):
+                    return candidate
+                accepted_candidates.append(candidate)
+            except EndlessTemplateError as error:
+                refusal = str(error)
+                break  # each further form would take as long
             except RenderError as error:
                 refusal = str(error)
-                if isinstance(error, EndlessTemplateError):
-                    break  # each further form would take as long
-                continue
-            if writes_names:
-                return note_changes(messages, candidate)
-            accepted_candidates.append(candidate)
         if not accepted_candidates:
             raise InexactMaskError(TEMPLATE_REFUSES_ROW, refusal)
-        return note_changes(messages, accepted_candidates[0])
+        return accepted_candidates[0]
 
     def _writes_names(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
         count = itertools.count()
@@ -464,9 +471,7 @@ class FittedTemplate:
         """The messages with what their author wrote, as far as the template takes it: roles, parts, and further keys,
         unless the template has no name for them and the text is the same without them."""
         notes: dict[str, None] = {}
-        authored = [
-            self._authored_message(message, notes) if AUTHOR_MESSAGE in message else message for message in messages
-        ]
+        authored = [self._authored_message(message, notes) for message in messages]
         known_keys_only = [
             {key: value for key, value in message.items() if key in KNOWN_KEYS or key in self._source_words}
             for message in authored
@@ -491,14 +496,14 @@ class FittedTemplate:
 
     def _authored_message(self, message: Message, notes: dict[str, None]) -> Message:
         """A message with its author's role, content and keys; what cannot be kept is noted."""
-        original = message[AUTHOR_MESSAGE]
+        original = message.get(AUTHOR_MESSAGE, message)
         authored = drop_author_messages([message])[0]
         if original["role"] != authored["role"]:
             if authored["role"] == "system" and self._accepts(original["role"]):
                 authored["role"] = original["role"]
             else:
                 notes[NOTE_ROLE] = None
-        if not isinstance(original["content"], (str, type(None))):
+        if not isinstance(original.get("content"), (str, type(None))):
             kinds = content_part_kinds(original["content"])
             if kinds and self._accepts(authored["role"], *kinds):
                 authored["content"] = original["content"]
@@ -507,8 +512,11 @@ class FittedTemplate:
             else:
                 notes[NOTE_PARTS] = None
         # the same think text or calls under another of their names must not be given twice
-        covered_keys = {*authored, *(REASONING_KEYS if "reasoning_content" in authored else ())}
-        covered_keys |= {*(CALL_KEYS if authored.get("tool_calls") else ())}
+        covered_keys = {*authored}
+        if "reasoning_content" in authored:
+            covered_keys.update(REASONING_KEYS)
+        if authored.get("tool_calls"):
+            covered_keys.update(("tool_calls", "function_call"))
         return authored | {
             key: value for key, value in original.items() if key not in covered_keys and value is not None
         }
@@ -540,14 +548,15 @@ class FittedTemplate:
 
 def content_part_kinds(content: Any) -> list[str]:
     """The types of a list of parts that are text or think text; empty for anything else."""
-    parts = content if isinstance(content, list) else []
-    kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
-    # `{"type": "text", "text": …}`, and `{"type": "thinking", "thinking": …}` with the text under the type's own name
-    are_texts = all(
-        kind in ("text", "thinking", "reasoning") and isinstance(part.get(kind), str)
-        for kind, part in zip(kinds, parts, strict=True)
-    )
-    return kinds if are_texts else []
+    kinds: list[str] = []
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or part.get("type") not in ("text", "thinking", "reasoning"):
+            return []
+        # `{"type": "text", "text": …}`, or `{"type": "thinking", "thinking": …}`: the text is under the type's own name
+        if not isinstance(part.get(part["type"]), str):
+            return []
+        kinds.append(part["type"])
+    return kinds
 
 
 def map_message_texts(message: Message, index: int, change: Callable[[str, int, PieceKind], str]) -> Message:
@@ -575,7 +584,9 @@ def map_message_texts(message: Message, index: int, change: Callable[[str, int, 
             else map_texts(arguments, lambda text: change(text, index, "argument"))
         )
         calls.append({**call, "function": {**function, "name": name, "arguments": arguments}})
-    return {**copy, "tool_calls": calls} if calls else copy
+    if calls:
+        copy["tool_calls"] = calls
+    return copy
 
 
 def to_template_messages(messages: Sequence[Message], *, as_parts: bool) -> list[Message]:
@@ -607,8 +618,8 @@ def apply_call_form(messages: Sequence[Message], form: CallForm) -> list[Message
     return copies
 
 
-def convert_arguments(messages: Sequence[Message], form: ArgumentForm) -> list[Message]:
-    """The messages with the arguments of all calls as objects or as JSON text."""
+def convert_arguments(messages: Sequence[Message], form: ArgumentForm | Literal["own"]) -> list[Message]:
+    """The messages with the arguments of all calls as objects or as JSON text; `own`: as they are."""
     copies = [dict(message) for message in messages]
     for copy in copies:
         calls = []
@@ -624,29 +635,11 @@ def convert_arguments(messages: Sequence[Message], form: ArgumentForm) -> list[M
     return copies
 
 
-def note_changes(original: Sequence[Message], fitted: Sequence[Message]) -> FittedMessages:
-    """The fitted messages with what was changed, in words."""
-    notes: dict[str, None] = {}
-    for old, new in zip(original, fitted, strict=True):
-        if old.get("content") != new.get("content"):
-            notes[NOTE_CONTENT] = None
-        if old.get("tool_call_id") != new.get("tool_call_id") or old.get("call_id") != new.get("call_id"):
-            notes[NOTE_SHORT_IDS] = None
-        for old_call, new_call in zip(old.get("tool_calls") or (), new.get("tool_calls") or (), strict=True):
-            old_arguments, new_arguments = old_call["function"]["arguments"], new_call["function"]["arguments"]
-            if isinstance(old_arguments, str) != isinstance(new_arguments, str):
-                notes[NOTE_OBJECT_FOR_TEXT if isinstance(old_arguments, str) else NOTE_TEXT_FOR_OBJECT] = None
-            if old_call.get("type") != new_call.get("type"):
-                notes[NOTE_TYPED] = None
-            if old_call.get("id") != new_call.get("id"):
-                notes[NOTE_SHORT_IDS] = None
-    return FittedMessages(fitted, tuple(notes))
-
-
 def _short_id(call_id: str) -> str:
     # Mistral's templates refuse any other id: "Tool call IDs should be alphanumeric strings with length 9!"
-    usable_id = call_id if call_id.isalnum() and call_id.isascii() else ""
-    return usable_id if len(usable_id) == 9 else hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+    if len(call_id) == 9 and call_id.isalnum() and call_id.isascii():
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -664,7 +657,7 @@ def probe_template(
     traits = _probe_content(chat_template, with_tools=with_tools)
     writes_calls, argument_form = _probe_calls(FittedTemplate(chat_template, traits))
     traits = replace(traits, writes_calls=writes_calls, argument_form=argument_form)
-    traits = replace(traits, system=_probe_system(FittedTemplate(chat_template, traits)))
+    traits = replace(traits, writes_system=_probe_system(FittedTemplate(chat_template, traits)))
     ends = TurnEnds(tuple(token for token in special_tokens if token), eos_token)
     traits = replace(traits, think_marks=_probe_think_marks(FittedTemplate(chat_template, traits), ends))
     generation_prompt, answer_header = _probe_headers(FittedTemplate(chat_template, traits), ends.special_tokens)
@@ -780,11 +773,11 @@ def _probe_think_marks(template: FittedTemplate, ends: TurnEnds) -> tuple[str, .
     return ()
 
 
-def _probe_system(template: FittedTemplate) -> Literal["written", "dropped", "refused"]:
+def _probe_system(template: FittedTemplate) -> bool:
     try:
-        return "written" if "system1q" in _render(template, [PROBE_SYSTEM, *PROBE_EXCHANGE]) else "dropped"
+        return "system1q" in _render(template, [PROBE_SYSTEM, *PROBE_EXCHANGE])
     except RenderError:
-        return "refused"
+        return False
 
 
 def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> tuple[str, str]:
@@ -874,7 +867,6 @@ def _probe_turn_openers(template: FittedTemplate, ends: TurnEnds) -> frozenset[s
         beginning = _render(template, [PROBE_SYSTEM, *PROBE_EXCHANGE])
     except RenderError:
         beginning = _render(template, PROBE_EXCHANGE)
-    first_text_start = beginning.find("system1q") if "system1q" in beginning else beginning.find("question1q")
-    return frozenset(control_tokens(beginning[: max(0, first_text_start)], ends.special_tokens)) - {
-        ends.eos_token or ""
-    }
+    first_text = "system1q" if "system1q" in beginning else "question1q"
+    tokens = control_tokens(beginning[: max(0, beginning.find(first_text))], ends.special_tokens)
+    return frozenset(tokens) - {ends.eos_token or ""}

@@ -9,7 +9,6 @@ Shape letters: T tokens of one row.
 import contextlib
 import copy
 import functools
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -77,10 +76,7 @@ DROP_TEXT_REMEDY = (
     "data.drop_text_beside_calls=true leaves out the text of turns that call tools, where the template writes it "
     "behind the tool's result"
 )
-NAMED_IDS_REMEDY = (
-    "ids of calls in the form functions.NAME:NUMBER, numbered from 0 over the row and the same in the results, make it "
-    "exact: the template writes ids in place of names"
-)
+
 THINK_NEVER_CLOSED = (
     "data.loss_on_empty_think=false leaves the end of an empty think block untrained that the generation prompt opens, "
     "so the model would not learn to close it"
@@ -159,14 +155,11 @@ class Renderer:
 
     def _locator_for(self, chat: Chat) -> TurnLocator:
         """The locator of a chat's turns. Raises InexactMaskError where there is none."""
-        own_kwargs = json.dumps(chat.template_kwargs, sort_keys=True, default=str)
-        if chat.template_kwargs and own_kwargs not in self._row_kwargs:
-            if len(self._row_kwargs) >= MAX_ROW_KWARGS:
-                raise InexactMaskError(
-                    f"the rows have more than {MAX_ROW_KWARGS} different chat_template_kwargs",
-                    "the template is probed with each of them",
-                )
-            self._row_kwargs.add(own_kwargs)
+        if chat.template_kwargs:
+            self._row_kwargs.add(json.dumps(chat.template_kwargs, sort_keys=True, default=str))
+            if len(self._row_kwargs) > MAX_ROW_KWARGS:
+                reason = f"the rows have more than {MAX_ROW_KWARGS} different chat_template_kwargs"
+                raise InexactMaskError(reason, "the template is probed with each of them")
         with_tools = bool(chat.tools)
         try:
             return self.turn_locator(
@@ -293,13 +286,13 @@ class Renderer:
                     "a text holds a special token of the tokenizer", self.special_token_guard.first_token(messages)
                 )
             is_hiding = self._should_hide(special_count)
-            rendered_messages = self.special_token_guard.hide(messages) if is_hiding else messages
             # the text, with the spans of its turns
-            located = locator.locate(rendered_messages, chat.tools)
             if is_hiding:
+                located = locator.locate(self.special_token_guard.hide(messages), chat.tools)
                 # without the end that was added, which the template's own rendering does not have
-                written_text = located.text.removesuffix(located.added_end)
-                self._check_hidden_rendering(locator, written_text, chat)
+                self._check_hidden_rendering(locator, located.text.removesuffix(located.added_end), chat)
+            else:
+                located = locator.locate(messages, chat.tools)
             # the spans that are trained
             spans, untrained_turns, method = self._select_trained_spans(located, messages)
             prompt_suffixes = {
@@ -356,7 +349,10 @@ class Renderer:
             if any(map(THINK_END.search, untrained_suffixes)):
                 remedies.append("data.add_empty_think=true writes the prompt's empty think block before it")
             remedies = [*filter(None, remedies)]
-            yield f"{NOTE_PROMPT_DIVERGES} ({'; '.join(remedies)})" if remedies else NOTE_PROMPT_DIVERGES
+            note = NOTE_PROMPT_DIVERGES
+            if remedies:
+                note = f"{note} ({'; '.join(remedies)})"
+            yield note
         inexact_count = len(located.inexact_turns)
         if inexact_count and (remedy := self._find_remedy(chat, inexact_count=inexact_count)):
             yield f"a turn has no exact mask and is not trained: {remedy}"
@@ -410,7 +406,6 @@ class Renderer:
             (MOVE_SYSTEM_REMEDY, self._move_system_into_user),
             (f"{merge_remedy} and {MOVE_SYSTEM_REMEDY}", lambda row: self._move_system_into_user(_merge_chat(row))),
             (DROP_TEXT_REMEDY, lambda row: replace(row, messages=tuple(drop_text_beside_calls(row.messages)))),
-            (NAMED_IDS_REMEDY, lambda row: replace(row, messages=tuple(name_call_ids(row.messages)))),
         )
         for remedy, change in remedies:
             with contextlib.suppress(InexactMaskError):
@@ -436,7 +431,7 @@ class Renderer:
     def _move_system_into_user(self, chat: Chat) -> Chat:
         """The chat with the system prompt before the first user turn, where the template has no place for it."""
         system, *others = chat.messages
-        if system["role"] != "system" or self._locator_for(chat).template.traits.system == "written":
+        if system["role"] != "system" or self._locator_for(chat).template.traits.writes_system:
             return chat
         other_messages = [dict(message) for message in others]
         first_user_turn = next((message for message in other_messages if message["role"] == "user"), None)
@@ -458,37 +453,35 @@ class Renderer:
         exact_spans = [located.spans[index] for index in requested_turns if index in located.spans]
         if exact_spans:
             untrained_turns = len(requested_turns) - len(exact_spans)
-            method = "last_turn" if untrained_turns else located.method
-            return exact_spans, untrained_turns, "marker" if method == "inexact" else method
+            return exact_spans, untrained_turns, "last_turn" if untrained_turns else located.method
         inexact_turn = located.inexact_turns[requested_turns[-1]]
         guessed_spans = [located.guessed_spans[index] for index in requested_turns if index in located.guessed_spans]
         if guessed_spans and self.data.on_inexact_mask == "train":
             return guessed_spans, len(requested_turns) - len(guessed_spans), "inexact"
-        details = [inexact_turn.detail] if inexact_turn.detail else []
+        details = [inexact_turn.detail]
         for start, end in guessed_spans[-1:]:
             excerpt = one_line(repr(located.text[start:end]), limit=60)
             details.append(f"data.on_inexact_mask=train would train {excerpt}")
-        raise InexactMaskError(inexact_turn.reason, "; ".join(details))
+        raise InexactMaskError(inexact_turn.reason, "; ".join(filter(None, details)))
 
     def _tokenise(self, draft: TokenRow, encoding: Any) -> TokenRow | BadRow:
         if draft.source == TEXT:
-            ids = list(
-                (self.special_token_guard.plain_tokenizer.encode(draft.text) if encoding is None else encoding).ids
-            )
-            end_id = self.tokenizer_parts.end_of_text_id
+            if encoding is None:
+                encoding = self.special_token_guard.plain_tokenizer.encode(draft.text)
+            draft.input_ids, end_id = list(encoding.ids), self.tokenizer_parts.end_of_text_id
             # some tokenizers put it there themselves, by their post-processor
-            draft.input_ids = ids if end_id is None or (ids and ids[-1] == end_id) else [*ids, end_id]
+            if end_id is not None and draft.input_ids[-1:] != [end_id]:
+                draft.input_ids.append(end_id)
             draft.labels = list(draft.input_ids)
             return draft
-        is_encoded, encoded_text, spans = encoding is not None, draft.text, draft.spans
-        if not is_encoded:
-            encoding, spans, encoded_text, draft.text, draft.spans = self.special_token_guard.encode(
-                encoded_text, spans
-            )
+        encoded_text, spans = draft.text, draft.spans
+        owner: Renderer | SpecialTokenGuard = self
+        if encoding is None:
+            owner = self.special_token_guard
+            encoding, spans, encoded_text, draft.text, draft.spans = owner.encode(encoded_text, spans)
         masked = mask_encoding(encoding, encoded_text, spans, self._added_ids)
         draft.merged_edges = masked.crossed_edges
         if masked.crossed_edges:
-            owner = self if is_encoded else self.special_token_guard
             split_tokens = owner.splitting_tokenizer.encode_with_mask(encoded_text, spans)
             if split_tokens is None and self.data.on_inexact_mask == "fail":
                 return BadRow(
@@ -512,11 +505,8 @@ class Renderer:
         if self.data.truncate == "end":
             ids, labels = ids[:limit], labels[:limit]
         else:  # truncate=prompt: the last tokens, a BOS at the beginning kept
-            bos_tokens = 1 if self._bos_id is not None and ids[0] == self._bos_id else 0
-            ids, labels = (
-                [*ids[:bos_tokens], *ids[bos_tokens + excess :]],
-                [*labels[:bos_tokens], *labels[bos_tokens + excess :]],
-            )
+            begin = int(ids[0] == self._bos_id)
+            ids, labels = [*ids[:begin], *ids[begin + excess :]], [*labels[:begin], *labels[begin + excess :]]
         remaining_tokens = count_trained_tokens(labels)
         if remaining_tokens == 0:
             first_trained = next(index for index, label in enumerate(row.labels) if label != IGNORED)
@@ -547,19 +537,14 @@ class Renderer:
             locator = self._locator_for(chat)
             prompt_messages = locator.template.fit(self._adapt_chat(chat).messages, chat.tools).messages[:-1]
             is_hiding = self.hides_special_tokens(prompt_messages)
-            text = locator.template.render(
-                self.special_token_guard.hide(prompt_messages) if is_hiding else prompt_messages,
-                chat.tools,
-                with_prompt=True,
-            )
+            if is_hiding:
+                prompt_messages = self.special_token_guard.hide(prompt_messages)
+            text = locator.template.render(prompt_messages, chat.tools, with_prompt=True)
         except (RenderError, InexactMaskError):
             return None
-        encoding = (
-            self.special_token_guard.encode(text, [])[0]
-            if is_hiding
-            else self.backend.encode(text, add_special_tokens=False)
-        )
-        return list(encoding.ids)
+        if is_hiding:
+            return list(self.special_token_guard.encode(text, [])[0].ids)
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def prompt_and_answer_ids(self, chat: Chat) -> tuple[list[int], list[int]] | None:
         """Token ids of the last turn's prompt, and of the answer that training teaches after it, its end of turn
@@ -596,22 +581,6 @@ def drop_text_beside_calls(messages: Sequence[Message]) -> list[Message]:
 
 def _merge_chat(chat: Chat) -> Chat:
     return replace(chat, messages=tuple(merge_turns(chat.messages)))
-
-
-def name_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """The messages with ids of calls that hold the call's name, as Kimi's models write them."""
-    count = itertools.count()
-    return [
-        {
-            **message,
-            "tool_calls": [
-                {**call, "id": f"functions.{call['function']['name']}:{next(count)}"} for call in message["tool_calls"]
-            ],
-        }
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
 
 
 def is_trained_turn(message: Message) -> bool:

@@ -78,7 +78,7 @@ class GapPosition:
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn: its span where it is exact, else why it is not and what would be trained instead."""
+    """One assistant turn: where it begins and ends; of one that is not exact the reason, and the best guess."""
 
     message_index: int
     start: GapPosition | None = None
@@ -98,15 +98,9 @@ class Turn:
     # It follows neither a question nor a tool's result, and the text does not begin with its
     # prompt.
     without_prompt: bool = False
+    # Why it is not exact.
     reason: str = ""
     detail: str = ""
-    # The best guess at an inexact turn's span.
-    guessed_span: tuple[GapPosition, GapPosition] | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether its span was found and verified."""
-        return self.start is not None and self.end is not None
 
 
 @dataclass(frozen=True)
@@ -119,11 +113,6 @@ class TemplateLayout:
     written_pieces: tuple[tuple[int, str], ...]
     turns: tuple[Turn, ...]
     stripped_pieces: tuple[int, ...] = ()
-
-    @property
-    def added_end(self) -> str:
-        """The end that is added after a last turn which the template does not end."""
-        return self.turns[-1].added_end if self.turns else ""
 
     def fill(self, pieces: Sequence[str]) -> tuple[str, list[int]]:
         """Fill in the pieces of a row: the text that the row must have, and where each gap begins in it."""
@@ -147,6 +136,13 @@ _WRITTEN_FORMS: dict[str, Callable[[str], str]] = {
     "json in json": lambda text: json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False)[1:-1],
     "repr": lambda text: repr(text)[1:-1],
 }
+
+
+def _written_form(piece: MarkedPiece, written_text: str) -> str | None:
+    """The form in which a template wrote a piece; None where the text is another one."""
+    form = next((name for name, write in _WRITTEN_FORMS.items() if write(piece.text) == written_text), None)
+    # the arguments of a call, which are JSON, are encoded once, not twice
+    return None if piece.kind == "arguments" and form != "plain" else form
 
 
 def to_second_sentinels(text: str, *_: object) -> str:
@@ -188,86 +184,60 @@ def _is_think(text: str, previous_mark: str, next_mark: str) -> bool:
     return opening == next_mark or opening not in text[1:]
 
 
-def split_marked_text(text: str, pieces: Sequence[MarkedPiece]) -> tuple[list[str], list[tuple[int, str]], set[int]]:
-    """A rendered copy as the gaps between pieces, the written pieces (number, form), and the changed ones' numbers."""
-    gaps: list[str] = []
-    written_pieces: list[tuple[int, str]] = []
-    changed_pieces: set[int] = set()
-    gap_start = 0
-    open_index, open_start = -1, 0
-    for match in _SENTINEL.finditer(text):
-        index, side = int(match.group(1)), match.group(2)
-        if index >= len(pieces):  # not a sentinel of ours
-            continue
-        if side == "b":
-            if open_index >= 0:  # its end was cut off, or another piece was moved into it
-                changed_pieces.add(open_index)
-            gaps.append(text[gap_start : match.start()])
-            open_index, open_start = index, match.end()
-            continue
-        if index != open_index:
-            changed_pieces.add(index)
-            continue
-        inner = text[open_start : match.start()]
-        # encoded once, not twice
-        forms = _WRITTEN_FORMS if pieces[index].kind != "arguments" else {"plain": _WRITTEN_FORMS["plain"]}
-        form = next((name for name, form in forms.items() if form(pieces[index].text) == inner), None)
-        if form is None:
-            changed_pieces.add(index)
-        written_pieces.append((index, form or "plain"))  # a template may write a piece several times
-        gap_start, open_index = match.end(), -1
-    if open_index >= 0:
-        changed_pieces.add(open_index)
-    gaps.append(text[gap_start:])
-    return gaps, written_pieces, changed_pieces
-
-
 class MarkedText:
-    """Positions in a rendered copy, sentinels and all, and what stands where."""
+    """A rendered copy, sentinels and all, taken apart at them: what stands where."""
 
-    def __init__(
-        self, text: str, gaps: Sequence[str], written_pieces: Sequence[tuple[int, str]], pieces: Sequence[MarkedPiece]
-    ) -> None:
-        self.text = text
-        # The position of each gap in the copy.
-        self._gap_spans: list[Span] = []
-        # Number, begin and end of each written piece, sentinels included.
+    def __init__(self, text: str, pieces: Sequence[MarkedPiece]) -> None:
+        self.text, self._pieces = text, pieces
+        # Where the gaps between pieces stand in the copy.
+        self.gap_spans: list[Span] = []
+        # Number and form of each piece that is written; a template may write a piece several times.
+        self.written_pieces: list[tuple[int, str]] = []
+        # Number, begin and end of each of them, sentinels included.
         self._written_spans: list[tuple[int, int, int]] = []
-        self._pieces = pieces
-        offset, sentinel_chars = 0, SENTINEL_CHARS
-        for gap_index, gap in enumerate(gaps):
-            self._gap_spans.append((offset, offset + len(gap)))
-            offset += len(gap)
-            if gap_index < len(written_pieces):
-                piece_index, form = written_pieces[gap_index]
-                size = len(_WRITTEN_FORMS[form](pieces[piece_index].text)) + 2 * sentinel_chars
-                self._written_spans.append((piece_index, offset, offset + size))
-                offset += size
+        self.changed_pieces: set[int] = set()
+        gap_start, open_index, open_start = 0, -1, 0
+        for match in _SENTINEL.finditer(text):
+            index = int(match[1])
+            if index >= len(pieces):  # not a sentinel of ours
+                continue
+            if match[2] == "b":
+                if open_index >= 0:  # its end was cut off, or another piece was moved into it
+                    self.changed_pieces.add(open_index)
+                self.gap_spans.append((gap_start, match.start()))
+                open_index, open_start = index, match.end()
+            elif index != open_index:
+                self.changed_pieces.add(index)
+            else:
+                form = _written_form(pieces[index], text[open_start : match.start()])
+                if form is None:
+                    self.changed_pieces.add(index)
+                self.written_pieces.append((index, form or "plain"))
+                self._written_spans.append((index, open_start - SENTINEL_CHARS, match.end()))
+                gap_start, open_index = match.end(), -1
+        if open_index >= 0:
+            self.changed_pieces.add(open_index)
+        self.gap_spans.append((gap_start, len(text)))
 
     def to_gap_position(self, offset: int) -> GapPosition | None:
         """Convert an offset in the copy to a gap position; None inside a piece."""
         # the last gap that begins at or before the position; an empty gap counts, so the second number is above any end
-        gap = bisect.bisect_right(self._gap_spans, (offset, len(self.text) + 1)) - 1
-        begin, end = self._gap_spans[gap]
+        gap = bisect.bisect_right(self.gap_spans, (offset, len(self.text) + 1)) - 1
+        begin, end = self.gap_spans[gap]
         return GapPosition(gap, offset - begin) if begin <= offset <= end else None
 
-    def to_offset(self, gap_position: GapPosition) -> int:
-        """Convert a gap position to an offset in the copy."""
-        return self._gap_spans[gap_position.gap][0] + gap_position.offset
-
-    def message_extent(self, message_index: int, start: int) -> tuple[int | None, int | None, PieceKind | None]:
+    def message_extent(self, message_index: int, start: int) -> tuple[int | None, int, PieceKind | None]:
         """Where the message's pieces begin and end from `start` on, and the kind of the last one; repetitions of a
-        piece do not count. Nones where none is written."""
-        extents: list[tuple[int, int, PieceKind]] = []
-        counted_pieces: set[int] = set()
+        piece do not count. Where none is written: None, `start`, None."""
+        extents: dict[int, tuple[int, int, PieceKind]] = {}
         for index, begin, end in self._written_spans:
             piece = self._pieces[index]
-            if piece.message_index == message_index and begin >= start and index not in counted_pieces:
-                counted_pieces.add(index)
-                extents.append((begin, end, piece.kind))
+            if piece.message_index == message_index and begin >= start:
+                extents.setdefault(index, (begin, end, piece.kind))
         if not extents:
-            return None, None, None
-        return extents[0][0], *extents[-1][1:]
+            return None, start, None
+        first, *_, last = [*extents.values()] * 2
+        return first[0], last[1], last[2]
 
     def is_end_certain(self, message_index: int, message_count: int) -> bool:
         """Whether the turn and the message after it are written with texts of their own, so that what stands between
@@ -315,10 +285,15 @@ def text_after_piece(rendering: str, text: str, piece_end: int) -> str | None:
 # The template layout of a row: what a template writes around its texts, and where its assistant
 # turns are, measured on a marked copy.
 
+NAMED_IDS_REMEDY = (
+    "ids of calls in the form functions.NAME:NUMBER, numbered from 0 over the row and the same in the results, make it "
+    "exact: the template writes ids in place of names"
+)
 # A sentinel numbers its piece with five digits.
 _MAX_PIECES = 90_000
 _ROLE_POSSESSIVES = {
-    **dict.fromkeys(("system", "developer"), "a system prompt's"),
+    "system": "a system prompt's",
+    "developer": "a system prompt's",
     "user": "a user turn's",
     "assistant": "an assistant's",
     "tool": "a tool's",
@@ -352,16 +327,14 @@ class TemplateLayoutBuilder:
             raise InexactMaskError(
                 "the chat template rewrites a text or takes it apart", format_first_difference(text, second_text)
             )
-        gaps, written_pieces, changed_pieces = split_marked_text(text, pieces)
-        written_indices = {piece_index for piece_index, _ in written_pieces}
-        stripped_pieces = self._check_pieces(messages, pieces, written_indices, changed_pieces, text)
-        marked_row = _MarkedRow(
-            self._template, self._ends, MarkedText(text, gaps, written_pieces, pieces), marked_messages, tools
-        )
+        marked_text = MarkedText(text, pieces)
+        stripped_pieces = self._check_pieces(messages, pieces, marked_text)
+        marked_row = _MarkedRow(self._template, self._ends, marked_text, marked_messages, tools)
         turns = tuple(
             marked_row.locate_turn(index) for index, message in enumerate(messages) if message["role"] == "assistant"
         )
-        return TemplateLayout(tuple(gaps), tuple(written_pieces), turns, stripped_pieces), pieces
+        gaps = tuple(text[begin:end] for begin, end in marked_text.gap_spans)
+        return TemplateLayout(gaps, tuple(marked_text.written_pieces), turns, stripped_pieces), pieces
 
     def mark_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[MarkedPiece]]:
         """The row with sentinels around its pieces, and the pieces by number."""
@@ -406,14 +379,10 @@ class TemplateLayoutBuilder:
             )
 
     def _check_pieces(
-        self,
-        messages: Sequence[Message],
-        pieces: Sequence[MarkedPiece],
-        written_indices: set[int],
-        changed_pieces: set[int],
-        text: str,
+        self, messages: Sequence[Message], pieces: Sequence[MarkedPiece], marked_text: MarkedText
     ) -> tuple[int, ...]:
         """Numbers of think pieces that are not written; raises InexactMaskError if others are missing or changed."""
+        written_indices = {piece_index for piece_index, _ in marked_text.written_pieces}
         last_content = {
             piece.message_index: piece_index for piece_index, piece in enumerate(pieces) if piece.kind == "content"
         }
@@ -421,29 +390,28 @@ class TemplateLayoutBuilder:
         for piece_index, piece in enumerate(pieces):
             role = messages[piece.message_index]["role"]
             location = f"messages[{piece.message_index}]"
-            if piece_index in changed_pieces and piece.kind == "arguments":
-                raise InexactMaskError(
-                    "the chat template encodes the JSON text of a tool call's arguments a second time", location
-                )
-            if piece_index in changed_pieces:
-                raise InexactMaskError(f"the chat template rewrites {_ROLE_POSSESSIVES[role]} text", location)
+            if piece_index in marked_text.changed_pieces:
+                reason = f"the chat template rewrites {_ROLE_POSSESSIVES[role]} text"
+                if piece.kind == "arguments":
+                    reason = "the chat template encodes the JSON text of a tool call's arguments a second time"
+                raise InexactMaskError(reason, location)
             if piece_index in written_indices:
                 continue
             if piece.kind == "name":  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
                 calls = messages[piece.message_index]["tool_calls"]
                 ids = [str(call.get("id") or "") for call in calls if call["function"]["name"] == piece.text]
-                if all(piece.text in call_id and call_id in text for call_id in ids):
+                are_written = all(call_id and call_id in marked_text.text for call_id in ids)
+                if are_written and all(piece.text in call_id for call_id in ids):
                     continue
+                if are_written:
+                    location = f"{location}: {NAMED_IDS_REMEDY}"
             if piece.kind in ("name", "argument", "arguments"):
                 raise InexactMaskError(
                     "the chat template drops a tool call", f"{location}: {one_line(piece.text, limit=60)}"
                 )
             if role in ("system", "developer"):
-                raise InexactMaskError(
-                    "the chat template drops the system prompt (data.system_into_user=true puts it before the first "
-                    "user turn)",
-                    location,
-                )
+                remedy = "data.system_into_user=true puts it before the first user turn"
+                raise InexactMaskError(f"the chat template drops the system prompt ({remedy})", location)
             if role != "assistant" or not piece.is_think or piece_index == last_content.get(piece.message_index):
                 raise InexactMaskError(f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location)
             stripped_pieces.append(piece_index)
@@ -468,64 +436,54 @@ class _MarkedRow:
     def locate_turn(self, index: int) -> Turn:
         """The assistant's turn that is this message."""
         marked_text, messages = self.marked_text, self.messages
+        prompt = ""  # many templates read the first message, which an empty prompt does not have
         try:
             prompt = self._render(messages[:index], with_prompt=True)
         except RenderError as error:
             if index:
                 return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
-            prompt = ""  # many templates read the first message, which an empty prompt does not have
         # Generation writes what follows the prompt, so the trained span begins where the prompt ends.
         common_size = len(common_prefix(prompt, marked_text.text, self.ends.special_tokens))
         is_prefix = common_size == len(prompt)
-        first_piece_start, last_piece_end, kind = marked_text.message_extent(index, common_size)
+        first_piece_start, last_end, kind = marked_text.message_extent(index, common_size)
         # Where it begins: behind its prompt, or behind the header that both have.
-        begin, prompt_suffix, without_prompt = None, None, False
+        begin, prompt_suffix, start = None, None, None
         # Without a question or a result before the turn, some templates write no prompt but do write the turn's header.
-        if not (index and messages[index - 1]["role"] in ("user", "tool")):
-            begin = self._start_without_prompt(
-                index, earliest=common_size if is_prefix else 0, first_piece_start=first_piece_start
-            )
-            without_prompt = not is_prefix
+        is_asked = index > 0 and messages[index - 1]["role"] in ("user", "tool")
+        if not is_asked:
+            earliest = common_size if is_prefix else 0
+            begin = self._start_without_prompt(index, earliest, first_piece_start)
         elif is_prefix:
             begin = common_size
         elif first_piece_start is not None:
-            previous_end, owner_index = marked_text.previous_piece_end(first_piece_start, index)
-            tail = text_after_piece(prompt, marked_text.text, previous_end) or ""
-            size = self._header_size(prompt, messages[:index], tail, marked_text.text[previous_end:first_piece_start])
-            # what is asked must stand before the turn, not another turn
-            is_prompted = owner_index >= 0 and all(
-                message["role"] in ("user", "tool") for message in messages[owner_index:index]
-            )
-            if is_prompted and size is not None and not self._lacks_header(tail, size):
-                begin, prompt_suffix = previous_end + size, tail[size:]
-        prompt_end = common_size if is_prefix else begin
-        if begin is not None and not prompt_suffix and not without_prompt:
-            begin += len(self._unprompted_header(index, begin))
-        start = None if begin is None else marked_text.to_gap_position(begin)
+            begin, prompt_suffix = self._start_behind_header(index, prompt, first_piece_start)
+        prompt_end = begin
+        if is_prefix:
+            prompt_end = common_size
+        if begin is not None:
+            if not prompt_suffix and (is_asked or is_prefix):
+                begin += len(self._unprompted_header(index, begin))
+            start = marked_text.to_gap_position(begin)
         # Where it ends, and what would be trained where either place is not certain.
-        last_end = common_size if last_piece_end is None else last_piece_end
         # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
-        if entity := self.template.find_added_entity(
-            marked_text.text[begin or common_size : marked_text.next_piece_start(last_end)], messages
-        ):
+        text = marked_text.text[begin or common_size : marked_text.next_piece_start(last_end)]
+        if entity := self.template.find_added_entity(text, messages):
             raise InexactMaskError(
                 "the chat template writes HTML entities in an assistant's turn", f"messages[{index}]: {entity}"
             )
         turn = self._locate_end(index, piece_end=last_end, is_answer_text=kind == "content")
         detail = f"messages[{index}]"
         if begin is None or start is None or turn.end is None:
+            start = None
             if not is_prefix:
                 detail = f"{detail}: the prompt continues with {one_line(repr(prompt[common_size:][:40]))}"
-            # The best guess, for data.on_inexact_mask=train, begins where prompt and text part.
-            guessed_start = (
-                marked_text.to_gap_position(common_size)
-                if not is_prefix and (first_piece_start is None or common_size <= first_piece_start)
-                else None
-            )
-            guessed_span = None if guessed_start is None or turn.end is None else (guessed_start, turn.end)
-            reason = NO_TURN_END if turn.end is None else PROMPT_MISMATCH
-            return Turn(index, reason=reason, detail=detail, guessed_span=guessed_span, added_end=turn.added_end)
-        problem = marked_text.span_problem(index, begin, marked_text.to_offset(turn.end))
+                # The best guess, for data.on_inexact_mask=train, begins where prompt and text part.
+                if first_piece_start is None or common_size <= first_piece_start:
+                    start = marked_text.to_gap_position(common_size)
+            reason = PROMPT_MISMATCH if turn.end else NO_TURN_END
+            return replace(turn, start=start, reason=reason, detail=detail)
+        end_offset = marked_text.gap_spans[turn.end.gap][0] + turn.end.offset
+        problem = marked_text.span_problem(index, begin, end_offset)
         if problem:
             return Turn(index, reason=problem, detail=detail)
         return replace(
@@ -533,14 +491,28 @@ class _MarkedRow:
             start=start,
             unprompted_header=marked_text.text[prompt_end:begin],
             prompt_suffix=prompt_suffix,
-            without_prompt=without_prompt,
+            without_prompt=not is_asked and not is_prefix,
         )
 
-    def _lacks_header(self, tail: str, size: int) -> bool:
-        """Whether a turn's text has nothing of the header with which its prompt ends; both have `size` of `tail`."""
+    def _start_behind_header(
+        self, index: int, prompt: str, first_piece_start: int
+    ) -> tuple[int, str] | tuple[None, None]:
+        """Where a turn begins that goes on otherwise than its prompt: behind the header that both have, and what the
+        prompt has behind that. Nones where that is not certain."""
+        marked_text = self.marked_text
+        previous_end, owner_index = marked_text.previous_piece_end(first_piece_start, index)
+        tail = text_after_piece(prompt, marked_text.text, previous_end) or ""
+        gap = marked_text.text[previous_end:first_piece_start]
+        size = self._header_size(prompt, self.messages[:index], tail, gap)
+        # what is asked must stand before the turn, not another turn
+        asking_messages = self.messages[owner_index:index]
+        if size is None or owner_index < 0 or any(one["role"] not in ("user", "tool") for one in asking_messages):
+            return None, None
+        # the text must have something of the header with which its prompt ends
         header = self.template.traits.generation_prompt
-        begin = len(tail) - len(header)
-        return bool(header.strip()) and tail.endswith(header) and not tail[begin:size].strip()
+        if header.strip() and tail.endswith(header) and not tail[len(tail) - len(header) : size].strip():
+            return None, None
+        return previous_end + size, tail[size:]
 
     def _unprompted_header(self, index: int, offset: int) -> str:
         """The header of an assistant's turn where the text has it behind the prompt, which has none (after a tool's
@@ -555,7 +527,7 @@ class _MarkedRow:
         header = prompt.removeprefix(question) if prompt.startswith(question) else ""
         return header if header.strip() and self.marked_text.text.startswith(header, offset) else ""
 
-    def _start_without_prompt(self, index: int, *, earliest: int, first_piece_start: int | None) -> int | None:
+    def _start_without_prompt(self, index: int, earliest: int, first_piece_start: int | None) -> int | None:
         """Where a turn begins that follows neither a question nor a tool's result: as far before its first piece as its
         header is long, which is measured after a question; None where that is not certain."""
         if first_piece_start is None:
@@ -608,60 +580,61 @@ class _MarkedRow:
         marked_text, ends = self.marked_text, self.ends
         limit = marked_text.next_piece_start(piece_end)
         turn_text = self.template.try_render(self.messages[: index + 1], self.tools)
-        # Where the conversation up to the turn is a beginning of the whole text, and ends before the next piece.
-        prefix_end = (
-            len(turn_text)
-            if turn_text and marked_text.text.startswith(turn_text) and piece_end <= len(turn_text) <= limit
-            else None
-        )
+        # Whether the conversation up to the turn is a beginning of the whole text, and ends before the next piece.
+        is_prefix = bool(turn_text) and marked_text.text.startswith(turn_text) and piece_end <= len(turn_text) <= limit
         is_last = index + 1 == len(self.messages)
         written_tail = marked_text.text[piece_end:limit]
-        final_tail = (
-            turn_text[piece_end:]
-            if prefix_end is not None
-            else text_after_piece(turn_text, marked_text.text, piece_end)
-        )
-        continued_tail = self._continued_tail(piece_end) if is_last else written_tail
+        continued_tail: str | None = written_tail
+        if is_last:
+            continued_tail = self._continued_tail(piece_end)
+        final_tail: str | None = turn_text[piece_end:]
+        if not is_prefix:
+            final_tail = text_after_piece(turn_text, marked_text.text, piece_end)
         end = ends.find_end(final_tail, continued_tail, is_last=is_last, is_answer_text=is_answer_text)
         # In the middle of a row any token that opens a turn follows; only one seen on the probes ends an answer.
         if end is not None and end.opens_next_turn and not is_last:
-            opener = next(reversed(control_tokens(end.text, ends.special_tokens)), "")
-            end = end if opener in ends.opener_end_markers else None
-        if end is not None:
-            # An end that the turn alone does not show is its own only where this turn's and the next one's texts stand.
-            is_in_final_tail = final_tail is not None and final_tail.startswith(end.text)
-            if not (is_in_final_tail or end.opens_next_turn or marked_text.is_end_certain(index, len(self.messages))):
+            tokens = control_tokens(end.text, ends.special_tokens)
+            if not tokens or tokens[-1] not in ends.opener_end_markers:
+                end = None
+        if end is None:
+            # a template that ends turns ends this one too
+            if ends.end_markers or not (is_prefix or is_answer_text):
                 return Turn(index)
-            # The last turn may be written without its end, which a next turn would bring: it is added to the text.
-            added_end = end.text[len(written_tail) :] if is_last else ""
-            if added_end and not (end.text.startswith(written_tail) and limit == len(marked_text.text)):
-                return Turn(index)
-            position = marked_text.to_gap_position(piece_end + len(end.text) - len(added_end))
-            if position is not None and added_end:
-                position = GapPosition(position.gap, position.offset + len(added_end))
-            return Turn(
-                index,
-                end=position,
-                ended_by_prefix=prefix_end is not None,
-                ended_by_next_turn=end.opens_next_turn,
-                added_end=added_end,
-            )
-        if ends.end_markers:
-            return Turn(index)  # this template ends turns, and this one has no end
-        if prefix_end is not None:
-            return Turn(index, end=marked_text.to_gap_position(prefix_end), ended_by_prefix=True)
-        return Turn(index, end=marked_text.to_gap_position(piece_end) if is_answer_text else None)
+            offset = len(turn_text) if is_prefix else piece_end
+            return Turn(index, end=marked_text.to_gap_position(offset), ended_by_prefix=is_prefix)
+        # An end that the turn alone does not show is its own only where this turn's and the next one's texts stand.
+        is_in_final_tail = final_tail is not None and final_tail.startswith(end.text)
+        if not (is_in_final_tail or end.opens_next_turn or marked_text.is_end_certain(index, len(self.messages))):
+            return Turn(index)
+        # The last turn may be written without its end, which a next turn would bring: it is added to the text.
+        added_end = ""
+        if is_last:
+            added_end = end.text[len(written_tail) :]
+        if added_end and not (end.text.startswith(written_tail) and limit == len(marked_text.text)):
+            return Turn(index)
+        position = marked_text.to_gap_position(piece_end + len(end.text) - len(added_end))
+        if position is not None:
+            position = GapPosition(position.gap, position.offset + len(added_end))
+        return Turn(
+            index,
+            end=position,
+            ended_by_prefix=is_prefix,
+            ended_by_next_turn=end.opens_next_turn,
+            added_end=added_end,
+        )
 
     def _continued_tail(self, piece_end: int) -> str | None:
         """What stands after the last piece of the last turn when the conversation goes on; None where it cannot."""
         calls = self.messages[-1].get("tool_calls") or []
+        following_turns = [NEXT_QUESTION]
         # After calls a tool's result goes first: some templates refuse a question there, others open another turn.
-        result = {"role": "tool", "content": NEXT_QUESTION["content"]}
         if calls:
-            result |= {"name": calls[-1]["function"]["name"], "tool_call_id": str(calls[-1].get("id") or "")}
-        for following in (result, NEXT_QUESTION) if calls else (NEXT_QUESTION,):
+            call_id = str(calls[-1].get("id") or "")
+            result = {"role": "tool", "content": NEXT_QUESTION["content"], "name": calls[-1]["function"]["name"]}
+            following_turns = [{**result, "tool_call_id": call_id}, NEXT_QUESTION]
+        for following in following_turns:
             continued_text = self.template.try_render([*self.messages, following], self.tools)
-            tail = text_after_piece(continued_text, self.marked_text.text, piece_end) if continued_text else None
+            tail = text_after_piece(continued_text, self.marked_text.text, piece_end)
             if tail is not None and following["content"] in tail:
                 return tail.partition(following["content"])[0]
         return None
@@ -751,11 +724,8 @@ class TurnLocator:
             if not isinstance(content, str) or len(message) != 2 or self._special_text_pattern.search(content):
                 return None
             body = content.strip()
-            if body == content:
-                shape.append((message["role"], not body))
-            else:
-                begin = content.find(body) if body else len(content)
-                shape.append((message["role"], not body, content[:begin], content[begin + len(body) :]))
+            begin = len(content) - len(content.lstrip())
+            shape.append((message["role"], not body, content[:begin], content[begin + len(body) :]))
         return tuple(shape)
 
     def _locate_by_marked_copy(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> LocatedTurns:
@@ -784,16 +754,16 @@ class TurnLocator:
         """Raise InexactMaskError where a turn does not begin where the row's own prompt ends, or end where its does.
         `is_shared`: the layout is that of another row, whose turns may be inexact where this row's are not."""
         for turn in template_layout.turns:
-            if not (turn.is_exact or is_shared):
+            if turn.reason and not is_shared:
                 continue
             location = f"messages[{turn.message_index}]"
+            prompt = ""  # many templates read the first message, which an empty prompt does not have
             try:
                 prompt = self.template.render(messages[: turn.message_index], tools, with_prompt=True)
             except RenderError as error:
                 if turn.message_index:
                     raise InexactMaskError(PROMPT_MISMATCH, location) from error
-                prompt = ""  # many templates read the first message, which an empty prompt does not have
-            if not turn.is_exact:
+            if turn.reason:
                 if located.text.startswith(prompt):
                     raise InexactMaskError(turn.reason, location)
                 continue
@@ -820,39 +790,41 @@ class TurnLocator:
         prompt_suffixes: dict[int, str] = {}
         headers: dict[int, str] = {}
         for turn in template_layout.turns:
-            if turn.start is not None and turn.end is not None:
-                start = gap_starts[turn.start.gap] + turn.start.offset
-                suffix = turn.prompt_suffix or ""
-                if text.startswith(suffix, start):  # the answer's own text may begin as the prompt goes on
-                    start += len(suffix)
-                else:
-                    prompt_suffixes[start] = suffix
-                if turn.unprompted_header:
-                    headers[turn.message_index] = turn.unprompted_header
-                spans[turn.message_index] = (start, gap_starts[turn.end.gap] + turn.end.offset)
-            elif turn.guessed_span is not None:
-                first, last = turn.guessed_span
-                guessed_spans[turn.message_index] = (
-                    gap_starts[first.gap] + first.offset,
-                    gap_starts[last.gap] + last.offset,
-                )
-        inexact_turns = {turn.message_index: turn for turn in template_layout.turns if not turn.is_exact}
+            if turn.start is None or turn.end is None:
+                continue
+            start = gap_starts[turn.start.gap] + turn.start.offset
+            end = gap_starts[turn.end.gap] + turn.end.offset
+            if turn.reason:
+                guessed_spans[turn.message_index] = (start, end)
+                continue
+            suffix = turn.prompt_suffix or ""
+            if text.startswith(suffix, start):  # the answer's own text may begin as the prompt goes on
+                start += len(suffix)
+            else:
+                prompt_suffixes[start] = suffix
+            if turn.unprompted_header:
+                headers[turn.message_index] = turn.unprompted_header
+            spans[turn.message_index] = (start, end)
+        inexact_turns = {turn.message_index: turn for turn in template_layout.turns if turn.reason}
         if inexact_turns:
             method = "last_turn" if spans else "inexact"
         elif any(turn.ended_by_next_turn for turn in template_layout.turns):
             method = "next_turn"
         elif any(turn.prompt_suffix is not None or turn.without_prompt for turn in template_layout.turns):
             method = "header"
+        elif all(turn.ended_by_prefix for turn in template_layout.turns):
+            method = "prefix"
         else:
-            method = "prefix" if all(turn.ended_by_prefix for turn in template_layout.turns) else "marker"
-        stripped_think, added_end = len(template_layout.stripped_pieces), template_layout.added_end
+            method = "marker"
+        # the last turn alone may have one
+        added_end = "".join(turn.added_end for turn in template_layout.turns)
         return LocatedTurns(
             text + added_end,
             spans,
             inexact_turns,
             guessed_spans,
             method,
-            stripped_think,
+            len(template_layout.stripped_pieces),
             added_end,
             prompt_suffixes,
             headers,

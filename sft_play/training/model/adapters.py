@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
-from sft_play.config.adapter import ADAPTER_CONFIG_FILE, ADAPTER_KEY, ADAPTER_WEIGHTS_FILE, find_adapter_run
+from sft_play.config.load import ADAPTER_CONFIG_FILE, ADAPTER_KEY, ADAPTER_WEIGHTS_FILE, find_adapter_run
 from sft_play.config.schema import LoraConfig, RunConfig
 from sft_play.data.sources.files import file_digest
 from sft_play.errors import ModelError
