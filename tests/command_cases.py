@@ -127,7 +127,7 @@ def report() -> Any:
 
 
 def compare() -> Any:
-    from sft_play.finished.compare import Comparison
+    from sft_play.finished.report import Comparison
 
     return Comparison(("first", "other"), (record(), record()), {}, {}, OTHER)
 

@@ -17,9 +17,8 @@ from sft_play.commands.answer import (
 from sft_play.commands.lookups import find_request_run, request_output_dir, require_source
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
-from sft_play.finished.compare import compare_runs
 from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable
-from sft_play.finished.report import read_record, write_report
+from sft_play.finished.report import compare_runs, read_record, write_report
 from sft_play.finished.run import find_run_folder, next_command_line, require_split
 from sft_play.log import escape_control, one_line
 from sft_play.runs.lookup import check_run_name, open_run
