@@ -46,7 +46,7 @@ OTHER = Path("/my outputs/else where")
 
 
 def infer() -> Any:
-    from sft_play.finished.infer import InferResult
+    from sft_play.finished.respond import InferResult
 
     return InferResult(RUN, OTHER, 3, 0)
 
@@ -127,7 +127,7 @@ def report() -> Any:
 
 
 def compare() -> Any:
-    from sft_play.finished.compare import Comparison
+    from sft_play.finished.report import Comparison
 
     return Comparison(("first", "other"), (record(), record()), {}, {}, OTHER)
 

@@ -245,9 +245,8 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
     so is every figure's count of generated answers."""
     from transformers import AutoTokenizer
 
-    from sft_play.finished.compare import compare_results
     from sft_play.finished.evaluation import evaluate_run
-    from sft_play.finished.report import read_record
+    from sft_play.finished.report import compare_results, read_record
     from sft_play.finished.run import find_finished_run
     from sft_play.runs.folder import RunFolder
 

@@ -25,7 +25,6 @@ from sft_play.commands.request import (
     write_result,
 )
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.compare import compare_runs
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.places import (
     EXPORT_FOLDER,
@@ -39,7 +38,7 @@ from sft_play.finished.export.places import (
 )
 from sft_play.finished.export.push import plan_upload, push, require_repo_name
 from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable
-from sft_play.finished.report import read_record, write_report
+from sft_play.finished.report import compare_runs, read_record, write_report
 from sft_play.finished.run import find_run_folder, next_command_line, require_split
 from sft_play.log import escape_control, one_line
 from sft_play.machine.hardware import detect_hardware
@@ -150,7 +149,7 @@ def _infer(request: Request) -> CommandResult:
         raise ConfigError(f"OUTPUT={one_line(str(request.output))} is a folder; name a file")
     finished = find_request_run(request)
     quiet_libraries()
-    from sft_play.finished.infer import infer
+    from sft_play.finished.respond import infer
 
     max_new_tokens = request.max_new_tokens or _INFER_TOKENS
     return command_result(infer(finished, request.input, request.output, max_new_tokens=max_new_tokens))
@@ -206,12 +205,7 @@ def _serve(request: Request) -> int:
         serving = service.start()
     write_result(command_result(serving), request)
     with redirect_stdout_to_stderr(enabled=request.json):
-        exit_code = service.wait()
-    if service.is_busy:
-        # a daemon thread inside torch while the interpreter is torn down aborts the process (SIGABRT)
-        logging.shutdown()
-        os._exit(exit_code)
-    return exit_code
+        return service.wait()
 
 
 # --- their model for other programs -----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from sft_play.commands.request import (
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, error_prefix, stage_context
-from sft_play.finished.compare import Comparison, compare_runs
+from sft_play.finished.report import Comparison, compare_runs
 from sft_play.finished.run import find_changed_data
 from sft_play.launch.planning import (
     build_stage_requests,

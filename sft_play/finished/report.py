@@ -1,9 +1,10 @@
-"""`make report`: what a run's folder records, read once, and one page about it; nothing is measured or computed a
-second time. The run may be finished, stopped, failed or running: every part may be missing, since a run that was killed
-early has written little.
+"""`make report` and `make compare`: what a run's folder records, read once, on one page, alone or beside other runs;
+nothing is measured or computed a second time. A run may be finished, stopped, failed or running: every part may be
+missing, since a run that was killed early has written little.
 
-The page's sections, in their order: how it ended, warnings, curves, the plan beside what was measured, answers, and
-what was run: settings, machine, data, and the command that repeats it.
+The report's sections, in their order: how it ended, warnings, curves, the plan beside what was measured, answers, and
+what was run: settings, machine, data, and the command that repeats it. A comparison has the settings that differ, the
+results, and the curves over one another.
 """
 
 import contextlib
@@ -13,36 +14,30 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.answers import Answer
 from sft_play.config.options import all_options
-from sft_play.errors import SftPlayError
-from sft_play.finished.listing import RunStatus, run_status
-from sft_play.finished.page import Chart, Curve, Points, ReportSection, ReportTable, write_page
+from sft_play.errors import ConfigError, SftPlayError
+from sft_play.finished.listing import RunStatus, find_best_checkpoint, run_status
+from sft_play.finished.page import COLOURS, GREY, Chart, Curve, Points, ReportSection, ReportTable, write_page
 from sft_play.finished.run import next_command_line
 from sft_play.log import one_line
 from sft_play.runs.files import read_json, read_metric_lines, read_summary
 from sft_play.runs.folder import RunFolder
-from sft_play.text import GIB, format_duration, format_size
+from sft_play.text import GIB, build_table, format_duration, format_size, render_lines
 
 logger = logging.getLogger(__name__)
 
 MAX_WARNINGS = 60
-REPORT_FILE = "report.html"
+REPORT_FILE, COMPARE_FILE = "report.html", "compare.html"
+_ABSENT_TEXT = "-"
 
 _RANK_SUFFIX = re.compile(r"_rank_\d+$")
 _WARNING_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (?:WARNING|ERROR|CRITICAL) \S+?: (.*)$", re.MULTILINE)
-# Keys of metrics.jsonl that are kept; the losses of sources (`loss_NAME`, `eval_loss_NAME`) are kept too.
-_CURVE_KEYS = {
-    *("loss", "eval_loss", "test_loss", "eval_exact_match", "test_exact_match", "learning_rate", "grad_norm"),
-    *("tokens_per_s", "step_time_s", "padding_share", "memory_peak_gib", "memory_allocated_gib"),
-    *("memory_reserved_gib", "memory_resident_gib", "memory_predicted_gib", "eval_generated_rows"),
-}
 
 
 # --- what the folder records ------------------------------------------------------------------------------------------
@@ -66,19 +61,19 @@ class RunPart:
         """True if the plan is for GPUs."""
         return bool((self.plan.get("hardware") or {}).get("gpus"))
 
-    @cached_property
-    def training_s(self) -> float | None:
-        """Seconds of all steps that were logged, evaluation and saving left out; None before the first."""
+    @property
+    def training_s(self) -> float:
+        """Seconds of all steps that were logged, evaluation and saving left out; 0 before the first."""
         total, last_step = 0.0, 0.0
         for step, seconds in self.curves.get("step_time_s", ()):  # a log speaks for every step since the one before
             total, last_step = total + seconds * (step - last_step), step
-        return total if last_step else None
+        return total
 
-    @cached_property
+    @property
     def tokens_per_s(self) -> float | None:
         """Mean speed: that of the summary, else of what was logged so far."""
-        recorded: float | None = self.summary.get("tokens_per_s")
         speeds = [speed for _, speed in self.curves.get("tokens_per_s", ())]
+        recorded: float | None = self.summary.get("tokens_per_s")
         if recorded is None and speeds:
             return sum(speeds) / len(speeds)
         return recorded
@@ -103,6 +98,11 @@ class RunRecord:
         return sum(part.steps for part in self.parts)
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Speed in training: of the whole run where it has ended, else of the part that it has come to."""
+        return self.summary.get("tokens_per_s") or self.parts[-1].tokens_per_s
+
+    @property
     def stage_starts(self) -> list[int]:
         """The first step of each part, counted over the whole run."""
         return list(itertools.accumulate((part.steps for part in self.parts[:-1]), initial=0))
@@ -112,7 +112,9 @@ class RunRecord:
         # of a run that was killed: its manifest has what was measured first
         record = self.summary or self.manifest
         value = (record.get(moment) or {}).get(name)
-        return float(value) if isinstance(value, (int, float)) else None
+        if isinstance(value, (int, float)):
+            return float(value)
+        return None  # a loss that is not finite is text
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """One curve over all parts, its steps counted over the whole run."""
@@ -148,9 +150,8 @@ def _read_curves(path: Path) -> dict[str | None, dict[str, list[tuple[float, flo
     for _, entry in read_metric_lines(path):
         curves = by_stage.setdefault(entry.get("stage"), {})
         for key, value in entry.items():
-            # a bool is an int to Python, and no point of a curve
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if is_number and (key in _CURVE_KEYS or ("loss_" in key and not _RANK_SUFFIX.search(key))):
+            # losses that are not finite are text; a bool is an int to Python
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
                 curves.setdefault(key, []).append((entry["step"], value))
     return by_stage
 
@@ -185,11 +186,13 @@ def headline_metrics(record: RunRecord) -> dict[str, str]:
         before, after = (record.held_out_metric(moment, name) for moment in ("before", "after"))
         texts = [number_format.format(value) for value in (before, after) if value is not None]
         if texts:
-            headline[label] = " → ".join(texts) + (" before" if after is None else "")
+            headline[label] = " → ".join(texts)
+            if after is None:
+                headline[label] += " before"
     answered_rows = record.held_out_metric("after", "generated_rows")
     if answered_rows and "Exact match" in headline:
         headline["Exact match"] += f" of {answered_rows:,.0f} rows"
-    speed, wall_s = mean_tokens_per_s(record), record.summary.get("wall_s")
+    speed, wall_s = record.tokens_per_s, record.summary.get("wall_s")
     if speed:
         headline["Tokens/s"] = f"{speed:,.0f}"
     kind, _, peak = max(map(compare_peak_memory, record.parts), key=lambda part_peak: part_peak[2] or 0)
@@ -198,11 +201,6 @@ def headline_metrics(record: RunRecord) -> dict[str, str]:
     if wall_s:
         headline["Time"] = format_duration(wall_s)
     return headline
-
-
-def mean_tokens_per_s(record: RunRecord) -> float | None:
-    """Speed in training: of the whole run where it has ended, else of the part that it has come to."""
-    return record.summary.get("tokens_per_s") or record.parts[-1].tokens_per_s
 
 
 def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
@@ -217,8 +215,8 @@ def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
     # killed or still running: no summary, but every log line has the peak so far, on a GPU of allocated bytes
     if part.is_on_gpu:
         kind, predicted = "allocated", planned_peak.get("allocated")
-    logged = part.curves.get("memory_peak_gib")
-    return f"{kind} so far", predicted, int(logged[-1][1] * GIB) if logged else None
+    measured = [int(value * GIB) for _, value in part.curves.get("memory_peak_gib", ())]
+    return f"{kind} so far", predicted, max(measured, default=None)
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -261,13 +259,12 @@ def write_report(record: RunRecord, *, path: Path | None = None) -> RunReport:
 @contextlib.contextmanager
 def report_on_exit(folder: RunFolder) -> Iterator[None]:
     """Write the report once the run inside has ended, however it ended; not where it was refused before it began."""
-    path = folder.manifest_path
-    manifest_before = path.read_bytes() if path.is_file() else None
+    manifest_before = read_json(folder.manifest_path)
     try:
         yield
     finally:
         # a refused run leaves an earlier report alone
-        if path.is_file() and path.read_bytes() != manifest_before:
+        if read_json(folder.manifest_path) != manifest_before:
             write_final_report(folder)
 
 
@@ -296,55 +293,58 @@ def build_run_charts(record: RunRecord) -> list[Chart]:
         if part.summary.get("predicted_tokens_per_s")
         for step in (1, part.steps)
     ]
+    losses = [Curve("training", curve("loss")), *_held_out_curves(record, "loss")]
+    speeds = [Curve("measured", curve("tokens_per_s")), Curve("predicted", predicted_speeds, GREY)]
+    memory = [
+        Curve("peak", curve("memory_peak_gib")),
+        Curve("held", curve("memory_allocated_gib") or curve("memory_resident_gib"), COLOURS[1]),
+        Curve("reserved", curve("memory_reserved_gib"), COLOURS[2]),
+        Curve("predicted peak", curve("memory_predicted_gib"), GREY),
+    ]
     all_charts = [
-        Chart("Loss", (Curve("training", curve("loss")), *_held_out_curves(record, "loss")), may_use_log=True),
+        Chart("Loss", losses, begins_at_zero=False),
         Chart("Exact match", _held_out_curves(record, "exact_match"), is_share=True),
-        Chart("Loss by source", _source_curves(record), may_use_log=True),
-        Chart("Learning rate", (Curve("learning rate", curve("learning_rate")),)),
-        Chart("Gradient norm", (Curve("gradient norm", curve("grad_norm")),), may_use_log=True),
-        Chart(
-            "Tokens per second",
-            (Curve("measured", curve("tokens_per_s")), Curve("predicted", predicted_speeds, None)),
-        ),
-        Chart(
-            "Memory of a rank, in GiB",
-            (
-                Curve("peak", curve("memory_peak_gib")),
-                Curve("held", curve("memory_allocated_gib") or curve("memory_resident_gib"), 1),
-                Curve("reserved", curve("memory_reserved_gib"), 2),
-                Curve("predicted peak", curve("memory_predicted_gib"), None),
-            ),
-        ),
-        Chart("Padding", (Curve("padding", padding),), is_share=True),
+        Chart("Loss by source", _source_curves(record), begins_at_zero=False),
+        Chart("Learning rate", [Curve("learning rate", curve("learning_rate"))]),
+        Chart("Gradient norm", [Curve("gradient norm", curve("grad_norm"))], begins_at_zero=False),
+        Chart("Tokens per second", speeds),
+        Chart("Memory of a rank, in GiB", memory),
+        Chart("Padding", [Curve("padding", padding)], is_share=True),
     ]
     charts = []
     for chart in all_charts:
         filled = tuple(chart_curve for chart_curve in chart.curves if chart_curve.points)
         # what was predicted says nothing about the run where it is alone
-        if any(chart_curve.colour_index is not None for chart_curve in filled):
+        if any(chart_curve.colour != GREY for chart_curve in filled):
             charts.append(replace(chart, curves=filled, stage_starts=tuple(record.stage_starts)))
     return charts
 
 
-def _held_out_curves(record: RunRecord, metric: str) -> tuple[Curve, ...]:
-    validation, test = record.curve(f"eval_{metric}"), record.curve(f"test_{metric}")
-    return Curve("validation", validation, 1, shows_points=True), Curve("test", test, 2, shows_points=True)
-
-
-def _source_curves(record: RunRecord) -> tuple[Curve, ...]:
-    names = sorted({name for part in record.parts for name in part.curves if name.startswith("loss_")})
-    training = [Curve(name.removeprefix("loss_"), record.curve(name), index) for index, name in enumerate(names)]
-    held_out = [
-        Curve(f"{name.removeprefix('loss_')}, validation", record.curve(f"eval_{name}"), index, shows_points=True)
-        for index, name in enumerate(names)
+def _held_out_curves(record: RunRecord, metric: str) -> list[Curve]:
+    splits = (("validation", "eval", COLOURS[1]), ("test", "test", COLOURS[2]))
+    return [
+        Curve(name, record.curve(f"{prefix}_{metric}"), colour, shows_points=True) for name, prefix, colour in splits
     ]
-    return (*training, *held_out)
+
+
+def _source_curves(record: RunRecord) -> list[Curve]:
+    names = {name for part in record.parts for name in part.curves if name.startswith("loss_")}
+    by_source = sorted(name for name in names if not _RANK_SUFFIX.search(name))
+    curves = []
+    for name, colour in zip(by_source, itertools.cycle(COLOURS), strict=False):
+        title = name.removeprefix("loss_")
+        curves.append(Curve(title, record.curve(name), colour))
+        held_out = record.curve(f"eval_{name}")
+        curves.append(Curve(f"{title}, validation", held_out, colour, shows_points=True))
+    return curves
 
 
 # --- the sections -----------------------------------------------------------------------------------------------------
 def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSection]:
     """The parts of the page, in their order; some may be empty."""
-    error = record.manifest.get("error")
+    errors = list[str]()
+    if record.status == "failed" and record.manifest.get("error"):
+        errors.append(str(record.manifest["error"]))
     warnings = [*record.warnings[:MAX_WARNINGS]]
     if len(record.warnings) > MAX_WARNINGS:
         warnings.append(f"and {len(record.warnings) - MAX_WARNINGS} more in train.log")
@@ -353,7 +353,7 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
         headers = (part.name or "", "predicted", "measured", "difference")
         comparisons.append(ReportTable(headers, [*_predicted_and_measured(part)]))
     return [
-        ReportSection("How it ended", items=[str(error)] if error and record.status == "failed" else []),
+        ReportSection("How it ended", items=errors),
         ReportSection("Warnings", items=warnings),
         ReportSection("Curves", charts=charts),
         ReportSection("Predicted and measured", tables=[table for table in comparisons if table.rows]),
@@ -370,24 +370,19 @@ def _predicted_and_measured(part: RunPart) -> Iterator[tuple[str, ...]]:
     if part.is_on_gpu:
         keys = ("predicted_allocated", "measured_allocated")
     moments = part.summary.get("peak_bytes_by_moment") or {}
-    figures: list[tuple[str, Any, Any, Any]] = [
-        (f"memory in {moment}", peak.get(keys[0]), peak.get(keys[1]), format_size)
-        for moment, peak in moments.items()
-        if isinstance(peak, dict)
+    figures: list[tuple[str, Any, Any, Callable[[Any], str]]] = [
+        (f"memory in {moment}", peak.get(keys[0]), peak.get(keys[1]), format_size) for moment, peak in moments.items()
     ]
     figures.append((f"peak, {memory_kind}", predicted_peak, measured_peak, format_size))
-    plan, planned_run = part.plan, part.plan.get("run") or {}
-    planned_speed = plan.get("tokens_per_s") if plan.get("speed_known") else None
-    speed = part.summary.get("predicted_tokens_per_s", planned_speed)
+    planned_run, speed = part.plan.get("run") or {}, part.summary.get("predicted_tokens_per_s")
     figures.append(("tokens/s in training", speed, part.tokens_per_s, "{:,.0f}".format))
     hours = planned_run.get("hours")
-    if isinstance(hours, (int, float)) and part.steps == planned_run.get("steps"):
+    if hours and part.steps == planned_run.get("steps"):
         figures.append(("time of all steps", hours * 3600, part.training_s, format_duration))
     for label, predicted, measured, format_value in figures:
-        if predicted is None and measured is None:
-            continue
-        texts = ("-" if value is None else format_value(value) for value in (predicted, measured))
-        yield label, *texts, f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else ""
+        if predicted is not None or measured is not None:
+            texts = [_format_or_absent(value, format_value) for value in (predicted, measured)]
+            yield label, *texts, f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else ""
 
 
 def _run_section(record: RunRecord) -> ReportSection:
@@ -410,28 +405,223 @@ def _run_section(record: RunRecord) -> ReportSection:
         "weights": record.summary.get("model_path"),
         "again": f"make reproduce RUN={record.folder.shell_path}" if manifest.get("config_path") else None,
     }
-    config_path = record.folder.path / "config.yaml"
     folded = {
         "What was decided, and why": "\n".join(map(str, manifest.get("choices") or plan.get("reasons") or [])),
         "Every setting": _format_lines(settings_by_path(settings)),
-        "config.yaml, as given": config_path.read_text("utf-8", "replace") if config_path.is_file() else "",
-        "The machine": _format_lines(hardware),
     }
+    config_path = record.folder.path / "config.yaml"
+    if config_path.is_file():
+        folded["config.yaml, as given"] = config_path.read_text("utf-8", "replace")
+    folded["The machine"] = _format_lines(hardware)
     for name, facts in (manifest.get("data") or {}).items():
-        if isinstance(facts, dict):
-            # the report of its rows has keys of its own
-            entries = facts | (facts.get("report") or {})
-            folded[f"Data: {name}"] = _format_lines({key: entries[key] for key in entries if key != "report"})
-    return ReportSection("What was run", pairs=_filled_pairs(pairs), folded=_filled_pairs(folded))
-
-
-def _filled_pairs(texts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, str(text)) for name, text in texts.items() if text]
+        # the report of its rows has keys of its own
+        entries = facts | (facts.get("report") or {})
+        folded[f"Data: {name}"] = _format_lines({key: entries[key] for key in entries if key != "report"})
+    filled_pairs = [(name, str(text)) for name, text in pairs.items() if text]
+    return ReportSection(
+        "What was run", pairs=filled_pairs, folded=[(name, text) for name, text in folded.items() if text]
+    )
 
 
 def _format_lines(values: Mapping[str, Any]) -> str:
-    """A line for each value; texts as they are, others as JSON."""
-    return "\n".join(
-        f"{key}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)}"
-        for key, value in values.items()
-    )
+    return "\n".join(f"{key}: {_format_text(value)}" for key, value in values.items())
+
+
+def _format_text(value: Any) -> str:
+    """A text as it is, anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _format_or_absent(value: Any, format_value: Callable[[Any], str]) -> str:
+    if value is None:
+        return _ABSENT_TEXT
+    return format_value(value)
+
+
+# --- runs beside each other -------------------------------------------------------------------------------------------
+# Of each result, as JSON names it: its title, and how a value is shown.
+_RESULTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "status": ("status", str),
+    "steps": ("steps", "{:,}".format),
+    "loss_before": ("held-out loss before", "{:.4f}".format),
+    "loss_after": ("held-out loss after", "{:.4f}".format),
+    "best_val_loss": ("best validation loss", "{:.4f}".format),
+    "exact_match_after": ("exact match after", "{:.1%}".format),
+    "generated_rows_after": ("rows of exact match after", "{:,.0f}".format),
+    "best_val_exact_match": ("best validation exact match", "{:.1%}".format),
+    "val_generated_rows": ("rows of validation exact match", "{:,.0f}".format),
+    "training_loss": ("last training loss", "{:.4f}".format),
+    "tokens_per_s": ("tokens/s", "{:,.0f}".format),
+    "peak_bytes_predicted": ("peak memory predicted", format_size),
+    "peak_bytes_measured": ("peak memory measured", format_size),
+    "wall_s": ("wall time", format_duration),
+}
+# Of each chart its title, and the curve in it of every run.
+_CHART_CURVES = {
+    "Training loss": "loss",
+    "Validation loss": "eval_loss",
+    "Test loss": "test_loss",
+    "Validation exact match": "eval_exact_match",
+    "Learning rate": "learning_rate",
+    "Gradient norm": "grad_norm",
+    "Tokens per second": "tokens_per_s",
+    "Peak memory of a rank, in GiB": "memory_peak_gib",
+}
+
+
+@dataclass(frozen=True)
+class Comparison(Answer):
+    """Runs beside each other. `differences` and `results`: by key, the value of each run; None if a run has none."""
+
+    names: tuple[str, ...]
+    records: tuple[RunRecord, ...]
+    differences: Mapping[str, tuple[Any, ...]]
+    results: Mapping[str, tuple[Any, ...]]
+    path: Path
+
+    def as_json(self) -> dict[str, Any]:
+        runs = [
+            {"name": name, "path": str(record.folder.path), "status": record.status}
+            | {key: values[index] for key, values in self.results.items()}
+            | find_best_checkpoint(record.folder)
+            for index, (name, record) in enumerate(zip(self.names, self.records, strict=True))
+        ]
+        differing = {key: list(values) for key, values in self.differences.items()}
+        return {"ok": True, "path": str(self.path), "runs": runs, "differing": differing}
+
+    @property
+    def difference_rows(self) -> list[tuple[str, ...]]:
+        """What differs, as rows of a table."""
+        return [
+            (key, *(one_line(_format_or_absent(value, _format_text), limit=200) for value in values))
+            for key, values in self.differences.items()
+        ]
+
+    @property
+    def result_rows(self) -> list[tuple[str, ...]]:
+        """The results, as rows of a table."""
+        rows = []
+        for key, values in self.results.items():
+            title, format_value = _RESULTS[key]
+            rows.append((title, *(_format_or_absent(value, format_value) for value in values)))
+        return rows
+
+    def lines(self) -> list[str]:
+        columns = [one_line(name, limit=28) for name in self.names]
+        lines = [f"Compared: {len(self.names)} runs; {len(self.differences)} differences"]
+        if self.differences:
+            left_columns = tuple(range(len(columns) + 1))
+            table = build_table(["differs", *columns], self.difference_rows, text_columns=left_columns)
+            lines += [*render_lines(table), ""]
+        lines += [*render_lines(build_table(["result", *columns], self.result_rows, text_columns=(0,))), ""]
+        next_line = next_command_line("report", RUN=self.records[0].folder.path)
+        return [*lines, f"Written to: {self.path}", next_line]
+
+
+def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> Comparison:
+    """Compare runs, and write the page (None: into the folder of the first). Raises ConfigError where they are fewer
+    than two, one is named twice, or the page cannot be written; RunFolderError where one is not a run of this
+    toolkit."""
+    resolved_paths = [folder.path.resolve() for folder in folders]  # `last` and a name may be the same run
+    if len(resolved_paths) < 2:
+        raise ConfigError('RUNS= has to name two runs or more: make compare RUNS="first second" (make runs lists them)')
+    for resolved_path in resolved_paths:
+        if resolved_paths.count(resolved_path) > 1:
+            raise ConfigError(f"RUNS= names {one_line(resolved_path.name)} twice; name different runs")
+    path = path or folders[0].path / COMPARE_FILE
+    records = tuple(read_record(folder) for folder in folders)
+    names = tuple(folder.path.name for folder in folders)
+    if len(set(names)) < len(names):
+        names = tuple(str(folder.path) for folder in folders)
+    comparison = Comparison(names, records, find_differences(records), compare_results(records), path)
+    models = [str((record.settings.get("model") or {}).get("name", "")) for record in records]
+    runs = [
+        (name, record.status, model, str(record.manifest.get("started", "")))
+        for name, model, record in zip(names, models, records, strict=True)
+    ]
+    tables = {
+        "Runs": ReportTable(("run", "status", "model", "started"), runs, has_numbers=False),
+        "Results": ReportTable(("", *names), comparison.result_rows),
+        "What differs": ReportTable(("", *names), comparison.difference_rows, has_numbers=False),
+    }
+    sections = [ReportSection(title, tables=[table]) for title, table in tables.items() if table.rows]
+    sections.append(ReportSection("Curves", charts=comparison_charts(names, records)))
+    write_page(path, f"{len(names)} runs compared", sections=sections)
+    return comparison
+
+
+def find_differences(records: Sequence[RunRecord]) -> dict[str, tuple[Any, ...]]:
+    """What differs between the runs: settings by their keys, then how the plan spread them, data, versions, machine."""
+    rows = _values_by_key([_run_facts(record) for record in records])
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values[1:])}
+
+
+def _values_by_key(facts_by_run: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    keys = dict.fromkeys(key for run_facts in facts_by_run for key in run_facts)
+    return {key: tuple(run_facts.get(key) for run_facts in facts_by_run) for key in keys}
+
+
+def _run_facts(record: RunRecord) -> dict[str, Any]:
+    manifest, plan = record.manifest, record.parts[0].plan
+    settings = settings_by_path(record.settings)
+    facts = {key: value for key, value in settings.items() if not key.startswith("output.")}
+    if plan:
+        keys = ("layout", "ranks", "micro_batch", "grad_accum", "gradient_checkpointing")
+        facts |= {f"plan: {key}": plan.get(key) for key in keys}
+        facts["plan: precision"] = (plan.get("precision") or {}).get("compute")
+    for name, entry in (manifest.get("data") or {}).items():
+        if isinstance(entry, dict) and entry.get("sha256"):
+            facts[f"content of {name}"] = str(entry["sha256"])[:12]
+    # of all packages: what differs here may explain what differs above
+    facts |= {f"version of {name}": version for name, version in (manifest.get("versions") or {}).items()}
+    hardware = manifest.get("hardware") or {}
+    facts["machine"] = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or []) or hardware.get("cpu_name")
+    facts["CPU instructions"] = (manifest.get("cpu") or {}).get("capability")
+    facts["commit"] = str((manifest.get("git") or {}).get("commit") or "")[:12] or None
+    return facts
+
+
+def compare_results(records: Sequence[RunRecord]) -> dict[str, tuple[Any, ...]]:
+    """The results of the runs by key; what none of them has is left out."""
+    results = _values_by_key([_run_results(record) for record in records])
+    return {key: values for key, values in results.items() if any(value is not None for value in values)}
+
+
+def _run_results(record: RunRecord) -> dict[str, Any]:
+    def curve_values(name: str) -> list[float]:
+        return [value for _, value in record.curve(name)]
+
+    _, predicted_peaks, measured_peaks = zip(*map(compare_peak_memory, record.parts), strict=True)
+    return {
+        "status": record.status,
+        "steps": record.steps,
+        "loss_before": record.held_out_metric("before", "loss"),
+        "loss_after": record.held_out_metric("after", "loss"),
+        "best_val_loss": min(curve_values("eval_loss"), default=None),
+        "exact_match_after": record.held_out_metric("after", "exact_match"),
+        "generated_rows_after": record.held_out_metric("after", "generated_rows") or None,
+        "best_val_exact_match": max(curve_values("eval_exact_match"), default=None),
+        "val_generated_rows": max(curve_values("eval_generated_rows"), default=None),
+        "training_loss": next(reversed(curve_values("loss")), None),
+        "tokens_per_s": record.tokens_per_s,
+        "peak_bytes_predicted": max(filter(None, predicted_peaks), default=None),
+        "peak_bytes_measured": max(filter(None, measured_peaks), default=None),
+        "wall_s": record.summary.get("wall_s"),
+    }
+
+
+def comparison_charts(names: Sequence[str], records: Sequence[RunRecord]) -> list[Chart]:
+    """The same curve of all runs in each chart; a chart that no run fills is left out."""
+    charts = []
+    for title, key in _CHART_CURVES.items():
+        curves = [
+            Curve(name, record.curve(key), colour, shows_points=key.startswith(("eval_", "test_")))
+            for name, record, colour in zip(names, records, itertools.cycle(COLOURS), strict=False)
+            if record.curve(key)
+        ]
+        if curves:
+            is_share, begins_at_zero = key == "eval_exact_match", not key.endswith(("loss", "norm"))
+            charts.append(Chart(title, curves, is_share=is_share, begins_at_zero=begins_at_zero))
+    return charts

@@ -103,8 +103,10 @@ def claim_port(host: str, port: int) -> socket.socket:
         # also a port whose last connections are still closing (TIME_WAIT)
         return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
-        reason = f"{os.strerror(error.errno or 0)}; PORT=0 takes any free port"
-        raise ConfigError(f"{one_line(host)} port {port} cannot be listened on: {reason}") from None
+        raise ConfigError(
+            f"{one_line(host)} port {port} cannot be listened on: "
+            f"{os.strerror(error.errno or 0)}; PORT=0 takes any free port"
+        ) from None
 
 
 def exposure_warning(host: str) -> str | None:
@@ -116,9 +118,6 @@ def exposure_warning(host: str) -> str | None:
 
 class TransformersService:
     """`transformers serve`'s server in a thread of this process."""
-
-    # True if, after `wait`, a thread still computes an answer: Python would abort in its own end.
-    is_busy = False
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
         from transformers.utils.import_utils import is_serve_available
@@ -134,10 +133,10 @@ class TransformersService:
         try:
             from sft_play.finished.openai import openai_app
         except ImportError as error:
-            if not (error.name or "").startswith("transformers."):
-                raise
-            reason = f"transformers {version('transformers')} has another server than the one that answers here"
-            raise BackendError(f"{reason} ({one_line(str(error))}): install that of requirements.lock") from None
+            raise BackendError(
+                f"transformers {version('transformers')} has another server than the one that "
+                f"answers here ({one_line(str(error))}): install that of requirements.lock"
+            ) from None
         from sft_play.finished.respond import Responder
         from sft_play.training.prepare.library_messages import quiet_libraries
 
@@ -161,41 +160,39 @@ class TransformersService:
             run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(), note
         )
 
-    def wait(self) -> int:
-        """Wait until it ends or is stopped, and return the exit code. Ctrl-C lets answers under way end; a second one
-        or SIGTERM does not."""
+    def wait(self) -> NoReturn:
+        """Wait until it ends or is stopped, and end this process. Ctrl-C lets answers under way end; a second one or
+        SIGTERM does not."""
         finished = threading.Event()
-        deadline = threading.Timer(SHUTDOWN_TIMEOUT_S, lambda: setattr(self, "is_busy", True))
-        deadline.daemon = True
 
         def stop(signal_number: int) -> None:
             if signal_number != signal.SIGINT:
                 finished.set()
                 return
             logger.info("Stopping once the answers under way have ended; Ctrl-C again stops now")
-            deadline.start()
             self._server.should_exit = True
 
         with StopSignals(stop, lambda _: finished.set()):
             while self._thread.is_alive() and not finished.is_set():
                 finished.wait(_POLL_INTERVAL_S)
-        deadline.cancel()
-        self.is_busy = self.is_busy or self._thread.is_alive()
         logger.info("Stopped")
-        return 0
+        sys.stdout.flush()
+        logging.shutdown()
+        # a daemon thread that still computes an answer would abort Python while it takes itself down
+        os._exit(0)
 
 
 class VllmService:
     """`vllm serve` in the place of this process."""
 
-    is_busy = False
-
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
         search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         program = shutil.which("vllm", path=search_path)
         if program is None:
-            advice = "install vLLM in an environment of its own, and put its bin folder into PATH"
-            raise BackendError(f"ENGINE=vllm: there is no program vllm in PATH or in this environment; {advice}")
+            raise BackendError(
+                "ENGINE=vllm: there is no program vllm in PATH or in this environment; install "
+                "vLLM in an environment of its own, and put its bin folder into PATH"
+            )
         self._run, self._host = run, host
         with claim_port(host, port) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
             self._port = int(listener.getsockname()[1])

@@ -1,6 +1,6 @@
 """`make ship`: base and trained model measured on held-out rows and on the general sample, the merge compared, and one
 verdict with everything that it was computed from; and the verdict of a ship.json computed again (`REPLAY=`), without a
-model and its libraries: what measures imports them.
+model.
 
 Three checks, all of which have to pass:
 
@@ -14,8 +14,6 @@ rows). A base that is worse than that (random weights, or a language that it is 
 is another) gets better by any noise that makes it less sure, and worse by nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -24,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,23 +31,33 @@ from pydantic import Field, TypeAdapter, ValidationError
 from sft_play.answers import Answer
 from sft_play.data.build.stats import token_digest
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.token_row import IGNORED, count_trained_tokens
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
-from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
+from sft_play.errors import ConfigError, DataError, SftPlayError
 from sft_play.exit_codes import DO_NOT_SHIP, EXIT_KINDS
+from sft_play.finished.evaluation import RowScore, score_rows_of_run
+from sft_play.finished.export.check_merge import merge_test
+from sft_play.finished.export.merge import ensure_whole_model_folder
+from sft_play.finished.export.places import find_merged_model
+from sft_play.finished.load import (
+    HeldOutRows,
+    build_run_renderer,
+    evenly_spaced_indices,
+    find_continued_adapter,
+    load_held_out_rows,
+    measure_both_models,
+)
 from sft_play.finished.metrics import Interval, finite_or_none, paired_bootstrap
+from sft_play.finished.respond import Responder
 from sft_play.finished.run import FinishedRun, next_command_line, translate_write_errors
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.folder import installed_versions
 from sft_play.runs.lookup import lock_run
+from sft_play.training.measure.exact_match import select_questions
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from sft_play.finished.evaluation import RowScore
-    from sft_play.finished.load import HeldOutRows
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +76,8 @@ _GENERAL_FOLDER = Path(__file__).parent / "general"
 # Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more than a model has
 # positions.
 _MAX_ROW_TOKENS = 512
+
+_VERDICTS = {True: "ship", False: "do not ship"}
 
 LabelledRow = dict[str, list[int]]
 FloatArray = npt.NDArray[np.float64]
@@ -175,7 +185,7 @@ class Evidence:
     task: TaskEvidence
     general: GeneralEvidence
     merge: MergeEvidence
-    # Why nothing was measured: a model cannot be loaded, or too few rows refuse the run whatever it is.
+    # Why nothing was measured: too few rows refuse the run whatever it is.
     not_loaded: str = ""
 
 
@@ -201,11 +211,6 @@ class ShipVerdict:
         return all(check.ok is True for check in self.checks)
 
     @property
-    def label(self) -> str:
-        """ship, or do not ship."""
-        return "ship" if self.ok else "do not ship"
-
-    @property
     def reasons(self) -> list[str]:
         """What is wrong, a line for each check that failed."""
         return [f"{check.name}: {check.reason}" for check in self.checks if check.ok is False]
@@ -213,15 +218,14 @@ class ShipVerdict:
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
         checks = [asdict(check) for check in self.checks]
-        return {"ok": self.ok, "verdict": self.label, "reasons": self.reasons, "checks": checks}
+        return {"ok": self.ok, "verdict": _VERDICTS[self.ok], "reasons": self.reasons, "checks": checks}
 
     def lines(self, continued_adapter: str | None) -> list[str]:
         """What the run was compared with where that is not its base, a line for each check, and the verdict."""
         lines = [f"{check.name.capitalize()}: {check.line}" for check in self.checks]
         if continued_adapter:
             lines.insert(0, f"Before: {continued_adapter}, which this run continued: it is the base of these figures")
-        reason = f": {'; '.join(self.reasons)}" if self.reasons else ""
-        return [*lines, f"Verdict: {self.label}{reason}"]
+        return [*lines, ": ".join(filter(None, [f"Verdict: {_VERDICTS[self.ok]}", "; ".join(self.reasons)]))]
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
@@ -238,16 +242,15 @@ def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
     return ShipVerdict((_judge_task(evidence.task, thresholds), general_check, _judge_merge(evidence.merge)))
 
 
-def too_few_rows_reason(task: TaskEvidence, thresholds: Thresholds) -> str:
-    """Say why no gain on these rows could count, whatever the models make of them; empty where one could."""
+def too_few_rows_reason(task: TaskEvidence, rows: int, thresholds: Thresholds) -> str:
+    """Say why no gain on so many rows could count, whatever the models make of them; empty where one could."""
     remedy = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
     if not task.split:
         return f"there are no rows that the run was not trained on; {remedy}"
-    if len(task.losses) >= thresholds.min_rows:
+    if rows >= thresholds.min_rows:
         return ""
-    left_out_note = f" (and {task.left_out} repeated ones or training rows)" if task.left_out else ""
-    shortage = f"not enough evidence: {len(task.losses)} held-out rows{left_out_note}"
-    return f"{shortage}, at least {thresholds.min_rows} are needed; {remedy}"
+    counts = f"{rows} held-out rows (and {task.left_out} repeated ones or training rows)"
+    return f"not enough evidence: {counts}, at least {thresholds.min_rows} are needed; {remedy}"
 
 
 def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
@@ -273,7 +276,7 @@ def _paired_interval(first: Any, second: Any, level: float, thresholds: Threshol
 
 def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     losses = task.losses
-    refusal = too_few_rows_reason(task, thresholds) or losses.non_finite_reason
+    refusal = too_few_rows_reason(task, len(losses), thresholds) or losses.non_finite_reason
     if refusal:
         return ShipCheck("task", False, "not measured", refusal)
     base, tuned, tokens, chance = losses.to_arrays()
@@ -344,8 +347,8 @@ class ReplayResult(Answer):
     verdict: ShipVerdict
     # The names of what the file decides otherwise.
     differences: tuple[str, ...]
-    # The adapter that the run continued, as the file names it.
-    continued_adapter: str | None = None
+    # The adapter that the run continued, as the file names it; empty where there was none.
+    continued_adapter: str
 
     @property
     def ok(self) -> bool:
@@ -370,10 +373,12 @@ def replay_verdict(path: Path) -> ReplayResult:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"REPLAY={file_name} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"REPLAY={file_name} is not JSON: {one_line(str(error))}") from None
+    except ValueError:
+        recorded = None
     if not isinstance(recorded, dict) or recorded.get("format") != SHIP_FORMAT:
-        raise ConfigError(f"REPLAY={file_name} is not a file that make ship writes (its format is not {SHIP_FORMAT!r})")
+        raise ConfigError(
+            f"REPLAY={file_name} is not a file that make ship writes (JSON in the format {SHIP_FORMAT!r})"
+        )
     try:
         evidence = TypeAdapter(Evidence).validate_python(recorded.get("evidence"))
         thresholds = TypeAdapter(Thresholds).validate_python(recorded.get("thresholds"))
@@ -384,194 +389,13 @@ def replay_verdict(path: Path) -> ReplayResult:
     verdict = judge_evidence(evidence, thresholds)
     decision, recorded_decision = _decision(verdict.as_json()), _decision(recorded)
     differences = [name for name in decision | recorded_decision if decision.get(name) != recorded_decision.get(name)]
-    continued_adapter = one_line(str(recorded["before"])) if recorded.get("before") else None
-    return ReplayResult(path, verdict, tuple(differences), continued_adapter)
+    return ReplayResult(path, verdict, tuple(differences), one_line(str(recorded.get("before") or "")))
 
 
 def _decision(verdict: dict[str, Any]) -> dict[str, Any]:
     """What decides, by names; the figures and words of the checks repeat the evidence."""
-    decision = {"ok": verdict.get("ok"), "verdict": verdict.get("verdict")}
-    checks = verdict.get("checks")
-    for check in checks if isinstance(checks, list) else []:
-        if isinstance(check, dict):
-            decision[f"checks[{check.get('name')}].ok"] = check.get("ok")
-    return decision
-
-
-# --- a run measured ---------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class ShipResult(Answer):
-    """A verdict with its evidence, as it is written to ship.json."""
-
-    run: Path
-    evidence: Evidence
-    thresholds: Thresholds
-    verdict: ShipVerdict
-    provenance: dict[str, Any]
-
-    @property
-    def ok(self) -> bool:
-        return self.verdict.ok
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "format": SHIP_FORMAT, "kind": EXIT_KINDS[0] if self.ok else DO_NOT_SHIP, **self.verdict.as_json(),
-            "run": str(self.run), **self.provenance,
-            "thresholds": asdict(self.thresholds), "evidence": asdict(self.evidence),
-        }  # fmt: skip
-
-    def lines(self) -> list[str]:
-        next_command = ("export", "FORMAT=gguf") if self.ok else ("eval", "writes every row")
-        lines = self.verdict.lines(self.provenance.get("before"))
-        return [*lines, f"Written to: {self.run / SHIP_FILE}", next_command_line(*next_command, RUN=self.run)]
-
-
-def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float | None = None) -> ShipResult:
-    """Measure, judge, and write ship.json into the run folder. `tolerance`: nats a token by which the loss on general
-    text and chats may rise. Raises DataError where the run's data is gone, or RunFolderError where another process
-    writes it. What refuses the run whatever is measured is known before a model loads: rows, files."""
-    from sft_play.finished.load import find_continued_adapter, load_held_out_rows
-
-    quiet_libraries()
-    thresholds = Thresholds()
-    if tolerance is not None:
-        thresholds = replace(thresholds, max_text_rise=tolerance, max_chat_rise=tolerance)
-    sample, continued_adapter = general_sample(), find_continued_adapter(run)
-    provenance: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "sample": {"version": GENERAL_SAMPLE_VERSION, "sha256": sample.sha256},
-        "weights": {"sha256": base_weights_identity(str(run.weights), None)["sha256"]},
-        "base": (run.manifest.get("data") or {}).get("weights"),
-        "before": continued_adapter.name if continued_adapter else None,
-        "versions": installed_versions(),
-    }
-    with lock_run(run.folder):
-        try:
-            held_out_rows = load_held_out_rows(run)
-            rows, left_out = distinct_rows(held_out_rows, max_rows)
-            provenance["rows_sha256"] = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-            evidence = _measure_losses(
-                run, held_out_rows, rows, left_out, sample, thresholds,
-                max_questions=min(max_rows, run.config.eval.generate_rows),
-            )  # fmt: skip
-        except ModelError as error:
-            evidence = Evidence(TaskEvidence(""), GeneralEvidence(), MergeEvidence("not needed"), str(error))
-        if not judge_evidence(evidence, thresholds).reasons:
-            evidence = replace(evidence, merge=_measure_merge(run))
-        verdict = judge_evidence(evidence, thresholds)
-        result = ShipResult(run.folder.path, evidence, thresholds, verdict, provenance)
-        with translate_write_errors(run.folder.path / SHIP_FILE):
-            run.folder.write_json(SHIP_FILE, result.as_json())
-    return result
-
-
-def _measure_losses(
-    run: FinishedRun,
-    held_out_rows: HeldOutRows,
-    rows: Sequence[LabelledRow],
-    left_out: int,
-    sample: GeneralSample,
-    thresholds: Thresholds,
-    *,
-    max_questions: int,
-) -> Evidence:
-    """All evidence but the merge; raises ModelError if a model cannot be loaded. None is where the rows are too few."""
-    from sft_play.finished.evaluation import RowScore, eval_batch_tokens, score_rows
-    from sft_play.finished.load import build_run_renderer, compute_dtype, measure_both_models
-    from sft_play.finished.respond import Responder
-    from sft_play.training.measure.exact_match import select_questions
-
-    split = "" if held_out_rows.name == "train" else held_out_rows.name
-    unmeasured_scores = [RowScore(math.nan, count_trained_tokens(row["labels"]), 0) for row in rows]
-    task = TaskEvidence(split, _row_losses(unmeasured_scores, unmeasured_scores, rows), left_out=left_out)
-    refusal = too_few_rows_reason(task, thresholds)
-    if refusal:
-        return Evidence(task, GeneralEvidence(), MergeEvidence("not needed"), refusal)
-    tokenizer = load_tokenizer(run.config).tokenizer
-    renderer = build_run_renderer(run, tokenizer)
-    questions = select_questions(held_out_rows.split, renderer, tokenizer, max_questions=max_questions)
-    # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
-    data_options = run.config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"})
-    general_renderer = Renderer(tokenizer, data_options, max_seq_len=_MAX_ROW_TOKENS, today=renderer.today)
-    texts, chats = text_rows(sample, general_renderer), chat_rows(sample, general_renderer)
-    logger.info(
-        "To be measured: %d rows of %s, %d of them with a generated answer, and %d general texts and chats",
-        len(rows), split, len(questions), len(texts) + len(chats),
-    )  # fmt: skip
-
-    def measure_model(model_label: str, model: Any) -> tuple[list[list[RowScore]], tuple[bool, ...]]:
-        logger.info("Measuring the %s", model_label)
-        max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _MAX_ROW_TOKENS
-        scores = []
-        for row_set in (rows, texts, chats):
-            shortened_rows = [{column: values[:max_positions] for column, values in row.items()} for row in row_set]
-            scores.append(
-                score_rows(
-                    model,
-                    shortened_rows,
-                    max_batch_tokens=eval_batch_tokens(run),
-                    autocast_dtype=compute_dtype(run),
-                )
-            )
-        answers = Responder(run, model).answers(questions, max_new_tokens=run.config.eval.max_new_tokens)
-        return scores, tuple(answer.is_correct for answer in answers)
-
-    (base_scores, right_base), (tuned_scores, right_tuned) = measure_both_models(run, measure_model)
-    losses, text_losses, chat_losses = map(_row_losses, base_scores, tuned_scores, (rows, texts, chats))
-    task = replace(task, losses=losses, right_base=right_base, right_tuned=right_tuned)
-    general = GeneralEvidence(text_losses, chat_losses, refused=len(sample.chats) - len(chats))
-    return Evidence(task, general, MergeEvidence("not needed"))
-
-
-def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[LabelledRow], int]:
-    """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training rows too. None of a
-    run that was trained on all of its rows."""
-    from sft_play.finished.load import evenly_spaced_indices
-
-    if held_out_rows.name == "train":
-        return [], 0
-    # more are read than are wanted, since some may be repeated; at most so many, since each is compared
-    candidate_indices = evenly_spaced_indices(len(held_out_rows.split.rows), 4 * count)
-    trained_digests, distinct = set(held_out_rows.train.stats.digests), {}
-    for index in candidate_indices:
-        row = held_out_rows.split.rows[index]
-        digest = token_digest(row["input_ids"])
-        if digest not in trained_digests:
-            distinct[digest] = {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
-    rows = list(distinct.values())
-    return [rows[index] for index in evenly_spaced_indices(len(rows), count)], len(candidate_indices) - len(rows)
-
-
-def _row_losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[LabelledRow]) -> Losses:
-    """The losses of the rows that have a trained token."""
-    trained_labels = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
-    chance = chance_losses(trained_labels) if any(trained_labels) else []
-    columns = [
-        (finite_or_none(base_score.nll), finite_or_none(tuned_score.nll), base_score.tokens, row_chance)
-        for base_score, tuned_score, row_chance in zip(base, tuned, chance, strict=bool(chance))
-        if base_score.tokens
-    ]
-    return Losses(*zip(*columns, strict=True))
-
-
-def _measure_merge(run: FinishedRun) -> MergeEvidence:
-    from sft_play.finished.export.check_merge import merge_test
-    from sft_play.finished.export.merge import ensure_whole_model_folder
-    from sft_play.finished.export.places import find_merged_model
-
-    if not run.is_adapter:
-        return MergeEvidence("no adapter")
-    try:
-        if find_merged_model(run) is None:
-            ensure_whole_model_folder(run, is_locked=True)
-        merge_result = merge_test(run)
-    except DataError:
-        raise
-    except SftPlayError as error:
-        return MergeEvidence("failed", reason=one_line(str(error), limit=500))
-    return MergeEvidence(
-        "compared", finite_or_none(merge_result.kl_merged), merge_result.kl_limit, merge_result.kl_base
-    )
+    checks = {f"checks[{check.get('name')}].ok": check.get("ok") for check in verdict.get("checks") or ()}
+    return {"ok": verdict.get("ok"), "verdict": verdict.get("verdict"), **checks}
 
 
 # --- the general sample -----------------------------------------------------------------------------------------------
@@ -617,3 +441,157 @@ def chat_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
         for row in renderer.render_all(chats)
         if not isinstance(row, BadRow) and any(label != IGNORED for label in row.labels[1:_MAX_ROW_TOKENS])
     ]
+
+
+# --- a run measured ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ShipResult(Answer):
+    """A verdict with its evidence, as it is written to ship.json."""
+
+    run: Path
+    evidence: Evidence
+    thresholds: Thresholds
+    verdict: ShipVerdict
+    provenance: dict[str, Any]
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict.ok
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "format": SHIP_FORMAT, "kind": EXIT_KINDS[0] if self.ok else DO_NOT_SHIP, **self.verdict.as_json(),
+            "run": str(self.run), **self.provenance,
+            "thresholds": asdict(self.thresholds), "evidence": asdict(self.evidence),
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        lines = [*self.verdict.lines(self.provenance.get("before")), f"Written to: {self.run / SHIP_FILE}"]
+        if self.ok:
+            return [*lines, next_command_line("export", "FORMAT=gguf", RUN=self.run)]
+        return [*lines, next_command_line("eval", "writes every row", RUN=self.run)]
+
+
+def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float | None = None) -> ShipResult:
+    """Measure, judge, and write ship.json into the run folder. `tolerance`: nats a token by which the loss on general
+    text and chats may rise. Raises DataError where the run's data is gone, ModelError where a model is,
+    or RunFolderError where another process writes the run.
+    What refuses the run whatever is measured is known before a model loads: rows, files."""
+    quiet_libraries()
+    thresholds = Thresholds()
+    if tolerance is not None:
+        thresholds = replace(thresholds, max_text_rise=tolerance, max_chat_rise=tolerance)
+    sample, continued_adapter = general_sample(), find_continued_adapter(run)
+    provenance: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "sample": {"version": GENERAL_SAMPLE_VERSION, "sha256": sample.sha256},
+        "weights": {"sha256": base_weights_identity(str(run.weights), None)["sha256"]},
+        "base": (run.manifest.get("data") or {}).get("weights"),
+        "before": continued_adapter.name if continued_adapter else None,
+        "versions": installed_versions(),
+    }
+    with lock_run(run.folder):
+        held_out_rows = load_held_out_rows(run)
+        rows, left_out = distinct_rows(held_out_rows, max_rows)
+        provenance["rows_sha256"] = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        evidence = _measure_losses(
+            run, held_out_rows, rows, left_out, sample, thresholds,
+            max_questions=min(max_rows, run.config.eval.generate_rows),
+        )  # fmt: skip
+        if not judge_evidence(evidence, thresholds).reasons:
+            evidence = replace(evidence, merge=_measure_merge(run))
+        verdict = judge_evidence(evidence, thresholds)
+        result = ShipResult(run.folder.path, evidence, thresholds, verdict, provenance)
+        with translate_write_errors(run.folder.path / SHIP_FILE):
+            run.folder.write_json(SHIP_FILE, result.as_json())
+    return result
+
+
+def _measure_losses(
+    run: FinishedRun,
+    held_out_rows: HeldOutRows,
+    rows: Sequence[LabelledRow],
+    left_out: int,
+    sample: GeneralSample,
+    thresholds: Thresholds,
+    *,
+    max_questions: int,
+) -> Evidence:
+    """All evidence but the merge; none where the rows are too few. Raises ModelError if a model cannot be loaded."""
+    split = "" if held_out_rows.name == "train" else held_out_rows.name
+    task = TaskEvidence(split, left_out=left_out)
+    refusal = too_few_rows_reason(task, len(rows), thresholds)
+    if refusal:
+        return Evidence(task, GeneralEvidence(), MergeEvidence("not needed"), refusal)
+    tokenizer = load_tokenizer(run.config).tokenizer
+    renderer = build_run_renderer(run, tokenizer)
+    questions = select_questions(held_out_rows.split, renderer, tokenizer, max_questions=max_questions)
+    # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
+    data_options = run.config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"})
+    general_renderer = Renderer(tokenizer, data_options, max_seq_len=_MAX_ROW_TOKENS, today=renderer.today)
+    texts, chats = text_rows(sample, general_renderer), chat_rows(sample, general_renderer)
+    logger.info(
+        "To be measured: %d rows of %s, %d of them with a generated answer, and %d general texts and chats",
+        len(rows), split, len(questions), len(texts) + len(chats),
+    )  # fmt: skip
+
+    def measure_model(model_label: str, model: Any) -> tuple[list[list[RowScore]], tuple[bool, ...]]:
+        logger.info("Measuring the %s", model_label)
+        max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _MAX_ROW_TOKENS
+        scores = []
+        for row_set in (rows, texts, chats):
+            shortened_rows = [{column: values[:max_positions] for column, values in row.items()} for row in row_set]
+            scores.append(score_rows_of_run(run, model, shortened_rows))
+        answers = Responder(run, model).answers(questions, max_new_tokens=run.config.eval.max_new_tokens)
+        return scores, tuple(answer.is_correct for answer in answers)
+
+    (base_scores, right_base), (tuned_scores, right_tuned) = measure_both_models(run, measure_model)
+    losses, text_losses, chat_losses = map(_row_losses, base_scores, tuned_scores, (rows, texts, chats))
+    task = replace(task, losses=losses, right_base=right_base, right_tuned=right_tuned)
+    general = GeneralEvidence(text_losses, chat_losses, refused=len(sample.chats) - len(chats))
+    return Evidence(task, general, MergeEvidence("not needed"))
+
+
+def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[LabelledRow], int]:
+    """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training rows too. None of a
+    run that was trained on all of its rows."""
+    if held_out_rows.name == "train":
+        return [], 0
+    # more are read than are wanted, since some may be repeated; at most so many, since each is compared
+    candidate_indices = evenly_spaced_indices(len(held_out_rows.split.rows), 4 * count)
+    trained_digests, distinct = set(held_out_rows.train.stats.digests), {}
+    for index in candidate_indices:
+        row = held_out_rows.split.rows[index]
+        digest = token_digest(row["input_ids"])
+        if digest not in trained_digests:
+            distinct[digest] = {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
+    rows = list(distinct.values())
+    return [rows[index] for index in evenly_spaced_indices(len(rows), count)], len(candidate_indices) - len(rows)
+
+
+def _row_losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[LabelledRow]) -> Losses:
+    """The losses of the rows that have a trained token."""
+    trained_labels = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
+    chance = chance_losses(trained_labels) if any(trained_labels) else []
+    columns = [
+        (finite_or_none(base_score.nll), finite_or_none(tuned_score.nll), base_score.tokens, row_chance)
+        for base_score, tuned_score, row_chance in zip(base, tuned, chance, strict=bool(chance))
+        if base_score.tokens
+    ]
+    return Losses(*zip(*columns, strict=True))
+
+
+def _measure_merge(run: FinishedRun) -> MergeEvidence:
+    if not run.is_adapter:
+        return MergeEvidence("no adapter")
+    try:
+        if find_merged_model(run) is None:
+            ensure_whole_model_folder(run, is_locked=True)
+        merge_result = merge_test(run)
+    except DataError:
+        raise
+    except SftPlayError as error:
+        return MergeEvidence("failed", reason=one_line(str(error), limit=500))
+    return MergeEvidence(
+        "compared", finite_or_none(merge_result.kl_merged), merge_result.kl_limit, merge_result.kl_base
+    )
