@@ -72,11 +72,26 @@ class Candidate:
     @property
     def insufficient_memory(self) -> tuple[Literal["GPU memory", "RAM"], ...]:
         """Which memory is too small."""
-        device: Literal["GPU memory", "RAM"] = "GPU memory" if self.step.on_gpu else "RAM"
-        lacking = [device] if self.memory.required > self.budget.device else []
+        lacking: list[Literal["GPU memory", "RAM"]] = []
+        if self.memory.required > self.budget.device:
+            lacking.append(self.device_memory)
         if self.budget.host is not None and self.host_required > self.budget.host:
             lacking.append("RAM")
         return tuple(lacking)
+
+    @property
+    def device_memory(self) -> Literal["GPU memory", "RAM"]:
+        """What the memory of a rank's device is called."""
+        if self.step.on_gpu:
+            return "GPU memory"
+        return "RAM"
+
+    @property
+    def device_word(self) -> str:
+        """What a rank is, in texts: a GPU, or a process on a CPU."""
+        if self.step.on_gpu:
+            return "GPU"
+        return "process"
 
     @property
     def needs_unknown_ram(self) -> bool:
@@ -91,14 +106,15 @@ class Candidate:
     @property
     def budget_ratio(self) -> float:
         """The largest ratio of need to budget: above 1 it does not fit."""
-        host = self.host_required / max(1, self.budget.host) if self.budget.host is not None else 0.0
-        return max(self.memory.required / max(1, self.budget.device), host)
+        ratio = self.memory.required / max(1, self.budget.device)
+        if self.budget.host is None:
+            return ratio
+        return max(ratio, self.host_required / max(1, self.budget.host))
 
     @property
     def verdict(self) -> str:
         """Whether it fits, with the numbers, and which memory is too small."""
-        unit = "GPU" if self.step.on_gpu else "process"
-        device = f"{_format_need(self.memory.required, self.budget.device)} per {unit}"
+        device = f"{_format_need(self.memory.required, self.budget.device)} per {self.device_word}"
         if self.fits:
             return f"fits, {device}{self.ram_text}"
         needs = {"GPU memory": device, "RAM": device}
@@ -124,7 +140,9 @@ class Candidate:
     @property
     def checkpointing(self) -> bool | str:
         """True for all layers, False for none, else `selective`."""
-        return self.checkpointed_layers == self.layers if self.checkpointed_layers in (0, self.layers) else "selective"
+        if 0 < self.checkpointed_layers < self.layers:
+            return "selective"
+        return self.checkpointed_layers == self.layers
 
     @property
     def checkpointing_text(self) -> str:
@@ -133,7 +151,9 @@ class Candidate:
             return f"checkpointing in {self.checkpointed_layers} of {self.layers} layers"
         if self.step.offloads:
             return "checkpointing with offload"
-        return f"checkpointing {'on' if self.checkpointing else 'off'}"
+        if self.checkpointing:
+            return "checkpointing on"
+        return "checkpointing off"
 
     @property
     def key(self) -> tuple[Layout, int, int, str]:
@@ -188,7 +208,9 @@ class PlanInputs:
     @property
     def row_attention(self) -> RowAttention:
         """How its rows are attended to."""
-        device = "rocm" if any(gpu.is_amd for gpu in self.hardware.gpus) else self.hardware.device
+        device = self.hardware.device
+        if any(gpu.is_amd for gpu in self.hardware.gpus):
+            device = "rocm"
         return RowAttention(self.config, self.shape, self.attention, self.capability, device)
 
     def uses_cudnn(self, precision: Precision, layout: Layout) -> bool:
@@ -227,7 +249,9 @@ def evaluate_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[C
         for batch in batch_splits(inputs.config.train, ranks=layout.data_parallel, resumed_batch=inputs.resumed_batch):
             batch_candidates = list(_batch_candidates(inputs, layout, batch))
             candidates += batch_candidates
-            failures = 0 if any(candidate.fits for candidate in batch_candidates) else failures + 1
+            failures += 1
+            if any(candidate.fits for candidate in batch_candidates):
+                failures = 0
             # splits come with small micro-batches first, and a larger one needs more
             if failures >= _MAX_CONSECUTIVE_FAILURES:
                 break
@@ -270,9 +294,7 @@ def lowest_memory_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> l
     """Build the candidate of each layout with the least memory: the smallest micro-batch with as much checkpointing as
     the config allows, and the next one where it is a single micro step, which keeps no gradients. Raises ConfigError as
     `evaluate_candidates`."""
-    num_layers = inputs.shape.num_layers
-    requested_layers = requested_checkpoint_layers(inputs.config, inputs.shape)
-    checkpointed_layers = num_layers if requested_layers is None else requested_layers
+    checkpointed_layers = most_checkpointed_layers(inputs)
 
     def layout_candidates(layout: Layout) -> list[Candidate]:
         batches = batch_splits(inputs.config.train, ranks=layout.data_parallel, resumed_batch=inputs.resumed_batch)
@@ -312,9 +334,17 @@ def requested_checkpoint_layers(config: RunConfig, shape: ModelShape) -> int | N
         return 0
     if option == "auto":
         return None
-    if isinstance(option, bool):
-        return num_layers if option else 0
-    return num_layers if option == "offload" else min(option, num_layers)
+    if option is True or option == "offload":
+        return num_layers
+    return min(int(option), num_layers)
+
+
+def most_checkpointed_layers(inputs: PlanInputs) -> int:
+    """As many layers as the config allows to recompute, which takes the least memory."""
+    requested_layers = requested_checkpoint_layers(inputs.config, inputs.shape)
+    if requested_layers is None:
+        return inputs.shape.num_layers
+    return requested_layers
 
 
 def build_candidate(
@@ -331,7 +361,8 @@ def build_candidate(
     none. `eval_rows`: rows of an evaluation batch where the config leaves them open; None: the most that need no more
     memory than the step (1 has the same peak, where only fitting is asked). `loss`: another loss than the run's."""
     precision = inputs.layout_precision(layout)
-    loss = loss or ("logits" if inputs.shape.has_custom_logits else "chunked")
+    if loss is None:
+        loss = inputs.shape.loss_name
     step = _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, uses_masks=keeps_masks)
     if step.one_by_one and inputs.cuts_by_tokens and inputs.row_tokens is not None:
         # every call costs its start, and padding is computed like text: only the rows' own lengths say which is faster
@@ -402,7 +433,7 @@ def _build_step(
     has_padding = not varlen and is_padded(
         inputs.config,
         layout,
-        rows=2 if shares_micro_batches else batch.micro_batch,
+        rows=max(batch.micro_batch, 1 + shares_micro_batches),
         uses_masks=inputs.packed or uses_masks,
     )
     return Step(
@@ -450,16 +481,19 @@ def choose_eval_batch(simulation: StepMemorySimulation, *, default_rows: int | N
     option = simulation.config.eval.batch_size
     if option != "auto":
         return option
-    return max_evaluation_rows(simulation) if default_rows is None else default_rows
+    if default_rows is not None:
+        return default_rows
+    return max_evaluation_rows(simulation)
 
 
 def _host_required_bytes(inputs: PlanInputs, layout: Layout, memory: MemoryEstimate) -> int:
     """Bytes of RAM that the ranks of the first node need together: to offload and to write, or to load."""
     if not inputs.hardware.gpus:
         return 0
-    ranks = min(layout.ranks, inputs.hardware.ranks_per_node)
+    ranks = reader_count = min(layout.ranks, inputs.hardware.ranks_per_node)
     offloaded_bytes = memory.host_bytes - memory.host_save_bytes
-    reader_count = 1 if loads_by_unit(inputs.config, layout) else ranks
+    if loads_by_unit(inputs.config, layout):
+        reader_count = 1
     # loading is over when the first checkpoint is written, so the two do not add up
     return max(offloaded_bytes * ranks + memory.host_save_bytes, memory.host_load_bytes * reader_count)
 
@@ -509,8 +543,7 @@ def format_needs(candidate: Candidate, *, term_count: int) -> str:
     """What a candidate that does not fit needs and what there is, with the largest terms of the device's memory."""
     needs = []
     if candidate.memory.required > candidate.budget.device:
-        unit = "GiB" if candidate.step.on_gpu else "GiB of RAM"
-        memory = candidate.memory
+        unit, memory = "GiB" + " of RAM" * (not candidate.step.on_gpu), candidate.memory
         terms_text = (
             f"while loading {format_gib(memory.load_bytes)}, of which a step keeps {format_gib(memory.resident)}"
         )
@@ -561,6 +594,9 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
     if not step["cudnn"]:
         del step["cudnn"]
     offloaded_bytes = memory.host_bytes - memory.host_save_bytes - memory.host_save_each_bytes
+    known_speed: dict[str, float | None] = {"tokens_per_s": None, "step_s": None}
+    if speed_known:
+        known_speed = {"tokens_per_s": speed.tokens_per_s, "step_s": speed.step_s}
     return {
         "fits": candidate.fits,
         "verdict": candidate.verdict,
@@ -590,8 +626,7 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
             **dict.fromkeys(("step", "evaluate", "generate"), offloaded_bytes),
             "save": memory.host_bytes,
         },
-        "tokens_per_s": speed.tokens_per_s if speed_known else None,
-        "step_s": speed.step_s if speed_known else None,
+        **known_speed,
         "moved_bytes_per_step": speed.moved_bytes,
         "confirmed_by_trace": candidate.is_traced,
         "rejected_because": candidate.rejected_because,

@@ -218,7 +218,8 @@ class RowAttention:
         half_precision = precision.compute != "float32"
         if self.device == "cpu":
             return "no kernel for boundaries runs on cpu"
-        if self.shape.has_latent_attention:  # flash attention takes one width for all three
+        # DeepSeek's keys and values are made from one narrow projection; flash attention takes one width for all three
+        if any(linear.name == "kv_b_proj" for linear, _ in self.shape.linears):
             return "its keys and values have different widths"
         if self.shape.head_dim > FLASH_MAX_HEAD_DIM:
             return f"flash attention takes no heads wider than {FLASH_MAX_HEAD_DIM}"

@@ -23,7 +23,6 @@ from sft_play.machine.software import load_or_measure
 from sft_play.models.config_json import (
     load_config_json,
     parse_model_shape,
-    published_params_note,
     quantised_storage_note,
     refuse_quantised,
     refuse_remote_code,
@@ -491,9 +490,6 @@ def load_run_model_shape(config: RunConfig) -> ModelShape:
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
     refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
     shape = load_planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
-    published_note = published_params_note(model.name, model.revision, shape.params)
     storage_note = quantised_storage_note(fields, config.tuning.mode)
     shape = configured_shape(config, shape)
-    return replace(
-        shape, text_only_note=text_only_note(fields), storage_note=storage_note, published_note=published_note
-    )
+    return replace(shape, text_only_note=text_only_note(fields), storage_note=storage_note)
