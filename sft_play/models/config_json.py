@@ -182,7 +182,7 @@ class _ShapeBuilder:
 
     def _add_experts(self, kind: LayerKind, experts: ExpertFields) -> LayerKind:
         count, width = self.fields.require_count(experts.count_field), self.fields.require_count(experts.width_field)
-        linears, shared_width = kind.linears, 0
+        linears = kind.linears
         if experts.shared_count_field:
             shared_width = width * self.fields.require_count(experts.shared_count_field)
             paths = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
@@ -199,7 +199,6 @@ class _ShapeBuilder:
                 StackedExpertWeight(up_path, count, self.hidden, 2 * width),
                 StackedExpertWeight(down_path, count, width, self.hidden),
             ),
-            shared_width=shared_width,
             router_params=count * (self.hidden + int(experts.has_router_bias)),
         )
 

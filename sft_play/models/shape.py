@@ -134,8 +134,6 @@ class LayerKind:
     expert_params: int = 0
     # Those tensors, without the biases.
     expert_weights: tuple[StackedExpertWeight, ...] = ()
-    # Width of the shared experts, which every token passes; their linear layers are in `linears`.
-    shared_width: int = 0
     # The router, where it is not a linear layer.
     router_params: int = 0
     # Width of all value heads of linear attention (a gated delta rule); 0 in a block without it.

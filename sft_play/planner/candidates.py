@@ -74,17 +74,10 @@ class Candidate:
         """Which memory is too small."""
         lacking: list[Literal["GPU memory", "RAM"]] = []
         if self.memory.required > self.budget.device:
-            lacking.append(self.device_memory)
+            lacking.append("GPU memory" if self.step.on_gpu else "RAM")
         if self.budget.host is not None and self.host_required > self.budget.host:
             lacking.append("RAM")
         return tuple(lacking)
-
-    @property
-    def device_memory(self) -> Literal["GPU memory", "RAM"]:
-        """What the memory of a rank's device is called."""
-        if self.step.on_gpu:
-            return "GPU memory"
-        return "RAM"
 
     @property
     def device_word(self) -> str:

@@ -434,8 +434,7 @@ def plan_warnings(plan: Plan, config: RunConfig) -> list[str]:
     if plan.run_length is not None and plan.run_length.steps < FEW_STEPS and not config.train.max_steps:
         count_text = plural(plan.run_length.steps, "optimizer step is", "optimizer steps are")
         warnings.append(
-            f"{count_text} few: more train.epochs, or a smaller "
-            f"{config.train.effective_batch_options}, makes more"
+            f"{count_text} few: more train.epochs, or a smaller {config.train.effective_batch_options}, makes more"
         )
     if batch_change := format_changed_batch(config.train, plan.batch):
         warnings.append(f"{batch_change}: the effective batch of {plan.batch.effective_batch} is kept over all ranks")

@@ -453,6 +453,4 @@ def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> Disk
     elif not save_interval and not train.max_steps:
         checkpoint_counts.append(math.ceil(train.epochs))
     # the fewer of the two bounds: a short run writes fewer checkpoints than the limit allows
-    return DiskUsage(
-        checkpoint_bytes + OTHER_BYTES, weights_bytes + OTHER_BYTES, min(checkpoint_counts, default=None)
-    )
+    return DiskUsage(checkpoint_bytes + OTHER_BYTES, weights_bytes + OTHER_BYTES, min(checkpoint_counts, default=None))

@@ -6,11 +6,13 @@ their settings, shapes by their config.json. Failures are not, nor what came fro
 code.
 """
 
+import importlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -187,17 +189,17 @@ def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
 
 
 # --- remembered -------------------------------------------------------------------------------------------------------
+def _import_step() -> ModuleType:
+    """`trace.step`, which brings torch and transformers: it is loaded where something is measured."""
+    with importing():
+        return importlib.import_module("sft_play.trace.step")
+
+
 def cached_trace(settings: StepSettings) -> TracedPeak:
     """`step.trace_step`, remembered; raises as that does."""
 
-    def measure() -> TracedPeak:
-        with importing():
-            from sft_play.trace import step
-        return step.trace_step(settings)
-
-    return load_or_measure(
-        "traces", {"settings": settings.canonical_text(), "trace": TRACE_VERSION}, _PEAK_ADAPTER, measure
-    )
+    key_fields = {"settings": settings.canonical_text(), "trace": TRACE_VERSION}
+    return load_or_measure("traces", key_fields, _PEAK_ADAPTER, lambda: _import_step().trace_step(settings))
 
 
 def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
@@ -412,20 +414,17 @@ class BlockMeasurement:
         return settings.attention != "eager" and "padded" not in (settings.mask, settings.eval_mask)
 
     def _needs_more_operators(self) -> bool:
-        with importing():
-            from sft_play.trace.blocks import count_operators
-        sizes = (2 * self._chunk_tokens, self._chunk_tokens)
-        long, short = count_operators(self.settings, [(1, size) for size in sizes], depth=len(self.kind_indices))
-        return long > short
+        batch_shapes = [(1, 2 * self._chunk_tokens), (1, self._chunk_tokens)]
+        long, short = _import_step().count_operators(self.settings, batch_shapes, depth=len(self.kind_indices))
+        return bool(long > short)
 
     def _run_blocks(
         self, batch_shapes: Sequence[tuple[int, int]], *, uses_real_tensors: bool = False
     ) -> list[MeasuredBlocks]:
-        with importing():
-            from sft_play.trace.blocks import run_blocks
-        # of real tensors the CPU has no kernel that holds what a GPU's would
-        settings = replace(self.settings, attention="eager") if uses_real_tensors else self.settings
-        return run_blocks(
+        settings = self.settings
+        if uses_real_tensors:  # of which the CPU has no kernel that holds what a GPU's would
+            settings = replace(settings, attention="eager")
+        measured: list[MeasuredBlocks] = _import_step().run_blocks(
             settings,
             batch_shapes,
             self.block_mode,
@@ -433,6 +432,7 @@ class BlockMeasurement:
             is_accumulating=self.is_accumulating,
             uses_real_tensors=uses_real_tensors,
         )
+        return measured
 
     def _measure_short_rows(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         """Measure as many tokens in short rows of two lengths, and extrapolate to rows of `length`."""

@@ -332,7 +332,6 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         expert_width=width,
         expert_params=sum(tensor.numel() for _, tensor in experts),
         expert_weights=tuple(StackedExpertWeight(path, *tensor.shape) for path, tensor in experts if tensor.dim() == 3),
-        shared_width=mlp if experts else 0,
         router_params=sum(
             count_module_parameters(module)
             for path, module in modules.items()
