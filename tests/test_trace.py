@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
 from benchmarks.memory_model.script_settings import to_script_settings
 from benchmarks.memory_model.streams import USED
 from sft_play.errors import ModelError
