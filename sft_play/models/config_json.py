@@ -29,7 +29,7 @@ from sft_play.models.families import (
     ModelFamily,
     UnknownArchitecture,
     dequantisable_method,
-    mark_adaptable,
+    no_adapter_reason,
     normalize_field_names,
     quantisation_method,
     require_causal_lm_config,
@@ -88,9 +88,7 @@ class _ShapeBuilder:
         family, fields = self.family, self.fields
         blocks = [(self._attention_kind(index), self._has_experts(index)) for index in range(self.num_layers)]
         kinds = list(dict.fromkeys(blocks))
-        layers = tuple(
-            mark_adaptable(self._build_block(*kind, count=blocks.count(kind)), fields.model_type) for kind in kinds
-        )
+        layers = tuple(self._build_block(*kind, count=blocks.count(kind)) for kind in kinds)
         commonest = max(layers, key=lambda kind: kind.count)
         window = None  # config.json may have one that no block uses (Qwen2: use_sliding_window)
         if any(kind.attention == "sliding" for kind in layers):
@@ -153,10 +151,17 @@ class _ShapeBuilder:
             other_params=self.heads * family.has_sinks,  # attention sinks
         )
         if experts is not None and has_experts:
-            return self._add_experts(kind, experts)
-        width = self.fields.require_count("intermediate_size")
-        linears = kind.linears + self._mlp_linears(family.mlp, width, bias=self.fields.read_flag(family.mlp_bias))
-        return replace(kind, linears=linears, mlp_width=width)
+            kind = self._add_experts(kind, experts)
+        else:
+            width = self.fields.require_count("intermediate_size")
+            linears = kind.linears + self._mlp_linears(family.mlp, width, bias=self.fields.read_flag(family.mlp_bias))
+            kind = replace(kind, linears=linears, mlp_width=width)
+        # an adapter would not stay on some
+        linears = tuple(
+            replace(linear, adaptable=no_adapter_reason(self.fields.model_type, linear.name) is None)
+            for linear in kind.linears
+        )
+        return replace(kind, linears=linears)
 
     def _attention_linears(self) -> tuple[LinearShape, ...]:
         family, bias = self.family, self.fields.read_flag(self.family.qkv_bias)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from sft_play.errors import ModelError
 from sft_play.log import one_line
-from sft_play.models.shape import LayerKind, NormKind
+from sft_play.models.shape import NormKind
 
 # The decoder families of transformers: which modules a block of each model type has, and where
 # their sizes come from.
@@ -108,14 +108,6 @@ def no_adapter_reason(model_type: str, name: str) -> str | None:
     if {model_type, model_type.removesuffix("_text")} & PEFT_MOVED_TYPES and name in PEFT_MOVED_NAMES:
         return PEFT_MOVED_REASON
     return None
-
-
-def mark_adaptable(kind: LayerKind, model_type: str) -> LayerKind:
-    """The same kind of block, its linear layers marked where an adapter would not stay."""
-    linears = tuple(
-        replace(linear, adaptable=no_adapter_reason(model_type, linear.name) is None) for linear in kind.linears
-    )
-    return replace(kind, linears=linears)
 
 
 # Model type: its blocks. Those that people train most, which the estimate follows to within 1% of their trace, small

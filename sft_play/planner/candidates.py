@@ -271,6 +271,7 @@ def evaluate_weight_updates(inputs: PlanInputs, layouts: Sequence[Layout]) -> tu
 def _collect_candidates(
     layouts: Sequence[Layout], evaluate_layout: Callable[[Layout], Sequence[Candidate]]
 ) -> list[Candidate]:
+    # one layout that cannot take the batch refuses nothing as long as another can
     candidates: list[Candidate] = []
     errors: list[ConfigError] = []
     for layout in layouts:
@@ -353,6 +354,7 @@ def build_candidate(
     """Build one candidate with its predictions. `keeps_masks`: padded rows and packs have a mask even where they need
     none. `eval_rows`: rows of an evaluation batch where the config leaves them open; None: the most that need no more
     memory than the step (1 has the same peak, where only fitting is asked). `loss`: another loss than the run's."""
+    # the layout decides the weights' dtype, and all sizes below follow from it
     precision = inputs.layout_precision(layout)
     if loss is None:
         loss = inputs.shape.loss_name
@@ -366,8 +368,8 @@ def build_candidate(
         # the evaluation's size follows from the training step's bytes, so the simulation comes first
         simulation.step = dataclasses.replace(step, eval_batch=choose_eval_batch(simulation, default_rows=eval_rows))
     step, memory = simulation.step, estimate_from_simulation(simulation)
-    correction = inputs.find_correction(layout)
-    speed = _predict_step_speed(inputs, precision, step)
+    # of the step with its evaluation, because both are one run's
+    speed, correction = _predict_step_speed(inputs, precision, step), inputs.find_correction(layout)
     # recorded beside the measurement when the run ends
     uncorrected = UncorrectedPrediction(memory.reserved, speed.tokens_per_s)
     return Candidate(
@@ -412,6 +414,7 @@ def _build_step(
 ) -> Step:
     """Build the step, without an evaluation. `uses_masks`, `keeps_padding`: rows have a mask, or padding, even where
     they need none."""
+    # first how rows lie: joined with boundaries, which saves padding and a mask, wherever the attention takes them;
     # ranks that share a row each have a part of it, and no boundaries
     joins_rows = inputs.packed or (inputs.cuts_by_tokens and layout.context_parallel == 1)
     varlen = (
@@ -420,6 +423,7 @@ def _build_step(
         and not keeps_padding
         and inputs.row_attention.pack_mask_reason(inputs.layout_precision(layout)) is None
     )
+    # then whether what is padded keeps its mask: most attention is causal and does not need it
     uses_masks = uses_masks or inputs.row_attention.mask_reason is not None
     # a packed row needs a mask even alone; by tokens short rows share a micro-batch of one full row
     shares_micro_batches = inputs.packed or (inputs.cuts_by_tokens and batch.micro_batch * batch.grad_accum > 1)
@@ -497,11 +501,8 @@ def choose_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
     candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
     min_speed = EQUAL_SPEED_SHARE * fastest_speed(candidates)
     # equally fast: the simplest layout, then all layers or none, then the smallest, which leaves most memory free
-    fast_candidates = [
-        candidate for candidate in candidates if candidate.fits and candidate.speed.tokens_per_s >= min_speed
-    ]
     return min(
-        fast_candidates,
+        (one for one in candidates if one.fits and one.speed.tokens_per_s >= min_speed),
         key=lambda one: (
             LAYOUT_PREFERENCE.index(one.layout.name),
             one.checkpointing == "selective",

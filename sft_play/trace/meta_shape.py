@@ -79,7 +79,11 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
     refuse_absurd_sizes(config, name=name)
     refuse_remote_code(dict(config), name=name, allowed=trust_remote_code)
     try:
-        hf_config = _hf_config(config, name, trust_remote_code)
+        if trust_remote_code and config.get("auto_map"):
+            hf_config = drop_kernel_choices(AutoConfig.from_pretrained(name, trust_remote_code=True)).get_text_config()
+        else:
+            fields = {key: value for key, value in config.items() if key != "model_type"}
+            hf_config = prepare_text_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
         if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (trust_remote_code and config.get("auto_map")):
             raise ModelError(
                 f"model {one_line(name)} is a {type(hf_config).__name__}, which transformers does not know as a causal "
@@ -110,13 +114,6 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
         shape, adapter_placement=placement, untrained_params=untrained_params, has_custom_logits=computes_own_logits,
         can_checkpoint=shape.can_checkpoint and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code),
     )  # fmt: skip
-
-
-def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:
-    if trust_remote_code and config.get("auto_map"):
-        return drop_kernel_choices(AutoConfig.from_pretrained(name, trust_remote_code=True)).get_text_config()
-    fields = {key: value for key, value in config.items() if key != "model_type"}
-    return prepare_text_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
 
 
 def measure_shape(
@@ -208,22 +205,13 @@ def _measure_blocks(
         # Inkling 2's blocks read the states at all boundaries before them
         boundaries += getattr(block, "is_block_boundary", False) is True
         kind = replace(kind, settings=f"{kind.settings}, {boundaries}") if boundaries else kind
-        measured.append(_mark_linears(kind, f"{path}.{index}.", without_adapter, unpacked))
+        linears = []
+        for linear in kind.linears:
+            name = f"{path}.{index}.{linear.path}"
+            is_packable = linear.is_packable and name not in unpacked and wildcard_name(name) not in unpacked
+            linears.append(replace(linear, adaptable=name not in without_adapter, is_packable=is_packable))
+        measured.append(replace(kind, linears=tuple(linears)))
     return measured
-
-
-def _mark_linears(kind: LayerKind, prefix: str, without_adapter: Container[str], unpacked: Container[str]) -> LayerKind:
-    linears = (
-        replace(
-            one,
-            adaptable=prefix + one.path not in without_adapter,
-            is_packable=one.is_packable
-            and prefix + one.path not in unpacked
-            and wildcard_name(prefix + one.path) not in unpacked,
-        )
-        for one in kind.linears
-    )
-    return replace(kind, linears=tuple(linears))
 
 
 def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Container[str]) -> tuple[LinearShape, ...]:
