@@ -224,9 +224,7 @@ DEQUANTISED_FORMATS = {"mxfp4": "MXFP4", "fp8": "FP8"}
 def wrapped_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's part of an image-text model's config.json; empty where that is no mapping or not there."""
     inner = config.get("text_config")
-    if isinstance(inner, dict):
-        return inner
-    return {}
+    return inner if isinstance(inner, dict) else {}
 
 
 def dequantisable_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
@@ -371,9 +369,7 @@ class ConfigFields:
         if value is None or value is False:
             return None
         if type(value) not in (int, float) or not minimum <= value <= maximum:
-            rule = "a number above 0"
-            if maximum < math.inf:
-                rule = f"a number from {minimum} to {maximum}"
+            rule = f"a number from {minimum} to {maximum}" if maximum < math.inf else "a number above 0"
             raise self._field_error(key, value, f"it must be {rule}")
         return float(value)
 

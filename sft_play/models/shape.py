@@ -272,16 +272,12 @@ class ModelShape:
     def rows_per_token(self) -> int:
         """Rows that experts multiply for each token. Llama 4's own code takes every expert and weighs most by zero
         (modeling_llama4.py, Llama4TextMoe)."""
-        if self.uses_custom_experts:
-            return self.num_experts
-        return self.experts_per_token
+        return self.num_experts if self.uses_custom_experts else self.experts_per_token
 
     @property
     def loss_name(self) -> Literal["chunked", "logits"]:
         """The loss of a run: over whole logits where the class has some of its own."""
-        if self.has_custom_logits:
-            return "logits"
-        return "chunked"
+        return "logits" if self.has_custom_logits else "chunked"
 
     @property
     def table_count(self) -> int:

@@ -423,9 +423,7 @@ class BudgetResult:
             return [f"{budget_text}: the run fits on no machine with a known price"]
         lines = [f"{budget_text}: NO machine is within it; the cheapest is {self.offers[0]}"]
         if affordable:
-            fastest_text = str(self.fastest)
-            if self.fastest == affordable[0]:
-                fastest_text = "the same"
+            fastest_text = "the same" if self.fastest == affordable[0] else str(self.fastest)
             lines = [
                 f"{budget_text}: the cheapest machine is {affordable[0]}",
                 f"Fastest within it: {fastest_text}",
@@ -627,9 +625,7 @@ def _no_layout_reason(request: PlanRequest) -> str:
 
 
 def _micro_batch_option(config: RunConfig) -> int:
-    if config.train.batch_size == "auto":
-        return 1
-    return config.train.batch_size
+    return 1 if config.train.batch_size == "auto" else config.train.batch_size
 
 
 def _simplest_fit(inputs: PlanInputs, layouts: tuple[Layout, ...], micro_batch: int, seq_len: int) -> Candidate:

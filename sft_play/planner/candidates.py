@@ -82,9 +82,7 @@ class Candidate:
     @property
     def device_word(self) -> str:
         """What a rank is, in texts: a GPU, or a process on a CPU."""
-        if self.step.on_gpu:
-            return "GPU"
-        return "process"
+        return "GPU" if self.step.on_gpu else "process"
 
     @property
     def needs_unknown_ram(self) -> bool:
@@ -201,9 +199,7 @@ class PlanInputs:
     @property
     def row_attention(self) -> RowAttention:
         """How its rows are attended to."""
-        device = self.hardware.device
-        if any(gpu.is_amd for gpu in self.hardware.gpus):
-            device = "rocm"
+        device = "rocm" if any(gpu.is_amd for gpu in self.hardware.gpus) else self.hardware.device
         return RowAttention(self.config, self.shape, self.attention, self.capability, device)
 
     def uses_cudnn(self, precision: Precision, layout: Layout) -> bool:
@@ -336,9 +332,7 @@ def requested_checkpoint_layers(config: RunConfig, shape: ModelShape) -> int | N
 def most_checkpointed_layers(inputs: PlanInputs) -> int:
     """As many layers as the config allows to recompute, which takes the least memory."""
     requested_layers = requested_checkpoint_layers(inputs.config, inputs.shape)
-    if requested_layers is None:
-        return inputs.shape.num_layers
-    return requested_layers
+    return inputs.shape.num_layers if requested_layers is None else requested_layers
 
 
 def build_candidate(

@@ -290,16 +290,12 @@ def rejection_reason(
         return _layout_reason(inputs, candidate, choice, speed_ratio, error)
     share_of_best = candidate.speed.tokens_per_s / fastest_tokens_per_s
     if share_of_best < EQUAL_SPEED_SHARE:
-        basis = "predicted"
-        if not inputs.rates.is_known:
-            basis = "with typical rates"
+        basis = "predicted" if inputs.rates.is_known else "with typical rates"
         if error.is_within(share_of_best):
             return f"{basis} slower than the fastest that fits, but about as fast within ±{error.share:.0%}"
         return f"{basis} {1 - share_of_best:.1%} slower than the fastest that fits"
     extra_bytes = candidate.memory.required - choice.memory.required
-    speed_text = "not faster"
-    if speed_ratio >= 1.001:
-        speed_text = "about as fast"
+    speed_text = "about as fast" if speed_ratio >= 1.001 else "not faster"
     if extra_bytes > 0:
         return f"{speed_text}, {format_gib(extra_bytes)} GiB more"
     return f"{speed_text}, {format_gib(candidate.memory.required)} GiB as well"
@@ -460,9 +456,7 @@ def _format_mode(plan: Plan, config: RunConfig) -> str:
 
 def _format_machine(plan: Plan) -> str:
     hardware = plan.hardware
-    text = "this CPU"
-    if hardware.named:
-        text = "a CPU"
+    text = "a CPU" if hardware.named else "this CPU"
     if hardware.gpus:
         text = f"{len(hardware.gpus)} x {hardware.gpus[0].name}"
         text += f" on {hardware.nodes} nodes" * (hardware.nodes > 1)
@@ -490,9 +484,7 @@ def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
     if rows is None and (config.task_mode != "sft" or data.packing != "none"):
         return f"Data: {name}, in full rows of {plan.max_seq_len:,} tokens"
     if rows is None:
-        reason = "not here"
-        if is_local:
-            reason = "not counted"
+        reason = "not counted" if is_local else "not here"
         return f"Data: {name} ({reason}), every row taken to have {plan.max_seq_len:,} tokens"
     cut_text = f"longer ones cut at {rows.limit:,}"
     if rows.cut:
@@ -586,9 +578,8 @@ def memory_line(plan: Plan) -> str:
     memory = plan.memory
     large_terms = {name: size for name, size in memory.terms.items() if size >= 0.005 * memory.allocated}
     terms_text = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in large_terms.items())
-    outside_name, phase = "libraries", RUN_PHASES.get(memory.moment, "a step")
-    if plan.hardware.gpus:
-        outside_name = "context"
+    outside_name = "context" if plan.hardware.gpus else "libraries"
+    phase = RUN_PHASES.get(memory.moment, "a step")
     return (
         f"Predicted peak: {memory.peak_text} (tensors of {phase} {memory.allocated / GIB:.2f}: {terms_text})"
         f"{format_loading(plan.choice)}; with margin and {outside_name} {memory.required / GIB:.2f} of "
@@ -608,9 +599,7 @@ def format_loading(candidate: Candidate) -> str:
 def choice_line(plan: Plan) -> str:
     """The choice in one sentence."""
     choice, gpus = plan.choice, plan.hardware.gpus
-    device = "the CPU"
-    if gpus:
-        device = plural(len(gpus), "GPU")
+    device = plural(len(gpus), "GPU") if gpus else "the CPU"
     return (
         f"Choice: {choice.layout.name} on {device}, micro-batch {choice.batch.micro_batch} x "
         f"{_micro_steps_text(choice.batch)}, {choice.checkpointing_text}: {choice.verdict}"
@@ -663,9 +652,7 @@ def bar_lines(plan: Plan) -> list[str]:
     """A bar of one rank's memory: what each part of the budget is for."""
     budget, memory, gpu_count = plan.budget_bytes, plan.memory, len(plan.hardware.gpus)
     bar_bytes = max(budget, memory.required)  # a plan that does not fit is wider than its budget, and fills the bar
-    outside_name = "libraries"
-    if gpu_count:
-        outside_name = "context and communicators"
+    outside_name = "context and communicators" if gpu_count else "libraries"
     parts = [
         *((TERM_LETTERS.get(name, "x"), name, size) for name, size in memory.terms.items() if size > 0),
         ("s", "allocator slack", memory.reserved - memory.allocated),
@@ -698,9 +685,7 @@ def candidate_table_lines(plan: Plan) -> list[str]:
     """The table of candidates, the chosen one first, each with why it was not chosen."""
     table = _build_table(("layout", "micro x accum", "checkpointing", "loss"), ("needs GiB", "tokens/s"))
     table.add_column("why")
-    verdict = "closest to fitting, but does not fit"
-    if plan.fits:
-        verdict = "chosen"
+    verdict = "chosen" if plan.fits else "closest to fitting, but does not fit"
     for candidate in sorted(plan.candidates, key=lambda one: one.rejected_because is not None):
         table.add_row(
             candidate.layout.name,

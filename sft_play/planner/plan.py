@@ -62,9 +62,7 @@ class ParameterCounts:
 
     def shares(self) -> dict[str, dict[str, Any]]:
         """`precision_of` of `plan --json`: numbers of parameters, shares of the model's own, and dtypes."""
-        frozen_dtype = None
-        if self.frozen:
-            frozen_dtype = self.rest_dtype
+        frozen_dtype = self.rest_dtype if self.frozen else None
         groups: dict[str, tuple[int, str | None]] = {
             "quantised": (self.quantised, self.quantised_dtype),
             "adapted": (self.adapters, self.adapter_dtype),
@@ -443,9 +441,7 @@ def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> Disk
     if train.save_total_limit is not None:
         # a new checkpoint is complete before the oldest is deleted, and the best one is kept beside the limit
         checkpoint_counts.append(train.save_total_limit + train.load_best_model_at_end + 1)
-    save_interval = train.save_steps
-    if train.load_best_model_at_end:
-        save_interval = config.eval.steps
+    save_interval = config.eval.steps if train.load_best_model_at_end else train.save_steps
     if not save_interval and plan.row_tokens is not None:  # after each epoch, of which train.max_steps may be several
         save_interval = math.ceil(plan.row_tokens.rows / plan.batch.effective_batch)
     if save_interval and plan.run_length is not None:

@@ -314,7 +314,7 @@ class BlockMeter:
         return replace(
             settings,
             code=self.remote_code,
-            loss="logits" if shape.has_custom_logits else "chunked",
+            loss=shape.loss_name,
             kernels="plain",
             weights=dtypes_by_size[element_bytes.weights],
             eval_mask=row_mask(has_padding=is_eval_padded, uses_masks=step.masks)
@@ -352,11 +352,9 @@ class BlockMeasurement:
             batches = (upper // 2, upper)
         measured_batches = self._load_measured_batches(batches, length)
         next_measured = next(one for one in measured_batches if one.batch >= rows)
-        return (
-            next_measured
-            if next_measured.batch == rows
-            else interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
-        )
+        if next_measured.batch == rows:
+            return next_measured
+        return interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
 
     def _load_measured_batches(self, batches: tuple[int, ...], length: int) -> list[MeasuredBlocks]:
         key_fields = {
@@ -379,6 +377,7 @@ class BlockMeasurement:
             _MODE_TEXTS[self.block_mode],
         )
         problem = ""
+        # a class may not take boundaries: then its rows are padded, as a run pads them
         for measurement in (self, replace(self, settings=self.padded_settings))[
             : 1 + (self.padded_settings is not self.settings)
         ]:
