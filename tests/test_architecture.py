@@ -269,15 +269,6 @@ def test_published_configs_have_the_modules_of_their_classes(origin):
     assert checked >= 17
 
 
-def test_what_a_step_keeps_is_read_too():
-    gemma = parse_model_shape(file_of("gemma2", attention_dropout=0.1), name="m")
-    assert (gemma.attention_softcap, gemma.norm, gemma.norms_per_layer) == (50.0, "gemma", 4)
-    assert gemma.attention_dropout == 0.1
-    phi = parse_model_shape(file_of("phi3", rope_parameters={"partial_rotary_factor": 0.25}), name="m")
-    assert (phi.rotary_dim, phi.head_dim, phi.has_fused_qkv) == (4, 16, True)
-    assert parse_model_shape(file_of("gpt_oss"), name="m").has_attention_sinks
-
-
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
     [("phi3", "resid_pdrop", 0.1), ("phi3", "embd_pdrop", 0.1), ("llama", "hidden_act", "gelu_new")],

@@ -125,20 +125,6 @@ def test_a_run_of_unknown_length_is_refused_with_what_to_set():
         compare_machine_prices(5.0, [priced("1xH100", 3.0)], make_machine_plan=planned(steps=None), today=TODAY)
 
 
-def test_what_would_fit_only_with_ram_that_nobody_said_does_not_count():
-    config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: full}", name="x")
-    request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xRTX4090"), has_eval=False)
-    plan = make_plan(
-        replace(request, hardware=priced("1xRTX4090", 0.4)[1]), estimate_run_length=lambda _: RunLength(10, None)
-    )
-    assert plan.fits
-    assert plan.choice.needs_unknown_ram
-    machines = [priced("1xRTX4090", 0.4)]
-    found = compare_machine_prices(99.0, machines, make_machine_plan=lambda _: plan, today=TODAY)
-    assert found.offers == ()
-    assert found.too_small == ("1xRTX4090",)
-
-
 # the command
 
 

@@ -138,27 +138,6 @@ def test_compiled_runs_and_plain_ones_do_not_correct_each_other():
     assert corrected.speed.tokens_per_s < plain_one.speed.tokens_per_s
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-
-
-def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(cache):
-    from sft_play.training.measure.recorded import record_measurements
-
-    plan = planned("cpu", MODELS[0], "tuning.mode=lora")
-    summary = {
-        "peak_bytes_by_moment": {"training": {"measured_rss": 5, "measured_allocated": None}},
-        "tokens_per_s": 3.0, "compile": None,
-    }  # fmt: skip
-    record_measurements([(config(), plan)], summary)
-    assert calibration.load_measured_runs() == []
-    record_measurements([(config(), plan)], summary | {"compile": {"graphs": 1}})
-    assert [one.compiled for one in calibration.load_measured_runs()] == [True]
-    record_measurements([(config(compile=False), plan)], summary)
-    assert [one.compiled for one in calibration.load_measured_runs()] == [True, False]
-
-
 # --- what inductor needs ----------------------------------------------------------------------------------------------
 
 THERE = Toolchain(

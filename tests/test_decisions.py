@@ -29,7 +29,7 @@ from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, Layout, PreviousRun, find_layouts
 from sft_play.planner.memory.estimate import max_evaluation_rows
 from sft_play.planner.memory.step_memory import StepMemorySimulation
-from sft_play.planner.plan import TracePrediction, device_budget_bytes
+from sft_play.planner.plan import TracePrediction
 
 GIB = 2**30
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -132,16 +132,6 @@ def test_the_choice_is_the_simplest_of_the_fast_ones_that_fit_and_offload_only_w
     equal = [one for one in pool if one.speed.tokens_per_s >= 0.97 * best]
     assert chosen in equal
     assert rank_of(chosen) == min(rank_of(one) for one in equal)
-
-
-@QUICK
-@given(free=st.lists(st.floats(1, 79), min_size=1, max_size=6), ram=st.integers(1, 64), ranks=st.integers(1, 5))
-def test_the_budget_is_what_the_fullest_gpu_has_free_or_a_cpu_ranks_share_of_ram(free, ram, ranks):
-    assert device_budget_bytes(machine(*free)) == int(sorted(free)[0] * GIB)
-    named_only = tuple(Gpu(n, "GPU", int(size * GIB), None, None) for n, size in enumerate(free))
-    assert device_budget_bytes(Hardware(named_only, "CPU", 8, GIB, GIB)) == int(sorted(free)[0] * GIB)
-    on_cpu = Hardware((), "CPU", 8, 2 * ram * GIB, ram * GIB, cpu_ranks=ranks)
-    assert device_budget_bytes(on_cpu) == ram * GIB // ranks
 
 
 @FEW

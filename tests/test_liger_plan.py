@@ -31,6 +31,7 @@ from sft_play.planner.speed import liger_saved_bytes, liger_saved_starts_s
 from sft_play.text import GIB
 from sft_play.trace.settings import StepSettings
 from sft_play.training.measure.recorded import record_measurements
+from tests.test_plan_truth import measured
 
 MIB = 2**20
 SIZES = {
@@ -242,20 +243,13 @@ def test_saved_bytes_are_those_counted_by_hand() -> None:
 
 
 # --- what later plans learn, and falling back -----------------------------------------------------------------------
-def _run(**changes: Any) -> calibration.MeasuredRun:
-    usual: dict[str, Any] = {
-        "device": "H100", "mode": "lora", "layout": "single", "model": "m", "micro_batch": 1, "seq_len": 1,
-        "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 100, "measured_reserved": 100,
-        "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 100.0, "versions": "", "finished": "",
-    }  # fmt: skip
-    return calibration.MeasuredRun(**{**usual, **changes})
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_runs_correct_only_plans_of_their_own_kernels(seed: int) -> None:
     draw = random.Random(seed)
     runs = [
-        _run(kernels=draw.choice(("plain", "liger")), measured_reserved=draw.randint(90, 200),
+        measured(device="H100", kernels=draw.choice(("plain", "liger")), measured_reserved=draw.randint(90, 200),
              measured_tokens_per_s=float(draw.randint(20, 200)), predicted_reserved=draw.choice((0, 100)))
         for _ in range(draw.randint(0, 8))
     ]  # fmt: skip

@@ -308,16 +308,6 @@ def test_as_many_blocks_run_as_show_every_kind_behind_another():
         assert leading_blocks(order) == order[: size + (len(set(order)) > 1)]
 
 
-def test_what_a_model_holds_before_its_first_block_may_be_gone_behind_it():
-    """Kosmos-2.5 holds its embeddings and its positions until the last block: more than few blocks keep."""
-    fields = wide_config("kosmos-2.5")
-    shape = load_planned_shape(fields, name="m")
-    step = step_of(shape, micro_batch=2, seq_len=64, checkpointed_layers=None, masks=True)
-    found = estimate_memory(run(length=64), shape, BF16, step).allocated
-    peak = record_step(step_settings(run(length=64), fields, shape, BF16, step)).peak
-    assert found == pytest.approx(peak, rel=0.01)
-
-
 @pytest.mark.parametrize("kind", ["qwen4_exp_text", "gpt_neo"])
 def test_real_buffers_hold_what_their_class_computes(kind):
     """Qwen4 looks up rows of its table of n-grams by numbers in its buffers: zeros there end its pass in an error."""

@@ -202,20 +202,11 @@ def test_a_run_records_each_moment_and_one_figure_of_the_highest(tmp_path, tiny_
     assert planned["by_moment"].keys() == found.keys()
     for moment, (allocated, reserved) in planned["by_moment"].items():
         assert (found[moment]["predicted_allocated"], found[moment]["predicted_reserved"]) == (allocated, reserved)
-    # the last line, and the page
-    peak = summary["peak_bytes"]
     (line,) = [line for line in said.splitlines() if "Peak memory above the " in line]
-    assert f", in {highest}: " in line
+    peak = summary["peak_bytes"]
     numbers = [float(text) for text in re.findall(r"([0-9.]+) GiB", line)]
     assert numbers == [float(f"{count / 2**30:.2f}") for count in (peak["predicted_reserved"], peak["measured_rss"])]
-    page = (folder / "report.html").read_text()
-    assert f"Peak memory, resident, in {highest}" in page
-    # the plan's figure at the start is that of its own highest moment, and later plans learn from the two figures
-    most = max(planned["by_moment"], key=lambda name: planned["by_moment"][name][1])
-    figure = f"{planned['by_moment'][most][1] / 2**30:.2f} GiB in {most}"
-    (begun,) = [line for line in said.splitlines() if "Plan: LoRA fits, " in line]
-    assert begun.endswith(f"; predicted peak {figure}")
-    assert f"Predicted peak: {figure} (" in (folder / "train.log").read_text()
+    # later plans learn from the two figures
     recorded = json.loads((tmp_path / "cache" / "measured.jsonl").read_text().splitlines()[-1])
     learned = ("training", "evaluation")
     assert recorded["measured_reserved"] == max(found[name]["measured_rss"] for name in learned)

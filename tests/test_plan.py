@@ -11,12 +11,12 @@ from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
-from sft_play.planner import calibration
 from sft_play.planner.advice import find_largest_fit, largest_fitting_multiple, make_advised_plan, parse_grid
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.explain import batch_lines, hardware_lines, speed_lines
 from sft_play.planner.plan import RunLength, TracePrediction, require_fit
 from sft_play.planner.precision import choose_precision
+from tests.test_plan_truth import measured
 
 GIB = 2**30
 
@@ -150,15 +150,6 @@ def test_a_trace_that_cannot_be_had_is_said_and_changes_nothing():
     assert not plan.choice.is_traced
     assert plan.choice == plan_of().choice
     assert "not confirmed by a trace: no such class" in plan.reasons
-
-
-def measured(**changes):
-    usual = {
-        "device": "GPU", "mode": "qlora", "layout": "single", "model": "m", "micro_batch": 1, "seq_len": 8,
-        "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 100, "measured_reserved": 110,
-        "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 50.0, "versions": "", "finished": "",
-    }  # fmt: skip
-    return calibration.MeasuredRun(**{**usual, **changes})
 
 
 def test_what_one_layout_measured_does_not_make_another_look_faster():

@@ -49,13 +49,7 @@ from sft_play.planner.plan import (
     device_budget_bytes,
 )
 from sft_play.planner.precision import WeightUpdates, choose_precision
-from sft_play.planner.speed import (
-    check_compile_options,
-    estimate_compile_s,
-    find_rates,
-    find_speed_error,
-    model_flop_utilisation,
-)
+from sft_play.planner.speed import check_compile_options, estimate_compile_s, find_rates, find_speed_error
 from sft_play.text import GIB
 
 # Tokens of a row that a plan counts at least, as the shortest model.max_seq_len.
@@ -137,7 +131,9 @@ def make_plan(
         activations_from = "trace"
     elif shape.block_meter is not None:
         activations_from = "measured"
-    speed_error = counted_kernels = run_length = None
+    speed_error = counted_kernels = run_length = mfu = None
+    if inputs.rates.is_known:  # model FLOP utilisation: the model's own operations per second over the peak
+        mfu = choice.speed.model_flops / choice.speed.step_s / inputs.rates.matrix_flops_per_s
     if speed_known:
         speed_error = find_speed_error(shape, choice.precision, hardware, step)
     if config.train.kernels != "none":
@@ -168,7 +164,7 @@ def make_plan(
         not_possible=impossible,
         speed_known=speed_known,
         speed_error=speed_error,
-        mfu=model_flop_utilisation(choice.speed, inputs.rates),
+        mfu=mfu,
         run_length=run_length,
         micro_batches=plan_micro_batches(inputs, choice.precision, step),
         row_tokens=inputs.row_tokens,

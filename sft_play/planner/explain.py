@@ -11,7 +11,7 @@ from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE, kernel_package_problem
 from sft_play.models.shape import ModelShape
-from sft_play.planner.batching import BatchPlan, format_batch_product, format_changed_batch
+from sft_play.planner.batching import format_batch_product, format_changed_batch
 from sft_play.planner.candidates import (
     EQUAL_SPEED_SHARE,
     Candidate,
@@ -470,12 +470,9 @@ def _format_batch(plan: Plan) -> str:
     ranks_per_row = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
     if ranks_per_row > 1:
         unit = f"groups of {ranks_per_row} {unit}"
-    text = f"Batch {batch.effective_batch} = {plural(batch.micro_batch, 'row')} x {_micro_steps_text(batch)}"
+    passes = plural(batch.grad_accum, "pass", "passes")
+    text = f"Batch {batch.effective_batch} = {plural(batch.micro_batch, 'row')} x {passes}"
     return text + f" x {batch.ranks} {unit}" * (batch.ranks > 1)
-
-
-def _micro_steps_text(batch: BatchPlan) -> str:
-    return plural(batch.grad_accum, "pass", "passes")
 
 
 def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
@@ -602,7 +599,7 @@ def choice_line(plan: Plan) -> str:
     device = plural(len(gpus), "GPU") if gpus else "the CPU"
     return (
         f"Choice: {choice.layout.name} on {device}, micro-batch {choice.batch.micro_batch} x "
-        f"{_micro_steps_text(choice.batch)}, {choice.checkpointing_text}: {choice.verdict}"
+        f"{plural(choice.batch.grad_accum, 'pass', 'passes')}, {choice.checkpointing_text}: {choice.verdict}"
     )
 
 

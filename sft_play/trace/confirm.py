@@ -395,9 +395,16 @@ class BlockMeasurement:
             ) from None
 
     def _measure_fake(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
-        if length > 4 * self._chunk_tokens and self._is_linear_in_tokens and self._needs_more_operators():
-            return self._measure_short_rows(batches, length)
-        return self._run_blocks([(rows, length) for rows in batches])
+        is_short = length <= 4 * self._chunk_tokens
+        if is_short or not self._is_linear_in_tokens or not self._needs_more_operators():
+            return self._run_blocks([(rows, length) for rows in batches])
+        # as many tokens in short rows of two lengths, extrapolated to rows of `length`
+        sizes = (2 * self._chunk_tokens, self._chunk_tokens)
+        measured = iter(self._run_blocks([(-(-rows * length // size), size) for rows in batches for size in sizes]))
+        return [
+            replace(interpolate(few, many, rows), ends=())
+            for rows, few, many in zip(batches, measured, measured, strict=True)
+        ]
 
     @property
     def _chunk_tokens(self) -> int:
@@ -432,16 +439,6 @@ class BlockMeasurement:
             uses_real_tensors=uses_real_tensors,
         )
         return measured
-
-    def _measure_short_rows(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
-        """Measure as many tokens in short rows of two lengths, and extrapolate to rows of `length`."""
-        sizes = (2 * self._chunk_tokens, self._chunk_tokens)
-        batch_shapes = [(-(-rows * length // size), size) for rows in batches for size in sizes]
-        measured = iter(self._run_blocks(batch_shapes))
-        return [
-            replace(interpolate(few, many, rows), ends=())
-            for rows, few, many in zip(batches, measured, measured, strict=True)
-        ]
 
     def _measure_on_cpu(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         """Measure a few real tokens, in rows of two lengths, and extrapolate to all tokens."""

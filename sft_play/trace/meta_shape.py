@@ -126,7 +126,9 @@ def measure_shape(
         raise ModelError(
             f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
         )
-    attention_kinds, packages = _layer_attention_kinds(hf_config, len(blocks)), _replacing_packages(model)
+    attention_kinds = _layer_attention_kinds(hf_config, len(blocks))
+    package_names = (_DISTRIBUTIONS.get(one, one.replace("_", "-")) for one, _ in replaceable_functions(model))
+    packages = tuple(dict.fromkeys(package_names))
     block_kinds = _measure_blocks(model, hf_config, attention_kinds, packages, without_adapter)
     kinds = list(dict.fromkeys(block_kinds))
     commonest = max(kinds, key=block_kinds.count)
@@ -162,7 +164,11 @@ def measure_shape(
         and not any(hasattr(module, "is_concatenated") for module in model.modules()),
         kernel_packages=packages,
         has_head_bias=getattr(head, "bias", None) is not None,
-        norms_per_layer=_count_norms(blocks[block_kinds.index(commonest)], hidden),
+        norms_per_layer=sum(
+            any(tensor.numel() == hidden for tensor in part.parameters(recurse=False))
+            for part in blocks[block_kinds.index(commonest)].children()
+            if _is_norm(part)
+        ),
         embedding_width=0 if width == hidden else width,
         uses_alibi=bool(_config_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
         caps_logits=_config_field(hf_config, "final_logit_softcapping") is not None,
@@ -222,14 +228,6 @@ def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Cont
     )
 
 
-def _count_norms(block: nn.Module, hidden: int) -> int:
-    return sum(
-        any(tensor.numel() == hidden for tensor in part.parameters(recurse=False))
-        for part in block.children()
-        if _is_norm(part)
-    )
-
-
 def _count_learned_positions(model: nn.Module, hidden: int) -> int:
     return sum(
         module.weight.shape[0]
@@ -257,11 +255,6 @@ def _layer_attention_kinds(hf_config: Any, count: int) -> list[AttentionKind]:
 def _per_layer_field(hf_config: Any, name: str, count: int) -> Sequence[Any] | None:
     values = _config_field(hf_config, name)
     return values if isinstance(values, list | tuple) and len(values) == count else None
-
-
-def _replacing_packages(model: nn.Module) -> tuple[str, ...]:
-    names = (package for package, _ in replaceable_functions(model))
-    return tuple(dict.fromkeys(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in names))
 
 
 def _to_attention_kind(name: str) -> AttentionKind:
