@@ -19,7 +19,6 @@ from sft_play.models.families import (
     DEFAULTS_FILE,
     FIELD_ALIASES,
     MODEL_FAMILIES,
-    NON_DECODER_TYPES,
     WRAPPED_TYPES,
     UnknownArchitecture,
 )
@@ -120,15 +119,7 @@ def check(config: dict[str, Any]) -> None:
         assert sorted(mine.packable_sizes) == sorted(real.packable_sizes)
         assert _stacks(mine) == _stacks(real)
         assert mine.params == real.params
-        for key in (
-            "attention",
-            "mlp_width",
-            "num_experts",
-            "expert_width",
-            "expert_params",
-            "shared_width",
-            *COUNTS,
-        ):
+        for key in ("attention", "mlp_width", "num_experts", "expert_width", "expert_params", *COUNTS):
             assert getattr(mine, key) == getattr(real, key), key
     assert parsed.window == built.window
     assert parsed.norms_per_layer == built.norms_per_layer
@@ -192,13 +183,6 @@ def test_wrappers_have_the_language_model_that_transformers_gives_them():
     assert len(WRAPPED_TYPES) >= 8
 
 
-def test_what_is_called_no_decoder_is_a_type_of_transformers():
-    from transformers import CONFIG_MAPPING
-
-    assert not set(NON_DECODER_TYPES) - set(CONFIG_MAPPING)
-    assert not set(NON_DECODER_TYPES) & set(MODEL_FAMILIES)
-
-
 @pytest.mark.parametrize("wrapper", ["gemma3", "mistral3", "llava"])
 @pytest.mark.parametrize("tied", [None, True, False])
 def test_a_wrapper_means_its_language_model(wrapper, tied):
@@ -252,14 +236,6 @@ def test_known_models_are_built_with_the_parameters_of_their_names():
     assert checked > 120
 
 
-def test_known_models_have_sources_and_published_counts():
-    published = [known for known in {id(known): known for known in KNOWN_MODELS.values()}.values() if known.params]
-    assert len(KNOWN_MODELS) > 200
-    assert len(published) > 20
-    for name, known in KNOWN_MODELS.items():
-        assert len(known.source) > 20, name
-
-
 def test_every_shipped_config_plans_without_a_network(monkeypatch):
     monkeypatch.setattr("sft_play.models.config_json._fetch_config", lambda *_: pytest.fail("asked the network"))
     names = {
@@ -269,11 +245,6 @@ def test_every_shipped_config_plans_without_a_network(monkeypatch):
     assert len(names) >= 6
     for name in names:
         assert load_model_shape(name).params > 1e6
-
-
-def test_a_model_type_that_is_not_in_the_table_is_said_to_be_unknown():
-    with pytest.raises(UnknownArchitecture, match="model_type jamba is not among the"):
-        parse_model_shape({"model_type": "jamba", "hidden_size": 64}, name="m")
 
 
 @pytest.mark.parametrize("kind", ["jamba", "lfm2", "qwen3_next", "mamba", "gemma3n_text"])
@@ -296,15 +267,6 @@ def test_published_configs_have_the_modules_of_their_classes(origin):
             check(json.loads(path.read_text(encoding="utf-8")))
             checked += 1
     assert checked >= 17
-
-
-def test_what_a_step_keeps_is_read_too():
-    gemma = parse_model_shape(file_of("gemma2", attention_dropout=0.1), name="m")
-    assert (gemma.attention_softcap, gemma.norm, gemma.norms_per_layer) == (50.0, "gemma", 4)
-    assert gemma.attention_dropout == 0.1
-    phi = parse_model_shape(file_of("phi3", rope_parameters={"partial_rotary_factor": 0.25}), name="m")
-    assert (phi.rotary_dim, phi.head_dim, phi.has_fused_qkv) == (4, 16, True)
-    assert parse_model_shape(file_of("gpt_oss"), name="m").has_attention_sinks
 
 
 @pytest.mark.parametrize(
@@ -374,44 +336,31 @@ def test_blocks_that_differ_are_counted_by_kind():
     assert shape.window == 16
     # GLM-4.5: the first 3 blocks of 5 have no experts
     shape = parse_model_shape(file_of("glm4_moe", first_k_dense_replace=3), name="m")
-    assert [(kind.count, kind.num_experts, kind.mlp_width, kind.shared_width) for kind in shape.layers] == [
-        (3, 0, 96, 0), (2, 4, 0, 32),
+    assert [(kind.count, kind.num_experts, kind.mlp_width) for kind in shape.layers] == [
+        (3, 0, 96), (2, 4, 0),
     ]  # fmt: skip
 
 
 GOOD = file_of("llama")
 BAD: list[tuple[object, str]] = [
     ([], "holds a list: it has no model_type"),
-    ("text", "holds a str"),
-    ({}, "it has no model_type"),
-    ({"model_type": 3, "hidden_size": 4}, "it has no model_type"),
     ({"tokenizer_class": "LlamaTokenizer"}, "(a tokenizer's?): it has no model_type"),
     ({"peft_type": "LORA", "base_model_name_or_path": "a/b"}, "an adapter's; name the base model, here a/b"),
-    ({"_class_name": "UNet2DConditionModel", "sample_size": 64}, "it has no model_type"),
     ({"model_type": "t5", "d_model": 512}, "an encoder with a decoder"),
     ({"model_type": "bert", "hidden_size": 768}, "is an encoder"),
-    ({"model_type": "vit", "hidden_size": 768}, "images or sound"),
     ({**GOOD, "architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
     ({**GOOD, "is_encoder_decoder": True}, "an encoder with a decoder"),
     ({**GOOD, "hidden_size": -64}, "hidden_size: -64; the plan needs a whole number"),
-    ({**GOOD, "hidden_size": 1e12}, "hidden_size: 1000000000000.0; the plan needs a whole number"),
     ({**GOOD, "hidden_size": 10**12}, "hidden_size: 1000000000000; no model is that large"),
     ({**GOOD, "hidden_size": 66}, "hidden_size: 66 and num_attention_heads: 4; the first must be a multiple"),
-    ({**GOOD, "num_attention_heads": 0}, "num_attention_heads: 0; the plan needs a whole number"),
     ({**GOOD, "num_attention_heads": 6, "head_dim": 16, "num_key_value_heads": 4}, "num_key_value_heads: 4"),
-    ({**GOOD, "num_key_value_heads": -2}, "num_key_value_heads: -2"),
-    ({**GOOD, "num_hidden_layers": "5"}, 'num_hidden_layers: "5"'),
-    ({**GOOD, "num_hidden_layers": 10**9}, "no model is that large"),
-    ({**GOOD, "vocab_size": None}, "vocab_size: null"),
     ({**GOOD, "vocab_size": True}, "vocab_size: true"),
     ({**GOOD, "tie_word_embeddings": "yes"}, 'tie_word_embeddings: "yes"; it must be true or false'),
     ({"model_type": "llama"}, "hidden_size: null"),
     ({"model_type": "gemma3", "text_config": []}, "text_config of its config.json is not a mapping"),
     ({**file_of("qwen3"), "layer_types": ["full_attention"]}, "has 1 layer_types and num_hidden_layers: 5"),
-    ({**file_of("mixtral"), "num_local_experts": -8}, "num_local_experts: -8"),
     ({**file_of("phi3"), "resid_pdrop": 2}, "resid_pdrop: 2; it must be a number from 0 to 1"),
     ({**file_of("gemma2"), "attn_logit_softcapping": "x"}, "it must be a number above 0"),
-    ({**file_of("gemma2"), "attn_logit_softcapping": True}, "it must be a number above 0"),
 ]
 
 

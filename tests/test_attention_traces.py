@@ -29,7 +29,6 @@ ATTENTIONS = tuple(
     name for name in get_args(get_args(get_type_hints(ModelConfig)["attn_implementation"])[0]) if name != "auto"
 )
 MASKS = get_args(get_type_hints(StepSettings)["mask"])
-LOSSES = get_args(get_type_hints(StepSettings)["loss"])
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -78,20 +77,6 @@ def test_every_arrangement_of_attention_is_traced(family: str, attention: str, m
     assert trace_step(settings(family, attention=attention, mask=mask, eval_batch=1, **changes)).allocated > 0
 
 
-@pytest.mark.parametrize("mask", ["padded", "packed"])
-def test_a_model_with_sinks_is_traced(mask: str) -> None:
-    assert trace_step(settings("gpt-oss: sinks", attention="eager", mask=mask)).allocated > 0
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_is_traced_on_packed_rows_of_flash_attention(loss: str) -> None:
-    assert trace_step(settings(attention="flash_attention_2", mask="packed", loss=loss)).allocated > 0
-
-
-def test_the_plans_losses_are_the_traces_losses() -> None:
-    assert set(get_args(get_type_hints(Step)["loss"])) <= set(LOSSES)
-
-
 @pytest.mark.parametrize(
     ("family", "attention"),
     [(name, attention) for name, (_, can) in FAMILIES.items() for attention in ATTENTIONS if attention not in can],
@@ -135,21 +120,9 @@ def test_packs_of_flash_attention_are_one_row_without_a_square() -> None:
     assert (2 * length) ** 2 not in flat
 
 
-def test_transformers_forgets_the_traces_flash_attention() -> None:
-    from transformers import modeling_flash_attention_utils as utils
-
-    before = utils._loaded_implementation
-    trace_step(settings(attention="flash_attention_2", mask="padded"))
-    assert utils._loaded_implementation == before
-
-
 @pytest.mark.parametrize(
     ("text", "padded", "mask"),
-    [
-        ("packing: best_fit", True, "packed"),
-        ("packing: none", True, "padded"),
-        ("packing: none", False, "ones"),
-    ],
+    [("packing: best_fit", True, "packed"), ("packing: none", True, "padded"), ("packing: none", False, "ones")],
 )
 def test_the_plans_rows_are_the_traces_rows(text: str, padded: bool, mask: str) -> None:
     config = config_from_text(f"model: {{name: x}}\ndata: {{{text}}}\n", name="run")

@@ -19,7 +19,7 @@ from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner import calibration, explain
 from sft_play.planner.decide import PlanRequest, make_plan
-from sft_play.planner.layout import DEEPSPEED_LAYOUTS, Layout, find_layouts
+from sft_play.planner.layout import DEEPSPEED_LAYOUTS, find_layouts
 from sft_play.planner.plan import RunLength, plan_from_json
 from sft_play.planner.speed import COMPILED_TRAFFIC_SHARE, find_rates, predict_speed
 from tests.test_plan_truth import measured
@@ -121,15 +121,6 @@ def test_layouts_that_exchange_inside_blocks_are_not_possible():
     assert {layout.name for layout in find_layouts(config(compile=False), shape, hardware)[0]} > {"zero2", "zero3"}
 
 
-def test_chats_have_no_boundaries_in_compiled_blocks_on_a_cpu():
-    """Attention between them asks for their lengths there; on a GPU it is one operator."""
-    packed = "data.packing=best_fit"
-    rows = {on: planned("cpu", MODELS[0], packed, compile=on) for on in (False, True)}
-    assert rows[False].choice.step.varlen
-    assert not rows[True].choice.step.varlen
-    assert planned("H100", MODELS[0], packed).choice.step.varlen
-
-
 def test_compiled_runs_and_plain_ones_do_not_correct_each_other():
     run = functools.partial(measured, measured_reserved=2000)
     runs = [run(), run(compiled=True, measured_reserved=1500, measured_tokens_per_s=80.0)]
@@ -145,27 +136,6 @@ def test_compiled_runs_and_plain_ones_do_not_correct_each_other():
         planned("H100", MODELS[0], "tuning.mode=lora", compile=False, measured_runs=known) for known in ([], earlier)
     )
     assert corrected.speed.tokens_per_s < plain_one.speed.tokens_per_s
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-
-
-def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(cache):
-    from sft_play.training.measure.recorded import record_measurements
-
-    plan = planned("cpu", MODELS[0], "tuning.mode=lora")
-    summary = {
-        "peak_bytes_by_moment": {"training": {"measured_rss": 5, "measured_allocated": None}},
-        "tokens_per_s": 3.0, "compile": None,
-    }  # fmt: skip
-    record_measurements([(config(), plan)], summary)
-    assert calibration.load_measured_runs() == []
-    record_measurements([(config(), plan)], summary | {"compile": {"graphs": 1}})
-    assert [one.compiled for one in calibration.load_measured_runs()] == [True]
-    record_measurements([(config(compile=False), plan)], summary)
-    assert [one.compiled for one in calibration.load_measured_runs()] == [True, False]
 
 
 # --- what inductor needs ----------------------------------------------------------------------------------------------
@@ -201,10 +171,3 @@ def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path)
         require_inductor(CPU, environment)
     monkeypatch.setattr(compiler, "_compile_trial", lambda *_: None)
     require_inductor(CPU, environment)
-
-
-def test_a_layout_with_an_engine_of_its_own_says_why():
-    from sft_play.planner.layout import compile_obstacle
-
-    assert "fsdp shards the same" in str(compile_obstacle(Layout("zero3", 2, 2)))
-    assert compile_obstacle(Layout("fsdp", 2, 2)) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,26 +13,23 @@ from hypothesis import strategies as st
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError
-from sft_play.launch.torchrun import TORCHRUN_MODULE, RankInfo, nccl_variables, read_rank_info, torchrun_command
+from sft_play.launch.torchrun import RankInfo, read_rank_info
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware
-from sft_play.machine.network import NodeSetup
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.batching import BatchPlan, batch_splits
 from sft_play.planner.candidates import (
     Candidate,
     MemoryBudget,
     choose_candidate,
-    closest_to_fitting,
     evaluate_candidates,
-    fastest_speed,
     lowest_memory_candidates,
 )
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, Layout, PreviousRun, find_layouts
 from sft_play.planner.memory.estimate import max_evaluation_rows
 from sft_play.planner.memory.step_memory import StepMemorySimulation
-from sft_play.planner.plan import TracePrediction, device_budget_bytes
+from sft_play.planner.plan import TracePrediction
 
 GIB = 2**30
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -138,43 +134,6 @@ def test_the_choice_is_the_simplest_of_the_fast_ones_that_fit_and_offload_only_w
     assert rank_of(chosen) == min(rank_of(one) for one in equal)
 
 
-@QUICK
-@given(candidates())
-def test_the_fastest_fits_and_the_least_needs_least(found):
-    assert fastest_speed(found) == max([one.speed.tokens_per_s for one in found if one.fits], default=0.0)
-    nearest = closest_to_fitting(found)
-    assert all(nearest.budget_ratio <= one.budget_ratio for one in found)
-
-
-@QUICK
-@given(candidates(), st.integers(1, 8), st.one_of(st.none(), st.integers(1, 8)))
-def test_a_candidate_is_short_of_each_memory_that_is_less_than_it_needs(found, device_gib, host_gib):
-    for one in found:
-        one = dataclasses.replace(
-            one,
-            budget=MemoryBudget(device_gib * GIB, None if host_gib is None else host_gib * GIB),
-            host_required=one.batch.micro_batch * GIB,
-        )
-        short = {"GPU memory"} if one.memory.required > device_gib * GIB else set()
-        short |= {"RAM"} if host_gib is not None and one.batch.micro_batch > host_gib else set()
-        assert set(one.insufficient_memory) == short
-        assert one.fits == (not short)
-        shares = [one.memory.required / (device_gib * GIB)]
-        shares += [one.batch.micro_batch / host_gib] if host_gib is not None else []
-        assert one.budget_ratio == pytest.approx(max(shares))
-        assert (one.budget_ratio > 1) == bool(short)
-
-
-@QUICK
-@given(free=st.lists(st.floats(1, 79), min_size=1, max_size=6), ram=st.integers(1, 64), ranks=st.integers(1, 5))
-def test_the_budget_is_what_the_fullest_gpu_has_free_or_a_cpu_ranks_share_of_ram(free, ram, ranks):
-    assert device_budget_bytes(machine(*free)) == int(sorted(free)[0] * GIB)
-    named_only = tuple(Gpu(n, "GPU", int(size * GIB), None, None) for n, size in enumerate(free))
-    assert device_budget_bytes(Hardware(named_only, "CPU", 8, GIB, GIB)) == int(sorted(free)[0] * GIB)
-    on_cpu = Hardware((), "CPU", 8, 2 * ram * GIB, ram * GIB, cpu_ranks=ranks)
-    assert device_budget_bytes(on_cpu) == ram * GIB // ranks
-
-
 @FEW
 @given(wish=st.integers(8, 100_000), eval_wish=st.one_of(st.just("auto"), st.integers(1, 64)))
 def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_asked(wish, eval_wish):
@@ -271,11 +230,7 @@ def test_a_layouts_properties_follow_from_its_name(name):
 
 
 @QUICK
-@given(
-    before=st.sampled_from(LAYOUT_NAMES),
-    after=st.sampled_from(LAYOUT_NAMES),
-    ranks=st.integers(1, 4),
-)
+@given(before=st.sampled_from(LAYOUT_NAMES), after=st.sampled_from(LAYOUT_NAMES), ranks=st.integers(1, 4))
 def test_only_deepspeeds_checkpoints_are_bound_to_their_layout(before, after, ranks):
     because = PreviousRun(before, BatchPlan(1, 1, ranks)).resume_obstacle(after)
     same = before == after
@@ -325,50 +280,6 @@ def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
 
 
 # --- the launch -------------------------------------------------------------------------------------------------------
-
-
-@QUICK
-@given(
-    processes=st.integers(1, 16),
-    count=st.integers(1, 4),
-    data=st.data(),
-    timeout_s=st.one_of(st.none(), st.floats(0.1, 9999)),
-    threads=st.one_of(st.none(), st.integers(1, 8)),
-)
-def test_the_launch_says_who_meets_where_and_leaves_set_variables_alone(processes, count, data, timeout_s, threads):
-    rank = data.draw(st.integers(0, count - 1))
-    nodes = NodeSetup(count, rank, "10.0.0.1", 29_501) if count > 1 else NodeSetup()
-    wanted = {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, math.ceil(timeout_s or 0))),
-    }
-    already = data.draw(st.sets(st.sampled_from(sorted(wanted))))
-    launch = torchrun_command(
-        ["train"], processes_per_node=processes, nodes=nodes, threads_per_rank=threads, nccl_timeout_s=timeout_s,
-        present_environment=dict.fromkeys(already, "mine"),
-    )  # fmt: skip
-    words = list(launch.argv)
-    assert words[words.index("--nproc-per-node") + 1] == str(processes)
-    assert ("--standalone" in words) == (count == 1)
-    if count > 1:
-        place = {
-            key: words[words.index(key) + 1] for key in ("--nnodes", "--node-rank", "--master-addr", "--master-port")
-        }
-        assert place == {
-            "--nnodes": str(count), "--node-rank": str(rank), "--master-addr": "10.0.0.1", "--master-port": "29501",
-        }  # fmt: skip
-    assert launch.port == (29_501 if count > 1 and rank == 0 else None)
-    nccl = {name: value for name, value in launch.environment.items() if "NCCL" in name}
-    assert nccl == ({name: wanted[name] for name in wanted if name not in already} if timeout_s is not None else {})
-    assert launch.environment.get("OMP_NUM_THREADS") == (str(threads) if threads is not None else None)
-    assert TORCHRUN_MODULE not in launch.agent_argv
-    assert len(launch.agent_argv) == len(words)
-
-
-def test_nccl_waits_a_whole_number_of_seconds_and_at_least_one():
-    assert nccl_variables(1800.0)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"
-    assert nccl_variables(0.2)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1"
-    assert nccl_variables(5.5)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "6"
 
 
 @QUICK

@@ -10,13 +10,10 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 
-from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError
-from sft_play.machine.hardware import parse_hardware
 from sft_play.models import config_json
 from sft_play.models.config_json import (
     find_model_folder,
@@ -25,8 +22,7 @@ from sft_play.models.config_json import (
     load_model_shape,
     refuse_remote_code,
 )
-from sft_play.planner.decide import PlanRequest, make_plan
-from sft_play.trace.confirm import load_planned_shape, load_run_model_shape
+from sft_play.trace.confirm import load_planned_shape
 from tests.bundled import ORIGINS, OWN_CODE, PUBLISHED, model_config
 from tests.conftest import shared
 
@@ -83,54 +79,6 @@ def test_a_hub_model_without_network_says_that_it_is_neither_here_nor_cached(mon
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
-        (
-            {"BF16": 873, "F32": 127},
-            "parameters: 1,000 by the published files (873 BF16, 127 F32), 494,032,768 by config.json",
-        ),
-        (
-            {"U8": 10**9},
-            "parameters: 1,000,000,000 by the published files (1,000,000,000 U8), 494,032,768 by config.json",
-        ),
-        ({"BF16": 494_032_768}, ""),
-        ({"BF16": 499_000_000}, ""),
-        ({}, ""),
-        (None, ""),
-        ({"BF16": "many"}, ""),
-        (PermissionError("401 Client Error"), ""),
-        (TimeoutError("read"), ""),
-    ],
-)
-def test_a_plan_says_where_published_files_have_other_parameters(monkeypatch, parameters, said):
-    asked = []
-
-    def model_info(_, name, **options):
-        asked.append((name, options["revision"], options["expand"]))
-        assert 0 < options["timeout"] <= 5
-        if isinstance(parameters, Exception):
-            raise parameters
-        return SimpleNamespace(safetensors=parameters and SimpleNamespace(parameters=parameters))
-
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
-    monkeypatch.setattr(config_json, "is_hub_reachable", lambda: True)
-    monkeypatch.setattr(config_json, "_fetch_config", lambda *_: model_config("Qwen2.5-0.5B"))
-    config_json._fetch_published_params.cache_clear()
-    run = config_from_text("model: {name: someone/else, revision: v1}\ndata: {train_path: x.jsonl}", name="r")
-    shape, _ = load_run_model_shape(run), load_run_model_shape(run)
-    assert shape.published_note == said
-    assert asked == [("someone/else", "v1", ["safetensors"])]
-    reasons = make_plan(PlanRequest(run, shape, parse_hardware("1xH100"))).reasons
-    assert [line for line in reasons if line.startswith("parameters:")] == ([said] if said else [])
-
-
-def test_what_the_files_of_folders_and_known_models_hold_is_not_asked(monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: pytest.fail("asked the network"))
-    for name in (str(tmp_path), "Qwen/Qwen2.5-0.5B"):
-        assert config_json.published_params_note(name, None, 1) == ""
-
-
-@pytest.mark.parametrize(
     ("environment", "answers"),
     [
         ({}, True),
@@ -175,23 +123,6 @@ def test_a_name_that_is_looked_up_for_long_is_no_answer(monkeypatch):
     monkeypatch.setattr(config_json.socket, "create_connection", lambda *_: nullcontext(waits.wait(10)))
     assert not config_json._can_connect("hub.example", 443)
     waits.set()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "has no config.json"),
-        ("{", "is not JSON"),
-        ("[]", "has no model_type"),
-        ('{"model_type": "llama"}', "hidden_size: null"),
-        ('{"model_type": "llama", "hidden_size": "x"}', "needs a whole number"),
-    ],
-)
-def test_a_config_json_that_is_none_says_so(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ModelError, match=message):
-        load_model_shape(str(tmp_path))
 
 
 def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path):

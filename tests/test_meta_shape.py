@@ -20,16 +20,9 @@ from sft_play.training.class_checks.small_model import small_config
 from sft_play.training.model.language_model import prepare_text_config
 
 SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 UNKNOWN = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 4},
     "mamba": {},
@@ -49,7 +42,7 @@ def config_of(kind):
     return {"model_type": kind, **SMALL, **UNKNOWN[kind]}
 
 
-@pytest.mark.parametrize("kind", ["jamba", "gemma3n_text"])
+@pytest.mark.parametrize("kind", ["jamba"])
 def test_a_measured_shape_is_remembered_by_config_and_versions(kind, tmp_path, monkeypatch):
     def again(config, **options):
         pytest.fail("measured again")
@@ -97,8 +90,9 @@ def test_an_unknown_type_is_measured_whole(kind):
     assert "measured on its class" in shape.source_note
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["xglm", "openai-gpt", "gpt_neo", "llama", "kosmos-2.5"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("xglm", torch.bfloat16), ("openai-gpt", torch.float32), ("llama", torch.bfloat16)]
+)
 def test_buffers_are_counted_in_the_dtype_that_they_are_loaded_in(kind, dtype):
     """Tables of positions are in the dtype of the weights; rotary frequencies and masks have their own."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -112,7 +106,7 @@ def test_buffers_are_counted_in_the_dtype_that_they_are_loaded_in(kind, dtype):
     )
 
 
-@pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"])
+@pytest.mark.parametrize("kind", ["bamba", "nemotron_h"])
 def test_a_config_that_transformers_wrote_is_read(kind, tmp_path, monkeypatch):
     """Their `time_step_limit` ends at infinity, which JSON lacks."""
     from transformers import AutoConfig
@@ -128,20 +122,6 @@ def test_a_config_that_transformers_wrote_is_read(kind, tmp_path, monkeypatch):
     first = cached_shape(read, name="m")
     monkeypatch.setattr(meta_shape, "measure_shape_on_meta", lambda *_, **__: pytest.fail("measured again"))
     assert cached_shape(read, name="m") == first
-
-
-def test_a_hybrid_says_which_blocks_have_no_attention():
-    shape = measure_shape_on_meta(config_of("lfm2"), name="m")
-    assert [shape.layers[place].attention for place in shape.layer_order] == ["none", "full", "none", "full"]
-    names = {linear.name for layer in shape.layers if layer.attention == "full" for linear in layer.linears}
-    assert {"q_proj", "k_proj", "v_proj", "out_proj"} <= names
-
-
-def test_tied_and_untied_heads_are_told_apart():
-    tied = measure_shape_on_meta({"model_type": "llama", **SMALL, "tie_word_embeddings": True}, name="m")
-    untied = measure_shape_on_meta({"model_type": "llama", **SMALL, "tie_word_embeddings": False}, name="m")
-    assert (tied.head_params, untied.head_params) == (0, 256 * 64)
-    assert untied.params - tied.params == 256 * 64
 
 
 def test_experts_and_routers_are_no_linear_layers():
@@ -163,15 +143,11 @@ def test_experts_and_routers_are_no_linear_layers():
         ({"model_type": "jamba", "hidden_size": "x"}, 'hidden_size: "x"'),
         ({"model_type": "jamba", **SMALL, "attn_layer_period": "x"}, "transformers cannot"),
         ({"model_type": "jamba", **SMALL, "num_attention_heads": 0}, "num_attention_heads: 0; the plan needs"),
-        ({"model_type": "jamba", **SMALL, "num_hidden_layers": 10**9}, "no model is that large"),
         ({"model_type": "gemma4", "text_config": {**SMALL, "hidden_size": -64}}, "hidden_size: -64"),
         ({"model_type": "t5", "d_model": 64}, "an encoder with a decoder"),
         ({"model_type": "chameleon", **SMALL}, "does not know as a causal language model"),
         ({"model_type": "idefics", **SMALL}, "blocks read an image in every pass"),
         ({"model_type": "reformer", **SMALL}, "rows of one length alone"),
-        ({"model_type": "musicgen_melody"}, "a model of music"),
-        ({"model_type": "evolla"}, "reads a protein"),
-        ({"hidden_size": 64}, "no model_type"),
         ([], "holds a list"),
     ],
 )

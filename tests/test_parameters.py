@@ -35,7 +35,7 @@ def run(name: str, mode: str, *, trainable: Any = "all", **lora: Any) -> RunConf
     return config_from_text(json.dumps(text), name="run")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_counts_add_up(seed):
     draw = random.Random(seed)
     name, mode = draw.choice(MODELS), draw.choice(["qlora", "lora", "full"])
@@ -94,12 +94,9 @@ def test_what_trains_is_held_as_the_layout_does(mode, precision, layout, dtype):
         ("Qwen/Qwen3-30B-A3B", "qlora", {"target_parameters": "auto"},
          "Parameters: 30.53 billion: 97.9% in NF4, the rest bfloat16, all frozen; adapters: 642.5 million float32 "
          "(2.10%), 629.1 million of them on experts (tuning.lora.target_parameters)"),
-        ("Qwen/Qwen3-8B", "lora", {},
-         "Parameters: 8.19 billion: all bfloat16, frozen; adapters: 43.6 million float32 (0.53%)"),
         ("Qwen/Qwen3-8B", "lora", {"modules_to_save": ["lm_head"], "trainable": ["lora"]},
          "Parameters: 8.19 billion: all bfloat16, frozen; adapters: 43.6 million float32 (0.53%); copies of lm_head "
          "that train: 622.3 million (tuning.lora.modules_to_save); tuning.trainable chooses of what is trained"),
-        ("Qwen/Qwen3-4B", "full", {}, "Parameters: all of 4.02 billion are trained in bfloat16"),
         ("Qwen/Qwen3-4B", "full", {"trainable": ["norm"]},
          "Parameters: all of 4.02 billion are trained in bfloat16; tuning.trainable chooses of what is trained"),
     ],

@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 
-from sft_play.answers import Finding
 from sft_play.cli import main
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import DataConfig

@@ -77,21 +77,6 @@ def test_repeated_keys_give_what_grouped_ones_give_forwards_and_backwards(groups
         assert masked is False or all(torch.equal(one, other) for one, other in zip(stock, mine, strict=True))
 
 
-def test_pytorch_never_sees_grouped_heads(monkeypatch):
-    seen = []
-    real = torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        seen.append((query.shape[1] == key.shape[1] == value.shape[1], options.get("enable_gqa", False)))
-        return real(query, key, value, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    tensors = heads(0, groups=2, dtype=torch.float32)
-    answer(sdpa_attention.sdpa_attention_forward, tensors, None)
-    answer(attention_functions.sdpa_attention, tensors, None)
-    assert seen == [(False, True), (True, False)]
-
-
 def model_of(path: Any, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
 

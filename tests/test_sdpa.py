@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import random
 from types import SimpleNamespace
@@ -16,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from benchmarks.gpu_selftest import machine_parts
-from benchmarks.gpu_selftest.checks import attention_problems
 from sft_play.config.load import config_from_text
 from sft_play.machine import software
 from sft_play.machine.hardware import parse_hardware
@@ -30,7 +27,6 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.trace import kernels
-from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import trace_step
 from sft_play.trace.storages import StorageLog
@@ -119,7 +115,7 @@ def drawn(draw: random.Random) -> tuple[SdpaCall, tuple[int, int], CudaLibraries
 def test_the_table_is_pytorch_s_dispatch():
     """With the switch as a run sets it: on only where the table takes cuDNN's kernel."""
     draw, met = random.Random(16), set()
-    for _ in range(50_000):
+    for _ in range(10_000):
         call, capability, wheel = drawn(draw)
         takes = sdpa_kernel(call, capability, uses_cudnn=prefers_cudnn(capability, wheel)) == "cudnn"
         for on in {takes, False}:
@@ -132,12 +128,6 @@ def test_the_table_is_pytorch_s_dispatch():
         full = Machine(capability, wheel).choose(call, kv_heads=2 if call.has_grouped_heads else 8)
         assert takes == (full == "cudnn" and not wide), (call, capability, wheel)
     assert met == {"cudnn", "flash", "efficient", "math"}
-
-
-def test_an_unknown_gpu_has_no_kernel_of_cudnn_and_counts_as_a_current_one():
-    assert not prefers_cudnn(None, WHEELS["cu130"])
-    assert sdpa_kernel(SdpaCall(128, 128, has_grouped_heads=True), None, uses_cudnn=False) == "flash"
-    assert sdpa_kernel(SdpaCall(128, 128, half_precision=False), None, uses_cudnn=False) == "efficient"
 
 
 @pytest.mark.parametrize(
@@ -193,15 +183,8 @@ def test_cudnn_s_kernel_is_planned_where_all_batches_have_one_shape(machine, wor
     assert plan_from_json(written).choice.step.cudnn == takes
 
 
-@pytest.mark.parametrize(("words", "when"), [(BLOCKS, "always"), (MASKED_PACKS, "training"), ((), "never")])
-def test_the_trace_runs_what_the_plan_says(words, when):
-    plan = plan_of("1xH100", *words)
-    config = config_from_text(f"model: {{name: {LLAMA}}}", name="x", overrides=["tuning.mode=lora", *words])
-    assert step_settings(config, {}, load_model_shape(LLAMA), plan.precision, plan.choice.step).cudnn == when
-
-
 # --- the trace --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(60))
 def test_the_trace_calls_the_operator_of_the_table(seed):
     call, capability, wheel = drawn(random.Random(seed))
     ran = []
@@ -277,47 +260,6 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
         assert planned[True].allocated == planned[False].allocated
 
 
-# --- the self-test ----------------------------------------------------------------------------------------------------
-def seen_by(machine: Machine) -> dict[str, str]:
-    """What the self-test's probe would see on this machine: the cases of `machine_parts.planned_kernels`, called as
-    transformers and `sdpa_attention` call sdpa."""
-    found = {}
-    for dtype in ("bf16", "fp16", "fp32"):
-        half = dtype != "fp32"
-        if dtype == "bf16" and machine.sm < (8, 0):
-            continue
-        repeats = not half or machine.sm < (8, 0)
-        for heads, count in (("grouped heads", 2), ("equal heads", 8)):
-            for masked, mask in ((False, "causal"), (True, "padding mask")):
-                for rows, on in (("", False), (", one shape", True)):
-                    kv_heads = 8 if masked or repeats else count
-                    call = SdpaCall(64, 64, half_precision=half, masked=masked)
-                    asked = dataclasses.replace(machine, cudnn_enabled=on)
-                    found[f"{dtype}, {heads}, {mask}{rows}"] = asked.choose(call, kv_heads=kv_heads)
-    return found
-
-
-@pytest.mark.parametrize("wheel", WHEELS)
-@pytest.mark.parametrize(
-    "name", ["1xH100", "1xH200", "1xB200", "1xGB200", "1xB300", "1xA100-80GB", "1xL4", "1xT4", "1xRTXPRO6000"]
-)
-def test_healthy_gpus_pass_the_self_test_of_attention(monkeypatch, name, wheel):
-    monkeypatch.setattr(machine_parts, "cuda_libraries", lambda: WHEELS[wheel])
-    hardware = parse_hardware(name)
-    machine = Machine(hardware.gpus[0].capability, WHEELS[wheel])
-    predicted, measured = machine_parts.planned_kernels(hardware), seen_by(machine)
-    asked = {case: kernel for case, kernel in predicted.items() if case in measured}
-    assert len(asked) == (24 if machine.sm >= (8, 0) else 16)
-    assert attention_problems(asked, measured) == []
-    assert "cudnn" not in machine_parts.planned_kernels(parse_hardware("1xMI300X")).values()
-    is_datacenter = machine.sm[0] in (9, 10) and wheel == "cu130"
-    assert sum(kernel == "cudnn" for kernel in measured.values()) == (8 if is_datacenter else 0)
-    stuck = seen_by(dataclasses.replace(machine)) | {
-        case: machine.choose(SdpaCall(64, 64, masked="mask" in case)) for case in measured if case.startswith("fp16")
-    }  # a switch that changes nothing
-    assert (attention_problems(asked, stuck) != []) == is_datacenter
-
-
 # --- the run ----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def switched():
@@ -325,13 +267,6 @@ def switched():
     before = torch.backends.cuda.cudnn_sdp_enabled()
     yield
     torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def test_attention_by_boundaries_never_asks_cudnn():
-    """That of 2.13 has no way to it; later ones have `_select_backend`, which reads the switch, and runs with
-    boundaries leave it off."""
-    theirs = importlib.import_module("torch.nn.attention.varlen")
-    assert hasattr(theirs, "_select_backend") or not theirs._should_use_cudnn.__wrapped__(0)
 
 
 def test_before_a_plan_decides_and_with_unsloth_it_is_off(monkeypatch, switched):

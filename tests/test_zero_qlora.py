@@ -17,7 +17,7 @@ from sft_play.planner.candidates import evaluate_candidates
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.explain import plan_lines
 from sft_play.planner.layout import Layout, find_layouts
-from sft_play.planner.memory.estimate import estimate_memory, host_copy_bytes, host_read_bytes, loading_terms
+from sft_play.planner.memory.estimate import host_copy_bytes, host_read_bytes, loading_terms
 from sft_play.planner.memory.model_states import large_tensors, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.plan import plan_from_json
@@ -99,20 +99,7 @@ def test_a_model_larger_than_a_gpu_is_loaded_by_fsdp_and_both_peaks_are_said():
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
 
 
-def test_loading_that_does_not_fit_is_refused_and_named():
-    config = run("train: {optim: adamw_torch_fused}", name=LLAMA_70B)
-    plan = make_plan(
-        PlanRequest(
-            config, load_model_shape(LLAMA_70B), parse_hardware("8xRTX4090,ram=512GiB"), allowed_layouts=("zero3",)
-        )
-    )
-    assert not plan.fits  # an eighth of the weights would fit in a step; all of them do not while loading
-    assert plan.memory.reserved + plan.memory.margin < plan.budget_bytes < plan.memory.load_bytes
-    assert any("while loading" in reason for reason in plan.reasons)
-    assert any("zero3 shards NF4 weights after loading: until then each" in reason for reason in plan.reasons)
-
-
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
     """Never more than its parts, the largest unit and a tensor; less with every doubling of the ranks; in RAM only
     copies of what is cast or stacked, on the first rank. Elsewhere a tensor in RAM; four where threads cast them."""
@@ -144,19 +131,7 @@ def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
     assert host_read_bytes(loaded("ddp", 2)) == width * sum(tensors[-threads:])
 
 
-def test_what_four_threads_cast_at_once_is_in_ram():
-    def in_ram(mode: str, stored: str) -> int:
-        step = Step(1, 1, 512, layout=Layout("single"))
-        return host_read_bytes(
-            StepMemorySimulation(run(mode=mode), replace(load_model_shape(LLAMA_8B), stored_dtype=stored), BF16, step)
-        )
-
-    table, matrix = WORDS * H, 4096 * 14336
-    assert in_ram("lora", "float32") == in_ram("full", "float32") == 2 * (2 * table + 2 * matrix)
-    assert in_ram("lora", "bfloat16") == in_ram("qlora", "float32") == 2 * table
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
     draw = random.Random(seed)
     model = draw.choice(["Qwen/Qwen2.5-3B-Instruct", LLAMA_8B, "google/gemma-3-27b-it", "meta-llama/Llama-3.1-70B",
@@ -182,18 +157,6 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
             assert not memory.is_limited_by_loading  # what stays and a step's activations are more
 
 
-def test_more_ranks_never_need_more_in_a_step():
-    for name in ("zero3", "zero3_offload"):
-        found = [
-            estimate_memory(
-                run(), load_model_shape(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks))
-            )
-            for ranks in (2, 4, 8, 16)
-        ]
-        assert sorted((one.allocated for one in found), reverse=True) == [one.allocated for one in found]
-        assert len({one.load_bytes for one in found}) == 1
-
-
 # --- over two CPU ranks -----------------------------------------------------------------------------------------------
 
 
@@ -202,20 +165,6 @@ def world(tmp_path_factory, tiny_llama) -> Path:
     folder = tmp_path_factory.mktemp("zero")
     uneven_run(folder, tiny_llama)
     return folder
-
-
-@pytest.mark.build
-@pytest.mark.slow
-@needs_deepspeed
-@pytest.mark.parametrize("layout", ["ddp", "zero3", "zero3_offload"])
-def test_losses_in_bf16_are_those_of_zero2(world, layout):
-    found = {}
-    for name in ("zero2", layout):
-        words = ["--config", f"{world}/run.yaml", "tuning.mode=qlora", "train.bf16=true", f"output.name=bf16-{name}"]
-        answer = start(world, "train-distributed", *words, "output.if_exists=replace", STRATEGY=name, NPROC="2")
-        assert answer.returncode == 0, answer.stdout + answer.stderr
-        found[name] = losses(world / "outputs" / f"bf16-{name}")
-    assert found[layout] == pytest.approx(found["zero2"], rel=2**-8)
 
 
 @pytest.mark.build
@@ -243,30 +192,6 @@ def test_a_run_that_zero3_divides_is_resumed_and_written_out(world):
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
-
-
-def engine_of(parts, *, device: str = "cpu"):
-    """What `frozen_bytes` reads of a DeepSpeed engine: parameters of 1,000 bytes, by what this rank holds of each."""
-    import torch
-
-    class Engine:
-        pass
-
-    made = []
-    for size, persists in parts:
-        parameter = torch.nn.Parameter(torch.zeros(0, dtype=torch.uint8), requires_grad=False)
-        parameter.ds_numel, parameter.ds_persist, parameter.ds_tensor = 1000, persists, torch.zeros(size).byte()
-        made.append(parameter)
-    engine = Engine()
-    engine.device, engine.parameters = torch.device(device), lambda: iter(made)
-    return engine
-
-
-@pytest.mark.build
-def test_frozen_bytes_are_counted_by_part_and_what_stays_whole_on_purpose():
-    from sft_play.training.engines import frozen_bytes
-
-    assert frozen_bytes(engine_of([(500, False), (500, True)])) == (2000, 1500, 1000)
 
 
 @pytest.mark.build

@@ -3,7 +3,6 @@ torch, no weights.
 """
 
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import json
@@ -30,7 +29,7 @@ from sft_play.models.families import (
     ModelFamily,
     UnknownArchitecture,
     dequantisable_method,
-    mark_adaptable,
+    no_adapter_reason,
     normalize_field_names,
     quantisation_method,
     require_causal_lm_config,
@@ -89,11 +88,11 @@ class _ShapeBuilder:
         family, fields = self.family, self.fields
         blocks = [(self._attention_kind(index), self._has_experts(index)) for index in range(self.num_layers)]
         kinds = list(dict.fromkeys(blocks))
-        layers = tuple(
-            mark_adaptable(self._build_block(*kind, count=blocks.count(kind)), fields.model_type) for kind in kinds
-        )
+        layers = tuple(self._build_block(*kind, count=blocks.count(kind)) for kind in kinds)
         commonest = max(layers, key=lambda kind: kind.count)
-        has_sliding_blocks = any(kind.attention == "sliding" for kind in layers)
+        window = None  # config.json may have one that no block uses (Qwen2: use_sliding_window)
+        if any(kind.attention == "sliding" for kind in layers):
+            window = fields.read_optional_count("sliding_window")
         return ModelShape(
             name=fields.name,
             model_type=fields.model_type,
@@ -108,8 +107,7 @@ class _ShapeBuilder:
             max_positions=fields.read_optional_count("max_position_embeddings"),
             layers=layers,
             layer_order=tuple(kinds.index(block) for block in blocks),
-            # config.json may have a window that no block uses (Qwen2: use_sliding_window)
-            window=fields.read_optional_count("sliding_window") if has_sliding_blocks else None,
+            window=window,
             num_experts=commonest.num_experts,
             experts_per_token=commonest.num_experts and (fields.read_optional_count("num_experts_per_tok") or 0),
             has_clamped_gate=family.experts is not None and family.experts.has_clamped_gate,
@@ -134,11 +132,14 @@ class _ShapeBuilder:
             )
 
     def _read_rotary_dim(self) -> int:
-        rope = self.fields.values.get("rope_parameters")
-        fraction = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-        fraction = self.fields.read_number("partial_rotary_factor") if fraction is None else fraction
-        rotary_dim = int(self.head_dim * fraction) if isinstance(fraction, int | float) else self.head_dim
-        return min(rotary_dim, self.head_dim)
+        rope, fraction = self.fields.values.get("rope_parameters"), None
+        if isinstance(rope, Mapping):
+            fraction = rope.get("partial_rotary_factor")
+        if fraction is None:
+            fraction = self.fields.read_number("partial_rotary_factor")
+        if not isinstance(fraction, int | float):
+            fraction = 1.0
+        return min(int(self.head_dim * fraction), self.head_dim)
 
     def _build_block(self, attention: AttentionKind, has_experts: bool, *, count: int) -> LayerKind:
         family, experts = self.family, self.family.experts
@@ -150,10 +151,17 @@ class _ShapeBuilder:
             other_params=self.heads * family.has_sinks,  # attention sinks
         )
         if experts is not None and has_experts:
-            return self._add_experts(kind, experts)
-        width = self.fields.require_count("intermediate_size")
-        linears = kind.linears + self._mlp_linears(family.mlp, width, bias=self.fields.read_flag(family.mlp_bias))
-        return replace(kind, linears=linears, mlp_width=width)
+            kind = self._add_experts(kind, experts)
+        else:
+            width = self.fields.require_count("intermediate_size")
+            linears = kind.linears + self._mlp_linears(family.mlp, width, bias=self.fields.read_flag(family.mlp_bias))
+            kind = replace(kind, linears=linears, mlp_width=width)
+        # an adapter would not stay on some
+        linears = tuple(
+            replace(linear, adaptable=no_adapter_reason(self.fields.model_type, linear.name) is None)
+            for linear in kind.linears
+        )
+        return replace(kind, linears=linears)
 
     def _attention_linears(self) -> tuple[LinearShape, ...]:
         family, bias = self.family, self.fields.read_flag(self.family.qkv_bias)
@@ -166,8 +174,8 @@ class _ShapeBuilder:
         return (*(LinearShape(path, self.hidden, width, bias) for path, width in widths), out)
 
     def _mlp_linears(self, paths: tuple[str, ...], width: int, *, bias: bool) -> tuple[LinearShape, ...]:
-        fused_width = width * (1 + self.family.has_fused_gate)
-        input_linears = tuple(LinearShape(path, self.hidden, fused_width, bias) for path in paths[:-1])
+        input_width = width * (1 + (len(self.family.mlp) == 2))  # gate and up projection in one
+        input_linears = tuple(LinearShape(path, self.hidden, input_width, bias) for path in paths[:-1])
         return (*input_linears, LinearShape(paths[-1], width, self.hidden, bias))
 
     def _qk_norm_params(self) -> int:
@@ -179,7 +187,7 @@ class _ShapeBuilder:
 
     def _add_experts(self, kind: LayerKind, experts: ExpertFields) -> LayerKind:
         count, width = self.fields.require_count(experts.count_field), self.fields.require_count(experts.width_field)
-        linears, shared_width = kind.linears, 0
+        linears = kind.linears
         if experts.shared_count_field:
             shared_width = width * self.fields.require_count(experts.shared_count_field)
             paths = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
@@ -196,7 +204,6 @@ class _ShapeBuilder:
                 StackedExpertWeight(up_path, count, self.hidden, 2 * width),
                 StackedExpertWeight(down_path, count, width, self.hidden),
             ),
-            shared_width=shared_width,
             router_params=count * (self.hidden + int(experts.has_router_bias)),
         )
 
@@ -213,24 +220,27 @@ class _ShapeBuilder:
 
     def _attention_kind(self, index: int) -> AttentionKind:
         fields, rule = self.fields, self.family.window_rule
-        has_window = bool(fields.read_optional_count("sliding_window"))
         if rule == "none":
             return "full"
         # transformers 5 writes layer_types; older files only have the window, and the class's own rule applies
         layer_types = fields.values.get("layer_types")
         if not isinstance(layer_types, list) or rule == "all":
-            return "sliding" if has_window and self._uses_sliding_window(rule, index) else "full"
-        if len(layer_types) != self.num_layers:
+            is_sliding = self._uses_sliding_window(rule, index)
+        elif len(layer_types) != self.num_layers:
             raise ModelError(
                 f"model {one_line(fields.name)}: config.json has {len(layer_types)} layer_types and "
                 f"num_hidden_layers: {self.num_layers}"
             )
-        if layer_types[index] not in ("full_attention", "sliding_attention"):
+        elif layer_types[index] not in ("full_attention", "sliding_attention"):
             raise UnknownArchitecture(
                 f"model {one_line(fields.name)}: config.json has a block of type "
                 f"{one_line(str(layer_types[index]))}, which the plan does not know without transformers"
             )
-        return "sliding" if has_window and layer_types[index] == "sliding_attention" else "full"
+        else:
+            is_sliding = layer_types[index] == "sliding_attention"
+        if is_sliding and fields.read_optional_count("sliding_window"):
+            return "sliding"
+        return "full"
 
     def _uses_sliding_window(self, rule: str, index: int) -> bool:
         """Whether a block has the window by the class's own rule, where config.json does not say so block by block."""
@@ -259,7 +269,6 @@ _CONNECT_TIMEOUT_S = 3.0
 _RETRY_AFTER_S = 60.0
 # When a hub last did not answer.
 _failure_times: dict[tuple[str, int], float] = {}
-_MODEL_INFO_TIMEOUT_S = 3.0
 
 
 def load_model_shape(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
@@ -312,7 +321,7 @@ def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None
         return
     is_8bit = any(fields.get(f"{prefix}load_in_8bit") for prefix in ("", "_"))
     if method != "bitsandbytes" or is_8bit or mode != "qlora":
-        bits = ", 8 bits" if is_8bit else ""
+        bits = ", 8 bits" * is_8bit
         raise ModelError(
             f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits}); take the "
             "unquantised model: tuning.mode=qlora quantises it while loading"
@@ -409,8 +418,9 @@ def base_weights_identity(name: str, hf_config: Any) -> dict[str, str | None]:
 def _read_config(folder: Path, name: str) -> ConfigJson:
     path = folder / "config.json"
     if not path.is_file():
-        is_adapter = (folder / "adapter_config.json").is_file()
-        hint = "; it holds an adapter: give the folder of the base model" if is_adapter else ""
+        hint = ""
+        if (folder / "adapter_config.json").is_file():
+            hint = "; it holds an adapter: give the folder of the base model"
         raise ModelError(f"model path {folder} has no config.json{hint}; a model folder holds config.json and weights")
     try:
         config = json.loads(path.read_text(encoding="utf-8"), object_hook=_parse_special_float)
@@ -425,13 +435,17 @@ def _read_config(folder: Path, name: str) -> ConfigJson:
 def _parse_special_float(value: ConfigJson) -> Any:
     """A number that JSON lacks, from transformers' tag for it (`_encode_special_floats`, 5.23); else the object."""
     tag = value.get("__float__")
-    return float(tag) if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN") else value
+    if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN"):
+        return float(tag)
+    return value
 
 
 def _fetch_config(name: str, revision: str | None) -> ConfigJson:
     from huggingface_hub import errors, hf_hub_download
 
-    model_text = one_line(name)
+    model_text, no_config_reason = one_line(name), "has no config.json on the hub: it is not a transformers model"
+    if "gguf" in name.lower():
+        no_config_reason = f"is {_GGUF_DESCRIPTION}"
     reasons: dict[type[Exception], str] = {
         errors.HFValidationError: "is neither a folder here nor a hub id of the form owner/name",
         errors.GatedRepoError: "is gated: accept its licence on its hub page, then `hf auth login` or set HF_TOKEN",
@@ -439,9 +453,7 @@ def _fetch_config(name: str, revision: str | None) -> ConfigJson:
         f"and the hub cannot be reached; {did_you_mean(name, KNOWN_MODELS) or 'connect, or give a local folder'}",
         errors.RepositoryNotFoundError: "is not on the hub (or it is private: `hf auth login`); check the spelling, or "
         "give a folder",
-        errors.EntryNotFoundError: f"is {_GGUF_DESCRIPTION}"
-        if "gguf" in name.lower()
-        else "has no config.json on the hub: it is not a transformers model",
+        errors.EntryNotFoundError: no_config_reason,
     }
     is_offline = not is_hub_reachable()  # then only the cache is read, at once
     try:
@@ -452,32 +464,6 @@ def _fetch_config(name: str, revision: str | None) -> ConfigJson:
         reason = next((text for error_type, text in reasons.items() if isinstance(error, error_type)), fallback_reason)
         raise ModelError(f"model {model_text} {reason}") from None
     return _read_config(Path(path).parent, name)
-
-
-def published_params_note(name: str, revision: str | None, params: int) -> str:
-    """What the headers of a hub model's files say of its parameters, where its config.json gives over 1% more or fewer;
-    empty for folders and known models, and where the hub has no answer."""
-    if find_model_folder(name) is not None or (name in KNOWN_MODELS and revision is None):
-        return ""
-    params_by_dtype = _fetch_published_params(name, revision)
-    total = sum(params_by_dtype.values())
-    if not total or abs(total - params) <= 0.01 * total:
-        return ""
-    dtypes = ", ".join(f"{count:,} {one_line(dtype, limit=20)}" for dtype, count in params_by_dtype.items())
-    return f"parameters: {total:,} by the published files ({dtypes}), {params:,} by config.json"
-
-
-@functools.cache  # shapes are asked for several times
-def _fetch_published_params(name: str, revision: str | None) -> Mapping[str, int]:
-    from huggingface_hub import HfApi
-
-    # a gated model, no network, another hub without this answer: config.json alone has to do
-    with contextlib.suppress(Exception):
-        if not is_hub_reachable():
-            return {}
-        answer = HfApi().model_info(name, revision=revision, expand=["safetensors"], timeout=_MODEL_INFO_TIMEOUT_S)
-        return {str(dtype): int(count) for dtype, count in answer.safetensors.parameters.items()}
-    return {}
 
 
 def require_available_model(name: str, *, revision: str | None = None) -> None:
@@ -508,7 +494,9 @@ def _connection_target(url: str) -> tuple[str, int]:
     address, proxies = urlsplit(url), getproxies()
     proxy = proxies.get(address.scheme) or proxies.get("all")
     if proxy and not proxy_bypass(address.netloc):
-        address = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        if "://" not in proxy:
+            proxy = f"http://{proxy}"
+        address = urlsplit(proxy)
     return address.hostname or "", address.port or {"http": 80, "https": 443}.get(address.scheme, 1080)
 
 

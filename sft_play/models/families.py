@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from sft_play.errors import ModelError
 from sft_play.log import one_line
-from sft_play.models.shape import LayerKind, NormKind
+from sft_play.models.shape import NormKind
 
 # The decoder families of transformers: which modules a block of each model type has, and where
 # their sizes come from.
@@ -75,11 +75,6 @@ class ModelFamily:
     has_sinks: bool = False
     experts: ExpertFields | None = None
 
-    @property
-    def has_fused_gate(self) -> bool:
-        """Gate and up projection are one linear layer."""
-        return len(self.mlp) == 2
-
 
 _LLAMA = ModelFamily(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
 _BIASED = ModelFamily(qkv_bias="attention_bias", out_bias="attention_bias")
@@ -113,14 +108,6 @@ def no_adapter_reason(model_type: str, name: str) -> str | None:
     if {model_type, model_type.removesuffix("_text")} & PEFT_MOVED_TYPES and name in PEFT_MOVED_NAMES:
         return PEFT_MOVED_REASON
     return None
-
-
-def mark_adaptable(kind: LayerKind, model_type: str) -> LayerKind:
-    """The same kind of block, its linear layers marked where an adapter would not stay."""
-    linears = tuple(
-        replace(linear, adaptable=no_adapter_reason(model_type, linear.name) is None) for linear in kind.linears
-    )
-    return replace(kind, linears=linears)
 
 
 # Model type: its blocks. Those that people train most, which the estimate follows to within 1% of their trace, small
@@ -265,9 +252,11 @@ def quantisation_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping[
         return None, {}
     if not isinstance(fields, Mapping):
         return "unknown method", {}
+    method = fields.get("quant_method") or "unknown method"
     is_bitsandbytes = any(fields.get(f"{prefix}load_in_{bits}bit") for prefix in ("", "_") for bits in (4, 8))
-    default_method = "bitsandbytes" if is_bitsandbytes else "unknown method"
-    return str(fields.get("quant_method") or default_method), fields
+    if not fields.get("quant_method") and is_bitsandbytes:
+        method = "bitsandbytes"
+    return str(method), fields
 
 
 def require_causal_lm_config(config: object, *, name: str) -> None:
@@ -277,20 +266,21 @@ def require_causal_lm_config(config: object, *, name: str) -> None:
         raise ModelError(f"model {model_text}: config.json holds a {type(config).__name__}: it has no model_type")
     if "peft_type" in config:
         base = config.get("base_model_name_or_path")
-        hint = f", here {one_line(base)}" if isinstance(base, str) and base else ""
+        hint = ""
+        if isinstance(base, str) and base:
+            hint = f", here {one_line(base)}"
         raise ModelError(f"model {model_text}: its config is an adapter's; name the base model{hint}")
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if not isinstance(model_type, str) or not model_type:
         raise ModelError(
             f"model {model_text}: not a language model's config.json (a tokenizer's?): it has no model_type"
         )
-    class_names = architectures if isinstance(architectures, list) else []
-    wrong_class = next((item for item in class_names if str(item).endswith(_TASK_HEADS)), None)
-    if wrong_class is not None:
-        raise ModelError(
-            f"model {model_text} is a {one_line(str(wrong_class))}, not a causal language model; take the "
-            "language model"
-        )
+    for class_name in architectures if isinstance(architectures, list) else []:
+        if str(class_name).endswith(_TASK_HEADS):
+            raise ModelError(
+                f"model {model_text} is a {one_line(str(class_name))}, not a causal language model; take the "
+                "language model"
+            )
     if model_type in NON_DECODER_TYPES or config.get("is_encoder_decoder") is True:
         description = NON_DECODER_TYPES.get(model_type, "an encoder with a decoder, which this toolkit does not train")
         raise ModelError(
@@ -360,7 +350,9 @@ class ConfigFields:
 
     def read_optional_count(self, key: str) -> int | None:
         """A whole number that may be absent, null or 0 (then None)."""
-        return self.require_count(key) if self.values.get(key) not in (None, 0) else None
+        if self.values.get(key) in (None, 0):
+            return None
+        return self.require_count(key)
 
     def read_flag(self, source: FlagSource) -> bool:
         """A fixed answer, or the value of a true-or-false field; absent and null count as false."""

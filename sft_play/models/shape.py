@@ -94,15 +94,13 @@ class AdapterPlacement:
         matches."""
         if targets == "auto":
             return list(self.targets)
-        resolved: dict[str, None] = {}
+        resolved: list[str] = []
         for target in targets:
-            hits_no_excluded = not any(f".{path}".endswith(f".{target}") for path, _ in self.excluded)
-            resolved |= dict.fromkeys(
-                [target]
-                if hits_no_excluded
-                else [known for known in self.targets if f".{known}".endswith(f".{target}")]
-            )
-        return list(resolved)
+            if any(f".{path}".endswith(f".{target}") for path, _ in self.excluded):
+                resolved += [known for known in self.targets if f".{known}".endswith(f".{target}")]
+            else:
+                resolved.append(target)
+        return list(dict.fromkeys(resolved))
 
     @property
     def notes(self) -> list[str]:
@@ -114,7 +112,9 @@ class AdapterPlacement:
             f"none on {', '.join(sorted({path for path, reason in inner_reasons if reason == one}))} ({one})"
             for one in reasons
         ]
-        return [*lines, *([f"on every linear layer: {self.untried_reason}"] if self.untried_reason else [])]
+        if self.untried_reason:
+            lines.append(f"on every linear layer: {self.untried_reason}")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,6 @@ class LayerKind:
     expert_params: int = 0
     # Those tensors, without the biases.
     expert_weights: tuple[StackedExpertWeight, ...] = ()
-    # Width of the shared experts, which every token passes; their linear layers are in `linears`.
-    shared_width: int = 0
     # The router, where it is not a linear layer.
     router_params: int = 0
     # Width of all value heads of linear attention (a gated delta rule); 0 in a block without it.
@@ -238,8 +236,6 @@ class ModelShape:
     # What is to be said where only the language model of a larger class is trained.
     text_only_note: str = ""
     storage_note: str = ""
-    # What its published files say of the parameters, where that is something else.
-    published_note: str = ""
     # Where adapters go; None for a type of the table, whose `linears` tell.
     adapter_placement: AdapterPlacement | None = None
     can_checkpoint: bool = True
@@ -278,10 +274,15 @@ class ModelShape:
         (modeling_llama4.py, Llama4TextMoe)."""
         return self.num_experts if self.uses_custom_experts else self.experts_per_token
 
-    @cached_property
-    def has_latent_attention(self) -> bool:
-        """Whether keys and values are made from one narrow projection (DeepSeek's attention): of different widths."""
-        return any(linear.name == "kv_b_proj" for linear, _ in self.linears)
+    @property
+    def loss_name(self) -> Literal["chunked", "logits"]:
+        """The loss of a run: over whole logits where the class has some of its own."""
+        return "logits" if self.has_custom_logits else "chunked"
+
+    @property
+    def table_count(self) -> int:
+        """How many tables of words there are: the embedding, and an output head of its own."""
+        return 2 - self.tied
 
     @property
     def q_width(self) -> int:
@@ -306,7 +307,7 @@ class ModelShape:
     @cached_property
     def head_params(self) -> int:
         """Weights of an output head of its own; 0 where it is the embedding."""
-        return 0 if self.tied else self.embedding_table_params
+        return self.embedding_table_params * (not self.tied)
 
     @cached_property
     def expert_params(self) -> int:
@@ -334,7 +335,7 @@ class ModelShape:
         """Norms, biases, routers, attention sinks, and the last norm."""
         inner = sum(kind.count * (kind.params - kind.linear_weights - kind.expert_params) for kind in self.layers)
         outer = sum(linear.outputs for linear in self.outer_linears if linear.has_bias)
-        return inner + outer + self.outer_params + (self.vocab_size if self.has_head_bias else 0)
+        return inner + outer + self.outer_params + self.vocab_size * self.has_head_bias
 
     @cached_property
     def params(self) -> int:

@@ -15,7 +15,7 @@ from sft_play.config.schema import RunConfig, TrainConfig
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import one_line
 from sft_play.machine.gpu import Gpu
-from sft_play.machine.gpu_catalog import CatalogEntry, PriceList, find_catalog_entries, suggested_gpus
+from sft_play.machine.gpu_catalog import PriceList, find_catalog_entries, suggested_gpus
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.software import LIGER_PACKAGE
 from sft_play.models.config_json import KNOWN_MODELS, load_config_json, load_model_shape, refuse_quantised
@@ -27,7 +27,7 @@ from sft_play.planner.candidates import (
     build_candidate,
     first_fitting,
     lowest_memory_candidates,
-    requested_checkpoint_layers,
+    most_checkpointed_layers,
 )
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.kernels import LIGER_REPLACEMENTS
@@ -74,7 +74,9 @@ def find_suggestions(request: PlanRequest) -> Iterator[Suggestion]:
     for suggestion in itertools.chain(_suggest_settings(request), _suggest_layout(request), _suggest_machine(request)):
         has_fit = has_fit or suggestion.fits
         yield suggestion
-    name = None if has_fit else find_largest_fit("model", request).value
+    if has_fit:
+        return
+    name = find_largest_fit("model", request).value
     if isinstance(name, str):
         setting = f"model.name={name}"
         config = _apply_setting(request.config, setting)
@@ -155,7 +157,9 @@ def _suggest_layout(request: PlanRequest) -> Iterator[Suggestion]:
         candidate = _planned_choice(replace(request, allowed_layouts=LAYOUT_NAMES))
     if candidate is not None and candidate.fits:
         name = candidate.layout.name
-        change = f"{setting} ({name})" if setting else f"layout {name} (make train-distributed STRATEGY={name})"
+        change = f"layout {name} (make train-distributed STRATEGY={name})"
+        if setting:
+            change = f"{setting} ({name})"
         yield _build_suggestion(change, candidate, setting=setting)
 
 
@@ -170,8 +174,7 @@ def _suggest_machine(request: PlanRequest) -> Iterator[Suggestion]:
 def _build_suggestion(
     change: str, candidate: Candidate, *, setting: str | None = None, hardware: str | None = None
 ) -> Suggestion:
-    device = "GPU" if candidate.step.on_gpu else "process"
-    needs = f"{candidate.memory.required / GIB:.1f} GiB per {device}{candidate.ram_text}"
+    needs = f"{candidate.memory.required / GIB:.1f} GiB per {candidate.device_word}{candidate.ram_text}"
     if "RAM" in candidate.insufficient_memory and candidate.step.on_gpu and not candidate.offloads:
         needs += f" and {candidate.host_required / GIB:.1f} GiB of RAM on each node"
     return Suggestion(
@@ -208,14 +211,17 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
 
 
 def _smaller_batches(train: TrainConfig) -> list[str]:
+    if train.batch_size == "auto":
+        return ["train.grad_accum=auto"] * (train.grad_accum != "auto")
+    if train.grad_accum == "auto":
+        return ["train.batch_size=1"] * (train.batch_size != 1)
+    if train.batch_size == 1:
+        return []
+    # of three numbers that agree no one can change alone
+    grad_accum = "auto"
     if train.derives_effective_batch:
-        rows = int(train.batch_size) * int(train.grad_accum)
-        return [f"train.batch_size=1 train.grad_accum={rows}"] if train.batch_size != 1 else []
-    if "auto" not in (train.batch_size, train.grad_accum):  # of three numbers that agree no one can change alone
-        return ["train.batch_size=1 train.grad_accum=auto"] if train.batch_size != 1 else []
-    if train.batch_size not in ("auto", 1):
-        return ["train.batch_size=1"]
-    return ["train.grad_accum=auto"] if train.grad_accum != "auto" else []
+        grad_accum = str(train.batch_size * train.grad_accum)
+    return [f"train.batch_size=1 train.grad_accum={grad_accum}"]
 
 
 def _longest_fitting_seq_len(request: PlanRequest) -> int:
@@ -231,15 +237,19 @@ def _longest_fitting_seq_len(request: PlanRequest) -> int:
 def _apply_setting(config: RunConfig, setting: str) -> RunConfig:
     """The config with settings such as `train.batch_size=1`, which are known to be valid."""
 
-    def replace_option(section: Any, path: Sequence[str]) -> Any:
-        new = value if len(path) == 1 else replace_option(getattr(section, path[0]), path[1:])
-        return section.model_copy(update={path[0]: new})
-
     for assignment in setting.split():
         path, _, text = assignment.partition("=")
-        number = int(text) if text.isdigit() else text
-        value: Any = {"true": True, "null": None}.get(text, number)
-        config = replace_option(config, path.split("."))
+        value: Any = {"true": True, "null": None}.get(text, text)
+        if text.isdigit():
+            value = int(text)
+        *section_names, name = path.split(".")
+        sections: list[Any] = [config]
+        for section_name in section_names:
+            sections.append(getattr(sections[-1], section_name))
+        # from the innermost section out
+        for section, changed_name in zip(reversed(sections), (name, *reversed(section_names)), strict=True):
+            value = section.model_copy(update={changed_name: value})
+        config = value
     return config
 
 
@@ -252,7 +262,9 @@ def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
     hardware, count = request.hardware, len(request.hardware.gpus)
     yield from _machines_with_more_ram(request)
     larger_counts = [gpu_count for gpu_count in GPU_COUNTS if gpu_count > count]
-    for gpu_count in larger_counts if count else ():
+    for gpu_count in larger_counts:
+        if not count:
+            break
         machine = _machine_with_gpus(hardware, hardware.gpus[0], gpu_count)
         if _certainly_fits(lowest_on(machine)):
             yield machine, f"{gpu_count} of these GPUs"
@@ -269,12 +281,18 @@ def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
         kind = (entry.capability, gpu_count)
         if entry.memory_bytes <= too_small_memory.get(kind, 0):
             continue
-        machine = _machine_with_entry(hardware, entry, gpu_count)
+        named_machine = parse_hardware(f"1x{entry.name}")
+        machine = replace(
+            _machine_with_gpus(hardware, named_machine.gpus[0], gpu_count),
+            link_bytes_per_s=named_machine.link_bytes_per_s,
+        )
         candidate = lowest_on(machine)
         if _certainly_fits(candidate):
             yield machine, _hardware_name(machine).partition(",")[0]
             return
-        too_small_memory[kind] = max(entry.memory_bytes, candidate.memory.required - 1 if candidate else 0)
+        too_small_memory[kind] = entry.memory_bytes
+        if candidate is not None:
+            too_small_memory[kind] = max(entry.memory_bytes, candidate.memory.required - 1)
 
 
 def _machines_with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
@@ -288,13 +306,6 @@ def _machines_with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, st
     ram_bytes = -(-candidate.host_required // RAM_STEP_BYTES) * RAM_STEP_BYTES
     larger_machine = replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes)
     yield larger_machine, f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
-
-
-def _machine_with_entry(hardware: Hardware, entry: CatalogEntry, count: int) -> Hardware:
-    named_machine = parse_hardware(f"1x{entry.name}")
-    return replace(
-        _machine_with_gpus(hardware, named_machine.gpus[0], count), link_bytes_per_s=named_machine.link_bytes_per_s
-    )
 
 
 def _certainly_fits(candidate: Candidate | None) -> bool:
@@ -358,12 +369,13 @@ class Offer:
     address: str | None = None
 
     def __str__(self) -> str:
-        place = f" at {self.provider}" if self.provider else ""
-        price_note = f", price of {self.read}" if self.read else ""
-        error_text = "not compared with published runs" if self.speed_error is None else f"±{self.speed_error:.0%}"
+        error_text = "not compared with published runs"
+        if self.speed_error is not None:
+            error_text = f"±{self.speed_error:.0%}"
         return (
-            f"{self.machine}{place}: {format_duration(3600 * self.hours)}, {self.cost:,.2f} USD "
-            f"({self.usd_per_gpu_hour:g} a GPU-hour{price_note}; {self.layout}, about "
+            f"{self.machine}{f' at {self.provider}' * bool(self.provider)}: "
+            f"{format_duration(3600 * self.hours)}, {self.cost:,.2f} USD ({self.usd_per_gpu_hour:g} a GPU-hour"
+            f"{f', price of {self.read}' * bool(self.read)}; {self.layout}, about "
             f"{self.tokens_per_s:,.0f} tokens/s, {error_text})"
         )
 
@@ -389,14 +401,16 @@ class BudgetResult:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        ages, affordable = self._price_ages_days(), self.affordable_offers
+        ages, cheapest, fastest = self._price_ages_days(), None, None
+        if self.fastest is not None:
+            cheapest, fastest = asdict(self.affordable_offers[0]), asdict(self.fastest)
         return {
             "usd": self.usd,
-            "cheapest": asdict(affordable[0]) if affordable else None,
-            "fastest": asdict(self.fastest) if self.fastest else None,
+            "cheapest": cheapest,
+            "fastest": fastest,
             "machines": [{**asdict(offer), "within": offer.cost <= self.usd} for offer in self.offers],
             "too_small": list(self.too_small),
-            "price_ages_days": [ages[0], ages[-1]] if ages else None,
+            "price_ages_days": [*ages[:1], *ages[-1:]] or None,
         }
 
     def _price_ages_days(self) -> list[int]:
@@ -436,10 +450,11 @@ def compare_machine_prices(
     ConfigError: its length is not known."""
     offers, too_small = [], []
     for name, machine, price_list in machines:
-        plan = None
+        plan = offer = None
         with contextlib.suppress(SftPlayError):  # such as a batch that does not split over that many GPUs
             plan = make_machine_plan(machine)
-        offer = None if plan is None else _build_offer(name, plan, price_list)
+        if plan is not None:
+            offer = _build_offer(name, plan, price_list)
         if offer is None:
             too_small.append(name)
         else:
@@ -460,8 +475,9 @@ def _build_offer(machine: str, plan: Plan, price_list: PriceList | None) -> Offe
             "(SET='train.max_steps=1000'), or data.train_path to one file whose rows can be counted"
         )
     cost = plan.hours * len(plan.hardware.gpus) * price
-    error = plan.speed_error.share if plan.speed_error else None
-    offer = Offer(machine, price, plan.hours, cost, plan.speed.tokens_per_s, error, plan.layout)
+    offer = Offer(machine, price, plan.hours, cost, plan.speed.tokens_per_s, None, plan.layout)
+    if plan.speed_error is not None:
+        offer = replace(offer, speed_error=plan.speed_error.share)
     if price_list is None:
         return offer
     return replace(offer, provider=price_list.provider, read=price_list.read.isoformat(), address=price_list.address)
@@ -524,9 +540,11 @@ def _split_values(text: str) -> list[str]:
     """The text split at commas outside brackets, and outside quotes where a value begins with one."""
     values, depth, quote = [""], 0, ""
     for character in text:
-        if quote or (character in "'\"" and not values[-1].strip()):
-            quote = "" if character == quote else quote or character
-        else:
+        if character == quote:
+            quote = ""
+        elif not quote and character in "'\"" and not values[-1].strip():
+            quote = character
+        elif not quote:
             depth += (character in "[{") - (character in "]}")
         if character == "," and depth == 0 and not quote:
             values.append("")
@@ -575,12 +593,14 @@ def find_largest_fit(question: FitQuestion, request: PlanRequest) -> LargestFit:
             return _simplest_fit(inputs, layouts, value, inputs.seq_len)
         return _simplest_fit(inputs, layouts, micro_batch, value)
 
-    step, limit = (1, MAX_TRIED_ROWS) if question == "batch" else (SEQ_LEN_STEP, positions)
+    step, limit = SEQ_LEN_STEP, positions
+    if question == "batch":
+        step, limit = 1, MAX_TRIED_ROWS
     value = largest_fitting_multiple(lambda tried: fit(tried).fits, step=step, limit=limit)
     outcome = _format_candidate(fit(value or step))
     if question == "batch":
         return LargestFit("batch", value, f"{inputs.seq_len} tokens a row, {outcome}")
-    positions_note = f"the model's {positions} positions; " if value == positions else ""
+    positions_note = f"the model's {positions} positions; " * (value == positions)
     return LargestFit("seq_len", value, f"{positions_note}micro-batch {micro_batch}, {outcome}")
 
 
@@ -605,23 +625,21 @@ def _no_layout_reason(request: PlanRequest) -> str:
 
 
 def _micro_batch_option(config: RunConfig) -> int:
-    return config.train.batch_size if config.train.batch_size != "auto" else 1
+    return 1 if config.train.batch_size == "auto" else config.train.batch_size
 
 
 def _simplest_fit(inputs: PlanInputs, layouts: tuple[Layout, ...], micro_batch: int, seq_len: int) -> Candidate:
     """The simplest layout that fits, those that offload last; if none does, the one closest to fitting."""
-    requested_layers = requested_checkpoint_layers(inputs.config, inputs.shape)
-    checkpointed_layers = inputs.shape.num_layers if requested_layers is None else requested_layers
-    inputs = replace(inputs, seq_len=seq_len)
+    inputs, checkpointed_layers = replace(inputs, seq_len=seq_len), most_checkpointed_layers(inputs)
 
-    def build_layout_candidate(layout: Layout) -> Candidate:
-        step_rows = effective_batch(inputs.config.train, ranks=layout.data_parallel)
-        grad_accum = max(1, step_rows // (micro_batch * layout.data_parallel))
-        return build_candidate(
-            inputs, layout, BatchPlan(micro_batch, grad_accum, layout.data_parallel), checkpointed_layers, eval_rows=1
-        )
+    def layout_candidates() -> Iterator[Candidate]:
+        for layout in layouts:
+            step_rows = effective_batch(inputs.config.train, ranks=layout.data_parallel)
+            grad_accum = max(1, step_rows // (micro_batch * layout.data_parallel))
+            batch = BatchPlan(micro_batch, grad_accum, layout.data_parallel)
+            yield build_candidate(inputs, layout, batch, checkpointed_layers, eval_rows=1)
 
-    return first_fitting(map(build_layout_candidate, layouts))
+    return first_fitting(layout_candidates())
 
 
 def _format_candidate(candidate: Candidate) -> str:

@@ -204,7 +204,9 @@ class MicroBatches:
         """The micro-batches of a step's rows (their lengths, the longest first), the same number for each of
         `ranks`."""
         if self.tokens is None or (self.padded and self.single):
-            return assign_by_count(len(lengths), rows=self.rows, ranks=ranks)
+            # in their order; those of the last micro step are spread evenly over the ranks
+            count, step = len(lengths), self.rows * ranks
+            return [_spread_rows(first, min(count, first + step), ranks) for first in range(0, count, step)]
         if self.padded:
             return assign_padded(lengths, max_tokens=self.tokens, overhead_tokens=self.overhead, ranks=ranks)
         return assign_joined(lengths, max_tokens=self.tokens, ranks=ranks)
@@ -213,11 +215,6 @@ class MicroBatches:
         """The most micro steps that a rank needs for a step in which it has `rows` rows of full length at most."""
         is_cut_by_tokens = self.tokens is not None and self.padded and not self.single
         return rows if is_cut_by_tokens else -(-rows // self.rows)
-
-
-def assign_by_count(count: int, *, rows: int, ranks: int) -> RowAssignment:
-    """`rows` rows to a micro-batch, in their order; those of the last micro step are spread evenly over the ranks."""
-    return [_spread_rows(first, min(count, first + rows * ranks), ranks) for first in range(0, count, rows * ranks)]
 
 
 def assign_padded(lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int, ranks: int) -> RowAssignment:
@@ -364,12 +361,9 @@ def average_micro_steps(
     generator = random.Random(1)  # every rank and every plan of the same rows sees the same steps
     count = padded_tokens = weighted_length = tokens = row_count = 0.0
     for _ in range(_SAMPLED_STEPS):
-        sample = (
-            generator.sample(row_tokens.sample, sampled_rows)
-            if sampled_rows <= len(row_tokens.sample)
-            else generator.choices(row_tokens.sample, k=sampled_rows)
-        )
-        lengths = sorted(sample, reverse=True)
+        # without putting back as long as there are enough
+        draw = generator.sample if sampled_rows <= len(row_tokens.sample) else generator.choices
+        lengths = sorted(draw(row_tokens.sample, k=sampled_rows), reverse=True)
         for micro_step in micro_batches.assign_rows(lengths, ranks=ranks):
             rank_lengths = [[lengths[index] for index in batch] for batch in micro_step if batch]
             if micro_batches.padded:

@@ -72,11 +72,17 @@ class Candidate:
     @property
     def insufficient_memory(self) -> tuple[Literal["GPU memory", "RAM"], ...]:
         """Which memory is too small."""
-        device: Literal["GPU memory", "RAM"] = "GPU memory" if self.step.on_gpu else "RAM"
-        lacking = [device] if self.memory.required > self.budget.device else []
+        lacking: list[Literal["GPU memory", "RAM"]] = []
+        if self.memory.required > self.budget.device:
+            lacking.append("GPU memory" if self.step.on_gpu else "RAM")
         if self.budget.host is not None and self.host_required > self.budget.host:
             lacking.append("RAM")
         return tuple(lacking)
+
+    @property
+    def device_word(self) -> str:
+        """What a rank is, in texts: a GPU, or a process on a CPU."""
+        return "GPU" if self.step.on_gpu else "process"
 
     @property
     def needs_unknown_ram(self) -> bool:
@@ -91,14 +97,15 @@ class Candidate:
     @property
     def budget_ratio(self) -> float:
         """The largest ratio of need to budget: above 1 it does not fit."""
-        host = self.host_required / max(1, self.budget.host) if self.budget.host is not None else 0.0
-        return max(self.memory.required / max(1, self.budget.device), host)
+        ratio = self.memory.required / max(1, self.budget.device)
+        if self.budget.host is None:
+            return ratio
+        return max(ratio, self.host_required / max(1, self.budget.host))
 
     @property
     def verdict(self) -> str:
         """Whether it fits, with the numbers, and which memory is too small."""
-        unit = "GPU" if self.step.on_gpu else "process"
-        device = f"{_format_need(self.memory.required, self.budget.device)} per {unit}"
+        device = f"{_format_need(self.memory.required, self.budget.device)} per {self.device_word}"
         if self.fits:
             return f"fits, {device}{self.ram_text}"
         needs = {"GPU memory": device, "RAM": device}
@@ -124,7 +131,9 @@ class Candidate:
     @property
     def checkpointing(self) -> bool | str:
         """True for all layers, False for none, else `selective`."""
-        return self.checkpointed_layers == self.layers if self.checkpointed_layers in (0, self.layers) else "selective"
+        if 0 < self.checkpointed_layers < self.layers:
+            return "selective"
+        return self.checkpointed_layers == self.layers
 
     @property
     def checkpointing_text(self) -> str:
@@ -133,7 +142,9 @@ class Candidate:
             return f"checkpointing in {self.checkpointed_layers} of {self.layers} layers"
         if self.step.offloads:
             return "checkpointing with offload"
-        return f"checkpointing {'on' if self.checkpointing else 'off'}"
+        if self.checkpointing:
+            return "checkpointing on"
+        return "checkpointing off"
 
     @property
     def key(self) -> tuple[Layout, int, int, str]:
@@ -227,7 +238,9 @@ def evaluate_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[C
         for batch in batch_splits(inputs.config.train, ranks=layout.data_parallel, resumed_batch=inputs.resumed_batch):
             batch_candidates = list(_batch_candidates(inputs, layout, batch))
             candidates += batch_candidates
-            failures = 0 if any(candidate.fits for candidate in batch_candidates) else failures + 1
+            failures += 1
+            if any(candidate.fits for candidate in batch_candidates):
+                failures = 0
             # splits come with small micro-batches first, and a larger one needs more
             if failures >= _MAX_CONSECUTIVE_FAILURES:
                 break
@@ -254,6 +267,7 @@ def evaluate_weight_updates(inputs: PlanInputs, layouts: Sequence[Layout]) -> tu
 def _collect_candidates(
     layouts: Sequence[Layout], evaluate_layout: Callable[[Layout], Sequence[Candidate]]
 ) -> list[Candidate]:
+    # one layout that cannot take the batch refuses nothing as long as another can
     candidates: list[Candidate] = []
     errors: list[ConfigError] = []
     for layout in layouts:
@@ -270,9 +284,7 @@ def lowest_memory_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> l
     """Build the candidate of each layout with the least memory: the smallest micro-batch with as much checkpointing as
     the config allows, and the next one where it is a single micro step, which keeps no gradients. Raises ConfigError as
     `evaluate_candidates`."""
-    num_layers = inputs.shape.num_layers
-    requested_layers = requested_checkpoint_layers(inputs.config, inputs.shape)
-    checkpointed_layers = num_layers if requested_layers is None else requested_layers
+    checkpointed_layers = most_checkpointed_layers(inputs)
 
     def layout_candidates(layout: Layout) -> list[Candidate]:
         batches = batch_splits(inputs.config.train, ranks=layout.data_parallel, resumed_batch=inputs.resumed_batch)
@@ -312,9 +324,15 @@ def requested_checkpoint_layers(config: RunConfig, shape: ModelShape) -> int | N
         return 0
     if option == "auto":
         return None
-    if isinstance(option, bool):
-        return num_layers if option else 0
-    return num_layers if option == "offload" else min(option, num_layers)
+    if option is True or option == "offload":
+        return num_layers
+    return min(int(option), num_layers)
+
+
+def most_checkpointed_layers(inputs: PlanInputs) -> int:
+    """As many layers as the config allows to recompute, which takes the least memory."""
+    requested_layers = requested_checkpoint_layers(inputs.config, inputs.shape)
+    return inputs.shape.num_layers if requested_layers is None else requested_layers
 
 
 def build_candidate(
@@ -330,8 +348,10 @@ def build_candidate(
     """Build one candidate with its predictions. `keeps_masks`: padded rows and packs have a mask even where they need
     none. `eval_rows`: rows of an evaluation batch where the config leaves them open; None: the most that need no more
     memory than the step (1 has the same peak, where only fitting is asked). `loss`: another loss than the run's."""
+    # the layout decides the weights' dtype, and all sizes below follow from it
     precision = inputs.layout_precision(layout)
-    loss = loss or ("logits" if inputs.shape.has_custom_logits else "chunked")
+    if loss is None:
+        loss = inputs.shape.loss_name
     step = _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, uses_masks=keeps_masks)
     if step.one_by_one and inputs.cuts_by_tokens and inputs.row_tokens is not None:
         # every call costs its start, and padding is computed like text: only the rows' own lengths say which is faster
@@ -342,8 +362,8 @@ def build_candidate(
         # the evaluation's size follows from the training step's bytes, so the simulation comes first
         simulation.step = dataclasses.replace(step, eval_batch=choose_eval_batch(simulation, default_rows=eval_rows))
     step, memory = simulation.step, estimate_from_simulation(simulation)
-    correction = inputs.find_correction(layout)
-    speed = _predict_step_speed(inputs, precision, step)
+    # of the step with its evaluation, because both are one run's
+    speed, correction = _predict_step_speed(inputs, precision, step), inputs.find_correction(layout)
     # recorded beside the measurement when the run ends
     uncorrected = UncorrectedPrediction(memory.reserved, speed.tokens_per_s)
     return Candidate(
@@ -388,6 +408,7 @@ def _build_step(
 ) -> Step:
     """Build the step, without an evaluation. `uses_masks`, `keeps_padding`: rows have a mask, or padding, even where
     they need none."""
+    # first how rows lie: joined with boundaries, which saves padding and a mask, wherever the attention takes them;
     # ranks that share a row each have a part of it, and no boundaries
     joins_rows = inputs.packed or (inputs.cuts_by_tokens and layout.context_parallel == 1)
     varlen = (
@@ -396,13 +417,14 @@ def _build_step(
         and not keeps_padding
         and inputs.row_attention.pack_mask_reason(inputs.layout_precision(layout)) is None
     )
+    # then whether what is padded keeps its mask: most attention is causal and does not need it
     uses_masks = uses_masks or inputs.row_attention.mask_reason is not None
     # a packed row needs a mask even alone; by tokens short rows share a micro-batch of one full row
     shares_micro_batches = inputs.packed or (inputs.cuts_by_tokens and batch.micro_batch * batch.grad_accum > 1)
     has_padding = not varlen and is_padded(
         inputs.config,
         layout,
-        rows=2 if shares_micro_batches else batch.micro_batch,
+        rows=max(batch.micro_batch, 1 + shares_micro_batches),
         uses_masks=inputs.packed or uses_masks,
     )
     return Step(
@@ -450,16 +472,19 @@ def choose_eval_batch(simulation: StepMemorySimulation, *, default_rows: int | N
     option = simulation.config.eval.batch_size
     if option != "auto":
         return option
-    return max_evaluation_rows(simulation) if default_rows is None else default_rows
+    if default_rows is not None:
+        return default_rows
+    return max_evaluation_rows(simulation)
 
 
 def _host_required_bytes(inputs: PlanInputs, layout: Layout, memory: MemoryEstimate) -> int:
     """Bytes of RAM that the ranks of the first node need together: to offload and to write, or to load."""
     if not inputs.hardware.gpus:
         return 0
-    ranks = min(layout.ranks, inputs.hardware.ranks_per_node)
+    ranks = reader_count = min(layout.ranks, inputs.hardware.ranks_per_node)
     offloaded_bytes = memory.host_bytes - memory.host_save_bytes
-    reader_count = 1 if loads_by_unit(inputs.config, layout) else ranks
+    if loads_by_unit(inputs.config, layout):
+        reader_count = 1
     # loading is over when the first checkpoint is written, so the two do not add up
     return max(offloaded_bytes * ranks + memory.host_save_bytes, memory.host_load_bytes * reader_count)
 
@@ -470,11 +495,8 @@ def choose_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
     candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
     min_speed = EQUAL_SPEED_SHARE * fastest_speed(candidates)
     # equally fast: the simplest layout, then all layers or none, then the smallest, which leaves most memory free
-    fast_candidates = [
-        candidate for candidate in candidates if candidate.fits and candidate.speed.tokens_per_s >= min_speed
-    ]
     return min(
-        fast_candidates,
+        (one for one in candidates if one.fits and one.speed.tokens_per_s >= min_speed),
         key=lambda one: (
             LAYOUT_PREFERENCE.index(one.layout.name),
             one.checkpointing == "selective",
@@ -509,8 +531,7 @@ def format_needs(candidate: Candidate, *, term_count: int) -> str:
     """What a candidate that does not fit needs and what there is, with the largest terms of the device's memory."""
     needs = []
     if candidate.memory.required > candidate.budget.device:
-        unit = "GiB" if candidate.step.on_gpu else "GiB of RAM"
-        memory = candidate.memory
+        unit, memory = "GiB" + " of RAM" * (not candidate.step.on_gpu), candidate.memory
         terms_text = (
             f"while loading {format_gib(memory.load_bytes)}, of which a step keeps {format_gib(memory.resident)}"
         )
@@ -561,6 +582,9 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
     if not step["cudnn"]:
         del step["cudnn"]
     offloaded_bytes = memory.host_bytes - memory.host_save_bytes - memory.host_save_each_bytes
+    known_speed: dict[str, float | None] = {"tokens_per_s": None, "step_s": None}
+    if speed_known:
+        known_speed = {"tokens_per_s": speed.tokens_per_s, "step_s": speed.step_s}
     return {
         "fits": candidate.fits,
         "verdict": candidate.verdict,
@@ -590,8 +614,7 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
             **dict.fromkeys(("step", "evaluate", "generate"), offloaded_bytes),
             "save": memory.host_bytes,
         },
-        "tokens_per_s": speed.tokens_per_s if speed_known else None,
-        "step_s": speed.step_s if speed_known else None,
+        **known_speed,
         "moved_bytes_per_step": speed.moved_bytes,
         "confirmed_by_trace": candidate.is_traced,
         "rejected_because": candidate.rejected_because,

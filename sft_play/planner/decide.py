@@ -49,13 +49,7 @@ from sft_play.planner.plan import (
     device_budget_bytes,
 )
 from sft_play.planner.precision import WeightUpdates, choose_precision
-from sft_play.planner.speed import (
-    check_compile_options,
-    estimate_compile_s,
-    find_rates,
-    find_speed_error,
-    model_flop_utilisation,
-)
+from sft_play.planner.speed import check_compile_options, estimate_compile_s, find_rates, find_speed_error
 from sft_play.text import GIB
 
 # Tokens of a row that a plan counts at least, as the shortest model.max_seq_len.
@@ -93,7 +87,9 @@ class PlanRequest:
     @property
     def named_layout(self) -> LayoutName | None:
         """The layout that the user named, if it is only one."""
-        return self.allowed_layouts[0] if len(self.allowed_layouts) == 1 else None
+        if len(self.allowed_layouts) == 1:
+            return self.allowed_layouts[0]
+        return None
 
     @property
     def max_seq_len(self) -> int:
@@ -130,9 +126,20 @@ def make_plan(
         config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=inputs.rates.missing_packages
     )
     simulation = create_step_simulation(config, shape, choice.precision, step)
-    activations_from: ActivationsFrom = "blocks" if shape.block_meter is None else "measured"
+    activations_from: ActivationsFrom = "blocks"
     if choice.is_traced:
         activations_from = "trace"
+    elif shape.block_meter is not None:
+        activations_from = "measured"
+    speed_error = counted_kernels = run_length = mfu = None
+    if inputs.rates.is_known:  # model FLOP utilisation: the model's own operations per second over the peak
+        mfu = choice.speed.model_flops / choice.speed.step_s / inputs.rates.matrix_flops_per_s
+    if speed_known:
+        speed_error = find_speed_error(shape, choice.precision, hardware, step)
+    if config.train.kernels != "none":
+        counted_kernels = kernels.counted_kernels
+    if estimate_run_length is not None:
+        run_length = estimate_run_length(choice.batch.effective_batch)
     return Plan(
         choice=choice,
         precision=choice.precision,
@@ -156,12 +163,12 @@ def make_plan(
         candidates=tuple(candidates_to_show(inputs, candidates, choice)),
         not_possible=impossible,
         speed_known=speed_known,
-        speed_error=find_speed_error(shape, choice.precision, hardware, step) if speed_known else None,
-        mfu=model_flop_utilisation(choice.speed, inputs.rates),
-        run_length=estimate_run_length(choice.batch.effective_batch) if estimate_run_length else None,
+        speed_error=speed_error,
+        mfu=mfu,
+        run_length=run_length,
         micro_batches=plan_micro_batches(inputs, choice.precision, step),
         row_tokens=inputs.row_tokens,
-        kernels=None if config.train.kernels == "none" else kernels.counted_kernels,
+        kernels=counted_kernels,
         compile_s=estimate_compile_s(config, shape),
         activations_from=activations_from,
         parameters=count_parameters(config, shape, choice.precision, choice.layout),
@@ -211,9 +218,16 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
     is possible."""
     config, shape, hardware = request.config, request.shape, request.hardware
     precision = choose_precision(config, hardware, shape)
-    device = hardware.gpus[0].name if hardware.gpus else "cpu"  # runs are recorded by this name
-    max_seq_len = request.max_seq_len
-    row_tokens = request.row_tokens.limited_to(max_seq_len) if request.row_tokens is not None else None
+    device, host_budget = "cpu", None  # runs are recorded by this name
+    if hardware.gpus:
+        device = hardware.gpus[0].name
+    if hardware.ram_given:  # a named machine's RAM is only this machine's, which says nothing of it
+        host_budget = hardware.ram_free_bytes
+    seq_len, row_tokens = request.max_seq_len, request.row_tokens
+    if row_tokens is not None:
+        row_tokens = row_tokens.limited_to(seq_len)
+    if row_tokens is not None:
+        seq_len = max(MIN_ROW_TOKENS, row_tokens.longest_row)
 
     @functools.cache
     def find_correction(layout: Layout) -> calibration.Correction:
@@ -232,12 +246,11 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
         precision=precision,
         hardware=hardware,
         rates=dataclasses.replace(find_rates(hardware, precision), missing_packages=request.missing_packages),
-        seq_len=max_seq_len if row_tokens is None else max(MIN_ROW_TOKENS, row_tokens.longest_row),
+        seq_len=seq_len,
         attention=select_attention(config.model.attn_implementation, has_sdpa=shape.has_sdpa),
         has_eval=request.has_eval,
         device_budget=device_budget_bytes(hardware),
-        # a named machine's RAM is only this machine's, which says nothing of it
-        host_budget=hardware.ram_free_bytes if hardware.ram_given else None,
+        host_budget=host_budget,
         find_correction=find_correction,
         fp32_master_weights=fp32_master_weights,
         row_tokens=row_tokens,
@@ -264,7 +277,8 @@ def _choose_confirmed(
         # If the traced choice no longer fits, the next round takes, and traces, the next best. This ends: a candidate
         # is traced once, and one that fits by its trace is returned.
         updated = _apply_trace(inputs, choice, trace)
-        candidates = [updated if candidate.key == choice.key else candidate for candidate in candidates]
+        candidates = [*candidates]
+        candidates[candidates.index(choice)] = updated
 
 
 def _apply_trace(inputs: PlanInputs, candidate: Candidate, trace: TracePrediction) -> Candidate:
@@ -276,10 +290,12 @@ def _apply_trace(inputs: PlanInputs, candidate: Candidate, trace: TracePredictio
         candidate.uncorrected, reserved=max(candidate.uncorrected.reserved, trace.reserved)
     )
     reserved = inputs.find_correction(candidate.layout).corrected_reserved(uncorrected.reserved, inputs.device_budget)
-    peak_phase = RUN_PHASES.get(memory.moment, "training")
+    peak_phase, terms = RUN_PHASES.get(memory.moment, "training"), memory.terms
+    if excess:
+        terms = terms | {"trace_says_more": excess}
     memory = dataclasses.replace(
         memory,
-        terms=memory.terms | ({"trace_says_more": excess} if excess else {}),
+        terms=terms,
         reserved=reserved,
         by_moment=memory.by_moment
         | {peak_phase: (memory.allocated + excess, max(memory.by_moment[peak_phase][1], trace.reserved))},
@@ -295,14 +311,17 @@ def _format_trace(candidate: Candidate, trace: TracePrediction) -> str:
         f"says {estimated / GIB:.2f} and {candidate.memory.reserved / GIB:.2f}"
     )
     difference = trace.allocated / max(1, estimated) - 1
-    return text + (f", {difference:+.1%} apart: the larger one is used" if abs(difference) > TRACE_TOLERANCE else "")
+    if abs(difference) > TRACE_TOLERANCE:
+        text += f", {difference:+.1%} apart: the larger one is used"
+    return text
 
 
 def _masked_required_bytes(inputs: PlanInputs, choice: Candidate) -> int | None:
     step = choice.step
     # by tokens, several short rows share a micro-batch of one full row; a packed row is not padded to others
-    train_rows = 1 if inputs.packed else step.micro_batch
-    batch_rows = max(2 if inputs.cuts_by_tokens else train_rows, step.eval_batch)
+    batch_rows = max(1 + inputs.cuts_by_tokens, step.eval_batch)
+    if not inputs.packed:
+        batch_rows = max(batch_rows, step.micro_batch)
     if not step.varlen and (step.masks or not is_padded(inputs.config, choice.layout, rows=batch_rows)):
         return None
     masked_candidate = build_candidate(inputs, choice.layout, choice.batch, choice.checkpointed_layers, loss=step.loss,

@@ -11,7 +11,7 @@ from sft_play.log import one_line
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE, kernel_package_problem
 from sft_play.models.shape import ModelShape
-from sft_play.planner.batching import BatchPlan, format_batch_product, format_changed_batch
+from sft_play.planner.batching import format_batch_product, format_changed_batch
 from sft_play.planner.candidates import (
     EQUAL_SPEED_SHARE,
     Candidate,
@@ -79,7 +79,11 @@ def plan_reasons(
     activation_reason = ""
     if isinstance(simulation, MeasuredStepSimulation):
         activation_reason = ACTIVATION_REASONS[simulation.was_measured_on_cpu]
-    placement = shape.adapter_placement if config.tuning.mode != "full" else None
+    adapter_notes, learning_rate_reason = [], ""
+    if shape.adapter_placement is not None and config.tuning.mode != "full":
+        adapter_notes = shape.adapter_placement.notes
+    if config.train.learning_rate == "auto":
+        _, learning_rate_reason = config.derived_learning_rate
     correction = inputs.find_correction(choice.layout).narrow_to_size(choice.uncorrected.reserved)
     reasons = (
         choice.precision.reason,
@@ -87,12 +91,12 @@ def plan_reasons(
         f"the model's shape is {shape.source_note}" * bool(shape.source_note),
         activation_reason,
         CUSTOM_LOGITS_REASON * shape.has_custom_logits,
-        *(f"adapters: {text}" for text in (placement.notes if placement else ())),
-        *(shape.text_only_note, shape.storage_note, shape.published_note),
+        *(f"adapters: {note}" for note in adapter_notes),
+        *(shape.text_only_note, shape.storage_note),
         *_batch_reasons(inputs, candidates, choice),
         _row_reason(inputs, choice),
         _loading_reason(inputs, choice),
-        config.derived_learning_rate[1] if config.train.learning_rate == "auto" else "",
+        learning_rate_reason,
         _sharded_checkpoint_reason(inputs, choice),
         REPEATED_KEYS_REASON * repeats_kv,
         CUDNN_REASON * choice.step.cudnn,
@@ -119,7 +123,7 @@ def _tuning_reasons(config: RunConfig, choice: Candidate) -> Iterator[str]:
             effect = f"{layout.name} still steps adapters in fp32"
         yield f"tuning.lora.dtype=bfloat16: {effect}"
     if tuning.backend == "unsloth":
-        layout_note = "" if layout.name in ("single", "ddp") else f"; {layout.name} would run with backend bnb"
+        layout_note = f"; {layout.name} would run with backend bnb" * (layout.name not in ("single", "ddp"))
         yield f"tuning.backend=unsloth: planned as backend bnb; Unsloth itself was not measured{layout_note}"
 
 
@@ -157,8 +161,7 @@ def _loading_reason(inputs: PlanInputs, choice: Candidate) -> str:
 
 
 def _row_reason(inputs: PlanInputs, choice: Candidate) -> str:
-    padding_text = _packing_text(inputs, choice) if inputs.packed else _padding_text(inputs, choice)
-    row_tokens = inputs.row_tokens
+    padding_text, row_tokens = _padding_text(inputs, choice), inputs.row_tokens
     if row_tokens is None:
         return f"assumed: every row {inputs.seq_len} tokens{padding_text}, every token trained on"
     text = f"longest row {row_tokens.longest:,} tokens, mean {row_tokens.mean:,.0f}, 95% up to {row_tokens.p95:,}"
@@ -189,19 +192,19 @@ def _sharded_checkpoint_reason(inputs: PlanInputs, choice: Candidate) -> str:
     )
 
 
-def _packing_text(inputs: PlanInputs, choice: Candidate) -> str:
-    text = ", several chats to a row"
-    if choice.step.varlen:
-        return f"{text}, told apart by their boundaries, without a mask{_separate_calls_text(inputs, choice)}"
-    if choice.step.attention == "flash_attention_2":  # their position ids start anew
-        return f"{text}, told apart by their boundaries"
-    return f"{text}, with a mask between them ({inputs.row_attention.pack_mask_reason(choice.precision)})"
-
-
 def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
+    """How chats that share a row, or a micro-batch, are told apart, as the end of a sentence."""
+    mask_reason = inputs.row_attention.pack_mask_reason(choice.precision)
     if choice.step.varlen:
         text = ", rows one behind the other without padding, told apart by their boundaries"
-        return text + _separate_calls_text(inputs, choice)
+        if inputs.packed:
+            text = ", several chats to a row, told apart by their boundaries, without a mask"
+        call_reason = inputs.row_attention.one_by_one_reason(choice.precision)
+        return text + f", each attended to by a call of its own ({call_reason})" * choice.step.one_by_one
+    if inputs.packed and choice.step.attention == "flash_attention_2":  # their position ids start anew
+        return ", several chats to a row, told apart by their boundaries"
+    if inputs.packed:
+        return f", several chats to a row, with a mask between them ({mask_reason})"
     if not is_padded(inputs.config, choice.layout, rows=choice.batch.micro_batch):
         return ""
     text = ", shorter rows padded to it, without a mask (attention is causal, and padding at the end)"
@@ -210,16 +213,11 @@ def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
     if (
         inputs.cuts_by_tokens
         and inputs.row_tokens is not None
-        and inputs.row_attention.pack_mask_reason(choice.precision) is None
+        and mask_reason is None
         and choice.layout.context_parallel == 1
     ):
         text += "; without padding each chat would be a call of its own, which is predicted to be slower"
     return text
-
-
-def _separate_calls_text(inputs: PlanInputs, choice: Candidate) -> str:
-    reason = inputs.row_attention.one_by_one_reason(choice.precision)
-    return f", each attended to by a call of its own ({reason})" * choice.step.one_by_one
 
 
 def _evaluation_reason(config: RunConfig, choice: Candidate) -> str:
@@ -313,11 +311,14 @@ def _layout_reason(
         ram_note = f"; it needs {format_gib(candidate.host_required)} GiB of RAM on each node"
         return f"offload is not needed: {fit_text}{ram_note}"
     is_less_simple = LAYOUT_PREFERENCE.index(candidate.layout.name) > LAYOUT_PREFERENCE.index(choice.layout.name)
-    text = f"{'not needed' if is_less_simple else 'another is preferred'}: {fit_text}"
-    moved_difference = candidate.speed.moved_bytes - choice.speed.moved_bytes
-    if abs(moved_difference) >= GIB // 10:
-        comparison = "less" if moved_difference > 0 else "more"
-        text += f" and moves {abs(moved_difference) / GIB:.1f} GiB {comparison} per step"
+    text = f"another is preferred: {fit_text}"
+    if is_less_simple:
+        text = f"not needed: {fit_text}"
+    saved_gib = (candidate.speed.moved_bytes - choice.speed.moved_bytes) / GIB
+    if saved_gib >= 0.1:
+        text += f" and moves {saved_gib:.1f} GiB less per step"
+    elif saved_gib <= -0.1:
+        text += f" and moves {-saved_gib:.1f} GiB more per step"
     if speed_ratio < EQUAL_SPEED_SHARE or not is_less_simple:
         text += f"; this is predicted {format_relative_speed(speed_ratio, error)}"
     return text
@@ -330,7 +331,9 @@ def format_relative_speed(ratio: float, error: SpeedError | None = None) -> str:
     percent = f"{abs(ratio - 1):.0%}"
     if percent == "0%":
         return "as fast"
-    return f"{percent} {'faster' if ratio > 1 else 'slower'}"
+    if ratio > 1:
+        return f"{percent} faster"
+    return f"{percent} slower"
 
 
 # --- slower code than there is ----------------------------------------------------------------------------------------
@@ -376,7 +379,7 @@ def plan_summary_lines(plan: Plan, config: RunConfig, *, start_lines: Sequence[s
     name = one_line(PurePath(config.model.name).name or config.model.name)
     verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace("does NOT fit", "DOES NOT FIT", 1)
     if plan.fits and not start_lines:
-        verdict = f"NOT STARTED{'' if plan.hardware.named else ' on this machine'} ({plan.choice.verdict})"
+        verdict = f"NOT STARTED{' on this machine' * (not plan.hardware.named)} ({plan.choice.verdict})"
     return [
         f"{name}, {_format_mode(plan, config)}, on {_format_machine(plan)}: {verdict}; predicted peak "
         f"{plan.memory.peak_text}",
@@ -425,10 +428,9 @@ def plan_warnings(plan: Plan, config: RunConfig) -> list[str]:
     """What a person would want to know before the first step."""
     warnings = []
     if plan.run_length is not None and plan.run_length.steps < FEW_STEPS and not config.train.max_steps:
-        verb = "is" if plan.run_length.steps == 1 else "are"
+        count_text = plural(plan.run_length.steps, "optimizer step is", "optimizer steps are")
         warnings.append(
-            f"{plural(plan.run_length.steps, 'optimizer step')} {verb} few: more train.epochs, or a smaller "
-            f"{config.train.effective_batch_options}, makes more"
+            f"{count_text} few: more train.epochs, or a smaller {config.train.effective_batch_options}, makes more"
         )
     if batch_change := format_changed_batch(config.train, plan.batch):
         warnings.append(f"{batch_change}: the effective batch of {plan.batch.effective_batch} is kept over all ranks")
@@ -442,7 +444,9 @@ def long_cpu_warnings(plan: Plan) -> list[str]:
     seconds, _ = _estimate_duration(plan, plan.run_length)  # by typical rates where this CPU's are not known
     if seconds < LONG_CPU_RUN_S:
         return []
-    duration_text = f"about {format_duration(seconds)}" if plan.speed_known else "some hours"
+    duration_text = "some hours"
+    if plan.speed_known:
+        duration_text = f"about {format_duration(seconds)}"
     return [f"{duration_text} on a CPU: a GPU takes minutes (make plan HARDWARE=1xRTX3060 shows one)"]
 
 
@@ -462,16 +466,13 @@ def _format_machine(plan: Plan) -> str:
 
 
 def _format_batch(plan: Plan) -> str:
-    batch, unit = plan.batch, "GPUs" if plan.hardware.gpus else "processes"
+    batch, unit = plan.batch, {"GPU": "GPUs", "process": "processes"}[plan.choice.device_word]
     ranks_per_row = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
     if ranks_per_row > 1:
         unit = f"groups of {ranks_per_row} {unit}"
-    text = f"Batch {batch.effective_batch} = {plural(batch.micro_batch, 'row')} x {_micro_steps_text(batch)}"
+    passes = plural(batch.grad_accum, "pass", "passes")
+    text = f"Batch {batch.effective_batch} = {plural(batch.micro_batch, 'row')} x {passes}"
     return text + f" x {batch.ranks} {unit}" * (batch.ranks > 1)
-
-
-def _micro_steps_text(batch: BatchPlan) -> str:
-    return plural(batch.grad_accum, "pass", "passes")
 
 
 def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
@@ -502,28 +503,23 @@ TABLE_WIDTH = 150
 MAX_GPU_LINES = 16
 # One letter per term in the bar; other terms are `x`.
 TERM_LETTERS = {
-    "weights": "W",
-    "adapters": "a",
-    "gradients": "G",
-    "gradient_buckets": "B",
-    "optimizer": "O",
-    "activations": "A",
-    "loss_head": "H",
-    "gather_buffers": "F",
-    "dequantised": "D",
-    "workspaces": "w",
-    "evaluation": "E",
-}
+    "weights": "W", "adapters": "a", "gradients": "G", "gradient_buckets": "B", "optimizer": "O", "activations": "A",
+    "loss_head": "H", "gather_buffers": "F", "dequantised": "D", "workspaces": "w", "evaluation": "E",
+}  # fmt: skip
 
 
 def hardware_lines(hardware: Hardware) -> list[str]:
     """The lines about the machine of the plan, detected or only named: one per GPU with its memory, and their sum."""
     gpus, host_text = hardware.gpus, _format_host(hardware)
     if not gpus:
-        origin = "Planned for a machine without GPUs, named" if hardware.named else "Detected no GPU"
+        origin = "Detected no GPU"
+        if hardware.named:
+            origin = "Planned for a machine without GPUs, named"
         return [f"{origin}: running on the CPU ({host_text})", *hardware.notes]
     gpu_count = plural(len(gpus), "GPU")
-    lines = [f"Planned for {gpu_count}, named and not detected:" if hardware.named else f"Detected {gpu_count}:"]
+    lines = [f"Detected {gpu_count}:"]
+    if hardware.named:
+        lines = [f"Planned for {gpu_count}, named and not detected:"]
     if len(gpus) > MAX_GPU_LINES and len({(gpu.name, gpu.total_bytes) for gpu in gpus}) == 1:
         first, last = gpus[0], gpus[-1]
         lines.append(f"  GPU {first.index}-{last.index}: {first.name} ({first.total_bytes / GIB:.1f} GiB) each")
@@ -538,19 +534,22 @@ def _format_host(hardware: Hardware) -> str:
     ram_text = f"{hardware.ram_bytes / GIB:.1f} GiB"
     if not hardware.named:
         return f"{hardware.cpu_name}, {hardware.cpu_cores} cores, {ram_text} of RAM"
+    if hardware.gpus and not hardware.ram_given:
+        return "not given (ram=512GiB)"
     if hardware.gpus:
-        return ram_text if hardware.ram_given else "not given (ram=512GiB)"
+        return ram_text
     assumed_note = ": this machine's, because none was given (ram=64GiB)" * (not hardware.ram_given)
     return f"{hardware.cpu_cores} cores, {ram_text} of RAM{assumed_note}"
 
 
 def batch_size_lines(plan: Plan, config: RunConfig) -> list[str]:
     """The lines about the batch that users know, word for word."""
-    is_auto = config.train.batch_size == "auto" or config.train.grad_accum == "auto"
-    unit = "per GPU" if plan.hardware.gpus else "per process"
-    label = "Auto-calculated batch size" if is_auto else "Batch size"
+    label = "Batch size"
+    if "auto" in (config.train.batch_size, config.train.grad_accum):
+        label = "Auto-calculated batch size"
     return [
-        f"{label}: {plan.batch.micro_batch} {unit}, gradient accumulation: {plan.batch.grad_accum}",
+        f"{label}: {plan.batch.micro_batch} per {plan.choice.device_word}, gradient accumulation: "
+        f"{plan.batch.grad_accum}",
         f"Effective batch size: {plan.batch.effective_batch}",
     ]
 
@@ -566,7 +565,9 @@ def batch_lines(plan: Plan, config: RunConfig) -> list[str]:
 
 def parameter_lines(plan: Plan, config: RunConfig) -> list[str]:
     """The line about what is quantised, adapted and trained; none for a plan of an earlier version."""
-    return [format_parameters(plan.parameters, config)] if plan.parameters else []
+    if plan.parameters is None:
+        return []
+    return [format_parameters(plan.parameters, config)]
 
 
 def memory_line(plan: Plan) -> str:
@@ -574,7 +575,8 @@ def memory_line(plan: Plan) -> str:
     memory = plan.memory
     large_terms = {name: size for name, size in memory.terms.items() if size >= 0.005 * memory.allocated}
     terms_text = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in large_terms.items())
-    outside_name, phase = "context" if plan.hardware.gpus else "libraries", RUN_PHASES.get(memory.moment, "a step")
+    outside_name = "context" if plan.hardware.gpus else "libraries"
+    phase = RUN_PHASES.get(memory.moment, "a step")
     return (
         f"Predicted peak: {memory.peak_text} (tensors of {phase} {memory.allocated / GIB:.2f}: {terms_text})"
         f"{format_loading(plan.choice)}; with margin and {outside_name} {memory.required / GIB:.2f} of "
@@ -597,7 +599,7 @@ def choice_line(plan: Plan) -> str:
     device = plural(len(gpus), "GPU") if gpus else "the CPU"
     return (
         f"Choice: {choice.layout.name} on {device}, micro-batch {choice.batch.micro_batch} x "
-        f"{_micro_steps_text(choice.batch)}, {choice.checkpointing_text}: {choice.verdict}"
+        f"{plural(choice.batch.grad_accum, 'pass', 'passes')}, {choice.checkpointing_text}: {choice.verdict}"
     )
 
 
@@ -608,8 +610,11 @@ def speed_lines(plan: Plan) -> list[str]:
     speed, run = plan.speed, plan.run_figures()
     parts = {name.replace("_", " "): seconds / speed.step_s for name, seconds in speed.parts.items()}
     parts_text = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share > 0.01)
-    error_text = f" ({plan.speed_error.text})" if plan.speed_error else ""
-    mfu_text = f", model FLOP utilisation {plan.mfu:.0%}" if plan.mfu is not None else ""
+    error_text = mfu_text = ""
+    if plan.speed_error is not None:
+        error_text = f" ({plan.speed_error.text})"
+    if plan.mfu is not None:
+        mfu_text = f", model FLOP utilisation {plan.mfu:.0%}"
     speed_line = (
         f"Speed: about {speed.tokens_per_s:,.0f} tokens/s{error_text}, {speed.step_s:.2f} s per step{mfu_text} "
         f"({parts_text}); a roofline, not a measurement"
@@ -677,6 +682,7 @@ def candidate_table_lines(plan: Plan) -> list[str]:
     """The table of candidates, the chosen one first, each with why it was not chosen."""
     table = _build_table(("layout", "micro x accum", "checkpointing", "loss"), ("needs GiB", "tokens/s"))
     table.add_column("why")
+    verdict = "chosen" if plan.fits else "closest to fitting, but does not fit"
     for candidate in sorted(plan.candidates, key=lambda one: one.rejected_because is not None):
         table.add_row(
             candidate.layout.name,
@@ -684,12 +690,18 @@ def candidate_table_lines(plan: Plan) -> list[str]:
             _format_checkpointing(candidate),
             candidate.step.loss,
             f"{candidate.memory.required / GIB:.1f}",
-            f"{candidate.speed.tokens_per_s:,.0f}" if plan.speed_known else "-",
-            candidate.rejected_because or ("chosen" if plan.fits else "closest to fitting, but does not fit"),
+            _format_speed(candidate, is_known=plan.speed_known),
+            candidate.rejected_because or verdict,
         )
     for item in plan.not_possible:
         table.add_row(item.name, *"-" * 5, f"not possible: {item.because}")
     return render_lines(table, width=TABLE_WIDTH)
+
+
+def _format_speed(candidate: Candidate, *, is_known: bool) -> str:
+    if not is_known:
+        return "-"
+    return f"{candidate.speed.tokens_per_s:,.0f}"
 
 
 def _format_checkpointing(candidate: Candidate) -> str:
@@ -718,7 +730,9 @@ def stage_lines(stages: Sequence[tuple[str | None, RunConfig, Plan]]) -> list[st
         length_text = f"{train.epochs:g} epoch{'s' * (train.epochs != 1)}"
         if train.max_steps:
             length_text = f"{train.max_steps:,} steps"
-        hours_text = f", {format_duration(3600 * plan.hours)}{_full_rows_note(plan)}" if plan.hours is not None else ""
+        hours_text = ""
+        if plan.hours is not None:
+            hours_text = f", {format_duration(3600 * plan.hours)}{_full_rows_note(plan)}"
         trained_parts = f", trains {', '.join(trainable)}" * (trainable != "all")
         lines.append(
             f"  {number} {name}: {length_text}, learning rate {config.learning_rate:g}, rows of at most "
@@ -737,12 +751,11 @@ def plan_lines(plan: Plan, config: RunConfig, *, command: str | None, node_comma
         *parameter_lines(plan, config),
         *batch_lines(plan, config),
         *bar_lines(plan),
-        *(speed_lines(plan) if plan.fits else []),
-        "Candidates:",
-        *candidate_table_lines(plan),
     ]
+    candidate_lines = ["Candidates:", *candidate_table_lines(plan)]
     if not plan.fits:
-        return lines + suggestion_lines(plan)
+        return lines + candidate_lines + suggestion_lines(plan)
+    lines += speed_lines(plan) + candidate_lines
     if command is not None:
         lines += list(node_commands) or [f"Launch: {command}"]
     return lines
@@ -766,13 +779,15 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
             _format_checkpointing(plan.choice),
             f"{plan.memory.allocated / GIB:.1f}",
             f"{plan.memory.required / GIB:.1f}",
-            f"{plan.speed.tokens_per_s:,.0f}" if plan.speed_known and plan.fits else "-",
+            _format_speed(plan.choice, is_known=plan.speed_known and plan.fits),
         )
     return ["What if:", *render_lines(table, width=TABLE_WIDTH)]
 
 
 def _build_table(text_columns: Sequence[str], number_columns: Sequence[str], *, first_column: str = "") -> Table:
     table = Table(*filter(None, [first_column]), box=None, pad_edge=False, header_style="", show_edge=False)
-    for name in (*text_columns, *number_columns):
-        table.add_column(name, justify="right" if name in number_columns else "left", no_wrap=True)
+    for name in text_columns:
+        table.add_column(name, no_wrap=True)
+    for name in number_columns:
+        table.add_column(name, justify="right", no_wrap=True)
     return table

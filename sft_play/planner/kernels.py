@@ -218,7 +218,8 @@ class RowAttention:
         half_precision = precision.compute != "float32"
         if self.device == "cpu":
             return "no kernel for boundaries runs on cpu"
-        if self.shape.has_latent_attention:  # flash attention takes one width for all three
+        # DeepSeek's keys and values are made from one narrow projection; flash attention takes one width for all three
+        if any(linear.name == "kv_b_proj" for linear, _ in self.shape.linears):
             return "its keys and values have different widths"
         if self.shape.head_dim > FLASH_MAX_HEAD_DIM:
             return f"flash attention takes no heads wider than {FLASH_MAX_HEAD_DIM}"
@@ -384,26 +385,21 @@ def select_experts_implementation(
         problem = "its class runs them by code of its own, which model.experts_implementation does not reach"
     elif misaligned_widths:
         problem = f"grouped products need widths that are multiples of {multiple}, and one is {misaligned_widths[0]}"
+    reason = "grouped_mm, one product for all experts of a block"
+    casts_weights = precision.compute not in (precision.load, "float32")
+    if casts_weights:
+        load_name, compute_name = DTYPE_SHORT_NAMES[precision.load], DTYPE_SHORT_NAMES[precision.compute]
+        reason += (
+            f"; their {load_name} weights are cast to {compute_name} for it, as autocast casts those of other products"
+        )
     if problem is None:
-        return _grouped_implementation(precision)
+        return ExpertsImplementation("grouped_mm", reason, casts_weights)
     if implementation == "grouped_mm":
         raise ConfigError(
             f"model.experts_implementation=grouped_mm: {one_line(config.model.name)} cannot run it, because {problem}; "
             "use auto"
         )
     return ExpertsImplementation("eager", f"eager, not grouped_mm: {problem}")
-
-
-def _grouped_implementation(precision: Precision) -> ExpertsImplementation:
-    reason = "grouped_mm, one product for all experts of a block"
-    if precision.load == precision.compute or precision.compute == "float32":
-        return ExpertsImplementation("grouped_mm", reason)
-    compute_name = DTYPE_SHORT_NAMES[precision.compute]
-    cast_note = (
-        f"; their {DTYPE_SHORT_NAMES[precision.load]} weights are cast to {compute_name} for it, as autocast casts "
-        "those of other products"
-    )
-    return ExpertsImplementation("grouped_mm", reason + cast_note, casts_weights=True)
 
 
 # Compute capability of the first GPUs with PyTorch's grouped products (transformers, integrations/moe.py).

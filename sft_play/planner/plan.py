@@ -62,10 +62,11 @@ class ParameterCounts:
 
     def shares(self) -> dict[str, dict[str, Any]]:
         """`precision_of` of `plan --json`: numbers of parameters, shares of the model's own, and dtypes."""
+        frozen_dtype = self.rest_dtype if self.frozen else None
         groups: dict[str, tuple[int, str | None]] = {
             "quantised": (self.quantised, self.quantised_dtype),
             "adapted": (self.adapters, self.adapter_dtype),
-            "frozen": (self.frozen, self.rest_dtype if self.frozen else None),
+            "frozen": (self.frozen, frozen_dtype),
             "trained": (self.trained, self.adapter_dtype or self.rest_dtype),
         }
         return {
@@ -76,26 +77,34 @@ class ParameterCounts:
 
 def count_parameters(config: RunConfig, shape: ModelShape, precision: Precision, layout: Layout) -> ParameterCounts:
     """The parameters of a run under its layout."""
-    mode, lora = config.tuning.mode, config.tuning.lora
-    is_full, is_nf4 = mode == "full", mode == "qlora"
-    trained_count = trained_parameters(config, shape, element_bytes(config, precision, layout)).params
+    lora = config.tuning.lora
     stacked_tensors = [(stacked, kind.count) for kind in shape.layers for stacked in kind.expert_weights]
-    experts = ExpertParameters(
-        total=sum(count * stacked.weights for stacked, count in stacked_tensors),
-        adapters=0
-        if is_full
-        else sum(count * stacked_adapter_params(stacked, lora) for stacked, count in stacked_tensors),
-    )
-    return ParameterCounts(
+    counts = ParameterCounts(
         total=shape.params,
-        quantised=shape.packable_params if is_nf4 else 0,
-        quantised_dtype="nf4" if is_nf4 else None,
-        adapters=0 if is_full else adapter_params(shape, lora),
-        adapter_dtype=None if is_full else _trained_dtype(adapter_dtype(config, precision), config, precision, layout),
-        trained=trained_count,
-        frozen=shape.untrained_params if is_full else shape.params,
-        rest_dtype=_trained_dtype(precision.load, config, precision, layout) if is_full else precision.load,
-        experts=experts if stacked_tensors else None,
+        quantised=0,
+        quantised_dtype=None,
+        adapters=0,
+        adapter_dtype=None,
+        trained=trained_parameters(config, shape, element_bytes(config, precision, layout)).params,
+        frozen=shape.untrained_params,
+        rest_dtype=_trained_dtype(precision.load, config, precision, layout),
+    )
+    if stacked_tensors:
+        expert_params = sum(count * stacked.weights for stacked, count in stacked_tensors)
+        counts = dataclasses.replace(counts, experts=ExpertParameters(expert_params, adapters=0))
+    if config.tuning.mode == "full":
+        return counts
+    if config.tuning.mode == "qlora":
+        counts = dataclasses.replace(counts, quantised=shape.packable_params, quantised_dtype="nf4")
+    if counts.experts is not None:
+        on_experts = sum(count * stacked_adapter_params(stacked, lora) for stacked, count in stacked_tensors)
+        counts = dataclasses.replace(counts, experts=dataclasses.replace(counts.experts, adapters=on_experts))
+    return dataclasses.replace(
+        counts,
+        adapters=adapter_params(shape, lora),
+        adapter_dtype=_trained_dtype(adapter_dtype(config, precision), config, precision, layout),
+        frozen=shape.params,
+        rest_dtype=precision.load,
     )
 
 
@@ -106,7 +115,9 @@ def _trained_dtype(dtype: DtypeName, config: RunConfig, precision: Precision, la
         return dtype
     if layout.is_zero:
         return precision.compute
-    return "float32" if layout.is_fsdp and config.tuning.mode != "qlora" else dtype
+    if layout.is_fsdp and config.tuning.mode != "qlora":
+        return "float32"
+    return dtype
 
 
 def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
@@ -114,7 +125,9 @@ def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
     counts, lora, experts = parameters, config.tuning.lora, parameters.experts
     selection_note = "; tuning.trainable chooses of what is trained" * (config.tuning.trainable != "all")
     if counts.adapter_dtype is None:
-        share_text = f"{format_count(counts.trained)} of" if counts.frozen else "all of"
+        share_text = "all of"
+        if counts.frozen:
+            share_text = f"{format_count(counts.trained)} of"
         frozen_note = ", the others get no gradient by their class" * bool(counts.frozen)
         return (
             f"Parameters: {share_text} {format_count(counts.total)} are trained in "
@@ -132,9 +145,9 @@ def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
     elif experts is not None:
         text += ", none on experts (tuning.lora.target_parameters=auto)"
     if copied_params := counts.trained - counts.adapters:
-        parts = {"tuning.lora.modules_to_save": f"copies of {', '.join(lora.modules_to_save)}"}
-        if not lora.modules_to_save:
-            parts = {}
+        parts = {}
+        if lora.modules_to_save:
+            parts["tuning.lora.modules_to_save"] = f"copies of {', '.join(lora.modules_to_save)}"
         if config.model.add_tokens:
             parts["model.add_tokens"] = "rows of new tokens"
         text += f"; {' and '.join(parts.values())} that train: {format_count(copied_params)} ({', '.join(parts)})"
@@ -293,16 +306,22 @@ class Plan:
         if self.run_length is None:
             return None
         gpus, hours, price = self.hardware.gpus, self.hours, self.hardware.price_per_gpu_hour
-        gpu_hours = hours * len(gpus) if hours is not None and gpus else None
-        # power limits are an upper bound of what the cards draw; hosts are not counted
-        watts = sum(gpu.tdp_watts or 0 for gpu in gpus) if all(gpu.tdp_watts for gpu in gpus) else 0
+        gpu_hours = energy_kwh = cost = None
+        if hours is not None and gpus:
+            gpu_hours = hours * len(gpus)
+            # power limits are an upper bound of what the cards draw; hosts are not counted
+            watts = [gpu.tdp_watts or 0 for gpu in gpus]
+            if all(watts):
+                energy_kwh = hours * sum(watts) / 1000
+            if price is not None:
+                cost = gpu_hours * price
         return {
             "steps": self.run_length.steps,
             "tokens": self.run_length.tokens,
             "hours": hours,
             "gpu_hours": gpu_hours,
-            "energy_kwh": hours * watts / 1000 if hours is not None and watts else None,
-            "cost": gpu_hours * price if gpu_hours is not None and price is not None else None,
+            "energy_kwh": energy_kwh,
+            "cost": cost,
         }
 
 
@@ -313,7 +332,9 @@ _OTHER_JSON_FIELDS = ("choice", "budget_bytes", "run_length", "hardware", "candi
 def _plain_data(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain_data(part) for part in value]
-    return asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value
 
 
 # A plan, and DeepSpeed's config where DeepSpeed runs it.
@@ -329,11 +350,11 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         "suggestions": data["ways_out"],
         "run_length": data["run"],
     }
-    return _plan_reader().validate_python({**data, **renamed_fields})
+    return _plan_adapter().validate_python({**data, **renamed_fields})
 
 
 @functools.cache
-def _plan_reader() -> TypeAdapter[Plan]:
+def _plan_adapter() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)
 
 
@@ -349,12 +370,15 @@ def require_fit(plan: Plan, config: RunConfig, *, is_resumed: bool = False) -> N
 def format_misfit(plan: Plan, config: RunConfig) -> str:
     """What does not fit, with what it needs, and the changes that would make it fit."""
     rows, needs = plan.batch.micro_batch, format_needs(plan.choice, term_count=3)
-    device = plan.hardware.gpus[0].name if plan.hardware.gpus else "the CPU"
+    device, advice = "the CPU", "try a smaller model"
+    if plan.hardware.gpus:
+        device = plan.hardware.gpus[0].name
     suggestions = plan.suggestions[:5] or plan.not_enough[:3]
     changes = ", ".join(f"{suggestion.change} ({suggestion.needs})" for suggestion in suggestions)
-    advice = "try a smaller model"
-    if suggestions:
-        advice = f"try {changes}" if plan.suggestions else f"not even {changes} would be enough"
+    if plan.suggestions:
+        advice = f"try {changes}"
+    elif suggestions:
+        advice = f"not even {changes} would be enough"
     return (
         f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {device}: "
         f"{plural(rows, 'sequence')} of {plan.choice.step.seq_len} tokens at a time in layout {plan.layout} "
@@ -367,7 +391,8 @@ def device_budget_bytes(hardware: Hardware) -> int:
     if not hardware.gpus:
         return hardware.ram_free_bytes // hardware.ranks_per_node  # without GPUs: the CPU processes of a node
     # all ranks run the same plan, so the GPU with the least room decides
-    return min(gpu.total_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in hardware.gpus)
+    free_bytes = [gpu.free_bytes for gpu in hardware.gpus if gpu.free_bytes is not None]
+    return min(free_bytes + [gpu.total_bytes for gpu in hardware.gpus if gpu.free_bytes is None])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -411,20 +436,17 @@ def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> Disk
     weights_bytes = trained.itemsize * trained.params
     checkpoint_bytes = plan.memory.checkpoint_bytes
     if layout.is_zero:  # DeepSpeed's files and the trainer's each hold the weights; ZeRO-3's own only as fp32 masters
-        checkpoint_bytes += (1 if layout.shards_params else 2) * weights_bytes
-    # A new checkpoint is complete before the oldest is deleted, and the best one is kept beside the limit.
-    train = config.train
-    kept_at_once = None if train.save_total_limit is None else train.save_total_limit + train.load_best_model_at_end + 1
+        checkpoint_bytes += (2 - layout.shards_params) * weights_bytes
+    train, checkpoint_counts = config.train, []
+    if train.save_total_limit is not None:
+        # a new checkpoint is complete before the oldest is deleted, and the best one is kept beside the limit
+        checkpoint_counts.append(train.save_total_limit + train.load_best_model_at_end + 1)
     save_interval = config.eval.steps if train.load_best_model_at_end else train.save_steps
     if not save_interval and plan.row_tokens is not None:  # after each epoch, of which train.max_steps may be several
         save_interval = math.ceil(plan.row_tokens.rows / plan.batch.effective_batch)
-    total_saves: int | None = None if train.max_steps else math.ceil(train.epochs)
-    if save_interval:
-        total_saves = None if plan.run_length is None else math.ceil(plan.run_length.steps / save_interval)
-    checkpoint_counts = [count for count in (total_saves, kept_at_once) if count is not None]
+    if save_interval and plan.run_length is not None:
+        checkpoint_counts.append(math.ceil(plan.run_length.steps / save_interval))
+    elif not save_interval and not train.max_steps:
+        checkpoint_counts.append(math.ceil(train.epochs))
     # the fewer of the two bounds: a short run writes fewer checkpoints than the limit allows
-    return DiskUsage(
-        checkpoint_bytes + OTHER_BYTES,
-        weights_bytes + OTHER_BYTES,
-        min(checkpoint_counts) if checkpoint_counts else None,
-    )
+    return DiskUsage(checkpoint_bytes + OTHER_BYTES, weights_bytes + OTHER_BYTES, min(checkpoint_counts, default=None))

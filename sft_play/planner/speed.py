@@ -139,18 +139,14 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
     return Traffic((weights,), tuple(reductions), (), sync.reductions_per_step)
 
 
-def base_weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> float:
-    """Bytes of all weights but adapters as they are sent: 4-bit ones packed."""
-    if config.tuning.mode != "qlora":
-        return float(shape.params * itemsize)
-    return 0.5 * shape.linear_params + itemsize * (shape.params - shape.linear_params)
-
-
-def _weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> float:
-    weight_bytes = base_weight_bytes(config, shape, itemsize)
-    if config.tuning.mode == "full":
-        return weight_bytes
-    return weight_bytes + itemsize * trained_parameters(config, shape, ElementBytes()).params
+def _weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int, *, with_adapters: bool = True) -> float:
+    """Bytes of all weights as they are sent: 4-bit ones packed."""
+    weight_bytes = float(shape.params * itemsize)
+    if config.tuning.mode == "qlora":
+        weight_bytes = 0.5 * shape.linear_params + itemsize * (shape.params - shape.linear_params)
+    if with_adapters and config.tuning.mode != "full":
+        weight_bytes += itemsize * trained_parameters(config, shape, ElementBytes()).params
+    return weight_bytes
 
 
 def _zero3_gathered_bytes(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> float:
@@ -161,7 +157,7 @@ def _zero3_gathered_bytes(config: RunConfig, shape: ModelShape, precision: Preci
     recomputed_share = step.recomputed_layers(layers) / layers
     counted_params = shape.params - (0.5 * shape.linear_params if config.tuning.mode == "qlora" else 0.0)
     kept_share = min(1.0, ZERO_REUSE_PARAMS / (2 + recomputed_share) / counted_params)
-    block_params = counted_params - (1 if shape.tied else 2) * shape.embedding_table_params
+    block_params = counted_params - shape.table_count * shape.embedding_table_params
     regathered_share = max(0.0, block_params - layers * ZERO_REUSE_PARAMS / 2) / counted_params
     return weight_bytes * (2 - kept_share + recomputed_share * regathered_share)
 
@@ -201,9 +197,9 @@ COMPILE_CHECK_S = 20.0
 def check_compile_options(config: RunConfig) -> None:
     """Raises ConfigError for settings beside which blocks are not compiled."""
     train = config.train
-    conflicts = (
-        [f"train.kernels={train.kernels} (none: the compiler writes such kernels)"] if train.kernels != "none" else []
-    )
+    conflicts = []
+    if train.kernels != "none":
+        conflicts.append(f"train.kernels={train.kernels} (none: the compiler writes such kernels)")
     if train.gradient_checkpointing == "offload":
         conflicts.append("train.gradient_checkpointing=offload (true: a compiled block moves nothing to RAM)")
     if train.compile and conflicts:
@@ -253,12 +249,12 @@ def liger_saved_bytes(shape: ModelShape, operations: ReplacedOperations, *, e: i
     norm_backward_bytes = cast_bytes + 68 - e
     for kind in shape.layers:
         has_attention = kind.attention != "none"
-        head_width = shape.q_width + shape.kv_width if has_attention else 0
+        head_width = (shape.q_width + shape.kv_width) * has_attention
         normed_width = shape.norms_per_layer * shape.hidden_size
         # norms of heads are replaced only where the package's function for the class does so
-        normed_width += head_width if shape.has_qk_norm and operations.replaces_head_norms else 0
-        rotated_width = head_width * shape.rotary_dim // max(1, shape.head_dim) if operations.replaces_rotation else 0
-        gated_width = kind.mlp_width if operations.replaces_gate else 0
+        normed_width += head_width * (shape.has_qk_norm and operations.replaces_head_norms)
+        rotated_width = head_width * shape.rotary_dim // max(1, shape.head_dim) * operations.replaces_rotation
+        gated_width = kind.mlp_width * operations.replaces_gate
         # rotation: times cos, half negated, put together, times sin, added: 10 e, and 15 e back, against 2 e
         forward_bytes += kind.count * (normed_width * norm_forward_bytes + rotated_width * 8 * e + gated_width * 2 * e)
         backward_bytes += kind.count * (
@@ -272,12 +268,10 @@ def liger_saved_starts_s(shape: ModelShape, operations: ReplacedOperations, *, r
     seconds = 0.0
     for kind in shape.layers:
         has_attention = kind.attention != "none"
-        norm_count = shape.norms_per_layer + (
-            2 if has_attention and shape.has_qk_norm and operations.replaces_head_norms else 0
-        )
-        seconds += kind.count * (
-            norm_count * NORM_START_S + (ROTATION_START_S if has_attention and operations.replaces_rotation else 0.0)
-        )
+        norm_count = shape.norms_per_layer
+        norm_count += 2 * (has_attention and shape.has_qk_norm and operations.replaces_head_norms)
+        rotation_s = ROTATION_START_S * (has_attention and operations.replaces_rotation)
+        seconds += kind.count * (norm_count * NORM_START_S + rotation_s)
     return seconds * (1 + recomputed_share / 2)
 
 
@@ -671,8 +665,8 @@ class _Roofline:
                 exposed_s += self._memory_seconds(BUCKET_COPIES * message_bytes)
         if layout.offloads_params:
             # weights come from RAM for the forward and for the backward pass
-            read_bytes = 2 * base_weight_bytes(self.config, shape, self._compute_itemsize) / layout.tensor_parallel
-            exposed_s += grad_accum * max(0.0, read_bytes / NOMINAL_LINK - hidden_s)
+            weight_bytes = _weight_bytes(self.config, shape, self._compute_itemsize, with_adapters=False)
+            exposed_s += grad_accum * max(0.0, 2 * weight_bytes / layout.tensor_parallel / NOMINAL_LINK - hidden_s)
         recomputes = self.step.checkpointed_layers != 0
         key_width = max(shape.kv_width, layout.context_parallel * shape.head_dim)  # repeated for more ranks than heads
         # ranks that share a block's products or a row's tokens exchange in every block, and nothing hides that: the
@@ -732,11 +726,6 @@ def _link_bytes_per_s(ranks: int, rates: Rates, *, per_node: int | None = None) 
         return node_link
     node_ranks = rates.gpus_per_node if per_node is None else per_node
     return min(node_link, rates.network_bytes_per_s * LINK_SHARE * node_ranks / rates.gpus_per_node)
-
-
-def model_flop_utilisation(speed: Speed, rates: Rates) -> float | None:
-    """Model FLOP utilisation: the model's own operations per second over the peak; None where no peak is known."""
-    return speed.model_flops / speed.step_s / rates.matrix_flops_per_s if rates.is_known else None
 
 
 # --- how far it may be off: published speeds that nothing was fitted to (benchmarks/speed.json) ----------------------

@@ -464,22 +464,19 @@ def _add_adapters(model: Any, settings: StepSettings) -> Any:
         raise ModelError(f"PEFT refuses the adapters: {one_line(str(error), limit=300)}") from error
     if not settings.casts_inputs:
         importlib.import_module("sft_play.training.model.adapters").cast_outside_autocast(model)
-    dtype = trained_tensor_dtype(settings)
+    # PEFT creates them in fp32 beside plain weights; TRL casts those of a quantised model to bf16, DoRA's magnitudes
+    # aside, and this toolkit to fp32 where the run computes in another type
+    dtype = None
+    if settings.adapters is not None:
+        dtype = getattr(torch, settings.adapters)
+    elif settings.mode == "qlora":
+        has_wide_adapters = settings.autocast == "float16" or settings.weights == "float32"
+        dtype = torch.float32 if has_wide_adapters else torch.bfloat16
     if dtype is not None:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(dtype)
     return model
-
-
-def trained_tensor_dtype(settings: StepSettings) -> torch.dtype | None:
-    """The dtype that trained tensors are cast to after PEFT created them; None: unchanged. TRL casts those of a
-    quantised model to bf16, DoRA's magnitudes aside; this toolkit to fp32 where the run computes in another type."""
-    if settings.adapters is not None:
-        return getattr(torch, settings.adapters)
-    if settings.mode != "qlora":
-        return None
-    return torch.float32 if settings.autocast == "float16" or settings.weights == "float32" else torch.bfloat16
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ their settings, shapes by their config.json. Failures are not, nor what came fro
 code.
 """
 
+import importlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -23,7 +25,6 @@ from sft_play.machine.software import load_or_measure
 from sft_play.models.config_json import (
     load_config_json,
     parse_model_shape,
-    published_params_note,
     quantised_storage_note,
     refuse_quantised,
     refuse_remote_code,
@@ -188,17 +189,17 @@ def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
 
 
 # --- remembered -------------------------------------------------------------------------------------------------------
+def _import_step() -> ModuleType:
+    """`trace.step`, which brings torch and transformers: it is loaded where something is measured."""
+    with importing():
+        return importlib.import_module("sft_play.trace.step")
+
+
 def cached_trace(settings: StepSettings) -> TracedPeak:
     """`step.trace_step`, remembered; raises as that does."""
 
-    def measure() -> TracedPeak:
-        with importing():
-            from sft_play.trace import step
-        return step.trace_step(settings)
-
-    return load_or_measure(
-        "traces", {"settings": settings.canonical_text(), "trace": TRACE_VERSION}, _PEAK_ADAPTER, measure
-    )
+    key_fields = {"settings": settings.canonical_text(), "trace": TRACE_VERSION}
+    return load_or_measure("traces", key_fields, _PEAK_ADAPTER, lambda: _import_step().trace_step(settings))
 
 
 def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
@@ -313,7 +314,7 @@ class BlockMeter:
         return replace(
             settings,
             code=self.remote_code,
-            loss="logits" if shape.has_custom_logits else "chunked",
+            loss=shape.loss_name,
             kernels="plain",
             weights=dtypes_by_size[element_bytes.weights],
             eval_mask=row_mask(has_padding=is_eval_padded, uses_masks=step.masks)
@@ -351,11 +352,9 @@ class BlockMeasurement:
             batches = (upper // 2, upper)
         measured_batches = self._load_measured_batches(batches, length)
         next_measured = next(one for one in measured_batches if one.batch >= rows)
-        return (
-            next_measured
-            if next_measured.batch == rows
-            else interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
-        )
+        if next_measured.batch == rows:
+            return next_measured
+        return interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
 
     def _load_measured_batches(self, batches: tuple[int, ...], length: int) -> list[MeasuredBlocks]:
         key_fields = {
@@ -378,6 +377,7 @@ class BlockMeasurement:
             _MODE_TEXTS[self.block_mode],
         )
         problem = ""
+        # a class may not take boundaries: then its rows are padded, as a run pads them
         for measurement in (self, replace(self, settings=self.padded_settings))[
             : 1 + (self.padded_settings is not self.settings)
         ]:
@@ -395,9 +395,16 @@ class BlockMeasurement:
             ) from None
 
     def _measure_fake(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
-        if length > 4 * self._chunk_tokens and self._is_linear_in_tokens and self._needs_more_operators():
-            return self._measure_short_rows(batches, length)
-        return self._run_blocks([(rows, length) for rows in batches])
+        is_short = length <= 4 * self._chunk_tokens
+        if is_short or not self._is_linear_in_tokens or not self._needs_more_operators():
+            return self._run_blocks([(rows, length) for rows in batches])
+        # as many tokens in short rows of two lengths, extrapolated to rows of `length`
+        sizes = (2 * self._chunk_tokens, self._chunk_tokens)
+        measured = iter(self._run_blocks([(-(-rows * length // size), size) for rows in batches for size in sizes]))
+        return [
+            replace(interpolate(few, many, rows), ends=())
+            for rows, few, many in zip(batches, measured, measured, strict=True)
+        ]
 
     @property
     def _chunk_tokens(self) -> int:
@@ -413,20 +420,17 @@ class BlockMeasurement:
         return settings.attention != "eager" and "padded" not in (settings.mask, settings.eval_mask)
 
     def _needs_more_operators(self) -> bool:
-        with importing():
-            from sft_play.trace.blocks import count_operators
-        sizes = (2 * self._chunk_tokens, self._chunk_tokens)
-        long, short = count_operators(self.settings, [(1, size) for size in sizes], depth=len(self.kind_indices))
-        return long > short
+        batch_shapes = [(1, 2 * self._chunk_tokens), (1, self._chunk_tokens)]
+        long, short = _import_step().count_operators(self.settings, batch_shapes, depth=len(self.kind_indices))
+        return bool(long > short)
 
     def _run_blocks(
         self, batch_shapes: Sequence[tuple[int, int]], *, uses_real_tensors: bool = False
     ) -> list[MeasuredBlocks]:
-        with importing():
-            from sft_play.trace.blocks import run_blocks
-        # of real tensors the CPU has no kernel that holds what a GPU's would
-        settings = replace(self.settings, attention="eager") if uses_real_tensors else self.settings
-        return run_blocks(
+        settings = self.settings
+        if uses_real_tensors:  # of which the CPU has no kernel that holds what a GPU's would
+            settings = replace(settings, attention="eager")
+        measured: list[MeasuredBlocks] = _import_step().run_blocks(
             settings,
             batch_shapes,
             self.block_mode,
@@ -434,16 +438,7 @@ class BlockMeasurement:
             is_accumulating=self.is_accumulating,
             uses_real_tensors=uses_real_tensors,
         )
-
-    def _measure_short_rows(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
-        """Measure as many tokens in short rows of two lengths, and extrapolate to rows of `length`."""
-        sizes = (2 * self._chunk_tokens, self._chunk_tokens)
-        batch_shapes = [(-(-rows * length // size), size) for rows in batches for size in sizes]
-        measured = iter(self._run_blocks(batch_shapes))
-        return [
-            replace(interpolate(few, many, rows), ends=())
-            for rows, few, many in zip(batches, measured, measured, strict=True)
-        ]
+        return measured
 
     def _measure_on_cpu(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         """Measure a few real tokens, in rows of two lengths, and extrapolate to all tokens."""
@@ -491,9 +486,6 @@ def load_run_model_shape(config: RunConfig) -> ModelShape:
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
     refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
     shape = load_planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
-    published_note = published_params_note(model.name, model.revision, shape.params)
     storage_note = quantised_storage_note(fields, config.tuning.mode)
     shape = configured_shape(config, shape)
-    return replace(
-        shape, text_only_note=text_only_note(fields), storage_note=storage_note, published_note=published_note
-    )
+    return replace(shape, text_only_note=text_only_note(fields), storage_note=storage_note)

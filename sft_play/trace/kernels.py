@@ -157,7 +157,8 @@ def _masked_attention(
     scale: float | None,
 ) -> Any:
     """The memory-efficient kernel, whose mask is additive with rows of a multiple of 8; or cuDNN's, as it is."""
-    mask = None if mask is None else _mask_to_bias(mask, query.dtype)
+    if mask is not None and mask.dtype == torch.bool:  # what is added to scores (attention.cpp)
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     needs_gradient = _needs_gradient(query, key, value)
     if kernel == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(
@@ -171,13 +172,6 @@ def _masked_attention(
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, needs_gradient, dropout, is_causal, scale=scale
     )[0]
-
-
-def _mask_to_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores (attention.cpp, `convert_boolean_attn_mask`)."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
 # --- the package flash-attn, under transformers' own interface --------------------------------------------------------

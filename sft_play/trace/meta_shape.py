@@ -79,7 +79,11 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
     refuse_absurd_sizes(config, name=name)
     refuse_remote_code(dict(config), name=name, allowed=trust_remote_code)
     try:
-        hf_config = _hf_config(config, name, trust_remote_code)
+        if trust_remote_code and config.get("auto_map"):
+            hf_config = drop_kernel_choices(AutoConfig.from_pretrained(name, trust_remote_code=True)).get_text_config()
+        else:
+            fields = {key: value for key, value in config.items() if key != "model_type"}
+            hf_config = prepare_text_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
         if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (trust_remote_code and config.get("auto_map")):
             raise ModelError(
                 f"model {one_line(name)} is a {type(hf_config).__name__}, which transformers does not know as a causal "
@@ -112,13 +116,6 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
     )  # fmt: skip
 
 
-def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:
-    if trust_remote_code and config.get("auto_map"):
-        return drop_kernel_choices(AutoConfig.from_pretrained(name, trust_remote_code=True)).get_text_config()
-    fields = {key: value for key, value in config.items() if key != "model_type"}
-    return prepare_text_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
-
-
 def measure_shape(
     model: nn.Module, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
 ) -> ModelShape:
@@ -129,7 +126,9 @@ def measure_shape(
         raise ModelError(
             f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
         )
-    attention_kinds, packages = _layer_attention_kinds(hf_config, len(blocks)), _replacing_packages(model)
+    attention_kinds = _layer_attention_kinds(hf_config, len(blocks))
+    package_names = (_DISTRIBUTIONS.get(one, one.replace("_", "-")) for one, _ in replaceable_functions(model))
+    packages = tuple(dict.fromkeys(package_names))
     block_kinds = _measure_blocks(model, hf_config, attention_kinds, packages, without_adapter)
     kinds = list(dict.fromkeys(block_kinds))
     commonest = max(kinds, key=block_kinds.count)
@@ -165,7 +164,11 @@ def measure_shape(
         and not any(hasattr(module, "is_concatenated") for module in model.modules()),
         kernel_packages=packages,
         has_head_bias=getattr(head, "bias", None) is not None,
-        norms_per_layer=_count_norms(blocks[block_kinds.index(commonest)], hidden),
+        norms_per_layer=sum(
+            any(tensor.numel() == hidden for tensor in part.parameters(recurse=False))
+            for part in blocks[block_kinds.index(commonest)].children()
+            if _is_norm(part)
+        ),
         embedding_width=0 if width == hidden else width,
         uses_alibi=bool(_config_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
         caps_logits=_config_field(hf_config, "final_logit_softcapping") is not None,
@@ -208,22 +211,13 @@ def _measure_blocks(
         # Inkling 2's blocks read the states at all boundaries before them
         boundaries += getattr(block, "is_block_boundary", False) is True
         kind = replace(kind, settings=f"{kind.settings}, {boundaries}") if boundaries else kind
-        measured.append(_mark_linears(kind, f"{path}.{index}.", without_adapter, unpacked))
+        linears = []
+        for linear in kind.linears:
+            name = f"{path}.{index}.{linear.path}"
+            is_packable = linear.is_packable and name not in unpacked and wildcard_name(name) not in unpacked
+            linears.append(replace(linear, adaptable=name not in without_adapter, is_packable=is_packable))
+        measured.append(replace(kind, linears=tuple(linears)))
     return measured
-
-
-def _mark_linears(kind: LayerKind, prefix: str, without_adapter: Container[str], unpacked: Container[str]) -> LayerKind:
-    linears = (
-        replace(
-            one,
-            adaptable=prefix + one.path not in without_adapter,
-            is_packable=one.is_packable
-            and prefix + one.path not in unpacked
-            and wildcard_name(prefix + one.path) not in unpacked,
-        )
-        for one in kind.linears
-    )
-    return replace(kind, linears=tuple(linears))
 
 
 def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Container[str]) -> tuple[LinearShape, ...]:
@@ -231,14 +225,6 @@ def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Cont
         replace(_linear_shape(module_path.rpartition(".")[2], module), adaptable=module_path not in without_adapter)
         for module_path, module in model.named_modules()
         if _is_linear(module) and module is not head and not module_path.startswith(f"{path}.")
-    )
-
-
-def _count_norms(block: nn.Module, hidden: int) -> int:
-    return sum(
-        any(tensor.numel() == hidden for tensor in part.parameters(recurse=False))
-        for part in block.children()
-        if _is_norm(part)
     )
 
 
@@ -269,11 +255,6 @@ def _layer_attention_kinds(hf_config: Any, count: int) -> list[AttentionKind]:
 def _per_layer_field(hf_config: Any, name: str, count: int) -> Sequence[Any] | None:
     values = _config_field(hf_config, name)
     return values if isinstance(values, list | tuple) and len(values) == count else None
-
-
-def _replacing_packages(model: nn.Module) -> tuple[str, ...]:
-    names = (package for package, _ in replaceable_functions(model))
-    return tuple(dict.fromkeys(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in names))
 
 
 def _to_attention_kind(name: str) -> AttentionKind:
@@ -332,7 +313,6 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         expert_width=width,
         expert_params=sum(tensor.numel() for _, tensor in experts),
         expert_weights=tuple(StackedExpertWeight(path, *tensor.shape) for path, tensor in experts if tensor.dim() == 3),
-        shared_width=mlp if experts else 0,
         router_params=sum(
             count_module_parameters(module)
             for path, module in modules.items()

@@ -121,10 +121,12 @@ class CachingAllocator:
         if nbytes == 0:
             return
         size = round_size(nbytes)
+        # small and large requests never share a segment, nor do streams: what one frees the other cannot reuse
         kind = (size <= SMALL_SIZE, stream)
         if kind not in self._pools:
             self._pools[kind] = _BlockPool(is_small=kind[0], stream=stream)
         pool = self._pools[kind]
+        # a cached block first: only where none fits does the device give more, and `reserved_bytes` grow
         block = self._get_free_block(pool, size) or self._alloc_block(pool, size)
         self._split_block(block, size)
         block.allocated = True
@@ -178,6 +180,7 @@ class CachingAllocator:
 
     def _try_merge_blocks(self, block: _Block) -> _Block:
         """Join a block with free neighbours of its kind; returns the joined one, which is in no pool."""
+        # a neighbour is in its pool by its old size, so it leaves the pool before it grows
         if (before := block.prev) is not None and not before.allocated and before.mapped == block.mapped:
             block.pool.remove(before)
             block.ptr, block.size, block.prev = before.ptr, block.size + before.size, before.prev
@@ -196,7 +199,7 @@ class CachingAllocator:
         segment = allocation_size(size)
         self._reserve_bytes(segment)
         block = _Block(self._next_ptr, segment, pool)
-        self._next_ptr += segment + ROUND_LARGE
+        self._next_ptr += segment + ROUND_LARGE  # a gap: blocks of two segments are no neighbours
         return block
 
     def _reserve_bytes(self, nbytes: int) -> None:
@@ -207,6 +210,7 @@ class CachingAllocator:
     def _try_allocate_expandable_block(self, pool: _BlockPool, size: int) -> _Block:
         """A free block of at least `size`, grown into unmapped address space."""
         block = self._find_expandable_block(pool, size)
+        # memory is mapped piece by piece, as upstream does: each piece joins the free block before it
         if not block.mapped:
             block = self._map_block(block, min(block.size, size))
         while block.size < size:
@@ -266,7 +270,9 @@ class CachingAllocator:
 
 def _expandable_size(block: _Block) -> int:
     next_block = block.next
-    return block.size + (next_block.size if next_block is not None and not next_block.mapped else 0)
+    if next_block is None or next_block.mapped:
+        return block.size
+    return block.size + next_block.size
 
 
 # Kinds of events: a storage is allocated (key, bytes, stream) or freed (key), a phase starts (name, step), the cache

@@ -46,11 +46,6 @@ def nf4_bytes(elements: int) -> int:
     return math.ceil(elements / 2) + blocks + 4 * math.ceil(blocks / ABSMAX_BLOCK) + 1024 + 4 + 64
 
 
-def nf4_packed_bytes(elements: int) -> int:
-    """Bytes of the packed weights alone, which FSDP can shard with a float storage dtype (`bnb_4bit_quant_storage`)."""
-    return math.ceil(elements / 2)
-
-
 def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
     """Elements, count and whether qlora packs it, of the tensors that can be large: matrices, embedding, head."""
     for elements, count in shape.packable_sizes:
@@ -58,7 +53,7 @@ def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
     for linear, count in shape.linears:
         if not linear.is_packable:
             yield linear.weights, count, False
-    yield shape.embedding_table_params, 1 if shape.tied else 2, False
+    yield shape.embedding_table_params, shape.table_count, False
 
 
 def largest_tensor_elements(shape: ModelShape) -> int:
@@ -73,11 +68,9 @@ def weight_bytes(shape: ModelShape, *, itemsize: int, is_nf4: bool) -> int:
         count * segment_remainder(elements // 2 if is_nf4 and packs else itemsize * elements)
         for elements, count, packs in large_tensors(shape)
     )
-    return (
-        (nf4_total if is_nf4 else itemsize * shape.packable_params)
-        + itemsize * (shape.params - shape.packable_params)
-        + remainders
-    )
+    if is_nf4:
+        return nf4_total + itemsize * (shape.params - shape.packable_params) + remainders
+    return itemsize * shape.params + remainders
 
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
@@ -152,7 +145,7 @@ def trained_parameters(config: RunConfig, shape: ModelShape, element_bytes: Elem
             shape.params - shape.untrained_params, element_bytes.weights,
             trains_embedding=True, trains_head=True, state_itemsize=element_bytes.states or element_bytes.weights,
             small_tensor_params=shape.other_params, largest_elements=largest_tensor_elements(shape),
-            matrix_sides=linear_sides + (1 if shape.tied else 2) * table_sides + shape.other_params,
+            matrix_sides=linear_sides + shape.table_count * table_sides + shape.other_params,
         )  # fmt: skip
     lora = config.tuning.lora
     copied_modules = {name.rpartition(".")[2] for name in lora.modules_to_save}
@@ -179,10 +172,13 @@ def trained_parameters(config: RunConfig, shape: ModelShape, element_bytes: Elem
 
 def optimizer_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters, *, is_full: bool) -> int:
     """Optimizer states in the allocator. AdamW: two of the parameter's dtype (torch keeps states in it), Muon one;
-    bitsandbytes' own: `bitsandbytes_state_bytes`, without those that are paged; Adafactor: a row and a column of fp32
-    for each matrix."""
+    bitsandbytes' own, two of AdamW and one of Lion: fp32, or a byte and a 256th of an fp32 absmax, without those that
+    are paged; those of whole embeddings are fp32 always (transformers' `create_optimizer`). Adafactor: a row and a
+    column of fp32 for each matrix."""
     if optim in BITSANDBYTES_OPTIMIZERS:
-        return bitsandbytes_state_bytes(optim, shape, parameters) - paged_bytes(optim, shape, parameters)
+        states, fp32_params = _state_counts(optim, shape, parameters)
+        state_bytes = states * (4 * fp32_params + (parameters.params - fp32_params) * (1 + 4 / STATE_BLOCK))
+        return int(state_bytes) - paged_bytes(optim, shape, parameters)
     if optim == "adafactor":
         return 4 * parameters.matrix_sides
     state_bytes = 2 * parameters.state_itemsize * parameters.params
@@ -191,13 +187,6 @@ def optimizer_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters
     if optim == "muon":  # a single state of each matrix
         state_bytes -= parameters.state_itemsize * sum(count * linear.weights for linear, count in shape.linears)
     return state_bytes
-
-
-def bitsandbytes_state_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
-    """States of bitsandbytes' optimizers, two of AdamW and one of Lion: fp32, or a byte and a 256th of an fp32 absmax.
-    Those of whole embeddings are fp32 always (transformers' `create_optimizer`)."""
-    states, fp32_params = _state_counts(optim, shape, parameters)
-    return int(states * (4 * fp32_params + (parameters.params - fp32_params) * (1 + 4 / STATE_BLOCK)))
 
 
 def paged_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
@@ -210,7 +199,7 @@ def paged_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) ->
 
 def _state_counts(optim: str, shape: ModelShape, parameters: TrainedParameters) -> tuple[int, int]:
     """States of a parameter, and parameters whose states are fp32."""
-    states = 1 if "lion" in optim else 2
+    states = 2 - ("lion" in optim)
     if "32bit" in optim:
         return states, parameters.params
     return states, shape.embedding_params * parameters.trains_embedding
@@ -339,28 +328,23 @@ def tensor_parallel_parameters(
         return parameters
     if config.tuning.mode == "full":
         return replace(parameters, params=parameters.params - _other_ranks_params(shape, ranks))
-    return replace(parameters, params=parameters.params - other_ranks_adapter_params(config, shape, ranks))
-
-
-def _other_ranks_params(shape: ModelShape, ranks: int) -> int:
-    return sum(kind.count * kind.linear_weights for kind in shape.layers) * (ranks - 1) // ranks
-
-
-def other_ranks_adapter_params(config: RunConfig, shape: ModelShape, ranks: int) -> int:
-    """LoRA parameters that belong to other ranks of a tensor-parallel group: lora_B of layers divided by their outputs,
-    lora_A of those divided by their inputs."""
+    # other ranks have a part of lora_B in layers divided by their outputs, of lora_A in those divided by their inputs
     lora, sides = config.tuning.lora, 0
     for kind in shape.layers:
         for role, linear in linears_by_role(kind, shape).items():
             if is_target(linear, lora.target_modules):
                 rank_linear = tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES)
                 sides += kind.count * (linear.inputs - rank_linear.inputs + linear.outputs - rank_linear.outputs)
-    return lora.stored_rank * sides
+    return replace(parameters, params=parameters.params - lora.stored_rank * sides)
+
+
+def _other_ranks_params(shape: ModelShape, ranks: int) -> int:
+    return sum(kind.count * kind.linear_weights for kind in shape.layers) * (ranks - 1) // ranks
 
 
 def _nf4_constant_bytes(shape: ModelShape) -> int:
     """What NF4 holds beside its packed weights: absmax and codes, which are not parameters and so are never sharded."""
-    return sum(count * (nf4_bytes(elements) - nf4_packed_bytes(elements)) for elements, count in shape.packable_sizes)
+    return sum(count * (nf4_bytes(elements) - -(-elements // 2)) for elements, count in shape.packable_sizes)
 
 
 def _zero_resident_bytes(
@@ -437,11 +421,6 @@ class GatherBuffers:
         """When the tail is gathered: the last block's buffer, the tail's, and its parameters."""
         return self.blocks[-1] + 2 * self.tail
 
-    @property
-    def head_backward_bytes(self) -> int:
-        """While the head runs backward: its parameters and the last block's buffer."""
-        return self.tail + self.blocks[-1]
-
     def _prefetched_unit(self, layer: int) -> int:
         """The unit that is gathered while block `layer` runs backward: the one before it in the forward pass."""
         return (self.embedding, *self.blocks)[layer]
@@ -467,7 +446,7 @@ class GatherBuffers:
         """When the embedding runs backward: gathered; with its gradient; when that is sharded."""
         last_reduction = int(self.blocks[0] * self.trained_share)
         # tied: the head's gradient of the same table is there too
-        gradients = embedding_gradient * (2 if self._tied_embedding else 1)
+        gradients = embedding_gradient * (1 + bool(self._tied_embedding))
         return (
             2 * self.embedding,
             (self.embedding or self.tail) + last_reduction + gradients,
@@ -498,8 +477,8 @@ def _unit_bytes(kind: LayerKind, *, itemsize: int, is_nf4: bool, lora: LoraConfi
     adapters = 0 if lora is None else itemsize * block_adapter_params(kind, lora)
     if not is_nf4:
         return itemsize * kind.params + adapters
-    # constants are whole on every rank already
-    packed = sum(nf4_packed_bytes(elements) for elements in kind.packable_sizes)
+    # constants are whole on every rank already; FSDP shards what is packed (`bnb_4bit_quant_storage`)
+    packed = sum(-(-elements // 2) for elements in kind.packable_sizes)
     return packed + itemsize * (kind.params - sum(kind.packable_sizes)) + adapters
 
 

@@ -139,7 +139,11 @@ class StepMemorySimulation:
         if layout.is_fsdp and loaded_element_bytes.autocast is not None:
             gathered_itemsize = DTYPE_BYTES[self.gradient_sync.gathered_dtype]
             self.element_bytes = ElementBytes(gathered_itemsize, loaded_element_bytes.autocast, gathered_itemsize)
-        self.weight_itemsize = self.element_bytes.weights if layout.is_fsdp else DTYPE_BYTES[precision.load]
+        self.weight_itemsize, self.trained_itemsize = DTYPE_BYTES[precision.load], self.element_bytes.adapters
+        if layout.is_fsdp:
+            self.weight_itemsize = self.element_bytes.weights
+        if self.is_full:
+            self.trained_itemsize = self.element_bytes.weights
         self.recomputed_layers = step.recomputed_layers(shape.num_layers)
         self.accumulates_gradients = step.grad_accum > 1
         delays_reduction = (
@@ -208,9 +212,7 @@ class StepMemorySimulation:
 
     def _compute_blocks(self) -> tuple[list[BlockBytes], list[int]]:
         blocks: list[BlockBytes] = []
-        # modules_to_save: PEFT's copy has the adapters' dtype
-        has_embedding_copy = self.trained_parameters.trains_embedding and not self.is_full
-        itemsizes = [self.element_bytes.adapters if has_embedding_copy else self.weight_itemsize]
+        itemsizes = [self._table_itemsize(trains=self.trained_parameters.trains_embedding)]
         for layer, kind_index in enumerate(self.shape.layer_order):
             # the first block's input has a gradient if the embedding trains, or checkpointing asks for one (PEFT)
             block = block_bytes(
@@ -220,7 +222,7 @@ class StepMemorySimulation:
                 itemsize=itemsizes[-1],
                 input_has_grad=layer > 0
                 or self.trained_parameters.trains_embedding
-                or self._trains_rows("inputs")
+                or self.trained_parameters.new_token_params > 0
                 or self.recomputed_layers > 0,
                 is_accumulating=self._is_accumulating(),
             )
@@ -253,25 +255,26 @@ class StepMemorySimulation:
         forward = self._lone_forward_peak(layer, rows, specs, training=False)
         return LayerBytes(forward, cast=self.blocks[layer].layer.cast)
 
-    def _trains_rows(self, table: Literal["inputs", "head"]) -> bool:
-        return self.trained_parameters.new_token_params > 0 and not (
-            self.trained_parameters.trains_embedding if table == "inputs" else self.trained_parameters.trains_head
-        )
+    def _table_itemsize(self, *, trains: bool) -> int:
+        # modules_to_save: PEFT's copy has the adapters' dtype
+        if trains and not self.is_full:
+            return self.element_bytes.adapters
+        return self.weight_itemsize
 
     def _table_copy_bytes(self) -> int:
         """Bytes of the copy of a whole table that its rows are put into, of which only some train; else 0."""
-        return self.shape.embedding_table_params * self.weight_itemsize * self._trains_rows("inputs")
+        trained = self.trained_parameters
+        trains_rows = trained.new_token_params > 0 and not trained.trains_embedding
+        return self.shape.embedding_table_params * self.weight_itemsize * trains_rows
 
     def _head_bytes(self, batch: int, *, needs_gradient: bool) -> LayerBytes:
-        # modules_to_save: PEFT's copy has the adapters' dtype
-        has_head_copy = self.trained_parameters.trains_head and not self.is_full
         return head_bytes(
             self.specs[self.shape.layer_order[-1]],
             OutputHead(
                 self.shape.vocab_size,
                 self.trained_parameters.trains_head,
-                self.element_bytes.adapters if has_head_copy else self.weight_itemsize,
-                self._trains_rows("head"),
+                self._table_itemsize(trains=self.trained_parameters.trains_head),
+                self.trained_parameters.new_token_params > 0 and not self.trained_parameters.trains_head,
                 self.shape.caps_logits,
             ),
             batch=batch,
@@ -291,9 +294,7 @@ class StepMemorySimulation:
     def _kept_gradient_bytes(self, gradients: int) -> int:
         if not self.step.layout.shards_gradients:
             return gradients
-        all_gradient_bytes = self.rank_parameters.params * (
-            self.element_bytes.weights if self.is_full else self.element_bytes.adapters
-        )
+        all_gradient_bytes = self.rank_parameters.params * self.trained_itemsize
         return self.resident.gradients * gradients // max(1, all_gradient_bytes)
 
     def _batch_bytes(self, batch: int, specs: Sequence[BlockSpec], *, is_training: bool) -> int:
@@ -322,27 +323,24 @@ class StepMemorySimulation:
 
     @cached_property
     def _resident_terms(self) -> MemoryTerms:
-        resident = self.resident
+        resident, layout, sync = self.resident, self.step.layout, self.gradient_sync
+        bucket_bytes = resident.gradient_buckets
+        if layout.is_zero:
+            bucket_bytes = zero_bucket_bytes(
+                layout,
+                self.trained_parameters.params,
+                self.shape.params,
+                self.shape.hidden_size,
+                packed_params=self.shape.packable_params * self.is_nf4,
+                reduces_in_fp32=DTYPE_BYTES[sync.reduced_dtype] > DTYPE_BYTES[sync.computed_dtype],
+            )
         workspace_bytes = WORKSPACE_THREADS * cublas_workspace_bytes(self.step.capability) * self.step.on_gpu
         return {
             "weights": resident.weights, "adapters": resident.adapters, "master_weights": resident.master_weights,
             "gradients": 0,
-            "optimizer": resident.optimizer, "gradient_buckets": self._bucket_bytes(), "workspaces": workspace_bytes,
+            "optimizer": resident.optimizer, "gradient_buckets": bucket_bytes, "workspaces": workspace_bytes,
             "activations": 0, "loss_head": 0,
         }  # fmt: skip
-
-    def _bucket_bytes(self) -> int:
-        layout, sync = self.step.layout, self.gradient_sync
-        if not layout.is_zero:
-            return self.resident.gradient_buckets
-        return zero_bucket_bytes(
-            layout,
-            self.trained_parameters.params,
-            self.shape.params,
-            self.shape.hidden_size,
-            packed_params=self.shape.packable_params * self.is_nf4,
-            reduces_in_fp32=DTYPE_BYTES[sync.reduced_dtype] > DTYPE_BYTES[sync.computed_dtype],
-        )
 
     def offloaded_bytes(self) -> int:
         """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""
@@ -434,7 +432,7 @@ class StepMemorySimulation:
     def _backward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         gather_buffers = self.gather_buffers
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        gathered_bytes = gather_buffers.head_backward_bytes
+        gathered_bytes = gather_buffers.tail + gather_buffers.blocks[-1]  # its parameters, the last block's buffer
         yield self._phase_terms(
             "head", self._older_gradient_bytes(), held_bytes[-1], loss_head=head.backward, gather_buffers=gathered_bytes
         )
@@ -466,10 +464,9 @@ class StepMemorySimulation:
     def _embedding_phases(self, live_bytes: int) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         """The embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is
         sharded only then, it is live in addition."""
-        itemsize = self.element_bytes.weights if self.is_full else self.element_bytes.adapters
         embedding_gradient = self._table_copy_bytes()
         if self.trained_parameters.trains_embedding:
-            embedding_gradient = self.shape.embedding_table_params * itemsize
+            embedding_gradient = self.shape.embedding_table_params * self.trained_itemsize
         gradient_bytes = max(self.resident.gradients, self.full_gradient_bytes)
         if self.step.layout.shards_params:
             if not self.accumulates_gradients:
@@ -481,7 +478,7 @@ class StepMemorySimulation:
         # the head's, which waits to be added to an older one; PEFT's copies of tied modules are not tied
         is_tied = self.shape.tied and self.is_full
         if self._table_copy_bytes() or is_tied or self._is_accumulating() or self.step.layout.shards_gradients:
-            live_bytes += embedding_gradient * (2 if is_tied and self.accumulates_gradients else 1)
+            live_bytes += embedding_gradient * (1 + (is_tied and self.accumulates_gradients))
         yield self._phase_terms("backward", gradient_bytes, live_bytes)
 
     def evaluation_phases(self, rows: int) -> Iterator[tuple[StepPhase, MemoryTerms]]:
@@ -535,7 +532,7 @@ def largest_by_phase(phases: Iterable[tuple[StepPhase, MemoryTerms]]) -> Mapping
 # The simulation of a step of a class whose blocks are measured, where the estimate does not know
 # them.
 #
-# `trace.blocks` runs a class's own blocks; `MeasuredStepSimulation` takes their bytes in place of
+# `trace.step` runs a class's own blocks; `MeasuredStepSimulation` takes their bytes in place of
 # those of `block`.
 
 # How a block runs: its activations stay for the backward pass, or are computed again there; or there is none.

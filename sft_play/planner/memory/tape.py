@@ -196,7 +196,7 @@ class Tape:
         """The same storage, seen in another shape."""
         out = TensorRef(ref.storage, ref.elements if elements is None else elements, ref.itemsize)
         if self.grad_enabled and ref.node is not None:
-            out.node = self.node((ref,), (), _pass_gradient)
+            out.node = self.node((ref,), (), shared_gradient(1))
         return out
 
     def backward(self, root: Node, grad: TensorRef) -> None:
@@ -245,10 +245,6 @@ def single_gradient(elements: int, itemsize: int, *, transient: int = 0) -> Back
         return (out,)
 
     return backward
-
-
-def _pass_gradient(tape: Tape, grad: TensorRef) -> Grads:
-    return (grad,)
 
 
 def shared_gradient(count: int) -> BackwardFormula:
@@ -448,19 +444,15 @@ def norm(block: ForwardPass, x: TensorRef, *, is_head_norm: bool = False) -> Ten
     if liger is not None and (liger.replaces_head_norms or not is_head_norm):
         rows = x.elements // block.spec.head_dim if is_head_norm else block.tokens
         return liger_norm(block.tape, x, rows, in_place=liger.writes_in_place, trains_weight=block.spec.trains_weights)
-    wide = block.to(x, 4)
-    out = _normalise(block, wide)
+    # x * rsqrt(mean(x ** 2)) in fp32, which is held; with the incoming gradient, which the mean's gradient
+    # replaces, the square's takes four more of its size
+    wide, size = block.to(x, 4), x.elements
+    backward = single_gradient(size, 4, transient=12 * size)
+    out = block.tape.op((wide,), size, 4, saved=(wide,), backward=backward)
     del wide
     if block.spec.norm == "gemma":  # in fp32, then the input's dtype
         return block.to(_scale_by_weight(block, out), x.itemsize)
     return _scale_by_weight(block, block.to(out, x.itemsize))
-
-
-def _normalise(block: ForwardPass, wide: TensorRef) -> TensorRef:
-    """wide * rsqrt(mean(wide ** 2)): holds `wide`; the square's gradient takes four more of its size."""
-    size = wide.elements
-    backward = single_gradient(size, 4, transient=12 * size)  # with `grad`, which the mean's gradient replaces
-    return block.tape.op((wide,), size, 4, saved=(wide,), backward=backward)
 
 
 def _scale_by_weight(block: ForwardPass, x: TensorRef) -> TensorRef:
