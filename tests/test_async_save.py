@@ -148,8 +148,8 @@ def disturb(kind):
 
     sharded_checkpoints.save_shard = save
     if kind == "full" and os.environ["RANK"] == "1":
-        real = sharded_checkpoints._CountedWriter.write_data
-        sharded_checkpoints._CountedWriter.write_data = lambda self, *args: (
+        real = sharded_checkpoints._PartWriter.write_data
+        sharded_checkpoints._PartWriter.write_data = lambda self, *args: (
             no_room(self) if "checkpoint-4" in str(self.path) else real(self, *args)
         )
 

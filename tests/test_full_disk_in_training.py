@@ -269,7 +269,7 @@ def fill():
     import torch
     from sft_play.training.checkpoints import sharded_checkpoints
 
-    save, write = torch.save, sharded_checkpoints._CountedFile.write
+    save, write = torch.save, sharded_checkpoints._PartWriter.write_data
 
     def saved(value, path, *arguments, **options):
         if "checkpoint-2" in str(path):
@@ -277,13 +277,13 @@ def fill():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return save(value, path, *arguments, **options)
 
-    def written(self, data):
-        if "checkpoint-2" in str(self.name):
+    def written(self, *arguments):
+        if "checkpoint-2" in str(self.path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(self, data)
+        return write(self, *arguments)
 
     torch.save = saved
-    sharded_checkpoints._CountedFile.write = written
+    sharded_checkpoints._PartWriter.write_data = written
 
 
 if os.environ.get("RANK") == os.environ.get("FULL_FOR", "none"):

@@ -69,7 +69,9 @@ def train_stage(
     # until the plan's choice, since class checks run small models of many shapes
     attention_functions.enable_cudnn(enabled=False)
     with explain_out_of_memory(job.plan):
-        checkpoint = find_last_checkpoint(job.folder.checkpoints_path, monitors.heartbeat) if job.resume else None
+        checkpoint = None
+        if job.resume:
+            checkpoint = find_last_checkpoint(job.folder.checkpoints_path)
         monitors.peaks.clear()  # those of the stage before
         is_disk_shared = distributed.check_shared_disk(job.folder.manifest_path, job.plan)
         distributed.require_all(

@@ -95,11 +95,14 @@ class StageSequence:
         return None if max_steps is None else max(0, max_steps - self._steps_trained)
 
     def _train_prepared_stage(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
-        has_begun = distributed.broadcast_value(stage.folder.has_begun if distributed.is_first() else None)
-        checkpoint = (
-            find_last_checkpoint(stage.folder.checkpoints_path, self._monitors.heartbeat) if has_begun else None
-        )
-        resumed_step = checkpoints.checkpoint_step(checkpoint) if checkpoint is not None else 0
+        self._monitors.heartbeat.stop_clock()
+        has_begun = distributed.broadcast_value(stage.folder.has_begun)
+        checkpoint = None
+        if has_begun:
+            checkpoint = find_last_checkpoint(stage.folder.checkpoints_path)
+        resumed_step = 0
+        if checkpoint is not None:
+            resumed_step = checkpoints.checkpoint_step(checkpoint)
         if distributed.is_first():
             stage.folder.begin_stage(layout_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
             if stage.deepspeed is not None:

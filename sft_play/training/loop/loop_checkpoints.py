@@ -79,8 +79,6 @@ class CheckpointWriter:
     def __init__(self, write: Callable[[], None], *, step: int, needed_bytes: int) -> None:
         """`step`, `needed_bytes`: of the checkpoint, and the bytes that it takes at least."""
         self.step, self.needed_bytes = step, needed_bytes
-        # Whether training waits for it, so that its bytes are the rank's progress.
-        self.is_awaited = False
         self._write, self._start_time, self._duration_s = write, time.monotonic(), 0.0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="sft_play checkpoint")
@@ -95,7 +93,6 @@ class CheckpointWriter:
 
     def wait(self) -> float:
         """Wait for its end; the seconds that it took. Raises what the thread did."""
-        self.is_awaited = True
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -150,7 +147,9 @@ class CheckpointedLoop(Trainer):
         folder, step = Path(self.args.output_dir), self.state.global_step
         self.heartbeat.note(step, "saving a checkpoint")
         require_finite(self)
-        free_space, needed_bytes = distributed.broadcast_value(free_disk_bytes(folder)), engines.checkpoint_bytes(self)
+        free_space = distributed.broadcast_value(free_disk_bytes(folder))
+        needed_bytes = engines.checkpoint_bytes(self)
+        self.heartbeat.note(step, "saving a checkpoint", saved_bytes=needed_bytes)
         try:
             with self._require_room(step, needed_bytes, free_space=free_space):
                 self._write_with_retry(model, trial, needed_bytes)
@@ -177,8 +176,9 @@ class CheckpointedLoop(Trainer):
         writer, self._checkpoint_writer = self._checkpoint_writer, None
         if writer is None:
             return
-        self.heartbeat.note(self.state.global_step, "waiting for a checkpoint")
-        with self._require_room(writer.step, writer.needed_bytes), self.heartbeat.waiting():
+        step = self.state.global_step
+        self.heartbeat.note(step, "waiting for a checkpoint", saved_bytes=writer.needed_bytes)
+        with self._require_room(writer.step, writer.needed_bytes):
             duration_s = writer.wait()
             self.wait_for_disk()
         logger.info("Checkpoint of step %d: written beside the training in %.0f s", writer.step, duration_s)
@@ -214,8 +214,7 @@ class CheckpointedLoop(Trainer):
             checkpoints.create_staging(folder)
         distributed.barrier()  # no rank may write before the folder was emptied
         self._staging = staging = checkpoints.staging_path(folder)
-        with contextlib.nullcontext() if self.saves_shards else self.watch_writing(staging):
-            super()._save_checkpoint(model, trial)
+        super()._save_checkpoint(model, trial)
         self.wait_for_disk()  # every rank's files have to be there before the first one checks them
         if distributed.is_first_of_node() and not distributed.is_first():
             sync_folder(staging)  # only the node that wrote a file can bring it to a disk that nodes share
@@ -245,27 +244,20 @@ class CheckpointedLoop(Trainer):
             )
             return
         if distributed.is_first():
-            commit(on_bytes=self.heartbeat.add_moved_bytes)
+            commit()
         self.wait_for_disk()
 
-    def _commit_checkpoint(
-        self, checkpoint_path: Path, folder: Path, best: Path | None, *, on_bytes: Callable[[int], None]
-    ) -> None:
-        checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=self._required_files(), on_bytes=on_bytes)
+    def _commit_checkpoint(self, checkpoint_path: Path, folder: Path, best: Path | None) -> None:
+        checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=self._required_files())
         checkpoints.rotate_checkpoints(folder, limit=self._checkpoint_limit, best_checkpoint=best)
 
     def _write_in_background(
         self, shard: sharded_checkpoints.CheckpointShard, commit: Callable[..., None], checkpoint_path: Path, group: Any
     ) -> None:
-        """Save and commit on the writer's thread; bytes count as this rank's progress only while training waits."""
-
-        def on_bytes(count: int) -> None:
-            if self._checkpoint_writer is None or self._checkpoint_writer.is_awaited:
-                self.heartbeat.add_moved_bytes(count)
-
-        sharded_checkpoints.save_shard(shard, checkpoint_path, group=group, on_bytes=on_bytes)
+        """Save and commit on the writer's thread."""
+        sharded_checkpoints.save_shard(shard, checkpoint_path, group=group)
         if distributed.is_first():  # all parts are on the disk
-            commit(on_bytes=on_bytes)
+            commit()
 
     def _required_files(self) -> tuple[str, ...]:
         if self.is_deepspeed_enabled:
@@ -279,19 +271,10 @@ class CheckpointedLoop(Trainer):
             )
         return checkpoints.RESUME_FILES
 
-    @contextlib.contextmanager
-    def watch_writing(self, folder: Path) -> Iterator[None]:
-        """While open, the heartbeat watches the files of `folder` grow; other ranks than the first wait. Parts are
-        counted by their own writer, so that a rank that hangs is noticed although the others write."""
-        with self.heartbeat.watching(folder), contextlib.ExitStack() as wait_context:
-            if not distributed.is_first():
-                wait_context.enter_context(self.heartbeat.waiting())
-            yield
-
     def wait_for_disk(self) -> None:
-        """Wait for all ranks, as long as bytes move on any of them; one process waits for nothing."""
-        with self.heartbeat.waiting():
-            distributed.barrier(distributed.long_timeout_group())
+        """Wait for all ranks, as long as their disks take; one process waits for nothing."""
+        self.heartbeat.note_wait()
+        distributed.barrier(distributed.long_timeout_group())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights; over ranks an adapter without its base, weights in parts with the optimizer's states."""
@@ -328,7 +311,7 @@ class CheckpointedLoop(Trainer):
             return
         path = Path(output_dir)
         if self.saves_shards:
-            self._save_shards(path)
+            self._save_shards(path, saved_bytes=engines.checkpoint_bytes(self))
         else:
             states = full_state_dict.full_optimizer_states(self.model, self.optimizer.optimizer)
             if distributed.is_first():
@@ -337,26 +320,18 @@ class CheckpointedLoop(Trainer):
             torch.save(self.lr_scheduler.state_dict(), path / "scheduler.pt")
         self.wait_for_disk()
 
-    def _save_shards(self, path: Path) -> None:
+    def _save_shards(self, path: Path, *, saved_bytes: int) -> None:
         step, start_time = self.state.global_step, time.monotonic()
-        with contextlib.ExitStack() as wait_context:
-
-            def on_done() -> None:
-                self.heartbeat.note(step, "waiting for the parts of a checkpoint")
-                wait_context.enter_context(self.heartbeat.waiting())
-
-            self.heartbeat.note(step, "writing its part of a checkpoint")
-            shard = sharded_checkpoints.collect_shard(self.model, self.optimizer.optimizer)
-            if self._saves_async:
-                self._shard = shard.copy_to_host()
-                return
-            sharded_checkpoints.save_shard(
-                shard,
-                path,
-                group=distributed.long_timeout_group(),
-                on_bytes=self.heartbeat.add_moved_bytes,
-                on_done=on_done,
-            )
+        self.heartbeat.note(step, "writing its part of a checkpoint", saved_bytes=saved_bytes)
+        shard = sharded_checkpoints.collect_shard(self.model, self.optimizer.optimizer)
+        if self._saves_async:
+            self._shard = shard.copy_to_host()
+            return
+        note_end = functools.partial(
+            self.heartbeat.note, step, "waiting for the parts of a checkpoint", saved_bytes=saved_bytes
+        )
+        group = distributed.long_timeout_group()
+        sharded_checkpoints.save_shard(shard, path, group=group, on_done=note_end)
         shard_count, seconds = distributed.world_size(), time.monotonic() - start_time
         logger.info("Checkpoint of step %d: %d parts in %.0f s", step, shard_count, seconds)
 
@@ -380,9 +355,7 @@ class CheckpointedLoop(Trainer):
         if path is not None and sharded_checkpoints.is_sharded(path):
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's wrapper
             group = distributed.long_timeout_group()
-            sharded_checkpoints.load_sharded_optimizer(
-                self.model, optimizer, path, group=group, on_bytes=self.heartbeat.add_moved_bytes
-            )
+            sharded_checkpoints.load_sharded_optimizer(self.model, optimizer, path, group=group)
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             if path is not None and self.is_deepspeed_enabled:
@@ -399,9 +372,8 @@ class CheckpointedLoop(Trainer):
         # config.json as one of any class, which refuses words of some classes (DeepSeek-V4's kinds of layers)
         path = Path(resume_from_checkpoint)
         if sharded_checkpoints.is_sharded(path):
-            sharded_checkpoints.load_sharded_weights(
-                self.model, path, group=distributed.long_timeout_group(), on_bytes=self.heartbeat.add_moved_bytes
-            )
+            group = distributed.long_timeout_group()
+            sharded_checkpoints.load_sharded_weights(self.model, path, group=group)
         elif not self.is_fsdp_enabled and full_state_dict.has_adapter(self.model):
             full_state_dict.load_adapter_weights(self.model, path)
         elif not self.is_fsdp_enabled:
@@ -413,13 +385,12 @@ class CheckpointedLoop(Trainer):
     def _load_best_model(self) -> None:
         # at the end of training, with load_best_model_at_end; it reads files by itself, not by `_load_from_checkpoint`
         self.finish_saving()
+        self.heartbeat.stop_clock()
         # the others know where it was written aside
         best = distributed.broadcast_value(self.state.best_model_checkpoint)
-        damage = (
-            checkpoints.find_damage(Path(best), on_bytes=self.heartbeat.add_moved_bytes)
-            if distributed.is_first()
-            else None
-        )
+        damage = None
+        if distributed.is_first():
+            damage = checkpoints.find_damage(Path(best))
         self.wait_for_disk()
         damage = distributed.broadcast_value(damage)
         if damage is not None:
