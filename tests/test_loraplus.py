@@ -20,15 +20,14 @@ def test_the_groups_are_those_of_pefts_optimizer(tiny_llama, dora):
     from peft.optimizers import create_loraplus_optimizer
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.loop.optimizers import loraplus_parameter_ids, split_loraplus_group
+    from sft_play.training.loop.optimizers import loraplus_groups
 
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"], use_dora=dora))
     theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
     wanted = {id(one): group["lr"] for group in theirs.param_groups for one in group["params"]}
     params = [one for one in model.parameters() if one.requires_grad]
-    fast = loraplus_parameter_ids(model)
-    groups = split_loraplus_group({"params": params, "lr": 1e-3, "weight_decay": 0.1}, fast, ratio=16)
+    groups = loraplus_groups([{"params": params, "lr": 1e-3, "weight_decay": 0.1}], model, ratio=16)
     ours = {id(one): group["lr"] for group in groups for one in group["params"]}
     assert ours == wanted
     assert set(ours.values()) == {1e-3, 16e-3}

@@ -42,12 +42,11 @@ from sft_play.process.failures import Failure, read_failure
 from sft_play.runs.folder import RunFolder, check_same_run, new_manifest
 from sft_play.runs.lookup import create_run
 from sft_play.text import GIB
+from sft_play.training import unsloth_run, unsloth_worker
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.model_saving import saved_shapes
-from sft_play.training.measure.exact_match import Question
 from sft_play.training.prepare import prepare
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
-from sft_play.training.unsloth import unsloth_run, unsloth_worker
 from tests import warm
 from tests.conftest import ROOT
 from tests.models import uneven_run
@@ -316,23 +315,6 @@ def test_the_worker_gets_no_packages_and_no_place_of_this_process():
 
 
 # --- what is handed over ----------------------------------------------------------------------------------------------
-
-
-def document(folder: Path, **changes: Any) -> unsloth_run.Handover:
-    told = {
-        "folder": str(folder), "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}},
-        "plan": {}, "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None,
-        "splits": {}, "held_out": "val",
-        "asked": [Question(prompt_ids=[1], prompt_text="é", reference="a")], "asked_while_training": [],
-        "stop_ids": [2],
-        "model_path": "m", "target_modules": ["q"], "tensors": {"a": [2, 3]},
-    }  # fmt: skip
-    return unsloth_run.Handover(**{**told, **changes})
-
-
-def test_a_document_is_read_as_it_was_written(tmp_path):
-    made = document(tmp_path)
-    assert unsloth_run.Handover.model_validate_json(made.model_dump_json(indent=1)) == made
 
 
 @pytest.mark.parametrize("seed", range(5))

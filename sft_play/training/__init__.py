@@ -22,5 +22,6 @@ that they run), `heartbeat`. A folder for each part:
   `full_state_dict`, `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.
 - `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`, `recorded` (for
   later plans), `summary`.
-- `unsloth/`, in processes of its own: `unsloth_run` on both sides; `unsloth_worker` is their program.
+
+Unsloth trains in processes of its own: `unsloth_run` on both sides; `unsloth_worker` is their program.
 """

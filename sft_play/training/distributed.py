@@ -47,9 +47,7 @@ def world_size() -> int:
 
 def rng_devices() -> list[int] | None:
     """The GPU of this rank, for `fork_rng`, which else keeps the states of all GPUs of the node and warns of it."""
-    if not torch.cuda.is_available():
-        return None
-    return [torch.cuda.current_device()]
+    return [torch.cuda.current_device()] if torch.cuda.is_available() else None
 
 
 def rank() -> int:
@@ -100,9 +98,7 @@ def process_group(plan: Plan, *, timeout_s: float, uses_deepspeed: bool = False)
         return
     if not dist.is_initialized():
         # gloo beside NCCL: torch sends objects, and tensors of the host, by the CPU's backend
-        backend = "cpu:gloo,cuda:nccl"
-        if plan.hardware.device == "cpu":
-            backend = "gloo"
+        backend = "gloo" if plan.hardware.device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     if uses_deepspeed:
         init_deepspeed(on_cpu=plan.hardware.device == "cpu")
@@ -189,9 +185,7 @@ def check_shared_disk(path: Path, plan: Plan) -> bool:
     """Whether all ranks see what rank 0 has written; raises RunFolderError where not, under DeepSpeed."""
     if plan.hardware.nodes == 1:
         return True
-    content = b""
-    if path.is_file():
-        content = path.read_bytes()
+    content = path.read_bytes() if path.is_file() else b""
     is_shared = content == broadcast_value(content)
     if plan.choice.layout.is_zero:
         require_all(

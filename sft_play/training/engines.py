@@ -83,9 +83,7 @@ def _parallelism_arguments(layout: Layout) -> dict[str, Any]:
     ranks = layout.gradient_ranks
     if not layout.is_fsdp or (layout.tensor_parallel == 1 and ranks == layout.shard):
         return {}
-    config_class = ParallelismConfig
-    if layout.tensor_parallel > 1:
-        config_class = _TensorParallelConfig
+    config_class = _TensorParallelConfig if layout.tensor_parallel > 1 else ParallelismConfig
     sizes = {"dp_replicate_size": ranks // layout.shard, "dp_shard_size": layout.shard}
     return {"parallelism_config": config_class(**sizes, tp_size=layout.tensor_parallel)}
 
@@ -128,9 +126,7 @@ def is_deepspeed(wrapped: Any) -> bool:
 
 def local_shard(tensor: Any) -> Any:
     """This rank's part of a tensor that is divided over ranks; the tensor itself where it is not."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -200,9 +196,8 @@ def load_device(plan: Plan, config: RunConfig) -> str | None:
 
 def quant_storage(plan: Plan, config: RunConfig) -> DtypeName | None:
     """The dtype of packed 4-bit weights: the compute dtype where FSDP divides them, None (bytes) elsewhere."""
-    if plan.choice.layout.is_fsdp and config.tuning.mode == "qlora":
-        return plan.precision.compute
-    return None
+    is_quantised = config.tuning.mode == "qlora"
+    return plan.precision.compute if plan.choice.layout.is_fsdp and is_quantised else None
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------

@@ -95,9 +95,7 @@ def stall_report(
     waiting_beats = [beat for beat in beats if beat not in stopped_beats]
     if waiting_beats:
         positions = " or ".join(sorted({beat.position for beat in waiting_beats}))
-        verb = "wait"
-        if len(waiting_beats) == 1:
-            verb = "waits"
+        verb = "waits" if len(waiting_beats) == 1 else "wait"
         ranks = format_ranks([beat.rank for beat in waiting_beats])
         parts.append(f"{ranks} {verb} for it at {positions}")
     return f"{head}: {'; '.join(parts)}"
@@ -213,9 +211,7 @@ class Heartbeat:
 
     def _idle_s(self) -> float:
         last_progress = self._last_progress
-        if last_progress is None:
-            return 0.0
-        return time.monotonic() - last_progress
+        return 0.0 if last_progress is None else time.monotonic() - last_progress
 
     def _publish(self) -> None:
         """Put this rank's sign of life into the store."""
@@ -223,9 +219,7 @@ class Heartbeat:
             return
         self._publish_count += 1
         idle_s = self._idle_s()
-        location = ""
-        if idle_s >= 2 * self._interval_s:
-            location = self._main_thread_location()
+        location = self._main_thread_location() if idle_s >= 2 * self._interval_s else ""
         beat = Beat(
             self._rank, socket.gethostname(), os.getpid(), *self.last_note, self._note_count,
             round(idle_s, 1), time.time(), self._publish_count, location,

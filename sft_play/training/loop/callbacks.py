@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, set_seed
 
 from sft_play.errors import TrainingError
+from sft_play.log import one_line
 from sft_play.planner.layout import Layout
 from sft_play.process import failures
 from sft_play.process.signals import StopSignals, elapsed_s, raise_interrupt, training_begun
@@ -24,7 +26,8 @@ from sft_play.text import format_duration
 from sft_play.training.class_checks.adapter_trial import trained_pattern
 from sft_play.training.distributed import any_rank, batch_rank, max_over_ranks
 from sft_play.training.engines import local_shard
-from sft_play.training.loop.finite import describe_fp16_overflow
+from sft_play.training.loop.finite import describe_fp16_overflow, is_finite
+from sft_play.training.loop.rows import EpochOrder
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class GradientCheck(TrainerCallback):
         parameters = dict(model.named_parameters())
         if is_fp16:
             gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-            if any_rank(not all(bool(torch.isfinite(local_shard(gradient)).all()) for gradient in gradients)):
+            if any_rank(not all(is_finite(local_shard(gradient)) for gradient in gradients)):
                 return
         if self._unchecked is None:
             self._unchecked = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -71,22 +74,11 @@ class GradientCheck(TrainerCallback):
         ready = [name for name in self._unchecked if not self._has_zero_lora_b(name, parameters)]
         without_gradient = [name for name in ready if not _has_gradient(self._unchecked[name])]
         late = {name for name in without_gradient if trained_pattern(name) in self._late_gradients}
-        without_gradient, ready = ([name for name in names if name not in late] for names in (without_gradient, ready))
-        if without_gradient:
-            checked_parameters = [
-                parameters[name]
-                for name in parameters
-                if parameters[name].requires_grad and name not in self._unchecked
-            ]
-            if checked_parameters and not any(_has_gradient(parameter) for parameter in checked_parameters):
-                raise TrainingError(f"step {state.global_step + 1}: every gradient is zero, though earlier steps had "
-                                    "some: start a new run with a lower train.learning_rate")  # fmt: skip
-            listed_names = ", ".join(without_gradient[:6]) + (
-                f" and {len(without_gradient) - 6} more" if len(without_gradient) > 6 else ""
-            )
+        ready, faulty = set(ready) - late, [name for name in without_gradient if name not in late]
+        if faulty:
             raise TrainingError(
-                f"step {state.global_step + 1}: {len(without_gradient)} of {len(ready)} trainable tensors have no "
-                f"gradient ({listed_names}); they would learn nothing, so the run stops"
+                f"step {state.global_step + 1}: {len(faulty)} of {len(ready)} trainable tensors have no gradient "
+                f"({one_line(', '.join(faulty), limit=400)}); they would learn nothing, so the run stops"
             )
         for name in ready:
             del self._unchecked[name]
@@ -136,12 +128,14 @@ class MetricsFile(TrainerCallback):
                 entry[key] = value if math.isfinite(value) else str(value)  # JSON has no NaN or infinity
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-        is_fp16 = bool(getattr(args, "fp16", False))
-        loss_keys = ("loss", "eval_loss", "test_loss") if is_fp16 and state.global_step == 0 else ("loss",)
+        advice = "look at the data of this step, or start a new run with a lower train.learning_rate"
+        loss_keys = ["loss"]
+        if args.fp16:
+            advice = describe_fp16_overflow(model)
+            if state.global_step == 0:
+                loss_keys += ["eval_loss", "test_loss"]
         for loss in map(logs.get, loss_keys):
             if isinstance(loss, float) and not math.isfinite(loss):
-                default_advice = "look at the data of this step, or start a new run with a lower train.learning_rate"
-                advice = describe_fp16_overflow(model) if is_fp16 else default_advice
                 raise TrainingError(f"step {state.global_step}: the loss is {loss}; {advice}")
 
 
@@ -158,12 +152,12 @@ class StopController(TrainerCallback):
         steps: int | None,
         *,
         hours: float | None = None,
-        pause_seconds: Mapping[str, Sequence[float]] | None = None,
+        pause_seconds: Mapping[str, Sequence[float]] = MappingProxyType({}),
         elapsed_s: Callable[[], float] = elapsed_s,
     ) -> None:
         """`pause_seconds`: seconds of the checkpoints and evaluations so far (`Monitor.pause_seconds`)."""
         self._steps, self._hours, self._elapsed_s = steps, hours, elapsed_s
-        self._pause_seconds = {} if pause_seconds is None else pause_seconds  # one that is still empty will be filled
+        self._pause_seconds = pause_seconds
         self._steps_done = 0
         self._step_start = self._longest_step_s = 0.0
         self.signal: int | None = None
@@ -198,7 +192,8 @@ class StopController(TrainerCallback):
         # a signal may reach one rank only, but all have to stop at the same step: -1 stops without one, -2 not at all
         stop_signal = max_over_ranks(self.signal or (-1 if should_stop else -2))
         if stop_signal > -2:
-            self.signal = stop_signal if stop_signal > 0 else None
+            if stop_signal > 0:
+                self.signal = stop_signal
             self.has_stopped_early = True
             control.should_save = True
             control.should_training_stop = True
@@ -292,20 +287,29 @@ class Progress(TrainerCallback):
         steps_done = max(1, step - self.start_step)
         pauses_s, caveat = self._estimate_remaining()
         remaining_s = self.training_s / steps_done * (steps - step) + pauses_s
-        loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""
         speed = self._speed if self._speed is not None else self._count_tokens() / self.training_s
-        memory = f"peak {self._memory:.2f} GiB  " if self._memory is not None else ""
-        return f"{loss}{speed:,.0f} tokens/s  {memory}{format_duration(remaining_s)} left{caveat}"
+        parts = [f"{speed:,.0f} tokens/s", f"{format_duration(remaining_s)} left{caveat}"]
+        if self._loss is not None:
+            parts.insert(0, f"loss {self._loss:.4f}")
+        if self._memory is not None:
+            parts.insert(-1, f"peak {self._memory:.2f} GiB")
+        return "  ".join(parts)
 
 
-class RankSeedCallback(TrainerCallback):
-    """Seeds dropout differently on every rank: the Trainer seeds all alike. A resumed run restores its states later."""
+class RowsAndSeeds(TrainerCallback):
+    """Sets the epoch of the row order, which accelerate does not when a resumed run of several ranks
+    skips batches, and seeds dropout differently on every rank, where the Trainer seeds all alike."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, epoch_order: EpochOrder, layout: Layout) -> None:
+        self._epoch_order, self._layout = epoch_order, layout
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The first rank of a new run keeps the numbers of one process; ranks of a tensor-parallel group drop alike."""
+        """Seed this rank; a resumed run restores its states later. The first one of a new run keeps the
+        numbers of one process; ranks of a tensor-parallel group drop alike."""
         rank = batch_rank(self._layout)
         if rank or state.global_step:  # 100,003: above any number of ranks, so that no two steps share a seed
             set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the epoch of the step counter."""
+        self._epoch_order.set_epoch(int(state.epoch or 0))

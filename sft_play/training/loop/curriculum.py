@@ -81,19 +81,13 @@ class StageSequence:
 
     def _remaining_steps(self) -> int | None:
         max_steps = self._job.loaded.config.train.stop_after_steps
-        if max_steps is None:
-            return None
-        return max(0, max_steps - self._steps_trained)
+        return None if max_steps is None else max(0, max_steps - self._steps_trained)
 
     def _train_prepared_stage(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
         self._monitors.heartbeat.stop_clock()
         has_begun = distributed.broadcast_value(stage.folder.has_begun)
-        checkpoint = None
-        if has_begun:
-            checkpoint = find_last_checkpoint(stage.folder.checkpoints_path)
-        resumed_step = 0
-        if checkpoint is not None:
-            resumed_step = checkpoints.checkpoint_step(checkpoint)
+        checkpoint = find_last_checkpoint(stage.folder.checkpoints_path) if has_begun else None
+        resumed_step = checkpoints.checkpoint_step(checkpoint) if checkpoint is not None else 0
         if distributed.is_first():
             stage.folder.begin_stage(layout_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
             if stage.deepspeed is not None:
@@ -116,9 +110,7 @@ class StageSequence:
 
     def _log_stage(self, stage_number: int, stage: RunJob) -> None:
         train_config = stage.loaded.config.train
-        length = f"{train_config.epochs:g} epochs"
-        if train_config.max_steps:
-            length = f"{train_config.max_steps:,} steps"
+        length = f"{train_config.max_steps:,} steps" if train_config.max_steps else f"{train_config.epochs:g} epochs"
         logger.info("Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d x accum %d",
                     stage_number, len(self._job.stages), stage.folder.stage_name, length,
                     stage.loaded.config.learning_rate,
@@ -189,7 +181,5 @@ def _highest_peak(summary: dict[str, Any]) -> int:
 def _eval_data(config: RunConfig) -> tuple[Any, ...]:
     data = config.data
     source_paths = [(source.path, source.val_path) for source in data.sources]
-    split_path = ""
-    if data.val_fraction:
-        split_path = data.train_path
+    split_path = data.train_path if data.val_fraction else ""
     return data.test_path, data.val_path, data.val_fraction, split_path, source_paths

@@ -19,7 +19,6 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import SftPlayError
-from sft_play.log import one_line
 from sft_play.runs.files import free_disk_bytes, require_disk_space, sync_folder
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints, full_state_dict, last_checkpoint, sharded_checkpoints
@@ -27,7 +26,6 @@ from sft_play.training.checkpoints.model_saving import embeddings_to_save
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.loop.finite import NonFiniteStepGuard, require_finite
 from sft_play.training.measure.monitor import Monitor
-from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +37,19 @@ LOGGING_STATE = "logging_state.json"
 _FINAL_SAVE_TIMEOUT_S = 300.0
 
 
-class LoggingSumsCallback(TrainerCallback):
-    """Restores the sums that do not depend on the number of ranks, once the Trainer has set them to zero."""
+class RestoredCounters(TrainerCallback):
+    """Restores what a checkpoint counts and the Trainer does not read from it: early stopping's counter
+    now, and at the start of training the sums, once the Trainer has set them to zero; they do not
+    depend on the number of ranks."""
 
-    def __init__(self, trainer: Any, checkpoint: Path) -> None:
+    def __init__(self, trainer: Any, early_stopping: EarlyStoppingCallback | None, checkpoint: Path) -> None:
         self._trainer, self._path = trainer, checkpoint / LOGGING_STATE
+        if early_stopping is not None:
+            # the Trainer saves it, and restores it only together with all other callbacks
+            state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+            saved = state["stateful_callbacks"].get(EarlyStoppingCallback.__name__, {})
+            counter = saved.get("attributes", {}).get("early_stopping_patience_counter", 0)
+            early_stopping.early_stopping_patience_counter = int(counter)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Read the sums from the checkpoint."""
@@ -53,23 +59,6 @@ class LoggingSumsCallback(TrainerCallback):
         self._trainer._total_loss_scalar = state["total_loss"]
         self._trainer.non_finite_guard.steps_without_loss = state["left_out"]
         self._trainer._monitor.continue_from(state["seen"])
-
-
-def restore_counters(
-    trainer: Any, early_stopping: EarlyStoppingCallback | None, checkpoint: Path
-) -> LoggingSumsCallback:
-    """Restore early stopping's counter of a checkpoint now, and by the callback that is returned its sums."""
-    if early_stopping is not None:
-        early_stopping.early_stopping_patience_counter = _read_early_stopping_counter(checkpoint)
-    return LoggingSumsCallback(trainer, checkpoint)
-
-
-def _read_early_stopping_counter(checkpoint: Path) -> int:
-    """How often early stopping had seen no better evaluation when the checkpoint was written, which the Trainer saves
-    and restores only together with all other callbacks."""
-    callbacks = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["stateful_callbacks"]
-    attributes = callbacks.get(EarlyStoppingCallback.__name__, {}).get("attributes", {})
-    return int(attributes.get("early_stopping_patience_counter", 0))
 
 
 class CheckpointWriter:
@@ -139,7 +128,7 @@ class CheckpointedLoop(Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         # `_save_checkpoint` asks here for the folder to write to. args.output_dir is not changed instead, since the
         # arguments are saved with each checkpoint
-        return str(self._staging) if self._staging is not None else str(super()._get_output_dir(trial))
+        return str(self._staging or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # overridden since callbacks hear of a checkpoint (on_save) only once it is written: too late to write it aside
@@ -151,8 +140,11 @@ class CheckpointedLoop(Trainer):
         needed_bytes = engines.checkpoint_bytes(self)
         self.heartbeat.note(step, "saving a checkpoint", saved_bytes=needed_bytes)
         try:
-            with self._require_room(step, needed_bytes, free_space=free_space):
-                self._write_with_retry(model, trial, needed_bytes)
+            with (
+                self._require_room(step, needed_bytes, free_space=free_space),
+                self._monitor.timed_part("checkpoint"),
+            ):
+                self._write_checkpoint(model, trial, needed_bytes)
         finally:
             self._staging = None
 
@@ -194,19 +186,6 @@ class CheckpointedLoop(Trainer):
             if self._checkpoint_writer is not None:
                 self._checkpoint_writer.wait_at_most(_FINAL_SAVE_TIMEOUT_S)
 
-    def _write_with_retry(self, model: Any, trial: Any, needed_bytes: int) -> None:
-        """Write a checkpoint; where one process lacks memory for it, once more with what the caches held."""
-        with self._monitor.timed_part("checkpoint"):
-            try:
-                self._write_checkpoint(model, trial, needed_bytes)
-                return
-            except (RuntimeError, MemoryError) as error:
-                if distributed.world_size() > 1 or not is_out_of_memory(error):
-                    raise
-                logger.warning("Checkpoint: out of memory; once more without caches: %s", one_line(str(error)))
-            free_memory()
-            self._write_checkpoint(model, trial, needed_bytes)
-
     def _write_checkpoint(self, model: Any, trial: Any, needed_bytes: int) -> None:
         folder, step = Path(self.args.output_dir), self.state.global_step
         loss_sum, seen_counts = self._mean_loss_sum(), self._monitor.seen_counts()
@@ -229,35 +208,31 @@ class CheckpointedLoop(Trainer):
             (checkpoint_path / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
             if self.state.best_global_step:  # the Trainer looked for the best one in the staging folder
                 best = checkpoints.checkpoint_path(folder, self.state.best_global_step)
-                is_kept = best.exists() or self.state.best_global_step == step
-                self.state.best_model_checkpoint = str(best) if is_kept else None
+                self.state.best_model_checkpoint = None
+                if best.exists() or self.state.best_global_step == step:
+                    self.state.best_model_checkpoint = str(best)
                 self.state.save_to_json(str(checkpoint_path / "trainer_state.json"))
-        best = self.state.best_model_checkpoint
-        commit = functools.partial(self._commit_checkpoint, checkpoint_path, folder, Path(best) if best else None)
+        best_path = None
+        if self.state.best_model_checkpoint:
+            best_path = Path(self.state.best_model_checkpoint)
+
+        def commit() -> None:
+            if distributed.is_first():
+                checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=self._required_files())
+                checkpoints.rotate_checkpoints(folder, limit=self._checkpoint_limit, best_checkpoint=best_path)
+
         shard, self._shard = self._shard, None
-        if shard is not None:
-            group = distributed.long_timeout_group(purpose="the thread that saves")
-            self._checkpoint_writer = CheckpointWriter(
-                lambda: self._write_in_background(shard, commit, checkpoint_path, group),
-                step=step,
-                needed_bytes=needed_bytes,
-            )
+        if shard is None:
+            commit()
+            self.wait_for_disk()
             return
-        if distributed.is_first():
-            commit()
-        self.wait_for_disk()
+        group = distributed.long_timeout_group(purpose="the thread that saves")
 
-    def _commit_checkpoint(self, checkpoint_path: Path, folder: Path, best: Path | None) -> None:
-        checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=self._required_files())
-        checkpoints.rotate_checkpoints(folder, limit=self._checkpoint_limit, best_checkpoint=best)
+        def write() -> None:
+            sharded_checkpoints.save_shard(shard, checkpoint_path, group=group)
+            commit()  # all parts are on the disk
 
-    def _write_in_background(
-        self, shard: sharded_checkpoints.CheckpointShard, commit: Callable[..., None], checkpoint_path: Path, group: Any
-    ) -> None:
-        """Save and commit on the writer's thread."""
-        sharded_checkpoints.save_shard(shard, checkpoint_path, group=group)
-        if distributed.is_first():  # all parts are on the disk
-            commit()
+        self._checkpoint_writer = CheckpointWriter(write, step=step, needed_bytes=needed_bytes)
 
     def _required_files(self) -> tuple[str, ...]:
         if self.is_deepspeed_enabled:
