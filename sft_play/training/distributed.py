@@ -80,12 +80,10 @@ def long_timeout_group(*, purpose: str = "the run") -> Any:
     own."""
     if world_size() == 1:
         return None
-    world = dist.group.WORLD
-    if any(group is not world for group, _ in _long_timeout_groups):
-        _long_timeout_groups.clear()
-    if (world, purpose) not in _long_timeout_groups:
-        _long_timeout_groups[world, purpose] = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
-    return _long_timeout_groups[world, purpose]
+    key = dist.group.WORLD, purpose  # another run's group is of another world
+    if key not in _long_timeout_groups:
+        _long_timeout_groups[key] = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+    return _long_timeout_groups[key]
 
 
 @contextlib.contextmanager

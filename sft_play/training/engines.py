@@ -148,12 +148,11 @@ def checkpoint_bytes(trainer: Any) -> int:
 
 def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
     """What the weights that train take on all ranks together, in this dtype or their own."""
-    total = 0
-    for parameter in trainer.model.parameters():
-        if parameter.requires_grad:
-            element_bytes = (dtype or parameter.dtype).itemsize
-            total += element_bytes * int(getattr(parameter, "ds_numel", parameter.numel()))
-    return total
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    return sum(
+        int((dtype or parameter.dtype).itemsize) * int(getattr(parameter, "ds_numel", parameter.numel()))
+        for parameter in trained
+    )
 
 
 def fp32_partitions(engine: Any) -> list[torch.Tensor]:

@@ -74,7 +74,7 @@ class GradientCheck(TrainerCallback):
         ready = [name for name in self._unchecked if not self._has_zero_lora_b(name, parameters)]
         without_gradient = [name for name in ready if not _has_gradient(self._unchecked[name])]
         late = {name for name in without_gradient if trained_pattern(name) in self._late_gradients}
-        ready, faulty = set(ready) - late, [name for name in without_gradient if name not in late]
+        ready, faulty = ([name for name in names if name not in late] for names in (ready, without_gradient))
         if faulty:
             raise TrainingError(
                 f"step {state.global_step + 1}: {len(faulty)} of {len(ready)} trainable tensors have no gradient "

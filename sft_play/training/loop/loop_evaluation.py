@@ -92,18 +92,14 @@ class EvaluatedLoop(CheckpointedLoop):
         if result is not None:
             if self._eval_progress is not None:  # all ranks evaluate as many
                 self._eval_progress.add(rows * self._layout.data_parallel)
-            return self._weight_loss(result[0], inputs), *result[1:]
-        self._max_eval_rows = rows // 2
-        return self.prediction_step(model, inputs, *args, **options)
-
-    def _weight_loss(self, loss: torch.Tensor | None, inputs: Any) -> torch.Tensor | None:
-        if loss is not None:
             # the Trainer repeats this number for each row of the batch, and takes the mean over all rows
             tokens = (scored_labels(inputs) != IGNORED).sum()
-            rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
-            loss = loss * tokens / (rows * self._trained_tokens_per_eval_row)
+            counted_rows = rows / self._layout.context_parallel  # every rank of a group counts them
+            loss = result[0] * tokens / (counted_rows * self._trained_tokens_per_eval_row)
             loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a batch may be masked whole: 0 / 0 is nan
-        return loss
+            return loss, *result[1:]
+        self._max_eval_rows = rows // 2
+        return self.prediction_step(model, inputs, *args, **options)
 
     def evaluate(
         self, eval_dataset: Any = None, *args: Any, questions: Sequence[Question] | None = None, **options: Any
@@ -144,13 +140,10 @@ class EvaluatedLoop(CheckpointedLoop):
                 metrics |= self._measure_exact_match(active_questions, prefix=prefix)
         if eval_dataset is None:
             self.last_metrics = (self.state.global_step, metrics)
-            exact_match = metrics.get("eval_exact_match")
-            exact_match_note = (
-                "" if exact_match is None else f", exact match {exact_match:.1%} of {len(active_questions):,} rows"
-            )
-            logger.info(
-                "Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], exact_match_note
-            )
+            figures = f"loss {metrics['eval_loss']:.4f}"
+            if "eval_exact_match" in metrics:
+                figures += f", exact match {metrics['eval_exact_match']:.1%} of {len(active_questions):,} rows"
+            logger.info("Validation at step %d: %s", self.state.global_step, figures)
         return metrics
 
     def _measure_exact_match(self, questions: Sequence[Question], *, prefix: str) -> dict[str, float]:

@@ -70,11 +70,8 @@ class RunCallbacks:
             metric_tags=self._metric_tags,
         )
         own_callbacks = (
-            self._gradient_check,
-            self.update_check,
-            self._metrics_file,
-            self.progress,
-            self.stop_controller,
+            *(self._gradient_check, self.update_check, self._metrics_file),
+            *(self.progress, self.stop_controller),
         )
         for callback in (*before, *own_callbacks, *plan_callbacks):
             trainer.add_callback(callback)
@@ -82,9 +79,7 @@ class RunCallbacks:
     @contextlib.contextmanager
     def watching(self, message: str) -> Iterator[None]:
         """While open, requests to stop are heeded; `message` says what takes long before the first step."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(stop_signals(self.stop_controller))
-            if self._trainer.compile_monitor is not None:
-                stack.enter_context(contextlib.closing(self._trainer.compile_monitor))
-            stack.enter_context(self.progress.announce_start(message))
+        monitor = self._trainer.compile_monitor
+        monitor_context = contextlib.closing(monitor) if monitor is not None else contextlib.nullcontext()
+        with stop_signals(self.stop_controller), monitor_context, self.progress.announce_start(message):
             yield
