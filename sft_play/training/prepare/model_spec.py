@@ -128,9 +128,9 @@ def build_model_spec(
     chosen_experts = experts.choose_experts(config, skeleton, precision)
     if chosen_experts is not None:  # the config says it to whatever builds or loads the model
         experts.register_grouped_mm()
-        hf_config._experts_implementation = (
-            experts.CASTING_GROUPED_MM if chosen_experts.casts_weights else chosen_experts.name
-        )
+        hf_config._experts_implementation = chosen_experts.name
+        if chosen_experts.casts_weights:
+            hf_config._experts_implementation = experts.CASTING_GROUPED_MM
         notes.append(f"Experts: {chosen_experts.reason}")
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
@@ -159,10 +159,8 @@ def build_model_spec(
     )  # fmt: skip
     if config.tuning.trainable == "all":
         return model_spec
-    trainable_line = trainable_note(
-        config, build_meta_model(model_spec, trust_remote_code=config.model.trust_remote_code)
-    )
-    return replace(model_spec, notes=(*notes, trainable_line))
+    meta_model = build_meta_model(model_spec, trust_remote_code=config.model.trust_remote_code)
+    return replace(model_spec, notes=(*notes, trainable_note(config, meta_model)))
 
 
 def _drop_quantization_config(full_config: Any, config: RunConfig) -> list[str]:
@@ -249,9 +247,9 @@ def peft_loading_warning(model_spec: ModelSpec, *, trust_remote_code: bool) -> s
     if model_spec.peft_config is None or get_checkpoint_conversion_mapping(full_config.model_type) is None:
         return ""
     adapted_model = build_meta_model(model_spec, trust_remote_code=trust_remote_code)
-    published_model = (
-        model_spec.text_tower.build_full_model() if model_spec.text_tower else adapted_model.get_base_model()
-    )
+    published_model = adapted_model.get_base_model()
+    if model_spec.text_tower:
+        published_model = model_spec.text_tower.build_full_model()
     names = model_names_by_saved_name(adapted_model)
     lost_names = names_lost_by_peft(published_model, names) if published_model is not None else []
     if not lost_names:
@@ -288,14 +286,9 @@ def _saved_tensor_names(config: RunConfig) -> set[str]:
 
 def _find_model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> Any:
     """Find the causal language model class of a config; `nn.Module` for code that comes with the model."""
-    wrong_suffixes = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-    wrong_class = next(
-        (name for name in getattr(hf_config, "architectures", None) or () if name.endswith(wrong_suffixes)), None
-    )
-    if wrong_class is not None:
-        raise ModelError(
-            f"{config.model.name} is a {wrong_class}, not a causal language model; take the language model"
-        )
+    for name in hf_config.architectures or ():
+        if name.endswith(("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")):
+            raise ModelError(f"{config.model.name} is a {name}, not a causal language model; take the language model")
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     if config.model.trust_remote_code and getattr(hf_config, "auto_map", None):

@@ -85,20 +85,16 @@ def prepare(job: RunJob) -> Prepared:
     with stage_context(job.folder.stage_name):
         config, layout = job.loaded.config, job.plan.choice.layout
         backend = choose_backend(
-            config,
-            job.plan.hardware,
-            layout=job.plan.layout,
-            is_rank="RANK" in os.environ,
+            config, job.plan.hardware, layout=job.plan.layout, is_rank="RANK" in os.environ,
             has_stages=job.folder.stage_name is not None,
-        )
+        )  # fmt: skip
         if backend.fallback_from:
             logger.warning("Backend: %s", backend.reason)
         require_available_model(config.model.name, revision=config.model.revision)
         # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
         tokenizer = load_tokenizer(config)
         model_spec = _build_model_spec(job, tokenizer)
-        problem = _unsloth_problem(model_spec, job.plan.precision) if backend.name == "unsloth" else None
-        if problem is not None:
+        if backend.name == "unsloth" and (problem := _unsloth_problem(model_spec, job.plan.precision)):
             if layout.ranks > 1:  # bnb would need this process to be one of the ranks
                 raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
             backend = fall_back(config, problem)
