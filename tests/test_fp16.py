@@ -26,8 +26,7 @@ from sft_play.planner.advice import find_largest_fit
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.precision import FP16_OVERFLOWS, choose_precision, find_fp16_overflow, format_fp16_overflow
 from sft_play.trace.confirm import load_planned_shape
-from sft_play.training.loop.callbacks import GradientCheck, MetricsFile
-from sft_play.training.loop.finite import NonFiniteStepGuard
+from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, NonFiniteStepGuard
 from sft_play.training.model.model_loading import quantization_config
 from tests.bundled import ORIGINS, model_configs
 from tests.conftest import ROOT

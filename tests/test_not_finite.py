@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.loop import finite
+from sft_play.training.loop import callbacks as finite
 from sft_play.training.loop.loop import PlannedLoop
 from tests import warm
 from tests.conftest import ROOT, clean_environment

@@ -58,7 +58,13 @@ def engine_arguments(
             "cpu_ram_efficient_loading": False,  # `model_loading` reads the weights, or every rank has them
             "state_dict_type": "FULL_STATE_DICT",  # with another, Trainer.save_model writes no weights at all
         }
-    return arguments | _parallelism_arguments(plan.choice.layout)
+    layout = plan.choice.layout
+    ranks = layout.gradient_ranks  # context parallelism: to FSDP2 these are data-parallel ranks with shorter rows
+    if layout.is_fsdp and (layout.tensor_parallel > 1 or ranks > layout.shard):
+        config_class = _TensorParallelConfig if layout.tensor_parallel > 1 else ParallelismConfig
+        sizes = {"dp_replicate_size": ranks // layout.shard, "dp_shard_size": layout.shard}
+        arguments["parallelism_config"] = config_class(**sizes, tp_size=layout.tensor_parallel)
+    return arguments
 
 
 class _TensorParallelConfig(ParallelismConfig):
@@ -76,16 +82,6 @@ class _TensorParallelConfig(ParallelismConfig):
     @property
     def active_mesh_dims(self) -> list[str]:
         return [*self.dp_dim_names, "tp"]
-
-
-def _parallelism_arguments(layout: Layout) -> dict[str, Any]:
-    """Context parallelism needs none: to FSDP2 its ranks are data-parallel ranks with shorter rows."""
-    ranks = layout.gradient_ranks
-    if not layout.is_fsdp or (layout.tensor_parallel == 1 and ranks == layout.shard):
-        return {}
-    config_class = _TensorParallelConfig if layout.tensor_parallel > 1 else ParallelismConfig
-    sizes = {"dp_replicate_size": ranks // layout.shard, "dp_shard_size": layout.shard}
-    return {"parallelism_config": config_class(**sizes, tp_size=layout.tensor_parallel)}
 
 
 def allow_fsdp_on_cpu(plan: Plan) -> None:
@@ -111,9 +107,8 @@ def set_gradient_reduction(trainer: Any, plan: Plan, config: RunConfig) -> None:
     is_custom = gradients.is_compressed or gradients.gathered_dtype != plan.precision.compute
     if plan.choice.layout.is_fsdp and is_custom:
         # None: FSDP2 casts nothing. A dtype casts the inputs of every unit too, and its output
-        param_dtype = None
-        if gradients.gathered_dtype != "float32" or plan.precision.compute != "float32":
-            param_dtype = getattr(torch, gradients.gathered_dtype)
+        is_fp32 = gradients.gathered_dtype == plan.precision.compute == "float32"
+        param_dtype = None if is_fp32 else getattr(torch, gradients.gathered_dtype)
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=getattr(torch, gradients.reduced_dtype), output_dtype=param_dtype
         )
@@ -149,10 +144,8 @@ def checkpoint_bytes(trainer: Any) -> int:
 def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
     """What the weights that train take on all ranks together, in this dtype or their own."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    return sum(
-        int((dtype or parameter.dtype).itemsize) * int(getattr(parameter, "ds_numel", parameter.numel()))
-        for parameter in trained
-    )
+    sizes = [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained]
+    return sum(size * (dtype or parameter.dtype).itemsize for size, parameter in zip(sizes, trained, strict=True))
 
 
 def fp32_partitions(engine: Any) -> list[torch.Tensor]:
@@ -252,20 +245,14 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     )  # fmt: skip
 
 
-def _replicated_bytes(wrapped: Any, *, is_trainable: bool) -> int:
-    """Bytes of weights that every rank of a tensor-parallel group has: embedding, head and norms; 0 without one."""
-    replicated = 0
+def _require_divided(wrapped: Any, layout: Layout, kind: str, whole_bytes: int, sizes: Sequence[int]) -> None:
+    """Raises TrainingError where a rank holds more than its share of the trained or the frozen bytes."""
+    replicated = 0  # by tensor-parallel ranks, each of which has embedding, head and norms
     for parameter in wrapped.parameters():
-        if parameter.requires_grad is is_trainable and isinstance(parameter, DTensor):
+        if parameter.requires_grad is (kind == "trained") and isinstance(parameter, DTensor):
             axes = parameter.device_mesh.mesh_dim_names or ()
             if "tp" in axes and parameter.placements[axes.index("tp")].is_replicate():
                 replicated += parameter.nbytes
-    return replicated
-
-
-def _require_divided(wrapped: Any, layout: Layout, kind: str, whole_bytes: int, sizes: Sequence[int]) -> None:
-    """Raises TrainingError where a rank holds more than its share of the trained or the frozen bytes."""
-    replicated = _replicated_bytes(wrapped, is_trainable=kind == "trained")
     share = (replicated + (whole_bytes - replicated) / layout.tensor_parallel) / layout.shard
     if layout.tensor_parallel > 1 and whole_bytes and share >= whole_bytes / layout.shard:
         share = 0.0  # nothing was divided along the axis: any bytes are too many

@@ -191,7 +191,13 @@ class Heartbeat:
         if kind == "hung":
             self._report_stall()
         elif kind == "peer" and is_on_several_nodes:
-            failures.record_failure("peer", self._describe_lost_ranks(), error=error)
+            text = "the launcher of another node has ended; see its output there"
+            beats, silent_ranks = self._find_silent_ranks()
+            lost_beats = [beat for beat in beats if beat.rank in silent_ranks]
+            if lost_beats:
+                lost = ", ".join(f"rank {beat.rank} (host {beat.host}, last at {beat.position})" for beat in lost_beats)
+                text = f"{lost} gives no more signs of life; see the output of its host"
+            failures.record_failure("peer", text, error=error)
         else:
             failures.report_to_agent(error)
 
@@ -271,19 +277,9 @@ class Heartbeat:
         return beats, {beat.rank for beat in beats if earlier_numbers.get(beat.rank) == beat.number}
 
     def _read_beats(self) -> list[Beat]:
-        beats: list[Beat] = []
         if self._store is None:
-            return beats
+            return []
         with contextlib.suppress(RuntimeError):
-            for rank in range(self._world_size):
-                if self._store.check([str(rank)]):
-                    beats.append(Beat(**json.loads(self._store.get(str(rank)))))
-        return beats
-
-    def _describe_lost_ranks(self) -> str:
-        beats, silent_ranks = self._find_silent_ranks()
-        lost_beats = [beat for beat in beats if beat.rank in silent_ranks]
-        if not lost_beats:
-            return "the launcher of another node has ended; see its output there"
-        listed = ", ".join(f"rank {beat.rank} (host {beat.host}, last at {beat.position})" for beat in lost_beats)
-        return f"{listed} gives no more signs of life; see the output of its host"
+            ranks = [str(rank) for rank in range(self._world_size) if self._store.check([str(rank)])]
+            return [Beat(**json.loads(self._store.get(rank))) for rank in ranks]
+        return []

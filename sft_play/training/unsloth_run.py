@@ -331,7 +331,7 @@ def _build_trainer(
     config, plan = job.loaded.config, job.plan
     arguments = _build_arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
     model = load_unsloth_model(handover, config, plan)
-    eos_token_ids = configured_eos_token_ids(model)
+    eos_token_ids: Any = configured_eos_token_ids(model)
     if not isinstance(eos_token_ids, list):
         eos_token_ids = [eos_token_ids]
     stop_ids = {*handover["stop_ids"], *eos_token_ids} - {None}

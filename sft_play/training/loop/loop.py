@@ -24,7 +24,7 @@ from sft_play.training import distributed
 from sft_play.training.checkpoints import last_checkpoint
 from sft_play.training.class_checks.replaced_code import ActiveKernels
 from sft_play.training.loop.callbacks import RowsAndSeeds
-from sft_play.training.loop.loop_checkpoints import RestoredCounters
+from sft_play.training.loop.loop_checkpoints import FINAL_SAVE_TIMEOUT_S, RestoredCounters
 from sft_play.training.loop.loop_evaluation import EvaluatedLoop
 from sft_play.training.loop.optimizers import loraplus_groups
 from sft_play.training.loop.out_of_memory import TRAINING, StepMemory
@@ -171,15 +171,19 @@ class PlannedLoop(EvaluatedLoop):
         for callback in callbacks:
             self.add_callback(callback)
         try:
-            with self._finish_saving_at_end():
-                if not checkpoint:
-                    return super().train(*args, **options)
+            if checkpoint:
                 with (
                     last_checkpoint.forbid_pickled_code(Path(checkpoint)),
                     last_checkpoint.readable_checkpoint(self, Path(checkpoint)) as path,
                 ):
-                    return super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
+                    output = super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
+            else:
+                output = super().train(*args, **options)
+            self.finish_saving()
+            return output
         finally:
+            if self._checkpoint_writer is not None:
+                self._checkpoint_writer.wait_at_most(FINAL_SAVE_TIMEOUT_S)
             for callback in callbacks:
                 self.remove_callback(callback)
 

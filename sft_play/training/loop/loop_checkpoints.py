@@ -24,7 +24,7 @@ from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints, full_state_dict, last_checkpoint, sharded_checkpoints
 from sft_play.training.checkpoints.model_saving import embeddings_to_save
 from sft_play.training.heartbeat import Heartbeat
-from sft_play.training.loop.finite import NonFiniteStepGuard, require_finite
+from sft_play.training.loop.callbacks import NonFiniteStepGuard, require_finite
 from sft_play.training.measure.monitor import Monitor
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 LOGGING_STATE = "logging_state.json"
 
 
-# How long a run that fails waits for a checkpoint that was begun.
-_FINAL_SAVE_TIMEOUT_S = 300.0
+# How long a run that fails waits for a checkpoint that was begun: other ranks may never write their parts.
+FINAL_SAVE_TIMEOUT_S = 300.0
 
 
 class RestoredCounters(TrainerCallback):
@@ -176,16 +176,6 @@ class CheckpointedLoop(Trainer):
         logger.info("Checkpoint of step %d: written beside the training in %.0f s", writer.step, duration_s)
         self.pause_seconds["checkpoint"].append(duration_s)
 
-    @contextlib.contextmanager
-    def _finish_saving_at_end(self) -> Iterator[None]:
-        """Wait for a checkpoint at the end; after an error only as long as other ranks may take to write theirs."""
-        try:
-            yield
-            self.finish_saving()
-        finally:
-            if self._checkpoint_writer is not None:
-                self._checkpoint_writer.wait_at_most(_FINAL_SAVE_TIMEOUT_S)
-
     def _write_checkpoint(self, model: Any, trial: Any, needed_bytes: int) -> None:
         folder, step = Path(self.args.output_dir), self.state.global_step
         loss_sum, seen_counts = self._mean_loss_sum(), self._monitor.seen_counts()
@@ -212,13 +202,17 @@ class CheckpointedLoop(Trainer):
                 if best.exists() or self.state.best_global_step == step:
                     self.state.best_model_checkpoint = str(best)
                 self.state.save_to_json(str(checkpoint_path / "trainer_state.json"))
-        best_path = None
-        if self.state.best_model_checkpoint:
-            best_path = Path(self.state.best_model_checkpoint)
+        best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
+        required_files = checkpoints.RESUME_FILES
+        if self.is_deepspeed_enabled:
+            required_files = ("trainer_state.json", "latest")
+        elif self.saves_shards:
+            parts = (sharded_checkpoints.CONTENTS_FILE, sharded_checkpoints.GROUPS_FILE)
+            required_files = ("trainer_state.json", "scheduler.pt", *parts)
 
         def commit() -> None:
             if distributed.is_first():
-                checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=self._required_files())
+                checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=required_files)
                 checkpoints.rotate_checkpoints(folder, limit=self._checkpoint_limit, best_checkpoint=best_path)
 
         shard, self._shard = self._shard, None
@@ -233,18 +227,6 @@ class CheckpointedLoop(Trainer):
             commit()  # all parts are on the disk
 
         self._checkpoint_writer = CheckpointWriter(write, step=step, needed_bytes=needed_bytes)
-
-    def _required_files(self) -> tuple[str, ...]:
-        if self.is_deepspeed_enabled:
-            return ("trainer_state.json", "latest")
-        if self.saves_shards:
-            return (
-                "trainer_state.json",
-                "scheduler.pt",
-                sharded_checkpoints.CONTENTS_FILE,
-                sharded_checkpoints.GROUPS_FILE,
-            )
-        return checkpoints.RESUME_FILES
 
     def wait_for_disk(self) -> None:
         """Wait for all ranks, as long as their disks take; one process waits for nothing."""
@@ -363,9 +345,7 @@ class CheckpointedLoop(Trainer):
         self.heartbeat.stop_clock()
         # the others know where it was written aside
         best = distributed.broadcast_value(self.state.best_model_checkpoint)
-        damage = None
-        if distributed.is_first():
-            damage = checkpoints.find_damage(Path(best))
+        damage = checkpoints.find_damage(Path(best)) if distributed.is_first() else None
         self.wait_for_disk()
         damage = distributed.broadcast_value(damage)
         if damage is not None:

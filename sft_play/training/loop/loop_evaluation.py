@@ -175,18 +175,14 @@ class EvaluatedLoop(CheckpointedLoop):
         """Log; beside the loss of an evaluation what the head and the sources add up to over all ranks."""
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
         if prefix is not None and self._eval_head_sums is not None:
-            logs |= self._eval_metrics(self._eval_head_sums, prefix=prefix)
+            head, source_sums = self._eval_head_sums.tolist(), []
+            if self._eval_source_sums is not None:
+                source_sums = self._eval_source_sums.flatten().tolist()
+            sums_by_rank = distributed.gather_values((head, int(self._tokens_seen), source_sums))
+            self._eval_head_sums = self._eval_source_sums = None
+            logs |= head_metrics([head for head, _, _ in sums_by_rank], prefix=prefix)
+            if source_sums:
+                logs |= source_losses([sums for _, _, sums in sums_by_rank], self._monitor.sources, prefix=prefix)
+            tokens_seen = sum(tokens for _, tokens, _ in sums_by_rank[:: self._layout.tensor_parallel])
+            logs[f"{prefix}num_tokens"] = self._monitor.tokens_before_start + tokens_seen
         super().log(logs, start_time)
-
-    def _eval_metrics(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
-        tokens_seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
-        source_sums = [] if self._eval_source_sums is None else [self._eval_source_sums.flatten()]
-        sums_by_rank = distributed.gather_numbers(torch.cat([head, tokens_seen, *source_sums]))
-        width = len(head)
-        metrics = head_metrics([rank[:width] for rank in sums_by_rank], prefix=prefix)
-        if source_sums:
-            metrics |= source_losses([rank[width + 1 :] for rank in sums_by_rank], self._monitor.sources, prefix=prefix)
-        counted_sums = sums_by_rank[:: self._layout.tensor_parallel]
-        self._eval_head_sums = self._eval_source_sums = None
-        tokens_seen_by_all = sum(rank[width] for rank in counted_sums)
-        return metrics | {f"{prefix}num_tokens": self._monitor.tokens_before_start + tokens_seen_by_all}

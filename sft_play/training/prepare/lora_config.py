@@ -112,16 +112,14 @@ def _suggestion(target: str, names: Iterable[str]) -> str:
 def matches_pattern(pattern: str, name: str) -> bool:
     """Whether a pattern matches a weight: its pieces occur in the weight's name, one directly after the other."""
     pieces, parts = pattern.split("."), name.split(".")
-    return any(
-        all(_matches_piece(piece, part) for piece, part in zip(pieces, parts[start:], strict=False))
-        for start in range(len(parts) - len(pieces) + 1)
-    )
 
+    def matches_piece(piece: str, part: str) -> bool:
+        if (span := _NUMBER_RANGE.fullmatch(piece)) is not None:
+            return part.isdigit() and int(span[1]) <= int(part) <= int(span[2])
+        return fnmatch.fnmatchcase(part, _PIECE_ALIASES.get(piece, piece))
 
-def _matches_piece(piece: str, part: str) -> bool:
-    if (span := _NUMBER_RANGE.fullmatch(piece)) is not None:
-        return part.isdigit() and int(span[1]) <= int(part) <= int(span[2])
-    return fnmatch.fnmatchcase(part, _PIECE_ALIASES.get(piece, piece))
+    starts = range(len(parts) - len(pieces) + 1)
+    return any(all(map(matches_piece, pieces, parts[start : start + len(pieces)])) for start in starts)
 
 
 def select_names(patterns: Sequence[str], names: Iterable[str]) -> list[str]:

@@ -128,9 +128,9 @@ def build_model_spec(
     chosen_experts = experts.choose_experts(config, skeleton, precision)
     if chosen_experts is not None:  # the config says it to whatever builds or loads the model
         experts.register_grouped_mm()
-        hf_config._experts_implementation = chosen_experts.name
-        if chosen_experts.casts_weights:
-            hf_config._experts_implementation = experts.CASTING_GROUPED_MM
+        hf_config._experts_implementation = (
+            experts.CASTING_GROUPED_MM if chosen_experts.casts_weights else chosen_experts.name
+        )
         notes.append(f"Experts: {chosen_experts.reason}")
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
@@ -338,14 +338,11 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
         raise ModelError(f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto")
     require_attention_package(requested)
     if is_hub_kernel(requested) or requested == "flash_attention_2":
-        _require_flash(model_class, requested.partition("@")[0])
+        kernel = requested.partition("@")[0]
+        setting = f"model.attn_implementation={kernel}: {model_class.__name__}"
+        if not getattr(model_class, "_supports_flash_attn", False):
+            raise ModelError(f"{setting} has none; use sdpa")
+        compatible = getattr(model_class, "_compatible_flash_implementations", None)
+        if compatible and kernel not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
+            raise ModelError(f"{setting} runs only with other kernels ({', '.join(compatible)}); use auto")
     return AttentionChoice(requested, f"{requested}, as model.attn_implementation says")
-
-
-def _require_flash(model_class: Any, requested: str) -> None:
-    setting = f"model.attn_implementation={requested}: {model_class.__name__}"
-    if not getattr(model_class, "_supports_flash_attn", False):
-        raise ModelError(f"{setting} has none; use sdpa")
-    compatible = getattr(model_class, "_compatible_flash_implementations", None)
-    if compatible and requested not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
-        raise ModelError(f"{setting} runs only with other kernels ({', '.join(compatible)}); use auto")
