@@ -56,13 +56,10 @@ def steps_of(
     ]
 
 
-@pytest.mark.parametrize("count", [1, 5, 16, 21, 37])
-@pytest.mark.parametrize(
-    ("micro", "accum", "ranks"), [(2, 4, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (2, 1, 4)]
-)
+@pytest.mark.parametrize(("micro", "accum", "ranks"), [(2, 4, 1), (8, 1, 1), (1, 4, 2), (1, 2, 4), (2, 1, 4)])
 @pytest.mark.parametrize("by_length", [False, True])
-def test_a_step_has_the_same_rows_under_every_split_and_each_comes_once(count, micro, accum, ranks, by_length):
-    for epoch in (0, 3):
+def test_a_step_has_the_same_rows_under_every_split_and_each_comes_once(micro, accum, ranks, by_length):
+    for count, epoch in itertools.product([1, 5, 16, 37], (0, 3)):
         steps = steps_of(count, micro=micro, accum=accum, ranks=ranks, epoch=epoch, by_length=by_length)
         assert sorted(n for step in steps for n in step) == list(range(count))
         assert len(steps) == math.ceil(count / 8)
@@ -91,16 +88,6 @@ def test_the_order_is_that_of_accelerates_seedable_sampler():
         theirs.set_epoch(epoch)
         ours.set_epoch(epoch)
         assert list(ours) == list(theirs)
-
-
-def test_masked_rows_hold_no_token_that_is_trained_on():
-    from sft_play.training.loop.rows import pad_to_multiple
-
-    rows = pad_to_multiple(dataset(5), multiple=4)
-    assert len(rows) == 8
-    assert rows[:5] == dataset(5)[:]
-    assert all(set(labels) == {-100} for labels in rows[5:]["labels"])
-    assert pad_to_multiple(dataset(8), multiple=4)[:] == dataset(8)[:]
 
 
 def test_a_filled_data_set_keeps_its_other_columns():
@@ -178,32 +165,11 @@ def mixed_run(folder: Path, model: Path) -> Path:
 
 
 def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
-    """A trainer on rows of our own, in this process."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """A trainer on rows of our own that are chats and text, in this process."""
+    from tests.ranks_evaluation import trainer_of as own_trainer
 
-    from sft_play.config.load import config_from_text
-    from sft_play.data.build.splits import DataSplit
-    from sft_play.data.build.stats import RowStats
-    from sft_play.machine.hardware import Hardware
-    from sft_play.models.config_json import load_model_shape
-    from sft_play.planner.decide import PlanRequest, make_plan
-    from sft_play.runs.folder import RunFolder
-    from sft_play.training.loop.trainer import build_trainer
-
-    text = (
-        f"model: {{name: {model}, max_seq_len: 48}}\ntask_mode: cpt_mixed\ntuning: {{mode: full}}\n"
-        "data: {text_path: none.txt}\n"
-        "train: {effective_batch_size: 4, batch_size: 2, max_steps: 2, report_to: [], save_steps: 9, warmup_steps: 0}\n"
-    )
-    config = config_from_text(text, name="run.yaml", overrides=overrides)
-    machine = Hardware((), "CPU", 2, 2**34, 2**34)
-    split = DataSplit(rows, RowStats("rows", "rows"))
-    plan = make_plan(PlanRequest(config, load_model_shape(str(model)), machine))
-    return build_trainer(
-        config, plan, RunFolder(folder / "run"), peft_config=None,
-        model=AutoModelForCausalLM.from_pretrained(model), tokenizer=AutoTokenizer.from_pretrained(model),
-        train_split=split, eval_split=split,
-    )  # fmt: skip
+    mixed = ("task_mode=cpt_mixed", "data.text_path=none.txt", "train.bf16=false")
+    return own_trainer(model, folder / "run", *mixed, *overrides, rows=rows)
 
 
 def sourced(lengths: list[int], sources: list[int]) -> Any:
@@ -302,30 +268,3 @@ def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strateg
     for name in ("loss", "loss_chat", "loss_text", "eval_loss", "eval_loss_chat", "num_tokens", "samples_seen"):
         assert series(two, name) == pytest.approx(series(one, name), rel=1e-4), name
         assert series(one, name)
-
-
-def test_every_document_ends_with_the_end_of_text_however_it_is_cut_into_blocks(tmp_path, tiny_llama):
-    from sft_play.config.load import config_from_text
-    from sft_play.data.build.splits import build_splits
-    from sft_play.data.masks.tokenizer import end_of_text_id
-    from sft_play.data.sources.files import find_data_paths
-    from sft_play.training.loop.rows import to_dataset
-    from sft_play.training.prepare.tokenizer import load_tokenizer
-
-    texts = [f"document {n}: " + "yes no " * n for n in range(1, 9)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = config_from_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 16}}\ntask_mode: cpt\n"
-        f"data: {{train_path: {tmp_path}/text.jsonl, val_path: null, test_path: null}}\n",
-        name="run.yaml",
-    )
-    tokenizer = load_tokenizer(config).tokenizer
-    splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=16)
-    blocks = to_dataset(splits.train.rows)["input_ids"]
-    assert all(len(block) == 16 for block in blocks)
-    stream = [token for block in blocks for token in block]
-    end, wanted = end_of_text_id(tokenizer), []
-    for text in texts:
-        wanted += [*tokenizer(text)["input_ids"], end]
-    assert stream == wanted[: len(stream)]
-    assert len(wanted) - len(stream) < 16

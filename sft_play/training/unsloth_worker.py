@@ -39,13 +39,8 @@ def import_this_checkout() -> None:
 
 def package_versions() -> dict[str, str | None]:
     """Versions of Python and RECORDED_PACKAGES; None for a package that is not installed."""
-    installed: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for package in RECORDED_PACKAGES:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            installed[package] = None
-    return installed
+    installed = {found.name.lower().replace("-", "_"): found.version for found in metadata.distributions()}
+    return {"python": sys.version.split()[0], **{name: installed.get(name) for name in RECORDED_PACKAGES}}
 
 
 def probe() -> dict[str, Any]:

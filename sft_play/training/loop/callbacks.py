@@ -79,7 +79,8 @@ class GradientCheck(TrainerCallback):
         if faulty:
             raise TrainingError(
                 f"step {state.global_step + 1}: {len(faulty)} of {len(ready)} trainable tensors have no gradient "
-                f"({one_line(', '.join(faulty), limit=400)}); they would learn nothing, so the run stops"
+                f"({one_line(', '.join(faulty), limit=400)}); they would learn nothing, so the run stops. If "
+                "earlier steps had some, start a new run with a lower train.learning_rate"
             )
         for name in ready:
             del self._unchecked[name]
@@ -107,7 +108,7 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 
 
 class MetricsFile(TrainerCallback):
-    """Appends what is logged to `metrics.jsonl`, and stops a run whose loss is NaN or infinite."""
+    """Appends what is logged to `metrics.jsonl`, and stops an fp16 run whose loss is NaN or infinite."""
 
     def __init__(self, path: Path, *, start_time: float, stage: str | None = None) -> None:
         """`start_time`: seconds since 1970; `stage`: written into every line, in a run that has stages."""
@@ -117,7 +118,7 @@ class MetricsFile(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, model: Any = None, **_: Any
     ) -> None:
-        """Write one line; raises TrainingError for a loss that is NaN or infinite (in fp16 before training too)."""
+        """Write one line; raises TrainingError for a loss in fp16 that is NaN or infinite."""
         if not state.is_world_process_zero or not logs:
             return
         entry: dict[str, Any] = {
@@ -131,15 +132,12 @@ class MetricsFile(TrainerCallback):
                 entry[key] = value if math.isfinite(value) else str(value)  # JSON has no NaN or infinity
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-        advice = "look at the data of this step, or start a new run with a lower train.learning_rate"
-        loss_keys = ["loss"]
-        if args.fp16:
-            advice = describe_fp16_overflow(model)
-            if state.global_step == 0:
-                loss_keys += ["eval_loss", "test_loss"]
-        for loss in map(logs.get, loss_keys):
-            if isinstance(loss, float) and not math.isfinite(loss):
-                raise TrainingError(f"step {state.global_step}: the loss is {loss}; {advice}")
+        if args.fp16:  # in other dtypes `NonFiniteStepGuard` has seen it
+            loss_keys = ("loss", "eval_loss", "test_loss") if state.global_step == 0 else ("loss",)
+            for loss in map(logs.get, loss_keys):
+                if isinstance(loss, float) and not math.isfinite(loss):
+                    advice = describe_fp16_overflow(model)
+                    raise TrainingError(f"step {state.global_step}: the loss is {loss}; {advice}")
 
 
 # What is kept free for a checkpoint at least: this share of the limit, up to so many seconds.
