@@ -21,11 +21,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
+
 from benchmarks.starter_base import make_model, make_tokenizer
 from sft_play.config.load import config_from_text
 from sft_play.data.build.splits import DataSplit
 from sft_play.data.build.stats import RowStats
-from sft_play.data.masks.token_row import TokenRow
 from sft_play.machine.hardware import detect_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.decide import PlanRequest, make_plan
@@ -94,7 +95,7 @@ def run(on: bool, folder: Path) -> dict[str, float]:
     hardware = detect_hardware()
     plan = make_plan(PlanRequest(config, load_model_shape(str(model_folder)), hardware, allowed_layouts=("single",)))
     ids = [7 + index % 50 for index in range(SEQ_LEN)]
-    rows = tuple(TokenRow("random", list(ids), list(ids)) for _ in range(ROWS * STEPS))
+    rows = Dataset.from_dict({"input_ids": [ids] * (ROWS * STEPS), "labels": [ids] * (ROWS * STEPS)})
     with tempfile.TemporaryDirectory() as workdir:
         run_folder = RunFolder(Path(workdir) / "run")
         run_folder.path.mkdir()

@@ -645,13 +645,13 @@ def test_another_optimizer_and_switches_train(train):
 def test_speed_and_time_left_count_training_steps_only():
     state = SimpleNamespace(global_step=0, max_steps=10)
     clock = iter([1.0, 10.0, 14.0, 114.0, 118.0, 118.0, 118.0, 118.0])
-    progress = Progress(count_tokens=lambda: 800, clock=lambda: next(clock))
+    progress = Progress(clock=lambda: next(clock))
     progress.on_train_begin(None, state, None)  # at 1 s: then the longest rows are tried
     progress.on_step_begin(None, state, None)  # at 10 s
     progress.on_step_end(None, state, None)  # at 14 s: then 100 s of evaluation
     progress.on_step_begin(None, state, None)  # at 114 s
-    line = progress.format_line(2, 10)  # at 118 s: 8 s of training, 800 tokens, 8 steps left at 4 s each
-    assert line == "100 tokens/s  32 seconds left"
+    line = progress.format_line(2, 10, {"loss": 1.5, "tokens_per_s": 100.0})  # at 118 s: 8 steps left at 4 s each
+    assert line == "loss 1.5000  100 tokens/s  32 seconds left"
 
 
 def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):

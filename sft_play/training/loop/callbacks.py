@@ -228,14 +228,12 @@ class Progress(TrainerCallback):
     def __init__(
         self,
         *,
-        count_tokens: Callable[[], int],
         estimate_remaining: Callable[[], tuple[float, str]] = lambda: (0.0, ""),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`estimate_remaining`: seconds of what follows besides the steps that are left, and in words what these
         lack."""
-        self._count_tokens, self._estimate_remaining, self._clock = count_tokens, estimate_remaining, clock
-        self._loss = self._speed = self._memory = None
+        self._estimate_remaining, self._clock = estimate_remaining, clock
         self.start_step = 0
         self._start_time = self._last_line_time = 0.0
         self._paused_s = self._pause_start = 0.0
@@ -263,14 +261,12 @@ class Progress(TrainerCallback):
         self.start_step, self._paused_s = state.global_step, 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Remember the loss."""
-        if logs and isinstance(logs.get("loss"), float):
-            self._loss = logs["loss"]
-            self._speed, self._memory = logs.get("tokens_per_s"), logs.get("memory_peak_gib")
+        """Write a line about this step, if it is time for one."""
+        if logs and "loss" in logs:
             step, steps = state.global_step, state.max_steps
             if step in (self.start_step + 1, steps) or self._clock() - self._last_line_time >= LOG_INTERVAL_S:
                 self._last_line_time = self._clock()
-                logger.info("step %d/%d  %s", step, steps, self.format_line(step, steps))
+                logger.info("step %d/%d  %s", step, steps, self.format_line(step, steps, logs))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop the clock: evaluation and saving follow."""
@@ -283,18 +279,14 @@ class Progress(TrainerCallback):
             self._paused_s += self._clock() - self._pause_start
             self._pause_start = 0.0
 
-    def format_line(self, step: int, steps: int) -> str:
+    def format_line(self, step: int, steps: int, logs: Mapping[str, float]) -> str:
         """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time left after `step`."""
         steps_done = max(1, step - self.start_step)
         pauses_s, caveat = self._estimate_remaining()
         remaining_s = self.training_s / steps_done * (steps - step) + pauses_s
-        speed = self._speed if self._speed is not None else self._count_tokens() / self.training_s
-        parts = [f"{speed:,.0f} tokens/s", f"{format_duration(remaining_s)} left{caveat}"]
-        if self._loss is not None:
-            parts.insert(0, f"loss {self._loss:.4f}")
-        if self._memory is not None:
-            parts.insert(-1, f"peak {self._memory:.2f} GiB")
-        return "  ".join(parts)
+        memory = f"peak {logs['memory_peak_gib']:.2f} GiB  " if "memory_peak_gib" in logs else ""
+        figures = f"loss {logs['loss']:.4f}  {logs['tokens_per_s']:,.0f} tokens/s  {memory}"
+        return f"{figures}{format_duration(remaining_s)} left{caveat}"
 
 
 class RowsAndSeeds(TrainerCallback):
@@ -356,15 +348,15 @@ class NonFiniteStepGuard(TrainerCallback):
         if trainer.args.fp16:
             self._count_scaling_skip(norm)
             return
-        fault_level = 0
-        if not math.isfinite(loss):
-            fault_level = 2
-        elif norm is not None and not math.isfinite(norm):
-            fault_level = 1
-        fault_level = distributed.max_over_ranks(fault_level)
+        has_bad_norm = norm is not None and not math.isfinite(norm)
+        fault_level = distributed.max_over_ranks(int(has_bad_norm) if math.isfinite(loss) else 2)
         was_step_taken = trainer.is_deepspeed_enabled and not trainer.optimizer.step_was_skipped
         if not trainer.is_deepspeed_enabled:
-            self._set_skip(trainer.optimizer, bool(fault_level))
+            # the Trainer asks for it before it moves the learning rate
+            trainer.optimizer._is_overflow = bool(fault_level)
+            if fault_level:
+                self._optimizer_step = trainer.optimizer.step
+                trainer.optimizer.step = lambda *_, **__: None
         if not fault_level:
             self._consecutive_skips = 0
             return
@@ -414,12 +406,6 @@ class NonFiniteStepGuard(TrainerCallback):
         if steps > skipped:
             return {**logs, "loss": logs["loss"] * steps / (steps - skipped)}
         return {name: value for name, value in logs.items() if name != "loss"}
-
-    def _set_skip(self, optimizer: Any, should_skip: bool) -> None:
-        """Skip the next optimizer step or not, and tell the Trainer, which asks before it moves the learning rate."""
-        if should_skip:
-            self._optimizer_step, optimizer.step = optimizer.step, lambda *_, **__: None
-        optimizer._is_overflow = should_skip
 
     def _stop_or_skip(self, problem: str, *, was_step_taken: bool) -> None:
         step = int(self._trainer.state.global_step) + 1

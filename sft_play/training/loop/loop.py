@@ -28,15 +28,7 @@ from sft_play.training.loop.loop_checkpoints import FINAL_SAVE_TIMEOUT_S, Restor
 from sft_play.training.loop.loop_evaluation import EvaluatedLoop
 from sft_play.training.loop.optimizers import loraplus_groups
 from sft_play.training.loop.out_of_memory import TRAINING, StepMemory
-from sft_play.training.loop.rows import (
-    COUNT_KEYS,
-    Collator,
-    EpochOrder,
-    StepBatches,
-    TrainingRows,
-    end_workers_with_parent,
-    row_lengths,
-)
+from sft_play.training.loop.rows import COUNT_KEYS, Collator, EpochOrder, StepBatches, TrainingRows, row_lengths
 from sft_play.training.loop.upstream import require_upstream_names
 from sft_play.training.measure.monitor import count_tokens
 from sft_play.training.model import attention_functions
@@ -126,11 +118,10 @@ class PlannedLoop(EvaluatedLoop):
         )
         accelerator = self.accelerator
         # as for one process, whatever the ranks: else accelerate would give this rank only a share of its own batches
-        prepared = prepare_data_loader(
+        return prepare_data_loader(
             loader, accelerator.device, num_processes=1, process_index=0, put_on_device=accelerator.device_placement,
             non_blocking=accelerator.non_blocking,
         )  # fmt: skip
-        return end_workers_with_parent(prepared)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any) -> Any:
         """The batches of the next step, empty ones included, and its trained tokens; the wait for them is timed."""

@@ -16,7 +16,6 @@ from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
 from sft_play.training.loop.out_of_memory import StepMemory
 from sft_play.training.loop.rows import (
     balanced_batch_size,
-    end_workers_with_parent,
     longest_first_order,
     pad_to_multiple,
     split_batch,
@@ -62,13 +61,13 @@ class EvaluatedLoop(CheckpointedLoop):
         super().__init__(**options)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The batches of an evaluation, the longest rows first; worker processes end with this one."""
+        """The batches of an evaluation, the longest rows first."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         order = longest_first_order(
             dataset, batch_size=self.args.per_device_eval_batch_size, repeats=self._layout.context_parallel
         )
         # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
-        return end_workers_with_parent(super().get_eval_dataloader(dataset.select(order)))
+        return super().get_eval_dataloader(dataset.select(order))
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Evaluate as the Trainer does, but count a row once: every rank of a context-parallel group gets it."""

@@ -2,12 +2,8 @@
 `EpochOrder`, `StepBatches`), and as the tensors of a micro-batch (`Collator`).
 """
 
-import functools
 import itertools
-import multiprocessing
-import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import torch
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 
 from sft_play.data.build.packing import Packs, group_by_length
 from sft_play.data.build.splits import SourceMix
-from sft_play.data.masks.token_row import IGNORED, TokenRow
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.planner.batching import MicroBatches
-from sft_play.process.signals import die_with_parent
 
 # The order of an epoch depends only on seed and epoch, and an optimizer step takes its next
 # effective batch, whatever the ranks, micro-batch and accumulation. A rank that has no row left for
@@ -36,20 +31,6 @@ FILLER_TOKENS = 2
 DEFAULT_SOURCES = ("chat", "text")
 # Rows of a table that are read at once.
 _READ_BATCH_ROWS = 50_000
-
-_FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")})
-
-
-def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:
-    """Rows as the trainer takes them: columns input_ids, labels and source; a Dataset is returned unchanged."""
-    if isinstance(rows, Dataset):
-        return rows
-    columns: dict[str, list[Any]] = {
-        "input_ids": [row.input_ids for row in rows],
-        "labels": [row.labels for row in rows],
-        "source": [DEFAULT_SOURCES.index(getattr(row, "source", DEFAULT_SOURCES[0])) for row in rows],
-    }
-    return Dataset.from_dict(columns, features=_FEATURES)
 
 
 def _iter_column_chunks(dataset: Dataset, column: str) -> Iterator[Any]:
@@ -400,23 +381,3 @@ def _token_sources(row: dict[str, Any]) -> Any:
     if "sources" in row:
         return row["sources"]
     return np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))
-
-
-# --------------------------------------------------------------------------------------------------
-# The processes that load rows.
-
-
-def end_workers_with_parent(dataloader: Any) -> Any:
-    """A data loader whose worker processes end with this one, even where it is killed in the middle of a step."""
-    loader = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's wraps the one that starts them
-    if loader.num_workers:
-        loader.worker_init_fn = functools.partial(_init_worker, os.getpid(), loader.worker_init_fn)
-        if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's: it would be the workers' parent
-            loader.multiprocessing_context = "fork"
-    return dataloader
-
-
-def _init_worker(parent_pid: int, worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
-    die_with_parent(parent_pid, signal.SIGKILL)
-    if worker_init_fn is not None:
-        worker_init_fn(worker_id)

@@ -40,10 +40,7 @@ class RunCallbacks:
             train.stop_after_steps, hours=train.max_hours, pause_seconds=trainer.pause_seconds
         )
         self.update_check = UpdateCheck(trainer, job.plan.precision.updates)
-        self.progress = Progress(
-            count_tokens=lambda: trainer.tokens_seen,
-            estimate_remaining=lambda: estimate_remaining(trainer, eval_set),
-        )
+        self.progress = Progress(estimate_remaining=lambda: estimate_remaining(trainer, eval_set))
         self._gradient_check = GradientCheck(prepared.model_spec.late_gradients)
         self._metrics_file = MetricsFile(
             job.folder.metrics_path, start_time=monitors.start_time, stage=job.folder.stage_name

@@ -31,7 +31,7 @@ from sft_play.training.class_checks.replaced_code import activate_kernels, compi
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices, stochastic_rounding_class
-from sft_play.training.loop.rows import COUNT_KEYS, DEFAULT_SOURCES, SOURCE, row_lengths, to_dataset
+from sft_play.training.loop.rows import COUNT_KEYS, DEFAULT_SOURCES, SOURCE, row_lengths
 from sft_play.training.measure.board import TensorBoardWriter, build_hparams
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import collect_stop_ids, configured_eos_token_ids
@@ -206,7 +206,7 @@ def build_trainer(
     others of `PlannedLoop`. Raises DataError: weights of `sources` leave one of them without a row
     in an epoch."""
     arguments = arguments or training_arguments(config, plan, folder, has_eval=eval_split is not None)
-    rows = to_dataset(train_split.rows)
+    rows = train_split.rows
     packs, packed_sizes = _pack_rows(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
     mix = sources.mix(seed=config.train.seed, sizes=packed_sizes) if sources else None
     trainer = (trainer_class or PlannedTrainer)(
@@ -220,7 +220,7 @@ def build_trainer(
         sorts_by_length=config.train.group_by_length,
         adds_sources=config.task_mode == "cpt_mixed" or sources is not None,
         mix=mix,
-        eval_dataset=to_dataset(eval_split.rows) if eval_split is not None else None,
+        eval_dataset=eval_split.rows if eval_split is not None else None,
         checkpoint_limit=config.train.save_total_limit,
         async_save=config.train.async_save,
         patience=config.train.early_stopping_patience,
