@@ -232,11 +232,14 @@ def test_an_environment_without_what_the_loop_imports_is_refused_by_the_packages
     sys.modules.pop("unsloth", None)
 
 
-def test_unsloth_is_asked_for_its_device_and_versions(standin, monkeypatch):
+def test_unsloth_is_asked_for_its_device_and_versions(standin):
     python, answer = backend.require_unsloth(config(), CPU, layout="single", is_rank=False)
     assert python == standin.parent / "env" / "bin" / "python"
     assert answer.device == "cpu"
     assert answer.versions["torch"] == torch.__version__
+
+
+def test_an_unsloth_that_cannot_be_used_is_refused_in_its_own_words(standin, monkeypatch):
     monkeypatch.setenv("UNSLOTH_STANDIN_FAULT", "import")
     assert "NotImplementedError: Unsloth cannot find any torch accelerator" in str(problem(config()))
 
