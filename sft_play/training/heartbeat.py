@@ -179,27 +179,14 @@ class Heartbeat:
             return
         if error is not None:
             with self._report_lock:
-                self._record_error(error)
+                if failures.failure_kind(error) == "hung":
+                    self._report_stall()
+                else:
+                    failures.report_to_agent(error)
         self._thread.join(self._interval_s)
         if self._note_file is not None:
             self._note_file.close()
             self._note_file = None
-
-    def _record_error(self, error: BaseException) -> None:
-        kind = failures.failure_kind(error)
-        is_on_several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size)) < self._world_size
-        if kind == "hung":
-            self._report_stall()
-        elif kind == "peer" and is_on_several_nodes:
-            text = "the launcher of another node has ended; see its output there"
-            beats, silent_ranks = self._find_silent_ranks()
-            lost_beats = [beat for beat in beats if beat.rank in silent_ranks]
-            if lost_beats:
-                lost = ", ".join(f"rank {beat.rank} (host {beat.host}, last at {beat.position})" for beat in lost_beats)
-                text = f"{lost} gives no more signs of life; see the output of its host"
-            failures.record_failure("peer", text, error=error)
-        else:
-            failures.report_to_agent(error)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
     def _run(self) -> None:

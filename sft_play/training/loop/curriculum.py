@@ -97,8 +97,8 @@ class StageSequence:
         train_config = config.train.model_copy(update={"stop_after_steps": self._remaining_steps()})
         loaded = replace(stage.loaded, config=config.model_copy(update={"train": train_config}))
         stage_job = replace(stage, resume=bool(has_begun), loaded=loaded)
+        monitors = replace(self._monitors, start_time=time.time())
         try:
-            monitors = replace(self._monitors, start_time=time.time())
             summary = self._train_stage(stage_job, prepared, monitors, begins_from=begins_from)
         except Interrupted:
             self._write_summary(STOPPED, exit_code=Interrupted.exit_code)
@@ -143,34 +143,29 @@ _EMPTY_SUMMARY: dict[str, Any] = {"before": None, "wall_s": 0.0, "peak_bytes": {
 
 def _merge_summaries(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> dict[str, Any]:
     """`before` is the first stage's if the last is evaluated on the same rows; speed is weighted by time."""
+    last_stage = stages[-1] if stages else {}
+    result = last_stage if len(stages) == len(configs) else {}
+    is_same_split = _eval_data(configs[0]) == _eval_data(configs[-1])
+    highest = max(stages, key=_highest_peak, default={})
+    wall_s = sum(stage["wall_s"] for stage in stages)
+    tokens = sum(stage["tokens_per_s"] * stage["wall_s"] for stage in stages)
     own_fields = ("evaluations", "samples")
-    merged: dict[str, Any] = {
-        "split": None, "before": None, "after": None, "samples": [], "peak_bytes": None,
-        "peak_bytes_by_moment": None, "tokens_per_s": 0,
-        "steps": sum(stage["steps"] for stage in stages), "engine_proof": None,
+    return {
+        "split": last_stage.get("split"),
+        "before": stages[0]["before"] if stages and is_same_split else None,
+        "after": result.get("after"),
+        "samples": result.get("samples", []),
+        "peak_bytes": highest.get("peak_bytes"),
+        "peak_bytes_by_moment": highest.get("peak_bytes_by_moment"),
+        "tokens_per_s": round(tokens / wall_s, 2) if wall_s else 0,
+        "steps": sum(stage["steps"] for stage in stages),
+        "engine_proof": last_stage.get("engine_proof"),
         "evaluations": [
             {"stage": stage["name"], **entry} for stage in stages for entry in stage.get("evaluations", ())
         ],
-        "model_path": None,
-        "stages": [
-            {key: value for key, value in stage.items() if key not in own_fields} for stage in stages
-        ],
-    }  # fmt: skip
-    if not stages:
-        return merged
-    last_stage, highest = stages[-1], max(stages, key=_highest_peak)
-    merged["split"], merged["engine_proof"] = last_stage.get("split"), last_stage.get("engine_proof")
-    merged["peak_bytes"] = highest["peak_bytes"]
-    merged["peak_bytes_by_moment"] = highest.get("peak_bytes_by_moment")
-    if _eval_data(configs[0]) == _eval_data(configs[-1]):
-        merged["before"] = stages[0]["before"]
-    if wall_s := sum(stage["wall_s"] for stage in stages):
-        tokens = sum(stage["tokens_per_s"] * stage["wall_s"] for stage in stages)
-        merged["tokens_per_s"] = round(tokens / wall_s, 2)
-    if len(stages) == len(configs):
-        merged["after"], merged["samples"] = last_stage.get("after"), last_stage.get("samples", [])
-        merged["model_path"] = last_stage.get("model_path")
-    return merged
+        "model_path": result.get("model_path"),
+        "stages": [{key: value for key, value in stage.items() if key not in own_fields} for stage in stages],
+    }
 
 
 def _highest_peak(summary: dict[str, Any]) -> int:

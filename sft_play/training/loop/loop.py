@@ -75,14 +75,10 @@ class PlannedLoop(EvaluatedLoop):
         # the class was measured, and needs a mask
         if not micro_batches.padded and attention != attention_functions.VARLEN_ATTENTION:
             micro_batches = MicroBatches(micro_batches.rows)
-        joins_packs, min_tokens = False, 0
-        if packs is None:
-            lengths = row_lengths(rows)
-        else:
-            lengths = packs.tokens
-            joins_packs = "flash" in attention or attention == attention_functions.VARLEN_ATTENTION
-            if plan.choice.step.cudnn:
-                min_tokens = plan.choice.step.seq_len
+        lengths = row_lengths(rows) if packs is None else packs.tokens
+        has_boundaries = "flash" in attention or attention == attention_functions.VARLEN_ATTENTION
+        # packs of one shape for cuDNN
+        min_tokens = plan.choice.step.seq_len if packs is not None and plan.choice.step.cudnn else 0
         sorted_lengths = lengths if sorts_by_length else None
         self.epoch_order = EpochOrder(
             len(lengths), seed=self.args.seed, lengths=sorted_lengths, effective_batch=effective_batch, mix=mix
@@ -97,7 +93,7 @@ class PlannedLoop(EvaluatedLoop):
         self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not micro_batches.padded)
         self.data_collator: Any = Collator(
             int(self.processing_class.pad_token_id),  # TRL makes sure that there is one
-            flat=not micro_batches.padded or joins_packs,
+            flat=not micro_batches.padded or (packs is not None and has_boundaries),
             adds_sources=adds_sources, adds_masks=adds_masks,
             adds_chat_lengths=attention_functions.needs_chat_lengths(attention), min_tokens=min_tokens,
             context_parallel_rank=context_parallel_rank, context_parallel_size=context_parallel,

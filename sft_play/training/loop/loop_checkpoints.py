@@ -33,6 +33,11 @@ logger = logging.getLogger(__name__)
 LOGGING_STATE = "logging_state.json"
 
 
+# What a checkpoint in parts cannot be resumed without.
+SHARDED_FILES = (
+    *("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS_FILE),
+    sharded_checkpoints.GROUPS_FILE,
+)
 # How long a run that fails waits for a checkpoint that was begun: other ranks may never write their parts.
 FINAL_SAVE_TIMEOUT_S = 300.0
 
@@ -168,8 +173,7 @@ class CheckpointedLoop(Trainer):
         writer, self._checkpoint_writer = self._checkpoint_writer, None
         if writer is None:
             return
-        step = self.state.global_step
-        self.heartbeat.note(step, "waiting for a checkpoint", saved_bytes=writer.needed_bytes)
+        self.heartbeat.note(self.state.global_step, "waiting for a checkpoint", saved_bytes=writer.needed_bytes)
         with self._require_room(writer.step, writer.needed_bytes):
             duration_s = writer.wait()
             self.wait_for_disk()
@@ -198,17 +202,15 @@ class CheckpointedLoop(Trainer):
             (checkpoint_path / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
             if self.state.best_global_step:  # the Trainer looked for the best one in the staging folder
                 best = checkpoints.checkpoint_path(folder, self.state.best_global_step)
-                self.state.best_model_checkpoint = None
-                if best.exists() or self.state.best_global_step == step:
-                    self.state.best_model_checkpoint = str(best)
+                is_kept = best.exists() or self.state.best_global_step == step
+                self.state.best_model_checkpoint = str(best) if is_kept else None
                 self.state.save_to_json(str(checkpoint_path / "trainer_state.json"))
         best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
         required_files = checkpoints.RESUME_FILES
         if self.is_deepspeed_enabled:
             required_files = ("trainer_state.json", "latest")
         elif self.saves_shards:
-            parts = (sharded_checkpoints.CONTENTS_FILE, sharded_checkpoints.GROUPS_FILE)
-            required_files = ("trainer_state.json", "scheduler.pt", *parts)
+            required_files = SHARDED_FILES
 
         def commit() -> None:
             if distributed.is_first():
