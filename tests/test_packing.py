@@ -305,25 +305,6 @@ def test_a_class_of_any_size_is_measured_on_a_small_one(kind):
     assert torch.equal(torch.random.get_rng_state(), state)  # the run's random numbers are its own
 
 
-def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypatch):
-    from transformers import LlamaConfig
-
-    from sft_play.training.class_checks import masking
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("heads\x1b[31m and tails")
-
-    monkeypatch.setattr(masking, "measure_packing_leak", refuse)
-    with pytest.raises(
-        ConfigError, match=r"whether llama keeps .* cannot be measured \(.*RuntimeError: heads"
-    ) as error:
-        masking.require_packable(LlamaConfig(), attention="sdpa")
-    assert "\x1b" not in str(error.value)
-    monkeypatch.setattr(masking, "measure_packing_leak", lambda *_, **__: (0.0, 0.001))
-    with pytest.raises(ConfigError, match="hardly depends on those before it"):
-        masking.require_packable(LlamaConfig(), attention="sdpa")
-
-
 # --- the plan ---------------------------------------------------------------------------------------------------------
 def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one():
     from sft_play.config.load import config_from_text

@@ -20,7 +20,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop.callbacks import GradientCheck, Progress
 from sft_play.training.loop.loop import PlannedLoop
-from tests.bundled import data_file
 from tests.conftest import chat
 from tests.models import make_llama, make_tokenizer
 
@@ -53,6 +52,18 @@ def train(command, run_yaml, tmp_path):
     return run
 
 
+@pytest.fixture
+def trained(train):
+    """Trains as `train` does, to a good end; returns the run folder."""
+
+    def run(*words: str, **options: str) -> Path:
+        code, printed, folder = train(*words, **options)
+        assert code == 0, printed
+        return folder
+
+    return run
+
+
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -68,6 +79,16 @@ def logged(folder: Path, name: str) -> list[float]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     (file,) = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
     return load_file(file)
+
+
+def assert_resumes(trained, *given: str, stop: int = 2) -> tuple[Path, Path]:
+    """A run that is stopped and resumed has the losses and weights of an unbroken one, to the bit; both folders."""
+    whole = trained("whole", *given)
+    trained("parts", *given, f"train.stop_after_steps={stop}")
+    parts = trained("parts", *given, verb="resume")
+    assert losses(parts) == losses(whole)
+    assert_same_bits(weights(parts), weights(whole))
+    return whole, parts
 
 
 def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -163,23 +184,17 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(train, mod
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[index][key])), (index, key)
 
 
-def test_a_run_stopped_at_the_end_of_an_epoch_resumes_to_the_same_numbers(train):
+def test_a_run_stopped_at_the_end_of_an_epoch_resumes_to_the_same_numbers(trained):
     """The stop falls on the epoch's last step, before its evaluation, and between two logged losses. Rows come from
     workers."""
     same = ["tuning.mode=lora", "train.max_steps=9", "eval.steps=null", "tuning.lora.dropout=0.1",
             "train.save_steps=null", "train.logging_steps=4", "train.dataloader_num_workers=2"]  # fmt: skip
-    _, _, whole = train("whole", *same)
-    per_epoch = next(line["step"] for line in metrics(whole) if "eval_loss" in line)
-    assert per_epoch == 6
-    train("parts", *same, "train.stop_after_steps=6")
-    code, printed, parts = train("parts", *same, verb="resume")
-    assert code == 0, printed
-    assert losses(whole) == losses(parts)
+    whole, parts = assert_resumes(trained, *same, stop=6)
+    assert next(line["step"] for line in metrics(whole) if "eval_loss" in line) == 6
     for name in ("num_tokens", "samples_seen", "eval_test_num_tokens", "eval_num_tokens"):  # counted on
         assert logged(whole, name) == logged(parts, name), name
     assert logged(whole, "num_tokens")[-1] > logged(whole, "num_tokens")[0] > 0
     assert logged(parts, "train_loss")[-1] == pytest.approx(logged(whole, "train_loss")[-1])
-    assert_same_bits(weights(whole), weights(parts))
 
 
 def test_the_command_that_is_printed_goes_on_with_the_run(train, command, tmp_path):
@@ -258,16 +273,10 @@ def test_a_run_does_not_go_on_with_other_base_weights(train, tmp_path):
     assert "data weights: the content of" in printed
 
 
-def test_a_full_run_of_a_mixture_of_experts_resumes_to_the_same_numbers(train, tmp_path):
+def test_a_full_run_of_a_mixture_of_experts_resumes_to_the_same_numbers(trained, tmp_path):
     """Experts have other names on the hub than in memory: a checkpoint under hub names would not be loaded again."""
     folder = make_mixtral(tmp_path / "mixtral")
-    same = [f"model.name={folder}", "tuning.mode=full", "train.max_steps=4"]
-    _, _, whole = train("whole", *same)
-    train("parts", *same, "train.stop_after_steps=2")
-    code, printed, parts = train("parts", *same, verb="resume")
-    assert code == 0, printed
-    assert losses(whole) == losses(parts)
-    assert_same_bits(weights(whole), weights(parts))
+    assert_resumes(trained, f"model.name={folder}", "tuning.mode=full", "train.max_steps=4")
 
 
 def make_mixtral(folder: Path) -> Path:
@@ -339,7 +348,7 @@ def any_rate(monkeypatch):
 
 
 @pytest.mark.usefixtures("any_rate")
-def test_patience_is_not_begun_again_by_a_resume(train, monkeypatch):
+def test_patience_is_not_begun_again_by_a_resume(train, trained, monkeypatch):
     """A learning rate that ruins the model: the first evaluation is the best one, whose weights are kept and loaded at
     the end, and patience ends the run. Others are stopped after two steps, and after the last one."""
     words = ["train.max_steps=8", "tuning.mode=lora", "train.learning_rate=30.0", "train.lr_scheduler_type=constant",
@@ -362,8 +371,7 @@ def test_patience_is_not_begun_again_by_a_resume(train, monkeypatch):
         patch.setattr("sft_play.training.run.build_summary", fail)
         assert train("late", *words)[0] == 2
     for name in ("early", "late"):
-        code, printed, folder = train(name, *words, verb="resume")
-        assert code == 0, printed
+        folder = trained(name, *words, verb="resume")
         assert losses(folder) == losses(unbroken)
 
 
@@ -614,14 +622,6 @@ def test_the_text_tower_of_an_image_text_model_is_trained(train, tmp_path):
     assert type(again.config.vision_config) is type(whole.config.vision_config)
 
 
-def test_real_files_train_as_they_are(train):
-    words = ("model.max_seq_len=512", "data.val_fraction=0.0", "train.effective_batch_size=2",
-             "data.max_lost_fraction=1.0")  # fmt: skip
-    code, printed, folder = train("one", f"data.train_path={data_file('bundled/rows/alpaca.json')}", *words)
-    assert code == 0, printed
-    assert len(losses(folder)) == 2
-
-
 def test_plain_text_trains_every_token_and_mixed_runs_both_kinds(train, tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("the light in the kitchen is on. " * 300)
@@ -631,15 +631,6 @@ def test_plain_text_trains_every_token_and_mixed_runs_both_kinds(train, tmp_path
     code, printed, _ = train("mixed", "task_mode=cpt_mixed", f"data.text_path={text}", "data.text_fraction=0.3")
     assert code == 0, printed
     assert "0.3 of the sequences" in printed
-
-
-def test_another_optimizer_and_switches_train(train):
-    code, printed, _ = train(
-        "one", "train.optim=adamw_torch", "tuning.lora.use_dora=true", "tuning.lora.use_rslora=true",
-        "tuning.mode=lora", "train.gradient_checkpointing=true", "train.bf16=true",
-    )  # fmt: skip
-    assert code == 0, printed
-    assert "with bf16 precision" in printed
 
 
 def test_speed_and_time_left_count_training_steps_only():
@@ -660,7 +651,7 @@ def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):
     assert "rows are fewer than one effective batch of 64" in printed
 
 
-def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp_path, monkeypatch):
+def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(trained, tmp_path, monkeypatch):
     from datetime import date
 
     from sft_play.runs.folder import first_start_date
@@ -670,8 +661,7 @@ def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp
         "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
     )
-    code, printed, folder = train("dated", f"data.chat_template={template}", "train.max_steps=1")
-    assert code == 0, printed
+    folder = trained("dated", f"data.chat_template={template}", "train.max_steps=1")
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["template_date"] == str(date.today())
     manifest["template_date"] = "2001-02-03"
@@ -680,7 +670,7 @@ def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp
 
 
 @pytest.mark.parametrize(("way", "save_steps"), [("renamed", 1), ("emptied", 500)])
-def test_a_folder_that_goes_away_under_its_run_is_one_message(train, monkeypatch, tmp_path, way, save_steps):
+def test_a_folder_that_goes_away_under_its_run_is_one_message(train, trained, monkeypatch, tmp_path, way, save_steps):
     """At a checkpoint, or when the trained weights are written."""
     real = PlannedLoop.training_step
 
@@ -703,5 +693,4 @@ def test_a_folder_that_goes_away_under_its_run_is_one_message(train, monkeypatch
     assert "could not be written" not in said
     if way == "renamed":  # and there it goes on
         same = ("train.max_steps=3", f"train.save_steps={save_steps}", "tuning.mode=lora")
-        code, said, _ = train("other", *same, verb="resume")
-        assert code == 0, said
+        trained("other", *same, verb="resume")

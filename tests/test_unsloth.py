@@ -48,6 +48,7 @@ from sft_play.training.prepare.model_spec import build_meta_model, build_model_s
 from tests import warm
 from tests.conftest import ROOT
 from tests.models import uneven_run
+from tests.test_train import trained  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.build
 
@@ -370,7 +371,7 @@ def recorded(monkeypatch) -> list[dict[str, Any]]:
     return batches
 
 
-def trained(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def batches_of(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The batches of the notes without the first of each start, on which the longest rows are only tried."""
     passed, is_tried = [], False
     for one in said:
@@ -382,12 +383,13 @@ def trained(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return passed
 
 
-def test_a_run_on_unsloth_stops_resumes_and_equals_the_other_backends(train, standin, monkeypatch, command, tmp_path):
+def test_a_run_on_unsloth_stops_resumes_and_equals_the_other_backends(
+    train, trained, standin, monkeypatch, command, tmp_path  # noqa: F811
+):  # fmt: skip
     """The same rows with the same labels in the same order, the same losses (LoRA, fp32, 1e-5), files and figures; its
     adapter is read by PEFT and its checkpoint by `consolidate`."""
     batches = recorded(monkeypatch)
-    code, printed, other = train("bnb", "eval.generate_rows=2", "eval.max_new_tokens=4")
-    assert code == 0, printed
+    other = trained("bnb", "eval.generate_rows=2", "eval.max_new_tokens=4")
     asked = ("tuning.backend=unsloth", "eval.generate_rows=2", "eval.max_new_tokens=4")
     code, printed, folder = train("mine", *asked, "train.stop_after_steps=3")
     assert code == 0, printed
@@ -402,7 +404,7 @@ def test_a_run_on_unsloth_stops_resumes_and_equals_the_other_backends(train, sta
     assert "Resuming unsloth run from step 3" in printed
 
     said = notes(standin)
-    assert trained(said) == batches
+    assert batches_of(said) == batches
     (loaded, *_) = [one for one in said if one.get("called") == "from_pretrained"]
     assert (loaded["dtype"], loaded["load_in_4bit"], loaded["use_exact_model_name"]) == ("torch.float32", False, True)
     assert {one["called"] for one in said if "called" in one} >= {"for_inference", "for_training"}
@@ -472,24 +474,20 @@ def test_a_signal_saves_stops_and_answers_130(standin, tmp_path, tiny_llama):
 
 
 @pytest.mark.slow
-def test_qlora_trains_as_the_other_backend_does(train, standin):
+def test_qlora_trains_as_the_other_backend_does(trained, standin):  # noqa: F811
     words = ("tuning.mode=qlora", "train.bf16=true", "train.gradient_checkpointing=true")
-    code, printed, other = train("other", *words)
-    assert code == 0, printed
-    code, printed, folder = train("mine", *words, "tuning.backend=unsloth")
-    assert code == 0, printed
+    other = trained("other", *words)
+    folder = trained("mine", *words, "tuning.backend=unsloth")
     assert losses(folder) == pytest.approx(losses(other), rel=5e-3)
     assert_same(adapter_in_peft(folder), weights(folder))
 
 
 @pytest.mark.slow
-def test_two_processes_train_and_judge_as_one(train, standin):
+def test_two_processes_train_and_judge_as_one(trained, standin):  # noqa: F811
     """DDP on two CPU processes."""
     words = ("tuning.backend=unsloth",)
-    code, printed, one = train("one", *words)
-    assert code == 0, printed
-    code, printed, two = train("two", *words, verb="train-distributed", flags=("--nproc", "2"))
-    assert code == 0, printed
+    one = trained("one", *words)
+    two = trained("two", *words, verb="train-distributed", flags=("--nproc", "2"))
     assert "ddp proved: the model is a DistributedDataParallel over 2 ranks" in (two / "train.log").read_text()
     limit = 1e-5
     assert losses(two) == pytest.approx(losses(one), rel=limit)
@@ -554,11 +552,9 @@ def test_unsloth_itself_has_what_the_worker_calls():
 @needs_real
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
-def test_unsloth_itself_trains_as_the_other_backend_does(train, mode):
+def test_unsloth_itself_trains_as_the_other_backend_does(trained, mode):  # noqa: F811
     """Measured with Unsloth 2026.10.9 on a CPU: losses differ by 2e-7 (LoRA) and 3e-7 (QLoRA)."""
-    code, printed, other = train("other", f"tuning.mode={mode}")
-    assert code == 0, printed
-    code, printed, folder = train("mine", f"tuning.mode={mode}", "tuning.backend=unsloth")
-    assert code == 0, printed
+    other = trained("other", f"tuning.mode={mode}")
+    folder = trained("mine", f"tuning.mode={mode}", "tuning.backend=unsloth")
     on_gpu = torch.cuda.is_available()
     assert losses(folder) == pytest.approx(losses(other), rel=2e-2 if on_gpu else 1e-5)

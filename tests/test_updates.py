@@ -389,20 +389,6 @@ def test_the_warning_names_what_is_stepped_and_a_setting_that_would_help(weights
     assert way in warning
 
 
-def test_workers_of_data_run_where_a_fork_server_is_the_default(world, command, monkeypatch):
-    """Python 3.14 starts processes by a fork server, which would be the parent that a worker looks for."""
-    import multiprocessing
-
-    before = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("forkserver", force=True)
-    try:
-        code, printed = command("train", "--config", str(world / "run.yaml"), "tuning.mode=lora", "train.max_steps=2",
-                                "output.name=workers", "train.dataloader_num_workers=1")  # fmt: skip
-    finally:
-        multiprocessing.set_start_method(before, force=True)
-    assert code == 0, printed
-
-
 def test_of_a_base_that_is_divided_a_checkpoint_of_adapters_reads_no_layer(world):
     """All that PEFT saves is there; of the base its embeddings alone, which PEFT may save beside them."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
