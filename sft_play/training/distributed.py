@@ -106,8 +106,7 @@ def process_group(plan: Plan, *, timeout_s: float, uses_deepspeed: bool = False)
         yield
     finally:
         _long_timeout_groups.clear()  # the group ends with the default one; the next run needs a new one
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def sum_over_ranks(value: int) -> int:

@@ -145,7 +145,7 @@ def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
     """What the weights that train take on all ranks together, in this dtype or their own."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     sizes = [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained]
-    return sum(size * (dtype or parameter.dtype).itemsize for size, parameter in zip(sizes, trained, strict=True))
+    return int(sum(size * (dtype or weight.dtype).itemsize for size, weight in zip(sizes, trained, strict=True)))
 
 
 def fp32_partitions(engine: Any) -> list[torch.Tensor]:

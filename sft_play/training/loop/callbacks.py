@@ -136,8 +136,9 @@ class MetricsFile(TrainerCallback):
             loss_keys = ("loss", "eval_loss", "test_loss") if state.global_step == 0 else ("loss",)
             for loss in map(logs.get, loss_keys):
                 if isinstance(loss, float) and not math.isfinite(loss):
-                    advice = describe_fp16_overflow(model)
-                    raise TrainingError(f"step {state.global_step}: the loss is {loss}; {advice}")
+                    raise TrainingError(
+                        f"step {state.global_step}: the loss is {loss}; {describe_fp16_overflow(model)}"
+                    )
 
 
 # What is kept free for a checkpoint at least: this share of the limit, up to so many seconds.

@@ -206,7 +206,7 @@ class CheckpointedLoop(Trainer):
                 self.state.best_model_checkpoint = str(best) if is_kept else None
                 self.state.save_to_json(str(checkpoint_path / "trainer_state.json"))
         best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
-        required_files = checkpoints.RESUME_FILES
+        required_files: tuple[str, ...] = checkpoints.RESUME_FILES
         if self.is_deepspeed_enabled:
             required_files = ("trainer_state.json", "latest")
         elif self.saves_shards:

@@ -122,7 +122,7 @@ def build_model_spec(
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     if repeats_kv and attention.name in ("sdpa", attention_functions.ULYSSES_ATTENTION):
         reason = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
-        attention = AttentionChoice(attention.name, f"{attention.reason}; {reason}", repeats_kv=True)
+        attention = replace(attention, reason=f"{attention.reason}; {reason}", repeats_kv=True)
     notes += experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
     skeleton = _build_skeleton(hf_config, config)
     chosen_experts = experts.choose_experts(config, skeleton, precision)
@@ -168,9 +168,8 @@ def _drop_quantization_config(full_config: Any, config: RunConfig) -> list[str]:
     refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
     if dequantisable_method(fields)[0] is None:
         return []
-    for config_part in {id(item): item for item in (full_config, full_config.get_text_config())}.values():
-        if hasattr(config_part, "quantization_config"):
-            del config_part.quantization_config
+    for config_part in (full_config, full_config.get_text_config()):
+        vars(config_part).pop("quantization_config", None)
     return [f"Model: {quantised_storage_note(fields, config.tuning.mode)}"]
 
 
