@@ -96,10 +96,8 @@ def test_what_the_thread_raises_is_raised_where_it_is_awaited():
     done = threading.Event()
     writing = CheckpointWriter(lambda: done.wait(10) and None, step=3, needed_bytes=1)
     writing.wait_at_most(0.01)  # not its end
-    assert not writing.is_awaited
     done.set()
     assert 0 < writing.wait() < 10
-    assert writing.is_awaited
 
 
 def test_a_limit_of_hours_leaves_the_time_that_a_write_beside_the_training_takes(monkeypatch):

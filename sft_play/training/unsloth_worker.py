@@ -39,7 +39,7 @@ def import_this_checkout() -> None:
 
 def package_versions() -> dict[str, str | None]:
     """Versions of Python and RECORDED_PACKAGES; None for a package that is not installed."""
-    installed = {found.name.lower().replace("-", "_"): found.version for found in metadata.distributions()}
+    installed = {package.name.lower().replace("-", "_"): package.version for package in metadata.distributions()}
     return {"python": sys.version.split()[0], **{name: installed.get(name) for name in RECORDED_PACKAGES}}
 
 

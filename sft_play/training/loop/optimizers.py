@@ -43,9 +43,9 @@ class MuonWithAdamW(Optimizer):
         adamw_groups: list[dict[str, Any]] = []
         for group in params:
             for part, is_muon in ((muon_groups, True), (adamw_groups, False)):
-                own = [parameter for parameter in group["params"] if (parameter in matrices) == is_muon]
-                if own:
-                    part.append({**group, "params": own})
+                chosen = [parameter for parameter in group["params"] if (parameter in matrices) == is_muon]
+                if chosen:
+                    part.append({**group, "params": chosen})
         options = {"lr": lr, "weight_decay": weight_decay}
         groups: list[dict[str, Any]] = []
         self._muon = self._adamw = None
