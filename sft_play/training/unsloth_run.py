@@ -343,16 +343,10 @@ def _build_trainer(
 
 def _build_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
     """Without checkpointing: the Trainer would replace Unsloth's own with its."""
-    requested: dict[str, Any] = {}
-
-    def make(**options: Any) -> TrainingArguments:
-        requested.update({name: value for name, value in options.items() if "_checkpointing" not in name})
-        return TrainingArguments(**requested)
-
     engine = engines.engine_arguments(plan, config, layer_class="", deepspeed=None)
-    arguments: TrainingArguments = training_arguments(
-        config, plan, folder, has_eval=has_eval, engine_options=engine, arguments_class=make
-    )
+    options = training_arguments(config, plan, folder, has_eval=has_eval, engine_options=engine, arguments_class=dict)
+    requested = {name: value for name, value in options.items() if "_checkpointing" not in name}
+    arguments = TrainingArguments(**requested)
     actual = {name: getattr(getattr(arguments, name), "value", getattr(arguments, name)) for name in requested}
     changes = [
         f"{name}={one_line(str(value))} to {one_line(str(actual[name]))}"

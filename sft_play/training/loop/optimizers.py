@@ -39,22 +39,22 @@ class MuonWithAdamW(Optimizer):
     def __init__(
         self, params: Any, *, matrices: Collection[nn.Parameter], lr: float, weight_decay: float = 0.0, **adamw: Any
     ) -> None:
-        muon_groups: list[dict[str, Any]] = []
-        adamw_groups: list[dict[str, Any]] = []
+        parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for group in params:
-            for part, is_muon in ((muon_groups, True), (adamw_groups, False)):
+            for is_muon, part in parts.items():
                 chosen = [parameter for parameter in group["params"] if (parameter in matrices) == is_muon]
                 if chosen:
                     part.append({**group, "params": chosen})
         options = {"lr": lr, "weight_decay": weight_decay}
-        groups: list[dict[str, Any]] = []
-        self._muon = self._adamw = None
-        if muon_groups:
-            self._muon = Muon(muon_groups, **options, adjust_lr_fn="match_rms_adamw")
-            groups += [{**group, _IS_MUON_KEY: True} for group in self._muon.param_groups]
-        if adamw_groups:
-            self._adamw = AdamW(adamw_groups, **options, **{"fused": True, **adamw})
-            groups += [{**group, _IS_MUON_KEY: False} for group in self._adamw.param_groups]
+        # torch's optimizers refuse an empty list
+        self._muon = Muon(parts[True], **options, adjust_lr_fn="match_rms_adamw") if parts[True] else None
+        self._adamw = AdamW(parts[False], **options, **{"fused": True, **adamw}) if parts[False] else None
+        optimizers = [optimizer for optimizer in (self._muon, self._adamw) if optimizer is not None]
+        groups = [
+            {**group, _IS_MUON_KEY: optimizer is self._muon}
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
         super().__init__(groups, options)
 
     @torch.no_grad()

@@ -246,9 +246,8 @@ def peft_loading_warning(model_spec: ModelSpec, *, trust_remote_code: bool) -> s
     if model_spec.peft_config is None or get_checkpoint_conversion_mapping(full_config.model_type) is None:
         return ""
     adapted_model = build_meta_model(model_spec, trust_remote_code=trust_remote_code)
-    published_model = adapted_model.get_base_model()
-    if model_spec.text_tower:
-        published_model = model_spec.text_tower.build_full_model()
+    tower = model_spec.text_tower
+    published_model = tower.build_full_model() if tower is not None else adapted_model.get_base_model()
     names = model_names_by_saved_name(adapted_model)
     lost_names = names_lost_by_peft(published_model, names) if published_model is not None else []
     if not lost_names:
