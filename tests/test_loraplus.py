@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
+from transformers import AutoModelForCausalLM, TrainingArguments
 
+from sft_play.training.loop.loop import PlannedLoop
+from sft_play.training.loop.optimizers import loraplus_groups
 from tests.models import uneven_run
 from tests.test_distributed import start
+from tests.test_learning_rate import run
 from tests.test_train import assert_resumes, losses, run_yaml, train, trained, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
@@ -16,12 +22,6 @@ PLUS = "tuning.lora.loraplus_lr_ratio=16"
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_the_groups_are_those_of_pefts_optimizer(tiny_llama, dora):
-    from peft import LoraConfig, get_peft_model
-    from peft.optimizers import create_loraplus_optimizer
-    from transformers import AutoModelForCausalLM
-
-    from sft_play.training.loop.optimizers import loraplus_groups
-
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"], use_dora=dora))
     theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
@@ -57,11 +57,6 @@ def test_only_lora_b_moves_faster(trained):  # noqa: F811
 
 def test_an_optimizer_that_is_asked_for_twice_has_the_ratio_once(tmp_path, tiny_llama):
     """As under DeepSpeed, where deepspeed_init and the Trainer both ask."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, TrainingArguments
-
-    from sft_play.training.loop.loop import PlannedLoop
-
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama), LoraConfig(target_modules=["q_proj"]))
     arguments = TrainingArguments(output_dir=str(tmp_path), learning_rate=1e-3, report_to=[], use_cpu=True)
     loop = object.__new__(PlannedLoop)  # as far as the Trainer's own method reads it
@@ -74,8 +69,6 @@ def test_an_optimizer_that_is_asked_for_twice_has_the_ratio_once(tmp_path, tiny_
 
 
 def test_the_ratio_lowers_the_automatic_rate():
-    from tests.test_learning_rate import run
-
     plain = run()
     plus = plain.model_copy(
         update={"tuning": plain.tuning.model_copy(

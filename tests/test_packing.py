@@ -8,9 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from datasets import Dataset
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from sft_play.data.build.packing import group_by_length, pack_best_fit, padding_shares
+from sft_play.config.load import config_from_text
+from sft_play.data.build.packing import Packs, group_by_length, pack_best_fit, padding_shares
 from sft_play.errors import ConfigError
+from sft_play.machine.gpu import Gpu
+from sft_play.machine.hardware import Hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.training.class_checks.masking import require_packable
+from sft_play.training.loop.rows import COUNT_KEYS, FILLER_INDEX, Collator, TrainingRows
 from tests.conftest import chat
 
 pytestmark = pytest.mark.build
@@ -90,15 +101,11 @@ def test_padding_of_each_choice_is_that_of_its_micro_batches():
 
 # --- rows of packs ----------------------------------------------------------------------------------------------------
 def dataset(lengths: list[int], sources: list[int] | None = None) -> Any:
-    from datasets import Dataset
-
     ids = [[100 * (n + 1) + place for place in range(length)] for n, length in enumerate(lengths)]
     return Dataset.from_dict({"input_ids": ids, "labels": ids, "source": sources or [0] * len(lengths)})
 
 
 def test_a_pack_holds_whole_chats_and_predicts_no_chats_beginning_from_another():
-    from sft_play.training.loop.rows import FILLER_INDEX, TrainingRows
-
     rows = TrainingRows(dataset([3, 2, 4]), packs=pack_best_fit([3, 2, 4], 6))
     assert len(rows) == 2
     first, second = rows[0], rows[1]
@@ -117,8 +124,6 @@ def test_a_pack_holds_whole_chats_and_predicts_no_chats_beginning_from_another()
 
 
 def test_a_batch_of_packs_begins_its_positions_anew_with_every_chat():
-    from sft_play.training.loop.rows import Collator, TrainingRows
-
     rows = TrainingRows(dataset([3, 2, 4], [0, 1, 0]), packs=pack_best_fit([3, 2, 4], 6))
     batch = Collator(pad_id=7, adds_sources=True)([rows[0], rows[1]])
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 0, 0]]
@@ -135,11 +140,6 @@ def test_a_batch_of_packs_begins_its_positions_anew_with_every_chat():
 
 
 def test_a_batch_of_single_rows_is_the_one_that_trl_makes():
-    import torch
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    from sft_play.training.loop.rows import Collator
-
     rows = dataset([3, 2, 5])
     ours = Collator(pad_id=7)([rows[n] for n in range(3)])
     theirs = DataCollatorForLanguageModeling(pad_token_id=7)([rows[n] for n in range(3)])
@@ -166,9 +166,6 @@ ATTENTION = [(kind, name) for kind in KEEP_APART for name in ("sdpa", "eager") i
 
 def tiny(kind: str, attention: str, **changes: Any) -> Any:
     """A model of the class with weights that let everything which is seen show."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
     config = CONFIG_MAPPING[kind](**{**KEEP_APART[kind], **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     draw = torch.Generator().manual_seed(0)
@@ -181,11 +178,6 @@ def tiny(kind: str, attention: str, **changes: Any) -> Any:
 
 def packed(rows: list[list[list[int]]], *, flat: bool = False) -> dict[str, Any]:
     """A batch of packs, each given as its chats, as training makes it."""
-    from datasets import Dataset
-
-    from sft_play.data.build.packing import Packs
-    from sft_play.training.loop.rows import COUNT_KEYS, Collator, TrainingRows
-
     chats = [ids for row in rows for ids in row]
     data = Dataset.from_dict({"input_ids": chats, "labels": chats})
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
@@ -196,8 +188,6 @@ def packed(rows: list[list[list[int]]], *, flat: bool = False) -> dict[str, Any]
 
 
 def logits(model: Any, batch: dict[str, Any]) -> Any:
-    import torch
-
     with torch.no_grad():
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         return model(**inputs, use_cache=False).logits
@@ -228,10 +218,6 @@ def test_a_chat_in_a_pack_is_computed_as_if_it_were_alone(kind, attention):
 
 @pytest.mark.parametrize(("kind", "attention"), ATTENTION)
 def test_loss_and_gradients_of_packs_are_those_of_the_rows(kind, attention):
-    import torch
-
-    from sft_play.training.loop.rows import Collator
-
     model = tiny(kind, attention).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -263,10 +249,6 @@ def test_loss_and_gradients_of_packs_are_those_of_the_rows(kind, attention):
 # masks without position ids; states that go on from chat to chat
 @pytest.mark.parametrize("kind", ["falcon", "gpt_oss", "mamba", "recurrent_gemma", "jamba"])
 def test_a_class_that_lets_a_chat_see_another_is_refused(kind):
-    from transformers import CONFIG_MAPPING
-
-    from sft_play.training.class_checks.masking import require_packable
-
     options = {"use_mamba_kernels": False} if kind == "jamba" else {}
     with pytest.raises(ConfigError, match=f"data.packing=best_fit: {kind} does not keep the chats of a row") as error:
         require_packable(CONFIG_MAPPING[kind](**options), attention="eager")
@@ -276,10 +258,6 @@ def test_a_class_that_lets_a_chat_see_another_is_refused(kind):
 @pytest.mark.parametrize("kind", ["deepseek_v32", "doge", "llama4_text"])
 def test_what_a_class_does_beyond_short_rows_counts_where_rows_are_longer(kind):
     """It chooses among tokens of all chats, or weighs them by their place in the row, from a size of its config on."""
-    from transformers import CONFIG_MAPPING
-
-    from sft_play.training.class_checks.masking import require_packable
-
     name = {"deepseek_v32": "index_topk", "doge": "keep_window_size", "llama4_text": "floor_scale"}[kind]
     size = random.Random(kind).randrange(64, 4096)
     config = CONFIG_MAPPING[kind](**{name: size})
@@ -292,11 +270,6 @@ def test_what_a_class_does_beyond_short_rows_counts_where_rows_are_longer(kind):
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gemma2", "deepseek_v3", "gpt2"])
 def test_a_class_of_any_size_is_measured_on_a_small_one(kind):
-    import torch
-    from transformers import CONFIG_MAPPING
-
-    from sft_play.training.class_checks.masking import require_packable
-
     config = CONFIG_MAPPING[kind]()
     before, state = config.to_dict(), torch.random.get_rng_state()
     note = require_packable(config, attention="eager" if kind == "gemma2" else "flash_attention_2")
@@ -307,12 +280,6 @@ def test_a_class_of_any_size_is_measured_on_a_small_one(kind):
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one():
-    from sft_play.config.load import config_from_text
-    from sft_play.machine.gpu import Gpu
-    from sft_play.machine.hardware import Hardware
-    from sft_play.models.config_json import load_model_shape
-    from sft_play.planner.decide import PlanRequest, make_plan
-
     machine = Hardware((Gpu(0, "GPU", 40 * 2**30, None, (9, 0)),), "CPU", 2, 24 * 2**30, 24 * 2**30)
 
     def plan(*overrides: str) -> Any:

@@ -10,16 +10,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from datasets import Dataset, Features, List, Value
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
 
+from sft_play.planner.batching import MicroBatches
+from sft_play.training.loop.rows import EpochOrder, StepBatches, pad_to_multiple, row_lengths, trained_tokens
+from sft_play.training.measure.monitor import source_losses
 from tests.conftest import chat
 from tests.models import uneven_run
+from tests.ranks_evaluation import trainer_of as own_trainer
+from tests.test_distributed import start
 
 pytestmark = pytest.mark.build
 
 
 def dataset(count: int):
-    from datasets import Dataset
-
     return Dataset.from_dict(
         {"input_ids": [[n, n + 1, n + 2] for n in range(count)], "labels": [[n, 5, 5] for n in range(count)]}
     )
@@ -31,9 +40,6 @@ LENGTHS = np.random.default_rng(5).integers(2, 60, size=64)
 def batches_of(count: int, *, micro: int, ranks: int, epoch: int = 0, by_length: bool = False) -> list[list[list[int]]]:
     """Micro-batches of each rank in steps of 8 rows, as the Trainer counts them: those that a step does not need are
     empty; FILLER is a masked row."""
-    from sft_play.planner.batching import MicroBatches
-    from sft_play.training.loop.rows import EpochOrder, StepBatches
-
     per_rank = []
     for rank in range(ranks):
         order = EpochOrder(count, seed=42, lengths=LENGTHS[:count] if by_length else None, effective_batch=8)
@@ -77,11 +83,6 @@ def test_rows_that_ranks_have_at_the_same_time_are_of_like_length(micro, accum, 
 
 
 def test_the_order_is_that_of_accelerates_seedable_sampler():
-    import torch
-    from accelerate.data_loader import SeedableRandomSampler
-
-    from sft_play.training.loop.rows import EpochOrder
-
     theirs = SeedableRandomSampler(range(21), data_seed=42, generator=torch.Generator())
     ours = EpochOrder(21, seed=42)
     for epoch in (0, 1, 5):
@@ -91,10 +92,6 @@ def test_the_order_is_that_of_accelerates_seedable_sampler():
 
 
 def test_a_filled_data_set_keeps_its_other_columns():
-    from datasets import Dataset, Features, List, Value
-
-    from sft_play.training.loop.rows import pad_to_multiple
-
     tokens = List(Value("int32"))
     columns = {"input_ids": tokens, "labels": tokens, "source": Value("int8"), "where": Value("string")}
     one = {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]], "source": [1], "where": ["a.jsonl:1"]}
@@ -104,10 +101,6 @@ def test_a_filled_data_set_keeps_its_other_columns():
 
 
 def test_the_tokens_of_a_data_set_are_counted():
-    from datasets import Dataset
-
-    from sft_play.training.loop.rows import row_lengths, trained_tokens
-
     made = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, -100, 3], [4, 5]]})
     assert row_lengths(made).tolist() == [3, 2]
     assert trained_tokens(made) == 2  # the first token of a row is never predicted
@@ -125,8 +118,6 @@ def series(run: Path, name: str) -> list[float]:
 
 def test_grouping_by_length_changes_no_step(tmp_path, tiny_llama, command):
     """Losses and weights of a run over an epoch with an uneven end equal those of the ungrouped one."""
-    from safetensors.torch import load_file
-
     path = uneven_run(tmp_path, tiny_llama)
     runs = {}
     for value in ("true", "false"):
@@ -165,15 +156,11 @@ def mixed_run(folder: Path, model: Path) -> Path:
 
 def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
     """A trainer on rows of our own that are chats and text, in this process."""
-    from tests.ranks_evaluation import trainer_of as own_trainer
-
     mixed = ("task_mode=cpt_mixed", "data.text_path=none.txt", "train.bf16=false")
     return own_trainer(model, folder / "run", *mixed, *overrides, rows=rows)
 
 
 def sourced(lengths: list[int], sources: list[int]) -> Any:
-    from datasets import Dataset
-
     draw = np.random.default_rng(1)
     ids = [draw.integers(3, 300, size=length).tolist() for length in lengths]
     return Dataset.from_dict({"input_ids": ids, "labels": ids, "source": sources})
@@ -182,9 +169,6 @@ def sourced(lengths: list[int], sources: list[int]) -> Any:
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_losses_of_chats_and_texts_are_means_over_their_own_tokens(tmp_path, tiny_llama, packing):
     """Against each row's loss by the model itself; all eight rows are seen in the two steps that are logged once."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     rows = sourced([9, 30, 20, 12, 5, 40, 17, 3], [0, 1, 0, 1, 0, 1, 0, 0])
     trainer = trainer_of(
         tmp_path, tiny_llama, rows, f"data.packing={packing}", "train.logging_steps=2", "train.learning_rate=1e-9",
@@ -225,8 +209,6 @@ def test_a_source_without_a_token_has_no_loss_and_one_mode_has_no_sources(tmp_pa
 
 
 def test_the_sources_of_every_rank_count():
-    from sft_play.training.measure.monitor import source_losses
-
     # rank 0: chats 6.0 over 3 tokens, text 4.0 over 1; rank 1: chats 2.0 over 1, no text
     assert source_losses([[6.0, 3, 4.0, 1], [2.0, 1, 0.0, 0]], prefix="eval_") == {
         "eval_loss_chat": 2.0,
@@ -236,8 +218,6 @@ def test_the_sources_of_every_rank_count():
 
 
 def test_a_run_on_chats_and_text_logs_the_loss_of_each(tmp_path, tiny_llama, command):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     path = mixed_run(tmp_path, tiny_llama)
     code, said = command("train", "--config", str(path), "output.name=mixed")
     assert code == 0, said
@@ -253,8 +233,6 @@ def test_a_run_on_chats_and_text_logs_the_loss_of_each(tmp_path, tiny_llama, com
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strategy):
-    from tests.test_distributed import start
-
     path = mixed_run(tmp_path, tiny_llama)
     words = ["--config", str(path), "data.packing=best_fit", "train.logging_steps=1"]
     for name, command, given in (

@@ -6,18 +6,32 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from transformers import (
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GenerationConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sft_play.errors import TrainingError
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, first_start_date
 from sft_play.training.checkpoints import checkpoints
+from sft_play.training.loop import trainer
 from sft_play.training.loop.callbacks import GradientCheck, Progress
 from sft_play.training.loop.loop import PlannedLoop
 from tests.conftest import chat
@@ -99,8 +113,6 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("mode", ["qlora", "lora", "full"])
 def test_a_run_writes_its_whole_folder(train, mode):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     words = ("train.report_to=[tensorboard]", "eval.before_training=true")
     code, printed, folder = train("one", f"tuning.mode={mode}", *words)
     assert code == 0, printed
@@ -129,8 +141,6 @@ def test_a_run_writes_its_whole_folder(train, mode):
     events.Reload()
     assert [scalar.value for scalar in events.Scalars("train/loss")] == pytest.approx(losses(folder))
     if mode == "full":
-        from transformers import AutoTokenizer, GenerationConfig
-
         end = AutoTokenizer.from_pretrained(folder / kind).convert_tokens_to_ids("<|im_end|>")
         stops = GenerationConfig.from_pretrained(folder / kind).eos_token_id
         assert end in (stops if isinstance(stops, list) else [stops])  # what ends a turn ends an answer of the model
@@ -280,8 +290,6 @@ def test_a_full_run_of_a_mixture_of_experts_resumes_to_the_same_numbers(trained,
 
 
 def make_mixtral(folder: Path) -> Path:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     folder.mkdir()
     make_tokenizer(folder)
     torch.manual_seed(0)
@@ -395,8 +403,6 @@ class TestGradientCheck:
             GradientCheck().on_pre_optimizer_step(None, self.State(), None, model=model)
 
     def test_lora_a_is_looked_at_once_its_b_has_left_zero(self):
-        from peft import LoraConfig, get_peft_model
-
         model = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"], r=1))
         check = GradientCheck()
         model(torch.ones(1, 2)).sum().backward()
@@ -422,8 +428,6 @@ class TestGradientCheck:
 
     def test_a_run_whose_frozen_layers_pass_no_gradient_stops(self, train, monkeypatch):
         """As the trap would do it: the first layer's adapters get nothing."""
-        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
         real = LlamaDecoderLayer.forward
 
         def cut(self, hidden_states, *args, **options):
@@ -440,9 +444,6 @@ class TestGradientCheck:
 def in_fp16(monkeypatch, scale: float) -> None:
     """Runs compute in fp16 from here on, as on a GPU: accelerate has it there alone, torch on a CPU too. The scale of
     the loss begins at `scale`."""
-    from accelerate import Accelerator
-
-    from sft_play.training.loop import trainer
 
     begin, arguments = Accelerator.__init__, trainer.training_arguments
 
@@ -597,8 +598,6 @@ def test_a_base_that_cannot_be_trained_is_refused_and_nothing_is_left(train, tmp
 
 
 def test_the_text_tower_of_an_image_text_model_is_trained(train, tmp_path):
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
     folder = tmp_path / "gemma"
     folder.mkdir()
     make_tokenizer(folder)
@@ -652,10 +651,6 @@ def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):
 
 
 def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(trained, tmp_path, monkeypatch):
-    from datetime import date
-
-    from sft_play.runs.folder import first_start_date
-
     template = tmp_path / "dated.jinja"
     template.write_text(
         "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}"

@@ -22,7 +22,9 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -44,10 +46,12 @@ from sft_play.text import GIB
 from sft_play.training import unsloth_run, unsloth_worker
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.model_saving import saved_shapes
+from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
 from tests import warm
 from tests.conftest import ROOT
 from tests.models import uneven_run
+from tests.test_options import on_cpu
 from tests.test_train import trained  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.build
@@ -119,9 +123,6 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
 
 def adapter_in_peft(folder: Path) -> dict[str, torch.Tensor]:
     """The adapter of a run as PEFT has it once it is loaded onto its base."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from transformers import AutoModelForCausalLM
-
     path = folder / "adapter"
     base = json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
     return get_peft_model_state_dict(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path))
@@ -313,10 +314,6 @@ def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
 
 
 def test_what_unsloth_changes_of_the_arguments_stops_the_run(tmp_path, monkeypatch, tiny_llama):
-    from transformers import TrainingArguments
-
-    from tests.test_options import on_cpu
-
     class Changed(TrainingArguments):
         def __post_init__(self):
             self.optim = "adamw_torch"
@@ -331,9 +328,6 @@ def test_what_unsloth_changes_of_the_arguments_stops_the_run(tmp_path, monkeypat
 
 
 def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, tiny_llama):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
     run = load_config(uneven_run(tmp_path, tiny_llama), overrides=("tuning.mode=lora",)).config
     drawn = build_model_spec(run, Precision("float32", "float32", ""), tokenizer_size=100)
     shapes = saved_shapes(build_meta_model(drawn, trust_remote_code=False))
@@ -357,8 +351,6 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
 
 def recorded(monkeypatch) -> list[dict[str, Any]]:
     """Every batch that a run in this process trains on from now on."""
-    from sft_play.training.loop.trainer import PlannedTrainer
-
     batches: list[dict[str, Any]] = []
     step = PlannedTrainer.training_step
 
